@@ -1,0 +1,154 @@
+"""The records that join the pillars: Sample -> Document -> Batch. Nothing else crosses from data to a model.
+
+Dims: T tokens (all documents end to end)  S documents  N images  P patches  C numbers a patch  M visual tokens  L labelled rows
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IGNORE = -100  # a label that asks for no loss
+
+Role = Literal["system", "user", "assistant"]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded image file: where it lies, or its bytes. `name` is what a message about it says."""
+
+    name: str
+    source: Path | bytes
+
+
+@dataclass(frozen=True)
+class Message:
+    role: Role
+    parts: tuple[Text | Picture, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation, before tokenising. An assistant message is what is learned."""
+
+    id: str  # unique in its source and stable over runs: "questions.json#17"
+    messages: tuple[Message, ...]
+    kind: str = ""  # a category that evaluations group by
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        return tuple(p for m in self.messages for p in m.parts if isinstance(p, Picture))
+
+
+class Grid(NamedTuple):
+    """Patches of one image: frames × rows × columns."""
+
+    frames: int
+    rows: int
+    columns: int
+
+    @property
+    def patches(self) -> int:
+        return self.frames * self.rows * self.columns
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """One picture as the tower takes it: upright, resized, cut into patches, not yet normalised.
+
+    Patches lie in *merge order*: the r×r patches that become one visual token follow one another (row by row inside the
+    cell, cells row by row), so that merging is a plain reshape. `places_P2` says where each patch was.
+    """
+
+    key: str  # equal keys = equal pixels: such images are encoded once a batch
+    patches_PC: NDArray[np.uint8]  # C = 3·patch², ordered (channel, row, column)
+    places_P2: Ints  # row and column of each patch
+    grid: Grid
+    merge: int  # r: one visual token for r×r patches
+
+    @property
+    def tokens(self) -> int:
+        return self.grid.patches // self.merge**2
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """One sample after tokenising. `labels_T[t]` is the target *of* position t: nobody shifts later."""
+
+    id: str
+    tokens_T: Ints
+    labels_T: Ints  # IGNORE where nothing is learned
+    visual_M: Ints  # where in T each visual token lies, images in order, each row by row
+    images: tuple[Image, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens_T) == len(self.labels_T), f"{self.id}: {len(self.tokens_T)} tokens, {len(self.labels_T)} labels"
+        assert len(self.visual_M) == sum(i.tokens for i in self.images), f"{self.id}: visual places and image tokens differ"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What is in a batch, as host integers: every rate is computed from these."""
+
+    slots: int  # T: tokens with padding
+    real: int  # tokens that are not padding = visual + text
+    visual: int
+    text: int
+    supervised: int  # labelled rows
+    documents: int
+    images: int  # encoded ones: an image that several documents share counts once
+    patches: int
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @staticmethod
+    def zero() -> "Counts":
+        return Counts(0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Documents laid end to end: the only layout there is. Padding is one last document without labels.
+
+    Every index array is made on the CPU by `data/batches.py`, so that the model never searches for placeholder ids and
+    never waits for the device to count them.
+    """
+
+    tokens_T: Tensor  # int64
+    positions_T3: Tensor  # int64: time, row, column; all three equal for text
+    cu_S1: Tensor  # int32: document bounds, 0 ... T
+    longest: int  # tokens of the longest document
+    rows_L: Tensor  # int64: the rows of T whose logits are wanted (the labelled rows, in training)
+    labels_L: Tensor | None  # int64: their targets; None asks for logits
+    visual_M: Tensor  # int64: where in T each visual token goes
+    sources_M: Tensor  # int64: which row of the merged tower output it is; documents may share rows
+    patches_PC: Tensor  # uint8
+    places_P2: Tensor  # int64: row and column of each patch in its image
+    cu_N1: Tensor  # int32: image bounds in P
+    longest_image: int  # patches of the largest image
+    counts: Counts
+    ids: tuple[str, ...]  # sample ids, for blame; padding has none
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch with every tensor on `device` (copies do not block)."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in moved.items()})
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Capacities of one micro-batch. The packer enforces them."""
+
+    tokens: int  # T
+    patches: int  # P; an image that documents of the batch share counts once

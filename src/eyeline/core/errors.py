@@ -1,0 +1,64 @@
+"""What may go wrong on purpose, each with its exit code.
+
+Every message has four parts: what is wrong, what was got, what was wanted, and the remedy. An exception that is not one
+of these is a defect of Eyeline and exits with code 1 and a traceback.
+"""
+
+from typing import ClassVar
+
+
+class Refused(Exception):
+    """A setting, file or machine that Eyeline will not work with. Raised before anything is changed; exit code 2."""
+
+    code: ClassVar[int] = 2
+
+
+class BadSample(Exception):
+    """The *content* of one sample is unusable: it is rejected, counted under `cause`, and the run goes on.
+
+    Never raised for a store that fails: that is an `OSError`, which stops the run, since it must not change the plan.
+    """
+
+    def __init__(self, cause: str, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.cause = cause  # one of data.rejects.CAUSES: the key that rejects are counted under
+        self.field = field  # where in the row: "image", "messages[1].content", ...
+        self.message = message
+
+
+class TooManyRejects(Exception):
+    """More samples were rejected than `max_reject_rate` allows; exit code 3."""
+
+    code: ClassVar[int] = 3
+
+
+class NotFinite(Exception):
+    """More steps than the budget had a loss or gradient that is not finite; exit code 4."""
+
+    code: ClassVar[int] = 4
+
+
+class StorageFailed(Exception):
+    """A file could not be read or written: disk full, vanished, no permission; exit code 5."""
+
+    code: ClassVar[int] = 5
+
+
+class RunLocked(Exception):
+    """Another process is training in this run folder; exit code 6."""
+
+    code: ClassVar[int] = 6
+
+
+class Stopped(Exception):
+    """SIGTERM or SIGINT asked for an end; all is saved, and the same command goes on from there. Exit code 75."""
+
+    code: ClassVar[int] = 75
+
+
+def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
+    """` Did you mean 'x'?` when `word` is close to a known one, else an empty string."""
+    import difflib
+
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""

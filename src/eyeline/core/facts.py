@@ -1,0 +1,80 @@
+"""Facts: what a model states about itself, in strings, numbers and pure functions.
+
+One vocabulary serves freezing, LoRA, learning rates, checkpoints, preprocessing and sharding, so that none of them knows a
+model by name. Patterns are `fnmatch` patterns of module or tensor names, where `*` does not cross a dot.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from eyeline.core.batch import Grid
+
+Part = Literal["vision", "projector", "language"]
+PARTS: tuple[Part, ...] = ("vision", "projector", "language")
+Split = Literal["split_out", "split_in"]  # a weight [out, in] cut along its outputs or its inputs under tensor parallelism
+Resample = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """One tensor of ours and its name in a Hugging Face checkpoint. `{i}` stands for a block's number in both.
+
+    `read` turns their tensor into ours and `write` ours into theirs; both are views or permutations, never arithmetic.
+    """
+
+    ours: str
+    theirs: str
+    read: Callable[[Tensor], Tensor] | None = None
+    write: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class ImageRule:
+    """How a picture becomes patches: stated by the model, obeyed by `data/images.py`, saved with every export."""
+
+    size: int  # pixels a side after resizing (fixed resolution)
+    patch: int  # pixels a side of a patch
+    merge: int  # r: r×r patches become one visual token
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    resample: Resample
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(1, self.size // self.patch, self.size // self.patch)
+
+    @property
+    def tokens(self) -> int:
+        """Visual tokens of one picture."""
+        return self.grid.patches // self.merge**2
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one built model states about itself."""
+
+    parts: Mapping[Part, str]  # part -> the submodule that is its root; together they hold every parameter
+    blocks: Mapping[Part, str]  # part -> pattern of its blocks: units of recomputation and, later, of sharding
+    linears: Mapping[Part, Mapping[str, str]]  # part -> short name (q, k, v, o, ...) -> pattern: what LoRA may wrap
+    splits: Mapping[str, Split]  # pattern of a linear layer -> how tensor parallelism cuts it
+    seams: tuple[str, ...]  # patterns of weightless modules that parallelism may replace
+    keys: tuple[KeyRule, ...]  # the Hugging Face names of every tensor
+    image: ImageRule | None  # None: a text-only model
+    vocabulary: int  # rows of the embedding: no token id may reach it
+    longest: int  # positions the language model was made for
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of Facts names this module or tensor: `*` stands for one piece between dots."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
+
+
+def part_of(facts: Facts, name: str) -> Part:
+    """The part that owns a parameter. Exactly one does; anything else is a defect of the family."""
+    owners = [part for part, root in facts.parts.items() if name.startswith(root + ".")]
+    assert len(owners) == 1, f"{name} belongs to {owners or 'no part'}"
+    return owners[0]

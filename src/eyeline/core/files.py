@@ -1,0 +1,83 @@
+"""Files appear whole: written beside, flushed to disk, renamed. A reader never meets half a file."""
+
+import hashlib
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from eyeline.core.errors import StorageFailed
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Replace `path` by `data`, durably: after a crash there is the old file or the new one, never a part of either.
+
+    Raises StorageFailed, with the path, the bytes needed and the bytes free, and leaves nothing behind.
+    """
+    data = data.encode() if isinstance(data, str) else data
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise storage_failed("write", path, error, len(data)) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomically` of readable JSON. NaN and infinities are refused: JSON has none."""
+    write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in `path`. OSError and ValueError reach the caller, who knows what the file is for."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    """Append one JSON line. A line is written in one call, so that a kill can tear only the last one."""
+    line = json.dumps(value, allow_nan=False) + "\n"
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise storage_failed("append to", path, error, len(line)) from error
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of `path`, without a torn last one. An absent file has none."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut by a kill, or is empty
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file's content, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def storage_failed(verb: str, path: Path, error: OSError, needed: int | None = None) -> StorageFailed:
+    """A StorageFailed that says which file, why, and how much room there is."""
+    try:
+        stat = os.statvfs(path.parent)
+        room = f"; {stat.f_bavail * stat.f_frsize:,} bytes are free there"
+    except OSError:
+        room = "; its folder cannot be examined either"
+    need = f" ({needed:,} bytes)" if needed is not None else ""
+    return StorageFailed(f"could not {verb} {path}{need}: {error.strerror or error}{room}. Make room or choose another folder.")

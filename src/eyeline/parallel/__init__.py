@@ -1,0 +1,1 @@
+"""Where a run runs: devices and ranks. The only folder that reads the environment."""
