@@ -1,0 +1,1 @@
+"""Recipes: YAML files that describe a run, the reader of them, and the check before training."""

@@ -1,0 +1,154 @@
+"""From YAML and `key=value` overrides to a `Run`, with every problem of the settings reported at once."""
+
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from yaml.nodes import MappingNode
+
+from eyeline.core.errors import Refused, nearest
+from eyeline.train.run import Run
+
+MAX_BYTES = 1 << 20
+MAX_NODES = 20_000  # aliases counted each time they are used: a recipe needs hundreds, an alias bomb has billions
+
+
+def shipped() -> dict[str, Path]:
+    """Name -> file of the recipes that come with Eyeline."""
+    folder = Path(str(files("eyeline.recipes")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> Run:
+    """The Run of a shipped recipe's name or of a .yaml path, with overrides applied. Refused, with all that is wrong."""
+    path = find_recipe(recipe)
+    return run_of(override(load_yaml(path), overrides), str(path))
+
+
+def find_recipe(recipe: str) -> Path:
+    """The file that `recipe` names."""
+    known = shipped()
+    if recipe in known:
+        return known[recipe]
+    path = Path(recipe)
+    if path.suffix not in (".yaml", ".yml"):
+        raise Refused(
+            f"no recipe is called {recipe!r}.{nearest(recipe, list(known))} Shipped recipes: {', '.join(known)}; "
+            "a recipe of your own is named by its path, which ends in .yaml"
+        )
+    if not path.is_file():
+        raise Refused(f"there is no recipe file {path}. Give the path of a .yaml file, or one of {', '.join(known)}")
+    return path
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file: no duplicate keys, no alias bombs, no tags that make objects."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise Refused(f"{path} has {path.stat().st_size:,} bytes; a recipe has at most {MAX_BYTES:,}. Is this a recipe?")
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None:
+            _examine(node, path)
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(f"{path} is not YAML that can be read: {error}") from error
+    if not isinstance(value, dict):
+        raise Refused(
+            f"{path} holds {'nothing' if value is None else type(value).__name__}; a recipe is a mapping with name, model and stages"
+        )
+    return value
+
+
+def _examine(node: yaml.Node, path: Path) -> None:
+    """Refuse duplicate keys (YAML itself lets the last one win) and more nodes than a recipe can need."""
+    count = 0
+    waiting = [node]
+    while waiting:
+        count += 1
+        if count > MAX_NODES:
+            raise Refused(f"{path} unfolds to more than {MAX_NODES:,} values; its aliases (*name) repeat too much")
+        node = waiting.pop()
+        if isinstance(node, MappingNode):
+            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            twice = sorted({key for key in keys if keys.count(key) > 1 and key != "<<"})
+            if twice:
+                raise Refused(f"{path}, line {node.start_mark.line + 1}: {twice[0]!r} is given twice in one place. Keep one of them")
+            waiting += [child for pair in node.value for child in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+
+
+def override(recipe: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The recipe with each `key.path=value` applied. An item of a list is named by its number, or by its `name`."""
+    import copy
+
+    recipe = copy.deepcopy(recipe)  # aliases make shared objects: an override must change one place
+    recipe = yaml.safe_load(yaml.safe_dump(recipe, sort_keys=False)) if overrides else recipe
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise Refused(f"{text!r} is not an override: write key=value, such as seed=1 or stages.0.steps=100")
+        try:
+            _set(recipe, key.strip().split("."), yaml.safe_load(value), text)
+        except yaml.YAMLError as error:
+            raise Refused(f"{text!r}: the value is not YAML: {error}") from error
+    return recipe
+
+
+def _set(place: Any, pieces: list[str], value: Any, text: str) -> None:
+    for i, piece in enumerate(pieces):
+        last = i == len(pieces) - 1
+        key: Any = piece
+        if isinstance(place, list):
+            names = [item.get("name") if isinstance(item, dict) else None for item in place]
+            if piece in names:
+                key = names.index(piece)
+            elif piece.isdigit() and int(piece) < len(place):
+                key = int(piece)
+            else:
+                known = ", ".join(str(name) for name in names if name is not None)
+                raise Refused(f"{text!r}: {piece!r} is not in that list of {len(place)} (numbered from 0{'; names: ' + known if known else ''})")
+        elif not isinstance(place, dict):
+            raise Refused(f"{text!r}: {'.'.join(pieces[:i])} is the value {place!r}, which has nothing called {piece!r} inside")
+        elif not last and not isinstance(place.get(key), dict | list):
+            place[key] = {}
+        if last:
+            place[key] = value
+        else:
+            place = place[key]
+
+
+def run_of(recipe: dict[str, Any], where: str) -> Run:
+    """Validate a recipe. Refused with one line a problem: where it is, what was got, what is wanted."""
+    try:
+        return Run.model_validate(recipe)
+    except ValidationError as error:
+        lines = [_line(problem) for problem in error.errors(include_url=False)]
+        many = f"{len(lines)} problems" if len(lines) > 1 else "a problem"
+        raise Refused(f"{where} has {many}:\n" + "\n".join(f"  {line}" for line in lines)) from error
+
+
+def _line(problem: Any) -> str:
+    place = ".".join(str(piece) for piece in problem["loc"]) or "recipe"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return f"{place}: there is no such setting.{nearest(str(problem['loc'][-1]), sorted(set(_names())))}"
+    if problem["type"] in ("missing", "value_error"):
+        return f"{place}: {message}"
+    return f"{place}: got {problem['input']!r:.80}; {message[:1].lower()}{message[1:]}"
+
+
+def _names() -> Iterator[str]:
+    """Every setting's name, from the schema of recipes."""
+    schema = Run.model_json_schema()
+    for record in (schema, *schema["$defs"].values()):
+        yield from record.get("properties", {})
+
+
+def dump(run: Run) -> str:
+    """A Run as YAML that reads back to the same Run: the resolved recipe of a run folder."""
+    return yaml.safe_dump(run.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True, width=120)

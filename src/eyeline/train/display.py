@@ -1,0 +1,89 @@
+"""What a person sees while a run trains: a live table in a terminal, plain lines elsewhere."""
+
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from eyeline.core.log import say
+from eyeline.train.metrics import StepFigures
+
+
+class Display(Protocol):
+    """Shows steps, and lines between them."""
+
+    def step(self, figures: StepFigures) -> None: ...
+    def note(self, message: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def display(console: Console, log_every: int) -> Display:
+    """The live display if the console is a terminal, else a line every `log_every` steps."""
+    return Terminal(console) if console.is_terminal else Lines(log_every)
+
+
+class Lines:
+    """A line every `every` steps, and for the last step of a stage."""
+
+    def __init__(self, every: int):
+        self._every = every
+
+    def step(self, figures: StepFigures) -> None:
+        if figures.step % self._every == 0 or figures.step in (1, figures.steps):
+            cells = " · ".join(f"{name} {value}" for name, value in _cells(figures))
+            say(f"{figures.stage} {figures.step}/{figures.steps} · {cells}")
+
+    def note(self, message: str) -> None:
+        say(message)
+
+    def close(self) -> None:
+        pass
+
+
+class Terminal:
+    """A bar with the time left, above the latest figures."""
+
+    def __init__(self, console: Console):
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("")
+        self._live = Live(self._bar, console=console, refresh_per_second=4)
+        self._live.start()
+
+    def step(self, figures: StepFigures) -> None:
+        self._bar.update(self._task, description=figures.stage, total=figures.steps, completed=figures.step)
+        table = Table.grid(padding=(0, 3))
+        pairs = _cells(figures)
+        table.add_row(*(f"[dim]{name}[/]" for name, _ in pairs))
+        table.add_row(*(value for _, value in pairs))
+        self._live.update(Group(self._bar, table))
+
+    def note(self, message: str) -> None:
+        self._live.console.print(message, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def _cells(figures: StepFigures) -> list[tuple[str, str]]:
+    report, seconds = figures.report, figures.seconds
+    left_s = (figures.steps - figures.step) * seconds["step"]
+    return [
+        ("loss", f"{report.loss:.4f}" if report.outcome == "applied" else report.outcome),
+        ("lr", " ".join(f"{rate:.2e}" for rate in dict.fromkeys(figures.lr.values()))),
+        ("grad norm", f"{report.grad_norm:.2f}"),
+        ("real tokens/s", f"{figures.real_tokens_per_s:,.0f}"),
+        ("data wait", f"{seconds['data_wait'] / seconds['step']:.0%}"),
+        ("padding", f"{figures.padding:.1%}"),
+        ("memory", f"{figures.memory_bytes / 2**30:.2f} GiB"),
+        ("left", f"{int(left_s // 60)}:{int(left_s % 60):02d}"),
+    ]

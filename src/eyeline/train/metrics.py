@@ -1,0 +1,97 @@
+"""`metrics.jsonl`: every figure of a run, by the definitions of docs/metrics.md.
+
+A step's wall time runs from the end of the step before to its own end, and every second of it has a name: data wait,
+compute, validation, checkpoint, other. Rates are real tokens over that wall time; nothing is left out.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from eyeline.core.batch import Counts
+from eyeline.core.facts import Part
+from eyeline.core.files import append_line
+from eyeline.train.step import Report
+
+Spending = Literal["startup", "data_wait", "compute", "validation", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One line of metrics.jsonl, and what the display shows."""
+
+    stage: str
+    stage_index: int
+    step: int  # in the stage, from 1
+    steps: int  # of the stage
+    global_step: int
+    report: Report
+    lr: Mapping[Part, float]
+    seconds: Mapping[str, float]  # spending -> seconds; with "other" they add up to "step"
+    memory_bytes: int
+
+    @property
+    def real_tokens_per_s(self) -> float:
+        return self.report.counts.real / self.seconds["step"]
+
+    @property
+    def padding(self) -> float:
+        """The share of token slots that hold padding."""
+        counts = self.report.counts
+        return 1 - counts.real / counts.slots if counts.slots else 0.0
+
+    def line(self) -> dict[str, Any]:
+        finite = self.report.outcome != "not finite"  # JSON has no NaN: such figures are null
+        return {
+            "kind": "step",
+            "stage": self.stage,
+            "stage_index": self.stage_index,
+            "step": self.step,
+            "global_step": self.global_step,
+            "loss": self.report.loss if finite else None,
+            "grad_norm": self.report.grad_norm if finite else None,
+            "applied": self.report.outcome == "applied",
+            "outcome": self.report.outcome,
+            "lr": dict(self.lr),
+            **asdict(self.report.counts),
+            "padding": self.padding,
+            "real_tokens_per_s": self.real_tokens_per_s,
+            **{f"{name}_s": value for name, value in self.seconds.items()},
+            "memory_bytes": self.memory_bytes,
+        }
+
+
+class Clock:
+    """Gives every second of a run a name. Monotonic: a change of the machine's clock moves nothing."""
+
+    def __init__(self) -> None:
+        self._mark = time.monotonic()
+        self._spent: dict[str, float] = {}
+
+    @contextmanager
+    def spending(self, on: Spending) -> Iterator[None]:
+        """Count the seconds inside as spent on `on`."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent[on] = self._spent.get(on, 0.0) + time.monotonic() - begin
+
+    def lap(self) -> dict[str, float]:
+        """Seconds since the last lap by name, "step" in all and "other" for what had no name; then start anew."""
+        now = time.monotonic()
+        total, spent = now - self._mark, self._spent
+        self._mark, self._spent = now, {}
+        names = ("startup", "data_wait", "compute", "validation", "checkpoint")
+        named = {name: spent.get(name, 0.0) for name in names}
+        return {"step": total, **named, "other": max(total - sum(named.values()), 0.0)}
+
+
+def write(folder: Path, line: dict[str, Any], attempt: int) -> None:
+    """Append one line, with the time of day (for people; durations come from the monotonic clock) and the attempt."""
+    wall = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    append_line(folder / "metrics.jsonl", {**line, "wall": wall, "attempt": attempt})

@@ -1,0 +1,183 @@
+"""`Run`: a whole recipe as one frozen record, joined from the settings that each pillar declares.
+
+Nothing here is derived or looked up: `recipes/read.py` makes a Run, `recipes/check.py` examines it, `loop.py` obeys it.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from eyeline.core.batch import Budget
+from eyeline.core.facts import Part
+from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
+from eyeline.data.loader import Data
+from eyeline.data.sources import Source
+from eyeline.models import llava
+from eyeline.models.lora import LoRA
+from eyeline.train.optim import AdamW, Optimizer
+from eyeline.train.schedule import Cosine, Schedule
+
+
+class Full(Settings):
+    """Train every parameter of the part."""
+
+    how: Literal["full"] = "full"
+    lr: PositiveFloat
+
+
+class Adapted(LoRA):
+    """Train LoRA adapters on some linear layers of the part; its own weights stay as they are."""
+
+    how: Literal["lora"] = "lora"
+    lr: PositiveFloat
+
+
+Trained = Annotated[Full | Adapted, Field(discriminator="how")]
+
+
+class Batching(Settings):
+    """The size of a step: `micro_batches` micro-batches, each filled up to `tokens` and `patches`."""
+
+    tokens: Positive
+    patches: NotNegative
+    micro_batches: Positive = 1
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.tokens, self.patches)
+
+
+class Stage(Settings):
+    """One phase of training: what learns, how fast, from what, for how long. Parts that `trains` does not name are frozen."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    trains: Annotated[dict[Part, Trained], Field(min_length=1)]
+    data: Data
+    steps: Positive | None = None
+    epochs: Positive | None = None
+    batch: Batching
+    optimizer: Optimizer = AdamW()
+    schedule: Schedule = Cosine()
+    clip: PositiveFloat | None = 1.0  # the norm that gradients are scaled down to; null: never
+    recompute: tuple[Part, ...] = ()  # parts whose blocks are run again in the backward pass instead of kept
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Stage":
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give steps or epochs, one of them")
+        return self
+
+
+class Model(Settings):
+    """The model to start from: a folder that `eyeline import` or `export` made, or a fresh one of the given shape."""
+
+    path: str | None = None
+    config: llava.Config | None = None
+    template: str | None = None  # chat template of a fresh model; a folder brings its own
+    tokenizer: str | None = None  # folder of a fresh model's tokenizer; without one, a BPE is trained on the recipe's texts
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "Model":
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give path (a model folder) or config (a fresh model), one of them")
+        if self.path is not None and (self.template is not None or self.tokenizer is not None):
+            raise ValueError("template and tokenizer belong to a fresh model; the folder in path brings its own. Leave them out")
+        if self.config is not None and self.template is None:
+            raise ValueError("a fresh model needs a chat template: template: plain, or template: qwen2.5")
+        return self
+
+
+class Evaluation(Settings):
+    """What `eyeline eval` asks: every question of `sources`, answered greedily and compared word for word."""
+
+    sources: Annotated[tuple[Source, ...], Field(min_length=1)]
+    max_tokens: Positive = 32  # longest answer
+
+
+class Run(Settings):
+    """A recipe."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,79}$")]
+    out: str | None = None  # the run folder; runs/<name> when not given
+    seed: NotNegative = 0
+    model: Model
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    evaluation: Evaluation | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"  # of activations and products; what trains is kept in fp32 in any case
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Positive | None = None  # CPU threads; torch's own choice when not given
+    log_every: Positive = 10  # steps between lines where the screen is not a terminal
+    validate_every: Positive | None = None  # steps; also at the end of a stage. None: never
+    save_every: Positive | None = None  # steps; a checkpoint at the end of every stage is always written
+    keep_last: Positive = 2  # checkpoints beside the best one
+    not_finite_budget: NotNegative = 5  # steps that may be dropped because a loss or gradient is not finite
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _no_fp16(cls, value: Any) -> Any:
+        if value == "fp16":
+            raise ValueError(
+                "fp16 is not offered yet: its range needs a loss scale, which this version does not have. Use bf16 (Ampere or "
+                "newer, or a CPU), or fp32"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _stages_differ(self) -> "Run":
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) < len(names):
+            raise ValueError(f"stages need names of their own, got {names}")
+        if self.validate_every and not any(s.data.hold_out or s.data.validation for s in self.stages):
+            raise ValueError("validate_every is set, but no stage has data.hold_out or data.validation to validate on")
+        return self
+
+
+# Settings that a run may be resumed with, changed: they steer how it is watched and stored, or how long it goes on. Steps and
+# epochs are of stages that have not ended; the schedule of the rest follows the new length. `*` stands for a stage's number.
+MAY_CHANGE = (
+    "out",
+    "device",
+    "threads",
+    "log_every",
+    "validate_every",
+    "save_every",
+    "keep_last",
+    "not_finite_budget",
+    "evaluation",
+    "stages.*.steps",
+    "stages.*.epochs",
+    "stages.*.data.workers",
+    "stages.*.data.max_reject_rate",
+)
+
+
+def differences(old: Run, new: Run) -> list[str]:
+    """`path: old → new` of every setting that differs and may not (see MAY_CHANGE)."""
+    before, after = _leaves(old.model_dump(mode="json")), _leaves(new.model_dump(mode="json"))
+    gone = object()
+
+    def allowed(path: str) -> bool:
+        pieces = path.split(".")
+        general = ".".join("*" if i == 1 and pieces[0] == "stages" else piece for i, piece in enumerate(pieces))
+        return any(general == name or general.startswith(name + ".") for name in MAY_CHANGE)
+
+    return [
+        f"{path}: {_shown(before.get(path, gone), gone)} → {_shown(after.get(path, gone), gone)}"
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path, gone) != after.get(path, gone) and not allowed(path)
+    ]
+
+
+def _shown(value: Any, gone: object) -> str:
+    return "absent" if value is gone else repr(value)
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Every leaf of nested dicts and lists by its dotted path. Empty containers are leaves."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    if children is None or not value:
+        return {path: value}
+    out: dict[str, Any] = {}
+    for key, child in children:
+        out |= _leaves(child, f"{path}.{key}" if path else str(key))
+    return out

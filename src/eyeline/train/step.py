@@ -1,0 +1,81 @@
+"""One optimizer update. Sums and counts first, one division at the end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from eyeline.core.batch import Batch, Counts
+from eyeline.core.randomness import seed_for
+
+Outcome = Literal["applied", "not finite", "no targets"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one step did."""
+
+    loss: float  # nats a label, over every label of the step
+    grad_norm: float  # of all trainable parameters together, before clipping
+    outcome: Outcome  # weights and optimizer are untouched unless "applied"
+    counts: Counts
+
+
+def update(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    micro_batches: Sequence[Batch],
+    *,
+    clip: float | None,
+    seed: int,
+    step: int,
+) -> Report:
+    """Run every micro-batch forward and backward, clip, and apply the update unless something is not finite.
+
+    The loss is summed over labels and divided once by the step's count, so that gradients do not depend on how the step is
+    cut into micro-batches. `step` counts over the whole run: dropout's randomness is addressed by (seed, step, micro-batch).
+    A parameter that no micro-batch used has no gradient and is left alone: neither moved nor decayed.
+    """
+    counts = sum((batch.counts for batch in micro_batches), Counts.zero())
+    if counts.supervised == 0:
+        return Report(0.0, 0.0, "no targets", counts)
+
+    device = next(model.parameters()).device
+    total = torch.zeros((), device=device)
+    for i, batch in enumerate(micro_batches):
+        if batch.counts.supervised == 0:
+            continue
+        torch.manual_seed(seed_for(seed, "dropout", step, i))
+        loss = model(batch.to(device)) / counts.supervised
+        loss.backward()
+        total += loss.detach()
+
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    # the one wait for the device in a step: a non-finite step must be decided before the optimizer touches its state
+    loss_value, norm_value, finite = torch.stack([total, norm, (total.isfinite() & norm.isfinite()).float()]).tolist()
+    if finite:
+        if clip is not None:
+            torch.nn.utils.clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], clip, norm)
+        for optimizer in optimizers:
+            optimizer.step()
+    model.zero_grad(set_to_none=True)
+    return Report(loss_value, norm_value, "applied" if finite else "not finite", counts)
+
+
+@torch.no_grad()
+def validate(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, int]:
+    """The loss in nats a label over all of `batches`, and the number of labels. Dropout is off meanwhile."""
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    labels = 0
+    for batch in batches:
+        if batch.counts.supervised:
+            total += model(batch.to(device))
+            labels += batch.counts.supervised
+    model.train(was_training)
+    return float(total) / max(labels, 1), labels
