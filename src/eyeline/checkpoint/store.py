@@ -1,0 +1,388 @@
+"""Our own checkpoints: written whole or not at all, never over one another, and never believed without their digests.
+
+    RUN/checkpoints/step-00000100-1f0c93aa/
+        model.safetensors  optimizer.safetensors  ...   whatever the caller keeps
+        state.json                                      everything that is not a tensor
+        manifest.json                                   written last: run, step, size and SHA-256 of every file
+
+PyTorch's own formats detect no flipped bit, no swapped file and no mixture of two saves; so each save has a folder and an
+id of its own, and its manifest, which has its own digest too, binds the files to that id. Nothing is ever unpickled.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyeline.checkpoint.tensors import Written, header_of, read_file, size_of, write_file
+from eyeline.core.errors import Refused
+from eyeline.core.files import sha256_of, storage_failed, sync_folder
+from eyeline.core.log import warn
+
+VERSION = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+_FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
+_LEFTOVER = re.compile(r"\.step-\d{8,}-[0-9a-f]{8}\.(tmp|old)")
+
+
+class Damaged(Exception):
+    """A checkpoint folder is not what its save wrote. The message names the file."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    version: int
+    run: str
+    step: int
+    save: str  # the id of this save: 8 hex digits
+    order: int  # 1, 2, ... in the order of saving: after a fall-back, a lower step can be the newer save
+    best: bool  # the best so far when it was saved
+    files: Mapping[str, Written]
+    fixed: Mapping[str, str]  # file -> what it belongs to (a stage): equal as long as that is
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint."""
+
+    folder: Path
+    manifest: Manifest
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def names(self) -> tuple[str, ...]:
+        """The sets of tensors it holds: `load` takes these."""
+        return tuple(name.removesuffix(".safetensors") for name in self.manifest.files if name.endswith(".safetensors"))
+
+    def load(self, *names: str) -> dict[str, Tensor]:
+        """All tensors of these sets, on the host."""
+        found: dict[str, Tensor] = {}
+        for name in names:
+            for key, value in read_file(self.folder / f"{name}.safetensors").items():
+                assert key not in found, f"{key} is in two sets of {self.folder}"
+                found[key] = value
+        return found
+
+    @torch.no_grad()
+    def fill(self, targets: Mapping[str, Tensor], *names: str) -> None:
+        """Copy the tensors of these sets into `targets`: exactly the same names and shapes, or Refused with the differences.
+
+        A target may be wider than what was stored (a bfloat16 weight into float32: exact), never narrower.
+        """
+        stored = self.load(*names)
+        problems = [f"{name} is not in the checkpoint" for name in targets if name not in stored]
+        problems += [f"{name} is not in the model" for name in stored if name not in targets]
+        for name in targets.keys() & stored.keys():
+            got, want = stored[name], targets[name]
+            if got.shape != want.shape or torch.promote_types(got.dtype, want.dtype) != want.dtype:
+                problems.append(f"{name} is {list(got.shape)} {got.dtype}, wanted {list(want.shape)} {want.dtype}")
+        if problems:
+            more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
+            listed = "\n  ".join(sorted(problems)[:10])
+            raise Refused(f"{self.folder} does not fit this model:\n  {listed}{more}\nUse the recipe that the run was started with.")
+        for name, target in targets.items():
+            target.copy_(stored[name])
+
+
+# ---- saving
+
+
+def save(
+    folder: Path,
+    *,
+    run: str,
+    step: int,
+    files: Mapping[str, Mapping[str, Tensor]],
+    state: dict[str, Any],
+    keep_last: int,
+    best: bool = False,
+    fixed: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a new checkpoint beside the older ones in `folder`, then delete what `prune` allows. Returns its folder.
+
+    `files` are named sets of tensors ("model", "optimizer", "frozen"), on any device; they are only read. `state` is plain
+    JSON. `best` says that this is the best model so far. `fixed` names sets that cannot change while a word stays the same
+    ({"frozen": "stage 1"}): such a set is written once and hard-linked by later saves.
+
+    Raises StorageFailed, and leaves nothing of the attempt behind.
+    """
+    assert keep_last >= 1, "a store that keeps nothing is not asked to save"
+    fixed = dict(fixed or {})
+    assert fixed.keys() <= files.keys(), f"fixed sets {sorted(fixed)} are not all among {sorted(files)}"
+    state_text = json.dumps(state, allow_nan=False, indent=1) + "\n"
+    assert json.loads(state_text) == state, "state must be plain JSON: string keys, lists and no tuples"
+
+    earlier = _manifests(folder, run)
+    save_id = uuid.uuid4().hex[:8]
+    target = folder / f"step-{step:08d}-{save_id}"
+    beside = folder / f".{target.name}.tmp"
+    try:
+        try:
+            beside.mkdir(parents=True)
+        except OSError as error:
+            raise storage_failed("create", beside, error) from error
+        links = {name: source for name in fixed if (source := _same_set(name, fixed[name], files[name], earlier))}
+        _refuse_if_full(folder, sum(size_of(tensors) for name, tensors in files.items() if name not in links) + len(state_text))
+        written: dict[str, Written] = {}
+        for name, tensors in files.items():
+            file = f"{name}.safetensors"
+            written[file] = _linked(links[name], beside / file) if name in links else write_file(beside / file, tensors)
+        written[STATE] = _write_text(beside / STATE, state_text)
+        order = 1 + max((manifest.order for _, manifest in earlier), default=0)
+        words = {f"{name}.safetensors": word for name, word in fixed.items()}
+        _write_text(beside / MANIFEST, _render(Manifest(VERSION, run, step, save_id, order, best, written, words)))
+        try:
+            sync_folder(beside)
+            os.rename(beside, target)
+            sync_folder(folder)
+        except OSError as error:
+            raise storage_failed("commit", target, error) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)  # gone already, unless something above failed
+    _prune(folder, run, keep_last, known_good=target)
+    return target
+
+
+def _same_set(name: str, word: str, tensors: Mapping[str, Tensor], earlier: Sequence[tuple[Path, Manifest]]) -> tuple[Path, Written] | None:
+    """An undamaged file that holds this fixed set already. A damaged one must not spread into the new checkpoint."""
+    file = f"{name}.safetensors"
+    for folder, manifest in earlier:
+        if manifest.fixed.get(file) != word:
+            continue
+        header = header_of(tensors)
+        try:
+            with open(folder / file, "rb") as opened:
+                assert opened.read(len(header)) == header, f"{name} is fixed for {word!r}, but its names or shapes changed"
+            if sha256_of(folder / file) == manifest.files[file].sha256:
+                return folder / file, manifest.files[file]
+        except OSError:
+            pass
+        warn(f"{folder / file} is damaged; it is written anew.")
+    return None
+
+
+def _linked(source: tuple[Path, Written], target: Path) -> Written:
+    path, written = source
+    try:
+        os.link(path, target)
+    except OSError:  # a file system without hard links, or too many of them
+        try:
+            shutil.copyfile(path, target)
+            with open(target, "rb+") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_failed("write", target, error, written.size) from error
+    return written
+
+
+def _write_text(path: Path, text: str) -> Written:
+    data = text.encode()
+    try:
+        with open(path, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise storage_failed("write", path, error, len(data)) from error
+    return Written(len(data), hashlib.sha256(data).hexdigest())
+
+
+def _refuse_if_full(folder: Path, needed: int) -> None:
+    """Better nothing than most of a checkpoint. A quota shows only while writing, which is handled there."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise storage_failed("write a checkpoint into", folder / "step", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
+
+
+def _render(manifest: Manifest) -> str:
+    """The manifest as text, its own digest included. A manifest that reads otherwise than this is damaged."""
+    body = json.dumps(asdict(manifest), indent=1, sort_keys=True)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{{"sha256": "{digest}", "manifest":\n{body}\n}}\n'
+
+
+# ---- reading
+
+
+def newest(folder: Path, run: str | None = None) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None if none was ever saved. `run=None` takes any run's.
+
+    Every damaged one is named on standard error. Raises Refused when there are checkpoints and none can be used, rather
+    than let a run start afresh over them.
+    """
+    return _first_whole(folder, run, best_only=False)
+
+
+def best(folder: Path, run: str | None = None) -> Checkpoint | None:
+    """The checkpoint that was the best when it was saved, none having been better since; None if none was marked."""
+    return _first_whole(folder, run, best_only=True)
+
+
+def _first_whole(folder: Path, run: str | None, best_only: bool) -> Checkpoint | None:
+    seen = 0
+    candidates: list[tuple[Path, Manifest]] = []
+    for path in _folders(folder):
+        seen += 1
+        try:
+            manifest = _manifest_of(path)
+            if run is not None and manifest.run != run:
+                raise Damaged(f"it belongs to run {manifest.run}, not to {run}")
+        except Damaged as damage:
+            warn(f"checkpoint {path} cannot be used: {damage}.")
+            continue
+        candidates.append((path, manifest))
+    marked = [c for c in candidates if c[1].best] if best_only else candidates
+    for path, _ in sorted(marked, key=lambda c: -c[1].order):
+        try:
+            return verify(path, run)
+        except Damaged as damage:
+            warn(f"checkpoint {path} cannot be used: {damage}. Looking for the one before.")
+    if seen and not best_only:
+        raise Refused(f"none of the {seen} checkpoints in {folder} can be used (see above). Restore one, or move them away to start again.")
+    return None
+
+
+def verify(path: Path, run: str | None = None) -> Checkpoint:
+    """Check every byte of a checkpoint folder against its manifest. Raises Damaged, naming the file and the fault."""
+    manifest = _manifest_of(path)
+    if run is not None and manifest.run != run:
+        raise Damaged(f"it belongs to run {manifest.run}, not to {run}")
+    _refuse_wrong_sizes(path, manifest)
+    for name, want in manifest.files.items():
+        try:
+            got = sha256_of(path / name)
+        except FileNotFoundError as error:
+            raise Damaged(f"{name} is missing") from error
+        except OSError as error:
+            raise storage_failed("read", path / name, error) from error
+        if got != want.sha256:
+            raise Damaged(f"{name} is not what was saved (SHA-256 {got[:12]}..., wanted {want.sha256[:12]}...)")
+    return Checkpoint(path, manifest, json.loads((path / STATE).read_text(encoding="utf-8")))
+
+
+def _refuse_wrong_sizes(path: Path, manifest: Manifest) -> None:
+    for name, want in manifest.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except FileNotFoundError as error:
+            raise Damaged(f"{name} is missing") from error
+        except OSError as error:
+            raise storage_failed("read", path / name, error) from error
+        if size != want.size:
+            raise Damaged(f"{name} has {size:,} bytes, wanted {want.size:,}")
+
+
+def _manifest_of(path: Path) -> Manifest:
+    """The manifest in a checkpoint folder. Raises Damaged; Refused if it is whole but of a version to come."""
+    try:
+        text = (path / MANIFEST).read_bytes().decode()
+        content = json.loads(text)
+        fields = content["manifest"]
+        if content["sha256"] != hashlib.sha256(text.split("\n", 1)[1].removesuffix("\n}\n").encode()).hexdigest():
+            raise Damaged(f"{MANIFEST} does not agree with its own digest")
+        if fields["version"] != VERSION:
+            raise Refused(f"{path} has format version {fields['version']}; this Eyeline knows {VERSION}. Use the Eyeline that wrote it.")
+        manifest = Manifest(**(fields | {"files": {name: Written(**entry) for name, entry in fields["files"].items()}}))
+    except FileNotFoundError as error:
+        raise Damaged(f"{MANIFEST} is missing: the save was not finished, or the file was deleted") from error
+    except OSError as error:
+        raise storage_failed("read", path / MANIFEST, error) from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read ({error})") from error
+    if text != _render(manifest):
+        raise Damaged(f"{MANIFEST} is not what was saved")
+    if path.name != f"step-{manifest.step:08d}-{manifest.save}":
+        raise Damaged(f"{MANIFEST} belongs to another save, step-{manifest.step:08d}-{manifest.save}")
+    return manifest
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(p for p in folder.iterdir() if _FOLDER.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise storage_failed("read", folder / "step", error) from error
+
+
+def _manifests(folder: Path, run: str) -> list[tuple[Path, Manifest]]:
+    """The readable manifests of this run, newest first. Damaged ones are passed over: whoever loads names them."""
+    found: list[tuple[Path, Manifest]] = []
+    for path in _folders(folder):
+        try:
+            manifest = _manifest_of(path)
+        except Damaged:
+            continue
+        if manifest.run == run:
+            found.append((path, manifest))
+    return sorted(found, key=lambda c: -c[1].order)
+
+
+# ---- deleting
+
+
+def prune(folder: Path, run: str, keep_last: int) -> None:
+    """Delete old checkpoints of this run, all but the newest `keep_last` and the newest that is marked best.
+
+    Nothing is deleted unless one of those that stay has been verified; if none of them is whole, the newest older one
+    that is stays too.
+    """
+    _prune(folder, run, keep_last, known_good=None)
+
+
+def _prune(folder: Path, run: str, keep_last: int, known_good: Path | None) -> None:
+    """`known_good`: one just written and flushed, which need not be read back."""
+    have = [(path, manifest) for path, manifest in _manifests(folder, run) if _complete(path, manifest)]
+    stay = [path for path, _ in have[:keep_last]]
+    stay += [path for path, manifest in have if manifest.best][:1]
+    going = [path for path, _ in have if path not in stay]
+    if not going:
+        return
+    if known_good not in stay:
+        for path in [path for path, _ in have]:
+            try:
+                verify(path, run)
+            except Damaged as damage:
+                warn(f"checkpoint {path} is damaged: {damage}.")
+                continue
+            going = [other for other in going if other != path]
+            break
+        else:
+            return
+    for path in going:
+        # Renamed first: a kill in the middle must not leave a checkpoint that looks damaged.
+        doomed = path.with_name(f".{path.name}.old")
+        try:
+            os.rename(path, doomed)
+        except OSError as error:
+            raise storage_failed("delete", path, error) from error
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _complete(path: Path, manifest: Manifest) -> bool:
+    try:
+        _refuse_wrong_sizes(path, manifest)
+    except Damaged:
+        return False
+    return True
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what saves and prunes that were killed left behind. Only for whoever holds the run's lock."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)

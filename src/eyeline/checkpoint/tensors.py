@@ -1,0 +1,394 @@
+"""Safetensors in and out, tensor by tensor, under the names of a Hugging Face checkpoint.
+
+Reading never unpickles and never trusts a header; every difference between what a file holds and what was wanted is an
+error that lists names. Writing goes through one tensor at a time on the host, and hashes what it writes.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from eyeline.core.errors import Refused, nearest
+from eyeline.core.facts import KeyRule, matches
+from eyeline.core.files import storage_failed, sync_folder, write_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 2**30  # what transformers writes by default
+
+# In the order in which the safetensors library lays tensors out, so that our files equal its own byte for byte.
+_DTYPES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_LAYOUT = {dtype: place for place, dtype in enumerate(_DTYPES)}
+_FLOATS = {"F64", "F32", "BF16", "F16"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a manifest says about a file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint folder, by its header alone."""
+
+    file: Path
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+
+
+# ---- files
+
+
+def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The first bytes of a safetensors file of these tensors: length, names, dtypes, shapes, offsets."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name in _order(tensors):
+        x = tensors[name]
+        header[name] = {"dtype": _DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [start, start + x.nbytes]}
+        start += x.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def size_of(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the file that `write_file` would make, without metadata."""
+    return len(header_of(tensors)) + sum(x.nbytes for x in tensors.values())
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Written:
+    """Write a new safetensors file, flushed to disk, from tensors on any device. Raises StorageFailed.
+
+    Not `safetensors.torch.save_file`: that one gathers every tensor on the host first, refuses tensors that share memory,
+    and would be read again for its digest.
+    """
+    header = header_of(tensors, metadata)
+    digest = hashlib.sha256(header)
+    try:
+        with open(path, "xb") as file:
+            file.write(header)
+            for name in _order(tensors):
+                piece = bytes_of(tensors[name])
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+            return Written(file.tell(), digest.hexdigest())
+    except OSError as error:
+        raise storage_failed("write", path, error, len(header) + sum(x.nbytes for x in tensors.values())) from error
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """The raw little-endian values of a tensor, row by row, on the host."""
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+    return sorted(tensors, key=lambda name: (_LAYOUT[tensors[name].dtype], name))
+
+
+def entries_of(file: Path) -> dict[str, Entry]:
+    """Names, dtypes and shapes in a safetensors file, checked against its length. Raises Refused."""
+    _no_repeated_names(file)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+            return {name: Entry(file, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+    except SafetensorError as error:
+        raise Refused(f"{file} is no whole safetensors file: {error}. Copy or download it again.") from error
+    except OSError as error:
+        raise storage_failed("read", file, error) from error
+
+
+def read_file(file: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, on the host. Raises Refused if the file is not whole."""
+    entries = entries_of(file)
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in entries}
+
+
+def _no_repeated_names(file: Path) -> None:
+    """The library lets the second of two equal names win; here both are refused. All else is left to the library."""
+    try:
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            text = opened.read(length) if length <= file.stat().st_size else b""
+    except OSError as error:
+        raise storage_failed("read", file, error) from error
+    try:
+        json.loads(text or b"{}", object_pairs_hook=_unique)
+    except _Repeated as error:
+        raise Refused(f"{file} names {error} twice. Copy or download it again.") from error
+    except ValueError:
+        pass  # not JSON: the library's own message is better
+
+
+class _Repeated(Exception):
+    """A JSON object has one key twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Repeated(repr(key))
+        found[key] = value
+    return found
+
+
+# ---- folders
+
+
+def entries_in(folder: Path) -> dict[str, Entry]:
+    """Every tensor of a checkpoint folder in Hugging Face's layout, by headers alone.
+
+    Takes `model.safetensors`, or shards under `model.safetensors.index.json`. Raises Refused for anything else: pickled
+    weights, an index that names files outside the folder, tensors that the index lacks or invents, a wrong total.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    if single.exists() and index.exists():
+        raise Refused(f"{folder} holds both {SINGLE} and {INDEX}: which one is meant? Delete the one that is stale.")
+    if single.exists():
+        return entries_of(single)
+    if index.exists():
+        return _entries_by_index(folder, index)
+    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern)) if folder.is_dir() else []
+    if pickled:
+        raise Refused(
+            f"{folder} holds pickled weights ({', '.join(pickled[:3])}), which can run code when they are read; "
+            f"Eyeline reads safetensors only. Take the checkpoint's safetensors revision, or convert it on a machine you trust: "
+            f"`AutoModel.from_pretrained(folder).save_pretrained(out)`."
+        )
+    found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+    raise Refused(f"no weights in {folder}: looked for {SINGLE} and {INDEX}, found {found or 'nothing'}.")
+
+
+def _entries_by_index(folder: Path, index: Path) -> dict[str, Entry]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except _Repeated as error:
+        raise Refused(f"{index} lists {error} twice. Download it again.") from error
+    except ValueError as error:
+        raise Refused(f"{index} is not JSON ({error}). Download it again.") from error
+    where = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(where, dict) or not where or not all(isinstance(v, str) for v in where.values()):
+        raise Refused(f"{index} has no `weight_map` from tensor names to file names. Download it again.")
+
+    entries: dict[str, Entry] = {}
+    for name in sorted(set(where.values())):
+        if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors", name) is None:
+            raise Refused(f"{index} names the file {name!r}: a shard is a .safetensors file beside its index, never a path.")
+        if not (folder / name).is_file():
+            raise Refused(f"{index} names {name}, which is not in {folder}. Download the missing file.")
+        here = entries_of(folder / name)
+        listed = {tensor for tensor, file in where.items() if file == name}
+        if here.keys() != listed:
+            lost, extra = sorted(listed - here.keys()), sorted(here.keys() - listed)
+            raise Refused(f"{folder / name} and {INDEX} disagree: {_listing('missing in the file', lost)}{_listing('not listed', extra)}")
+        entries |= here
+    total = (content.get("metadata") or {}).get("total_size")
+    actual = sum(_bytes(e) for e in entries.values())
+    if total is not None and total != actual:
+        raise Refused(f"{index} says total_size {total}, but its tensors have {actual:,} bytes. Download the checkpoint again.")
+    return entries
+
+
+_BITS = {"64": 64, "32": 32, "16": 16, "8": 8, "6": 6, "4": 4}
+
+
+def _bytes(entry: Entry) -> int:
+    number = re.search(r"\d+", entry.dtype)
+    bits = _BITS[number.group()] if number else 8  # BOOL
+    return torch.Size(entry.shape).numel() * bits // 8
+
+
+def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint folder, one at a time, after `entries_in` found nothing wrong."""
+    yield from _read(entries_in(folder))
+
+
+def _read(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted({entry.file for entry in entries.values()}):
+        with safe_open(file, framework="pt") as opened:
+            for name in sorted(name for name, entry in entries.items() if entry.file == file):
+                yield name, opened.get_tensor(name)
+
+
+def write_folder(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = SHARD_BYTES, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a checkpoint in Hugging Face's layout into an existing folder that has none: one file, or shards and an index.
+
+    `tensors` may be made on the fly: no more than one shard of them is held. Raises StorageFailed.
+    """
+    metadata = {"format": "pt"} if metadata is None else metadata
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total, room = 0, max_shard_bytes
+
+    def flush() -> None:
+        write_file(folder / f"shard-{len(shards)}.tmp", held, metadata)
+        shards.append(list(held))
+        held.clear()
+
+    seen: set[str] = set()
+    for name, x in tensors:
+        assert name not in seen, f"{name} was given twice"
+        seen.add(name)
+        if held and x.nbytes > room:
+            flush()
+            room = max_shard_bytes
+        held[name] = x
+        total, room = total + x.nbytes, room - x.nbytes
+    flush()
+    if len(shards) == 1:
+        os.replace(folder / "shard-0.tmp", folder / SINGLE)
+    else:
+        where: dict[str, str] = {}
+        for i, names in enumerate(shards):
+            file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            os.replace(folder / f"shard-{i}.tmp", folder / file)
+            where |= dict.fromkeys(names, file)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+    sync_folder(folder)
+
+
+# ---- names
+
+
+def named_theirs(tensors: Mapping[str, Tensor], rules: Sequence[KeyRule]) -> dict[str, list[tuple[str, KeyRule]]]:
+    """Our tensor's name -> its names in the checkpoint, with their rules. A name of ours without a rule is a defect.
+
+    Of tensors that are one object (an embedding that is also the head) the first name stands for all, and has all their
+    names: the first is the one that is written, since families leave out the later ones.
+    """
+    patterns = [(re.compile(re.escape(r.ours).replace(r"\{i\}", r"(\d+)")), r) for r in rules]
+    first: dict[int, str] = {}
+    found: dict[str, list[tuple[str, KeyRule]]] = {}
+    for name, x in tensors.items():
+        hits = [(m, rule) for pattern, rule in patterns if (m := pattern.fullmatch(name))]
+        assert len(hits) == 1, f"{name} has {len(hits)} key rules"
+        match, rule = hits[0]
+        theirs = rule.theirs.replace("{i}", match.group(1)) if match.groups() else rule.theirs
+        found.setdefault(first.setdefault(id(x), name), []).append((theirs, rule))
+    return found
+
+
+def renamed(tensors: Mapping[str, Tensor], rules: Sequence[KeyRule]) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors as the checkpoint names and shapes them; tied ones once."""
+    for name, (written, *_) in named_theirs(tensors, rules).items():
+        theirs, rule = written
+        yield theirs, rule.write(tensors[name]) if rule.write else tensors[name]
+
+
+@torch.no_grad()
+def load_into(tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRule], dropped: Sequence[str] = ()) -> None:
+    """Fill our tensors in place from a checkpoint folder, cast to each one's dtype.
+
+    `tensors` may hold one tensor under several names (`named_parameters(remove_duplicate=False)`): a tied weight. It must
+    lie in the folder under at least one of its names, and equal under all that are there. `dropped` are patterns of names
+    that the checkpoint may hold in vain (`core.facts.matches`; `**` crosses dots).
+
+    Raises Refused before any tensor is touched when a name is missing or unknown, or a shape or dtype is wrong; and
+    after that, when a value is not finite.
+    """
+    wanted = named_theirs(tensors, rules)
+    entries = entries_in(folder)
+    used = {theirs: ours for ours, names in wanted.items() for theirs, _ in names if theirs in entries}
+    _refuse_differences(folder, tensors, wanted, entries, used, dropped)
+
+    rule_of = dict(pair for names in wanted.values() for pair in names)
+    filled: set[str] = set()
+    for theirs, value in _read({name: entries[name] for name in used}):
+        rule, ours = rule_of[theirs], used[theirs]
+        value = rule.read(value) if rule.read else value
+        if not value.isfinite().all():
+            bad = int((~value.isfinite()).sum())
+            raise Refused(
+                f"{theirs} in {entries[theirs].file} has {bad:,} of {value.numel():,} values that are NaN or infinite. "
+                f"The checkpoint is broken; take an earlier one."
+            )
+        if ours not in filled:
+            tensors[ours].copy_(value)
+            filled.add(ours)
+        elif not torch.equal(tensors[ours], value.to(tensors[ours])):
+            both = " and ".join(name for name, other in used.items() if other == ours)
+            raise Refused(
+                f"{folder} holds {both} with different values, but its config.json ties them. Set tie_word_embeddings to "
+                f"false there, or delete the stale one."
+            )
+
+
+def _refuse_differences(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, list[tuple[str, KeyRule]]],
+    entries: Mapping[str, Entry],
+    used: Mapping[str, str],
+    dropped: Sequence[str],
+) -> None:
+    """Raise Refused with everything in which a folder's headers differ from what is wanted."""
+    missing = [names[0][0] for names in wanted.values() if not any(theirs in used for theirs, _ in names)]
+    unknown = [name for name in sorted(entries) if name not in used and not any(_covers(p, name) for p in dropped)]
+    wrong: list[str] = []
+    for ours, names in wanted.items():
+        for theirs, rule in names:
+            if theirs not in used:
+                continue
+            entry, want = entries[theirs], _their_shape(rule, tensors[ours])
+            if entry.shape != want:
+                wrong.append(f"{theirs} is {list(entry.shape)}, wanted {list(want)}")
+            elif entry.dtype not in _FLOATS:
+                wrong.append(f"{theirs} is {entry.dtype}: quantised or integer weights are not supported")
+    if missing or unknown or wrong:
+        near = "".join(nearest(name, unknown) for name in missing[:1])
+        raise Refused(
+            f"the weights in {folder} do not fit the model: {_listing('missing', missing)}{_listing('not known', unknown)}"
+            f"{_listing('of another kind', wrong)}{near} Does config.json belong to these weights?"
+        )
+
+
+def _their_shape(rule: KeyRule, ours: Tensor) -> tuple[int, ...]:
+    assert (rule.read is None) == (rule.write is None), f"{rule.ours}: a rule turns both ways or neither"
+    blank = torch.empty(ours.shape, device="meta")
+    return tuple((rule.write(blank) if rule.write else blank).shape)
+
+
+def _covers(pattern: str, name: str) -> bool:
+    if "**" in pattern:
+        return re.fullmatch(re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+"), name) is not None
+    return matches(pattern, name)
+
+
+def _listing(what: str, names: Sequence[str], most: int = 6) -> str:
+    if not names:
+        return ""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{what}: {', '.join(names[:most])}{rest}. "
