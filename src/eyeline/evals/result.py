@@ -1,0 +1,75 @@
+"""The record that `eval.json` holds: written by `exact_match.py`, read by reports."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from eyeline.core.errors import Refused
+from eyeline.core.files import write_json
+
+
+class Record(BaseModel):
+    """A frozen record without NaN. Unknown fields are errors: a newer format raises its `version`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Score(Record):
+    """Right answers out of a number of questions."""
+
+    questions: int
+    correct: int
+    accuracy: float  # correct / questions
+
+
+class Blind(Record):
+    """What somebody reaches who never looks at the picture, on the same questions."""
+
+    how: str
+    overall: Score
+    by_kind: dict[str, Score]
+
+
+class Asked(Record):
+    """One question as the report shows it."""
+
+    id: str
+    kind: str
+    question: str
+    answer: str
+    prediction: str
+    correct: bool
+    pictures: tuple[str, ...]  # data URLs, made small
+
+
+class Result(Record):
+    """Exact-match accuracy over held-out samples. Its leaves `accuracy` and `questions` are the headline."""
+
+    version: Literal[1] = 1
+    accuracy: float
+    questions: int
+    overall: Score
+    by_kind: dict[str, Score]
+    blind: Blind
+    rejected: dict[str, int]  # samples that could not be asked, by cause: not in `questions`
+    cut: int  # answers that reached the limit of tokens before they ended
+    max_tokens: int  # that limit
+    seconds: float  # wall time of asking
+    stamps: dict[str, Any]  # checkpoint, data, hardware, commit: given by the caller
+    samples: tuple[Asked, ...]
+
+
+def write_result(path: Path, result: Result) -> None:
+    """Write eval.json. StorageFailed where that is impossible."""
+    write_json(path, result.model_dump(mode="json"))
+
+
+def read_result(path: Path) -> Result:
+    """The result in an eval.json; Refused with the field at fault where it is none."""
+    try:
+        return Result.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise Refused(f"{path} is no evaluation of version 1: {where}: {first['msg']}. Run `eyeline eval` again to replace it.") from error

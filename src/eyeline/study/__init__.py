@@ -1,0 +1,1 @@
+"""What a run did, and how it compares: reports and benchmarks."""

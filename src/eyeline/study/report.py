@@ -1,0 +1,294 @@
+"""`report.html` of a run folder: one self-contained page without script, that shows what the run wrote and nothing else."""
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from eyeline.core.errors import Refused
+from eyeline.core.files import write_atomically
+from eyeline.evals.result import Asked, Result, read_result
+from eyeline.study.history import History, RejectSummary, Step, read_history, read_rejects
+from eyeline.study.plots import Curve, plot
+
+PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of picture that the page embeds
+
+CSS = """
+:root { color-scheme: light; }
+body { font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1a1a1a; background: #fff;
+       max-width: 52rem; margin: 2.5rem auto 4rem; padding: 0 1.2rem; }
+h1 { font-size: 1.6rem; margin: 0 0 .2rem; overflow-wrap: anywhere; } h2 { font-size: 1.12rem; margin: 2.4rem 0 .5rem; }
+p.note { color: #5a5a5a; margin: .2rem 0 .6rem; }
+table { border-collapse: collapse; margin: .4rem 0; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #ececec; vertical-align: top; overflow-wrap: anywhere; }
+th { font-weight: 600; } td.n, th.n { text-align: right; }
+dl.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .9rem 1.2rem; margin: 1.2rem 0; }
+dl.figures dt { color: #5a5a5a; font-size: .85rem; } dl.figures dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
+figure { margin: .6rem 0 1.2rem; } figure img { width: 100%; } figcaption { color: #5a5a5a; font-size: .85rem; }
+.samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(14.5rem, 1fr)); gap: 1.1rem; }
+.sample { border: 1px solid #e2e2e2; border-radius: 6px; padding: .7rem .8rem; overflow-wrap: anywhere; }
+.sample img { width: 100%; max-height: 13rem; object-fit: contain; image-rendering: auto; background: #f6f6f6; }
+.sample p { margin: .35rem 0; white-space: pre-wrap; } .right { color: #00694d; } .wrong { color: #a63f00; }
+pre { background: #f7f7f7; border: 1px solid #ececec; border-radius: 6px; padding: .8rem; overflow-x: auto; font-size: .84rem; }
+"""
+
+
+def write_report(run: Path) -> Path:
+    """Write RUN/report.html and return its path.
+
+    Reads metrics.jsonl (needed), eval.json, rejects.jsonl, recipe.yaml and env.json (each may be absent). Refused where
+    `run` is no run folder, or has no step yet.
+    """
+    metrics = run / "metrics.jsonl"
+    if not metrics.is_file():
+        raise Refused(f"{run} is no run folder: it has no metrics.jsonl. Give the folder that `eyeline train` wrote, such as runs/NAME.")
+    history = read_history(metrics)
+    if not history.steps:
+        raise Refused(f"{metrics} holds no step yet ({history.unreadable} unreadable lines): there is nothing to report. Train first.")
+    out = run / "report.html"
+    write_atomically(out, page(run.resolve().name, history, evaluation(run), read_rejects(run / "rejects.jsonl"), texts(run)))
+    return out
+
+
+def evaluation(run: Path) -> Result | str | None:
+    """eval.json's record; None when absent; a sentence when it cannot be read, since the rest of the report still can."""
+    path = run / "eval.json"
+    if not path.exists():
+        return None
+    try:
+        return read_result(path)
+    except Refused as error:
+        return str(error)
+
+
+def texts(run: Path) -> dict[str, str]:
+    """The files that are shown as they are, by name. Bytes that are no UTF-8 are shown as U+FFFD."""
+    names = ("recipe.yaml", "env.json")
+    return {name: (run / name).read_text("utf-8", errors="replace") for name in names if (run / name).is_file()}
+
+
+def page(name: str, history: History, evaluation: Result | str | None, rejects: RejectSummary, texts: dict[str, str]) -> str:
+    """The page. Everything that comes from a file is escaped here, at the place where it is written down."""
+    sections = [
+        f"<h1>{escape(name)}</h1>",
+        *stamps(history),
+        figures(history, evaluation),
+        *evaluated(evaluation),
+        "<h2>Curves</h2>",
+        *curves(history),
+        "<h2>Stages</h2>",
+        stage_table(history),
+        "<h2>Where the time went</h2>",
+        ledger(history),
+        *rejected(rejects),
+        *(f"<h2>{escape(file)}</h2>\n<pre>{escape(text)}</pre>" for file, text in texts.items()),
+    ]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(name)} · Eyeline</title>'
+    # the policy makes a browser refuse what the page promises not to have: scripts, and anything fetched
+    head += "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
+    body = "\n".join(sections)
+    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>\n{body}\n</body></html>\n'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int | None = None) -> str:
+    """An HTML table of escaped cells. Columns from `numbers` on are aligned as numbers."""
+
+    def cells(tag: str, values: Sequence[object]) -> str:
+        right = [' class="n"' if numbers is not None and i >= numbers else "" for i in range(len(values))]
+        return "".join(f"<{tag}{css}>{escape(str(v))}</{tag}>" for v, css in zip(values, right, strict=True))
+
+    top = f"<tr>{cells('th', head)}</tr>" if head else ""
+    body = "".join("<tr>" + cells("td", row) + "</tr>" for row in rows)
+    return f"<table>{top}{body}</table>"
+
+
+def stamps(history: History) -> list[str]:
+    """What every number below depends on, from the last start, and the notes that a reader must not miss."""
+    out: list[str] = []
+    if history.starts:
+        shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in history.starts[-1].items()}
+        out.append(table((), shown.items()))
+    notes = []
+    if len(history.starts) > 1:
+        notes.append(f"The run was started {len(history.starts)} times; {history.done_twice} steps were done again after a resume.")
+    if not_applied := sum(not s.applied for s in history.steps):
+        notes.append(f"{not_applied} steps had a loss or gradient that was not finite and were not applied.")
+    if history.unreadable:
+        notes.append(f"{history.unreadable} lines of metrics.jsonl could not be read.")
+    return out + [f'<p class="note">{escape(note)}</p>' for note in notes]
+
+
+def figures(history: History, evaluation: Result | str | None) -> str:
+    """The figures a reader looks for first, each with the name that says what it counts."""
+    steps = history.steps
+    shown = {
+        "steps": f"{steps[-1].global_step:,}",
+        "training loss, last 20 steps": number(weighted_loss(steps[-20:])),
+        "real tokens/s, full step wall time": f"{rate(steps):,.0f}",
+        "real tokens trained on": f"{sum(s.real for s in steps):,}",
+        "padding, share of slots": percent(padding(steps)),
+        "time in steps": duration(sum(history.spent_s.values())),
+    }
+    losses = [v.loss for v in history.validations if v.loss is not None]
+    if losses:
+        shown["validation loss, best"] = number(min(losses))
+    if isinstance(evaluation, Result):
+        shown["exact match, held-out questions"] = percent(evaluation.accuracy)
+    items = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in shown.items())
+    return f'<dl class="figures">{items}</dl>'
+
+
+def evaluated(evaluation: Result | str | None) -> list[str]:
+    """Accuracy by kind beside the blind prior's, and the samples with their pictures."""
+    match evaluation:
+        case None:
+            return []
+        case str():
+            return [f'<h2>Evaluation</h2>\n<p class="note">{escape(evaluation)}</p>']
+        case Result():
+            pass
+    blind = evaluation.blind
+    rows = [("all", evaluation.overall, blind.overall)]
+    rows += [(kind, score, blind.by_kind[kind]) for kind, score in evaluation.by_kind.items()]
+    shown = [(kind or "no kind", f"{score.questions:,}", percent(score.accuracy), percent(guess.accuracy)) for kind, score, guess in rows]
+    notes = [f"Without looking: {blind.how}", f"Answers cut at {evaluation.max_tokens} tokens: {evaluation.cut}."]
+    if evaluation.rejected:
+        notes.append(f"Not asked, since they were rejected: {', '.join(f'{n} {cause}' for cause, n in evaluation.rejected.items())}.")
+    return [
+        "<h2>Evaluation</h2>",
+        table(("kind", "questions", "exact match", "without looking"), shown, numbers=1),
+        *(f'<p class="note">{escape(note)}</p>' for note in notes),
+        "<h2>Held-out samples</h2>",
+        '<div class="samples">',
+        *map(sample, evaluation.samples),
+        "</div>",
+    ]
+
+
+def sample(asked: Asked) -> str:
+    """One question with its picture, the model's answer, and the true one where they differ."""
+    images = "".join(f'<img alt="" src="{p}">' for p in asked.pictures if PICTURE.fullmatch(p))
+    verdict = "right" if asked.correct else "wrong"
+    lines = (
+        f"<p>{escape(asked.question)}</p>",
+        f'<p class="{verdict}"><b>{escape(asked.prediction)}</b> ({verdict})</p>',
+        "" if asked.correct else f"<p>answer: {escape(asked.answer)}</p>",
+        f'<p class="note">{escape(asked.kind)} · {escape(asked.id)}</p>',
+    )
+    return f'<div class="sample">{images}{"".join(lines)}</div>'
+
+
+def curves(history: History) -> list[str]:
+    """The plots, each in a figure whose caption defines what is drawn."""
+    steps = history.steps
+    x = [s.global_step for s in steps]
+    befores = (None, *(s.stage for s in steps))
+    borders = [(s.global_step, s.stage) for before, s in zip(befores, steps, strict=False) if before != s.stage]
+    parts = list(dict.fromkeys(part for s in steps for part in s.lr))  # of all stages: each trains some
+    loss = [Curve("training", x, [s.loss for s in steps], weight=[s.supervised for s in steps])]
+    if found := history.validations:
+        loss.append(Curve("validation", [v.global_step for v in found], [v.loss for v in found], dots=True))
+    waits = [100 * s.seconds.get("data_wait", 0.0) / s.step_s if s.step_s > 0 else None for s in steps]
+    shares = [
+        Curve("padding", x, [100 * s.padding for s in steps], weight=[s.slots for s in steps]),
+        Curve("data wait", x, waits, weight=[s.step_s for s in steps]),
+    ]
+
+    def shown(label: str, caption: str, curves: Sequence[Curve], log: bool = False) -> str:
+        return figure(plot(curves, label, borders, log), caption)
+
+    rates = [Curve("rate", x, [s.real_tokens_per_s for s in steps])]
+    norms = [Curve("norm", x, [s.grad_norm for s in steps])]
+    memory = [Curve("memory", x, [s.memory_bytes / 2**30 for s in steps])]
+    return [
+        shown("loss", "Loss a supervised token. Merged steps: their mean over tokens, in a band from least to greatest.", loss),
+        shown("real tokens/s", "Real tokens (no padding) over the step's full wall time.", rates),
+        shown("learning rate", "Learning rate of each part that trains.", [Curve(p, x, [s.lr.get(p) for s in steps]) for p in parts]),
+        shown("gradient norm", "Norm of all gradients before clipping.", norms, log=True),
+        shown("%", "Padding as a share of token slots, and waiting for data as a share of the step's wall time.", shares),
+        shown("GiB", "Memory at its peak: the device's, or on a CPU the process's.", memory),
+    ]
+
+
+def figure(svg: str, caption: str) -> str:
+    """An SVG as an image: isolated, so that ids of two plots never meet and nothing in it could run."""
+    data = base64.b64encode(svg.encode()).decode()
+    words = escape(caption)
+    return f'<figure><img alt="{words}" src="data:image/svg+xml;base64,{data}"><figcaption>{words}</figcaption></figure>'
+
+
+def stage_table(history: History) -> str:
+    """A row a stage: every mean is a sum divided once."""
+    stages = dict.fromkeys((s.stage_index, s.stage) for s in history.steps)
+    rows = []
+    for index, name in stages:
+        steps = [s for s in history.steps if (s.stage_index, s.stage) == (index, name)]
+        wait = sum(s.seconds.get("data_wait", 0.0) for s in steps) / (sum(s.step_s for s in steps) or 1)
+        rows.append(
+            (
+                name,
+                f"{len(steps):,}",
+                number(weighted_loss(steps[-20:])),
+                f"{sum(s.real for s in steps):,}",
+                f"{sum(s.supervised for s in steps):,}",
+                f"{sum(s.images for s in steps):,}",
+                f"{rate(steps):,.0f}",
+                percent(padding(steps)),
+                percent(wait),
+                f"{max(s.memory_bytes for s in steps) / 2**30:.2f}",
+            )
+        )
+    head = ("stage", "steps", "last loss", "real tokens", "supervised", "images encoded", "real tokens/s", "padding", "data wait", "GiB")
+    return table(head, rows, numbers=1)
+
+
+def ledger(history: History) -> str:
+    """Seconds by cause over all attempts, lost work included; they add up to the time in steps."""
+    total = sum(history.spent_s.values())
+    causes = sorted(history.spent_s.items(), key=lambda item: -item[1])
+    rows = [(name.replace("_", " "), f"{seconds:,.1f} s", percent(seconds / (total or 1))) for name, seconds in causes]
+    return table(("cause", "time", "share"), [*rows, ("all steps", f"{total:,.1f} s", percent(1.0))], numbers=1)
+
+
+def rejected(rejects: RejectSummary) -> list[str]:
+    """Rejected samples: counts by cause, then the first lines."""
+    if not rejects.by_cause:
+        return []
+    columns = ("id", "file", "row", "field", "cause", "message")
+    first = [[str(line.get(c, ""))[:300] for c in columns] for line in rejects.first]
+    return ["<h2>Rejected samples</h2>", table(("cause", "samples"), rejects.by_cause, numbers=1), table(columns, first)]
+
+
+def weighted_loss(steps: Sequence[Step]) -> float | None:
+    """Loss a supervised token over several steps."""
+    known = [(s.loss, s.supervised) for s in steps if s.loss is not None]
+    count = sum(n for _, n in known)
+    return sum(loss * n for loss, n in known) / count if count else None
+
+
+def rate(steps: Sequence[Step]) -> float:
+    """Real tokens a second: all tokens over all wall time, never a mean of rates."""
+    seconds = sum(s.step_s for s in steps)
+    return sum(s.real for s in steps) / seconds if seconds > 0 else 0.0
+
+
+def padding(steps: Sequence[Step]) -> float:
+    """Share of slots that is padding."""
+    slots = sum(s.slots for s in steps)
+    return 1 - sum(s.real for s in steps) / slots if slots else 0.0
+
+
+def number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
