@@ -56,13 +56,3 @@ def _processor() -> str:
     except OSError:
         names = []
     return f"{names[0] if names else platform.processor() or platform.machine()} × {os.cpu_count()}"
-
-
-def calm_threads() -> None:
-    """Ask OpenMP's waiting threads to sleep instead of spin. Before torch is imported, or it has no effect.
-
-    Spinning threads take the cores from the loader's workers; on a machine with anything else to do, a step of a small
-    model was measured up to 20 times slower.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")

@@ -84,10 +84,7 @@ def _examine(node: yaml.Node, path: Path) -> None:
 
 def override(recipe: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The recipe with each `key.path=value` applied. An item of a list is named by its number, or by its `name`."""
-    import copy
-
-    recipe = copy.deepcopy(recipe)  # aliases make shared objects: an override must change one place
-    recipe = yaml.safe_load(yaml.safe_dump(recipe, sort_keys=False)) if overrides else recipe
+    recipe = _unshared(recipe)
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
@@ -97,6 +94,17 @@ def override(recipe: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
         except yaml.YAMLError as error:
             raise Refused(f"{text!r}: the value is not YAML: {error}") from error
     return recipe
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which an alias (`*name`) has become a value of its own, so that an override changes one place."""
+    match value:
+        case dict():
+            return {key: _unshared(child) for key, child in value.items()}
+        case list():
+            return [_unshared(child) for child in value]
+        case _:
+            return value
 
 
 def _set(place: Any, pieces: list[str], value: Any, text: str) -> None:
@@ -147,8 +155,3 @@ def _names() -> Iterator[str]:
     schema = Run.model_json_schema()
     for record in (schema, *schema["$defs"].values()):
         yield from record.get("properties", {})
-
-
-def dump(run: Run) -> str:
-    """A Run as YAML that reads back to the same Run: the resolved recipe of a run folder."""
-    return yaml.safe_dump(run.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True, width=120)

@@ -5,6 +5,7 @@ Nothing here is derived or looked up: `recipes/read.py` makes a Run, `recipes/ch
 
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field, field_validator, model_validator
 
 from eyeline.core.batch import Budget
@@ -130,6 +131,16 @@ class Run(Settings):
         if self.validate_every and not any(s.data.hold_out or s.data.validation for s in self.stages):
             raise ValueError("validate_every is set, but no stage has data.hold_out or data.validation to validate on")
         return self
+
+
+def to_yaml(run: Run) -> str:
+    """A Run as YAML that `from_yaml` reads back to the same Run: the resolved recipe of a run folder."""
+    return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def from_yaml(text: str) -> Run:
+    """The Run that `to_yaml` wrote. ValueError if it is none."""
+    return Run.model_validate(yaml.safe_load(text))
 
 
 # Settings that a run may be resumed with, changed: they steer how it is watched and stored, or how long it goes on. Steps and

@@ -1,0 +1,195 @@
+"""Training, top to bottom. Read this file first."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from eyeline.checkpoint import store
+from eyeline.core.batch import Batch
+from eyeline.core.errors import NotFinite, Stopped
+from eyeline.core.facts import Facts
+from eyeline.core.files import write_json
+from eyeline.core.log import say
+from eyeline.core.randomness import seed_for
+from eyeline.data.loader import Reader
+from eyeline.parallel.launch import Machine, machine
+from eyeline.train import metrics
+from eyeline.train.display import Display, display
+from eyeline.train.metrics import Clock, StepFigures
+from eyeline.train.optim import load_state_tensors, make_optimizers, set_learning_rates, state_tensors
+from eyeline.train.run import Run, Stage
+from eyeline.train.schedule import factor
+from eyeline.train.start import Home, begin, build
+from eyeline.train.step import Report, update, validate
+from eyeline.train.stop import StopSignal, sole_owner
+from eyeline.train.trainable import adapters_of, prepare, rates, table
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands, beside its tensors. Plain values: this is `state.json` of a checkpoint."""
+
+    stage: int = 0
+    step: int = 0  # steps done in the stage
+    global_step: int = 0  # steps done in all
+    data: dict[str, Any] | None = None  # the reader's own state; None at the start of a stage
+    not_finite: int = 0  # steps dropped so far
+    best: float | None = None  # lowest validation loss of this stage
+
+
+def train(run: Run) -> None:
+    """Train `run` in its folder, from where the newest checkpoint there stands.
+
+    Raises Refused before anything is written if the folder holds another run; Stopped after a signal, with all saved.
+    """
+    clock = Clock()
+    here = machine(run.device, run.threads)
+    folder = run_folder(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    with sole_owner(folder):
+        with clock.spending("startup"):
+            home = begin(run, folder, here)
+        show = display(console, run.log_every)
+        stop = StopSignal()
+        try:
+            while (checkpoint := store.newest(home.checkpoints, home.id)) is None or checkpoint.state["stage"] < len(run.stages):
+                train_stage(run, home, here, checkpoint, clock, show, console, stop)
+        finally:
+            stop.close()
+            show.close()
+    say(f"done: {checkpoint.state['global_step']} steps, {checkpoint.folder}")
+
+
+def run_folder(run: Run) -> Path:
+    """Where a run keeps its files."""
+    return Path(run.out or f"runs/{run.name}")
+
+
+def train_stage(
+    run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None, clock: Clock, show: Display, console: Console, stop: StopSignal
+) -> None:
+    """Build the model of the stage that the checkpoint stands in, and train to the stage's end.
+
+    A stage border is a checkpoint and a rebuild: going on to the next stage and resuming a run are this same code.
+    """
+    with clock.spending("startup"):
+        state = State(**checkpoint.state["progress"]) if checkpoint else State()
+        stage = run.stages[state.stage]
+        model, facts, adapters = build(run, home, here, checkpoint)
+        rows = prepare(model, facts, run, state.stage, adapters)
+        optimizers = make_optimizers(model, facts, stage.optimizer)
+        if checkpoint and state.step > 0:
+            load_state_tensors(optimizers, checkpoint.load("optimizer"))
+        reader = Reader(stage.data, home.encoder, facts.image, seed_for(run.seed, "stage", state.stage), home.folder)
+        steps = stage.steps or reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs)
+    console.print(table(stage, rows))
+
+    model.train()
+    arriving = reader.steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs, state.data)
+    for micro_batches, data_state in timed(arriving, clock):
+        set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
+        with clock.spending("compute"):
+            report = update(model, optimizers, micro_batches, clip=stage.clip, seed=run.seed, step=state.global_step)
+        if report.outcome == "not finite":
+            keep_evidence(home, state, report, micro_batches)
+        state = replace(
+            state,
+            step=state.step + 1,
+            global_step=state.global_step + 1,
+            data=data_state,
+            not_finite=state.not_finite + (report.outcome == "not finite"),
+        )
+        ended = state.step == steps
+        better = False
+        if run.validate_every and reader.validates and (state.step % run.validate_every == 0 or ended):
+            with clock.spending("validation"):
+                loss, labels = validate(model, reader.validation(stage.batch.budget))
+            better = state.best is None or loss < state.best
+            state = replace(state, best=loss if better else state.best)
+            write_validation(home, stage, state, loss, labels, show)
+        over = state.not_finite > run.not_finite_budget
+        if ended or better or stop.asked or over or (run.save_every and state.step % run.save_every == 0):
+            with clock.spending("checkpoint"):
+                save(run, home, model, optimizers, stage, state, ended=ended, best=better)
+
+        figures = StepFigures(
+            stage=stage.name,
+            stage_index=state.stage,
+            step=state.step,
+            steps=steps,
+            global_step=state.global_step,
+            report=report,
+            lr={part: rate * at for part, rate in rates(stage).items()},
+            seconds=clock.lap(),
+            memory_bytes=here.memory_bytes(),
+        )
+        metrics.write(home.folder, figures.line(), home.attempt)
+        show.step(figures)
+        if over:
+            raise NotFinite(
+                f"{state.not_finite} steps had a loss or gradient that is not finite, more than not_finite_budget={run.not_finite_budget}. "
+                f"None was applied; what they were made of is in {home.folder / 'not_finite'}. Look at those samples, or lower the learning rate."
+            )
+        if ended:
+            return
+        if stop.asked:
+            raise Stopped(f"stopped by {stop.asked} after step {state.step}/{steps} of stage {stage.name}; saved. The same command goes on.")
+    raise AssertionError(f"the reader ended after {state.step} of {steps} steps")
+
+
+def timed(arriving: Iterable[tuple[tuple[Batch, ...], dict[str, Any]]], clock: Clock) -> Iterator[tuple[tuple[Batch, ...], dict[str, Any]]]:
+    """The same items, with the time until each arrives counted as data wait."""
+    iterator = iter(arriving)
+    while True:
+        with clock.spending("data_wait"):
+            item = next(iterator, None)
+        if item is None:
+            return
+        yield item
+
+
+def save(run: Run, home: Home, model: nn.Module, optimizers: list, stage: Stage, state: State, *, ended: bool, best: bool) -> None:
+    """Write a checkpoint: after the last step of a stage it already stands at the start of the next one."""
+    learns = {name for name, p in model.named_parameters() if p.requires_grad}
+    tensors = model.state_dict()
+    progress = State(stage=state.stage + 1, global_step=state.global_step, not_finite=state.not_finite) if ended else state
+    adapters = {part: lora.model_dump(mode="json") for part, lora in adapters_of(stage).items()}
+    store.save(
+        home.checkpoints,
+        run=home.id,
+        step=state.global_step,
+        files={
+            "model": {name: tensor for name, tensor in tensors.items() if name in learns},
+            "frozen": {name: tensor for name, tensor in tensors.items() if name not in learns},
+            "optimizer": {} if ended else state_tensors(optimizers),
+        },
+        state={"stage": progress.stage, "global_step": state.global_step, "lora": adapters, "progress": vars(progress)},
+        keep_last=run.keep_last,
+        best=best,
+        fixed={"frozen": f"stage {state.stage} of {home.id}"},
+    )
+
+
+def keep_evidence(home: Home, state: State, report: Report, micro_batches: tuple[Batch, ...]) -> None:
+    """A file that says which samples made a step that is not finite, and where the data stood before it."""
+    (home.folder / "not_finite").mkdir(exist_ok=True)
+    evidence = {
+        "step": state.global_step + 1,
+        "loss": str(report.loss),
+        "grad_norm": str(report.grad_norm),
+        "samples": [list(batch.ids) for batch in micro_batches],
+        "data_before": state.data,
+    }
+    write_json(home.folder / "not_finite" / f"step-{state.global_step + 1:08d}.json", evidence)
+
+
+def write_validation(home: Home, stage: Stage, state: State, loss: float, labels: int, show: Display) -> None:
+    """One line of metrics, one line on the screen."""
+    line = {"kind": "validation", "stage": stage.name, "global_step": state.global_step, "loss": loss, "supervised": labels}
+    metrics.write(home.folder, line, home.attempt)
+    show.note(f"{stage.name} {state.step}: validation loss {loss:.4f} over {labels:,} labels{' (best)' if state.best == loss else ''}")
