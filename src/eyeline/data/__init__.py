@@ -1,0 +1,1 @@
+"""From files to batches: sources -> samples -> documents -> packs -> batches. Read `loader.py` first."""

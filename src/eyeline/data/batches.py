@@ -1,0 +1,73 @@
+"""Documents -> Batch: laid end to end, every index made here, on the CPU."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from eyeline.core.batch import IGNORE, Batch, Budget, Counts, Document
+
+
+def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: bool = False) -> Batch:
+    """Lay documents end to end. With a budget, one last document without labels fills the tokens up; patches are not padded.
+
+    Images with equal keys are encoded once, and the documents that show them share their rows. `next_tokens` asks for the
+    logits after the last token of each document, for generation, instead of the loss (`labels_L` is None).
+    Documents over the budget are a defect of the caller.
+    """
+    lengths = [len(d.tokens_T) for d in documents]
+    real = sum(lengths)
+    slots = budget.tokens if budget else real
+    assert real <= slots, f"{real} tokens do not fit a budget of {slots}"
+    padding = slots - real
+    bounds = np.cumsum([0, *lengths, *([padding] if padding else [])]).astype(np.int32)
+    spans = np.diff(bounds)
+
+    tokens_T = np.zeros(slots, np.int64)
+    labels_T = np.full(slots, IGNORE, np.int64)
+    if documents:
+        np.concatenate([d.tokens_T for d in documents], out=tokens_T[:real], casting="safe")
+        np.concatenate([d.labels_T for d in documents], out=labels_T[:real], casting="safe")
+    positions_T = np.arange(slots) - np.repeat(bounds[:-1], spans)
+    rows_L = bounds[1 : len(documents) + 1].astype(np.int64) - 1 if next_tokens else np.flatnonzero(labels_T != IGNORE)
+
+    unique = {image.key: image for d in documents for image in d.images}
+    images = list(unique.values())
+    starts = dict(zip(unique, np.cumsum([0, *(i.tokens for i in images)]).tolist(), strict=False))
+    visual_M = np.concatenate([d.visual_M + b for d, b in zip(documents, bounds.tolist(), strict=False)] or [np.empty(0)])
+    sources_M = np.concatenate(
+        [np.arange(starts[i.key], starts[i.key] + i.tokens) for d in documents for i in d.images] or [np.empty(0)]
+    )
+    patches_PC = np.concatenate([i.patches_PC for i in images]) if images else np.empty((0, 0), np.uint8)
+    places_P2 = np.concatenate([i.places_P2 for i in images]) if images else np.empty((0, 2))
+    cu_N1 = np.cumsum([0, *(len(i.patches_PC) for i in images)]).astype(np.int32)
+    assert not budget or len(patches_PC) <= budget.patches, f"{len(patches_PC)} patches do not fit a budget of {budget.patches}"
+
+    def long(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x.astype(np.int64, copy=False))
+
+    return Batch(
+        tokens_T=long(tokens_T),
+        positions_T3=long(positions_T)[:, None].repeat(1, 3),
+        cu_S1=torch.from_numpy(bounds),
+        longest=int(spans.max(initial=0)),
+        rows_L=long(rows_L),
+        labels_L=None if next_tokens else long(labels_T[rows_L]),
+        visual_M=long(visual_M),
+        sources_M=long(sources_M),
+        patches_PC=torch.from_numpy(patches_PC),
+        places_P2=long(places_P2),
+        cu_N1=torch.from_numpy(cu_N1),
+        longest_image=int(np.diff(cu_N1).max(initial=0)),
+        counts=Counts(
+            slots=slots,
+            real=real,
+            visual=len(visual_M),
+            text=real - len(visual_M),
+            supervised=0 if next_tokens else len(rows_L),
+            documents=len(documents),
+            images=len(images),
+            patches=len(patches_PC),
+        ),
+        ids=tuple(d.id for d in documents),
+    )

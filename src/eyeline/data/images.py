@@ -1,0 +1,240 @@
+"""Encoded pictures -> upright RGB -> patches. Every picture is decoded in one way, and whatever is not sound is rejected.
+
+Rules, each with a test: orientation (EXIF) is applied once, before anything else looks at the size; transparency is laid
+over white; grey, palette, CMYK and 16-bit pictures become 8-bit RGB; of an animation the first frame counts; a truncated file
+is never completed; a header that claims too many pixels is believed and refused before any is decoded.
+"""
+
+import errno
+import io
+import os
+import stat
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+from PIL import ImageFile
+
+from eyeline.core.batch import Image, Ints, Picture
+from eyeline.core.errors import BadSample, Refused
+from eyeline.core.facts import ImageRule
+from eyeline.core.files import storage_failed
+from eyeline.core.settings import NotNegative, Settings
+
+Pixels = NDArray[np.uint8]  # rows × columns × 3
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow reads many more, with decoders that are seldom tested
+MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs (Pillow 13, Image.MAX_IMAGE_PIXELS)
+MAX_FILE_BYTES = 256 << 20
+
+# What Pillow's decoders raise on hostile bytes, besides OSError
+_BROKEN = (
+    SyntaxError,
+    ValueError,
+    EOFError,
+    IndexError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    ZeroDivisionError,
+    AttributeError,
+    struct.error,
+    zlib.error,
+)
+_NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR}
+_SIGNATURES = (  # of files that people name .png or .jpg
+    (b"II*\0", "TIFF"),
+    (b"MM\0*", "TIFF"),
+    (b"8BPS", "PSD"),
+    (b"%!PS", "EPS"),
+    (b"SIMPLE", "FITS"),
+    (b"%PDF", "PDF"),
+    (b"<svg", "SVG"),
+    (b"<?xml", "XML"),
+    (b"<!DOCTYPE", "HTML"),
+    (b"<html", "HTML"),
+    (b"\0\0\1\0", "ICO"),
+    (b"version https://git-lfs", "Git LFS pointer"),
+)
+_TRANSPOSE = {  # EXIF orientation -> what makes it upright
+    2: Pillow.Transpose.FLIP_LEFT_RIGHT,
+    3: Pillow.Transpose.ROTATE_180,
+    4: Pillow.Transpose.FLIP_TOP_BOTTOM,
+    5: Pillow.Transpose.TRANSPOSE,
+    6: Pillow.Transpose.ROTATE_270,
+    7: Pillow.Transpose.TRANSVERSE,
+    8: Pillow.Transpose.ROTATE_90,
+}
+_RESAMPLE = {
+    "nearest": Pillow.Resampling.NEAREST,
+    "bilinear": Pillow.Resampling.BILINEAR,
+    "bicubic": Pillow.Resampling.BICUBIC,
+    "lanczos": Pillow.Resampling.LANCZOS,
+}
+
+
+class Augment(Settings):
+    """Random changes of training pictures. Never of validation pictures."""
+
+    flip: bool = False  # left and right exchanged, every second time
+    shift: NotNegative = 0  # up to so many pixels in each direction after resizing; the edge is repeated
+
+    @property
+    def active(self) -> bool:
+        return self.flip or self.shift > 0
+
+
+def open_picture(picture: Picture) -> tuple[int, int]:
+    """(width, height) of the upright picture, from its header alone. Raises as `decode` does, except for broken pixels."""
+    with _opened(picture) as image:
+        width, height = image.size
+        # A PNG's orientation may follow its pixels; reading it would decode them
+        turned = ("exif" in image.info or image.format != "PNG") and _orientation(image) >= 5
+        return (height, width) if turned else (width, height)
+
+
+def decode(picture: Picture) -> Pixels:
+    """The picture upright, over white, as 8-bit RGB.
+
+    BadSample causes: missing_image, not_a_file, file_too_large, image_format, too_many_pixels, empty_image, broken_image.
+    A file that exists and cannot be read is StorageFailed: it says nothing about the sample.
+    """
+    with _opened(picture) as image:
+        if ImageFile.LOAD_TRUNCATED_IMAGES:
+            raise Refused("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set, which invents the missing part of cut files. Leave it False")
+        image.load()
+        orientation = _orientation(image)
+        rgb = _rgb(image)
+        if orientation in _TRANSPOSE:
+            rgb = rgb.transpose(_TRANSPOSE[orientation])
+        return np.asarray(rgb)
+
+
+@contextmanager
+def _opened(picture: Picture) -> Iterator[Pillow.Image]:
+    """The picture opened, with its header checked. Errors of Pillow inside the block are BadSample `broken_image`."""
+    file = io.BytesIO(picture.source) if isinstance(picture.source, bytes) else _file(picture.source)
+    with file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Pillow, about odd metadata; what matters is checked here
+        try:
+            with Pillow.open(file, formats=FORMATS) as image:
+                width, height = image.size
+                if width == 0 or height == 0:
+                    raise BadSample("empty_image", "image", f"{picture.name} is {width}×{height} pixels")
+                if width * height > MAX_PIXELS:
+                    raise BadSample("too_many_pixels", "image", f"{picture.name} is {width}×{height} pixels, over {MAX_PIXELS:,}")
+                yield image
+        except Pillow.UnidentifiedImageError as error:
+            file.seek(0)
+            raise BadSample("image_format", "image", f"{picture.name} {_what(file.read(64))}") from error
+        except Pillow.DecompressionBombError as error:
+            raise BadSample("too_many_pixels", "image", f"{picture.name}: {error}") from error
+        except OSError as error:
+            if error.errno is not None:  # Pillow's own have none
+                raise storage_failed("read", Path(picture.name), error) from error
+            raise BadSample("broken_image", "image", f"{picture.name}: {error}") from error
+        except _BROKEN as error:
+            raise BadSample("broken_image", "image", f"{picture.name}: {error or type(error).__name__}") from error
+
+
+def _file(path: Path) -> io.BufferedReader:
+    """The file opened, if it is a regular one of sensible size."""
+    try:
+        about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode):  # opening a FIFO would wait for ever
+            raise BadSample("not_a_file", "image", f"{path} is not a regular file")
+        if about.st_size > MAX_FILE_BYTES:
+            raise BadSample("file_too_large", "image", f"{path} has {about.st_size:,} bytes, over {MAX_FILE_BYTES:,}")
+        return open(path, "rb")
+    except OSError as error:
+        if error.errno in _NO_SUCH_FILE:
+            raise BadSample("missing_image", "image", f"{path} does not exist") from error
+        raise storage_failed("read", path, error) from error
+
+
+def _what(head: bytes) -> str:
+    """What a file that is no accepted picture seems to be."""
+    wanted = f"; {', '.join(FORMATS)} are accepted"
+    if not head:
+        return "is an empty file" + wanted
+    for signature, name in _SIGNATURES:
+        if head.lstrip().startswith(signature) or head.startswith(signature):
+            return f"is {name}{wanted}"
+    if head[4:8] == b"ftyp":
+        return f"is HEIF, AVIF or a film (ISO media){wanted}"
+    return "is no picture that can be read" + wanted
+
+
+def _orientation(image: Pillow.Image) -> int:
+    """EXIF orientation, 1 (upright) when absent or unreadable: broken metadata does not spoil sound pixels."""
+    try:
+        value = image.getexif().get(0x0112, 1)
+    except (OSError, *_BROKEN):
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _rgb(image: Pillow.Image) -> Pillow.Image:
+    if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I"):  # 16-bit grey: 65535 -> 255, rounded
+        wide = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
+        return Pillow.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        over = image.convert("RGBA")
+        return Pillow.alpha_composite(Pillow.new("RGBA", over.size, (255, 255, 255, 255)), over).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def patches(rgb: Pixels, rule: ImageRule, augment: Augment | None = None, rng: np.random.Generator | None = None) -> tuple[Pixels, Ints]:
+    """The picture resized to the rule's square and cut: patches_PC (uint8, merge order) and places_P2.
+
+    Resizing equals transformers' SiglipImageProcessorPil (tested). Pixels beyond the last whole patch are left out, as a
+    convolution without padding leaves them out.
+    """
+    square = rgb
+    if rgb.shape[:2] != (rule.size, rule.size):
+        square = np.asarray(Pillow.fromarray(rgb).resize((rule.size, rule.size), _RESAMPLE[rule.resample]))
+    if augment is not None and rng is not None and augment.active:
+        square = _augmented(square, augment, rng)
+    grid, p, r = rule.grid, rule.patch, rule.merge
+    kept = square[: grid.rows * p, : grid.columns * p]
+    cells = kept.reshape(grid.rows // r, r, p, grid.columns // r, r, p, 3)
+    patches_PC = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid.patches, 3 * p * p)
+    return patches_PC, _places(grid.rows, grid.columns, r)
+
+
+def _augmented(square: Pixels, augment: Augment, rng: np.random.Generator) -> Pixels:
+    mirrored, down, right = rng.random() < 0.5, *rng.integers(0, 2 * augment.shift, 2, endpoint=True)
+    if augment.flip and mirrored:
+        square = square[:, ::-1]
+    if augment.shift:
+        padded = np.pad(square, ((augment.shift, augment.shift), (augment.shift, augment.shift), (0, 0)), mode="edge")
+        square = padded[down : down + square.shape[0], right : right + square.shape[1]]
+    return square
+
+
+@lru_cache(maxsize=64)
+def _places(rows: int, columns: int, merge: int) -> Ints:
+    row, column = np.divmod(np.arange(rows * columns, dtype=np.int32), columns)
+    places = np.stack([row, column], 1).reshape(rows // merge, merge, columns // merge, merge, 2)
+    out = places.transpose(0, 2, 1, 3, 4).reshape(-1, 2).astype(np.int32)
+    out.flags.writeable = False  # every image of this shape has it
+    return out
+
+
+def prepare(picture: Picture, rule: ImageRule, key: str, augment: Augment | None = None, rng: np.random.Generator | None = None) -> Image:
+    """`decode` and `patches` in one. `key` must tell pictures and augmentations apart."""
+    patches_PC, places_P2 = patches(decode(picture), rule, augment, rng)
+    return Image(key, patches_PC, places_P2, rule.grid, rule.merge)
+
+
+def grey(rule: ImageRule, key: str = "grey") -> Image:
+    """What stands in for a picture that could not be decoded after its place was planned."""
+    shape = (rule.grid.patches, 3 * rule.patch**2)
+    return Image(key, np.full(shape, 128, np.uint8), _places(rule.grid.rows, rule.grid.columns, rule.merge), rule.grid, rule.merge)

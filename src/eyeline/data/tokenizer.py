@@ -1,0 +1,132 @@
+"""Text to token ids, with one law: text from data can never become a control token, and nothing is ever added to it."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from eyeline.core.errors import BadSample, Refused
+from eyeline.data.templates import Template
+
+if TYPE_CHECKING:  # transformers takes seconds to import, so functions that need it do it themselves
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+# How Qwen2 cuts text before merging (transformers 5.24, models/qwen2/tokenization_qwen2.py)
+QWEN_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KEPT_TEXTS = 50_000  # texts whose ids are remembered: data sets repeat questions and answers, and a plan precedes its fetch
+KEPT_CHARACTERS = 400  # longer texts are not remembered
+
+
+class Encoder:
+    """A tokenizer and a chat template: what turns segments into ids. Pickles, so that workers can have one."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: Template):
+        """Refused when the tokenizer lacks one of the template's control tokens, or is not a `tokenizers` one."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise Refused(
+                f"the tokenizer is a {type(tokenizer).__name__}, which has no tokenizer.json behind it; a fast tokenizer is needed. "
+                "Convert it once with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
+        self.tokenizer = tokenizer
+        self.template = template
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        missing = [token for token in template.controls if token not in vocabulary]
+        if missing:
+            raise Refused(
+                f"the tokenizer has no {', '.join(missing)}, which the template {template.name!r} writes. Choose another template, "
+                "or add the tokens when the model is imported"
+            )
+        self.controls = {token: vocabulary[token] for token in template.controls}
+        self.image_token = self.controls[template.image]
+        self.stop_ids = tuple(sorted({self.controls[template.terminator], self.controls.get("<|endoftext|>", -1)} - {-1}))
+        self.vocabulary = 1 + max(vocabulary.values())  # ids that may occur: the embedding needs at least as many rows
+        self._special = frozenset(backend.get_added_tokens_decoder()) | frozenset(self.controls.values())
+        self._plain = _without_added_tokens(backend)
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Ids of text from data. BadSample `control_token` if, against all measures, one of them would be a control token."""
+        known = self._known.get(text)
+        if known is not None:
+            return known
+        ids = tuple(self._plain.encode(text, add_special_tokens=False).ids)
+        if not self._special.isdisjoint(ids):
+            raise BadSample("control_token", "text", f"{text[:60]!r} would be read as a control token by this tokenizer")
+        if len(text) <= KEPT_CHARACTERS:
+            if len(self._known) >= KEPT_TEXTS:
+                self._known.clear()
+            self._known[text] = ids
+        return ids
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of ids; control tokens are left out unless `special`."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_known": {}}
+
+
+def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
+    """A copy that knows the model's own pieces only: no added tokens, no BOS, no padding, no cutting."""
+    record = json.loads(backend.to_str())
+    record |= {"added_tokens": [], "post_processor": None, "padding": None, "truncation": None}
+    return Tokenizer.from_str(json.dumps(record))
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a folder, from local files only. Refused when there is none or it cannot be read."""
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise Refused(f"{folder} has no tokenizer.json. Give the folder of a Hugging Face model or tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise Refused(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int, template: Template) -> "PreTrainedTokenizerFast":
+    """A byte-level BPE of at most `vocabulary` ids, made from `texts`, with the template's control tokens and jinja.
+
+    Deterministic: the same texts in the same order give the same ids. Every byte has an id, so no text is unknown.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    least = 256 + len(template.controls)
+    if vocabulary < least:
+        raise Refused(f"a byte-level vocabulary for the template {template.name!r} needs at least {least} ids, got {vocabulary}")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(QWEN_PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(template.controls),  # control tokens come after, so that the model's own pieces lack them
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=template.terminator, pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [t for t in template.controls if t not in (template.terminator,)]})
+    tokenizer.chat_template = template.jinja
+    return tokenizer
+
+
+def add_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template) -> list[str]:
+    """Add the template's missing control tokens to `tokenizer`, and set its chat template; returns what was added.
+
+    Ids follow the largest one in use, so that the free rows which checkpoints pad their embeddings with are used first.
+    """
+    known = tokenizer.get_vocab()
+    missing = [token for token in template.controls if token not in known]
+    if missing:
+        tokenizer.add_tokens(missing, special_tokens=True)
+    tokenizer.chat_template = template.jinja
+    return missing
