@@ -66,6 +66,7 @@ class Facts:
     image: ImageRule | None  # None: a text-only model
     vocabulary: int  # rows of the embedding: no token id may reach it
     longest: int  # positions the language model was made for
+    unused: tuple[str, ...] = ()  # modules that no output depends on: kept so that exports are whole, never trained
 
 
 def matches(pattern: str, name: str) -> bool:

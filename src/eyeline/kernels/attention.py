@@ -1,0 +1,177 @@
+"""Attention within documents that lie end to end, and over a cache of keys and values.
+
+Dims: T tokens  S documents  H query heads  G key/value heads (H is a multiple of G)  K head dim
+      B rows of a cache  U tokens a row of it has room for
+"""
+
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from eyeline.core.dims import dims
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns (out, log-sum-exp) and takes G < H as it is
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11's does not
+LEFT_ONLY, BOTH_SIDES = (-1, 0), (-1, -1)  # varlen_attn's window: how far to see back and ahead, -1 for all
+
+
+def packed_attention_plain(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, causal: bool) -> Tensor:
+    """The reference: softmax(q·kᵀ/√K)·v inside each document [cu[s], cu[s+1]), one document after another."""
+    dims("THK", q_THK, "TGK", k_TGK, "TGK", v_TGK)
+    outs = [torch.empty_like(q_THK[:0])]
+    bounds = cu_S1.tolist()
+    for start, end in pairwise(bounds):
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (q_THK, k_TGK, v_TGK))  # [1, heads, tokens, K]
+        outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def packed_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest: int, causal: bool) -> Tensor:
+    """`packed_attention_plain`, fast. `longest` bounds the documents' lengths from above: a host number, so that nobody
+    asks the device. Every token must lie in a document: cu[0] = 0, cu[S] = T.
+
+    CPU: one opaque operator, for any layout the same graph. CUDA in half precision: PyTorch's variable-length flash
+    attention. CUDA in float32 (comparisons): the plain version, which reads `cu_S1` on the host.
+    """
+    sizes = dims("THK", q_THK, "TGK", k_TGK, "TGK", v_TGK)
+    if not q_THK.is_cuda:
+        return _packed(q_THK, k_TGK, v_TGK, cu_S1, causal)[0]
+    if q_THK.dtype == torch.float32:
+        return packed_attention_plain(q_THK, k_TGK, v_TGK, cu_S1, causal)
+    options: dict[str, Any] = {"window_size": LEFT_ONLY if causal else BOTH_SIDES}
+    if VARLEN_TAKES_GROUPS:
+        options["enable_gqa"] = True
+    else:
+        k_TGK, v_TGK = (x.repeat_interleave(sizes["H"] // sizes["G"], 1) for x in (k_TGK, v_TGK))
+    out_THK = varlen_attn(q_THK, k_TGK, v_TGK, cu_S1, cu_S1, longest, longest, **options)
+    assert isinstance(out_THK, Tensor)  # a pair only when the log-sum-exp is asked for
+    return out_THK
+
+
+def _rows_by_length(cu_S1: Tensor) -> list[tuple[int, Tensor | slice]]:
+    """(length, rows of T) of all documents of one length, so that each length costs one kernel call.
+
+    Rows are a slice where those documents are neighbours, else indices, document by document.
+    """
+    starts: dict[int, list[int]] = {}
+    bounds = cu_S1.tolist()
+    for start, end in pairwise(bounds):
+        if end > start:
+            starts.setdefault(end - start, []).append(start)
+    groups: list[tuple[int, Tensor | slice]] = []
+    for length, firsts in starts.items():
+        if firsts == list(range(firsts[0], firsts[0] + length * len(firsts), length)):
+            groups.append((length, slice(firsts[0], firsts[-1] + length)))
+        else:
+            groups.append((length, (torch.tensor(firsts)[:, None] + torch.arange(length)).flatten()))
+    return groups
+
+
+def _stacked(x_THK: Tensor, rows: Tensor | slice, length: int) -> Tensor:
+    """Rows of equal documents as the kernel wants them: [documents, heads, length, K]."""
+    return x_THK[rows].unflatten(0, (-1, length)).transpose(1, 2)
+
+
+@torch.library.custom_op("eyeline::packed_attention", mutates_args=(), device_types="cpu")
+def _packed(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """out_THK and the log-sum-exp lse_TH that the backward pass needs."""
+    q_THK, k_TGK, v_TGK = q_THK.contiguous(), k_TGK.contiguous(), v_TGK.contiguous()
+    out_THK = torch.empty_like(q_THK)
+    lse_TH = q_THK.new_empty(q_THK.shape[:2], dtype=torch.float32)
+    for length, rows in _rows_by_length(cu_S1):
+        q, k, v = (_stacked(x, rows, length) for x in (q_THK, k_TGK, v_TGK))
+        out, lse = FLASH(q, k, v, 0.0, causal)
+        out_THK[rows] = out.transpose(1, 2).flatten(0, 1)
+        lse_TH[rows] = lse.transpose(1, 2).flatten(0, 1)
+    return out_THK, lse_TH
+
+
+@_packed.register_fake
+def _(q_THK: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q_THK, memory_format=torch.contiguous_format), q_THK.new_empty(q_THK.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("eyeline::packed_attention_backward", mutates_args=(), device_types="cpu")
+def _packed_backward(
+    dout_THK: Tensor, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, out_THK: Tensor, lse_TH: Tensor, cu_S1: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq_THK, dk_TGK, dv_TGK = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THK, k_TGK, v_TGK))
+    q_THK, k_TGK, v_TGK, dout_THK = (x.contiguous() for x in (q_THK, k_TGK, v_TGK, dout_THK))
+    for length, rows in _rows_by_length(cu_S1):
+        dout, q, k, v, out = (_stacked(x, rows, length) for x in (dout_THK, q_THK, k_TGK, v_TGK, out_THK))
+        lse = lse_TH[rows].unflatten(0, (-1, length)).transpose(1, 2)
+        made = FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, causal)
+        for whole, part in zip((dq_THK, dk_TGK, dv_TGK), made, strict=True):
+            whole[rows] = part.transpose(1, 2).flatten(0, 1)
+    return dq_THK, dk_TGK, dv_TGK
+
+
+@_packed_backward.register_fake
+def _(_dout_THK: Tensor, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THK, k_TGK, v_TGK))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_THK, k_TGK, v_TGK, cu_S1, ctx.causal = inputs
+    ctx.save_for_backward(q_THK, k_TGK, v_TGK, *output, cu_S1)
+
+
+def _backward(ctx: Any, dout_THK: Tensor, dlse_TH: Tensor) -> tuple[Tensor | None, ...]:
+    del dlse_TH  # nobody outside reads the log-sum-exp
+    return *_packed_backward(dout_THK, *ctx.saved_tensors, ctx.causal), None, None
+
+
+_packed.register_autograd(_backward, setup_context=_save)
+
+
+class LayerCache:
+    """Keys and values of B sequences in one layer: allocated once, filled from the left; `lengths` says how far, on the host."""
+
+    def __init__(self, rows: int, room: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str):
+        self.k_BUGK = torch.zeros(rows, room, kv_heads, head_dim, dtype=dtype, device=device)
+        self.v_BUGK = torch.zeros_like(self.k_BUGK)
+        self.lengths = [0] * rows
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows only, in this order: the others have finished."""
+        index_B = torch.tensor(rows, dtype=torch.int64, device=self.k_BUGK.device)
+        self.k_BUGK, self.v_BUGK = self.k_BUGK[index_B], self.v_BUGK[index_B]
+        self.lengths = [self.lengths[row] for row in rows]
+
+
+def cached_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest: int, cache: LayerCache) -> Tensor:
+    """Causal attention of sequences that are being generated; document s belongs to row s of the cache, which grows by it.
+
+    Prefill: an empty cache and any documents. Afterwards one token a row, which sees all that its row holds and itself.
+    """
+    rows = len(cu_S1) - 1
+    assert rows == len(cache.lengths), f"{rows} documents for a cache of {len(cache.lengths)} rows"
+    if len(q_THK) == rows:
+        return _attend_to_rows(q_THK, k_TGK, v_TGK, cache)
+    assert not any(cache.lengths), "several tokens a row fit an empty cache only"
+    bounds = cu_S1.tolist()
+    for row, (start, end) in enumerate(pairwise(bounds)):
+        cache.k_BUGK[row, : end - start] = k_TGK[start:end]
+        cache.v_BUGK[row, : end - start] = v_TGK[start:end]
+        cache.lengths[row] = end - start
+    return packed_attention(q_THK, k_TGK, v_TGK, cu_S1, longest, causal=True)
+
+
+def _attend_to_rows(q_BHK: Tensor, k_BGK: Tensor, v_BGK: Tensor, cache: LayerCache) -> Tensor:
+    """One new token a row: append its key and value, attend to what the row now holds."""
+    last_B = torch.tensor(cache.lengths, device=q_BHK.device)
+    row_B = torch.arange(len(q_BHK), device=q_BHK.device)
+    cache.k_BUGK[row_B, last_B] = k_BGK
+    cache.v_BUGK[row_B, last_B] = v_BGK
+    cache.lengths = [length + 1 for length in cache.lengths]
+    used = max(cache.lengths)
+    held_B11U = (torch.arange(used, device=q_BHK.device) <= last_B[:, None])[:, None, None]
+    k, v = (x[:, :used].transpose(1, 2) for x in (cache.k_BUGK, cache.v_BUGK))  # [B, G, used, K]
+    out = F.scaled_dot_product_attention(q_BHK[:, :, None], k, v, attn_mask=held_B11U, enable_gqa=True)
+    return out[:, :, 0]

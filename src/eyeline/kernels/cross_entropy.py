@@ -1,0 +1,76 @@
+"""Cross-entropy of labelled rows, in chunks: the full logits never exist in training.
+
+Dims: L labelled rows  D width  V vocabulary  R rows of one chunk
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eyeline.core.batch import IGNORE
+from eyeline.core.dims import dims
+
+LOGITS_PER_CHUNK = 1 << 25  # float32 logits alive at once: 128 MiB, some 220 rows of a vocabulary of 151,936
+
+
+def summed_cross_entropy_plain(x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor) -> Tensor:
+    """The reference: all logits at once. -log softmax(x·Wᵀ)[label], summed over rows whose label is not IGNORE, in float32."""
+    logits_LV = (x_LD @ weight_VD.to(x_LD.dtype).T).float()
+    return F.cross_entropy(logits_LV, labels_L, ignore_index=IGNORE, reduction="sum")
+
+
+def summed_cross_entropy(x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, chunk: int | None = None) -> Tensor:
+    """`summed_cross_entropy_plain`, `chunk` rows at a time. Products are in x's dtype, softmax and sums in float32.
+
+    Gradients are made in the forward pass, while a chunk's logits are there, and only scaled in the backward pass; the
+    weight's is accumulated in float32 and skipped where the weight is frozen. Without autograd only the loss is computed.
+    `chunk` is chosen from the vocabulary when it is None; it changes memory and speed, and the result by rounding only.
+    """
+    sizes = dims("LD", x_LD, "VD", weight_VD, "L", labels_L)
+    chunk = chunk or max(1, LOGITS_PER_CHUNK // sizes["V"])
+    if torch.is_grad_enabled() and (x_LD.requires_grad or weight_VD.requires_grad):
+        return _Chunked.apply(x_LD, weight_VD, labels_L, chunk)
+    weight_VD = weight_VD.to(x_LD.dtype)
+    losses = [summed_cross_entropy_plain(x_RD, weight_VD, labels_R) for x_RD, labels_R in _chunks(x_LD, labels_L, chunk)]
+    return sum(losses, x_LD.new_zeros((), dtype=torch.float32))
+
+
+def _chunks(x_LD: Tensor, labels_L: Tensor, chunk: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x_LD.split(chunk), labels_L.split(chunk), strict=True)) if len(x_LD) else []
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, chunk: int) -> Tensor:
+        x_needed, weight_needed = ctx.needs_input_grad[:2]
+        cast_VD = weight_VD.to(x_LD.dtype)
+        loss = x_LD.new_zeros((), dtype=torch.float32)
+        dx_LD = torch.empty_like(x_LD) if x_needed else None
+        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needed else None
+        start = 0
+        for x_RD, labels_R in _chunks(x_LD, labels_L, chunk):
+            rows = slice(start, start := start + len(x_RD))
+            logp_RV = F.log_softmax((x_RD @ cast_VD.T).float(), -1)
+            loss += F.nll_loss(logp_RV, labels_R, ignore_index=IGNORE, reduction="sum")
+            dlogits_RV = logp_RV.exp_()  # softmax - one-hot, and nothing in a row without a label
+            wanted_R1 = (labels_R != IGNORE)[:, None]
+            dlogits_RV.scatter_add_(1, labels_R[:, None] * wanted_R1, -wanted_R1.to(dlogits_RV.dtype))
+            dlogits_RV = (dlogits_RV * wanted_R1).to(x_LD.dtype)
+            if dx_LD is not None:
+                dx_LD[rows] = dlogits_RV @ cast_VD
+            if dweight_VD is not None:
+                dweight_VD += dlogits_RV.T @ x_RD
+        ctx.gradients = (dx_LD, dweight_VD)
+        ctx.dtypes = (x_LD.dtype, weight_VD.dtype)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        # handed over, not saved: scaled in place, they would be wrong in a second backward pass, which fails here instead
+        (dx_LD, dweight_VD), ctx.gradients = ctx.gradients, None
+        (dloss,), (x_dtype, weight_dtype) = gradients, ctx.dtypes
+        dx_LD = None if dx_LD is None else dx_LD.mul_(dloss).to(x_dtype)
+        dweight_VD = None if dweight_VD is None else dweight_VD.mul_(dloss).to(weight_dtype)
+        return dx_LD, dweight_VD, None, None

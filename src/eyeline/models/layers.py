@@ -1,0 +1,78 @@
+"""Layers that are the same mathematics in every family, and the one place where weights are cast.
+
+Weights are kept in float32 while they train (bfloat16 where frozen) and cast to the dtype of the activations where they are
+used: there is no autocast. Norms compute in float32 and give back the activations' dtype.
+
+Dims: T tokens  D width  H query heads  G key/value heads  K head dim  S documents
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention
+
+
+class Linear(nn.Linear):
+    """`x·Wᵀ + b` in x's dtype."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:  # the argument's name is ours, its place nn.Linear's
+        return F.linear(x_TD, self.weight.to(x_TD.dtype), None if self.bias is None else self.bias.to(x_TD.dtype))
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) · w`, in float32; the result has x's dtype."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.rms_norm(x_TD.float(), self.weight.shape, self.weight.float(), self.eps).to(x_TD.dtype)
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean(x)) / std(x) · w + b`, in float32; the result has x's dtype."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.layer_norm(x_TD.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps).to(x_TD.dtype)
+
+
+class Attend(nn.Module):
+    """Seam: attention within documents, or over a cache while generating. Weightless, so that `parallel` may replace it."""
+
+    def __init__(self, causal: bool):
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest: int, cache: LayerCache | None = None) -> Tensor:
+        if cache is None:
+            return packed_attention(q_THK, k_TGK, v_TGK, cu_S1, longest, self.causal)
+        assert self.causal, "a cache is for causal attention"
+        return cached_attention(q_THK, k_TGK, v_TGK, cu_S1, longest, cache)
+
+
+def run_block(block: nn.Module, recompute: bool, *args: Any) -> Tensor:
+    """`block(*args)`; with `recompute` its activations are dropped and made again in the backward pass.
+
+    Non-re-entrant: the re-entrant form gives no gradient to a block whose input needs none, such as the first block above
+    a frozen embedding.
+    """
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(block, *args, use_reentrant=False)
+    return block(*args)
+
+
+def normal_(weight: Tensor, std: float, rng: torch.Generator) -> None:
+    """Fill a weight of any device and dtype with normal numbers that are drawn in float32 on the generator's device."""
+    weight.copy_(torch.randn(weight.shape, generator=rng, device=rng.device) * std)

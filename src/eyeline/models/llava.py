@@ -1,0 +1,192 @@
+"""LLaVA: a vision tower, a projector and a language model (Liu et al. 2023), with pixel shuffle as InternVL has it.
+
+The tower's features, r×r of them joined where the projector shuffles, become tokens that take the places of the image
+placeholders in the embedded text.
+
+Dims: T tokens  D width  P patches  M visual tokens (rows of the merged tower output may be used by several)  L wanted rows
+"""
+
+from types import ModuleType
+from typing import Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eyeline.core.batch import Batch
+from eyeline.core.facts import Facts, KeyRule, Part
+from eyeline.core.settings import Positive, Settings
+from eyeline.kernels.attention import LayerCache
+from eyeline.models import qwen2, siglip2
+from eyeline.models.layers import LayerNorm, Linear, normal_
+
+
+class ProjectorConfig(Settings):
+    kind: Literal["mlp", "linear"] = "mlp"  # two linear layers with a GELU between, or one
+    width: Positive | None = None  # hidden width of the MLP; None: the language model's
+    shuffle: Positive = 1  # r: r×r patches are joined to one visual token
+    norm: bool = False  # a LayerNorm first, as InternVL has
+
+
+class Config(Settings):
+    family: Literal["llava"] = "llava"
+    vision: siglip2.Config
+    projector: ProjectorConfig = ProjectorConfig()
+    language: qwen2.Config
+    feature_layer: int = -1  # which hidden state of the tower: 0 the embedded patches, -1 after the last block, -2 before it
+    feature_norm: bool = True  # apply the tower's final norm: only after its last block
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Config":
+        r, side, layers = self.projector.shuffle, self.vision.side, self.vision.layers
+        if side % r:
+            valid = [n for n in range(1, side + 1) if side % n == 0]
+            raise ValueError(
+                f"projector.shuffle={r} must divide the {side}×{side} patches of an image "
+                f"({self.vision.image_size} pixels a side, patches of {self.vision.patch}); valid: {valid}"
+            )
+        if not -layers - 1 <= self.feature_layer <= layers:
+            raise ValueError(f"feature_layer={self.feature_layer} is not among the {layers + 1} hidden states of {layers} layers")
+        if self.feature_norm and self.depth != layers:
+            raise ValueError(
+                f"feature_norm belongs after the last block, and feature_layer={self.feature_layer} takes features before it; "
+                "set feature_norm: false"
+            )
+        if self.projector.kind == "linear" and self.projector.width is not None:
+            raise ValueError("projector.width is the hidden width of an mlp, and projector.kind is linear; remove it")
+        return self
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the tower that run."""
+        return range(self.vision.layers + 1)[self.feature_layer]
+
+    @property
+    def hidden(self) -> int:
+        """Hidden width of an MLP projector."""
+        return self.projector.width or self.language.width
+
+
+class Projector(nn.Module):
+    """Patch features -> visual tokens of the language model's width."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.joined = c.projector.shuffle**2
+        width = c.vision.width * self.joined
+        self.norm = LayerNorm(width, 1e-5) if c.projector.norm else None
+        if c.projector.kind == "mlp":
+            self.up, self.down = Linear(width, c.hidden), Linear(c.hidden, c.language.width)
+        else:
+            self.out = Linear(width, c.language.width)
+
+    def forward(self, features_PD: Tensor) -> Tensor:
+        # patches lie in merge order, so pixel shuffle is this reshape: the r² patches of a cell follow one another
+        x_MD = features_PD.reshape(-1, self.joined * features_PD.shape[-1])
+        x_MD = x_MD if self.norm is None else self.norm(x_MD)
+        return self.down(F.gelu(self.up(x_MD))) if hasattr(self, "up") else self.out(x_MD)
+
+    @torch.no_grad()
+    def initialise(self, rng: torch.Generator) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif name.startswith("norm."):
+                parameter.fill_(1.0)
+            else:
+                normal_(parameter, parameter.shape[1] ** -0.5, rng)
+
+
+class Model(nn.Module):
+    def __init__(self, c: Config, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.vision = siglip2.Model(c.vision, compute_dtype, c.feature_layer, c.feature_norm)
+        self.projector = Projector(c)
+        self.language = qwen2.Model(c.language, compute_dtype)
+
+    def forward(self, batch: Batch, cache: list[LayerCache] | None = None) -> Tensor:
+        """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels.
+
+        With a `cache` (one a layer, see `new_cache`) the batch is the prompts, or one new token a row.
+        """
+        x_TD = self.language.embedded(batch.tokens_T)
+        if len(batch.patches_PC):
+            features_PD = self.vision(batch.patches_PC, batch.places_P2, batch.cu_N1, batch.longest_image)
+            visual_MD = self.projector(features_PD)[batch.sources_M]
+            x_TD = x_TD.index_copy(0, batch.visual_M, visual_MD)
+        position_T = batch.positions_T3[:, 0]
+        return self.language(x_TD, position_T, batch.cu_S1, batch.longest, batch.rows_L, batch.labels_L, cache)
+
+    def initialise(self, rng: torch.Generator) -> None:
+        """All weights from scratch."""
+        self.vision.initialise(rng)
+        self.projector.initialise(rng)
+        self.language.initialise(rng)
+
+
+def build(c: Config, device: torch.device | str, dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype = torch.float32) -> Model:
+    """A model on `device` whose weights, of `dtype`, are not yet filled: no time is spent on numbers that are overwritten."""
+    with torch.device("meta"):
+        model = Model(c, compute_dtype).to(dtype)
+    model.to_empty(device=device)
+    model.language.tie()  # to_empty made two tensors of a tied one
+    return model
+
+
+def new_cache(model: Model, rows: int, room: int) -> list[LayerCache]:
+    """Empty caches for `rows` sequences of at most `room` tokens, one a layer of the language model."""
+    language = model.language
+    keys = [block.attn.k for block in language.blocks if isinstance(block, qwen2.Block)]
+    dtype, device = language.compute_dtype, language.embed.weight.device
+    return [LayerCache(rows, room, k.out_features // language.K, language.K, dtype, device) for k in keys]
+
+
+def facts(c: Config) -> Facts:
+    """What the model of this config states about itself: the tower's and the language model's own facts, prefixed."""
+    parts: tuple[tuple[Part, ModuleType], ...] = (("vision", siglip2), ("language", qwen2))
+    linears: dict[Part, dict[str, str]] = {part: {name: f"{part}.{x}" for name, x in family.LINEARS.items()} for part, family in parts}
+    linears["projector"] = {name: f"projector.{name}" for name in (("up", "down") if c.projector.kind == "mlp" else ("out",))}
+    return Facts(
+        parts={"vision": "vision", "projector": "projector", "language": "language"},
+        blocks={part: f"{part}.{family.BLOCKS}" for part, family in parts},
+        linears=linears,
+        splits={f"{part}.{x}": split for part, family in parts for x, split in family.SPLITS.items()},
+        seams=tuple(f"{part}.{x}" for part, family in parts for x in family.SEAMS),
+        keys=_keys(c),
+        image=c.vision.rule(c.projector.shuffle),
+        vocabulary=c.language.vocabulary,
+        longest=c.language.longest,
+        unused=(
+            *(f"vision.blocks.{i}" for i in range(c.depth, c.vision.layers)),
+            *(() if c.feature_norm else ("vision.norm",)),
+        ),
+    )
+
+
+PROJECTOR_KEYS = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2", "out": "linear"}
+
+
+def _keys(c: Config) -> tuple[KeyRule, ...]:
+    """Every tensor, under the names that LLaVA and InternVL folders share (as transformers 5 writes them)."""
+    held = [*(["norm"] if c.projector.norm else []), *(["up", "down"] if c.projector.kind == "mlp" else ["out"])]
+    tensors = [(f"{x}.{leaf}", f"{PROJECTOR_KEYS[x]}.{leaf}") for x in held for leaf in ("weight", "bias")]
+    return (
+        *_prefixed(siglip2.KEYS, "vision.", "vision_tower."),
+        *(KeyRule(f"projector.{ours}", f"multi_modal_projector.{theirs}") for ours, theirs in tensors),
+        *_prefixed(qwen2.KEYS, "language.", "language_model."),
+    )
+
+
+def _prefixed(rules: tuple[KeyRule, ...], ours: str, theirs: str) -> tuple[KeyRule, ...]:
+    return tuple(KeyRule(ours + rule.ours, theirs + rule.theirs, rule.read, rule.write) for rule in rules)
+
+
+def LLAVA_KEYS(c: Config) -> tuple[KeyRule, ...]:
+    """Our tensors, and their names in a folder of `LlavaForConditionalGeneration`. The config must have that form."""
+    return _keys(c)
+
+
+def INTERNVL_KEYS(c: Config) -> tuple[KeyRule, ...]:
+    """Our tensors, and their names in a folder of `InternVLForConditionalGeneration`. The config must have that form."""
+    return _keys(c)

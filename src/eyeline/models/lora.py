@@ -1,0 +1,95 @@
+"""LoRA: a low-rank update beside a frozen weight (Hu et al. 2021). `y = W·x + α/r · B·(A·dropout(x))`, PEFT's convention.
+
+Dims: T tokens  r rank  in, out: widths of the wrapped layer
+"""
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eyeline.core.errors import Refused, nearest
+from eyeline.core.facts import Facts, Part, matches
+from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.models.layers import Linear
+
+
+class LoRA(Settings):
+    rank: Positive
+    alpha: PositiveFloat  # the update is scaled by alpha / rank
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapter's input, in training
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]  # short names of the part's linear layers
+
+
+class LoRALinear(Linear):
+    """A linear layer that keeps its weight and bias, under their names, and adds `lora_A` [r, in] and `lora_B` [out, r].
+
+    B starts at zero: a freshly wrapped layer computes what it did before. A starts as PEFT's does, uniform in ±1/√in.
+    """
+
+    def __init__(self, base: Linear, lora: LoRA, rng: torch.Generator):
+        super().__init__(base.in_features, base.out_features, bias=False, device="meta")  # the real tensors are the base's
+        self.weight, self.bias = base.weight, base.bias
+        self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
+        a_rI = (torch.rand(lora.rank, base.in_features, generator=rng, device=rng.device) * 2 - 1) * base.in_features**-0.5
+        device = base.weight.device
+        self.lora_A = nn.Parameter(a_rI.to(device))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, lora.rank, device=device))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        dropped_TD = F.dropout(x_TD, self.dropout, self.training)
+        update = F.linear(F.linear(dropped_TD, self.lora_A.to(x_TD.dtype)), self.lora_B.to(x_TD.dtype))
+        return super().forward(x_TD) + update * self.scale
+
+
+def wrap(model: nn.Module, facts: Facts, part: Part, lora: LoRA, rng: torch.Generator) -> list[str]:
+    """Put adapters on the targeted linear layers of one part, and only of that part; return the names of those layers.
+
+    Raises Refused for a target that the part does not have. Layers that nothing depends on (`facts.unused`) get none.
+    """
+    known = facts.linears[part]
+    targets = tuple(known) if lora.targets == "all-linear" else lora.targets
+    for target in targets:
+        if target not in known:
+            raise Refused(
+                f"LoRA target {target!r} names no linear layer of {part}; known: {', '.join(known)}, or the word all-linear."
+                + nearest(target, list(known))
+            )
+    patterns = [known[target] for target in targets]
+    wrapped = []
+    for name, module in list(model.named_modules()):
+        if any(matches(pattern, name) for pattern in patterns) and not _unused(facts, name):
+            assert isinstance(module, Linear), f"{name} is a {type(module).__name__}"
+            assert not isinstance(module, LoRALinear), f"{name} has an adapter already; merge first"
+            model.set_submodule(name, LoRALinear(module, lora, rng))
+            wrapped.append(name)
+    return wrapped
+
+
+def _unused(facts: Facts, name: str) -> bool:
+    return any(name == root or name.startswith(root + ".") for root in facts.unused)
+
+
+def adapters(model: nn.Module) -> list[str]:
+    """Names of the layers that have an adapter."""
+    return [name for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> list[str]:
+    """Add every update to its weight and take the adapters off; return the names of the layers that had one.
+
+    The sum is made and kept in float32, also where the frozen weight was kept in bfloat16: nothing of the update is rounded away.
+    """
+    merged = adapters(model)
+    for name in merged:
+        adapted = model.get_submodule(name)
+        assert isinstance(adapted, LoRALinear)
+        plain = Linear(adapted.in_features, adapted.out_features, bias=False, device="meta")
+        sum_OI = adapted.weight.float() + adapted.scale * (adapted.lora_B @ adapted.lora_A)
+        plain.weight = nn.Parameter(sum_OI, requires_grad=adapted.weight.requires_grad)
+        plain.bias = adapted.bias
+        model.set_submodule(name, plain)
+    return merged

@@ -1,0 +1,187 @@
+"""SigLIP 2 vision tower, fixed resolution (Tschannen et al. 2025; the reference's class for it is `SiglipVisionModel`).
+
+A vision transformer: patches are embedded by a linear layer, a learned position is added, pre-norm blocks let the patches
+of one image look at each other. No class token. The pooling head of the checkpoints is for contrastive training and dropped.
+
+Dims: P patches of all images end to end  C numbers of a patch  D width  N images  H heads  K head dim  F feed-forward
+"""
+
+import math
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eyeline.core.facts import ImageRule, KeyRule, Resample, Split
+from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
+
+HALF = (0.5, 0.5, 0.5)
+
+
+class Config(Settings):
+    image_size: Positive  # pixels a side; what is left over after cutting whole patches is not looked at
+    patch: Positive  # pixels a side
+    width: Positive
+    layers: Positive
+    heads: Positive
+    feed_forward: Positive
+    eps: PositiveFloat = 1e-6
+    mean: tuple[float, float, float] = HALF
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = HALF
+    resample: Resample = "bicubic"
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Config":
+        if self.width % self.heads:
+            raise ValueError(f"heads={self.heads} must divide width={self.width}")
+        if self.image_size < self.patch:
+            raise ValueError(f"patch={self.patch} is larger than image_size={self.image_size}; wanted at least one patch a side")
+        return self
+
+    @property
+    def side(self) -> int:
+        """Patches a side."""
+        return self.image_size // self.patch
+
+    def rule(self, merge: int) -> ImageRule:
+        """What preprocessing must do for this tower when r×r = merge² patches become one token."""
+        return ImageRule(self.image_size, self.patch, merge, self.mean, self.std, self.resample)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.K = c.width // c.heads
+        self.q, self.k, self.v, self.o = (Linear(c.width, c.width) for _ in range(4))
+        self.attend = Attend(causal=False)
+
+    def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
+        # -1, not the number of heads: under tensor parallelism a rank holds some of them
+        q_PHK, k_PHK, v_PHK = (project(x_PD).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.up, self.down = Linear(c.width, c.feed_forward), Linear(c.feed_forward, c.width)
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_PD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.norm1, self.norm2 = LayerNorm(c.width, c.eps), LayerNorm(c.width, c.eps)
+        self.attn, self.mlp = Attention(c), MLP(c)
+
+    def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
+        x_PD = x_PD + self.attn(self.norm1(x_PD), cu_N1, longest)
+        return x_PD + self.mlp(self.norm2(x_PD))
+
+
+class Model(nn.Module):
+    """`feature_layer` counts hidden states as the reference does: 0 the embedded patches, -1 after the last block, -2 before
+    it. `feature_norm` applies the final norm. Blocks after the feature layer are kept, for exports, and never run."""
+
+    def __init__(self, c: Config, compute_dtype: torch.dtype = torch.float32, feature_layer: int = -1, feature_norm: bool = True):
+        super().__init__()
+        self.mean, self.std, self.side = c.mean, c.std, c.side
+        self.compute_dtype = compute_dtype
+        self.depth = range(c.layers + 1)[feature_layer]
+        self.normed = feature_norm
+        self.recompute = False
+        self.embed = Linear(3 * c.patch**2, c.width)
+        self.positions = nn.Embedding(c.side**2, c.width)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.norm = LayerNorm(c.width, c.eps)
+
+    def forward(self, patches_PC: Tensor, places_P2: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
+        """uint8 patches of all images, in any order within an image -> their features_PD in the same order."""
+        x_PD = self.embed(normalised(patches_PC, self.mean, self.std).to(self.compute_dtype))
+        place_P = places_P2[:, 0] * self.side + places_P2[:, 1]
+        x_PD = x_PD + self.positions(place_P).to(x_PD.dtype)
+        for block in self.blocks[: self.depth]:
+            x_PD = run_block(block, self.recompute, x_PD, cu_N1, longest)
+        return self.norm(x_PD) if self.normed else x_PD
+
+    @torch.no_grad()
+    def initialise(self, rng: torch.Generator) -> None:
+        """From scratch: each residual branch starts at zero, so that a block starts as the identity; positions start at half
+        the two-dimensional sine and cosine table, so that neighbours are alike before anything is learned."""
+        for name, parameter in self.named_parameters():
+            leaf = name.rsplit(".", 1)[-1]
+            if parameter is self.positions.weight:
+                parameter.copy_(0.5 * sine_positions(self.side, parameter.shape[1]))
+            elif leaf == "bias" or name.endswith(("attn.o.weight", "mlp.down.weight")):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                normal_(parameter, parameter.shape[1] ** -0.5, rng)
+
+
+def normalised(patches_PC: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """`(x/255 - mean)/std` of each channel, float32. The numbers stay on the host: no buffers to cast or to move."""
+    pixels_P3c = patches_PC.unflatten(1, (3, -1)).float() / 255
+    channels = [(pixels_Pc - m) / s for pixels_Pc, m, s in zip(pixels_P3c.unbind(1), mean, std, strict=True)]
+    return torch.stack(channels, 1).flatten(1)
+
+
+def sine_positions(side: int, width: int) -> Tensor:
+    """The two-dimensional sine and cosine table [side², width] (MoCo v3; big_vision's ViT baselines): a quarter of the width
+    each for the sine and cosine of the column, then of the row, with frequencies from 1 down to 1/10,000."""
+    quarter = math.ceil(width / 4)
+    omega_q = 10_000.0 ** -(torch.arange(quarter) / max(1, quarter - 1))
+    row_P, column_P = (x.flatten().float() for x in torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij"))
+    waves = [wave(place_P[:, None] * omega_q) for place_P in (column_P, row_P) for wave in (torch.sin, torch.cos)]
+    return torch.cat(waves, 1)[:, :width]
+
+
+BLOCKS = "blocks.*"
+LINEARS = {
+    **{name: f"blocks.*.attn.{name}" for name in ("q", "k", "v", "o")},
+    **{name: f"blocks.*.mlp.{name}" for name in ("up", "down")},
+}
+SPLITS: dict[str, Split] = {LINEARS[name]: "split_out" for name in ("q", "k", "v", "up")}
+SPLITS |= {LINEARS[name]: "split_in" for name in ("o", "down")}
+SEAMS = ("blocks.*.attn.attend",)
+
+
+def _flat(weight_D3pp: Tensor) -> Tensor:
+    return weight_D3pp.flatten(1)
+
+
+def _square(weight_DC: Tensor) -> Tensor:
+    patch = math.isqrt(weight_DC.shape[1] // 3)
+    return weight_DC.unflatten(1, (3, patch, patch))
+
+
+_THEIRS = {
+    "blocks.{i}.norm1": "encoder.layers.{i}.layer_norm1",
+    "blocks.{i}.attn.q": "encoder.layers.{i}.self_attn.q_proj",
+    "blocks.{i}.attn.k": "encoder.layers.{i}.self_attn.k_proj",
+    "blocks.{i}.attn.v": "encoder.layers.{i}.self_attn.v_proj",
+    "blocks.{i}.attn.o": "encoder.layers.{i}.self_attn.out_proj",
+    "blocks.{i}.norm2": "encoder.layers.{i}.layer_norm2",
+    "blocks.{i}.mlp.up": "encoder.layers.{i}.mlp.fc1",
+    "blocks.{i}.mlp.down": "encoder.layers.{i}.mlp.fc2",
+    "norm": "post_layernorm",
+}
+KEYS = (  # our tensors, and their names in a folder that `SiglipVisionModel.save_pretrained` of transformers 5 wrote
+    KeyRule("embed.weight", "embeddings.patch_embedding.weight", _flat, _square),  # their convolution is our linear layer
+    KeyRule("embed.bias", "embeddings.patch_embedding.bias"),
+    KeyRule("positions.weight", "embeddings.position_embedding.weight"),
+    *(KeyRule(f"{ours}.{leaf}", f"{theirs}.{leaf}") for ours, theirs in _THEIRS.items() for leaf in ("weight", "bias")),
+)
+HUB_PREFIX = "vision_model."  # before each of those names in the hub's files, which hold a text model too
+HUB_KEYS = tuple(KeyRule(rule.ours, HUB_PREFIX + rule.theirs, rule.read, rule.write) for rule in KEYS)
+DROPPED = (  # what a checkpoint may hold beyond these, and we do not use; `**` crosses dots
+    "text_model.**",
+    "logit_scale",
+    "logit_bias",
+    *(prefix + name for prefix in ("", HUB_PREFIX) for name in ("head.**", "embeddings.position_ids")),
+)
