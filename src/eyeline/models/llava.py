@@ -7,7 +7,7 @@ Dims: T tokens  D width  P patches  M visual tokens (rows of the merged tower ou
 """
 
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import model_validator
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.batch import Batch
+from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, KeyRule, Part
 from eyeline.core.settings import Positive, Settings
 from eyeline.kernels.attention import LayerCache
 from eyeline.models import qwen2, siglip2
+from eyeline.models.hf_config import Json, expect, kind, made, number, section
 from eyeline.models.layers import LayerNorm, Linear, normal_
 
 
@@ -164,6 +166,8 @@ def facts(c: Config) -> Facts:
     )
 
 
+# ---- Hugging Face's names
+
 PROJECTOR_KEYS = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2", "out": "linear"}
 
 
@@ -190,3 +194,102 @@ def LLAVA_KEYS(c: Config) -> tuple[KeyRule, ...]:
 def INTERNVL_KEYS(c: Config) -> tuple[KeyRule, ...]:
     """Our tensors, and their names in a folder of `InternVLForConditionalGeneration`. The config must have that form."""
     return _keys(c)
+
+
+# ---- Hugging Face's forms
+
+
+class Form(NamedTuple):
+    """Which of Hugging Face's model classes an export is for, and why: one sentence for the user."""
+
+    name: Literal["llava", "internvl", "parts"]
+    reason: str
+
+
+def form(c: Config) -> Form:
+    """The form in which transformers' own classes compute what this config computes; the parts one by one if none does."""
+    r, side = c.projector.shuffle, c.vision.side
+    if c.projector.kind == "linear":
+        return Form("parts", "LLaVA and InternVL have an MLP projector of two layers, and projector.kind is linear")
+    if c.hidden != c.language.width:
+        return Form("parts", f"LLaVA's and InternVL's projectors have the language model's width, and projector.width is {c.hidden}")
+    if not c.projector.norm:
+        if r > 1:
+            return Form(
+                "parts", f"LLaVA has no pixel shuffle, and InternVL's has a LayerNorm before it; projector.shuffle is {r}, norm false"
+            )
+        if c.feature_norm:
+            return Form("parts", "LLaVA takes the tower's features before its final norm; feature_norm: false would make its form")
+        return Form("llava", "a two-layer MLP without pixel shuffle, on features before the tower's final norm")
+    if side % (1 / r):  # InternVL divides by a float, and refuses grids that do not come out even that way: 27 by 1/3
+        return Form("parts", f"InternVL's arithmetic refuses a shuffle of {r} on {side}×{side} patches")
+    return Form("internvl", f"a LayerNorm and a two-layer MLP after a pixel shuffle of {r}")
+
+
+def llava_to_hf(c: Config, image_token_id: int) -> dict[str, Any]:
+    """config.json of a `LlavaForConditionalGeneration`; `form` must say llava."""
+    assert form(c).name == "llava", form(c).reason
+    return {
+        **_common(c, "Llava", image_token_id),
+        "image_token_index": image_token_id,
+        "multimodal_projector_bias": True,
+        "vision_feature_layer": c.feature_layer,
+    }
+
+
+def internvl_to_hf(c: Config, image_token_id: int) -> dict[str, Any]:
+    """config.json of an `InternVLForConditionalGeneration`; `form` must say internvl."""
+    assert form(c).name == "internvl", form(c).reason
+    return {
+        **_common(c, "InternVL", image_token_id),
+        "image_token_id": image_token_id,
+        "downsample_ratio": 1 / c.projector.shuffle,
+        # -1 is the normed output there; every other number, and so the count of blocks, is a hidden state before the norm
+        "vision_feature_layer": -1 if c.feature_norm else c.depth,
+    }
+
+
+def _common(c: Config, family: Literal["Llava", "InternVL"], image_token_id: int) -> dict[str, Any]:
+    if not 0 <= image_token_id < c.language.vocabulary:
+        raise Refused(f"image token {image_token_id} is outside the vocabulary of {c.language.vocabulary}; is it another tokenizer's?")
+    return {
+        "architectures": [f"{family}ForConditionalGeneration"],
+        "model_type": family.lower(),
+        "vision_config": siglip2.to_hf(c.vision),
+        "text_config": qwen2.to_hf(c.language),
+        "image_seq_length": c.vision.rule(c.projector.shuffle).tokens,
+        "projector_hidden_act": "gelu",
+        "vision_feature_select_strategy": "full",  # the other one drops a class token, which SigLIP does not have
+        "tie_word_embeddings": c.language.tied,
+    }
+
+
+def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
+    """The model described by a LLaVA or InternVL folder with a SigLIP tower and a Qwen2 language model. Raises Refused."""
+    where = "config.json"
+    internvl = config_json.get("model_type") == "internvl"
+    if not internvl:
+        kind(where, config_json, "llava", {})
+    expect(where, config_json, {"projector_hidden_act": "gelu", "multimodal_projector_bias": True, "quantization_config": None})
+    expect(where, {"vision_feature_select_strategy": "default", **config_json}, {"vision_feature_select_strategy": "full"})
+    towers, texts = section(where, config_json, "vision_config"), section(where, config_json, "text_config")
+    expect("vision_config", towers, {"tie_last_hidden_states": None})
+    # both classes read the outer key: LLaVA's default is the inner one's value, InternVL's is true
+    tied = (
+        config_json.get("tie_word_embeddings", True)
+        if internvl
+        else bool(config_json.get("tie_word_embeddings") or texts.get("tie_word_embeddings"))
+    )
+    layer = config_json.get("vision_feature_layer", -1 if internvl else -2)
+    if not isinstance(layer, int):
+        raise Refused(f"{where} has vision_feature_layer={layer!r}; Eyeline takes features of one layer only.")
+    values = {
+        "vision": siglip2.from_hf(towers, preprocessor_json),
+        "projector": ProjectorConfig(
+            shuffle=round(1 / number(where, config_json, "downsample_ratio", 0.5)) if internvl else 1, norm=internvl
+        ),
+        "language": qwen2.from_hf({**texts, "tie_word_embeddings": tied}, "text_config of config.json"),
+        "feature_layer": layer,
+        "feature_norm": internvl and layer == -1,
+    }
+    return made(where, Config, values)

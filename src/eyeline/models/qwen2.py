@@ -6,18 +6,20 @@ feed-forward layer. All documents of a batch lie end to end and see only themsel
 Dims: T tokens  S documents  D width  H query heads  G key/value heads  K head dim  F feed-forward  V vocabulary  L wanted rows
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rope_tables, rotate
+from eyeline.models.hf_config import Json, expect, integer, kind, made, number
 from eyeline.models.layers import Attend, Linear, RMSNorm, normal_, run_block
 
 
@@ -179,3 +181,77 @@ KEYS = (  # our tensors, and their names in a folder of `Qwen2ForCausalLM`
     KeyRule("norm.weight", "model.norm.weight"),
     KeyRule("head.weight", "lm_head.weight"),  # of a tied model it is the embedding, and most files leave it out
 )
+
+
+# ---- Hugging Face's settings
+
+
+def from_hf(config_json: Json, where: str = "config.json") -> Config:
+    """The model described by a Qwen2 config.json. Keys that it leaves out have the defaults of transformers' class. Raises Refused."""
+    kind(where, config_json, "qwen2", {"qwen3": "a Qwen3 model, which norms its queries and keys; this version reads Qwen2 and Qwen2.5"})
+    # attention_bias is not one of Qwen2's keys: q, k and v always have one, and a file that denies it means another model
+    expect(where, config_json, {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": True, "quantization_config": None})
+    layers, heads = integer(where, config_json, "num_hidden_layers", 32), integer(where, config_json, "num_attention_heads", 32)
+    width = integer(where, config_json, "hidden_size", 4096)
+    head_dim = None if config_json.get("head_dim") is None else integer(where, config_json, "head_dim", 0)
+    kv_heads = heads if config_json.get("num_key_value_heads", 32) is None else integer(where, config_json, "num_key_value_heads", 32)
+    _refuse_windows(where, config_json, layers)
+    tied = config_json.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise Refused(f"{where} has tie_word_embeddings={tied!r}; wanted true or false. Is the file damaged?")
+    values = {
+        "vocabulary": integer(where, config_json, "vocab_size", 151936),
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": None if head_dim == width // heads else head_dim,
+        "feed_forward": integer(where, config_json, "intermediate_size", 22016),
+        "eps": number(where, config_json, "rms_norm_eps", 1e-6),
+        "rope_theta": _rope_theta(where, config_json),
+        "longest": integer(where, config_json, "max_position_embeddings", 32768),
+        "tied": tied,
+    }
+    return made(where, Config, values)
+
+
+def _rope_theta(where: str, config_json: Json) -> float:
+    """The base of plain rotary positions: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    scaled = {**(config_json.get("rope_scaling") or {}), **(config_json.get("rope_parameters") or {})}
+    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
+    expect(f"rotary positions in {where}", scaled, plain)
+    unknown = sorted(scaled.keys() - plain.keys() - {"rope_theta"})
+    if unknown:
+        raise Refused(f"rotary positions in {where} have {', '.join(unknown)}; Eyeline computes unscaled ones only. Remove the scaling.")
+    return number(where, {**config_json, **scaled}, "rope_theta", 10_000.0)
+
+
+def _refuse_windows(where: str, config_json: Json, layers: int) -> None:
+    types = config_json.get("layer_types") or ["full_attention"] * layers
+    if set(types) != {"full_attention"} or len(types) != layers:
+        raise Refused(f"{where} has layer_types={types!r}; Eyeline computes {layers} layers of full attention only.")
+    window = config_json.get("use_sliding_window", False) and config_json.get("sliding_window", 4096)
+    if window and not config_json.get("layer_types") and config_json.get("max_window_layers", 28) < layers:
+        raise Refused(f"{where} has use_sliding_window=True with a window of {window} tokens; Eyeline attends to whole documents only.")
+
+
+def to_hf(c: Config) -> dict[str, Any]:
+    """config.json of a `Qwen2ForCausalLM`."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": c.vocabulary,
+        "hidden_size": c.width,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        **({} if c.head_dim is None else {"head_dim": c.head_dim}),
+        "intermediate_size": c.feed_forward,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.eps,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": c.longest,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        "use_sliding_window": False,
+        "tie_word_embeddings": c.tied,
+    }

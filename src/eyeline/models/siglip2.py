@@ -7,14 +7,17 @@ Dims: P patches of all images end to end  C numbers of a patch  D width  N image
 """
 
 import math
+from typing import Any
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from eyeline.core.errors import Refused
 from eyeline.core.facts import ImageRule, KeyRule, Resample, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.models.hf_config import Json, expect, integer, kind, made, number, section
 from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
 
 HALF = (0.5, 0.5, 0.5)
@@ -185,3 +188,84 @@ DROPPED = (  # what a checkpoint may hold beyond these, and we do not use; `**` 
     "logit_bias",
     *(prefix + name for prefix in ("", HUB_PREFIX) for name in ("head.**", "embeddings.position_ids")),
 )
+
+
+# ---- Hugging Face's settings
+
+ACTIVATION = {"hidden_act": "gelu_pytorch_tanh"}
+FILTERS: tuple[Resample, ...] = ("nearest", "lanczos", "bilinear", "bicubic")  # by Pillow's numbers, which processors store
+
+
+def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
+    """The tower described by a SigLIP or SigLIP 2 folder: config.json of the whole model or of the vision model alone, and
+    preprocessor_config.json. Keys that a file leaves out have the defaults of transformers' classes. Raises Refused.
+    """
+    where = "config.json"
+    if config_json.get("model_type") == "siglip":
+        where, config_json = "vision_config of config.json", section(where, config_json, "vision_config")
+        config_json = {"model_type": "siglip_vision_model", **config_json}
+    naflex = "a NaFlex tower (patches of any grid); take a fixed-resolution checkpoint such as google/siglip2-base-patch16-224"
+    kind(where, config_json, "siglip_vision_model", {"siglip2": naflex, "siglip2_vision_model": naflex})
+    expect(where, config_json, ACTIVATION | {"num_channels": 3, "attention_dropout": 0.0, "quantization_config": None})
+    sizes = {
+        "image_size": integer(where, config_json, "image_size", 224),
+        "patch": integer(where, config_json, "patch_size", 16),
+        "width": integer(where, config_json, "hidden_size", 768),
+        "layers": integer(where, config_json, "num_hidden_layers", 12),
+        "heads": integer(where, config_json, "num_attention_heads", 12),
+        "feed_forward": integer(where, config_json, "intermediate_size", 3072),
+    }
+    eps = number(where, config_json, "layer_norm_eps", 1e-6)
+    return made(where, Config, {**sizes, "eps": eps, **_read_preprocessor(preprocessor_json or {}, sizes["image_size"])})
+
+
+def _read_preprocessor(json: Json, image_size: int) -> dict[str, Any]:
+    where = "preprocessor_config.json"
+    square = {"height": image_size, "width": image_size}  # another size would need positions in between the learned ones
+    always = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
+    expect(where, json, always | {"do_center_crop": False, "do_pad": False, "size": square})
+    if abs(number(where, json, "rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
+        raise Refused(f"{where} has rescale_factor={json['rescale_factor']!r}; wanted 1/255. Use the model's own file.")
+    resample = json.get("resample", 3)
+    if resample not in range(len(FILTERS)):
+        raise Refused(f"{where} has resample={resample!r}; wanted one of {dict(enumerate(FILTERS))}. Use the model's own file.")
+    three = {name: json.get(f"image_{name}", HALF) for name in ("mean", "std")}
+    for name, got in three.items():
+        if not isinstance(got, list | tuple) or len(got) != 3 or not all(isinstance(x, int | float) for x in got):
+            raise Refused(f"{where} has image_{name}={got!r}; wanted three numbers. Use the model's own file.")
+    return {"resample": FILTERS[resample], **{name: tuple(map(float, got)) for name, got in three.items()}}
+
+
+def to_hf(c: Config) -> dict[str, Any]:
+    """config.json of a `SiglipVisionModel` without its pooling head."""
+    return {
+        "architectures": ["SiglipVisionModel"],
+        "model_type": "siglip_vision_model",
+        "image_size": c.image_size,
+        "patch_size": c.patch,
+        "num_channels": 3,
+        "hidden_size": c.width,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "intermediate_size": c.feed_forward,
+        "layer_norm_eps": c.eps,
+        "attention_dropout": 0.0,
+        "vision_use_head": False,
+        **ACTIVATION,
+    }
+
+
+def to_preprocessor(c: Config) -> dict[str, Any]:
+    """preprocessor_config.json of a `SiglipImageProcessor` that prepares pictures as the model was trained."""
+    return {
+        "image_processor_type": "SiglipImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"height": c.image_size, "width": c.image_size},
+        "resample": FILTERS.index(c.resample),
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(c.mean),
+        "image_std": list(c.std),
+    }
