@@ -170,7 +170,7 @@ def _same_set(name: str, word: str, tensors: Mapping[str, Tensor], earlier: Sequ
                 return folder / file, manifest.files[file]
         except OSError:
             pass
-        warn(f"{folder / file} is damaged; it is written anew.")
+        warn(f"{folder / file} is damaged or cannot be read; it is written anew.")
     return None
 
 

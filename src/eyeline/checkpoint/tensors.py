@@ -8,8 +8,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.facts import KeyRule, matches
+from eyeline.core.facts import KeyRule
 from eyeline.core.files import storage_failed, sync_folder, write_json
 
 SINGLE = "model.safetensors"
@@ -58,6 +59,7 @@ class Entry:
     """One tensor of a checkpoint folder, by its header alone."""
 
     file: Path
+    name: str
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
 
@@ -120,7 +122,7 @@ def entries_of(file: Path) -> dict[str, Entry]:
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-            return {name: Entry(file, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+            return {name: Entry(file, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
     except SafetensorError as error:
         raise Refused(f"{file} is no whole safetensors file: {error}. Copy or download it again.") from error
     except OSError as error:
@@ -201,10 +203,12 @@ def _entries_by_index(folder: Path, index: Path) -> dict[str, Entry]:
     if not isinstance(where, dict) or not where or not all(isinstance(v, str) for v in where.values()):
         raise Refused(f"{index} has no `weight_map` from tensor names to file names. Download it again.")
 
-    entries: dict[str, Entry] = {}
-    for name in sorted(set(where.values())):
+    shards = sorted(set(where.values()))
+    for name in shards:
         if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors", name) is None:
             raise Refused(f"{index} names the file {name!r}: a shard is a .safetensors file beside its index, never a path.")
+    entries: dict[str, Entry] = {}
+    for name in shards:
         if not (folder / name).is_file():
             raise Refused(f"{index} names {name}, which is not in {folder}. Download the missing file.")
         here = entries_of(folder / name)
@@ -235,10 +239,11 @@ def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these entries under the keys that they have here, file by file."""
     for file in sorted({entry.file for entry in entries.values()}):
         with safe_open(file, framework="pt") as opened:
             for name in sorted(name for name, entry in entries.items() if entry.file == file):
-                yield name, opened.get_tensor(name)
+                yield name, opened.get_tensor(entries[name].name)
 
 
 def write_folder(
@@ -309,18 +314,28 @@ def renamed(tensors: Mapping[str, Tensor], rules: Sequence[KeyRule]) -> Iterator
 
 
 @torch.no_grad()
-def load_into(tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRule], dropped: Sequence[str] = ()) -> None:
+def load_into(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    rules: Sequence[KeyRule],
+    dropped: Sequence[str] = (),
+    canonical: Callable[[str], str] = str,
+) -> None:
     """Fill our tensors in place from a checkpoint folder, cast to each one's dtype.
 
     `tensors` may hold one tensor under several names (`named_parameters(remove_duplicate=False)`): a tied weight. It must
-    lie in the folder under at least one of its names, and equal under all that are there. `dropped` are patterns of names
-    that the checkpoint may hold in vain (`core.facts.matches`; `**` crosses dots).
+    lie in the folder under at least one of its names, and equal under all that are there. `canonical` turns a name in the
+    folder into the one that the rules know, and `dropped` are patterns (`*` crosses dots) of such names that may be there
+    in vain.
 
     Raises Refused before any tensor is touched when a name is missing or unknown, or a shape or dtype is wrong; and
     after that, when a value is not finite.
     """
     wanted = named_theirs(tensors, rules)
-    entries = entries_in(folder)
+    entries: dict[str, Entry] = {}
+    for name, entry in entries_in(folder).items():
+        if entries.setdefault(canonical(name), entry) is not entry:
+            raise Refused(f"{folder} holds two tensors that both mean {canonical(name)}, one of them named {name}.")
     used = {theirs: ours for ours, names in wanted.items() for theirs, _ in names if theirs in entries}
     _refuse_differences(folder, tensors, wanted, entries, used, dropped)
 
@@ -356,7 +371,7 @@ def _refuse_differences(
 ) -> None:
     """Raise Refused with everything in which a folder's headers differ from what is wanted."""
     missing = [names[0][0] for names in wanted.values() if not any(theirs in used for theirs, _ in names)]
-    unknown = [name for name in sorted(entries) if name not in used and not any(_covers(p, name) for p in dropped)]
+    unknown = [name for name in sorted(entries) if name not in used and not any(fnmatchcase(name, p) for p in dropped)]
     wrong: list[str] = []
     for ours, names in wanted.items():
         for theirs, rule in names:
@@ -379,12 +394,6 @@ def _their_shape(rule: KeyRule, ours: Tensor) -> tuple[int, ...]:
     assert (rule.read is None) == (rule.write is None), f"{rule.ours}: a rule turns both ways or neither"
     blank = torch.empty(ours.shape, device="meta")
     return tuple((rule.write(blank) if rule.write else blank).shape)
-
-
-def _covers(pattern: str, name: str) -> bool:
-    if "**" in pattern:
-        return re.fullmatch(re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+"), name) is not None
-    return matches(pattern, name)
 
 
 def _listing(what: str, names: Sequence[str], most: int = 6) -> str:

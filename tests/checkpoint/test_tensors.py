@@ -1,0 +1,322 @@
+"""Safetensors in and out: equal to the library's own files, and every broken folder refused by name."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eyeline.checkpoint.tensors import INDEX, SINGLE, entries_in, load_into, read_file, read_folder, renamed, write_file, write_folder
+from eyeline.core.errors import Refused
+from eyeline.core.facts import KeyRule
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8]
+DTYPES += [torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64]
+
+
+def some_tensors() -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(), (0, 3), (5,), (3, 4)]
+    made = {f"{d}.{s}": torch.randint(0, 2, s, generator=rng).to(d) for d in DTYPES for s in shapes}
+    return made | {"transposed": torch.randn(3, 4, generator=rng).T, "naïve": torch.randn(2, generator=rng)}
+
+
+def test_a_file_equals_the_librarys_own_byte_for_byte(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    written = write_file(tmp_path / "ours", tensors, {"format": "pt"})
+    save_file({name: x.contiguous() for name, x in tensors.items()}, tmp_path / "theirs", {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert written.size == (tmp_path / "ours").stat().st_size
+    back = read_file(tmp_path / "ours")
+    assert back.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert back[name].dtype == x.dtype
+        assert torch.equal(back[name], x), name
+
+
+def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
+    write_file(tmp_path / "x", {"a": torch.zeros(2)})
+    with pytest.raises(Exception, match="could not write"):
+        write_file(tmp_path / "x", {"a": torch.ones(2)})
+    assert torch.equal(read_file(tmp_path / "x")["a"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 100, 300, 10**9])
+def test_shards_are_read_back_by_us_and_by_transformers(tmp_path: Path, max_shard_bytes: int) -> None:
+    tensors = {f"t{i}": torch.full((i, 5), float(i)) for i in range(1, 9)}  # 20 to 160 bytes each
+    write_folder(tmp_path, iter(tensors.items()), max_shard_bytes)
+    back = dict(read_folder(tmp_path))
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], x) for name, x in tensors.items())
+    files = sorted(p.name for p in tmp_path.iterdir())
+    if max_shard_bytes == 10**9:
+        assert files == [SINGLE]
+    else:
+        index = json.loads((tmp_path / INDEX).read_text())
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+        shards = sorted(set(index["weight_map"].values()))
+        assert files == sorted([*shards, INDEX])
+        assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+        theirs = {name: x for shard in shards for name, x in load_file(tmp_path / shard).items()}
+        assert theirs.keys() == tensors.keys()
+        sizes = {shard: sum(x.nbytes for x in load_file(tmp_path / shard).values()) for shard in shards}
+        assert all(size <= max_shard_bytes or len(load_file(tmp_path / shard)) == 1 for shard, size in sizes.items())
+
+
+def test_writing_a_folder_holds_one_shard_at_a_time(tmp_path: Path) -> None:
+    alive = 0
+    most = 0
+
+    class Counted:
+        def __init__(self) -> None:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    def made():
+        for i in range(20):
+            x = torch.zeros(25)  # 100 bytes
+            x.held = Counted()
+            yield f"t{i}", x
+            del x
+
+    write_folder(tmp_path, made(), max_shard_bytes=400)
+    assert most <= 6  # four in a shard, the one that did not fit, and the generator's
+
+
+# ---- broken folders
+
+
+def raw(header: object, data: bytes = b"\0" * 24, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+BROKEN_FILES: dict[str, bytes] = {
+    "empty": b"",
+    "header of 2^62 bytes": raw({"a": A}, length=2**62),
+    "header longer than the file": raw({"a": A}, length=10**4),
+    "negative offset": raw({"a": A | {"data_offsets": [-24, 0]}}),
+    "overlap": raw({"a": A, "b": A}),
+    "gap": raw({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [8, 24]}}),
+    "trailing byte": raw({"a": A}, b"\0" * 25),
+    "cut by one byte": raw({"a": A}, b"\0" * 23),
+    "shape against length": raw({"a": A | {"shape": [2, 4]}}),
+    "shape that overflows": raw({"a": A | {"shape": [2**62, 2**62]}}),
+    "unknown dtype": raw({"a": A | {"dtype": "F99"}}),
+    "one name twice": raw(b'{"a":' + json.dumps(A).encode() + b',"a":' + json.dumps(A | {"shape": [3, 2]}).encode() + b"}"),
+    "not JSON": raw(b"[[["),
+    "a pickle": pickle.dumps({"a": 1}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_broken_safetensors_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / SINGLE).write_bytes(BROKEN_FILES[name])
+    for read in (lambda: list(read_folder(tmp_path)), lambda: read_file(tmp_path / SINGLE)):
+        with pytest.raises(Refused, match=SINGLE):
+            read()
+
+
+def test_the_same_bytes_unbroken_are_read(tmp_path: Path) -> None:
+    (tmp_path / SINGLE).write_bytes(raw({"a": A}))
+    assert torch.equal(dict(read_folder(tmp_path))["a"], torch.zeros(2, 3))
+
+
+class Boom:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.system, (f"touch {self.canary}",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
+def test_pickled_weights_are_refused_unread(tmp_path: Path, name: str) -> None:
+    canary = tmp_path / "canary"
+    (tmp_path / name).write_bytes(pickle.dumps(Boom(canary)))
+    with pytest.raises(Refused, match=r"pickled weights .*save_pretrained"):
+        entries_in(tmp_path)
+    assert not canary.exists()
+    pickle.loads((tmp_path / name).read_bytes())
+    assert canary.exists(), "the bait is harmless: this test shows nothing"
+
+
+def sharded(folder: Path) -> dict[str, object]:
+    write_folder(folder, ((f"t{i}", torch.full((5,), float(i))) for i in range(4)), max_shard_bytes=40)
+    return json.loads((folder / INDEX).read_text())
+
+
+def spoil_index(change: Callable[[dict], object]) -> Callable[[Path, dict], None]:
+    def spoil(folder: Path, index: dict) -> None:
+        change(index)
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return spoil
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+BROKEN_FOLDERS: dict[str, tuple[Callable[[Path, dict], object], str]] = {
+    "path above": (spoil_index(lambda i: i["weight_map"].update(t0="../" + ONE)), "never a path"),
+    "absolute path": (spoil_index(lambda i: i["weight_map"].update(t0="/etc/passwd")), "never a path"),
+    "hidden file": (spoil_index(lambda i: i["weight_map"].update(t0=".x.safetensors")), "never a path"),
+    "pickle in the index": (spoil_index(lambda i: i["weight_map"].update(t0="pytorch_model.bin")), "never a path"),
+    "missing shard": (lambda f, _: (f / TWO).unlink(), TWO),
+    "tensor not in its shard": (spoil_index(lambda i: i["weight_map"].update(t9=ONE)), "t9"),
+    "tensor not in the index": (spoil_index(lambda i: i["weight_map"].pop("t0")), "t0"),
+    "tensor in the wrong shard": (spoil_index(lambda i: i["weight_map"].update(t0=TWO)), "t0"),
+    "wrong total": (spoil_index(lambda i: i["metadata"].update(total_size=81)), "total_size 81"),
+    "no map": (spoil_index(lambda i: i.pop("weight_map")), "weight_map"),
+    "map of numbers": (spoil_index(lambda i: i["weight_map"].update(t0=1)), "weight_map"),
+    "index is a list": (lambda f, _: (f / INDEX).write_text("[]"), "weight_map"),
+    "index is not JSON": (lambda f, _: (f / INDEX).write_text("{"), "not JSON"),
+    "name twice in the index": (lambda f, _: (f / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}'), "twice"),
+    "both layouts": (lambda f, _: write_file(f / SINGLE, {"a": torch.zeros(1)}), "both"),
+    "cut shard": (lambda f, _: (f / TWO).write_bytes((f / TWO).read_bytes()[:-1]), TWO),
+    "nothing": (lambda f, _: [p.unlink() for p in f.iterdir()], "looked for"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FOLDERS)
+def test_broken_folders_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    index = sharded(tmp_path)
+    assert len(dict(read_folder(tmp_path))) == 4
+    spoil, message = BROKEN_FOLDERS[name]
+    spoil(tmp_path, index)
+    with pytest.raises(Refused, match=message):
+        list(read_folder(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="no such folder"):
+        entries_in(tmp_path / "gone")
+
+
+# ---- names
+
+RULES = (
+    KeyRule("embed.weight", "model.embed_tokens.weight"),
+    KeyRule("blocks.{i}.q.weight", "model.layers.{i}.self_attn.q_proj.weight"),
+    KeyRule("patch.weight", "conv.weight", read=lambda x: x.flatten(1), write=lambda x: x.unflatten(1, (3, 2, 2))),
+    KeyRule("head.weight", "lm_head.weight"),
+)
+
+
+def ours(tied: bool = False) -> dict[str, Tensor]:
+    made = {"embed.weight": torch.zeros(4, 2), "patch.weight": torch.zeros(5, 12)}
+    made |= {f"blocks.{i}.q.weight": torch.zeros(2, 2) for i in range(12)}
+    return made | {"head.weight": made["embed.weight"] if tied else torch.zeros(4, 2)}
+
+
+def theirs() -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    made = {f"model.layers.{i}.self_attn.q_proj.weight": torch.randn(2, 2, generator=rng) for i in range(12)}
+    made |= {"conv.weight": torch.randn(5, 3, 2, 2, generator=rng), "model.embed_tokens.weight": torch.randn(4, 2, generator=rng)}
+    return made | {"lm_head.weight": torch.randn(4, 2, generator=rng)}
+
+
+def test_tensors_are_renamed_both_ways(tmp_path: Path) -> None:
+    stored, made = theirs(), ours()
+    write_folder(tmp_path, stored.items())
+    load_into(made, tmp_path, RULES)
+    assert torch.equal(made["blocks.11.q.weight"], stored["model.layers.11.self_attn.q_proj.weight"])
+    assert torch.equal(made["blocks.1.q.weight"], stored["model.layers.1.self_attn.q_proj.weight"])
+    assert torch.equal(made["patch.weight"], stored["conv.weight"].reshape(5, 12))
+    back = dict(renamed(made, RULES))
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[name], x) for name, x in stored.items())
+
+
+def test_loading_casts_to_each_tensors_dtype(tmp_path: Path) -> None:
+    stored, made = theirs(), ours()
+    write_folder(tmp_path, ((name, x.bfloat16()) for name, x in stored.items()))
+    made["patch.weight"] = made["patch.weight"].half()
+    load_into(made, tmp_path, RULES)
+    assert torch.equal(made["embed.weight"], stored["model.embed_tokens.weight"].bfloat16().float())
+    assert torch.equal(made["patch.weight"], stored["conv.weight"].reshape(5, 12).bfloat16().half())
+
+
+@pytest.mark.parametrize("present", ["embedding", "head", "both"])
+def test_a_tied_weight_is_read_under_whichever_name_is_there_and_written_once(tmp_path: Path, present: str) -> None:
+    stored, made = theirs(), ours(tied=True)
+    value = stored["lm_head.weight"]
+    stored["model.embed_tokens.weight"] = value
+    gone = {"embedding": "lm_head.weight", "head": "model.embed_tokens.weight", "both": None}[present]
+    write_folder(tmp_path, ((name, x.clone()) for name, x in stored.items() if name != gone))
+    load_into(made, tmp_path, RULES)
+    assert torch.equal(made["embed.weight"], value)
+    assert made["head.weight"] is made["embed.weight"]
+    back = dict(renamed(made, RULES))
+    assert "model.embed_tokens.weight" in back
+    assert "lm_head.weight" not in back
+
+
+def test_a_tied_model_refuses_two_different_weights(tmp_path: Path) -> None:
+    write_folder(tmp_path, theirs().items())
+    with pytest.raises(Refused, match=r"model\.embed_tokens\.weight and lm_head\.weight with different values"):
+        load_into(ours(tied=True), tmp_path, RULES)
+
+
+def test_an_untied_model_refuses_a_checkpoint_without_a_head(tmp_path: Path) -> None:
+    write_folder(tmp_path, ((name, x) for name, x in theirs().items() if name != "lm_head.weight"))
+    with pytest.raises(Refused, match=r"missing: lm_head\.weight"):
+        load_into(ours(), tmp_path, RULES)
+
+
+MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": (lambda t: t.pop("conv.weight"), r"missing: conv\.weight"),
+    "block missing": (lambda t: t.pop("model.layers.11.self_attn.q_proj.weight"), r"missing: model\.layers\.11"),
+    "block too many": (lambda t: t.update({"model.layers.12.self_attn.q_proj.weight": torch.zeros(2, 2)}), r"not known: model\.layers\.12"),
+    "unknown": (lambda t: t.update({"vision.weight": torch.zeros(1)}), r"not known: vision\.weight"),
+    "near miss": (lambda t: t.update({"con.weight": t.pop("conv.weight")}), r"Did you mean 'con\.weight'"),
+    "shape": (lambda t: t.update({"lm_head.weight": torch.zeros(4, 3)}), r"lm_head\.weight is \[4, 3\], wanted \[4, 2\]"),
+    "their layout": (lambda t: t.update({"conv.weight": torch.zeros(5, 12)}), r"conv\.weight is \[5, 12\], wanted \[5, 3, 2, 2\]"),
+    "transposed conv": (lambda t: t.update({"conv.weight": torch.zeros(3, 5, 2, 2)}), r"wanted \[5, 3, 2, 2\]"),
+    "integers": (lambda t: t.update({"lm_head.weight": torch.zeros(4, 2, dtype=torch.int8)}), r"lm_head\.weight is I8: quantised"),
+    "NaN": (lambda t: t["conv.weight"].view(-1)[7:8].fill_(float("nan")), r"conv\.weight .*1 of 60 values"),
+    "infinity": (lambda t: t["lm_head.weight"].view(-1)[0:1].fill_(float("-inf")), r"lm_head\.weight .*1 of 8 values"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_refused_with_names(tmp_path: Path, name: str) -> None:
+    stored, made = theirs(), ours()
+    spoil, message = MISFITS[name]
+    spoil(stored)
+    write_folder(tmp_path, stored.items())
+    with pytest.raises(Refused, match=message):
+        load_into(made, tmp_path, RULES)
+    if name not in ("NaN", "infinity"):  # those show only when the values are read
+        assert all(not x.any() for x in made.values()), "something was loaded before the refusal"
+
+
+def test_declared_leftovers_are_dropped_and_nothing_else(tmp_path: Path) -> None:
+    stored = theirs() | {"text.layers.0.weight": torch.zeros(1), "logit_scale": torch.zeros(())}
+    write_folder(tmp_path, stored.items())
+    load_into(ours(), tmp_path, RULES, dropped=("text.*", "logit_scale"))
+    with pytest.raises(Refused, match=r"not known: text\.layers\.0\.weight\. "):
+        load_into(ours(), tmp_path, RULES, dropped=("logit_*",))
+
+
+def test_names_are_made_canonical_first(tmp_path: Path) -> None:
+    stored = theirs()
+    write_folder(tmp_path, (("outer." + name if "conv" in name else name, x) for name, x in stored.items()))
+    made = ours()
+    load_into(made, tmp_path, RULES, canonical=lambda name: name.removeprefix("outer."))
+    assert torch.equal(made["patch.weight"], stored["conv.weight"].reshape(5, 12))
+
+
+def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, (theirs() | {"outer.conv.weight": torch.zeros(5, 3, 2, 2)}).items())
+    with pytest.raises(Refused, match=r"both mean conv\.weight"):
+        load_into(ours(), tmp_path, RULES, canonical=lambda name: name.removeprefix("outer."))
