@@ -1,0 +1,1 @@
+"""Answers from a model: prompts in, tokens or text out."""

@@ -1,0 +1,120 @@
+"""Answers to many prompts at once: one packed prefill, then a token a row and step, each row until it ends.
+
+Dims: S documents (the prompts)  B rows that still go on  L rows of logits  V vocabulary
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from eyeline.core.batch import Batch, Counts, Document
+from eyeline.core.errors import Refused
+from eyeline.core.facts import Facts
+from eyeline.data.batches import batch_of
+from eyeline.data.tokenizer import Encoder
+from eyeline.generate.sampling import Sampling, next_tokens
+from eyeline.models import llava
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a prompt was answered."""
+
+    tokens: tuple[int, ...]  # without the stop token
+    finish: Literal["stop", "length"]  # "length": cut at max_tokens, or at the end of the model's positions
+
+
+def generate(model: llava.Model, facts: Facts, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]) -> list[Answer]:
+    """One answer a prompt, in order. Images with equal keys are encoded once.
+
+    The model must be in eval mode. Refused when a prompt leaves no position for an answer.
+    """
+    tokens: list[list[int]] = [[] for _ in prompts]
+    stopped = [False] * len(prompts)
+    for drawn in draw(model, facts, prompts, sampling, stop_ids):
+        for row, token in drawn:
+            if token in stop_ids:
+                stopped[row] = True
+            else:
+                tokens[row].append(token)
+    return [Answer(tuple(t), "stop" if ended else "length") for t, ended in zip(tokens, stopped, strict=True)]
+
+
+def stream(model: llava.Model, facts: Facts, prompt: Document, sampling: Sampling, encoder: Encoder) -> Iterator[str]:
+    """The answer to one prompt as pieces of text, each as soon as it is certain."""
+    drawn = draw(model, facts, [prompt], sampling, encoder.stop_ids)
+    return pieces((token for [(_, token)] in drawn if token not in encoder.stop_ids), encoder.decode)
+
+
+def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """The text of `tokens` bit by bit; joined, the pieces are `decode` of all of them.
+
+    A character of several bytes may need several tokens: until the last is there, decoders give U+FFFD for it, so trailing
+    ones are held back until the next token or the end.
+    """
+    ids: list[int] = []
+    given = ""
+    for token in tokens:
+        ids.append(token)
+        text = decode(ids)
+        certain = text.rstrip("\ufffd")
+        if len(certain) > len(given):
+            yield certain[len(given) :]
+            given = certain
+    rest = decode(ids)[len(given) :] if ids else ""
+    if rest:
+        yield rest
+
+
+@torch.no_grad()
+def draw(
+    model: llava.Model, facts: Facts, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]
+) -> Iterator[list[tuple[int, int]]]:
+    """Each step's (prompt number, token) of the rows that still go on; a row's last token is a stop token, or is cut."""
+    assert not model.training, "dropout would be on: call model.eval() before generating"
+    if not prompts:
+        return
+    lengths = [len(p.tokens_T) for p in prompts]
+    if max(lengths) >= facts.longest:
+        worst = prompts[lengths.index(max(lengths))]
+        raise Refused(f"the prompt {worst.id!r} has {max(lengths)} tokens and the model {facts.longest} positions: shorten it.")
+    device = next(model.parameters()).device
+    limits = [min(sampling.max_tokens, facts.longest - length) for length in lengths]
+    cache = llava.new_cache(model, len(prompts), max(length + limit for length, limit in zip(lengths, limits, strict=True)))
+    logits_LV = model(batch_of(prompts, None, next_tokens=True).to(device), cache)
+    rows = list(range(len(prompts)))  # the prompts that still go on, in the order of the cache's rows
+    for step in range(max(limits)):
+        tokens = next_tokens(logits_LV, sampling, rows, step)
+        yield list(zip(rows, tokens, strict=True))
+        alive = [i for i, (row, token) in enumerate(zip(rows, tokens, strict=True)) if token not in stop_ids and step + 1 < limits[row]]
+        if not alive:
+            return
+        if len(alive) < len(rows):
+            rows, tokens = [rows[i] for i in alive], [tokens[i] for i in alive]
+            for layer in cache:
+                layer.keep(alive)
+        logits_LV = model(one_token_each(tokens, cache[0].lengths).to(device), cache)
+
+
+def one_token_each(tokens: Sequence[int], positions: Sequence[int]) -> Batch:
+    """A batch of documents of one token: what each row of a cache goes on with."""
+    rows = len(tokens)
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Batch(
+        tokens_T=torch.tensor(tokens),
+        positions_T3=torch.tensor(positions)[:, None].repeat(1, 3),
+        cu_S1=torch.arange(rows + 1, dtype=torch.int32),
+        longest=1,
+        rows_L=torch.arange(rows),
+        labels_L=None,
+        visual_M=nothing,
+        sources_M=nothing,
+        patches_PC=torch.empty(0, 0, dtype=torch.uint8),
+        places_P2=torch.empty(0, 2, dtype=torch.int64),
+        cu_N1=torch.zeros(1, dtype=torch.int32),
+        longest_image=0,
+        counts=Counts(slots=rows, real=rows, visual=0, text=rows, supervised=0, documents=rows, images=0, patches=0),
+        ids=(),
+    )

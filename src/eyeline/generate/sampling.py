@@ -1,0 +1,54 @@
+"""From logits to the next token.
+
+Dims: B rows that still go on  V vocabulary
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eyeline.core.randomness import rng_for
+from eyeline.core.settings import NotNegative, Positive, Settings
+
+
+class Sampling(Settings):
+    """How answers are made. The defaults are greedy."""
+
+    max_tokens: Positive = 256  # longest answer
+    temperature: Annotated[float, Field(ge=0)] = 0.0  # 0: always the most probable token
+    top_k: NotNegative = 0  # only the k most probable tokens; 0: all
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # only the most probable tokens that together reach p
+    seed: NotNegative = 0
+
+
+def filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Logits that are divided by the temperature and -inf where a token may not be drawn, in transformers' order:
+    temperature, top-k, top-p. Of equal logits at the border top-k keeps all."""
+    logits_BV = logits_BV / sampling.temperature
+    if sampling.top_k:
+        least_B1 = logits_BV.topk(min(sampling.top_k, logits_BV.shape[-1])).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+    if sampling.top_p < 1:
+        rising_BV, order_BV = logits_BV.sort()
+        dropped_BV = rising_BV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        dropped_BV[:, -1] = False  # the most probable one always stays
+        logits_BV = logits_BV.masked_fill(torch.empty_like(dropped_BV).scatter_(1, order_BV, dropped_BV), -torch.inf)
+    return logits_BV
+
+
+def next_tokens(logits_BV: Tensor, sampling: Sampling, rows: Sequence[int], step: int) -> list[int]:
+    """One token a row. `rows` are the prompts' numbers and `step` the place in the answer: with the seed they address the
+    randomness, so that an answer depends neither on its neighbours nor on when they finish.
+    """
+    if sampling.temperature == 0:
+        return logits_BV.argmax(-1).tolist()
+    # inverse of the cumulative distribution at one uniform number a row: the same on every device, up to rounding
+    upto_BV = filtered(logits_BV, sampling).double().softmax(-1).cumsum(-1)
+    uniform = [rng_for(sampling.seed, "generate", row, step).random() for row in rows]
+    at_B1 = torch.tensor(uniform, dtype=torch.float64, device=logits_BV.device)[:, None] * upto_BV[:, -1:]
+    drawn_B = torch.searchsorted(upto_BV, at_B1, right=True)[:, 0]
+    last_B = (upto_BV < upto_BV[:, -1:]).sum(-1)  # where rounding put the product at the very end: the last token with a share
+    return drawn_B.minimum(last_B).tolist()

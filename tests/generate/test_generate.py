@@ -1,0 +1,141 @@
+"""Answers against transformers' `generate`, token for token, and against our own model without a cache."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.generate.twins import generated, llava_twins, picture, prompt, qwen2_twins
+
+from eyeline.core.batch import IGNORE, Document
+from eyeline.core.errors import Refused
+from eyeline.core.facts import Facts
+from eyeline.data.batches import batch_of
+from eyeline.generate.generate import Answer, generate, stream
+from eyeline.generate.sampling import Sampling
+from eyeline.models import llava
+
+LENGTH = 14
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, llava.Model, Facts]:
+    return llava_twins(tmp_path_factory.mktemp("twin"), tied=request.param)
+
+
+def prompts() -> list[Document]:
+    """Text only, a picture first, two pictures in different places, a picture shared with another prompt, one token only."""
+    a, b = picture("a"), picture("b")
+    return [prompt("text", 9), prompt("one", a, 5), prompt("two", 3, b, 4, a, 2), prompt("shared", 2, a, 11), prompt("single", 1)]
+
+
+def test_greedy_answers_equal_transformers_token_for_token(twins: tuple[Any, llava.Model, Facts]) -> None:
+    twin, model, facts = twins
+    expected = [generated(twin, p, LENGTH, []) for p in prompts()]
+    assert len({tuple(e) for e in expected}) == len(expected)  # the prompts do matter
+    assert all(len(set(e)) > 3 for e in expected)  # and the answers are not one token for ever
+    got = generate(model, facts, prompts(), Sampling(max_tokens=LENGTH), [])
+    assert [list(a.tokens) for a in got] == expected
+    assert {a.finish for a in got} == {"length"}
+
+
+def test_rows_stop_one_by_one_as_they_do_alone(twins: tuple[Any, llava.Model, Facts]) -> None:
+    twin, model, facts = twins
+    free = [generated(twin, p, LENGTH, []) for p in prompts()]
+    stop_ids = [free[0][0], free[2][5]]  # the first row stops at once, the third in the middle
+    expected = [generated(twin, p, LENGTH, stop_ids) for p in prompts()]
+    got = generate(model, facts, prompts(), Sampling(max_tokens=LENGTH), stop_ids)
+    assert [list(a.tokens) for a in got] == expected
+    assert expected[0] == []
+    assert [a.finish for a in got] == ["length" if len(e) == LENGTH else "stop" for e in expected]
+    assert len({len(e) for e in expected}) > 2
+
+
+def test_text_only_answers_equal_qwen2s(tmp_path: Path) -> None:
+    twin, model, facts = qwen2_twins(tmp_path)
+    documents = [prompt("a", 7), prompt("b", 20), prompt("c", 1)]
+    got = generate(model, facts, documents, Sampling(max_tokens=20), [])
+    assert [list(a.tokens) for a in got] == [generated(twin, d, 20, []) for d in documents]
+
+
+def test_the_cache_changes_nothing(twins: tuple[Any, llava.Model, Facts]) -> None:
+    """Each token of an answer is the one that a forward pass over all before it, without a cache, finds most probable."""
+    _, model, facts = twins
+    answers = generate(model, facts, prompts(), Sampling(max_tokens=6), [])
+    for step in range(6):
+        grown = [extended(document, answer.tokens[:step]) for document, answer in zip(prompts(), answers, strict=True)]
+        with torch.no_grad():
+            logits_LV = model(batch_of(grown, None, next_tokens=True))
+        assert logits_LV.argmax(-1).tolist() == [answer.tokens[step] for answer in answers]
+
+
+def extended(document: Document, tokens: tuple[int, ...]) -> Document:
+    tokens_T = np.concatenate([document.tokens_T, np.array(tokens, np.int32)])
+    return Document(document.id, tokens_T, np.full_like(tokens_T, IGNORE), document.visual_M, document.images)
+
+
+def test_sampled_answers_follow_the_seed_and_not_their_neighbours(twins: tuple[Any, llava.Model, Facts]) -> None:
+    _, model, facts = twins
+    sampling = Sampling(max_tokens=LENGTH, temperature=1.0, top_p=0.95, top_k=50, seed=3)
+    together = generate(model, facts, prompts(), sampling, [])
+    assert together == generate(model, facts, prompts(), sampling, [])
+    assert together[0] == generate(model, facts, prompts()[:1], sampling, [])[0]
+    other = generate(model, facts, prompts(), sampling.model_copy(update={"seed": 4}), [])
+    assert all(a != b for a, b in zip(together, other, strict=True))
+
+
+def test_pictures_are_encoded_once_and_only_in_the_prefill(twins: tuple[Any, llava.Model, Facts], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, facts = twins
+    seen: list[int] = []
+    forward = model.vision.forward
+    monkeypatch.setattr(model.vision, "forward", lambda patches_PC, *rest: seen.append(len(patches_PC)) or forward(patches_PC, *rest))
+    generate(model, facts, prompts(), Sampling(max_tokens=3), [])
+    assert seen == [2 * 16]  # pictures a and b of 16 patches, though a is shown three times
+
+
+def test_positions_end_the_answer(tmp_path: Path) -> None:
+    """A model of 12 positions answers a prompt of 9 tokens with 3, beside a shorter prompt that gets its 5; 12 are refused."""
+    _, model, facts = qwen2_twins(tmp_path, longest=12)
+    got = generate(model, facts, [prompt("a", 9), prompt("b", 2)], Sampling(max_tokens=5), [])
+    assert [(len(a.tokens), a.finish) for a in got] == [(3, "length"), (5, "length")]
+    with pytest.raises(Refused, match="'full' has 12 tokens and the model 12 positions"):
+        generate(model, facts, [prompt("full", 12)], Sampling(), [])
+
+
+def test_no_prompts_no_answers_and_no_dropout(twins: tuple[Any, llava.Model, Facts]) -> None:
+    _, model, facts = twins
+    assert generate(model, facts, [], Sampling(), []) == []
+    model.train()
+    try:
+        with pytest.raises(AssertionError, match="dropout"):
+            generate(model, facts, prompts(), Sampling(), [])
+    finally:
+        model.eval()
+
+
+def test_the_stream_is_the_decoded_answer(twins: tuple[Any, llava.Model, Facts]) -> None:
+    _, model, facts = twins
+
+    class Letters:
+        """Two letters a token: what `stream` needs of an encoder."""
+
+        def __init__(self, stop_ids: list[int]):
+            self.stop_ids = stop_ids
+
+        def decode(self, ids: list[int]) -> str:
+            return "".join(chr(97 + i // 26) + chr(97 + i % 26) for i in ids)
+
+    one = prompts()[1]
+    [whole] = generate(model, facts, [one], Sampling(max_tokens=8), [])
+    stop = whole.tokens[5]
+    [answer] = generate(model, facts, [one], Sampling(max_tokens=8), [stop])
+    assert answer == Answer(whole.tokens[: whole.tokens.index(stop)], "stop")
+    letters = Letters([stop])
+    assert list(stream(model, facts, one, Sampling(max_tokens=8), letters)) == [letters.decode([t]) for t in answer.tokens]  # type: ignore[arg-type]
+
+
+def test_pictures_matter(twins: tuple[Any, llava.Model, Facts]) -> None:
+    _, model, facts = twins
+    one, other = (generate(model, facts, [prompt("same", image, 4)], Sampling(max_tokens=6), []) for image in (picture("a"), picture("b")))
+    assert one != other
