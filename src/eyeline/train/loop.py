@@ -10,7 +10,7 @@ from torch import nn
 
 from eyeline.checkpoint import store
 from eyeline.core.batch import Batch
-from eyeline.core.errors import NotFinite, Stopped
+from eyeline.core.errors import NotFinite, Refused, Stopped
 from eyeline.core.facts import Facts
 from eyeline.core.files import write_json
 from eyeline.core.log import say
@@ -23,7 +23,7 @@ from eyeline.train.metrics import Clock, StepFigures
 from eyeline.train.optim import load_state_tensors, make_optimizers, set_learning_rates, state_tensors
 from eyeline.train.run import Run, Stage
 from eyeline.train.schedule import factor
-from eyeline.train.start import Home, begin, build
+from eyeline.train.start import Home, begin, build, tensors_of
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.trainable import adapters_of, prepare, rates, table
@@ -87,6 +87,8 @@ def train_stage(
             load_state_tensors(optimizers, checkpoint.load("optimizer"))
         reader = Reader(stage.data, home.encoder, facts.image, seed_for(run.seed, "stage", state.stage), home.folder)
         steps = stage.steps or reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs)
+        if state.step >= steps:
+            raise Refused(f"stage {stage.name} is to have {steps} steps and has done {state.step} already; give it more, or leave it as it was")
     console.print(table(stage, rows))
 
     model.train()
@@ -156,7 +158,7 @@ def timed(arriving: Iterable[tuple[tuple[Batch, ...], dict[str, Any]]], clock: C
 def save(run: Run, home: Home, model: nn.Module, optimizers: list, stage: Stage, state: State, *, ended: bool, best: bool) -> None:
     """Write a checkpoint: after the last step of a stage it already stands at the start of the next one."""
     learns = {name for name, p in model.named_parameters() if p.requires_grad}
-    tensors = model.state_dict()
+    tensors = tensors_of(model)
     progress = State(stage=state.stage + 1, global_step=state.global_step, not_finite=state.not_finite) if ended else state
     adapters = {part: lora.model_dump(mode="json") for part, lora in adapters_of(stage).items()}
     store.save(

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Literal, assert_never
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from eyeline.core.settings import Settings, Share
 
@@ -38,6 +38,12 @@ class WSD(Settings):
     warmup: Share = 0.03
     decay: Share = 0.2
     floor: Share = 0.0
+
+    @model_validator(mode="after")
+    def _fits(self) -> "WSD":
+        if self.warmup + self.decay > 1:
+            raise ValueError(f"warmup {self.warmup:g} and decay {self.decay:g} are shares of the same steps and add up to more than 1")
+        return self
 
 
 Schedule = Annotated[Constant | Linear | Cosine | WSD, Field(discriminator="kind")]

@@ -1,0 +1,51 @@
+"""What a run was made with: stamped on its numbers, written to env.json, printed by `eyeline env`."""
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from eyeline import __version__
+from eyeline.parallel.launch import Machine
+
+PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pillow", "pydantic", "peft")
+
+
+def environment(here: Machine) -> dict[str, Any]:
+    """Versions, hardware and the commit, as plain JSON."""
+    return {
+        "eyeline": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "system": platform.platform(),
+        "device": here.device.type,
+        "hardware": here.name,
+        "threads": here.threads,
+    }
+
+
+def commit() -> str | None:
+    """The commit of Eyeline's code, with `+changes` when files differ from it; None when it is installed, not checked out."""
+    folder = Path(__file__).parent
+    root = _git(folder, "rev-parse", "--show-toplevel")
+    if root is None or not (Path(root) / "src" / "eyeline").is_dir():
+        return None  # an installed copy may lie inside somebody else's checkout
+    head, changes = _git(folder, "rev-parse", "--short=12", "HEAD"), _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{head}{'+changes' if changes else ''}" if head else None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

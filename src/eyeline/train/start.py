@@ -1,0 +1,125 @@
+"""Where a run begins: its folder, its model's description, and the weights that a stage starts from."""
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyeline.bundle.bundle import Bundle, describe, open_bundle, read_description
+from eyeline.checkpoint import store
+from eyeline.core.errors import Refused
+from eyeline.core.facts import Facts, Part
+from eyeline.core.files import read_json, write_atomically, write_json
+from eyeline.core.randomness import torch_rng_for
+from eyeline.data.loader import training_texts
+from eyeline.data.templates import template_named
+from eyeline.data.tokenizer import Encoder, load_tokenizer, train_bpe
+from eyeline.models import llava
+from eyeline.models.lora import LoRA
+from eyeline.parallel.launch import Machine
+from eyeline.train import metrics
+from eyeline.train.environment import environment
+from eyeline.train.run import Run, differences, from_yaml, to_yaml
+from eyeline.train.trainable import wrap_all
+
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Home:
+    """A run folder that is ready to be trained in."""
+
+    folder: Path
+    id: str  # unique to the run: no other run's checkpoint is ever taken for one of it
+    attempt: int  # 1 at the first start
+    bundle: Bundle
+    encoder: Encoder
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+def begin(run: Run, folder: Path, here: Machine) -> Home:
+    """Make the run folder, or examine the one that is there. Refused if it belongs to another recipe, or to no run.
+
+    It then holds recipe.yaml (resolved), env.json (the run's id, and the environment of every attempt) and model/ (the
+    description and tokenizer, which a later attempt reads instead of making them again).
+    """
+    recipe, env = folder / "recipe.yaml", folder / "env.json"
+    if recipe.exists():
+        _refuse_another_recipe(run, recipe)
+        known = read_json(env)
+    else:
+        strangers = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not p.name.startswith("."))
+        if strangers and strangers != ["model"]:  # a start that was killed leaves model/ at most
+            raise Refused(f"{folder} holds {', '.join(strangers[:5])} and no recipe.yaml: it is no run folder. Choose another out=")
+        known = {"run": uuid.uuid4().hex[:12], "attempts": []}
+        describe(_describe(run), folder / "model")
+        write_json(env, known)
+        write_atomically(recipe, to_yaml(run))  # last: a folder with a recipe is complete
+    store.remove_leftovers(folder / "checkpoints")
+    newest = store.newest(folder / "checkpoints", known["run"])
+    known["attempts"].append(environment(here) | {"precision": run.precision, "resumed_from": newest.step if newest else None})
+    write_json(env, known)
+    write_atomically(recipe, to_yaml(run))  # settings that may change on resume have their new values
+    bundle = read_description(folder / "model")
+    home = Home(folder, known["run"], len(known["attempts"]), bundle, Encoder(bundle.tokenizer, template_named(bundle.template)))
+    metrics.write(folder, {"kind": "start", **known["attempts"][-1]}, home.attempt)
+    return home
+
+
+def _refuse_another_recipe(run: Run, recipe: Path) -> None:
+    try:
+        before = from_yaml(recipe.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise Refused(f"{recipe} cannot be read by this version of Eyeline: {error}. Choose another out=") from error
+    changed = differences(before, run)
+    if changed:
+        listed = "\n  ".join(changed)
+        raise Refused(
+            f"{recipe.parent} holds a run of another recipe; these settings differ and may not change on resume:\n  {listed}\n"
+            "Choose another out=, or go back to the settings it was started with."
+        )
+
+
+def _describe(run: Run) -> Bundle:
+    """The bundle of a fresh run: read from the model folder, or made from the recipe, its tokenizer trained if need be."""
+    if run.model.path is not None:
+        return open_bundle(Path(run.model.path)).bundle
+    config, template = run.model.config, template_named(run.model.template or "")
+    assert config is not None, "Model has path or config"
+    if run.model.tokenizer is not None:
+        tokenizer = load_tokenizer(Path(run.model.tokenizer))
+    else:
+        texts = (text for stage in run.stages for text in training_texts(stage.data))
+        tokenizer = train_bpe(texts, config.language.vocabulary, template)
+    return Bundle(config, tokenizer, template.name)
+
+
+def build(
+    run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None
+) -> tuple[llava.Model, Facts, Mapping[Part, LoRA]]:
+    """The model as the checkpoint has it, with its adapters; without a checkpoint, as the recipe's model begins."""
+    config = home.bundle.config
+    model = llava.build(config, here.device, compute_dtype=COMPUTE[run.precision])
+    facts = llava.facts(config)
+    if checkpoint is None:
+        if run.model.path is not None:
+            open_bundle(Path(run.model.path)).load(model)
+        else:
+            model.initialise(torch_rng_for(run.seed, "weights"))
+        return model, facts, {}
+    adapters: dict[Part, LoRA] = {part: LoRA(**settings) for part, settings in checkpoint.state["lora"].items()}
+    wrap_all(model, facts, adapters, run.seed)
+    checkpoint.fill(tensors_of(model), "model", "frozen")
+    return model, facts, adapters
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Every parameter by name, a tied one once: what a checkpoint holds. No family has buffers."""
+    assert not list(model.buffers()), "a buffer would be missing from checkpoints"
+    return dict(model.named_parameters())

@@ -1,0 +1,106 @@
+"""Optimizers: who is in which group, against torch's own optimizers on the same gradients."""
+
+import pytest
+import torch
+
+from eyeline.core.facts import Facts
+from eyeline.models import llava
+from eyeline.train.optim import AdamW, Muon, load_state_tensors, make_optimizers, set_learning_rates, state_tensors
+from tests.train.tiny import CONFIG, model
+
+FACTS: Facts = llava.facts(CONFIG)
+RATES = {"vision": 1e-3, "projector": 2e-3, "language": 3e-3}
+
+
+def fill_gradients(made: torch.nn.Module, seed: int = 1) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=rng)
+
+
+@pytest.mark.parametrize("settings", [AdamW(weight_decay=0.1), Muon(weight_decay=0.1)])
+def test_every_trainable_parameter_is_in_one_group_with_its_part(settings) -> None:
+    made = model()
+    made.get_parameter("projector.up.bias").requires_grad_(False)
+    groups = [group for optimizer in make_optimizers(made, FACTS, settings) for group in optimizer.param_groups]
+    names = [name for group in groups for name in group["names"]]
+    assert sorted(names) == sorted(name for name, p in made.named_parameters() if p.requires_grad)
+    assert all(name.startswith(group["part"] + ".") for group in groups for name in group["names"])
+    assert all(group["params"] for group in groups)
+
+
+def test_decay_spares_norms_biases_and_embeddings() -> None:
+    made = model()
+    decayed = {n: g["weight_decay"] > 0 for o in make_optimizers(made, FACTS, AdamW(weight_decay=0.1)) for g in o.param_groups for n in g["names"]}
+    spared = {name for name, decays in decayed.items() if not decays}
+    assert {"language.embed.weight", "vision.positions.weight"} < spared
+    assert all(made.get_parameter(name).ndim == 1 for name in spared - {"language.embed.weight", "vision.positions.weight"})
+    assert decayed["language.head.weight"]
+    assert decayed["vision.embed.weight"]  # the patch embedding is a linear layer
+
+
+def test_muon_has_the_matrices_of_blocks_and_projector_only() -> None:
+    matrices, rest = make_optimizers(model(), FACTS, Muon())
+    in_muon = {n for g in matrices.param_groups for n in g["names"]}
+    assert "language.blocks.0.attn.q.weight" in in_muon
+    assert "projector.up.weight" in in_muon
+    assert "vision.blocks.1.mlp.down.weight" in in_muon
+    assert in_muon.isdisjoint({"language.embed.weight", "language.head.weight", "vision.embed.weight", "vision.positions.weight"})
+    assert all(not n.endswith("bias") for n in in_muon)
+    assert {n for g in rest.param_groups for n in g["names"]}.isdisjoint(in_muon)
+
+
+def test_rates_follow_part_ratio_and_schedule() -> None:
+    optimizers = make_optimizers(model(), FACTS, Muon(adamw_lr_ratio=0.5))
+    set_learning_rates(optimizers, RATES, 0.1)
+    for optimizer, ratio in zip(optimizers, (1.0, 0.5), strict=True):
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(RATES[group["part"]] * ratio * 0.1)
+
+
+def test_adamw_is_torchs_with_a_rate_a_part() -> None:
+    """Against one plain torch.optim.AdamW a part: a group that got another part's rate would differ."""
+    ours, theirs = model(), model()
+    settings = AdamW(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
+    optimizers = make_optimizers(ours, FACTS, settings)
+    set_learning_rates(optimizers, RATES, 1.0)
+    plain = [
+        torch.optim.AdamW([p for n, p in theirs.named_parameters() if n.startswith(part)], lr=lr, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
+        for part, lr in RATES.items()
+    ]
+    for seed in range(3):
+        fill_gradients(ours, seed)
+        fill_gradients(theirs, seed)
+        for optimizer in (*optimizers, *plain):
+            optimizer.step()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name), parameter, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", [AdamW(weight_decay=0.1), Muon(weight_decay=0.1)])
+def test_a_saved_state_goes_on_bit_for_bit(settings) -> None:
+    whole, first, second = model(), model(), model()
+
+    def go(made, optimizers, seeds) -> None:
+        set_learning_rates(optimizers, RATES, 1.0)
+        for seed in seeds:
+            fill_gradients(made, seed)
+            for optimizer in optimizers:
+                optimizer.step()
+
+    go(whole, make_optimizers(whole, FACTS, settings), range(4))
+    optimizers = make_optimizers(first, FACTS, settings)
+    go(first, optimizers, range(2))
+    saved = {name: tensor.clone() for name, tensor in state_tensors(optimizers).items()}
+    second.load_state_dict(first.state_dict())
+    again = make_optimizers(second, FACTS, settings)
+    load_state_tensors(again, saved)
+    go(second, again, range(2, 4))
+    assert all(torch.equal(p, second.get_parameter(n)) for n, p in whole.named_parameters())
+
+
+def test_state_of_something_else_is_refused() -> None:
+    optimizers = make_optimizers(model(), FACTS, AdamW())
+    with pytest.raises(ValueError, match="not trained"):
+        load_state_tensors(optimizers, {"language.nothing:exp_avg": torch.zeros(1)})

@@ -1,0 +1,126 @@
+"""One update against the same update done by hand, cut otherwise, or not done at all."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from eyeline.core.batch import Batch
+from eyeline.models import llava
+from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
+from eyeline.train.step import update, validate
+from tests.train.tiny import CONFIG, batch, document, model
+
+FACTS = llava.facts(CONFIG)
+RATES = {"vision": 1e-2, "projector": 1e-2, "language": 1e-2}
+
+
+def step(made: nn.Module, micro_batches: Sequence[Batch], clip: float | None = None, settings: AdamW | None = None):
+    optimizers = make_optimizers(made, FACTS, settings or AdamW())
+    set_learning_rates(optimizers, RATES, 1.0)
+    return update(made, optimizers, micro_batches, clip=clip, seed=0, step=0)
+
+
+def tensors(made: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in made.named_parameters()}
+
+
+UNEVEN = [document(1, 12, 5), document(2, 30, 1, images=2), document(3, 9, 0), document(4, 20, 14, images=0)]
+
+
+@pytest.mark.parametrize("cut", [[UNEVEN[:2], UNEVEN[2:]], [[d] for d in UNEVEN], [UNEVEN[:1], [], UNEVEN[1:]]])
+def test_the_update_does_not_depend_on_how_the_step_is_cut(cut) -> None:
+    whole, parts = model(), model()
+    a = step(whole, [batch(*UNEVEN)])
+    b = step(parts, [batch(*documents, tokens=80) for documents in cut])
+    assert b.loss == pytest.approx(a.loss, rel=1e-6)
+    assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+    for name, tensor in tensors(whole).items():
+        torch.testing.assert_close(parts.get_parameter(name).detach(), tensor, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_loss_is_the_mean_over_labels_by_hand() -> None:
+    made = model()
+    with torch.no_grad():
+        sums = [float(made(batch(d))) for d in UNEVEN]
+    report = step(made, [batch(*UNEVEN)])
+    assert report.loss == pytest.approx(sum(sums) / 20, rel=1e-6)
+    assert report.counts.supervised == 20
+    assert report.counts.real == 71
+
+
+def test_clipping_bounds_the_gradient_that_is_applied() -> None:
+    """AdamW does not see the scale of gradients, so plain descent is used: the step is as long as rate × clipped norm."""
+    made = model()
+    before = tensors(made)
+    optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
+    report = update(made, [optimizer], [batch(*UNEVEN)], clip=1e-3, seed=0, step=0)
+    moved = torch.stack([(made.get_parameter(n).detach() - t).norm() for n, t in before.items()]).norm()
+    assert report.grad_norm > 1.0
+    assert float(moved) == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing(value: float) -> None:
+    made = model()
+    optimizers = make_optimizers(made, FACTS, AdamW(weight_decay=0.1))
+    set_learning_rates(optimizers, RATES, 1.0)
+    update(made, optimizers, [batch(*UNEVEN)], clip=1.0, seed=0, step=0)
+    handle = made.get_parameter("language.blocks.0.mlp.up.weight").register_hook(lambda g: g.index_fill(0, torch.tensor([3]), value))
+    before, moments = tensors(made), [s["exp_avg"].clone() for s in optimizers[0].state.values()]
+    report = update(made, optimizers, [batch(*UNEVEN)], clip=1.0, seed=0, step=1)
+    assert report.outcome == "not finite"
+    assert all(torch.equal(made.get_parameter(name), tensor) for name, tensor in before.items())
+    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(optimizers[0].state.values(), moments, strict=True))
+    handle.remove()
+    assert update(made, optimizers, [batch(*UNEVEN)], clip=1.0, seed=0, step=2).outcome == "applied"
+
+
+def test_a_step_without_targets_changes_nothing() -> None:
+    made = model()
+    before = tensors(made)
+    report = step(made, [batch(document(3, 9, 0)), batch(document(5, 9, 0))], settings=AdamW(weight_decay=0.5))
+    assert report.outcome == "no targets"
+    assert all(torch.equal(made.get_parameter(name), tensor) for name, tensor in before.items())
+
+
+def test_a_text_only_step_leaves_the_tower_alone_and_undecayed() -> None:
+    made = model()
+    before = tensors(made)
+    step(made, [batch(document(4, 20, 14, images=0))], settings=AdamW(weight_decay=0.5))
+    for name, tensor in before.items():
+        touched = not torch.equal(made.get_parameter(name), tensor)
+        assert touched == name.startswith("language."), name
+
+
+def test_dropout_is_addressed_by_step_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step gives the same masks, whatever was drawn before; another step or micro-batch gives others."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+            self.drawn: list[float] = []
+
+        def forward(self, batch: Batch) -> torch.Tensor:
+            self.drawn.append(float(torch.rand(())))
+            return self.weight * batch.counts.supervised
+
+    def draw(step: int) -> list[float]:
+        noisy = Noisy()
+        torch.rand(step + 7)
+        update(noisy, [], [batch(UNEVEN[0]), batch(UNEVEN[1])], clip=None, seed=5, step=step)
+        return noisy.drawn
+
+    assert draw(3) == draw(3)
+    assert len({*draw(3), *draw(4)}) == 4
+
+
+def test_validation_is_the_mean_over_all_labels_without_dropout() -> None:
+    made = model().train()
+    whole, labels = validate(made, [batch(*UNEVEN)])
+    parts, _ = validate(made, [batch(d) for d in UNEVEN])
+    assert labels == 20
+    assert parts == pytest.approx(whole, rel=1e-6)
+    assert made.training
