@@ -6,6 +6,7 @@ is never completed; a header that claims too many pixels is believed and refused
 """
 
 import errno
+import hashlib
 import io
 import os
 import stat
@@ -144,15 +145,27 @@ def _opened(picture: Picture) -> Iterator[Pillow.Image]:
             raise BadSample("broken_image", "image", f"{picture.name}: {error or type(error).__name__}") from error
 
 
+def check_file(picture: Picture) -> None:
+    """What can be said without opening it: BadSample when the file is missing, no regular file, or too large."""
+    if isinstance(picture.source, Path):
+        _examined(picture.source)
+
+
 def _file(path: Path) -> io.BufferedReader:
-    """The file opened, if it is a regular one of sensible size."""
+    _examined(path)
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise storage_failed("read", path, error) from error
+
+
+def _examined(path: Path) -> None:
     try:
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):  # opening a FIFO would wait for ever
             raise BadSample("not_a_file", "image", f"{path} is not a regular file")
         if about.st_size > MAX_FILE_BYTES:
             raise BadSample("file_too_large", "image", f"{path} has {about.st_size:,} bytes, over {MAX_FILE_BYTES:,}")
-        return open(path, "rb")
     except OSError as error:
         if error.errno in _NO_SUCH_FILE:
             raise BadSample("missing_image", "image", f"{path} does not exist") from error
@@ -191,25 +204,20 @@ def _rgb(image: Pillow.Image) -> Pillow.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def patches(rgb: Pixels, rule: ImageRule, augment: Augment | None = None, rng: np.random.Generator | None = None) -> tuple[Pixels, Ints]:
-    """The picture resized to the rule's square and cut: patches_PC (uint8, merge order) and places_P2.
-
-    Resizing equals transformers' SiglipImageProcessorPil (tested). Pixels beyond the last whole patch are left out, as a
-    convolution without padding leaves them out.
-    """
-    square = rgb
-    if rgb.shape[:2] != (rule.size, rule.size):
-        square = np.asarray(Pillow.fromarray(rgb).resize((rule.size, rule.size), _RESAMPLE[rule.resample]))
-    if augment is not None and rng is not None and augment.active:
-        square = _augmented(square, augment, rng)
-    grid, p, r = rule.grid, rule.patch, rule.merge
-    kept = square[: grid.rows * p, : grid.columns * p]
-    cells = kept.reshape(grid.rows // r, r, p, grid.columns // r, r, p, 3)
-    patches_PC = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid.patches, 3 * p * p)
-    return patches_PC, _places(grid.rows, grid.columns, r)
+def picture_key(picture: Picture) -> str:
+    """Equal keys mean equal pixels: where the file lies, or the hash of its bytes (never of its pixels, whose shape those forget)."""
+    return "sha256:" + hashlib.sha256(picture.source).hexdigest() if isinstance(picture.source, bytes) else str(picture.source)
 
 
-def _augmented(square: Pixels, augment: Augment, rng: np.random.Generator) -> Pixels:
+def resized(rgb: Pixels, rule: ImageRule) -> Pixels:
+    """The picture squeezed into the rule's square, as transformers' SiglipImageProcessorPil does it (tested)."""
+    if rgb.shape[:2] == (rule.size, rule.size):
+        return rgb
+    return np.asarray(Pillow.fromarray(rgb).resize((rule.size, rule.size), _RESAMPLE[rule.resample]))
+
+
+def augmented(square: Pixels, augment: Augment, rng: np.random.Generator) -> Pixels:
+    """The resized picture with the random changes that `rng` draws."""
     mirrored, down, right = rng.random() < 0.5, *rng.integers(0, 2 * augment.shift, 2, endpoint=True)
     if augment.flip and mirrored:
         square = square[:, ::-1]
@@ -219,6 +227,21 @@ def _augmented(square: Pixels, augment: Augment, rng: np.random.Generator) -> Pi
     return square
 
 
+def cut(square: Pixels, rule: ImageRule, key: str) -> Image:
+    """The resized picture as patches in merge order, not normalised. Pixels beyond the last whole patch are left out, as a
+    convolution without padding leaves them out."""
+    grid, p, r = rule.grid, rule.patch, rule.merge
+    kept = square[: grid.rows * p, : grid.columns * p]
+    cells = kept.reshape(grid.rows // r, r, p, grid.columns // r, r, p, 3)
+    patches_PC = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid.patches, 3 * p * p)
+    return Image(key, patches_PC, _places(grid.rows, grid.columns, r), grid, r)
+
+
+def prepare(picture: Picture, rule: ImageRule) -> Image:
+    """A picture as the tower takes it, without augmentation: for prompts, evaluation and reports. Raises as `decode` does."""
+    return cut(resized(decode(picture), rule), rule, picture_key(picture))
+
+
 @lru_cache(maxsize=64)
 def _places(rows: int, columns: int, merge: int) -> Ints:
     row, column = np.divmod(np.arange(rows * columns, dtype=np.int32), columns)
@@ -226,12 +249,6 @@ def _places(rows: int, columns: int, merge: int) -> Ints:
     out = places.transpose(0, 2, 1, 3, 4).reshape(-1, 2).astype(np.int32)
     out.flags.writeable = False  # every image of this shape has it
     return out
-
-
-def prepare(picture: Picture, rule: ImageRule, key: str, augment: Augment | None = None, rng: np.random.Generator | None = None) -> Image:
-    """`decode` and `patches` in one. `key` must tell pictures and augmentations apart."""
-    patches_PC, places_P2 = patches(decode(picture), rule, augment, rng)
-    return Image(key, patches_PC, places_P2, rule.grid, rule.merge)
 
 
 def grey(rule: ImageRule, key: str = "grey") -> Image:

@@ -1,5 +1,6 @@
 """Text to token ids, with one law: text from data can never become a control token, and nothing is ever added to it."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ class Encoder:
         self._special = frozenset(backend.get_added_tokens_decoder()) | frozenset(self.controls.values())
         self._plain = _without_added_tokens(backend)
         self._known: dict[str, tuple[int, ...]] = {}
+        self.identity = hashlib.sha256((template.name + template.jinja + backend.to_str()).encode()).hexdigest()[:16]
 
     def ids(self, text: str) -> tuple[int, ...]:
         """Ids of text from data. BadSample `control_token` if, against all measures, one of them would be a control token."""
