@@ -81,6 +81,9 @@ def test_sampled_answers_follow_the_seed_and_not_their_neighbours(twins: tuple[A
     together = generate(model, facts, prompts(), sampling, [])
     assert together == generate(model, facts, prompts(), sampling, [])
     assert together[0] == generate(model, facts, prompts()[:1], sampling, [])[0]
+    stop = together[1].tokens[2]  # row 1 ends early, and the rows after it move up
+    cut = [a.tokens[: a.tokens.index(stop)] if stop in a.tokens else a.tokens for a in together]
+    assert [a.tokens for a in generate(model, facts, prompts(), sampling, [stop])] == cut
     other = generate(model, facts, prompts(), sampling.model_copy(update={"seed": 4}), [])
     assert all(a != b for a, b in zip(together, other, strict=True))
 

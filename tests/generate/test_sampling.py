@@ -44,6 +44,19 @@ def test_a_draw_depends_on_its_own_address_alone() -> None:
     assert together != next_tokens(logits_BV, Sampling(temperature=1.0, seed=6), range(6), step=2)
 
 
+@pytest.mark.parametrize(("uniform", "expected"), [(0.0, 1), (0.49, 1), (0.51, 3), (1.0, 3)])
+def test_no_uniform_number_draws_a_token_without_a_share(monkeypatch: pytest.MonkeyPatch, uniform: float, expected: int) -> None:
+    """Tokens 1 and 3 have a half each, 0, 2 and 4 nothing; 1.0 stands for a number so near to it that its product rounds up."""
+
+    class Fixed:
+        def random(self) -> float:
+            return uniform
+
+    monkeypatch.setattr("eyeline.generate.sampling.rng_for", lambda *_: Fixed())
+    logits_BV = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).log()
+    assert next_tokens(logits_BV, Sampling(temperature=1.0), [0], step=0) == [expected]
+
+
 def test_only_the_most_probable_token_is_left_at_the_extremes() -> None:
     logits_BV = torch.randn(4, 30, generator=torch.Generator().manual_seed(2))
     greedy = next_tokens(logits_BV, Sampling(), range(4), step=0)
