@@ -34,10 +34,11 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
     unique = {image.key: image for d in documents for image in d.images}
     images = list(unique.values())
     starts = dict(zip(unique, np.cumsum([0, *(i.tokens for i in images)]).tolist(), strict=False))
-    visual_M = np.concatenate([d.visual_M + b for d, b in zip(documents, bounds.tolist(), strict=False)] or [np.empty(0)])
-    sources_M = np.concatenate(
-        [np.arange(starts[i.key], starts[i.key] + i.tokens) for d in documents for i in d.images] or [np.empty(0)]
-    )
+    visual_M = np.concatenate([d.visual_M for d in documents] or [np.empty(0)])
+    visual_M = visual_M + np.repeat(bounds[: len(documents)], [len(d.visual_M) for d in documents])
+    shown = [(starts[i.key], i.tokens) for d in documents for i in d.images]
+    first, length = np.array(shown, np.int64).reshape(-1, 2).T
+    sources_M = np.arange(len(visual_M)) + np.repeat(first - (np.cumsum(length) - length), length)
     patches_PC = np.concatenate([i.patches_PC for i in images]) if images else np.empty((0, 0), np.uint8)
     places_P2 = np.concatenate([i.places_P2 for i in images]) if images else np.empty((0, 2))
     cu_N1 = np.cumsum([0, *(len(i.patches_PC) for i in images)]).astype(np.int32)

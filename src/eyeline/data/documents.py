@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from eyeline.core.batch import IGNORE, Document, Image, Message, Picture, Sample, Text
+from eyeline.core.batch import IGNORE, Document, Image, Ints, Message, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule
 from eyeline.data.templates import Content, Control, Media
@@ -25,12 +25,12 @@ class Measured:
     patches: int  # of all its pictures
 
 
-def _pieces(messages: Sequence[Message], encoder: Encoder, prompt: bool) -> list[tuple[tuple[int, ...] | int, bool]]:
+def _pieces(messages: Sequence[Message], encoder: Encoder, prompt: bool) -> list[tuple[list[int] | int, bool]]:
     """Runs of the document in order: (ids, trained), or (number of a picture, False).
 
     Text between two controls is encoded in one run, except that a run is broken where training begins or ends.
     """
-    out: list[tuple[tuple[int, ...] | int, bool]] = []
+    out: list[tuple[list[int] | int, bool]] = []
     run, trained = "", False
     for segment in encoder.template.segments(messages, prompt):
         if isinstance(segment, Content):
@@ -44,7 +44,7 @@ def _pieces(messages: Sequence[Message], encoder: Encoder, prompt: bool) -> list
             run = ""
         match segment:
             case Control():
-                out.append(((encoder.controls[segment.token],), segment.trained))
+                out.append(([encoder.controls[segment.token]], segment.trained))
             case Media():
                 out.append((segment.picture, False))
     if run:
@@ -52,52 +52,33 @@ def _pieces(messages: Sequence[Message], encoder: Encoder, prompt: bool) -> list
     return out
 
 
-def measure(sample: Sample, encoder: Encoder, rule: ImageRule | None) -> Measured:
-    """Sizes of `document_of(sample)`, without any pixels. Raises the same BadSample for its text."""
-    _answered(sample)
-    tokens = supervised = visual = pictures = 0
-    for ids, trained in _pieces(sample.messages, encoder, prompt=False):
-        if isinstance(ids, int):
-            visual += _rule(rule, sample.id).tokens
-            pictures += 1
-        else:
-            tokens += len(ids)
-            supervised += len(ids) if trained else 0
-    return Measured(tokens + visual, visual, supervised, pictures * rule.grid.patches if rule else 0)
+@dataclass(frozen=True, eq=False)
+class Rendered:
+    """A conversation as ids, labels aligned, without its pixels. The arrays are shared: never change them."""
+
+    tokens_T: Ints
+    labels_T: Ints
+    visual_M: Ints
+    supervised: int
 
 
-def document_of(sample: Sample, encoder: Encoder, rule: ImageRule | None, images: Sequence[Image]) -> Document:
-    """Tokens and labels of a whole conversation; `images` are its pictures in order, prepared.
+def rendered(messages: Sequence[Message], encoder: Encoder, visual: tuple[int, ...], prompt: bool) -> Rendered:
+    """Render and tokenise; `visual` has the number of visual tokens of each picture, in order.
 
-    Label t is the token at t+1 where that one is trained. BadSample when the sample has pictures and the model none.
+    Label t is the token at t+1 where that one is trained. Short conversations are remembered by the encoder: data sets repeat
+    them, and everything is measured before it is fetched.
     """
-    _answered(sample)
-    return _document(sample.id, sample.messages, encoder, rule, images, prompt=False)
-
-
-def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, rule: ImageRule | None, images: Sequence[Image]) -> Document:
-    """A conversation up to the point where the last answer begins, for generation; nothing is labelled.
-
-    A last assistant message is left out, and of `images` those that it would have shown.
-    """
-    messages = sample.messages if isinstance(sample, Sample) else tuple(sample)
-    if messages and messages[-1].role == "assistant":
-        messages = messages[:-1]
-    shown = sum(isinstance(p, Picture) for m in messages for p in m.parts)
-    return _document(sample.id if isinstance(sample, Sample) else "prompt", messages, encoder, rule, images[:shown], prompt=True)
-
-
-def _document(
-    id: str, messages: Sequence[Message], encoder: Encoder, rule: ImageRule | None, images: Sequence[Image], prompt: bool
-) -> Document:
+    key = (prompt, visual, *((m.role, *(p.text if isinstance(p, Text) else None for p in m.parts)) for m in messages))
+    known = encoder.remembered(key)
+    if known is not None:
+        return known
     tokens: list[int] = []
     trained_spans: list[tuple[int, int]] = []
     visual_spans: list[tuple[int, int]] = []
     for ids, trained in _pieces(messages, encoder, prompt):
         begin = len(tokens)
         if isinstance(ids, int):
-            _rule(rule, id)
-            tokens += [encoder.image_token] * images[ids].tokens
+            tokens += [encoder.image_token] * visual[ids]
             visual_spans.append((begin, len(tokens)))
         else:
             tokens += ids
@@ -109,13 +90,38 @@ def _document(
         for begin, end in trained_spans:  # begin is never 0: a question comes first
             labels_T[begin - 1 : end - 1] = tokens_T[begin:end]
     visual_M = np.concatenate([np.arange(*span, dtype=np.int32) for span in visual_spans] or [np.empty(0, np.int32)])
-    return Document(id, tokens_T, labels_T, visual_M, tuple(images))
+    for array in (tokens_T, labels_T, visual_M):
+        array.flags.writeable = False
+    return encoder.remember(key, Rendered(tokens_T, labels_T, visual_M, int((labels_T != IGNORE).sum())), size=len(tokens))
 
 
-def _rule(rule: ImageRule | None, id: str) -> ImageRule:
-    if rule is None:
-        raise BadSample("picture_without_tower", "image", f"{id} has a picture and this model has no vision tower")
-    return rule
+def measure(sample: Sample, encoder: Encoder, rule: ImageRule | None) -> Measured:
+    """Sizes of `document_of(sample)`, without any pixels. Raises the same BadSample for its text."""
+    _answered(sample)
+    pictures = len(sample.pictures)
+    if pictures and rule is None:
+        raise BadSample("picture_without_tower", "image", f"{sample.id} has a picture and this model has no vision tower")
+    known = rendered(sample.messages, encoder, (rule.tokens,) * pictures if rule else (), False)
+    return Measured(len(known.tokens_T), len(known.visual_M), known.supervised, pictures * rule.grid.patches if rule else 0)
+
+
+def document_of(sample: Sample, encoder: Encoder, images: Sequence[Image]) -> Document:
+    """Tokens and labels of a whole conversation; `images` are its pictures in order, prepared. BadSample without an answer."""
+    _answered(sample)
+    known = rendered(sample.messages, encoder, tuple(image.tokens for image in images), False)
+    return Document(sample.id, known.tokens_T, known.labels_T, known.visual_M, tuple(images))
+
+
+def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, images: Sequence[Image]) -> Document:
+    """A conversation up to the point where the last answer begins, for generation; nothing is labelled.
+
+    A last assistant message is left out, if there is one. `images` are the pictures in order, prepared.
+    """
+    messages = sample.messages if isinstance(sample, Sample) else tuple(sample)
+    if messages and messages[-1].role == "assistant":
+        messages = messages[:-1]
+    known = rendered(messages, encoder, tuple(image.tokens for image in images), True)
+    return Document(sample.id if isinstance(sample, Sample) else "prompt", known.tokens_T, known.labels_T, known.visual_M, tuple(images))
 
 
 def _answered(sample: Sample) -> None:

@@ -59,7 +59,7 @@ class Fetch:
                 shown = [self._image(picture, visit, images) for picture in row.sample.pictures]
                 bad = next((image for image in shown if isinstance(image, BadSample)), None)
                 sound = [self._stand_in() if isinstance(image, BadSample) else image for image in shown]
-                document = document_of(row.sample, self.encoder, self.rule, sound)
+                document = document_of(row.sample, self.encoder, sound)
                 if bad is not None:
                     rejects.append(Reject.of(row.sample.id, row.file, row.row, bad))
                     document = replace(document, labels_T=np.full_like(document.labels_T, IGNORE))

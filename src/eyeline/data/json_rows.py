@@ -44,13 +44,23 @@ def _number(text: str) -> Any:
     return value if abs(value) != float("inf") else Broken("not_finite", f"{text[:20]} is beyond all floats")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_constant)
+def parse(text: str) -> tuple[Any, bool]:
+    """The value, and whether there is a `Broken` in it. BadSample `not_json` or `nesting` when there is no value."""
+    flaws: list[Broken] = []
 
+    def seen(value: Any) -> Any:
+        if isinstance(value, Broken):
+            flaws.append(value)
+        return value
 
-def parse(text: str) -> Any:
-    """The value, with `Broken` inside where something is forbidden. BadSample `not_json` or `nesting` when there is no value."""
+    decoder = json.JSONDecoder(
+        object_pairs_hook=lambda pairs: seen(_object(pairs)),
+        parse_int=lambda digits: seen(_integer(digits)),
+        parse_float=lambda digits: seen(_number(digits)),
+        parse_constant=lambda name: seen(_constant(name)),
+    )
     try:
-        return _DECODER.decode(text)
+        return decoder.decode(text), bool(flaws)
     except json.JSONDecodeError as error:
         raise BadSample("not_json", "row", f"{error.msg} at character {error.pos}") from error
     except RecursionError as error:
@@ -84,9 +94,10 @@ class Container:
 @dataclass(frozen=True)
 class _Listed:
     rows: list[Any]
+    flawed: bool
 
     def __call__(self, n: int) -> Any:
-        return self.rows[n]
+        return sound(self.rows[n]) if self.flawed else self.rows[n]
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,8 @@ class _Lines:
                 line = file.read(length)
         except OSError as error:
             raise storage_failed("read", self.path, error) from error
-        return parse(_text(line))
+        row, flawed = parse(_text(line))
+        return sound(row) if flawed else row
 
 
 def _text(data: bytes) -> str:
@@ -131,10 +143,10 @@ def open_container(path: Path) -> Container:
 def _list(path: Path) -> Container:
     data = path.read_bytes()
     try:
-        rows = parse(_text(data))
+        rows, flawed = parse(_text(data))
     except BadSample as bad:
         raise Refused(f"{path} is not JSON: {bad.message}. It starts with [, so one list of rows was expected") from bad
-    return Container("JSON list", hashlib.sha256(data).hexdigest(), len(rows), _Listed(rows))
+    return Container("JSON list", hashlib.sha256(data).hexdigest(), len(rows), _Listed(rows, flawed))
 
 
 def _lines(path: Path) -> Container:

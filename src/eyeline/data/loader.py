@@ -99,7 +99,10 @@ def held_out(all: Opened, row: int, share: float) -> bool:
     source, i = all.places[row]
     rows = all.sources[source]
     names = [key.removeprefix(str(rows.root)) for key in rows.shown[i]] or [rows.id(i)]
-    return any(int.from_bytes(hashlib.sha256(("held out" + name).encode("utf-8", "surrogateescape")).digest()[:8], "big") < share * 2**64 for name in names)
+    return any(
+        int.from_bytes(hashlib.sha256(("held out" + name).encode("utf-8", "surrogateescape")).digest()[:8], "big") < share * 2**64
+        for name in names
+    )
 
 
 def training_texts(data: Data) -> Iterator[str]:

@@ -38,7 +38,9 @@ def fullest(bins: Bins, budget: Budget) -> list[Item]:
     return _take(bins, max(bins, key=lambda b: _fill(b, budget)))
 
 
-def pack(items: Iterable[tuple[Item, int, int]], budget: Budget, open_bins: int = OPEN_BINS, state: Bins | None = None) -> Iterator[tuple[list[Item], Bins]]:
+def pack(
+    items: Iterable[tuple[Item, int, int]], budget: Budget, open_bins: int = OPEN_BINS, state: Bins | None = None
+) -> Iterator[tuple[list[Item], Bins]]:
     """Yield (pack, bins still open) for items given as (item, tokens, patches); at their end the open bins, fullest first.
 
     At most one pack follows an item, before the next item is taken, so that (position in the items, bins) is all there is to

@@ -14,7 +14,7 @@ from typing import Any
 from eyeline.core.batch import Message, Picture, Role, Sample, Text
 from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.settings import Positive, Settings
-from eyeline.data.json_rows import Container, open_container, sound
+from eyeline.data.json_rows import Container, open_container
 
 MAX_DATA_URL = 64 << 20  # characters
 PLACEHOLDER = "<image>"
@@ -64,7 +64,7 @@ class Rows:
 
     def sample(self, i: int) -> Sample:
         """Row i as a Sample. Raises BadSample."""
-        return self.layout.read(sound(self.container.raw(self.kept[i])), self.id(i), self.root)
+        return self.layout.read(self.container.raw(self.kept[i]), self.id(i), self.root)
 
     def image_key(self, i: int) -> str | None:
         """Equal for rows that look at the same pictures; None for rows without any."""
@@ -196,6 +196,9 @@ def _named_kind(row: Any) -> str:
 # Pictures
 
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//|\\\\)")
+
+
 def picture_of(name: Any, root: Path, field: str) -> Picture:
     """A picture by the name a row gives it: a path inside `root`, or a data: URL. Nothing is opened, and no URL is fetched."""
     if not isinstance(name, str):
@@ -203,14 +206,17 @@ def picture_of(name: Any, root: Path, field: str) -> Picture:
     _clean(name, field)
     if name[:5].lower() == "data:":
         return _data_url(name, field)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(//|\\\\)", name):
-        raise BadSample("remote_url", field, f"{name[:100]!r} is a URL; nothing is downloaded while training. Download it first and give its path")
+    if _URL.match(name):
+        raise BadSample(
+            "remote_url", field, f"{name[:100]!r} is a URL; nothing is downloaded while training. Download it first and give its path"
+        )
     if not name or "\0" in name or len(name.encode()) > 4096:
         raise BadSample("bad_path", field, f"{name[:40]!r} cannot name a file")
-    path = Path(os.path.normpath(os.path.join(root, name)))
-    if not path.is_relative_to(root) or path == root:
+    base = str(root)  # strings, since this runs for every sample of every epoch and pathlib is slow
+    path = os.path.normpath(os.path.join(base, name))
+    if not path.startswith(base if base.endswith("/") else base + "/"):
         raise BadSample("outside_root", field, f"{name[:200]!r} is not inside {root}. Set images: to a folder that holds all pictures")
-    return Picture(name, path)
+    return Picture(name, Path(path))
 
 
 def _data_url(url: str, field: str) -> Picture:
@@ -236,7 +242,15 @@ def _clean(text: str, field: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    kind = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+    kind = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        type(None): "null",
+    }
     text = repr(value)
     return f"{kind.get(type(value), type(value).__name__)} ({text[:40]}{'…' if len(text) > 40 else ''})"
 
@@ -246,20 +260,19 @@ def _shown(value: Any) -> str:
 
 def _checked(id: str, messages: list[Message], kind: str) -> Sample:
     """The sample, if its turns are: perhaps one system message, then user and assistant in turn, an answer last."""
-    turns = [m.role for m in messages if m.role != "system"]
-    if not turns or "assistant" not in turns:
+    begin = 1 if messages and messages[0].role == "system" else 0
+    if not any(m.role == "assistant" for m in messages):
         raise BadSample("no_target", "messages", "there is no answer to learn")
-    systems = [n for n, m in enumerate(messages) if m.role == "system"]
-    if systems not in ([], [0]):
-        raise BadSample("role_order", f"messages[{systems[-1]}]", "a system message is only allowed once, at the start")
-    for n, role in enumerate(turns):
-        if role != ("user", "assistant")[n % 2]:
-            raise BadSample("role_order", f"messages[{n + len(systems)}]", f"user and assistant must take turns, user first; got {role}")
-    if turns[-1] != "assistant":
-        raise BadSample("role_order", f"messages[{len(messages) - 1}]", "the last turn asks and is not answered")
-    for n, message in enumerate(messages):
-        if message.role == "assistant" and any(isinstance(p, Picture) for p in message.parts):
+    for n, message in enumerate(messages[begin:], begin):
+        wanted = ("user", "assistant")[(n - begin) % 2]
+        if message.role == "system":
+            raise BadSample("role_order", f"messages[{n}]", "a system message is only allowed once, at the start")
+        if message.role != wanted:
+            raise BadSample("role_order", f"messages[{n}]", f"user and assistant must take turns, user first; got {message.role}")
+        if wanted == "assistant" and any(isinstance(p, Picture) for p in message.parts):
             raise BadSample("image_in_answer", f"messages[{n}]", "an answer is text; this model cannot draw")
+    if messages[-1].role != "assistant":
+        raise BadSample("role_order", f"messages[{len(messages) - 1}]", "the last turn asks and is not answered")
     return Sample(id, tuple(messages), kind)
 
 
@@ -399,7 +412,9 @@ def _openai_part(part: Any, root: Path, pictures: Iterator[Picture], field: str)
             if not isinstance(text, str):
                 raise BadSample("wrong_type", f"{field}.text", f"text was wanted, got {_shown(text)}")
             if PLACEHOLDER in text:
-                raise BadSample("placeholder_count", f"{field}.text", f"{PLACEHOLDER} inside a text part; pictures are parts of their own here")
+                raise BadSample(
+                    "placeholder_count", f"{field}.text", f"{PLACEHOLDER} inside a text part; pictures are parts of their own here"
+                )
             return Text(_clean(text, f"{field}.text"))
         case "image_url" | "input_image":
             url = part.get("image_url")
@@ -416,7 +431,11 @@ def _openai_shows(row: Any) -> list[str]:
     if not isinstance(row, dict):
         return []
     turns = row.get("messages")
-    parts = [p for t in turns if isinstance(t, dict) and isinstance(t.get("content"), list) for p in t["content"]] if isinstance(turns, list) else []
+    parts = (
+        [p for t in turns if isinstance(t, dict) and isinstance(t.get("content"), list) for p in t["content"]]
+        if isinstance(turns, list)
+        else []
+    )
     names = _llava_shows(row)
     for part in parts:
         if isinstance(part, dict):

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:  # transformers takes seconds to import, so functions that nee
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # How Qwen2 cuts text before merging (transformers 5.24, models/qwen2/tokenization_qwen2.py)
-QWEN_PIECES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-KEPT_TEXTS = 50_000  # texts whose ids are remembered: data sets repeat questions and answers, and a plan precedes its fetch
-KEPT_CHARACTERS = 400  # longer texts are not remembered
+QWEN_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+KEPT = 20_000  # conversations that are remembered tokenised
+KEPT_TOKENS = 2_000  # longer ones are not
+
+T = TypeVar("T")
 
 
 class Encoder:
@@ -48,29 +48,34 @@ class Encoder:
         self.vocabulary = 1 + max(vocabulary.values())  # ids that may occur: the embedding needs at least as many rows
         self._special = frozenset(backend.get_added_tokens_decoder()) | frozenset(self.controls.values())
         self._plain = _without_added_tokens(backend)
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._memory: dict[Hashable, Any] = {}
         self.identity = hashlib.sha256((template.name + template.jinja + backend.to_str()).encode()).hexdigest()[:16]
 
-    def ids(self, text: str) -> tuple[int, ...]:
+    def ids(self, text: str) -> list[int]:
         """Ids of text from data. BadSample `control_token` if, against all measures, one of them would be a control token."""
-        known = self._known.get(text)
-        if known is not None:
-            return known
-        ids = tuple(self._plain.encode(text, add_special_tokens=False).ids)
+        ids = self._plain.encode(text, add_special_tokens=False).ids
         if not self._special.isdisjoint(ids):
             raise BadSample("control_token", "text", f"{text[:60]!r} would be read as a control token by this tokenizer")
-        if len(text) <= KEPT_CHARACTERS:
-            if len(self._known) >= KEPT_TEXTS:
-                self._known.clear()
-            self._known[text] = ids
         return ids
+
+    def remembered(self, key: Hashable) -> Any:
+        """What `remember` keeps under the key, or None."""
+        return self._memory.get(key)
+
+    def remember(self, key: Hashable, value: T, size: int) -> T:
+        """Keep the value for a while if its size (in tokens) is small; returns it."""
+        if size <= KEPT_TOKENS:
+            if len(self._memory) >= KEPT:
+                self._memory.clear()
+            self._memory[key] = value
+        return value
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of ids; control tokens are left out unless `special`."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_known": {}}
+        return self.__dict__ | {"_memory": {}}
 
 
 def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
