@@ -122,7 +122,7 @@ def _set(place: Any, pieces: list[str], value: Any, text: str) -> None:
                 raise Refused(f"{text!r}: {piece!r} is not in that list of {len(place)} (numbered from 0{'; names: ' + known if known else ''})")
         elif not isinstance(place, dict):
             raise Refused(f"{text!r}: {'.'.join(pieces[:i])} is the value {place!r}, which has nothing called {piece!r} inside")
-        elif not last and not isinstance(place.get(key), dict | list):
+        elif not last and place.get(key) is None:
             place[key] = {}
         if last:
             place[key] = value

@@ -61,7 +61,7 @@ def prepare(model: nn.Module, facts: Facts, run: Run, index: int, adapters: Mapp
             case None:
                 learns = False
             case Full():
-                learns = True
+                learns = not any(name.startswith(root + ".") for root in facts.unused)
             case Adapted():
                 learns = name.rpartition(".")[2] in ("lora_A", "lora_B")
         parameter.requires_grad_(learns)

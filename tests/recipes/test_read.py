@@ -1,0 +1,138 @@
+"""Recipes: what is read, what is refused, and with which words."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eyeline.core.errors import Refused
+from eyeline.recipes.read import find_recipe, load_yaml, override, read_recipe, run_of, shipped
+from eyeline.train.run import Run, differences, from_yaml, to_yaml
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_a_shipped_recipe_survives_being_written_and_read(name: str) -> None:
+    run = read_recipe(name)
+    assert from_yaml(to_yaml(run)) == run
+    assert differences(run, run) == []
+
+
+def test_null_survives_too() -> None:
+    """A default that is not null must not come back where the recipe said null."""
+    run = read_recipe("easyvqa-tiny", ["stages.shapes.clip=null"])
+    assert run.stages[0].clip is None
+    assert from_yaml(to_yaml(run)).stages[0].clip is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("stages.shapes.learning_rate=1", ["stages.0.learning_rate: there is no such setting"]),
+        ("stages.0.trains.vision.lrr=1", ["lrr", "Did you mean 'lr'?"]),
+        ("stages.0.trains.vision.lr=.nan", ["lr", "finite"]),
+        ("stages.0.trains.vision.lr=.inf", ["lr", "finite"]),
+        ("stages.0.trains.vision.lr=-1", ["lr", "greater than 0"]),
+        ("stages.0.trains.tower={how: full, lr: 1}", ["tower", "vision"]),
+        ("stages.0.steps=0", ["steps", "greater than 0"]),
+        ("stages.0.epochs=1", ["steps or epochs"]),
+        ("save_every=0", ["save_every", "greater than 0"]),
+        ("keep_last=0", ["keep_last", "greater than 0"]),
+        ("precision=fp16", ["fp16", "bf16"]),
+        ("stages.0.schedule.warmup=1.5", ["warmup", "less than or equal to 1"]),
+        ("stages.0.schedule.kind=cosinus", ["cosinus", "cosine"]),
+        ("stages.1.name=shapes", ["names of their own"]),
+        ("model.path=x", ["path (a model folder) or config"]),
+        ("model.template=null", ["needs a chat template"]),
+        ("model.config.projector.shuffle=3", ["must divide", "8"]),
+        ("_target_=os.system", ["_target_", "no such setting"]),
+        ("seed=one", ["seed", "integer"]),
+    ],
+)
+def test_a_wrong_setting_is_named(change: str, words: list[str]) -> None:
+    with pytest.raises(Refused) as refused:
+        read_recipe("easyvqa-tiny", [change])
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(Refused) as refused:
+        read_recipe("easyvqa-tiny", ["seed=-1", "stages.0.clip=-1", "colour=red"])
+    assert "3 problems" in str(refused.value)
+    assert all(word in str(refused.value) for word in ("seed", "stages.0.clip", "colour"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds nothing"),
+        ("# only a comment\n", "holds nothing"),
+        ("- a\n- b\n", "holds list"),
+        ("name: a\nname: b\n", "'name' is given twice"),
+        ("model: {path: a, path: b}\n", "'path' is given twice"),
+        ("a: [1, 2\n", "not YAML"),
+        ("a: !!python/object/apply:os.system ['touch canary']\n", "not YAML"),
+        ("a: \x00\n", "not YAML"),
+        ("a: " + "[" * 3000, "not YAML"),
+        ("x0: &x0 [1,1,1,1,1,1,1,1,1]\n" + "".join(f"x{i}: &x{i} [{','.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 9)), "aliases"),
+        ("x" * (1 << 20) + ": 1", "bytes"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        load_yaml(written(tmp_path, text))
+    assert not Path("canary").exists()
+
+
+def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="Did you mean 'easyvqa-tiny'"):
+        find_recipe("easyvqa-tny")
+    with pytest.raises(Refused, match="there is no recipe file"):
+        find_recipe(str(tmp_path / "mine.yaml"))
+
+
+def test_overrides_reach_one_place_by_number_or_name() -> None:
+    recipe = yaml.safe_load("stages: [{name: a, data: &d {n: 1}}, {name: b, data: *d}]")
+    changed = override(recipe, ["stages.b.data.n=2", "stages.0.new.deep=[1, x]", "seed=3"])
+    assert changed == {"stages": [{"name": "a", "data": {"n": 1}, "new": {"deep": [1, "x"]}}, {"name": "b", "data": {"n": 2}}], "seed": 3}
+    assert recipe["stages"][1]["data"]["n"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed", "write key=value"),
+        ("=3", "write key=value"),
+        ("stages.7.steps=1", "'7' is not in that list of 2"),
+        ("stages.-1.steps=1", "'-1' is not in that list"),
+        ("stages.c.steps=1", "names: a, b"),
+        ("seed.x=1", "nothing called 'x'"),
+        ("seed=[1", "not YAML"),
+    ],
+)
+def test_a_wrong_override_is_refused(text: str, words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        override({"seed": 1, "stages": [{"name": "a"}, {"name": "b"}]}, [text])
+
+
+def test_what_may_change_on_resume() -> None:
+    before = read_recipe("easyvqa-tiny")
+    may = ["stages.all.steps=7", "log_every=3", "keep_last=9", "out=elsewhere", "stages.0.data.workers=2", "evaluation.max_tokens=3", "threads=1"]
+    assert differences(before, read_recipe("easyvqa-tiny", may)) == []
+    may_not = read_recipe("easyvqa-tiny", ["seed=1", "stages.0.trains.vision.lr=0.5", "stages.1.batch.tokens=4096", "log_every=3"])
+    assert differences(before, may_not) == ["seed: 0 → 1", "stages.0.trains.vision.lr: 0.003 → 0.5", "stages.1.batch.tokens: 2560 → 4096"]
+
+
+def test_a_stage_that_is_added_or_dropped_is_a_difference() -> None:
+    before = read_recipe("easyvqa-tiny")
+    raw = before.model_dump(mode="json")
+    raw["stages"] = raw["stages"][:1]
+    after = run_of(raw, "x")
+    assert any("stages.1.name" in line and "absent" in line for line in differences(before, after))
+    assert isinstance(after, Run)
