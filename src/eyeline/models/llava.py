@@ -1,4 +1,4 @@
-"""LLaVA: a vision tower, a projector and a language model (Liu et al. 2023), with pixel shuffle as InternVL has it.
+"""LLaVA: a vision tower, a projector and a language model (Liu et al. 2023), with pixel shuffle as InternVL and LFM2-VL have it.
 
 The tower's features, r×r of them joined where the projector shuffles, become tokens that take the places of the image
 placeholders in the embedded text.
@@ -20,7 +20,7 @@ from eyeline.core.facts import Facts, KeyRule, Part
 from eyeline.core.settings import Positive, Settings
 from eyeline.kernels.attention import LayerCache
 from eyeline.models import qwen2, siglip2
-from eyeline.models.hf_config import Json, expect, kind, made, number, section
+from eyeline.models.hf_config import Json, expect, integer, made, section
 from eyeline.models.layers import LayerNorm, Linear, normal_
 
 
@@ -155,7 +155,7 @@ def facts(c: Config) -> Facts:
         linears=linears,
         splits={f"{part}.{x}": split for part, family in parts for x, split in family.SPLITS.items()},
         seams=tuple(f"{part}.{x}" for part, family in parts for x in family.SEAMS),
-        keys=_keys(c),
+        keys=LLAVA_KEYS(c),
         image=c.vision.rule(c.projector.shuffle),
         vocabulary=c.language.vocabulary,
         longest=c.language.longest,
@@ -171,125 +171,146 @@ def facts(c: Config) -> Facts:
 PROJECTOR_KEYS = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2", "out": "linear"}
 
 
-def _keys(c: Config) -> tuple[KeyRule, ...]:
-    """Every tensor, under the names that LLaVA and InternVL folders share (as transformers 5 writes them)."""
-    held = [*(["norm"] if c.projector.norm else []), *(["up", "down"] if c.projector.kind == "mlp" else ["out"])]
-    tensors = [(f"{x}.{leaf}", f"{PROJECTOR_KEYS[x]}.{leaf}") for x in held for leaf in ("weight", "bias")]
+def LLAVA_KEYS(c: Config) -> tuple[KeyRule, ...]:
+    """Our tensors, and their names in a folder of `LlavaForConditionalGeneration` as transformers 5 writes it."""
     return (
         *_prefixed(siglip2.KEYS, "vision.", "vision_tower."),
-        *(KeyRule(f"projector.{ours}", f"multi_modal_projector.{theirs}") for ours, theirs in tensors),
+        *_projector_keys(c, "multi_modal_projector."),
         *_prefixed(qwen2.KEYS, "language.", "language_model."),
     )
+
+
+def LFM2_VL_KEYS(c: Config) -> tuple[KeyRule, ...]:
+    """Our tensors, and their names in a folder of `Lfm2VlForConditionalGeneration`."""
+    language = [
+        KeyRule(
+            rule.ours, "model.language_model." + rule.theirs.removeprefix("model.") if rule.theirs.startswith("model.") else rule.theirs
+        )
+        for rule in _prefixed(qwen2.KEYS, "language.", "")
+    ]
+    return (
+        *_prefixed(siglip2.NAFLEX_KEYS, "vision.", "model.vision_tower."),
+        *_projector_keys(c, "model.multi_modal_projector."),
+        *language,
+    )
+
+
+def _projector_keys(c: Config, prefix: str) -> list[KeyRule]:
+    held = [*(["norm"] if c.projector.norm else []), *(["up", "down"] if c.projector.kind == "mlp" else ["out"])]
+    tensors = [(f"{x}.{leaf}", f"{PROJECTOR_KEYS[x]}.{leaf}") for x in held for leaf in ("weight", "bias")]
+    return [KeyRule(f"projector.{ours}", prefix + theirs) for ours, theirs in tensors]
 
 
 def _prefixed(rules: tuple[KeyRule, ...], ours: str, theirs: str) -> tuple[KeyRule, ...]:
     return tuple(KeyRule(ours + rule.ours, theirs + rule.theirs, rule.read, rule.write) for rule in rules)
 
 
-def LLAVA_KEYS(c: Config) -> tuple[KeyRule, ...]:
-    """Our tensors, and their names in a folder of `LlavaForConditionalGeneration`. The config must have that form."""
-    return _keys(c)
-
-
-def INTERNVL_KEYS(c: Config) -> tuple[KeyRule, ...]:
-    """Our tensors, and their names in a folder of `InternVLForConditionalGeneration`. The config must have that form."""
-    return _keys(c)
-
-
 # ---- Hugging Face's forms
 
 
 class Form(NamedTuple):
-    """Which of Hugging Face's model classes an export is for, and why: one sentence for the user."""
+    """Which of Hugging Face's model classes an export is for, and why: a phrase for the user."""
 
-    name: Literal["llava", "internvl", "parts"]
+    name: Literal["llava", "lfm2_vl", "parts"]
     reason: str
 
 
 def form(c: Config) -> Form:
-    """The form in which transformers' own classes compute what this config computes; the parts one by one if none does."""
-    r, side = c.projector.shuffle, c.vision.side
+    """The form in which transformers' own classes compute what this config computes; the parts one by one if none does.
+
+    LFM2-VL's class takes any tower and language model, pixel shuffle with or without a LayerNorm, and normed features.
+    InternVL's takes the same on paper, but reads every `vision_config` in config.json as InternVL's own tower (transformers
+    5.17 to 5.24), so that a folder with a SigLIP tower would load as another model with random weights.
+    """
     if c.projector.kind == "linear":
-        return Form("parts", "LLaVA and InternVL have an MLP projector of two layers, and projector.kind is linear")
+        return Form("parts", "transformers' classes have an MLP as the projector, and projector.kind is linear")
+    if c.feature_norm and c.vision.image_size % c.vision.patch:
+        return Form(
+            "parts", f"LFM2-VL's pictures are whole patches, and {c.vision.image_size} pixels are not a multiple of {c.vision.patch}"
+        )
+    if c.feature_norm:
+        return Form("lfm2_vl", "an MLP, on features after the tower's final norm")
+    if c.projector.shuffle > 1 or c.projector.norm:
+        return Form("parts", "only LLaVA takes features before the tower's final norm, and it has no pixel shuffle and no projector.norm")
     if c.hidden != c.language.width:
-        return Form("parts", f"LLaVA's and InternVL's projectors have the language model's width, and projector.width is {c.hidden}")
-    if not c.projector.norm:
-        if r > 1:
-            return Form(
-                "parts", f"LLaVA has no pixel shuffle, and InternVL's has a LayerNorm before it; projector.shuffle is {r}, norm false"
-            )
-        if c.feature_norm:
-            return Form("parts", "LLaVA takes the tower's features before its final norm; feature_norm: false would make its form")
-        return Form("llava", "a two-layer MLP without pixel shuffle, on features before the tower's final norm")
-    if side % (1 / r):  # InternVL divides by a float, and refuses grids that do not come out even that way: 27 by 1/3
-        return Form("parts", f"InternVL's arithmetic refuses a shuffle of {r} on {side}×{side} patches")
-    return Form("internvl", f"a LayerNorm and a two-layer MLP after a pixel shuffle of {r}")
+        return Form("parts", f"LLaVA's projector is as wide as its language model ({c.language.width}), and projector.width is {c.hidden}")
+    return Form("llava", "an MLP without pixel shuffle, on features before the tower's final norm")
 
 
 def llava_to_hf(c: Config, image_token_id: int) -> dict[str, Any]:
     """config.json of a `LlavaForConditionalGeneration`; `form` must say llava."""
     assert form(c).name == "llava", form(c).reason
     return {
-        **_common(c, "Llava", image_token_id),
-        "image_token_index": image_token_id,
-        "multimodal_projector_bias": True,
-        "vision_feature_layer": c.feature_layer,
-    }
-
-
-def internvl_to_hf(c: Config, image_token_id: int) -> dict[str, Any]:
-    """config.json of an `InternVLForConditionalGeneration`; `form` must say internvl."""
-    assert form(c).name == "internvl", form(c).reason
-    return {
-        **_common(c, "InternVL", image_token_id),
-        "image_token_id": image_token_id,
-        "downsample_ratio": 1 / c.projector.shuffle,
-        # -1 is the normed output there; every other number, and so the count of blocks, is a hidden state before the norm
-        "vision_feature_layer": -1 if c.feature_norm else c.depth,
-    }
-
-
-def _common(c: Config, family: Literal["Llava", "InternVL"], image_token_id: int) -> dict[str, Any]:
-    if not 0 <= image_token_id < c.language.vocabulary:
-        raise Refused(f"image token {image_token_id} is outside the vocabulary of {c.language.vocabulary}; is it another tokenizer's?")
-    return {
-        "architectures": [f"{family}ForConditionalGeneration"],
-        "model_type": family.lower(),
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
         "vision_config": siglip2.to_hf(c.vision),
         "text_config": qwen2.to_hf(c.language),
-        "image_seq_length": c.vision.rule(c.projector.shuffle).tokens,
+        "image_token_index": _in_vocabulary(c, image_token_id),
+        "image_seq_length": c.vision.rule(1).tokens,
         "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": True,
+        "vision_feature_layer": c.feature_layer,
         "vision_feature_select_strategy": "full",  # the other one drops a class token, which SigLIP does not have
         "tie_word_embeddings": c.language.tied,
     }
 
 
+def lfm2_vl_to_hf(c: Config, image_token_id: int) -> dict[str, Any]:
+    """config.json of an `Lfm2VlForConditionalGeneration`; `form` must say lfm2_vl."""
+    assert form(c).name == "lfm2_vl", form(c).reason
+    return {
+        "architectures": ["Lfm2VlForConditionalGeneration"],
+        "model_type": "lfm2_vl",
+        "vision_config": siglip2.to_hf_naflex(c.vision),
+        "text_config": qwen2.to_hf(c.language),
+        "image_token_id": _in_vocabulary(c, image_token_id),
+        "downsample_factor": c.projector.shuffle,
+        "projector_hidden_act": "gelu",
+        "projector_hidden_size": c.hidden,
+        "projector_bias": True,
+        "projector_use_layernorm": c.projector.norm,
+        "tie_word_embeddings": c.language.tied,
+    }
+
+
+def _in_vocabulary(c: Config, image_token_id: int) -> int:
+    if not 0 <= image_token_id < c.language.vocabulary:
+        raise Refused(f"image token {image_token_id} is outside the vocabulary of {c.language.vocabulary}; is it another tokenizer's?")
+    return image_token_id
+
+
 def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
-    """The model described by a LLaVA or InternVL folder with a SigLIP tower and a Qwen2 language model. Raises Refused."""
+    """The model described by a LLaVA or LFM2-VL folder with a SigLIP 2 tower and a Qwen2 language model. Raises Refused."""
     where = "config.json"
-    internvl = config_json.get("model_type") == "internvl"
-    if not internvl:
-        kind(where, config_json, "llava", {})
-    expect(where, config_json, {"projector_hidden_act": "gelu", "multimodal_projector_bias": True, "quantization_config": None})
-    expect(where, {"vision_feature_select_strategy": "default", **config_json}, {"vision_feature_select_strategy": "full"})
+    expect(where, config_json, {"projector_hidden_act": "gelu", "quantization_config": None})
     towers, texts = section(where, config_json, "vision_config"), section(where, config_json, "text_config")
-    expect("vision_config", towers, {"tie_last_hidden_states": None})
-    # both classes read the outer key: LLaVA's default is the inner one's value, InternVL's is true
-    tied = (
-        config_json.get("tie_word_embeddings", True)
-        if internvl
-        else bool(config_json.get("tie_word_embeddings") or texts.get("tie_word_embeddings"))
-    )
-    layer = config_json.get("vision_feature_layer", -1 if internvl else -2)
+    match config_json.get("model_type"):
+        case "llava":
+            tied = config_json.get("tie_word_embeddings") or texts.get("tie_word_embeddings", False)  # as the reference reads it
+            values = _from_llava(where, config_json, towers)
+            vision = siglip2.from_hf(towers, preprocessor_json)
+        case "lfm2_vl":
+            tied = config_json.get("tie_word_embeddings", True)
+            values = _from_lfm2_vl(where, config_json)
+            vision = siglip2.from_hf_naflex(towers, preprocessor_json)
+        case other:
+            raise Refused(f"{where} has model_type={other!r}; Eyeline reads llava and lfm2_vl here. Import its parts one by one.")
+    language = qwen2.from_hf({**texts, "tie_word_embeddings": tied}, "text_config of config.json")
+    return made(where, Config, {"vision": vision, "language": language, **values})
+
+
+def _from_llava(where: str, config_json: Json, towers: Json) -> dict[str, Any]:
+    expect(where, config_json, {"multimodal_projector_bias": True})
+    expect(where, {"vision_feature_select_strategy": "default", **config_json}, {"vision_feature_select_strategy": "full"})
+    expect("vision_config of config.json", towers, {"tie_last_hidden_states": None})  # would put the final norm before the projector
+    layer = config_json.get("vision_feature_layer", -2)
     if not isinstance(layer, int):
         raise Refused(f"{where} has vision_feature_layer={layer!r}; Eyeline takes features of one layer only.")
-    values = {
-        "vision": siglip2.from_hf(towers, preprocessor_json),
-        "projector": ProjectorConfig(
-            shuffle=round(1 / number(where, config_json, "downsample_ratio", 0.5)) if internvl else 1, norm=internvl
-        ),
-        "language": qwen2.from_hf({**texts, "tie_word_embeddings": tied}, "text_config of config.json"),
-        "feature_layer": layer,
-        "feature_norm": internvl and layer == -1,
-    }
-    return made(where, Config, values)
+    return {"feature_layer": layer, "feature_norm": False}
+
+
+def _from_lfm2_vl(where: str, config_json: Json) -> dict[str, Any]:
+    expect(where, config_json, {"projector_bias": True})
+    norm = config_json.get("projector_use_layernorm", True)
+    width, r = integer(where, config_json, "projector_hidden_size", 2560), integer(where, config_json, "downsample_factor", 2)
+    return {"projector": made(where, ProjectorConfig, {"width": width, "shuffle": r, "norm": norm})}

@@ -182,6 +182,20 @@ KEYS = (  # our tensors, and their names in a folder that `SiglipVisionModel.sav
 )
 HUB_PREFIX = "vision_model."  # before each of those names in the hub's files, which hold a text model too
 HUB_KEYS = tuple(KeyRule(rule.ours, HUB_PREFIX + rule.theirs, rule.read, rule.write) for rule in KEYS)
+
+
+def _flat_channels_last(weight_DC: Tensor) -> Tensor:
+    patch = math.isqrt(weight_DC.shape[1] // 3)
+    return weight_DC.unflatten(1, (patch, patch, 3)).permute(0, 3, 1, 2).flatten(1)
+
+
+def _channels_last(weight_DC: Tensor) -> Tensor:
+    return _square(weight_DC).permute(0, 2, 3, 1).flatten(1)
+
+
+# The NaFlex class `Siglip2VisionModel`, on a grid as large as the table of positions, computes the same. It names tensors
+# alike, and is a linear layer too, on patches ordered (row, column, channel).
+NAFLEX_KEYS = (KeyRule("embed.weight", "embeddings.patch_embedding.weight", _flat_channels_last, _channels_last), *KEYS[1:])
 DROPPED = (  # what a checkpoint may hold beyond these, and we do not use; `**` crosses dots
     "text_model.**",
     "logit_scale",
@@ -217,6 +231,19 @@ def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
     }
     eps = number(where, config_json, "layer_norm_eps", 1e-6)
     return made(where, Config, {**sizes, "eps": eps, **_read_preprocessor(preprocessor_json or {}, sizes["image_size"])})
+
+
+def from_hf_naflex(config_json: Json, preprocessor_json: Json | None) -> Config:
+    """What `to_hf_naflex` and `to_preprocessor_naflex` wrote: a NaFlex tower that is used on its largest grid only."""
+    where = "vision_config of config.json"
+    kind(where, config_json, "siglip2_vision_model", {})
+    patches, patch = integer(where, config_json, "num_patches", 256), integer(where, config_json, "patch_size", 16)
+    side = math.isqrt(patches)
+    if side**2 != patches:
+        raise Refused(f"{where} has num_patches={patches}; wanted a square number, for one square grid.")
+    preprocessor = dict(preprocessor_json or {})
+    expect("preprocessor_config.json", preprocessor, {"patch_size": patch, "max_num_patches": patches})
+    return from_hf({**config_json, "model_type": "siglip_vision_model", "image_size": side * patch}, preprocessor)
 
 
 def _read_preprocessor(json: Json, image_size: int) -> dict[str, Any]:
@@ -255,6 +282,13 @@ def to_hf(c: Config) -> dict[str, Any]:
     }
 
 
+def to_hf_naflex(c: Config) -> dict[str, Any]:
+    """config.json of a `Siglip2VisionModel`, the NaFlex class, whose largest grid is this tower's only one."""
+    fixed = to_hf(c)
+    del fixed["image_size"]
+    return {**fixed, "architectures": ["Siglip2VisionModel"], "model_type": "siglip2_vision_model", "num_patches": c.side**2}
+
+
 def to_preprocessor(c: Config) -> dict[str, Any]:
     """preprocessor_config.json of a `SiglipImageProcessor` that prepares pictures as the model was trained."""
     return {
@@ -269,3 +303,10 @@ def to_preprocessor(c: Config) -> dict[str, Any]:
         "image_mean": list(c.mean),
         "image_std": list(c.std),
     }
+
+
+def to_preprocessor_naflex(c: Config) -> dict[str, Any]:
+    """preprocessor_config.json of a `Siglip2ImageProcessor`. It keeps the shape of a picture: give it square ones."""
+    fixed = to_preprocessor(c)
+    del fixed["size"]
+    return {**fixed, "image_processor_type": "Siglip2ImageProcessor", "patch_size": c.patch, "max_num_patches": c.side**2}
