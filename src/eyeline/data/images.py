@@ -34,6 +34,8 @@ Pixels = NDArray[np.uint8]  # rows × columns × 3
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow reads many more, with decoders that are seldom tested
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs (Pillow 13, Image.MAX_IMAGE_PIXELS)
 MAX_FILE_BYTES = 256 << 20
+SMALL_SIDE = 28  # pixels: where other trainers' models stop working; here only worth a remark
+LONG_ASPECT = 10
 
 # What Pillow's decoders raise on hostile bytes, besides OSError
 _BROKEN = (
@@ -118,6 +120,27 @@ def decode(picture: Picture) -> Pixels:
         return np.asarray(rgb)
 
 
+def oddities(picture: Picture) -> list[str]:
+    """Decode the picture whole, and say what is unusual about it though it is usable. Raises as `decode` does."""
+    out: list[str] = []
+    with _opened(picture) as image:
+        width, height = image.size
+        if getattr(image, "n_frames", 1) > 1:
+            out.append("animated (its first frame is used)")
+        image.load()
+        if _orientation(image) in _TRANSPOSE:
+            out.append("turned by its EXIF orientation")
+        if _transparent(image):
+            out.append("transparent (laid over white)")
+        elif image.mode not in ("RGB", "L", "P", "1"):
+            out.append(f"mode {image.mode} (made 8-bit RGB)")
+        if min(width, height) < SMALL_SIDE:
+            out.append(f"a side under {SMALL_SIDE} pixels")
+        if max(width, height) > LONG_ASPECT * min(width, height):
+            out.append(f"longer than {LONG_ASPECT}:1")
+    return out
+
+
 @contextmanager
 def _opened(picture: Picture) -> Iterator[Pillow.Image]:
     """The picture opened, with its header checked. Errors of Pillow inside the block are BadSample `broken_image`."""
@@ -194,11 +217,15 @@ def _orientation(image: Pillow.Image) -> int:
     return value if isinstance(value, int) else 1
 
 
+def _transparent(image: Pillow.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
+
+
 def _rgb(image: Pillow.Image) -> Pillow.Image:
     if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I"):  # 16-bit grey: 65535 -> 255, rounded
         wide = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
         return Pillow.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+    if _transparent(image):
         over = image.convert("RGBA")
         return Pillow.alpha_composite(Pillow.new("RGBA", over.size, (255, 255, 255, 255)), over).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")

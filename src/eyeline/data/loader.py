@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from eyeline.core.batch import Batch, Budget, Sample, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
@@ -281,8 +281,8 @@ class Reader:
         identity = self._identity(budget)
         if state is not None and (state["version"], state["identity"]) != (VERSION, identity):
             raise Refused(
-                f"the data position was saved for other data, settings or budgets (version {state['version']}, identity {state['identity']}; "
-                f"here version {VERSION}, identity {identity}). Restore the data as it was, or begin a new run"
+                f"the data position was saved for other data, settings or budgets (version {state['version']}, identity "
+                f"{state['identity']}; here version {VERSION}, identity {identity}). Restore the data as it was, or begin a new run"
             )
         measuring = self.measuring(budget)
         begin = (state["epoch"], state["position"], state["offset"], state["bins"]) if state else (0, 0, 0, [])
@@ -388,11 +388,11 @@ def fetched_in_order(plan: Iterator[Planned], fetch: Fetch, workers: int) -> Ite
         yield waiting.popleft(), fetched
 
 
-@dataclass(frozen=True)
-class _Asked:
+class _Asked(Dataset[Fetched]):
     """A map-style data set for torch's DataLoader whose index is the pack itself."""
 
-    fetch: Fetch
+    def __init__(self, fetch: Fetch):
+        self.fetch = fetch
 
     def __getitem__(self, visits: tuple[Visit, ...]) -> Fetched:
         return self.fetch(visits)

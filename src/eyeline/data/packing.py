@@ -18,7 +18,8 @@ def place(bins: Bins, item: Item, tokens: int, patches: int, budget: Budget, ope
     The item goes to the bin that it fills best; if it fits nowhere it opens one, and when that is one too many the fullest is
     finished. A bin with no token left is finished at once. An item that alone is over the budget is a defect of the caller.
     """
-    assert tokens <= budget.tokens and patches <= budget.patches, f"{item}: {tokens} tokens, {patches} patches do not fit {budget}"
+    assert tokens <= budget.tokens, f"{item}: {tokens} tokens do not fit {budget}"
+    assert patches <= budget.patches, f"{item}: {patches} patches do not fit {budget}"
     fits = [b for b in bins if b["tokens"] + tokens <= budget.tokens and b["patches"] + patches <= budget.patches]
     if fits:
         best = max(fits, key=lambda b: _fill(b, budget))

@@ -95,7 +95,7 @@ class Rejects:
             causes = "; ".join(f"{cause} {count}× ({CAUSES[cause]})" for cause, count in top)
             where = f" Each is named in {self.path}." if self.path else ""
             raise TooManyRejects(
-                f"{self.rejected} of {self.seen} samples were rejected, {self.rejected / max(self.seen, 1):.1%}, and max_reject_rate allows "
+                f"{self.rejected} of {self.seen} samples were rejected ({self.rejected / max(self.seen, 1):.1%}); max_reject_rate allows "
                 f"{self.max_rate:.1%}. Causes: {causes}.{where} Mend the data, or raise data.max_reject_rate if this loss is meant"
             )
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def _named_kind(row: Any) -> str:
 # Pictures
 
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//|\\\\)")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*:(//|\\\\)|(https?|ftp|file|s3|gs|hf):", re.IGNORECASE)
 
 
 def picture_of(name: Any, root: Path, field: str) -> Picture:
@@ -206,15 +207,18 @@ def picture_of(name: Any, root: Path, field: str) -> Picture:
     _clean(name, field)
     if name[:5].lower() == "data:":
         return _data_url(name, field)
+    return _file_of(name, str(root), field)
+
+
+@lru_cache(maxsize=1 << 13)  # many rows show the same picture, and pathlib is slow
+def _file_of(name: str, root: str, field: str) -> Picture:
     if _URL.match(name):
-        raise BadSample(
-            "remote_url", field, f"{name[:100]!r} is a URL; nothing is downloaded while training. Download it first and give its path"
-        )
+        what = f"{name[:100]!r} is a URL; nothing is fetched while training"
+        raise BadSample("remote_url", field, f"{what}. Download it first and give the path of the file")
     if not name or "\0" in name or len(name.encode()) > 4096:
         raise BadSample("bad_path", field, f"{name[:40]!r} cannot name a file")
-    base = str(root)  # strings, since this runs for every sample of every epoch and pathlib is slow
-    path = os.path.normpath(os.path.join(base, name))
-    if not path.startswith(base if base.endswith("/") else base + "/"):
+    path = os.path.normpath(os.path.join(root, name))
+    if not path.startswith(root if root.endswith("/") else root + "/"):
         raise BadSample("outside_root", field, f"{name[:200]!r} is not inside {root}. Set images: to a folder that holds all pictures")
     return Picture(name, Path(path))
 
@@ -241,18 +245,12 @@ def _clean(text: str, field: str) -> str:
     return text
 
 
+_JSON_TYPES = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
+
+
 def _shown(value: Any) -> str:
-    kind = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        type(None): "null",
-    }
     text = repr(value)
-    return f"{kind.get(type(value), type(value).__name__)} ({text[:40]}{'…' if len(text) > 40 else ''})"
+    return f"{_JSON_TYPES.get(type(value), 'null')} ({text[:40]}{'…' if len(text) > 40 else ''})"
 
 
 # Conversations
@@ -428,19 +426,14 @@ def _openai_part(part: Any, root: Path, pictures: Iterator[Picture], field: str)
 
 
 def _openai_shows(row: Any) -> list[str]:
-    if not isinstance(row, dict):
-        return []
-    turns = row.get("messages")
-    parts = (
-        [p for t in turns if isinstance(t, dict) and isinstance(t.get("content"), list) for p in t["content"]]
-        if isinstance(turns, list)
-        else []
-    )
     names = _llava_shows(row)
-    for part in parts:
-        if isinstance(part, dict):
-            url = part.get("image_url")
-            names += _strings([part.get("image"), part.get("path"), part.get("url"), url.get("url") if isinstance(url, dict) else url])
+    turns = row.get("messages") if isinstance(row, dict) else None
+    for turn in turns if isinstance(turns, list) else []:
+        parts = turn.get("content") if isinstance(turn, dict) else None
+        for part in parts if isinstance(parts, list) else []:
+            if isinstance(part, dict):
+                url = part.get("image_url")
+                names += _strings([part.get("image"), part.get("path"), part.get("url"), url.get("url") if isinstance(url, dict) else url])
     return names
 
 

@@ -41,6 +41,8 @@ Segment = Control | Content | Media
 
 @dataclass(frozen=True)
 class Template:
+    """A chat template and what it needs."""
+
     name: str
     controls: tuple[str, ...]  # control tokens that the tokenizer must have, the image token among them
     image: str  # the control token that every visual token of a picture is written as
@@ -103,8 +105,8 @@ QWEN_JINJA = (
 )
 
 
-def _plain(messages: Sequence[Message], prompt: bool) -> list[Segment]:
-    """Pictures and text, a newline, the answer, the end: few tokens, for models from scratch. A prompt needs no opening."""
+def _plain(messages: Sequence[Message], prompt: bool) -> list[Segment]:  # noqa: ARG001 - the question's newline opens the answer
+    """Pictures and text, a newline, the answer, the end: few tokens, for models from scratch."""
     out: list[Segment] = []
     picture = 0
     for message in messages:
