@@ -58,7 +58,7 @@ def begin(run: Run, folder: Path, here: Machine) -> Home:
         if strangers and strangers != ["model"]:  # a start that was killed leaves model/ at most
             raise Refused(f"{folder} holds {', '.join(strangers[:5])} and no recipe.yaml: it is no run folder. Choose another out=")
         known = {"run": uuid.uuid4().hex[:12], "attempts": []}
-        describe(_describe(run), folder / "model")
+        describe(description(run), folder / "model")
         write_json(env, known)
         write_atomically(recipe, to_yaml(run))  # last: a folder with a recipe is complete
     store.remove_leftovers(folder / "checkpoints")
@@ -86,7 +86,7 @@ def _refuse_another_recipe(run: Run, recipe: Path) -> None:
         )
 
 
-def _describe(run: Run) -> Bundle:
+def description(run: Run) -> Bundle:
     """The bundle of a fresh run: read from the model folder, or made from the recipe, its tokenizer trained if need be."""
     if run.model.path is not None:
         return open_bundle(Path(run.model.path)).bundle

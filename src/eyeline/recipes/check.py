@@ -1,0 +1,198 @@
+"""Everything that can be wrong with a recipe, found before training: settings against each other, the model, and the data."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from eyeline.core.errors import Refused, nearest
+from eyeline.core.facts import Facts
+from eyeline.core.randomness import seed_for
+from eyeline.data.loader import Reader, opened
+from eyeline.data.report import DataReport, Spread, data_report, first_documents, render_sample
+from eyeline.data.sources import open_source
+from eyeline.data.templates import template_named
+from eyeline.data.tokenizer import Encoder
+from eyeline.models import llava
+from eyeline.train.loop import run_folder
+from eyeline.train.run import Adapted, Run, Stage
+from eyeline.train.start import description
+
+
+def refuse_problems(run: Run) -> None:
+    """Raise Refused with every problem that can be found without looking at each sample."""
+    found = [*settings_problems(run)]
+    if found:
+        raise Refused(_listed(run.name, found))
+
+
+def check(run: Run, samples: int, console: Console | None = None) -> bool:
+    """Print what a run would do, its data and first samples, then every problem; whether there are none. Trains nothing."""
+    console = console or Console()
+    found = [*settings_problems(run)]
+    try:
+        bundle = description(run)
+        encoder = Encoder(bundle.tokenizer, template_named(bundle.template))
+    except Refused:  # among the settings' problems already: without a model no sample can be shown
+        console.print(_listed(run.name, found), markup=False)
+        return False
+    facts, form = llava.facts(bundle.config), llava.form(bundle.config)
+    console.print(f"run folder: {run_folder(run)}", markup=False)
+    console.print(f"export: {_FORMS[form.name]} ({form.reason})", markup=False)
+    for index, stage in enumerate(run.stages):
+        try:
+            reader = Reader(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index))
+        except Refused:
+            continue  # among the settings' problems already
+        report = data_report(reader, stage.batch.budget)
+        _show(console, stage, report)
+        found += _data_problems(stage, report)
+        if index == 0:
+            for sample, document in first_documents(reader, samples):
+                console.rule(sample.id, align="left", characters="-")
+                console.print(render_sample(document, encoder))
+    console.rule(characters="-")
+    console.print(_listed(run.name, found) if found else f"{run.name}: no problems", markup=False)
+    return not found
+
+
+_FORMS = {
+    "llava": "a folder for transformers' LlavaForConditionalGeneration",
+    "lfm2_vl": "a folder for transformers' Lfm2VlForConditionalGeneration",
+    "parts": "the parts as folders for SiglipVisionModel and Qwen2ForCausalLM, and the projector beside them",
+}
+
+
+def _listed(name: str, found: list[str]) -> str:
+    count = "a problem" if len(found) == 1 else f"{len(found)} problems"
+    return f"{name} has {count}:\n" + "\n".join(f"  {line}" for line in found)
+
+
+def settings_problems(run: Run) -> Iterator[str]:
+    """Settings against each other, the model, the machine's folders and the sources: one line a problem."""
+    yield from folder_problems(run_folder(run))
+    try:
+        bundle = description(run)
+        encoder = Encoder(bundle.tokenizer, template_named(bundle.template))
+    except Refused as error:
+        yield f"model: {error}"
+    else:
+        facts = llava.facts(bundle.config)
+        if encoder.vocabulary > facts.vocabulary:
+            yield (
+                f"model: the tokenizer gives ids up to {encoder.vocabulary - 1}, and the language model has {facts.vocabulary} rows; "
+                f"raise language.vocabulary to {encoder.vocabulary}, or use the tokenizer that belongs to the model"
+            )
+        for index, stage in enumerate(run.stages):
+            yield from _stage_problems(f"stages.{index} ({stage.name})", stage, facts)
+    for index, stage in enumerate(run.stages):
+        try:
+            for source in (*stage.data.sources, *stage.data.validation):
+                if not len(open_source(source)):
+                    yield f"stages.{index}.data: {source.path} holds no sample that the settings leave"
+        except Refused as error:
+            yield f"stages.{index}.data: {error}"
+    if run.evaluation:
+        try:
+            if not opened(run.evaluation.sources).places:
+                yield "evaluation: its sources hold no question that the settings leave"
+        except Refused as error:
+            yield f"evaluation: {error}"
+
+
+def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
+    for part, trained in stage.trains.items():
+        if part not in facts.parts:
+            yield f"{where}: trains {part}, and the model has {', '.join(facts.parts)}"
+        elif isinstance(trained, Adapted) and not isinstance(trained.targets, str):
+            known = list(facts.linears.get(part, {}))
+            for target in trained.targets:
+                if target not in known:
+                    yield f"{where}: {part} has no linear layers called {target!r}.{nearest(target, known)} It has {', '.join(known)}"
+    for part in stage.recompute:
+        if part not in facts.blocks:
+            yield f"{where}: recompute names {part}, which has no blocks; {', '.join(facts.blocks)} have"
+    batch, image = stage.batch, facts.image
+    if image is not None and facts.longest <= image.tokens:
+        yield f"{where}: a picture has {image.tokens} tokens, and the language model was made for {facts.longest} positions"
+    if image is not None and batch.patches < image.grid.patches:
+        yield f"{where}: batch.patches={batch.patches} cannot hold one picture, which has {image.grid.patches} patches"
+    if image is not None and batch.tokens <= image.tokens:
+        yield f"{where}: batch.tokens={batch.tokens} cannot hold one picture ({image.tokens} tokens) with any text"
+
+
+def folder_problems(folder: Path) -> Iterator[str]:
+    """Why this cannot be a run folder."""
+    text = str(folder)
+    if any(ord(c) < 32 for c in text) or "\x7f" in text:
+        yield f"out: {text!r} has control characters; choose a plain name"
+        return
+    if any(len(piece.encode()) > 200 for piece in folder.parts):
+        yield f"out: a piece of {text[:60]}... is longer than 200 bytes; choose a shorter name"
+        return
+    if text.startswith("~"):
+        yield f"out: {text} begins with ~, which only a shell expands; write the whole path"
+        return
+    try:
+        real = folder.resolve(strict=False)
+        os.stat(folder)
+    except FileNotFoundError:
+        pass
+    except (OSError, RuntimeError) as error:
+        yield f"out: {text} cannot be a folder: {error}"
+        return
+    if real == Path(real.anchor) or real == Path.home():
+        yield f"out: {real} is not a folder to put a run in; choose one below it, such as runs/name"
+    elif real.exists() and not real.is_dir():
+        yield f"out: {text} is a file; choose another name"
+    else:
+        parent = next(p for p in (real, *real.parents) if p.exists())
+        if not parent.is_dir():
+            yield f"out: {parent} is a file, and the run folder would lie inside it"
+        elif not os.access(parent, os.W_OK | os.X_OK):
+            yield f"out: {parent} cannot be written to; choose another out="
+
+
+def _data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
+    """What the examined samples say against training on them."""
+    rejected = sum(report.rejects.values())
+    if report.examined and rejected == report.examined:
+        yield f"{stage.name}: no examined sample can be used ({_causes(report)})"
+    elif rejected > stage.data.max_reject_rate * report.examined:
+        yield (
+            f"{stage.name}: {rejected} of {report.examined} examined samples would be rejected, and max_reject_rate is "
+            f"{stage.data.max_reject_rate:.1%} ({_causes(report)}); mend them, or raise it if this loss is meant"
+        )
+
+
+def _causes(report: DataReport) -> str:
+    return ", ".join(f"{cause} {count}" for cause, count in report.rejects.items())
+
+
+def _show(console: Console, stage: Stage, report: DataReport) -> None:
+    console.rule(f"stage {stage.name}", align="left", characters="-")
+    for source in report.sources:
+        repeat = f", {source.repeat} times an epoch" if source.repeat > 1 else ""
+        console.print(f"{source.path}: {source.layout} ({source.why}), {source.rows:,} samples{repeat}", markup=False)
+    console.print(f"{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined", markup=False)
+    table = Table()
+    for column in ("", "min", "median", "max"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, spread in (("tokens a sample", report.tokens), ("of them visual", report.visual), ("of them supervised", report.supervised)):
+        table.add_row(name, *_numbers(spread))
+    console.print(table)
+    batch = stage.batch
+    console.print(f"a step: {batch.micro_batches} × up to {batch.tokens:,} tokens and {batch.patches:,} patches", markup=False)
+    if report.odd:
+        odd = ", ".join(f"{what} {count}" for what, count in report.odd.items())
+        console.print(f"odd pictures, usable (of {report.pictures:,}): {odd}", markup=False)
+    if report.rejects:
+        console.print(f"rejected: {_causes(report)}", markup=False)
+        for reject in report.rejected:
+            console.print(f"  {reject.file} row {reject.row}, {reject.field}: {reject.message} [{reject.cause}]", markup=False)
+
+
+def _numbers(spread: Spread | None) -> tuple[str, str, str]:
+    return (f"{spread.least:,}", f"{spread.median:,}", f"{spread.most:,}") if spread else ("–", "–", "–")
