@@ -125,7 +125,7 @@ def oddities(picture: Picture) -> list[str]:
     out: list[str] = []
     with _opened(picture) as image:
         width, height = image.size
-        if getattr(image, "n_frames", 1) > 1:
+        if getattr(image, "is_animated", False):
             out.append("animated (its first frame is used)")
         image.load()
         if _orientation(image) in _TRANSPOSE:

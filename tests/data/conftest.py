@@ -1,0 +1,64 @@
+"""Tokenizers and pictures that the tests of data share. Small, made here, no downloads."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from eyeline.core.facts import ImageRule
+from eyeline.data.templates import TEMPLATES
+from eyeline.data.tokenizer import Encoder, train_bpe
+
+WORDS = (
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant. system user assistant what is the colour of this shape? "
+    "It is a red circle. Is there a blue triangle in the image? yes no 12 345 don't we'll <|not a control|> \n\n héllo wörld 你好 "
+)
+
+# What the official Qwen2.5-Instruct tokenizers carry, without its branches for tools: the reference of the tests
+OFFICIAL_QWEN2_5 = (
+    "{%- if messages[0]['role'] == 'system' %}\n"
+    "    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}\n"
+    "{%- else %}\n"
+    "    {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}\n"
+    "{%- endif %}\n"
+    "{%- for message in messages %}\n"
+    '    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant") %}\n'
+    "        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
+    "    {%- endif %}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n"
+    "    {{- '<|im_start|>assistant\\n' }}\n"
+    "{%- endif %}\n"
+)
+
+
+@pytest.fixture(scope="session")
+def qwen() -> Encoder:
+    return Encoder(train_bpe([WORDS] * 3, 600, TEMPLATES["qwen2.5"]), TEMPLATES["qwen2.5"])
+
+
+@pytest.fixture(scope="session")
+def plain() -> Encoder:
+    return Encoder(train_bpe([WORDS] * 3, 500, TEMPLATES["plain"]), TEMPLATES["plain"])
+
+
+@pytest.fixture(scope="session")
+def rule() -> ImageRule:
+    """32 pixels, 4×4 patches, 2×2 of them a token: 4 tokens a picture."""
+    return ImageRule(32, 8, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic")
+
+
+@pytest.fixture
+def draw(tmp_path: Path) -> Callable[..., Path]:
+    """`draw("a.png", seed)` writes a small picture of noise below the test's folder."""
+
+    def write(name: str, seed: int = 0, width: int = 20, height: int = 12) -> Path:
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Pillow.fromarray(pixels).save(path)
+        return path
+
+    return write
