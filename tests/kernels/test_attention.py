@@ -1,0 +1,125 @@
+"""Packed attention against softmax written out, one document at a time; the cache against packed attention."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention, packed_attention_plain
+
+H, G, K = 6, 2, 8
+LAYOUTS = {
+    "one": [7],
+    "neighbours of equal length": [5, 5, 5],
+    "equal lengths apart": [4, 1, 4, 9, 1, 4],
+    "empty documents": [0, 3, 0, 3],
+    "all different": [1, 2, 3, 17],
+}
+
+
+def tensors(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(tokens, heads, K, generator=rng).to(dtype).requires_grad_() for heads in (H, G, G))
+
+
+def bounds(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def by_hand(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, lengths: list[int], causal: bool) -> Tensor:
+    """softmax(q·k/√K)·v over one (H, T, T) table: -inf between documents and, if causal, ahead."""
+    document_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seen_TT = document_T[:, None] == document_T[None]
+    if causal:
+        seen_TT = seen_TT & torch.ones_like(seen_TT).tril()
+    k_THK, v_THK = (x.repeat_interleave(H // G, 1) for x in (k_TGK, v_TGK))
+    scores_HTT = torch.einsum("thk,uhk->htu", q_THK, k_THK) / K**0.5
+    return torch.einsum("htu,uhk->thk", scores_HTT.masked_fill(~seen_TT, -torch.inf).softmax(-1), v_THK)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS)
+def test_output_and_gradients(lengths, causal):
+    inputs = tensors(sum(lengths))
+    direction = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    want = by_hand(*inputs, lengths, causal)
+    want_gradients = torch.autograd.grad((want * direction).sum(), inputs)
+    cu = bounds(lengths)
+    for got in (packed_attention(*inputs, cu, max(lengths), causal), packed_attention_plain(*inputs, cu, causal)):
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+        for x, y in zip(torch.autograd.grad((got * direction).sum(), inputs), want_gradients, strict=True):
+            torch.testing.assert_close(x, y, atol=5e-6, rtol=1e-5)
+
+
+def test_inputs_need_not_be_contiguous():
+    """Heads of one fused projection, and a gradient that is an expanded scalar."""
+    fused = torch.randn(9, K, H + 2 * G, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    q, k, v = fused.transpose(1, 2).split([H, G, G], 1)
+    lengths = [4, 1, 4]
+    (want,) = torch.autograd.grad(by_hand(q, k, v, lengths, True).sum(), fused)
+    (got,) = torch.autograd.grad(packed_attention(q, k, v, bounds(lengths), 4, True).sum(), fused)
+    torch.testing.assert_close(got, want, atol=5e-6, rtol=1e-5)
+
+
+def test_bfloat16_is_near_float32():
+    inputs, lengths = tensors(12, torch.bfloat16), [8, 4]
+    got = packed_attention(*inputs, bounds(lengths), 8, True)
+    assert got.dtype == torch.bfloat16
+    want = by_hand(*(x.float() for x in inputs), lengths, True)
+    torch.testing.assert_close(got.float(), want, atol=0.02, rtol=0.02)  # eight bits of mantissa
+
+
+def test_mistaken_shapes_are_named():
+    q, k, v = tensors(5)
+    with pytest.raises(ValueError, match="T is 5 and 4"):
+        packed_attention(q, k[:4], v, bounds([5]), 5, True)
+    with pytest.raises(ValueError, match="G is 2 and 1"):
+        packed_attention(q, k, v[:, :1], bounds([5]), 5, True)
+
+
+def test_operator_is_sound():
+    """torch's own checks of a custom operator: schema, fake tensors, autograd registration, dynamic shapes."""
+    q, k, v = tensors(9)
+    torch.library.opcheck(torch.ops.eyeline.packed_attention.default, (q, k, v, bounds([4, 1, 4]), True))
+
+
+# ---- the cache
+
+
+def test_decoding_equals_attention_over_the_whole_sequence():
+    """Prompts of 5, 1 and 3 tokens, then three steps; after the first the middle row has finished."""
+    prompts, steps = [5, 1, 3], 3
+    whole = [tensors(n + steps, seed=s) for s, n in enumerate(prompts)]
+    want = [by_hand(*x, [len(x[0])], causal=True) for x in whole]
+    cache = LayerCache(3, 5 + steps, G, K, torch.float32, "cpu")
+    with torch.no_grad():
+        q, k, v = (torch.cat([x[i][:n] for x, n in zip(whole, prompts, strict=True)]) for i in range(3))
+        got = cached_attention(q, k, v, bounds(prompts), 5, cache)
+        torch.testing.assert_close(got, torch.cat([w[:n] for w, n in zip(want, prompts, strict=True)]), atol=2e-6, rtol=1e-5)
+        rows = [0, 1, 2]
+        for step in range(steps):
+            if step == 1:
+                cache.keep([0, 2])
+                rows = [0, 2]
+            at = [(row, prompts[row] + step) for row in rows]
+            q, k, v = (torch.stack([whole[row][i][t] for row, t in at]) for i in range(3))
+            got = cached_attention(q, k, v, bounds([1] * len(rows)), 1, cache)
+            torch.testing.assert_close(got, torch.stack([want[row][t] for row, t in at]), atol=2e-6, rtol=1e-5)
+    assert cache.lengths == [5 + steps, 3 + steps]
+
+
+def test_prompts_of_one_token_fill_an_empty_cache():
+    q, k, v = tensors(2)
+    cache = LayerCache(2, 1, G, K, torch.float32, "cpu")
+    got = cached_attention(q, k, v, bounds([1, 1]), 1, cache)
+    torch.testing.assert_close(got, by_hand(q, k, v, [1, 1], True), atol=2e-6, rtol=1e-5)
+    assert cache.lengths == [1, 1]
+
+
+def test_cache_is_for_its_rows():
+    q, k, v = tensors(4)
+    cache = LayerCache(2, 8, G, K, torch.float32, "cpu")
+    with pytest.raises(AssertionError, match="3 documents for a cache of 2 rows"):
+        cached_attention(q, k, v, bounds([1, 1, 2]), 2, cache)
+    cached_attention(q, k, v, bounds([2, 2]), 2, cache)
+    with pytest.raises(AssertionError, match="empty cache"):
+        cached_attention(q, k, v, bounds([2, 2]), 2, cache)

@@ -1,0 +1,187 @@
+"""How models are made: ties, initial weights, facts that fit them, configs that contradict themselves."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from eyeline.core.facts import PARTS, matches, part_of
+from eyeline.core.randomness import torch_rng_for
+from eyeline.models import FAMILIES, llava, qwen2, siglip2
+from eyeline.models.layers import Attend, Linear, RMSNorm
+from tests.models import twins
+from tests.models.twins import CASES
+
+ALL = [(family, case) for family, cases in CASES.items() for case in cases]
+TIED = llava.Config(vision=twins.VISION, language=twins.language(tied=True))
+
+
+def test_tied_head_is_the_embedding_however_the_model_is_made():
+    """Storage, not the config, says whether it is tied: `to_empty` of a meta model makes two tensors of one (H1)."""
+    for model in (llava.Model(TIED), llava.build(TIED, "cpu"), copy.deepcopy(llava.build(TIED, "cpu"))):
+        assert model.language.head.weight is model.language.embed.weight
+        with torch.no_grad():
+            model.language.embed.weight.fill_(3.0)
+        assert model.language.head.weight.untyped_storage().data_ptr() == model.language.embed.weight.untyped_storage().data_ptr()
+        assert "language.head.weight" not in dict(model.named_parameters())
+    untied = llava.build(twins.SHUFFLING, "cpu")
+    assert untied.language.head.weight is not untied.language.embed.weight
+    assert "language.head.weight" in dict(untied.named_parameters())
+
+
+def test_built_model_has_no_tensor_left_on_meta():
+    model = llava.build(TIED, "cpu", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cpu", torch.bfloat16)}
+    assert not list(model.buffers()), "a buffer would be cast and moved with the weights"
+
+
+@pytest.mark.parametrize(("family", "case"), ALL, ids=[case for _, case in ALL])
+def test_facts_fit_the_model(family, case):
+    c = CASES[family][case]
+    model, facts = FAMILIES[family].build(c, "meta"), FAMILIES[family].facts(c)
+    modules = dict(model.named_modules())
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        assert part_of(facts, name) in PARTS
+        twins.theirs_of(name, facts.keys)
+    named = {
+        "blocks": list(facts.blocks.values()),
+        "linears": [p for patterns in facts.linears.values() for p in patterns.values()],
+        "splits": list(facts.splits),
+        "seams": list(facts.seams),
+        "unused": list(facts.unused),
+    }
+    for what, patterns in named.items():
+        for pattern in patterns:
+            hits = [m for n, m in modules.items() if matches(pattern, n)]
+            assert hits, f"{what}: {pattern} names no module"
+            if what in ("linears", "splits"):
+                assert all(isinstance(m, Linear) for m in hits)
+            if what == "seams":
+                assert all(isinstance(m, Attend) and not list(m.parameters()) for m in hits)
+    assert {n for n, m in modules.items() if isinstance(m, Attend)} == {n for n in modules if any(matches(s, n) for s in facts.seams)}
+    assert facts.vocabulary == c.language.vocabulary
+    assert facts.image.tokens == (c.vision.side // c.projector.shuffle) ** 2
+
+
+# ---- initial weights
+
+
+def test_initial_loss_is_that_of_guessing():
+    """Blocks start as the identity, so an untrained model knows nothing: ln(vocabulary) a label."""
+    for c in (twins.SHUFFLING, TIED):
+        model = llava.build(c, "cpu")
+        model.initialise(torch_rng_for(0, "weights"))
+        batch = twins.with_labels(twins.documents(c))
+        assert model(batch).item() / len(batch.labels_L) == pytest.approx(math.log(c.language.vocabulary), rel=0.02)
+
+
+def test_initial_weights_have_an_address_and_reach_every_tensor():
+    models = [llava.build(twins.SHUFFLING, "cpu") for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(torch.nan)
+        model.initialise(torch_rng_for(seed, "weights"))
+    a, b, other = (m.state_dict() for m in models)
+    assert all(x.isfinite().all() for x in a.values())
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert not torch.equal(a["language.embed.weight"], other["language.embed.weight"])
+
+
+def test_every_tensor_learns_within_three_steps():
+    """The ends of the branches start at zero, so the language model's inside learns a step later than they do, and the
+    tower's another: it is behind them."""
+    model = llava.build(twins.SHUFFLING, "cpu")
+    model.initialise(torch_rng_for(0, "weights"))
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = twins.with_labels(twins.documents(twins.SHUFFLING))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+    assert [n for n, p in model.named_parameters() if torch.equal(p, before[n])] == []
+
+
+def test_positions_start_as_half_the_sine_table():
+    model = siglip2.Model(twins.VISION)
+    model.initialise(torch_rng_for(0, "weights"))
+    table = model.positions.weight.detach().unflatten(0, (4, 4))
+    row, column, quarter = 2, 3, 4  # width 16
+    omega = 10_000.0 ** -(torch.arange(quarter) / 3)
+    want = 0.5 * torch.cat([(column * omega).sin(), (column * omega).cos(), (row * omega).sin(), (row * omega).cos()])
+    torch.testing.assert_close(table[row, column], want)
+
+
+def test_normalisation_by_hand():
+    """Red 255, green 0, blue 51 under mean (.4 .5 .6) and std (.3 .4 .5): 2, -1.25, -0.8."""
+    patch = torch.tensor([[255] * 9 + [0] * 9 + [51] * 9], dtype=torch.uint8)
+    got = siglip2.normalised(patch, twins.VISION.mean, twins.VISION.std)
+    torch.testing.assert_close(got, torch.tensor([[2.0] * 9 + [-1.25] * 9 + [-0.8] * 9]))
+
+
+def test_norms_compute_in_float32():
+    """Numbers whose squares overflow float16's range and whose mean square bfloat16 would round."""
+    norm = RMSNorm(4, 1e-6)
+    x_TD = torch.tensor([[300.0, -300.0, 300.0, 300.0]])
+    for dtype in (torch.float16, torch.bfloat16):
+        got = norm(x_TD.to(dtype))
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), torch.tensor([[1.0, -1.0, 1.0, 1.0]]))
+
+
+# ---- configs
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"projector": {"shuffle": 3}}, r"shuffle=3 must divide the 4×4 patches .*valid: \[1, 2, 4\]"),
+        ({"projector": {"kind": "linear", "width": 8}}, "projector.width is the hidden width of an mlp"),
+        ({"feature_layer": -2}, "set feature_norm: false"),
+        ({"feature_layer": 4, "feature_norm": False}, "not among the 4 hidden states of 3 layers"),
+        ({"feature_layer": -5, "feature_norm": False}, "not among the 4 hidden states of 3 layers"),
+        ({"vision": {"heads": 3}}, "heads=3 must divide width=16"),
+        ({"vision": {"patch": 14}}, "patch=14 is larger than image_size=13"),
+        ({"vision": {"std": (0.5, 0.0, 0.5)}}, "greater than 0"),
+        ({"language": {"heads": 5}}, "heads=5 must divide width=24, or head_dim"),
+        ({"language": {"kv_heads": 3}}, "kv_heads=3 must divide heads=4"),
+        ({"language": {"head_dim": 5}}, "head_dim=5 must be even"),
+        ({"language": {"hidden": 5}}, "Extra inputs are not permitted"),
+    ],
+)
+def test_contradictions_are_refused(wrong, message):
+    raw = TIED.model_dump()
+    for key, value in wrong.items():
+        raw[key] = raw[key] | value if isinstance(value, dict) else value
+    with pytest.raises(ValueError, match=message):
+        llava.Config(**raw)
+
+
+def test_config_survives_json():
+    for c in CASES["llava"].values():
+        assert llava.Config.model_validate_json(c.model_dump_json()) == c
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_projector_kinds(kind):
+    """Linear: one matrix on r² joined patches. MLP: two, of its own hidden width, with an exact GELU."""
+    projector = llava.ProjectorConfig(kind=kind, width=10 if kind == "mlp" else None, shuffle=2)
+    p = llava.Projector(llava.Config(vision=twins.VISION, projector=projector, language=twins.language(tied=True)))
+    p.initialise(torch_rng_for(0, "weights"))
+    x_PD = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    joined = torch.stack([x_PD[:4].flatten(), x_PD[4:].flatten()])
+    if kind == "linear":
+        want = joined @ p.out.weight.T
+    else:
+        hidden = joined @ p.up.weight.T
+        assert hidden.shape == (2, 10)
+        want = (hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))) @ p.down.weight.T
+    torch.testing.assert_close(p(x_PD), want, atol=1e-5, rtol=1e-5)
+
+
+def test_head_width_is_free_of_the_width():
+    c = twins.language(tied=True, head_dim=8)
+    assert (c.K, twins.language(tied=True).K) == (8, 6)
+    assert qwen2.Attention(c).q.weight.shape == (32, 24)

@@ -1,0 +1,220 @@
+"""Hugging Face's config files in and out; what would change the mathematics is refused by name."""
+
+import pytest
+import transformers
+
+from eyeline.core.errors import Refused
+from eyeline.models import llava, qwen2, siglip2
+from tests.models import twins
+
+QWEN25_05B = {  # the keys of the hub's Qwen2.5-0.5B-Instruct
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SIGLIP = {
+    "model_type": "siglip",
+    "text_config": {"model_type": "siglip_text_model"},
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+PREPROCESSOR = {
+    "image_processor_type": "SiglipImageProcessor",
+    "do_convert_rgb": None,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 2,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"height": 224, "width": 224},
+}
+
+
+def test_qwen25_as_the_hub_has_it():
+    want = qwen2.Config(vocabulary=151936, width=896, layers=24, heads=14, kv_heads=2, feed_forward=4864, rope_theta=1e6, tied=True)
+    assert qwen2.from_hf(QWEN25_05B) == want
+
+
+def test_siglip2_base_as_the_hub_has_it():
+    """Its vision_config leaves nearly all to the class's defaults, and its processor is bilinear."""
+    want = siglip2.Config(image_size=224, patch=16, width=768, layers=12, heads=12, feed_forward=3072, resample="bilinear")
+    assert siglip2.from_hf(SIGLIP, PREPROCESSOR) == want
+    assert siglip2.from_hf(SIGLIP, None).resample == "bicubic"
+
+
+def test_absent_keys_mean_the_reference_classes_defaults():
+    assert qwen2.from_hf({"model_type": "qwen2"}) == qwen2.from_hf(transformers.Qwen2Config().to_dict())
+    record = transformers.SiglipVisionConfig().to_dict()
+    assert siglip2.from_hf({"model_type": "siglip_vision_model"}, None) == siglip2.from_hf(record, None)
+    processor = transformers.SiglipImageProcessorPil().to_dict()
+    assert siglip2.from_hf({"model_type": "siglip_vision_model"}, None) == siglip2.from_hf(record, processor)
+
+
+@pytest.mark.parametrize("case", twins.CASES["llava"])
+def test_there_and_back(case):
+    """Our config -> config.json -> transformers' record -> config.json -> our config."""
+    c = twins.CASES["llava"][case]
+    config, _ = twins.hf_config(c)
+    record = transformers.AutoConfig.for_model(**config)
+    naflex = llava.form(c).name == "lfm2_vl"
+    preprocessor = siglip2.to_preprocessor_naflex(c.vision) if naflex else siglip2.to_preprocessor(c.vision)
+    back = llava.from_hf(record.to_dict(), preprocessor)
+    want = c if back.projector.width is None else c.model_copy(update={"projector": c.projector.model_copy(update={"width": c.hidden})})
+    assert back == want
+    assert (
+        siglip2.from_hf(transformers.SiglipVisionConfig(**siglip2.to_hf(c.vision)).to_dict(), siglip2.to_preprocessor(c.vision)) == c.vision
+    )
+    assert qwen2.from_hf(transformers.Qwen2Config(**qwen2.to_hf(c.language)).to_dict()) == c.language
+
+
+def test_head_width_of_its_own_is_kept():
+    c = twins.language(tied=True, head_dim=8)
+    assert qwen2.from_hf(qwen2.to_hf(c)) == c
+    assert "head_dim" not in qwen2.to_hf(twins.language(tied=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen3"}, "Qwen3 model, which norms"),
+        ({"model_type": "llama"}, "model_type='llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"attention_bias": False}, "attention_bias=False"),
+        ({"use_sliding_window": True}, "use_sliding_window=True with a window of 32768"),
+        ({"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "layer_types"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary positions in config.json has type='yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "have factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_size": "896"}, "hidden_size='896'"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+        ({"num_key_value_heads": 3}, "describes no model: kv_heads=3 must divide heads=14"),
+    ],
+)
+def test_qwen2_refusals(change, message):
+    with pytest.raises(Refused, match=message):
+        qwen2.from_hf(QWEN25_05B | change)
+
+
+def test_rope_theta_in_all_its_places():
+    old = {k: v for k, v in QWEN25_05B.items() if k != "rope_theta"}
+    assert qwen2.from_hf(old | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
+    assert qwen2.from_hf(old | {"rope_scaling": {"type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
+    assert qwen2.from_hf(old | {"rope_scaling": None}).rope_theta == 1e4
+    assert qwen2.from_hf(QWEN25_05B | {"use_sliding_window": True, "max_window_layers": 24}), "no layer is that high"
+
+
+@pytest.mark.parametrize(
+    ("vision", "preprocessor", "message"),
+    [
+        ({"model_type": "siglip2_vision_model"}, {}, "NaFlex"),
+        ({"model_type": "clip_vision_model"}, {}, "model_type='clip_vision_model'"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
+        ({"num_channels": 1}, {}, "num_channels=1"),
+        ({"image_size": [224, 256]}, {}, r"image_size=\[224, 256\]"),
+        ({"num_attention_heads": 7}, {}, "heads=7 must divide width=768"),
+        ({}, {"size": {"height": 256, "width": 256}}, "size="),
+        ({}, {"size": {"shortest_edge": 224}}, "size="),
+        ({}, {"do_center_crop": True}, "do_center_crop=True"),
+        ({}, {"do_rescale": False}, "do_rescale=False"),
+        ({}, {"rescale_factor": 1.0}, "rescale_factor=1.0"),
+        ({}, {"resample": 5}, "resample=5"),
+        ({}, {"image_mean": [0.5]}, r"image_mean=\[0.5\]"),
+        ({}, {"image_std": [0.5, 0.5, 0.0]}, "greater than 0"),
+    ],
+)
+def test_siglip2_refusals(vision, preprocessor, message):
+    config = SIGLIP | {"vision_config": SIGLIP["vision_config"] | vision}
+    with pytest.raises(Refused, match=message):
+        siglip2.from_hf(config, PREPROCESSOR | preprocessor)
+
+
+def test_naflex_model_is_refused_whole():
+    with pytest.raises(Refused, match="NaFlex"):
+        siglip2.from_hf({"model_type": "siglip2", "vision_config": {}}, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "internvl"}, "model_type='internvl'"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act='relu'"),
+        ({"multimodal_projector_bias": False}, "multimodal_projector_bias=False"),
+        ({"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy='default'"),
+        ({"vision_feature_layer": [-2, -1]}, r"vision_feature_layer=\[-2, -1\]"),
+        ({"vision_feature_layer": -9}, "not among the 4 hidden states"),
+        ({"text_config": {"model_type": "llama"}}, "text_config of config.json has model_type='llama'"),
+        ({"vision_config": None}, "has no vision_config"),
+    ],
+)
+def test_llava_refusals(change, message):
+    config, _ = twins.hf_config(twins.CASES["llava"]["llava tied"])
+    with pytest.raises(Refused, match=message):
+        llava.from_hf(config | change, siglip2.to_preprocessor(twins.VISION))
+
+
+def test_omitted_select_strategy_is_the_one_that_drops_a_patch():
+    config, _ = twins.hf_config(twins.CASES["llava"]["llava tied"])
+    del config["vision_feature_select_strategy"]
+    with pytest.raises(Refused, match="vision_feature_select_strategy"):
+        llava.from_hf(config, siglip2.to_preprocessor(twins.VISION))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({}, "lfm2_vl"),
+        ({"feature_norm": False}, "llava"),
+        ({"feature_norm": False, "feature_layer": -2}, "llava"),
+        ({"feature_norm": False, "projector": {"width": 24}}, "llava"),
+        ({"feature_norm": False, "projector": {"width": 20}}, "parts"),
+        ({"feature_norm": False, "projector": {"shuffle": 2}}, "parts"),
+        ({"feature_norm": False, "projector": {"norm": True}}, "parts"),
+        ({"projector": {"shuffle": 2, "width": 20}}, "lfm2_vl"),
+        ({"projector": {"shuffle": 2, "norm": True}}, "lfm2_vl"),
+        ({"projector": {"kind": "linear"}}, "parts"),
+        ({"vision": twins.VISION.model_dump()}, "parts"),
+    ],
+)
+def test_form_of_an_export(change, name):
+    c = llava.Config(**({"vision": twins.EVEN, "language": twins.language(tied=True)} | change))
+    form = llava.form(c)
+    assert form.name == name
+    assert len(form.reason) > 20
+
+
+def test_image_token_outside_the_vocabulary_is_refused():
+    with pytest.raises(Refused, match="image token 53 is outside the vocabulary of 53"):
+        llava.lfm2_vl_to_hf(twins.SHUFFLING, 53)
+
+
+def test_no_internvl_form_while_its_class_ignores_the_tower():
+    """When this fails, transformers reads SigLIP towers in InternVL folders, and `form` may offer them."""
+    tower = siglip2.to_hf(twins.EVEN)
+    record = transformers.AutoConfig.for_model("internvl", vision_config=tower, text_config=qwen2.to_hf(twins.language(tied=True)))
+    assert record.vision_config.__class__.__name__ == "InternVLVisionConfig"

@@ -1,0 +1,192 @@
+"""LoRA against PEFT on the same weights; merging; where adapters go and where they do not."""
+
+import peft
+import pytest
+import torch
+from pydantic import ValidationError
+
+from eyeline.core.errors import Refused
+from eyeline.core.facts import part_of
+from eyeline.core.randomness import torch_rng_for
+from eyeline.models import llava, qwen2
+from eyeline.models.layers import Linear
+from eyeline.models.lora import LoRA, LoRALinear, adapters, merge, wrap
+from tests.models import twins
+from tests.models.twins import close
+
+C = twins.SHUFFLING
+FACTS = llava.facts(C)
+
+
+def built(c: llava.Config = C) -> llava.Model:
+    model = llava.build(c, "cpu")
+    twins.randomise(model)
+    return model
+
+
+def wrapped(lora: LoRA, part="language", seed: int = 0, **kwargs) -> llava.Model:
+    """With adapters that do something: B is random, not zero."""
+    model = built(**kwargs)
+    wrap(model, FACTS, part, lora, torch_rng_for(seed, "lora"))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("lora_B"):
+                p.copy_(0.3 * torch.randn(p.shape, generator=torch_rng_for(seed, name)))
+    return model
+
+
+def batch():
+    return twins.with_labels(twins.documents(C))
+
+
+def test_equals_peft(tmp_path):
+    """The language model alone under PEFT with our A and B: logits, adapter gradients, and its own merge."""
+    config = twins.language(tied=False)
+    reference = twins.reference_of(qwen2.to_hf(config))
+    ours = llava.build(C.model_copy(update={"language": config}), "cpu")
+    twins.randomise(ours)
+    twins.fill(ours.language, twins.on_disk(reference, tmp_path), qwen2.KEYS)
+    targets = {"q": "q_proj", "v": "v_proj", "down": "down_proj"}
+    wrap(ours, FACTS, "language", LoRA(rank=3, alpha=5, targets=tuple(targets)), torch_rng_for(0, "lora"))
+    theirs = peft.get_peft_model(reference, peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=list(targets.values())))
+
+    pairs = []
+    for name in adapters(ours):
+        path, _, leaf = name.removeprefix("language.").rpartition(".")
+        path = path.replace("blocks", "layers").replace("attn", "self_attn")
+        layer = theirs.get_submodule(f"base_model.model.model.{path}.{targets[leaf]}")
+        mine = ours.get_submodule(name)
+        pairs += [
+            (name + ".lora_A", mine.lora_A, layer.lora_A["default"].weight),
+            (name + ".lora_B", mine.lora_B, layer.lora_B["default"].weight),
+        ]
+    assert len(pairs) == 2 * len(targets) * config.layers
+    with torch.no_grad():
+        for name, mine, other in pairs:
+            mine.copy_(torch.randn(mine.shape, generator=torch_rng_for(1, name)) * 0.4)
+            other.copy_(mine)
+
+    documents = [d for d in twins.documents(C) if not d.images]
+    want, want_logits = twins.reference_loss(theirs, documents, C)
+    got = ours(twins.with_labels(documents))
+    close(twins.logits_of(ours, twins.with_labels(documents)), want_logits, "logits")
+    want.backward()
+    got.backward()
+    for name, mine, other in pairs:
+        close(mine.grad, other.grad, f"gradient of {name}")
+
+    merge(ours)
+    merged = theirs.merge_and_unload()
+    weights = twins.on_disk(merged, tmp_path / "merged")
+    for name, p in ours.language.named_parameters():
+        close(p, weights[twins.theirs_of(name, qwen2.KEYS)[0]], name, tolerance=1e-6)
+
+
+def test_fresh_adapters_change_nothing_and_start_as_stated():
+    model, want = built(), twins.logits_of(built(), batch())
+    names = wrap(model, FACTS, "language", LoRA(rank=4, alpha=8, targets="all-linear"), torch_rng_for(0, "lora"))
+    assert torch.equal(twins.logits_of(model, batch()), want)
+    layer = model.get_submodule(names[0])
+    assert isinstance(layer, LoRALinear)
+    assert layer.lora_A.shape == (4, C.language.width)
+    bound = C.language.width**-0.5
+    assert layer.lora_A.abs().max() <= bound
+    assert layer.lora_A.std().item() == pytest.approx(bound / 3**0.5, rel=0.2)
+    assert not layer.lora_B.any()
+
+
+def test_same_address_same_adapters():
+    lora = LoRA(rank=2, alpha=4, targets=("q",))
+    a, b, other = (wrapped(lora, seed=s).state_dict() for s in (0, 0, 1))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert any(not torch.equal(a[n], other[n]) for n in a)
+
+
+@pytest.mark.parametrize("part", ["vision", "projector", "language"])
+def test_all_linear_wraps_every_linear_layer_of_its_part_and_none_of_another(part):
+    """q and v name layers of the tower and of the language model: a part's facts reach only its own (G1)."""
+    model = built()
+    linears = {n for n, m in model.named_modules() if isinstance(m, Linear) and part_of(FACTS, n + ".weight") == part}
+    linears.discard("vision.embed")  # the patch embedding is a convolution to PEFT
+    assert set(wrap(model, FACTS, part, LoRA(rank=2, alpha=2, targets="all-linear"), torch_rng_for(0, "lora"))) == linears
+    assert set(adapters(model)) == linears
+    assert linears
+
+
+def test_only_adapters_get_gradients():
+    """Frozen weights of the whole model: adapters in the tower learn through everything above them."""
+    model = wrapped(LoRA(rank=2, alpha=2, targets=("q", "v")), part="vision")
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith(("lora_A", "lora_B")))
+    model.vision.recompute = model.language.recompute = True
+    model(batch()).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert {n.split(".")[0] for n in gradients} == {"vision"}
+    assert len(gradients) == 2 * 2 * C.vision.layers
+    assert all(g.any() for g in gradients.values())
+
+
+def test_unknown_target_is_refused_with_the_known_ones():
+    with pytest.raises(Refused, match=r"'gat' names no linear layer of language; known: q, k, v, o, gate, up, down.* Did you mean 'gate'"):
+        wrap(built(), FACTS, "language", LoRA(rank=2, alpha=2, targets=("q", "gat")), torch_rng_for(0, "lora"))
+
+
+def test_merged_model_gives_the_same_logits_and_has_no_adapters():
+    model = wrapped(LoRA(rank=3, alpha=7, targets="all-linear"))
+    names_before = {n for n, _ in built().named_parameters()}
+    want = twins.logits_of(model, batch())
+    assert (want - twins.logits_of(built(), batch())).abs().max() > 0.1
+    assert merge(model)
+    close(twins.logits_of(model, batch()), want, "logits")
+    assert not adapters(model)
+    assert {n for n, _ in model.named_parameters()} == names_before
+    assert merge(model) == []
+
+
+def test_merging_into_bfloat16_keeps_the_update():
+    """An update far below the weight's last bfloat16 bit survives: the sum is kept in float32."""
+    model = wrapped(LoRA(rank=2, alpha=2, targets=("q",)))
+    layer = model.get_submodule("language.blocks.0.attn.q")
+    layer.weight.data = layer.weight.data.bfloat16()
+    layer.lora_B.data *= 1e-4
+    want_OI = layer.weight.double() + layer.scale * layer.lora_B.double() @ layer.lora_A.double()
+    merge(model)
+    torch.testing.assert_close(model.get_submodule("language.blocks.0.attn.q").weight.double(), want_OI, atol=1e-7, rtol=0)
+
+
+def test_dropout_is_of_the_adapters_input_in_training_only():
+    """W·x + α/r·B·A·dropout(x): the frozen weight sees all of x. In evaluation nothing is dropped."""
+    layer = wrapped(LoRA(rank=2, alpha=6, dropout=0.4, targets=("q",))).get_submodule("language.blocks.0.attn.q")
+    x_TD = torch.randn(50, C.language.width, generator=torch.Generator().manual_seed(0))
+    base_TD = x_TD @ layer.weight.T + layer.bias
+    torch.manual_seed(7)
+    got = layer.train()(x_TD)
+    torch.manual_seed(7)
+    dropped_TD = torch.nn.functional.dropout(x_TD, 0.4)
+    assert (dropped_TD == 0).float().mean().item() == pytest.approx(0.4, abs=0.05)
+    torch.testing.assert_close(got, base_TD + 3 * dropped_TD @ layer.lora_A.T @ layer.lora_B.T)
+    torch.testing.assert_close(layer.eval()(x_TD), base_TD + 3 * x_TD @ layer.lora_A.T @ layer.lora_B.T)
+
+
+def test_recomputing_draws_the_same_dropout():
+    """A checkpointed block with dropout computes its gradients with the mask of its forward pass."""
+    gradients = []
+    for recompute in (False, True):
+        model = wrapped(LoRA(rank=2, alpha=2, dropout=0.5, targets=("q", "v"))).train()
+        model.language.recompute = recompute
+        torch.manual_seed(0)
+        model(batch()).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert all(torch.equal(gradients[0][n], gradients[1][n]) for n in gradients[0])
+
+
+def test_adapters_only_where_something_depends_on_them():
+    c = twins.CASES["llava"]["llava untied, layer before the last"]
+    names = wrap(built(c), llava.facts(c), "vision", LoRA(rank=2, alpha=2, targets=("q",)), torch_rng_for(0, "lora"))
+    assert names == ["vision.blocks.0.attn.q", "vision.blocks.1.attn.q"]
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0}, {"dropout": 1.0}, {"targets": ()}, {"targets": "everything"}, {"r": 4}])
+def test_settings_are_checked(wrong):
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        LoRA(**({"rank": 2, "alpha": 4, "targets": ("q",)} | wrong))
