@@ -8,9 +8,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.facts import KeyRule
+from eyeline.core.facts import KeyRule, matches
 from eyeline.core.files import storage_failed, sync_folder, write_json
 
 SINGLE = "model.safetensors"
@@ -59,7 +58,6 @@ class Entry:
     """One tensor of a checkpoint folder, by its header alone."""
 
     file: Path
-    name: str
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
 
@@ -122,7 +120,7 @@ def entries_of(file: Path) -> dict[str, Entry]:
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-            return {name: Entry(file, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+            return {name: Entry(file, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
     except SafetensorError as error:
         raise Refused(f"{file} is no whole safetensors file: {error}. Copy or download it again.") from error
     except OSError as error:
@@ -239,11 +237,10 @@ def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of these entries under the keys that they have here, file by file."""
     for file in sorted({entry.file for entry in entries.values()}):
         with safe_open(file, framework="pt") as opened:
             for name in sorted(name for name, entry in entries.items() if entry.file == file):
-                yield name, opened.get_tensor(entries[name].name)
+                yield name, opened.get_tensor(name)
 
 
 def write_folder(
@@ -288,76 +285,67 @@ def write_folder(
 # ---- names
 
 
-def named_theirs(tensors: Mapping[str, Tensor], rules: Sequence[KeyRule]) -> dict[str, list[tuple[str, KeyRule]]]:
-    """Our tensor's name -> its names in the checkpoint, with their rules. A name of ours without a rule is a defect.
-
-    Of tensors that are one object (an embedding that is also the head) the first name stands for all, and has all their
-    names: the first is the one that is written, since families leave out the later ones.
-    """
-    patterns = [(re.compile(re.escape(r.ours).replace(r"\{i\}", r"(\d+)")), r) for r in rules]
-    first: dict[int, str] = {}
-    found: dict[str, list[tuple[str, KeyRule]]] = {}
-    for name, x in tensors.items():
-        hits = [(m, rule) for pattern, rule in patterns if (m := pattern.fullmatch(name))]
-        assert len(hits) == 1, f"{name} has {len(hits)} key rules"
-        match, rule = hits[0]
-        theirs = rule.theirs.replace("{i}", match.group(1)) if match.groups() else rule.theirs
-        found.setdefault(first.setdefault(id(x), name), []).append((theirs, rule))
-    return found
+def their_name(ours: str, rules: Sequence[KeyRule]) -> tuple[str, KeyRule]:
+    """A tensor's name in the checkpoint, and its rule. A name of ours that has no rule, or two, is a defect."""
+    hits = [(match, rule) for rule in rules if (match := re.fullmatch(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"), ours))]
+    assert len(hits) == 1, f"{ours} has {len(hits)} key rules"
+    match, rule = hits[0]
+    assert (rule.read is None) == (rule.write is None), f"{rule.ours}: a rule turns both ways or neither"
+    return (rule.theirs.replace("{i}", match.group(1)) if match.groups() else rule.theirs), rule
 
 
-def renamed(tensors: Mapping[str, Tensor], rules: Sequence[KeyRule]) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors as the checkpoint names and shapes them; tied ones once."""
-    for name, (written, *_) in named_theirs(tensors, rules).items():
-        theirs, rule = written
-        yield theirs, rule.write(tensors[name]) if rule.write else tensors[name]
+def renamed(tensors: Iterable[tuple[str, Tensor]], rules: Sequence[KeyRule]) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors as the checkpoint names and shapes them. `model.named_parameters()` gives tied ones once, as families write them."""
+    for ours, x in tensors:
+        theirs, rule = their_name(ours, rules)
+        yield theirs, rule.write(x) if rule.write else x
 
 
 @torch.no_grad()
-def load_into(
-    tensors: Mapping[str, Tensor],
-    folder: Path,
-    rules: Sequence[KeyRule],
-    dropped: Sequence[str] = (),
-    canonical: Callable[[str], str] = str,
-) -> None:
-    """Fill our tensors in place from a checkpoint folder, cast to each one's dtype.
+def load_into(tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRule], dropped: Sequence[str] = ()) -> None:
+    """Fill our tensors in place with what `stream` finds, cast to each one's dtype. Raises Refused."""
+    for ours, value in stream(tensors, folder, rules, dropped):
+        tensors[ours].copy_(value)
 
-    `tensors` may hold one tensor under several names (`named_parameters(remove_duplicate=False)`): a tied weight. It must
-    lie in the folder under at least one of its names, and equal under all that are there. `canonical` turns a name in the
-    folder into the one that the rules know, and `dropped` are patterns (`*` crosses dots) of such names that may be there
-    in vain.
 
-    Raises Refused before any tensor is touched when a name is missing or unknown, or a shape or dtype is wrong; and
-    after that, when a value is not finite.
+def stream(
+    tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRule], dropped: Sequence[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint folder under our names and in our layout, one at a time, as they are stored.
+
+    `tensors` says which are wanted, by shape alone (the meta device will do). One tensor under several names
+    (`named_parameters(remove_duplicate=False)`) is a tied weight: it must be there under at least one of its names, equal
+    under all that are there, and it comes once, under its first. `dropped` are patterns of names that the checkpoint may
+    hold in vain (`core.facts.matches`; `**` crosses dots).
+
+    Raises Refused before the first tensor when a name is missing or unknown, or a shape or dtype is wrong; and at a tensor
+    that has a value which is not finite.
     """
-    wanted = named_theirs(tensors, rules)
-    entries: dict[str, Entry] = {}
-    for name, entry in entries_in(folder).items():
-        if entries.setdefault(canonical(name), entry) is not entry:
-            raise Refused(f"{folder} holds two tensors that both mean {canonical(name)}, one of them named {name}.")
+    entries = entries_in(folder)
+    first: dict[int, str] = {}
+    wanted: dict[str, list[tuple[str, KeyRule]]] = {}  # ours -> its names there
+    for ours, x in tensors.items():
+        wanted.setdefault(first.setdefault(id(x), ours), []).append(their_name(ours, rules))
     used = {theirs: ours for ours, names in wanted.items() for theirs, _ in names if theirs in entries}
     _refuse_differences(folder, tensors, wanted, entries, used, dropped)
 
     rule_of = dict(pair for names in wanted.values() for pair in names)
-    filled: set[str] = set()
+    came: dict[str, str] = {}
     for theirs, value in _read({name: entries[name] for name in used}):
-        rule, ours = rule_of[theirs], used[theirs]
-        value = rule.read(value) if rule.read else value
+        ours, rule = used[theirs], rule_of[theirs]
         if not value.isfinite().all():
             bad = int((~value.isfinite()).sum())
             raise Refused(
                 f"{theirs} in {entries[theirs].file} has {bad:,} of {value.numel():,} values that are NaN or infinite. "
                 f"The checkpoint is broken; take an earlier one."
             )
-        if ours not in filled:
-            tensors[ours].copy_(value)
-            filled.add(ours)
-        elif not torch.equal(tensors[ours], value.to(tensors[ours])):
-            both = " and ".join(name for name, other in used.items() if other == ours)
+        if ours not in came:
+            came[ours] = theirs
+            yield ours, rule.read(value) if rule.read else value
+        elif not torch.equal(dict(_read({came[ours]: entries[came[ours]]}))[came[ours]], value):
             raise Refused(
-                f"{folder} holds {both} with different values, but its config.json ties them. Set tie_word_embeddings to "
-                f"false there, or delete the stale one."
+                f"{folder} holds {came[ours]} and {theirs} with different values, but its config.json ties them. Set "
+                f"tie_word_embeddings to false there, or delete the stale one."
             )
 
 
@@ -371,7 +359,7 @@ def _refuse_differences(
 ) -> None:
     """Raise Refused with everything in which a folder's headers differ from what is wanted."""
     missing = [names[0][0] for names in wanted.values() if not any(theirs in used for theirs, _ in names)]
-    unknown = [name for name in sorted(entries) if name not in used and not any(fnmatchcase(name, p) for p in dropped)]
+    unknown = [name for name in sorted(entries) if name not in used and not any(_covers(p, name) for p in dropped)]
     wrong: list[str] = []
     for ours, names in wanted.items():
         for theirs, rule in names:
@@ -391,9 +379,14 @@ def _refuse_differences(
 
 
 def _their_shape(rule: KeyRule, ours: Tensor) -> tuple[int, ...]:
-    assert (rule.read is None) == (rule.write is None), f"{rule.ours}: a rule turns both ways or neither"
     blank = torch.empty(ours.shape, device="meta")
     return tuple((rule.write(blank) if rule.write else blank).shape)
+
+
+def _covers(pattern: str, name: str) -> bool:
+    if "**" in pattern:
+        return re.fullmatch(re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+"), name) is not None
+    return matches(pattern, name)
 
 
 def _listing(what: str, names: Sequence[str], most: int = 6) -> str:
