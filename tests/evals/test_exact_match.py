@@ -167,7 +167,7 @@ def test_a_picture_is_decoded_once_for_all_its_questions(
 def test_what_cannot_be_asked_is_counted_and_nothing_at_all_is_refused(tmp_path: Path, made: tuple[llava.Model, Facts, Encoder]) -> None:
     model, facts, encoder = made
     source = easy_vqa(tmp_path / "test", [("é" * 40, "x", 0), ("q", "x", 7), ("q", "x", 8)])
-    with pytest.raises(Refused, match="{'missing_image': 2, 'too_long': 1}"):
+    with pytest.raises(Refused, match=r"{'missing_image': 2, 'too_long': 1}"):
         exact_match(model, facts, encoder, [source], NOTHING, max_tokens=5)
 
 
