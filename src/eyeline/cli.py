@@ -63,7 +63,7 @@ def evaluate(
     checkpoint: Annotated[str, typer.Option(help="newest, or best (by validation loss).")] = "newest",
 ) -> None:
     """Answer every question of the recipe's evaluation and write eval.json in the run folder."""
-    from eyeline.recipes.evaluate import evaluate as evaluate_run
+    from eyeline.study.evaluate import evaluate as evaluate_run
 
     evaluate_run(run, show=show, limit=limit, checkpoint=checkpoint)
 

@@ -105,16 +105,21 @@ def held_out(all: Opened, row: int, share: float) -> bool:
     )
 
 
-def training_texts(data: Data) -> Iterator[str]:
-    """Every text that training shows, for a tokenizer to be made from. Rows that cannot be used are passed over."""
+def training_samples(data: Data) -> Iterator[Sample]:
+    """Every sample that training visits, once, in the sources' order. Rows that cannot be used are passed over."""
     all = opened(data.sources)
     for row in range(len(all.places)):
         if data.hold_out and held_out(all, row, data.hold_out):
             continue
         try:
-            sample = all.sample(row)
+            yield all.sample(row)
         except BadSample:  # counted when it is read for training
             continue
+
+
+def training_texts(data: Data) -> Iterator[str]:
+    """Every text that training shows, for a tokenizer to be made from."""
+    for sample in training_samples(data):
         yield from (part.text for message in sample.messages for part in message.parts if isinstance(part, Text))
 
 

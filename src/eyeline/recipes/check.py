@@ -13,8 +13,6 @@ from eyeline.core.randomness import seed_for
 from eyeline.data.loader import Reader, opened
 from eyeline.data.report import DataReport, Spread, data_report, first_documents, render_sample
 from eyeline.data.sources import open_source
-from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import Encoder
 from eyeline.models import llava
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Run, Stage
@@ -34,7 +32,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
     found = [*settings_problems(run)]
     try:
         bundle = description(run)
-        encoder = Encoder(bundle.tokenizer, template_named(bundle.template))
+        encoder = bundle.encoder()
     except Refused:  # among the settings' problems already: without a model no sample can be shown
         console.print(_listed(run.name, found), markup=False)
         return False
@@ -75,7 +73,7 @@ def settings_problems(run: Run) -> Iterator[str]:
     yield from folder_problems(run_folder(run))
     try:
         bundle = description(run)
-        encoder = Encoder(bundle.tokenizer, template_named(bundle.template))
+        encoder = bundle.encoder()
     except Refused as error:
         yield f"model: {error}"
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eyeline.bundle.bundle import Bundle, describe, open_bundle, read_description
+from eyeline.bundle.bundle import Bundle, describe, load_checkpoint, open_bundle, read_description
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, Part
@@ -23,7 +23,6 @@ from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
 from eyeline.train.environment import environment
 from eyeline.train.run import Run, differences, from_yaml, to_yaml
-from eyeline.train.trainable import wrap_all
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -67,7 +66,7 @@ def begin(run: Run, folder: Path, here: Machine) -> Home:
     write_json(env, known)
     write_atomically(recipe, to_yaml(run))  # settings that may change on resume have their new values
     bundle = read_description(folder / "model")
-    home = Home(folder, known["run"], len(known["attempts"]), bundle, Encoder(bundle.tokenizer, template_named(bundle.template)))
+    home = Home(folder, known["run"], len(known["attempts"]), bundle, bundle.encoder())
     metrics.write(folder, {"kind": "start", **known["attempts"][-1]}, home.attempt)
     return home
 
@@ -113,10 +112,8 @@ def build(
         else:
             model.initialise(torch_rng_for(run.seed, "weights"))
         return model, facts, {}
-    adapters: dict[Part, LoRA] = {part: LoRA(**settings) for part, settings in checkpoint.state["lora"].items()}
-    wrap_all(model, facts, adapters, run.seed)
-    checkpoint.fill(tensors_of(model), "model", "frozen")
-    return model, facts, adapters
+    load_checkpoint(model, config, checkpoint)
+    return model, facts, {part: LoRA(**settings) for part, settings in checkpoint.state["lora"].items()}
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""`eyeline eval`: ask a run its recipe's held-out questions, and keep the result in the run folder."""
+
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from eyeline.bundle.bundle import open_bundle
+from eyeline.core.errors import Refused
+from eyeline.data.loader import opened, training_samples
+from eyeline.evals.exact_match import exact_match, prior_of
+from eyeline.evals.result import Result, write_result
+from eyeline.models import llava
+from eyeline.parallel.launch import machine
+from eyeline.train.environment import environment
+from eyeline.train.run import from_yaml
+from eyeline.train.start import COMPUTE
+
+
+def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoint: Literal["newest", "best"] = "newest") -> Result:
+    """Answer the questions, write RUN/eval.json, print the scores and `show` answers. Refused without questions or checkpoint."""
+    recipe = folder / "recipe.yaml"
+    if not recipe.is_file():
+        raise Refused(f"{folder} is no run folder: it has no recipe.yaml. Give the folder that `eyeline train` wrote, such as runs/NAME")
+    run = from_yaml(recipe.read_text(encoding="utf-8"))
+    if run.evaluation is None:
+        raise Refused(f"{recipe} has no evaluation. Add evaluation.sources to the recipe and run `eyeline train` again: it may change")
+    here = machine(run.device, run.threads)
+    found = open_bundle(folder, checkpoint)
+    assert found.checkpoint is not None, "a run has one"
+    model = llava.build(found.bundle.config, here.device, compute_dtype=COMPUTE[run.precision])
+    found.load(model)
+    asked = opened(run.evaluation.sources)
+    seen = {sample.id: sample for stage in run.stages for sample in training_samples(stage.data)}  # stages share samples
+    prior = prior_of(seen.values())
+    questions = min(len(asked.places), limit if limit is not None else len(asked.places))
+    with Progress(transient=True) as bar:
+        task = bar.add_task("answering", total=questions)
+        result = exact_match(
+            model.eval(),
+            llava.facts(found.bundle.config),
+            found.bundle.encoder(),
+            asked.sources,
+            prior,
+            max_tokens=run.evaluation.max_tokens,
+            limit=limit,
+            stamps={"checkpoint": found.checkpoint.folder.name, "data": [s.path for s in run.evaluation.sources], **environment(here)},
+            progress=lambda done: bar.update(task, completed=done),
+        )
+    write_result(folder / "eval.json", result)
+    console = Console()
+    console.print(scores(result))
+    for one in result.samples[:show]:
+        mark = "right" if one.correct else f"wrong, it is {one.answer!r}"
+        console.print(f"{one.id}: {one.question} → {one.prediction!r} ({mark})", markup=False, highlight=False)
+    return result
+
+
+def scores(result: Result) -> Table:
+    """Accuracy over all and by kind of question, beside what a model reaches that never looks."""
+    table = Table(title=f"exact match, {result.questions:,} questions, {result.seconds:.0f} s", title_justify="left")
+    for column in ("", "questions", "accuracy", "blind prior"):
+        table.add_column(column, justify="right" if column else "left")
+    for kind, score in result.by_kind.items():
+        table.add_row(kind or "(no kind)", f"{score.questions:,}", f"{score.accuracy:.1%}", f"{result.blind.by_kind[kind].accuracy:.1%}")
+    table.add_row("all", f"{result.overall.questions:,}", f"{result.overall.accuracy:.1%}", f"{result.blind.overall.accuracy:.1%}", style="bold")
+    if result.rejected:
+        table.caption = "not asked: " + ", ".join(f"{cause} {count}" for cause, count in result.rejected.items())
+    return table
