@@ -167,11 +167,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def entries_in(folder: Path) -> dict[str, Entry]:
-    """Every tensor of a checkpoint folder in Hugging Face's layout, by headers alone.
+    """Every tensor of a checkpoint folder in Hugging Face's layout, or of one safetensors file, by headers alone.
 
-    Takes `model.safetensors`, or shards under `model.safetensors.index.json`. Raises Refused for anything else: pickled
+    A folder has `model.safetensors`, or shards under `model.safetensors.index.json`. Raises Refused for anything else: pickled
     weights, an index that names files outside the folder, tensors that the index lacks or invents, a wrong total.
     """
+    if folder.is_file():
+        return entries_of(folder)
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
         raise Refused(f"{folder} holds both {SINGLE} and {INDEX}: which one is meant? Delete the one that is stale.")
