@@ -99,10 +99,12 @@ def held_out(all: Opened, row: int, share: float) -> bool:
     source, i = all.places[row]
     rows = all.sources[source]
     names = [key.removeprefix(str(rows.root)) for key in rows.shown[i]] or [rows.id(i)]
-    return any(
-        int.from_bytes(hashlib.sha256(("held out" + name).encode("utf-8", "surrogateescape")).digest()[:8], "big") < share * 2**64
-        for name in names
-    )
+    return any(_drawn(name) < share for name in names)
+
+
+def _drawn(name: str) -> float:
+    """A number from 0 to 1 that depends on the name alone."""
+    return int.from_bytes(hashlib.sha256(("held out" + name).encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
 
 
 def training_samples(data: Data) -> Iterator[Sample]:
