@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyeline.kernels import attention
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention, packed_attention_plain
 
 H, G, K = 6, 2, 8
@@ -80,6 +81,28 @@ def test_operator_is_sound():
     """torch's own checks of a custom operator: schema, fake tensors, autograd registration, dynamic shapes."""
     q, k, v = tensors(9)
     torch.library.opcheck(torch.ops.eyeline.packed_attention.default, (q, k, v, bounds([4, 1, 4]), True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_call_of_variable_length_attention(monkeypatch, takes_groups, causal):
+    """What a GPU would be asked, answered by hand: the window, the bounds, and key heads as that version wants them."""
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), **options):  # 2.11's, and options
+        assert options == ({"enable_gqa": True} if takes_groups else {})
+        assert key.shape[1] == value.shape[1] == (G if takes_groups else H)
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert max_q == max_k == 4
+        if not takes_groups:
+            assert torch.equal(key[:, 0], key[:, H // G - 1])
+            key, value = key[:, :: H // G], value[:, :: H // G]
+        return by_hand(query, key, value, cu_seq_q.diff().tolist(), causal={(-1, 0): True, (-1, -1): False}[window_size])
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "VARLEN_TAKES_GROUPS", takes_groups)
+    inputs, lengths = tensors(9), [4, 1, 4]
+    got = attention._varlen(*inputs, bounds(lengths), 4, causal)
+    torch.testing.assert_close(got, by_hand(*inputs, lengths, causal))
 
 
 # ---- the cache

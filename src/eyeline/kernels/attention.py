@@ -39,16 +39,22 @@ def packed_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor,
     CPU: one opaque operator, for any layout the same graph. CUDA in half precision: PyTorch's variable-length flash
     attention. CUDA in float32 (comparisons): the plain version, which reads `cu_S1` on the host.
     """
-    sizes = dims("THK", q_THK, "TGK", k_TGK, "TGK", v_TGK)
+    dims("THK", q_THK, "TGK", k_TGK, "TGK", v_TGK)
     if not q_THK.is_cuda:
         return _packed(q_THK, k_TGK, v_TGK, cu_S1, causal)[0]
     if q_THK.dtype == torch.float32:
         return packed_attention_plain(q_THK, k_TGK, v_TGK, cu_S1, causal)
+    return _varlen(q_THK, k_TGK, v_TGK, cu_S1, longest, causal)
+
+
+def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest: int, causal: bool) -> Tensor:
+    """PyTorch's flash attention over documents of any length. torch 2.11's wants as many key heads as query heads."""
     options: dict[str, Any] = {"window_size": LEFT_ONLY if causal else BOTH_SIDES}
-    if VARLEN_TAKES_GROUPS:
+    groups = q_THK.shape[1] // k_TGK.shape[1]
+    if groups > 1 and VARLEN_TAKES_GROUPS:
         options["enable_gqa"] = True
-    else:
-        k_TGK, v_TGK = (x.repeat_interleave(sizes["H"] // sizes["G"], 1) for x in (k_TGK, v_TGK))
+    elif groups > 1:
+        k_TGK, v_TGK = (x.repeat_interleave(groups, 1) for x in (k_TGK, v_TGK))
     out_THK = varlen_attn(q_THK, k_TGK, v_TGK, cu_S1, cu_S1, longest, longest, **options)
     assert isinstance(out_THK, Tensor)  # a pair only when the log-sum-exp is asked for
     return out_THK
