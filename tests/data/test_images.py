@@ -211,7 +211,7 @@ def test_unusable_pictures_are_rejected_by_name(name: str, suffix: str, tmp_path
     path = tmp_path / "odd.png"
     path.write_bytes(data)
     picture = Picture("odd.png", data if suffix == "bytes" else path)
-    with pytest.raises(BadSample, match=message) as caught:
+    with pytest.raises(BadSample, match=message or None) as caught:
         decode(picture)
     assert caught.value.cause in cause.split("|")
     assert "odd.png" in caught.value.message

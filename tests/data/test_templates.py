@@ -75,7 +75,9 @@ def test_jinja_takes_lists_of_parts(name: str, request: pytest.FixtureRequest) -
     assert found == ours(encoder, messages, False)
 
 
-_text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12) | st.sampled_from(["<|im", "end|>", "user\n", " a", "\n\n", "'ll", "🙂"])
+_text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12) | st.sampled_from(
+    ["<|im", "end|>", "user\n", " a", "\n\n", "'ll", "🙂"]
+)
 _question = st.lists(_text | st.just(DOT), min_size=1, max_size=4).map(tuple)
 _answer = _text.filter(lambda text: not text[0].isspace())  # a space there may merge with the newline before it: the one exception
 

@@ -1,0 +1,68 @@
+"""What is measured is what is made; what is too long loses whole exchanges, never a part of one."""
+
+import pytest
+
+from eyeline.core.batch import IGNORE, Sample
+from eyeline.core.errors import BadSample
+from eyeline.core.facts import ImageRule
+from eyeline.data.documents import document_of, fitted, measure
+from eyeline.data.images import grey
+from eyeline.data.tokenizer import Encoder
+from tests.data.made import DOT, sample
+
+THREE = sample((DOT, "one?"), "1", ("two?", DOT), "2", "three?", "3")
+
+
+@pytest.mark.parametrize("conversation", [THREE, sample("hi", "ho"), sample((DOT, DOT), "two dots", system="Look!")])
+def test_measures_are_those_of_the_document(qwen: Encoder, rule: ImageRule, conversation: Sample) -> None:
+    size = measure(conversation, qwen, rule)
+    document = document_of(conversation, qwen, [grey(rule)] * len(conversation.pictures))
+    assert size.tokens == len(document.tokens_T)
+    assert size.visual == len(document.visual_M) == 4 * len(conversation.pictures)
+    assert size.supervised == (document.labels_T != IGNORE).sum()
+    assert size.patches == 16 * len(conversation.pictures)
+
+
+def test_a_remembered_document_is_not_another_ones(qwen: Encoder, rule: ImageRule) -> None:
+    """Same texts with the picture elsewhere, another role, another size of picture: other documents."""
+    seen = [
+        document_of(sample((DOT, "a"), "b"), qwen, [grey(rule)]).tokens_T.tolist(),
+        document_of(sample(("a", DOT), "b"), qwen, [grey(rule)]).tokens_T.tolist(),
+        document_of(sample((DOT, "a"), "b"), qwen, [grey(ImageRule(32, 8, 1, rule.mean, rule.std, "bicubic"))]).tokens_T.tolist(),
+        document_of(sample("a", "b"), qwen, []).tokens_T.tolist(),
+        document_of(sample("a", "b", system="a"), qwen, []).tokens_T.tolist(),
+    ]
+    assert len({tuple(tokens) for tokens in seen}) == 5
+    again = document_of(sample((DOT, "a"), "b"), qwen, [grey(rule)])
+    assert again.tokens_T.tolist() == seen[0]
+    with pytest.raises(ValueError, match="read-only"):
+        again.tokens_T[0] = 5
+
+
+def test_too_long_is_rejected_or_shrunk_by_whole_exchanges(plain: Encoder, rule: ImageRule) -> None:
+    sizes = [measure(Sample("", THREE.messages[:n]), plain, rule) for n in (2, 4, 6)]
+    for kept, size in zip((2, 4, 6), sizes, strict=True):
+        for room in (0, 1):
+            shrunk, found = fitted(THREE, size.tokens + room, 99, "shrink", plain, rule)
+            assert (shrunk.messages, found) == (THREE.messages[:kept], size)
+    assert fitted(THREE, 999, 16, "shrink", plain, rule)[0].messages == THREE.messages[:2]  # patches bind as well
+    assert fitted(THREE, sizes[2].tokens, 32, "reject", plain, rule)[0] is THREE
+    for tokens, patches, policy in [(sizes[2].tokens - 1, 99, "reject"), (sizes[0].tokens - 1, 99, "shrink"), (999, 15, "shrink")]:
+        with pytest.raises(BadSample, match=r"needs \d+ tokens \(of at most \d+\) and \d+ patches") as caught:
+            fitted(THREE, tokens, patches, policy, plain, rule)  # type: ignore[arg-type]
+        assert caught.value.cause == "too_long"
+
+
+@pytest.mark.parametrize("empty", [sample("a", ""), sample("a", " \n"), sample("a", "b", "c", ""), sample("a")])
+def test_nothing_to_learn_is_rejected(plain: Encoder, rule: ImageRule, empty: Sample) -> None:
+    for make in (lambda: measure(empty, plain, rule), lambda: document_of(empty, plain, [])):
+        with pytest.raises(BadSample) as caught:
+            make()
+        assert caught.value.cause == "no_target"
+
+
+def test_a_picture_without_a_tower_is_rejected(plain: Encoder) -> None:
+    with pytest.raises(BadSample) as caught:
+        measure(THREE, plain, None)
+    assert caught.value.cause == "picture_without_tower"
+    assert measure(sample("a", "b"), plain, None).patches == 0

@@ -1,0 +1,471 @@
+"""The reader: every sample as often as it should be, the same steps whoever fetches them and wherever they are resumed."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+import torch
+from torch import Tensor
+
+from eyeline.core.batch import Batch, Budget
+from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
+from eyeline.core.facts import ImageRule
+from eyeline.data import loader
+from eyeline.data.images import Augment
+from eyeline.data.loader import Data, Reader, training_texts
+from eyeline.data.sources import Source
+from eyeline.data.tokenizer import Encoder
+
+BUDGET = Budget(90, 80)  # five pictures of 16 patches
+
+
+def row(text: str, *images: str, answer: str = "yes", more: tuple[str, ...] = ()) -> dict[str, Any]:
+    turns = ["<image>" * len(images) + text, answer, *more]
+    return {
+        "image": list(images) or None,
+        "conversations": [{"from": ("human", "gpt")[n % 2], "value": turn} for n, turn in enumerate(turns)],
+    }
+
+
+ROWS = (
+    [row(f"question {n}?", f"{n // 3}.png", answer=f"answer {n}") for n in range(24)]  # eight pictures, three rows each
+    + [row(f"text {n}", answer="a b c d e " * (n % 4 + 1)) for n in range(5)]
+    + [row("compare", "0.png", "8.png"), row("other order", "8.png", "0.png")]
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, draw: Callable[..., Path]) -> Path:
+    """A LLaVA set of 31 rows and nine pictures; one file for each picture."""
+    for n in range(9):
+        draw(f"set/{n}.png", seed=n)
+    (tmp_path / "set" / "rows.json").write_text(json.dumps(ROWS))
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def open_reader(folder: Path, plain: Encoder, rule: ImageRule) -> Callable[..., Reader]:
+    def make(seed: int = 0, out: Path | None = None, **settings: Any) -> Reader:
+        settings.setdefault("sources", (Source(path=str(folder / "rows.json")),))
+        return Reader(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out)
+
+    return make
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> None:
+    (folder / "rows.json").write_text(json.dumps(rows))
+
+
+def ids(batches: list[Batch]) -> Counter[int]:
+    return Counter(int(id.partition("#")[2]) for batch in batches for id in batch.ids)
+
+
+def flat(steps: Any) -> list[Batch]:
+    return [batch for batches, _ in steps for batch in batches]
+
+
+def assert_same(a: Batch, b: Batch) -> None:
+    for field in fields(Batch):
+        one, two = getattr(a, field.name), getattr(b, field.name)
+        assert torch.equal(one, two) if isinstance(one, Tensor) else one == two, field.name
+
+
+def assert_same_steps(a: list, b: list) -> None:
+    assert len(a) == len(b)
+    for (batches, state), (others, other) in zip(a, b, strict=True):
+        assert state == other
+        for one, two in zip(batches, others, strict=True):
+            assert_same(one, two)
+
+
+# Orders and epochs
+
+
+@pytest.mark.parametrize("share", [1, 2, 3, 7])
+def test_every_row_once_an_epoch(open_reader, share: int) -> None:
+    reader = open_reader(share_images=share)
+    for epochs in (1, 3):
+        batches = flat(reader.steps(BUDGET, 1, epochs))
+        assert ids(batches) == Counter(dict.fromkeys(range(len(ROWS)), epochs))
+        for batch in batches:
+            assert batch.counts.slots == len(batch.tokens_T) == BUDGET.tokens
+            assert batch.counts.patches <= BUDGET.patches
+
+
+def test_epochs_differ_and_seeds_differ(open_reader) -> None:
+    def order(seed: int, epochs: int) -> list[str]:
+        return [id for batch in flat(open_reader(seed).steps(BUDGET, 1, epochs)) for id in batch.ids]
+
+    first, both = order(0, 1), order(0, 2)
+    assert order(0, 1) == first
+    assert order(1, 1) != first
+    assert both[len(first) :] != first
+
+
+def test_repeats_and_kinds_make_a_mixture(open_reader, folder: Path) -> None:
+    rows = [dict(r, kind="text" if r["image"] is None else "picture") for r in ROWS]
+    write(folder, rows)
+    path = str(folder / "rows.json")
+    reader = open_reader(sources=(Source(path=path, kinds=("text",), repeat=3), Source(path=path, kinds=("picture",))))
+    wanted = Counter({n: 3 if r["kind"] == "text" else 1 for n, r in enumerate(rows)})
+    assert ids(flat(reader.steps(BUDGET, 1, 1))) == wanted
+
+
+def test_rows_of_one_picture_share_it(open_reader) -> None:
+    alone, shared = (flat(open_reader(share_images=share).steps(BUDGET, 1, 1)) for share in (1, 3))
+    pictures = sum(batch.counts.images for batch in shared)
+    assert pictures == 8 + 2 * 2  # eight pictures for 24 rows, and the two rows that show two pictures
+    assert sum(batch.counts.images for batch in alone) > pictures
+    documents = sum(batch.counts.documents for batch in shared)
+    assert documents == len(ROWS)
+    assert sum(batch.counts.visual for batch in shared) == 4 * (24 + 4)  # each document still has its own visual tokens
+
+
+def test_a_visit_over_the_budget_is_split(open_reader) -> None:
+    tight = Budget(32, 32)  # two of a picture's three rows have room
+    assert ids(flat(open_reader(share_images=3, too_long="shrink").steps(tight, 1, 2))) == ids(
+        flat(open_reader(share_images=1, too_long="shrink").steps(tight, 1, 2))
+    )
+
+
+def test_steps_are_counted_before(open_reader) -> None:
+    reader = open_reader(share_images=2)
+    for micro_batches in (1, 2, 3):
+        for epochs in (1, 2):
+            steps = list(reader.steps(BUDGET, micro_batches, epochs))
+            assert reader.count_steps(BUDGET, micro_batches, epochs) == len(steps)
+            assert all(len(batches) == micro_batches for batches, _ in steps[:-1])
+            assert 1 <= len(steps[-1][0]) <= micro_batches
+
+
+def test_accumulation_only_groups_the_same_batches(open_reader) -> None:
+    single = flat(open_reader().steps(BUDGET, 1, 2))
+    for one, two in zip(single, flat(open_reader().steps(BUDGET, 3, 2)), strict=True):
+        assert_same(one, two)
+
+
+# Resume
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_it_resumes_exactly_after_every_step(open_reader, folder: Path, micro_batches: int) -> None:
+    """With rejects of both kinds, visits that are split, augmentation, and packs carried over epochs."""
+    (folder / "2.png").unlink()
+    (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:200])
+    settings = {"share_images": 3, "augment": Augment(flip=True, shift=2)}
+    budget = Budget(40, 32)
+    whole = list(open_reader(**settings).steps(budget, micro_batches, 2))
+    assert len(whole) >= 8
+    assert any(state["offset"] for _, state in whole)
+    assert whole[-1][1]["rejects"]["counts"].keys() == {"missing_image", "broken_image"}
+    for at in range(len(whole)):
+        state = json.loads(json.dumps(whole[at][1]))
+        rest = list(open_reader(**settings).steps(budget, micro_batches, 2, state))
+        assert_same_steps(rest, whole[at + 1 :])
+
+
+def test_an_endless_stream_goes_on_over_epochs(open_reader) -> None:
+    steps = open_reader().steps(BUDGET, 1, None)
+    some = [next(steps) for _ in range(40)]
+    assert some[-1][1]["epoch"] >= 2
+    again = open_reader().steps(BUDGET, 1, None, some[19][1])
+    assert_same_steps([next(again) for _ in range(20)], some[20:])
+
+
+def test_a_state_of_other_data_is_refused(open_reader, folder: Path) -> None:
+    def state_of(reader: Reader, budget: Budget = BUDGET) -> dict[str, Any]:
+        return next(reader.steps(budget, 1, None))[1]
+
+    state = state_of(open_reader())
+    others = {
+        "seed": (open_reader(seed=1), BUDGET),
+        "share": (open_reader(share_images=2), BUDGET),
+        "hold_out": (open_reader(hold_out=0.3), BUDGET),
+        "policy": (open_reader(too_long="shrink"), BUDGET),
+        "budget": (open_reader(), Budget(91, 80)),
+    }
+    write(folder, ROWS[1:])
+    others["rows"] = (open_reader(), BUDGET)
+    for reader, budget in others.values():
+        with pytest.raises(Refused, match="saved for other data"):
+            next(reader.steps(budget, 1, None, state))
+    with pytest.raises(Refused, match="version 99"):
+        next(open_reader().steps(BUDGET, 1, None, state | {"version": 99}))
+
+
+def test_a_set_that_moved_is_the_same(open_reader, folder: Path, tmp_path: Path) -> None:
+    whole = list(open_reader(hold_out=0.3).steps(BUDGET, 1, 1))
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    moved = open_reader(hold_out=0.3, sources=(Source(path=str(tmp_path / "elsewhere" / "rows.json")),))
+    rest = list(moved.steps(BUDGET, 1, 1, whole[2][1]))
+    assert_same_steps(rest, whole[3:])
+
+
+# Workers
+
+
+def test_workers_change_nothing(open_reader, folder: Path, tmp_path: Path) -> None:
+    (folder / "2.png").unlink()
+    (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:200])
+    settings = {"share_images": 3, "augment": Augment(flip=True, shift=2)}
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    here = open_reader(out=tmp_path / "here", **settings).steps(BUDGET, 2, None)
+    there = open_reader(out=tmp_path / "there", workers=2, **settings).steps(BUDGET, 2, None)
+    wanted = [next(here) for _ in range(9)]
+    assert wanted[-1][1]["epoch"] >= 2
+    assert_same_steps([next(there) for _ in range(9)], wanted)
+    assert len(multiprocessing.active_children()) == 2
+    there.close()
+    assert multiprocessing.active_children() == []
+    assert (tmp_path / "here" / "rejects.jsonl").read_text() == (tmp_path / "there" / "rejects.jsonl").read_text()
+
+
+ORPHANS = """
+import sys, time
+from eyeline.core.batch import Budget
+from eyeline.core.facts import ImageRule
+from eyeline.data.loader import Data, Reader
+from eyeline.data.sources import Source
+from eyeline.data.templates import TEMPLATES
+from eyeline.data.tokenizer import Encoder, load_tokenizer
+from pathlib import Path
+
+if __name__ == "__main__":
+    encoder = Encoder(load_tokenizer(Path(sys.argv[2])), TEMPLATES["plain"])
+    rule = ImageRule(32, 8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic")
+    steps = Reader(Data(sources=(Source(path=sys.argv[1]),), workers=1), encoder, rule, 0).steps(Budget(90, 80), 1, None)
+    next(steps)
+    import multiprocessing
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_end_when_the_run_is_shot_dead(folder: Path, tmp_path: Path, plain: Encoder) -> None:
+    plain.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "main.py").write_text(ORPHANS)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "main.py"), str(folder / "rows.json"), str(tmp_path / "tokenizer")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        workers = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(workers) == 1
+        assert alive(workers[0])
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20  # the worker looks for its parent every five seconds
+    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(alive(pid) for pid in workers)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# Rejects
+
+
+def test_a_bad_row_leaves_the_plan_before_it_is_made(open_reader, folder: Path, tmp_path: Path) -> None:
+    write(folder, [*ROWS[:10], {"conversations": 1}, row("no file", "absent.png"), row("long", answer="x" * 500), *ROWS[10:]])
+    reader = open_reader(out=tmp_path)
+    steps = list(reader.steps(BUDGET, 1, 1))
+    assert ids(flat(steps)) == Counter(set(range(len(ROWS) + 3)) - {10, 11, 12})
+    lines = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
+    assert {(line["row"], line["cause"], line["field"]) for line in lines} == {
+        (10, "wrong_type", "conversations"),
+        (11, "missing_image", "image"),
+        (12, "too_long", "messages"),
+    }
+    assert steps[-1][1]["rejects"] == {"seen": len(ROWS) + 3, "counts": {"wrong_type": 1, "missing_image": 1, "too_long": 1}}
+
+
+def test_a_picture_that_breaks_at_fetching_keeps_its_place(open_reader, folder: Path) -> None:
+    """Its rows stay in the batch, grey and without labels; everything else is as it was."""
+    sound = list(open_reader(share_images=3).steps(BUDGET, 1, 1))
+    (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:200])
+    broken = list(open_reader(share_images=3).steps(BUDGET, 1, 1))
+    hit = {f"rows.json#{n}" for n in (15, 16, 17)}
+    masked = 0
+    for ([one], _), ([two], _) in zip(sound, broken, strict=True):
+        assert one.ids == two.ids
+        assert torch.equal(one.tokens_T, two.tokens_T)
+        spans = dict(zip(one.ids, zip(one.cu_S1.tolist(), one.cu_S1.tolist()[1:], strict=False), strict=False))
+        for id, (begin, end) in spans.items():
+            labels = [[r for r in b.rows_L.tolist() if begin <= r < end] for b in (one, two)]
+            assert labels[1] == ([] if id in hit else labels[0])
+            masked += id in hit
+        if not hit & set(one.ids):
+            assert_same(one, two)
+        else:
+            assert (two.patches_PC == 128).all(1).sum() == 16
+    assert masked == 3
+    assert broken[-1][1]["rejects"]["counts"] == {"broken_image": 3}
+
+
+def test_too_many_rejects_stop_the_run_at_the_same_step(open_reader, folder: Path, tmp_path: Path) -> None:
+    rows = [row("fine", answer="x" * 60) if n % 4 else row("no file", "absent.png") for n in range(400)]
+    write(folder, rows)
+
+    def until_it_stops(**settings: Any) -> list[dict[str, Any]]:
+        steps = open_reader(max_reject_rate=0.2, **settings).steps(BUDGET, 1, None)
+        done = []
+        with pytest.raises(TooManyRejects, match=r"missing_image \d+× \(the file does not exist\)"):
+            done += (state for _, state in steps)
+        return done
+
+    steps = until_it_stops(out=tmp_path)
+    assert len(steps) > 5
+    assert steps == until_it_stops()
+    assert len((tmp_path / "rejects.jsonl").read_text().splitlines()) >= 20
+    assert flat(open_reader(max_reject_rate=0.4).steps(BUDGET, 1, 1))
+
+
+def test_few_rejects_count_at_the_end_of_an_epoch(open_reader, folder: Path) -> None:
+    write(folder, [*ROWS, row("no file", "absent.png")])
+    with pytest.raises(TooManyRejects, match="1 of 32 samples"):
+        list(open_reader(max_reject_rate=0.01).steps(BUDGET, 1, 1))
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_a_set_without_one_usable_row_ends(open_reader, folder: Path, rows: int) -> None:
+    write(folder, [row("no file", "absent.png")] * rows)
+    with pytest.raises(TooManyRejects):
+        next(open_reader(max_reject_rate=0.5).steps(BUDGET, 1, None))
+    with pytest.raises(Refused, match="no sample can be used"):
+        next(open_reader(max_reject_rate=1.0).steps(BUDGET, 1, None))
+
+
+def test_a_file_that_changes_under_the_run_stops_it(open_reader, folder: Path) -> None:
+    lines = folder / "rows.jsonl"
+    lines.write_text("\n".join(json.dumps(r) for r in ROWS))
+    reader = open_reader(sources=(Source(path=str(lines)),))
+    reader.count_steps(BUDGET, 1, 1)
+    lines.write_text("x" * 10000)
+    with pytest.raises(StorageFailed, match=r"rows\.jsonl has changed since it was opened"):
+        next(reader.steps(BUDGET, 1, None))
+
+
+# Validation
+
+
+def test_held_out_pictures_are_never_trained_on(open_reader) -> None:
+    reader = open_reader(hold_out=0.4, share_images=3)
+    trained, judged = flat(reader.steps(BUDGET, 1, 2)), list(reader.validation(BUDGET))
+    assert set(ids(trained)) | set(ids(judged)) == set(range(len(ROWS)))
+    assert not set(ids(trained)) & set(ids(judged))
+    assert set(ids(judged).values()) == {1}
+    shown = [{name for n in ids(batches) for name in ROWS[n]["image"] or []} for batches in (trained, judged)]
+    held = {f"{n // 3}.png" for n in ids(judged) if n < 24}
+    assert held
+    assert not held & shown[0]
+    assert reader.validates
+    assert not open_reader().validates
+
+
+def test_what_is_held_out_depends_on_nothing_but_the_picture(open_reader, folder: Path) -> None:
+    one, other = open_reader(hold_out=0.4, seed=1), open_reader(hold_out=0.4, seed=2, share_images=2)
+    assert one.judged == other.judged
+    more = set(open_reader(hold_out=0.7).judged)
+    assert set(one.judged) < more
+    write(folder, ROWS[::-1])
+    pictures = {json.dumps(ROWS[::-1][n]["image"]) for n in open_reader(hold_out=0.4).judged if ROWS[::-1][n]["image"]}
+    assert pictures == {json.dumps(ROWS[n]["image"]) for n in one.judged if ROWS[n]["image"]}
+
+
+def test_the_held_out_share_is_about_what_was_asked() -> None:
+    drawn = [loader._drawn(f"/images/{n}.png") for n in range(4000)]
+    assert 0.08 < sum(d < 0.1 for d in drawn) / 4000 < 0.12
+
+
+def test_validation_is_complete_repeatable_and_as_it_is(open_reader, folder: Path, tmp_path: Path) -> None:
+    judges = (Source(path=str(folder / "rows.json"), repeat=5),)
+    reader = open_reader(validation=judges, augment=Augment(flip=True, shift=3), share_images=3, out=tmp_path)
+    first, second = list(reader.validation(BUDGET)), list(reader.validation(BUDGET))
+    assert ids(first) == Counter(range(len(ROWS)))
+    assert sum(b.counts.slots - b.counts.real for b in first) == 0
+    for one, two in zip(first, second, strict=True):
+        assert_same(one, two)
+    plainly = open_reader(validation=judges, share_images=3)
+    for one, two in zip(first, plainly.validation(BUDGET), strict=True):
+        assert_same(one, two)
+    assert reader.rejects.seen == 0
+
+
+def test_validation_rejects_are_written_not_counted(open_reader, folder: Path, tmp_path: Path) -> None:
+    (folder / "2.png").unlink()
+    (folder / "5.png").write_bytes(b"cut")
+    reader = open_reader(validation=(Source(path=str(folder / "rows.json")),), out=tmp_path)
+    for _ in range(2):
+        assert sum(b.counts.supervised > 0 for b in reader.validation(BUDGET)) > 0
+    rows = [json.loads(line)["row"] for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
+    assert sorted(rows) == [6, 7, 8, 15, 16, 17]
+    assert reader.rejects.counts == {}
+
+
+def test_validation_without_one_usable_row_is_refused(open_reader, folder: Path) -> None:
+    (folder / "bad.json").write_text(json.dumps([row("x", "absent.png")]))
+    with pytest.raises(Refused, match="no validation sample can be used"):
+        list(open_reader(validation=(Source(path=str(folder / "bad.json")),)).validation(BUDGET))
+
+
+def test_settings_that_contradict_are_refused(folder: Path, open_reader) -> None:
+    source = Source(path=str(folder / "rows.json"))
+    with pytest.raises(pydantic.ValidationError, match="hold_out and validation both say"):
+        Data(sources=(source,), validation=(source,), hold_out=0.1)
+    with pytest.raises(pydantic.ValidationError, match="leaves nothing to learn from"):
+        Data(sources=(source,), hold_out=1)
+    with pytest.raises(Refused, match="holds back nothing of 31 samples"):
+        open_reader(hold_out=1e-9)
+
+
+# Pictures
+
+
+def test_augmentation_follows_the_visit(open_reader, folder: Path) -> None:
+    def pixels(seed: int, epochs: int) -> list[bytes]:
+        write(folder, [row("a", "0.png")])
+        return [b.patches_PC.numpy().tobytes() for b in flat(open_reader(seed, augment=Augment(shift=4)).steps(BUDGET, 1, epochs))]
+
+    assert pixels(0, 1) == pixels(0, 1)
+    assert pixels(0, 1) != pixels(1, 1)
+    write(folder, [row("a", "0.png")])
+    [both] = flat(open_reader(0, augment=Augment(shift=4)).steps(BUDGET, 1, 2))
+    one, two = both.patches_PC[:16], both.patches_PC[16:]
+    assert both.counts.images == 2  # two visits, two augmentations, in one batch
+    assert not torch.equal(one, two)
+
+
+def test_remembering_pictures_changes_nothing(open_reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = list(open_reader(augment=Augment(flip=True)).steps(BUDGET, 1, 2))
+    monkeypatch.setattr(loader, "KEPT_PICTURE_BYTES", 0)
+    assert_same_steps(list(open_reader(augment=Augment(flip=True)).steps(BUDGET, 1, 2)), kept)
+
+
+def test_a_text_model_rejects_pictures(folder: Path, plain: Encoder) -> None:
+    reader = Reader(Data(sources=(Source(path=str(folder / "rows.json")),), max_reject_rate=1), plain, None, 0)
+    assert set(ids(flat(reader.steps(BUDGET, 1, 1)))) == set(range(24, 29))
+
+
+def test_texts_for_a_tokenizer_leave_out_what_is_held_out(open_reader) -> None:
+    reader = open_reader(hold_out=0.4)
+    texts = list(training_texts(reader.data))
+    answers = {f"answer {n}" for n in range(24) if n in reader.training}
+    assert {t for t in texts if t.startswith("answer")} == answers
+    assert "compare" in texts or not {29, 30} & set(reader.training)

@@ -1,0 +1,74 @@
+"""Rejects are counted, named once, and stop the run when they are too many."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eyeline.core.errors import BadSample, TooManyRejects
+from eyeline.data.rejects import CAUSES, Reject, Rejects
+
+
+def reject(row: int, cause: str = "missing_image", message: str = "a.png does not exist") -> Reject:
+    return Reject.of(f"x.json#{row}", "/data/x.json", row, BadSample(cause, "image", message))
+
+
+def test_a_line_names_id_file_row_field_cause_and_message(tmp_path: Path) -> None:
+    rejects = Rejects(tmp_path, 1.0)
+    rejects.add(reject(7))
+    assert json.loads((tmp_path / "rejects.jsonl").read_text()) == {
+        "id": "x.json#7",
+        "file": "/data/x.json",
+        "row": 7,
+        "field": "image",
+        "cause": "missing_image",
+        "message": "a.png does not exist",
+    }
+
+
+def test_a_sample_is_written_once_over_epochs_and_resumes(tmp_path: Path) -> None:
+    rejects = Rejects(tmp_path, 1.0)
+    for _ in range(3):
+        rejects.add(reject(7))
+    rejects.note(reject(8))
+    again = Rejects(tmp_path, 1.0)
+    again.restore(json.loads(json.dumps(rejects.state())))
+    again.add(reject(7))
+    again.add(reject(9, "no_target"))
+    assert [json.loads(line)["row"] for line in (tmp_path / "rejects.jsonl").read_text().splitlines()] == [7, 8, 9]
+    assert again.counts == {"missing_image": 4, "no_target": 1}
+
+
+def test_the_rate_is_judged_after_a_hundred_samples_or_an_epoch(tmp_path: Path) -> None:
+    rejects = Rejects(tmp_path, 0.02)
+    for n in range(3):
+        rejects.add(reject(n, "no_target" if n else "missing_image"))
+    rejects.seen = 99
+    rejects.check()
+    with pytest.raises(TooManyRejects, match=r"3 of 99 .*\(3\.0%\).* allows 2\.0%.*no_target 2×.*missing_image 1×.*rejects\.jsonl"):
+        rejects.check(end=True)
+    rejects.seen = 100
+    with pytest.raises(TooManyRejects):
+        rejects.check()
+    rejects.seen = 150
+    rejects.check(end=True)  # 2 % exactly is allowed
+
+
+def test_text_that_no_file_can_hold_is_spelt_out(tmp_path: Path) -> None:
+    Rejects(tmp_path, 1.0).add(reject(1, "bad_unicode", "a\udcff<script>"))
+    assert json.loads((tmp_path / "rejects.jsonl").read_text(encoding="utf-8"))["message"] == "a\\udcff<script>"
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Rejects(None, 1.0).add(reject(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_causes_in_the_code_are_all_known() -> None:
+    """Every cause that a BadSample in data is raised with has its explanation, and every explanation a use."""
+    import re
+
+    folder = Path(__file__).parents[2] / "src" / "eyeline" / "data"
+    used = {c for path in folder.glob("*.py") for c in re.findall(r'(?:BadSample|Broken)\(\s*"(\w+)"', path.read_text())}
+    assert used == set(CAUSES)

@@ -1,0 +1,385 @@
+"""Every layout read, every bad row rejected by cause and field, every path kept inside its folder."""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyeline.core.batch import Picture, Text
+from eyeline.core.errors import BadSample, Refused
+from eyeline.data import json_rows
+from eyeline.data.rejects import CAUSES
+from eyeline.data.sources import Rows, Source, open_source
+
+ASKED = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a dot"}]
+
+
+def turns(*texts: str, roles: tuple[str, ...] = ("human", "gpt")) -> list[dict[str, str]]:
+    return [{"from": roles[n % 2], "value": text} for n, text in enumerate(texts)]
+
+
+def chat(*contents: Any) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., Rows]:
+    """`opened([rows])` writes them as a JSON list, `opened("text", "x.jsonl")` as they are, and opens the file."""
+
+    def write(content: Any, name: str = "rows.json", **settings: Any) -> Rows:
+        text = content if isinstance(content, str | bytes) else json.dumps(content)
+        path = tmp_path / name
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return open_source(Source(path=str(path), **settings))
+
+    return write
+
+
+def parts(rows: Rows, i: int = 0) -> list[list[str]]:
+    """Each message's parts: pictures as <name>, texts as they are."""
+    messages = rows.sample(i).messages
+    return [[f"<{p.name}>" if isinstance(p, Picture) else p.text for p in m.parts] for m in messages]
+
+
+def complaint(rows: Rows, i: int = 0) -> tuple[str, str]:
+    with pytest.raises(BadSample) as caught:
+        rows.sample(i)
+    assert caught.value.cause in CAUSES
+    return caught.value.cause, caught.value.field
+
+
+# LLaVA
+
+
+def test_llava_as_published(opened, tmp_path: Path) -> None:
+    rows = opened([{"id": "000", "image": "00/a.jpg", "conversations": ASKED}, {"conversations": turns("hi", "ho")}])
+    assert rows.layout.name == "llava"
+    sample = rows.sample(0)
+    assert sample.id == "rows.json#0"
+    assert [m.role for m in sample.messages] == ["user", "assistant"]
+    assert sample.messages[0].parts == (Picture("00/a.jpg", tmp_path / "00/a.jpg"), Text("what?"))
+    assert parts(rows, 1) == [["hi"], ["ho"]]
+    assert (rows.image_key(0), rows.image_key(1)) == (str(tmp_path / "00/a.jpg"), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<image>\nwhat?", ["<a>", "what?"]),
+        ("what?\n<image>", ["what?", "<a>"]),
+        ("<image>what?", ["<a>", "what?"]),
+        ("see <image> here", ["see ", "<a>", " here"]),
+        ("<image>", ["<a>"]),
+        ("<image>\n\nwhat?\n", ["<a>", "\nwhat?\n"]),
+        ("<Image> <image >\n<image>", ["<Image> <image >", "<a>"]),
+    ],
+)
+def test_placeholders_wherever_they_stand(opened, text: str, wanted: list[str]) -> None:
+    rows = opened([{"image": "a", "conversations": turns(text, "yes")}])
+    assert parts(rows)[0] == wanted
+
+
+def test_several_pictures_in_several_turns(opened) -> None:
+    rows = opened([{"image": ["a", "b", "c"], "conversations": turns("<image><image>\ncompare", "no", "and <image>?", "yes")}])
+    assert parts(rows) == [["<a>", "<b>", "compare"], ["no"], ["and ", "<c>", "?"], ["yes"]]
+
+
+def test_a_system_message_is_not_an_answer(opened) -> None:
+    conversation = [{"from": "system", "value": "Be kind."}, *turns("hi", "ho")]
+    assert [m.role for m in opened([{"conversations": conversation}]).sample(0).messages] == ["system", "user", "assistant"]
+
+
+BAD_LLAVA: dict[str, tuple[Any, str, str]] = {
+    "two placeholders, one picture": ({"image": "a", "conversations": turns("<image><image>", "x")}, "placeholder_count", "conversations"),
+    "one placeholder, two pictures": (
+        {"image": ["a", "b"], "conversations": turns("<image>", "x")},
+        "placeholder_count",
+        "conversations",
+    ),
+    "placeholder without picture": ({"conversations": turns("<image>", "x")}, "placeholder_count", "conversations"),
+    "picture without placeholder": ({"image": "a", "conversations": turns("hi", "x")}, "placeholder_count", "conversations"),
+    "empty list of pictures": ({"image": [], "conversations": ASKED}, "placeholder_count", "conversations"),
+    "placeholder in an answer": ({"image": "a", "conversations": turns("hi", "<image>")}, "image_in_answer", "conversations[1].value"),
+    "image is a number": ({"image": 7, "conversations": ASKED}, "wrong_type", "image"),
+    "image holds a number": ({"image": [7], "conversations": ASKED}, "wrong_type", "image[0]"),
+    "image is empty": ({"image": "", "conversations": ASKED}, "bad_path", "image"),
+    "unknown role": ({"conversations": turns("hi", "ho", roles=("human", "robot"))}, "role", "conversations[1].from"),
+    "role is no text": ({"conversations": [{"from": 1, "value": "x"}]}, "role", "conversations[0].from"),
+    "no role": ({"conversations": [{"value": "x"}]}, "role", "conversations[0].from"),
+    "value is null": ({"conversations": [{"from": "human", "value": None}]}, "wrong_type", "conversations[0].value"),
+    "turn is a string": ({"conversations": ["hi"]}, "wrong_type", "conversations[0]"),
+    "conversations is a string": ({"conversations": "hi"}, "wrong_type", "conversations"),
+    "conversations is missing": ({"image": "a"}, "wrong_type", "conversations"),
+    "row is a list": ([1, 2], "wrong_type", "row"),
+    "row is null": (None, "wrong_type", "row"),
+    "empty": ({"conversations": []}, "no_target", "messages"),
+    "only system": ({"conversations": [{"from": "system", "value": "x"}]}, "no_target", "messages"),
+    "only a question": ({"conversations": turns("hi")}, "no_target", "messages"),
+    "an answer first": ({"conversations": turns("ho", "hi", roles=("gpt", "human"))}, "role_order", "messages[0]"),
+    "two questions": ({"conversations": [*turns("a"), *turns("b", "c")]}, "role_order", "messages[1]"),
+    "two answers": ({"conversations": [*turns("a", "b"), {"from": "gpt", "value": "c"}]}, "role_order", "messages[2]"),
+    "a question last": ({"conversations": turns("a", "b", "c")}, "role_order", "messages[2]"),
+    "system in the middle": (
+        {"conversations": [*turns("a", "b"), {"from": "system", "value": "x"}, *turns("a", "b")]},
+        "role_order",
+        "messages[2]",
+    ),
+    "film": ({"video": "a.mp4", "conversations": turns("<video>", "x")}, "unsupported", "video"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LLAVA)
+def test_bad_llava_rows(opened, name: str) -> None:
+    row, cause, field = BAD_LLAVA[name]
+    rows = opened([{"conversations": turns("hi", "ho")}, row, {"conversations": turns("hi", "ho")}])
+    assert complaint(rows, 1) == (cause, field)
+    assert parts(rows, 2) == [["hi"], ["ho"]]  # the neighbours stay
+
+
+# OpenAI messages
+
+
+PIXEL = base64.b64encode(b"not decoded here").decode()
+
+
+def test_openai_parts(opened) -> None:
+    url = f"data:image/png;base64,{PIXEL}"
+    content = [
+        {"type": "text", "text": "first "},
+        {"type": "image_url", "image_url": {"url": "a.png"}},
+        {"type": "image_url", "image_url": url},
+        {"type": "image", "image": "b.png"},
+        {"type": "text", "text": "last"},
+    ]
+    rows = opened([{"messages": [{"role": "developer", "content": "Be brief."}, *chat(content, [{"type": "text", "text": "ok"}])]}])
+    assert rows.layout.name == "openai"
+    assert parts(rows) == [["Be brief."], ["first ", "<a.png>", "<data:image/png;base64,…>", "<b.png>", "last"], ["ok"]]
+    assert rows.sample(0).messages[0].role == "system"
+    assert rows.sample(0).pictures[1].source == b"not decoded here"
+
+
+def test_openai_strings_and_bare_parts_take_pictures_from_a_column(opened) -> None:
+    rows = opened([
+        {"messages": chat("<image>\nwhat?", "a"), "images": ["a.png"]},
+        {"messages": chat([{"type": "image"}, {"type": "text", "text": "what?"}, {"type": "image"}], "b"), "images": ["a.png", "b.png"]},
+    ])  # fmt: skip
+    assert parts(rows, 0) == [["<a.png>", "what?"], ["a"]]
+    assert parts(rows, 1) == [["<a.png>", "what?", "<b.png>"], ["b"]]
+    assert rows.image_key(1) is not None
+
+
+BAD_OPENAI: dict[str, tuple[Any, str, str]] = {
+    "messages is a string": ({"messages": "hi"}, "wrong_type", "messages"),
+    "images is a number": ({"messages": chat("a", "b"), "images": 3}, "wrong_type", "images"),
+    "pictures nobody shows": ({"messages": chat("a", "b"), "images": ["a"]}, "placeholder_count", "messages"),
+    "placeholder without picture": ({"messages": chat("<image>", "b")}, "placeholder_count", "messages"),
+    "placeholder in a part": (
+        {"messages": chat([{"type": "text", "text": "<image>"}], "b")},
+        "placeholder_count",
+        "messages[0].content[0].text",
+    ),
+    "content is null": ({"messages": chat(None, "b")}, "wrong_type", "messages[0].content"),
+    "part is a string": ({"messages": chat(["hi"], "b")}, "wrong_type", "messages[0].content[0]"),
+    "part of unknown type": ({"messages": chat([{"type": "audio"}], "b")}, "unsupported", "messages[0].content[0].type"),
+    "text is a number": ({"messages": chat([{"type": "text", "text": 1}], "b")}, "wrong_type", "messages[0].content[0].text"),
+    "image_url without url": ({"messages": chat([{"type": "image_url"}], "b")}, "wrong_type", "messages[0].content[0].image_url"),
+    "a picture in an answer": ({"messages": chat("a", [{"type": "image", "image": "a"}])}, "image_in_answer", "messages[1]"),
+    "a tool's answer": ({"messages": [*chat("a", "b"), {"role": "tool", "content": "c"}]}, "role", "messages[2].role"),
+    "a call of a tool": (
+        {"messages": [*chat("a"), {"role": "assistant", "content": "b", "tool_calls": [{}]}]},
+        "unsupported",
+        "messages[1].tool_calls",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPENAI)
+def test_bad_openai_rows(opened, name: str) -> None:
+    row, cause, field = BAD_OPENAI[name]
+    assert complaint(opened([{"messages": chat("a", "b")}, row]), 1) == (cause, field)
+
+
+# JSON that is not quite
+
+
+STRICT = {
+    "NaN": ('{"messages": [], "weight": NaN}', "not_finite", "weight"),
+    "Infinity": ('{"messages": [], "weight": {"a": [-Infinity]}}', "not_finite", "weight.a[0]"),
+    "beyond floats": ('{"messages": [], "weight": 1e999}', "not_finite", "weight"),
+    "the same key twice": ('{"messages": [{"role": "user", "role": "assistant"}]}', "duplicate_key", "messages[0]"),
+    "the same column twice": ('{"messages": [], "messages": []}', "duplicate_key", "row"),
+    "5,000 digits": ('{"messages": [], "n": ' + "9" * 5000 + "}", "huge_number", "n"),
+    "half a surrogate pair": (r'{"messages": [{"role": "user", "content": "a\ud800b"}]}', "bad_unicode", "messages[0].content"),
+    "invalid UTF-8": (b'{"messages": [{"role": "user", "content": "a\xff"}]}', "bad_unicode", "messages[0].content"),
+}
+SOUND = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+
+
+@pytest.mark.parametrize("name", STRICT)
+@pytest.mark.parametrize("container", ["list", "lines"])
+def test_what_json_forbids_spoils_its_own_row_only(opened, name: str, container: str) -> None:
+    text, cause, field = STRICT[name]
+    bad = text if isinstance(text, bytes) else text.encode()
+    lined = container == "lines"
+    data = b"\n".join([SOUND, bad, SOUND]) if lined else b"[" + b",".join([SOUND, bad, SOUND]) + b"]"
+    rows = opened(data, "rows.jsonl" if lined else "rows.json")
+    assert len(rows) == 3
+    assert parts(rows, 0) == parts(rows, 2) == [["a"], ["b"]]
+    assert complaint(rows, 1) == (cause, field)
+
+
+def test_lines_that_are_no_json_spoil_only_themselves(opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "MAX_LINE_BYTES", 2000)
+    bad = [b"{torn", b"[" * 1500, b'"text"', b'{"messages": "' + b"x" * 5000 + b'"}', SOUND + b"}"]
+    rows = opened(b"\xef\xbb\xbf" + SOUND + b"\r\n\n" + b"\n".join(bad) + b"\n  \n" + SOUND, "rows.jsonl")
+    assert len(rows) == 7  # blank lines are no rows
+    assert parts(rows, 0) == parts(rows, 6) == [["a"], ["b"]]
+    assert [complaint(rows, i)[0] for i in range(1, 6)] == ["not_json", "nesting", "wrong_type", "line_too_long", "not_json"]
+
+
+def test_deep_nesting_inside_a_row(opened) -> None:
+    rows = opened(SOUND + b'\n{"messages": [], "deep": ' + b"[" * 900 + b"NaN" + b"]" * 900 + b"}", "rows.jsonl")
+    assert complaint(rows, 1)[0] == "not_finite"
+
+
+REFUSED = {
+    "torn list": (b"[" + SOUND + b",", r"is not JSON"),
+    "list nested too deep": (b"[" * 100_000, "nested too deep"),
+    "empty": (b"", "is empty"),
+    "blank": (b" \n ", "begins with|is empty"),
+    "no rows": (b"[]", "holds no rows"),
+    "Parquet": (b"PAR1xxxx", "a Parquet file"),
+    "gzip": (b"\x1f\x8bxxxx", "gzip"),
+    "CSV": (b"image,text\na.png,hi\n", "begins with b'image,text"),
+    "unknown columns": (b'[{"img": "a", "caption": "b"}]', r"its rows have img, caption\. Wanted: conversations \(LLaVA\), messages"),
+    "rows of strings": (b'["a", "b"]', "none of its first rows is an object"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_are_refused(opened, name: str) -> None:
+    data, message = REFUSED[name]
+    with pytest.raises(Refused, match=message) as caught:
+        opened(data)
+    assert "rows.json" in str(caught.value)
+
+
+def test_a_list_with_a_broken_first_row_is_still_recognised(opened) -> None:
+    assert opened([None, {"messages": chat("a", "b")}]).layout.why == "JSON list; row 1 has messages"
+
+
+# Paths and URLs
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("../secret.png", "outside_root"),
+        ("a/../../secret.png", "outside_root"),
+        ("/etc/passwd", "outside_root"),
+        ("../data_evil/x.png", "outside_root"),  # a sibling whose name begins like the root's
+        (".", "outside_root"),
+        ("a/..", "outside_root"),
+        ("file:///etc/passwd", "remote_url"),
+        ("FILE:/etc/passwd", "remote_url"),
+        ("http://169.254.169.254/latest", "remote_url"),
+        ("https://example.org/a.png", "remote_url"),
+        ("http://[::1]/a.png", "remote_url"),
+        ("http://0x7f000001/", "remote_url"),
+        ("http://good@bad/", "remote_url"),
+        ("http:\\\\bad/", "remote_url"),
+        ("s3://bucket/a.png", "remote_url"),
+        ("a\0b.png", "bad_path"),
+        ("x" * 5000, "bad_path"),
+        ("a\udce9.png", "bad_unicode"),
+        ("data:text/html;base64,AAAA", "data_url"),
+        ("data:image/png,AAAA", "data_url"),
+        ("data:image/png;base64,A", "data_url"),
+        ("data:image/png;base64,AA!AA===", "data_url"),
+        ("data:image/png;base64", "data_url"),
+    ],
+)
+def test_names_that_no_picture_may_have(tmp_path: Path, name: str, cause: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data_evil").mkdir()
+    path = tmp_path / "data" / "rows.json"
+    path.write_text(json.dumps([{"image": name, "conversations": ASKED}]))
+    assert complaint(open_source(Source(path=str(path)))) == (cause, "image")
+
+
+@pytest.mark.parametrize("name", ["a b.png", "line\nbreak.png", "ünï.png", "a/./b.png", "a/../b.png", "-rf.png", "C:\\x.png", "<b>.png"])
+def test_odd_names_that_are_exact(opened, tmp_path: Path, name: str) -> None:
+    picture = opened([{"image": name, "conversations": ASKED}]).sample(0).pictures[0]
+    assert isinstance(picture.source, Path)
+    assert picture.source.parent in (tmp_path, tmp_path / "a")
+
+
+def test_a_data_url_over_the_cap(opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyeline.data.sources.MAX_DATA_URL", 100)
+    assert complaint(opened([{"image": "data:image/png;base64," + "A" * 100, "conversations": ASKED}])) == ("data_url", "image")
+
+
+def test_the_folder_of_the_images_can_be_another(opened, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    rows = opened([{"image": "a.png", "conversations": ASKED}], images=str(tmp_path / "pictures"))
+    assert rows.sample(0).pictures[0].source == tmp_path / "pictures" / "a.png"
+    absolute = opened([{"image": str(tmp_path / "b.png"), "conversations": ASKED}], images="/")
+    assert absolute.sample(0).pictures[0].source == tmp_path / "b.png"
+    with pytest.raises(Refused, match=r"the folder of the images, .*nowhere, does not exist"):
+        opened([{"image": "a", "conversations": ASKED}], images=str(tmp_path / "nowhere"))
+
+
+# easy-VQA, kinds, limits
+
+
+def test_easy_vqa_as_its_package_has_it() -> None:
+    rows = open_source(Source(path="package:easy_vqa/data/train"))
+    assert (rows.layout.name, len(rows)) == ("easy-vqa", 38575)
+    first = rows.sample(0)
+    assert (first.id, first.kind) == ("questions.json#0", "shape")
+    assert [p.text for m in first.messages for p in m.parts if isinstance(p, Text)] == ["what is the blue shape?", "rectangle"]
+    assert isinstance(first.pictures[0].source, Path)
+    assert first.pictures[0].source.is_file()
+    kinds = [rows.kind(i) for i in range(len(rows))]
+    assert kinds.count("yes/no") == 28407  # as the package's README says
+    assert set(kinds) == {"yes/no", "shape", "color"}
+    tested = open_source(Source(path="package:easy_vqa/data/test"))
+    assert (len(tested), sum(k == "yes/no" for k in tested.kinds)) == (9673, 7136)
+
+
+def test_bad_easy_vqa_rows(opened) -> None:
+    rows = opened([["q", "a", 0], ["q", "a"], ["q", 1, 0], ["q", "a", "0"], ["q", "a", True], {"q": 1}])
+    assert [complaint(rows, i) for i in range(1, 6)] == [("wrong_type", "row")] * 5
+
+
+def test_kinds_and_limits(opened) -> None:
+    rows = opened([{"messages": chat("a", str(n)), "kind": "odd" if n % 2 else "even"} for n in range(10)], kinds=("odd",), limit=3)
+    assert [rows.id(i) for i in range(len(rows))] == ["rows.json#1", "rows.json#3", "rows.json#5"]
+    assert parts(rows, 2) == [["a"], ["5"]]
+    assert rows.place(2)[1] == 5
+    with pytest.raises(Refused, match="no samples of kind strange; it has even, odd"):
+        opened([{"messages": chat("a", "b"), "kind": k} for k in ("even", "odd")], kinds=("odd", "strange"))
+
+
+def test_places_that_do_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text("[]")
+    for path, message in {
+        str(tmp_path / "trian.json"): r"does not exist\. Did you mean 'train\.json'",
+        str(tmp_path): r"without a questions\.json .* Give one of its files: train\.json",
+        "package:no_such_package/data": "is not installed. Try: pip install no-such-package",
+        "package:easy_vqa/data/nothing": "there is no data/nothing inside",
+        "package:easy_vqa/../..": r"there is no \.\./\.\. inside",
+        "package:os.path/x": "is not installed",
+    }.items():
+        with pytest.raises(Refused, match=message):
+            open_source(Source(path=path))
+
+
+def test_a_fingerprint_changes_with_the_content_not_the_place(opened) -> None:
+    one = opened([{"messages": chat("a", "b")}], "one.json").fingerprint
+    assert opened([{"messages": chat("a", "b")}], "two.json").fingerprint == one
+    assert opened([{"messages": chat("a", "c")}], "two.json").fingerprint != one
+    assert opened([{"messages": chat("a", "b")}], "two.json", repeat=2).fingerprint != one
