@@ -138,7 +138,9 @@ def test_bfloat16_over_float32_masters_stays_near(made):
     for part in (half.vision, half.language):
         for block in part.blocks:
             block.register_forward_hook(lambda *args: stream.append(args[-1].dtype))
-    close(twins.logits_of(half, batch), twins.logits_of(model, batch), "logits", tolerance=0.05)
+    logits_LV = twins.logits_of(half, batch)
+    assert logits_LV.dtype == torch.float32
+    close(logits_LV, twins.logits_of(model, batch), "logits", tolerance=0.05)
     assert set(stream) == {torch.bfloat16}, "a float32 weight or table has raised the stream's precision"
 
     half(batch).backward()

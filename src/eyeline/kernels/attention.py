@@ -15,8 +15,10 @@ from torch.nn.attention.varlen import varlen_attn
 
 from eyeline.core.dims import dims
 
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns (out, log-sum-exp) and takes G < H as it is
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns (out, log-sum-exp)
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Older kernels count key heads as if there were H of them, and read beyond the end; 2.13's was checked against a reference.
+FLASH_TAKES_GROUPS = torch.__version__ >= "2.13"  # torch compares versions, not letters
 VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11's does not
 LEFT_ONLY, BOTH_SIDES = (-1, 0), (-1, -1)  # varlen_attn's window: how far to see back and ahead, -1 for all
 
@@ -79,6 +81,11 @@ def _rows_by_length(cu_S1: Tensor) -> list[tuple[int, Tensor | slice]]:
     return groups
 
 
+def _for_flash(x_TGK: Tensor, q_THK: Tensor) -> Tensor:
+    """Keys or values with as many heads as the kernel of this torch wants."""
+    return x_TGK.contiguous() if FLASH_TAKES_GROUPS else x_TGK.repeat_interleave(q_THK.shape[1] // x_TGK.shape[1], 1)
+
+
 def _stacked(x_THK: Tensor, rows: Tensor | slice, length: int) -> Tensor:
     """Rows of equal documents as the kernel wants them: [documents, heads, length, K]."""
     return x_THK[rows].unflatten(0, (-1, length)).transpose(1, 2)
@@ -87,7 +94,7 @@ def _stacked(x_THK: Tensor, rows: Tensor | slice, length: int) -> Tensor:
 @torch.library.custom_op("eyeline::packed_attention", mutates_args=(), device_types="cpu")
 def _packed(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """out_THK and the log-sum-exp lse_TH that the backward pass needs."""
-    q_THK, k_TGK, v_TGK = q_THK.contiguous(), k_TGK.contiguous(), v_TGK.contiguous()
+    q_THK, k_TGK, v_TGK = q_THK.contiguous(), _for_flash(k_TGK, q_THK), _for_flash(v_TGK, q_THK)
     out_THK = torch.empty_like(q_THK)
     lse_TH = q_THK.new_empty(q_THK.shape[:2], dtype=torch.float32)
     for length, rows in _rows_by_length(cu_S1):
@@ -107,14 +114,17 @@ def _(q_THK: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def _packed_backward(
     dout_THK: Tensor, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, out_THK: Tensor, lse_TH: Tensor, cu_S1: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq_THK, dk_TGK, dv_TGK = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THK, k_TGK, v_TGK))
-    q_THK, k_TGK, v_TGK, dout_THK = (x.contiguous() for x in (q_THK, k_TGK, v_TGK, dout_THK))
+    kv_heads = k_TGK.shape[1]
+    q_THK, dout_THK, k_TGK, v_TGK = q_THK.contiguous(), dout_THK.contiguous(), _for_flash(k_TGK, q_THK), _for_flash(v_TGK, q_THK)
+    dq_THK, dk_TGK, dv_TGK = (torch.empty_like(x) for x in (q_THK, k_TGK, v_TGK))
     for length, rows in _rows_by_length(cu_S1):
         dout, q, k, v, out = (_stacked(x, rows, length) for x in (dout_THK, q_THK, k_TGK, v_TGK, out_THK))
         lse = lse_TH[rows].unflatten(0, (-1, length)).transpose(1, 2)
         made = FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, causal)
         for whole, part in zip((dq_THK, dk_TGK, dv_TGK), made, strict=True):
             whole[rows] = part.transpose(1, 2).flatten(0, 1)
+    if dk_TGK.shape[1] != kv_heads:  # heads that _for_flash repeated
+        dk_TGK, dv_TGK = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk_TGK, dv_TGK))
     return dq_THK, dk_TGK, dv_TGK
 
 
