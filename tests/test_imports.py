@@ -50,7 +50,12 @@ def violations(path: Path, text: str) -> Iterator[str]:
 
 
 def test_imports_point_down() -> None:
-    bad = [v for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__init__.py" or path.parent != PACKAGE for v in violations(path, path.read_text())]
+    bad = [
+        v
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name != "__init__.py" or path.parent != PACKAGE
+        for v in violations(path, path.read_text())
+    ]
     assert not bad, "\n".join(bad)
 
 

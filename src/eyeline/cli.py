@@ -1,5 +1,6 @@
 """The command line: a verb each. Nothing heavy is imported before a verb runs, so that `--help` answers at once."""
 
+import enum
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,10 @@ samples · 4 too many steps that are not finite · 5 storage failed · 6 the run
 saved: the same command goes on from there.
 """
 
+IMPORT_EXAMPLE = """
+Example: eyeline import models/start --vision google/siglip2-base-patch16-224 --language Qwen/Qwen2.5-0.5B-Instruct
+"""
+
 app = typer.Typer(
     name="eyeline",
     help="Trains vision-language models in plain PyTorch.",
@@ -28,7 +33,24 @@ app = typer.Typer(
 Recipe = Annotated[str, typer.Argument(help="A shipped recipe's name, or the path of a .yaml file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change: seed=1 stages.tune.steps=100")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
-ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="A run folder, or a folder that export or import made.", show_default=False)]
+ModelFolder = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="A run folder, or a folder that export or import made.", show_default=False)
+]
+
+
+class Which(enum.Enum):
+    newest = "newest"
+    best = "best"
+
+
+class Form(enum.Enum):
+    auto = "auto"
+    parts = "parts"
+
+
+class Dtype(enum.Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
 
 
 @app.command(epilog="Example: eyeline train easyvqa-tiny out=runs/first seed=1")
@@ -60,12 +82,12 @@ def evaluate(
     run: RunFolder,
     show: Annotated[int, typer.Option(help="Answers to print.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Ask only the first questions.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="newest, or best (by validation loss).")] = "newest",
+    checkpoint: Annotated[Which, typer.Option(help="best is by validation loss.")] = Which.newest,
 ) -> None:
     """Answer every question of the recipe's evaluation and write eval.json in the run folder."""
     from eyeline.study.evaluate import evaluate as evaluate_run
 
-    evaluate_run(run, show=show, limit=limit, checkpoint=checkpoint)
+    evaluate_run(run, show=show, limit=limit, checkpoint=checkpoint.value)
 
 
 @app.command(epilog='Example: eyeline chat runs/easyvqa-tiny --image picture.png   (or, once: --ask "what shape is it?")')
@@ -88,6 +110,100 @@ def chat(
     chat_with(model, images=image or [], ask=ask, sampling=sampling)
 
 
+@app.command(name="import", epilog=IMPORT_EXAMPLE)
+def import_model(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new model folder.", show_default=False)],
+    vision: Annotated[str, typer.Option(help="A SigLIP or SigLIP 2 model: a folder, or its name on the hub.", show_default=False)],
+    language: Annotated[str, typer.Option(help="A Qwen2 or Qwen2.5 model: a folder, or its name on the hub.", show_default=False)],
+    projector: Annotated[str, typer.Option(help="mlp or linear.")] = "mlp",
+    projector_width: Annotated[int | None, typer.Option(help="Hidden width of an mlp; the language model's when not given.")] = None,
+    shuffle: Annotated[int, typer.Option(help="r: r×r patches become one token.")] = 1,
+    norm: Annotated[bool, typer.Option(help="A LayerNorm before the projector.")] = False,
+    feature_layer: Annotated[int, typer.Option(help="Hidden state of the tower: -1 after its last block.")] = -1,
+    feature_norm: Annotated[bool, typer.Option(help="Apply the tower's final norm.")] = True,
+    template: Annotated[str | None, typer.Option(help="Chat template; the tokenizer's own, where we know it, when not given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the fresh projector.")] = 0,
+    download_only: Annotated[bool, typer.Option("--download-only", help="Only fetch the models into FOLDER.")] = False,
+) -> None:
+    """Join a vision tower and a language model with a fresh projector. Folders or names on the hub."""
+    _calm()
+    from eyeline.bundle.hub import download_only as fetch
+    from eyeline.bundle.hub import local_folder
+    from eyeline.bundle.importing import import_model as join
+    from eyeline.models.llava import ProjectorConfig
+    from eyeline.recipes.read import settings_of
+
+    if download_only:
+        fetch((vision, language), folder)
+        return
+    shape = settings_of(
+        ProjectorConfig, {"kind": projector, "width": projector_width, "shuffle": shuffle, "norm": norm}, "the projector asked for"
+    )
+    join(
+        local_folder(vision),
+        local_folder(language),
+        folder,
+        projector=shape,
+        feature_layer=feature_layer,
+        feature_norm=feature_norm,
+        template=template,
+        seed=seed,
+    )
+
+
+@app.command(epilog="Example: eyeline export runs/easyvqa-tiny exported")
+def export(
+    model: ModelFolder,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder.", show_default=False)],
+    form: Annotated[Form, typer.Option(help="parts: one folder a part, even where one class could load the whole.")] = Form.auto,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write LoRA and projector as a PEFT adapter, and the base beside it.")] = False,
+    dtype: Annotated[Dtype, typer.Option(help="fp32 is exact; bf16 is half as large.")] = Dtype.fp32,
+    checkpoint: Annotated[Which, typer.Option(help="Of a run; best is by validation loss.")] = Which.newest,
+) -> None:
+    """Write a folder that transformers loads with its own classes and that gives the same logits."""
+    _calm()
+    from eyeline.bundle.bundle import open_bundle
+    from eyeline.bundle.exporting import export as write
+    from eyeline.models import llava
+
+    found = open_bundle(model, checkpoint.value)
+    made = llava.build(found.bundle.config, "cpu")
+    found.load(made, keep_adapters=True)
+    write(found.bundle, made, folder, form=form.value, adapter=adapter, dtype=dtype.value)
+
+
+@app.command(epilog="Example: eyeline report runs/easyvqa-tiny")
+def report(run: RunFolder) -> None:
+    """Write report.html in a run folder: curves, samples with pictures and answers, one file without script."""
+    from eyeline.study.report import write_report
+
+    say(f"report: {write_report(run)}")
+
+
+@app.command(epilog="Example: eyeline env")
+def env() -> None:
+    """Print versions and hardware, as every run stamps them."""
+    _calm()
+    import json
+
+    from eyeline.parallel.launch import machine
+    from eyeline.train.environment import environment
+
+    say(json.dumps(environment(machine()), indent=1))
+
+
+@app.command(epilog="Example: eyeline bench step packed --out bench/results")
+def bench(
+    cases: Annotated[list[str] | None, typer.Argument(metavar="[CASE]...", help="step, packed, start; all when none is named.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("bench/results"),
+) -> None:
+    """Measure against transformers, both sides in one go. Needs the extra `bench`."""
+    _calm()
+    from eyeline.study.bench import run_cases
+
+    run_cases(cases or [], out)
+
+
 def main() -> None:
     """Run the command line; every expected error is one message and its exit code."""
     debug = "--debug" in sys.argv
@@ -102,7 +218,7 @@ def main() -> None:
         sys.exit(error.code)
 
 
-def _read(recipe: str, overrides: list[str] | None):  # noqa: ANN202 - Run is not imported before a verb runs
+def _read(recipe: str, overrides: list[str] | None):
     _calm()
     from eyeline.recipes.read import read_recipe
 

@@ -123,7 +123,15 @@ def test_a_wrong_override_is_refused(text: str, words: str) -> None:
 
 def test_what_may_change_on_resume() -> None:
     before = read_recipe("easyvqa-tiny")
-    may = ["stages.all.steps=7", "log_every=3", "keep_last=9", "out=elsewhere", "stages.0.data.workers=2", "evaluation.max_tokens=3", "threads=1"]
+    may = [
+        "stages.all.steps=7",
+        "log_every=3",
+        "keep_last=9",
+        "out=elsewhere",
+        "stages.0.data.workers=2",
+        "evaluation.max_tokens=3",
+        "threads=1",
+    ]
     assert differences(before, read_recipe("easyvqa-tiny", may)) == []
     may_not = read_recipe("easyvqa-tiny", ["seed=1", "stages.0.trains.vision.lr=0.5", "stages.1.batch.tokens=4096", "log_every=3"])
     assert differences(before, may_not) == ["seed: 0 → 1", "stages.0.trains.vision.lr: 0.003 → 0.5", "stages.1.batch.tokens: 2560 → 4096"]

@@ -32,7 +32,9 @@ def test_every_trainable_parameter_is_in_one_group_with_its_part(settings) -> No
 
 def test_decay_spares_norms_biases_and_embeddings() -> None:
     made = model()
-    decayed = {n: g["weight_decay"] > 0 for o in make_optimizers(made, FACTS, AdamW(weight_decay=0.1)) for g in o.param_groups for n in g["names"]}
+    decayed = {
+        n: g["weight_decay"] > 0 for o in make_optimizers(made, FACTS, AdamW(weight_decay=0.1)) for g in o.param_groups for n in g["names"]
+    }
     spared = {name for name, decays in decayed.items() if not decays}
     assert {"language.embed.weight", "vision.positions.weight"} < spared
     assert all(made.get_parameter(name).ndim == 1 for name in spared - {"language.embed.weight", "vision.positions.weight"})
@@ -66,7 +68,9 @@ def test_adamw_is_torchs_with_a_rate_a_part() -> None:
     optimizers = make_optimizers(ours, FACTS, settings)
     set_learning_rates(optimizers, RATES, 1.0)
     plain = [
-        torch.optim.AdamW([p for n, p in theirs.named_parameters() if n.startswith(part)], lr=lr, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
+        torch.optim.AdamW(
+            [p for n, p in theirs.named_parameters() if n.startswith(part)], lr=lr, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0
+        )
         for part, lr in RATES.items()
     ]
     for seed in range(3):

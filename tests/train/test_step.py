@@ -94,7 +94,7 @@ def test_a_text_only_step_leaves_the_tower_alone_and_undecayed() -> None:
         assert touched == name.startswith("language."), name
 
 
-def test_dropout_is_addressed_by_step_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_is_addressed_by_step_and_micro_batch() -> None:
     """The same step gives the same masks, whatever was drawn before; another step or micro-batch gives others."""
 
     class Noisy(nn.Module):

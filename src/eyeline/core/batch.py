@@ -3,7 +3,7 @@
 Dims: T tokens (all documents end to end)  S documents  N images  P patches  C numbers a patch  M visual tokens  L labelled rows
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -142,8 +142,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch with every tensor on `device` (copies do not block)."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        moved = {f.name: x.to(device, non_blocking=True) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,6 @@ def matches(pattern: str, name: str) -> bool:
 
 def part_of(facts: Facts, name: str) -> Part:
     """The part that owns a parameter. Exactly one does; anything else is a defect of the family."""
-    owners = [part for part, root in facts.parts.items() if name.startswith(root + ".")]
+    owners: list[Part] = [part for part, root in facts.parts.items() if name.startswith(root + ".")]
     assert len(owners) == 1, f"{name} belongs to {owners or 'no part'}"
     return owners[0]

@@ -174,7 +174,9 @@ def _show(console: Console, stage: Stage, report: DataReport) -> None:
     for source in report.sources:
         repeat = f", {source.repeat} times an epoch" if source.repeat > 1 else ""
         console.print(f"{source.path}: {source.layout} ({source.why}), {source.rows:,} samples{repeat}", markup=False)
-    console.print(f"{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined", markup=False)
+    console.print(
+        f"{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined", markup=False
+    )
     table = Table()
     for column in ("", "min", "median", "max"):
         table.add_column(column, justify="right" if column else "left")

@@ -3,14 +3,17 @@
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 from yaml.nodes import MappingNode
 
 from eyeline.core.errors import Refused, nearest
+from eyeline.core.settings import Settings
 from eyeline.train.run import Run
+
+Record = TypeVar("Record", bound=Settings)
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000  # aliases counted each time they are used: a recipe needs hundreds, an alias bomb has billions
@@ -119,7 +122,9 @@ def _set(place: Any, pieces: list[str], value: Any, text: str) -> None:
                 key = int(piece)
             else:
                 known = ", ".join(str(name) for name in names if name is not None)
-                raise Refused(f"{text!r}: {piece!r} is not in that list of {len(place)} (numbered from 0{'; names: ' + known if known else ''})")
+                raise Refused(
+                    f"{text!r}: {piece!r} is not in that list of {len(place)} (numbered from 0{'; names: ' + known if known else ''})"
+                )
         elif not isinstance(place, dict):
             raise Refused(f"{text!r}: {'.'.join(pieces[:i])} is the value {place!r}, which has nothing called {piece!r} inside")
         elif not last and place.get(key) is None:
@@ -132,8 +137,13 @@ def _set(place: Any, pieces: list[str], value: Any, text: str) -> None:
 
 def run_of(recipe: dict[str, Any], where: str) -> Run:
     """Validate a recipe. Refused with one line a problem: where it is, what was got, what is wanted."""
+    return settings_of(Run, recipe, where)
+
+
+def settings_of(record: type[Record], values: dict[str, Any], where: str) -> Record:
+    """Validate any record of settings, in the same way."""
     try:
-        return Run.model_validate(recipe)
+        return record.model_validate(values)
     except ValidationError as error:
         lines = [_line(problem) for problem in error.errors(include_url=False)]
         many = f"{len(lines)} problems" if len(lines) > 1 else "a problem"

@@ -65,7 +65,9 @@ def scores(result: Result) -> Table:
         table.add_column(column, justify="right" if column else "left")
     for kind, score in result.by_kind.items():
         table.add_row(kind or "(no kind)", f"{score.questions:,}", f"{score.accuracy:.1%}", f"{result.blind.by_kind[kind].accuracy:.1%}")
-    table.add_row("all", f"{result.overall.questions:,}", f"{result.overall.accuracy:.1%}", f"{result.blind.overall.accuracy:.1%}", style="bold")
+    table.add_row(
+        "all", f"{result.overall.questions:,}", f"{result.overall.accuracy:.1%}", f"{result.blind.overall.accuracy:.1%}", style="bold"
+    )
     if result.rejected:
         table.caption = "not asked: " + ", ".join(f"{cause} {count}" for cause, count in result.rejected.items())
     return table

@@ -11,7 +11,6 @@ from torch import nn
 from eyeline.checkpoint import store
 from eyeline.core.batch import Batch
 from eyeline.core.errors import NotFinite, Refused, Stopped
-from eyeline.core.facts import Facts
 from eyeline.core.files import write_json
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
@@ -23,7 +22,7 @@ from eyeline.train.metrics import Clock, StepFigures
 from eyeline.train.optim import load_state_tensors, make_optimizers, set_learning_rates, state_tensors
 from eyeline.train.run import Run, Stage
 from eyeline.train.schedule import factor
-from eyeline.train.start import Home, begin, build, tensors_of
+from eyeline.train.start import Home, announce, begin, build, tensors_of
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.trainable import adapters_of, prepare, rates, table
@@ -53,12 +52,18 @@ def train(run: Run) -> None:
     console = Console()
     with sole_owner(folder):
         with clock.spending("startup"):
-            home = begin(run, folder, here)
+            home = begin(run, folder)
+            checkpoint = store.newest(home.checkpoints, home.id)
+            announce(run, home, here, checkpoint)
         show = display(console, run.log_every)
         stop = StopSignal()
         try:
-            while (checkpoint := store.newest(home.checkpoints, home.id)) is None or checkpoint.state["stage"] < len(run.stages):
+            while checkpoint is None or checkpoint.state["stage"] < len(run.stages):
+                if stop.asked:
+                    done = f"{checkpoint.state['global_step']} steps are saved" if checkpoint else "no step was done"
+                    raise Stopped(f"stopped by {stop.asked}; {done}, and the same command goes on from there")
                 train_stage(run, home, here, checkpoint, clock, show, console, stop)
+                checkpoint = store.newest(home.checkpoints, home.id)
         finally:
             stop.close()
             show.close()
@@ -71,9 +76,16 @@ def run_folder(run: Run) -> Path:
 
 
 def train_stage(
-    run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None, clock: Clock, show: Display, console: Console, stop: StopSignal
+    run: Run,
+    home: Home,
+    here: Machine,
+    checkpoint: store.Checkpoint | None,
+    clock: Clock,
+    show: Display,
+    console: Console,
+    stop: StopSignal,
 ) -> None:
-    """Build the model of the stage that the checkpoint stands in, and train to the stage's end.
+    """Build the model of the stage that the checkpoint stands in, and train to the stage's end, or until a stop is asked.
 
     A stage border is a checkpoint and a rebuild: going on to the next stage and resuming a run are this same code.
     """
@@ -86,9 +98,11 @@ def train_stage(
         if checkpoint and state.step > 0:
             load_state_tensors(optimizers, checkpoint.load("optimizer"))
         reader = Reader(stage.data, home.encoder, facts.image, seed_for(run.seed, "stage", state.stage), home.folder)
-        steps = stage.steps or reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs)
+        steps = stage.steps or reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
         if state.step >= steps:
-            raise Refused(f"stage {stage.name} is to have {steps} steps and has done {state.step} already; give it more, or leave it as it was")
+            raise Refused(
+                f"stage {stage.name} is to have {steps} steps and has done {state.step} already; give it more, or leave it as it was"
+            )
     console.print(table(stage, rows))
 
     model.train()
@@ -115,7 +129,8 @@ def train_stage(
             state = replace(state, best=loss if better else state.best)
             write_validation(home, stage, state, loss, labels, show)
         over = state.not_finite > run.not_finite_budget
-        if ended or better or stop.asked or over or (run.save_every and state.step % run.save_every == 0):
+        leaving = ended or over or stop.asked is not None  # read once: a signal after this line is for the next step
+        if leaving or better or (run.save_every and state.step % run.save_every == 0):
             with clock.spending("checkpoint"):
                 save(run, home, model, optimizers, stage, state, ended=ended, best=better)
 
@@ -135,12 +150,11 @@ def train_stage(
         if over:
             raise NotFinite(
                 f"{state.not_finite} steps had a loss or gradient that is not finite, more than not_finite_budget={run.not_finite_budget}. "
-                f"None was applied; what they were made of is in {home.folder / 'not_finite'}. Look at those samples, or lower the learning rate."
+                f"None was applied; what they were made of is in {home.folder / 'not_finite'}. Look at those samples, or lower the "
+                "learning rate."
             )
-        if ended:
+        if leaving:
             return
-        if stop.asked:
-            raise Stopped(f"stopped by {stop.asked} after step {state.step}/{steps} of stage {stage.name}; saved. The same command goes on.")
     raise AssertionError(f"the reader ended after {state.step} of {steps} steps")
 
 

@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from eyeline.core.batch import Counts
 from eyeline.core.facts import Part
 from eyeline.core.files import append_line
 from eyeline.train.step import Report
@@ -93,5 +92,5 @@ class Clock:
 
 def write(folder: Path, line: dict[str, Any], attempt: int) -> None:
     """Append one line, with the time of day (for people; durations come from the monotonic clock) and the attempt."""
-    wall = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    wall = datetime.now(UTC).isoformat(timespec="seconds")
     append_line(folder / "metrics.jsonl", {**line, "wall": wall, "attempt": attempt})

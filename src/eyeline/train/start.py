@@ -42,7 +42,7 @@ class Home:
         return self.folder / "checkpoints"
 
 
-def begin(run: Run, folder: Path, here: Machine) -> Home:
+def begin(run: Run, folder: Path) -> Home:
     """Make the run folder, or examine the one that is there. Refused if it belongs to another recipe, or to no run.
 
     It then holds recipe.yaml (resolved), env.json (the run's id, and the environment of every attempt) and model/ (the
@@ -61,14 +61,18 @@ def begin(run: Run, folder: Path, here: Machine) -> Home:
         write_json(env, known)
         write_atomically(recipe, to_yaml(run))  # last: a folder with a recipe is complete
     store.remove_leftovers(folder / "checkpoints")
-    newest = store.newest(folder / "checkpoints", known["run"])
-    known["attempts"].append(environment(here) | {"precision": run.precision, "resumed_from": newest.step if newest else None})
-    write_json(env, known)
-    write_atomically(recipe, to_yaml(run))  # settings that may change on resume have their new values
     bundle = read_description(folder / "model")
-    home = Home(folder, known["run"], len(known["attempts"]), bundle, bundle.encoder())
-    metrics.write(folder, {"kind": "start", **known["attempts"][-1]}, home.attempt)
-    return home
+    return Home(folder, known["run"], len(known["attempts"]) + 1, bundle, bundle.encoder())
+
+
+def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> None:
+    """Put this attempt on record: its stamps in env.json and metrics.jsonl, and the settings that changed in recipe.yaml."""
+    stamps = environment(here) | {"precision": run.precision, "resumed_from": checkpoint.step if checkpoint else None}
+    env = home.folder / "env.json"
+    known = read_json(env)
+    write_json(env, known | {"attempts": [*known["attempts"], stamps]})
+    write_atomically(home.folder / "recipe.yaml", to_yaml(run))
+    metrics.write(home.folder, {"kind": "start", **stamps}, home.attempt)
 
 
 def _refuse_another_recipe(run: Run, recipe: Path) -> None:
@@ -99,9 +103,7 @@ def description(run: Run) -> Bundle:
     return Bundle(config, tokenizer, template.name)
 
 
-def build(
-    run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None
-) -> tuple[llava.Model, Facts, Mapping[Part, LoRA]]:
+def build(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> tuple[llava.Model, Facts, Mapping[Part, LoRA]]:
     """The model as the checkpoint has it, with its adapters; without a checkpoint, as the recipe's model begins."""
     config = home.bundle.config
     model = llava.build(config, here.device, compute_dtype=COMPUTE[run.precision])

@@ -1,6 +1,6 @@
 """One optimizer update. Sums and counts first, one division at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,7 +66,7 @@ def update(
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, int]:
+def validate(model: nn.Module, batches: Iterable[Batch]) -> tuple[float, int]:
     """The loss in nats a label over all of `batches`, and the number of labels. Dropout is off meanwhile."""
     was_training = model.training
     model.eval()

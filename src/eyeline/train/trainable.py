@@ -83,9 +83,14 @@ def _row(model: nn.Module, facts: Facts, stage: Stage, part: Part) -> Row:
         case Full():
             how = "full"
         case Adapted():
-            how = f"LoRA r {trained.rank}, α {trained.alpha:g} on {trained.targets if isinstance(trained.targets, str) else ' '.join(trained.targets)}"
+            targets = trained.targets if isinstance(trained.targets, str) else " ".join(trained.targets)
+            how = f"LoRA r {trained.rank}, α {trained.alpha:g} on {targets}"
     return Row(
-        part, sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad), how, trained.lr if trained else None
+        part,
+        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters if p.requires_grad),
+        how,
+        trained.lr if trained else None,
     )
 
 

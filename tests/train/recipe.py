@@ -1,0 +1,80 @@
+"""A recipe small enough to train in a second, on pictures and conversations that it makes itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from eyeline.recipes.read import override, run_of
+from eyeline.train.run import Run
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220)}
+
+
+def write_data(folder: Path, count: int = 24) -> Path:
+    """LLaVA JSON: one picture or two, two turns sometimes, every fifth sample text alone."""
+    (folder / "pictures").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    for n in range(count):
+        colour = list(COLOURS)[n % 3]
+        pixels = np.clip(np.array(COLOURS[colour]) + rng.normal(0, 20, (18, 14, 3)), 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / "pictures" / f"{n}.png")
+        ask, answer = f"<image>\nwhich colour, {'please ' * (n % 4)}?", f"it is {colour}"
+        turns = [{"from": "human", "value": ask}, {"from": "gpt", "value": answer}]
+        if n % 4 == 1:
+            turns += [{"from": "human", "value": "are you sure?"}, {"from": "gpt", "value": f"yes, {colour}"}]
+        row: dict[str, Any] = {"id": f"s{n}", "image": f"pictures/{n}.png", "conversations": turns}
+        if n % 5 == 4:
+            row = {"id": f"s{n}", "conversations": [{"from": "human", "value": "say a word"}, {"from": "gpt", "value": colour}]}
+        rows.append(row)
+    (folder / "data.json").write_text(json.dumps(rows))
+    return folder / "data.json"
+
+
+def tiny_run(folder: Path, *overrides: str) -> Run:
+    """Two stages: all parts in full, then LoRA with dropout beside the projector. Its data are written once in `folder`."""
+    data = folder / "data" / "data.json"
+    if not data.exists():
+        write_data(folder / "data")
+    source = {"sources": [{"path": str(data)}], "hold_out": 0.2, "augment": {"flip": True}}
+    batch = {"tokens": 160, "patches": 80, "micro_batches": 2}
+    recipe = {
+        "name": "tiny",
+        "out": str(folder / "run"),
+        "model": {
+            "template": "plain",
+            "config": {
+                "vision": {"image_size": 16, "patch": 4, "width": 16, "layers": 1, "heads": 2, "feed_forward": 24},
+                "projector": {"shuffle": 2},
+                "language": {"vocabulary": 300, "width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "feed_forward": 24, "tied": True},
+            },
+        },
+        "device": "cpu",
+        "threads": 1,
+        "stages": [
+            {
+                "name": "whole",
+                "trains": {part: {"how": "full", "lr": 0.01} for part in ("vision", "projector", "language")},
+                "data": source,
+                "batch": batch,
+                "steps": 4,
+                "optimizer": {"kind": "muon", "weight_decay": 0.1},
+            },
+            {
+                "name": "adapt",
+                "trains": {
+                    "projector": {"how": "full", "lr": 0.01},
+                    "language": {"how": "lora", "lr": 0.02, "rank": 2, "alpha": 4, "dropout": 0.3, "targets": ["q", "v", "down"]},
+                },
+                "data": source,
+                "batch": batch,
+                "steps": 4,
+                "optimizer": {"kind": "adamw"},
+            },
+        ],
+        "evaluation": {"sources": [{"path": str(data), "limit": 6}], "max_tokens": 6},
+    }
+    return run_of(override(recipe, overrides), "tiny")

@@ -1,0 +1,233 @@
+"""Resumed = uninterrupted, bit for bit: after an asked stop at every step, a kill in mid-step, and signals to a real process."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import eyeline.train.loop as loop
+from eyeline.checkpoint import store
+from eyeline.core.errors import NotFinite, Refused, RunLocked, Stopped
+from eyeline.core.files import read_lines
+from eyeline.train.run import Run, to_yaml
+from eyeline.train.stop import sole_owner
+from tests.train.recipe import tiny_run
+
+STEPS = 8
+
+
+def digest(checkpoint: store.Checkpoint) -> str:
+    """Of every tensor, of where the data stands, and of what is counted."""
+    state = hashlib.sha256(json.dumps(checkpoint.state, sort_keys=True).encode())
+    for name in sorted(checkpoint.names()):
+        for key, tensor in sorted(checkpoint.load(name).items()):
+            state.update(
+                f"{name} {key} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            )
+    return state.hexdigest()
+
+
+def end_of(run: Run) -> str:
+    assert run.out
+    newest = store.newest(Path(run.out) / "checkpoints")
+    assert newest is not None
+    return digest(newest)
+
+
+def losses(run: Run) -> dict[int, float]:
+    assert run.out
+    return {line["global_step"]: line["loss"] for line in read_lines(Path(run.out) / "metrics.jsonl") if line["kind"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[int, float]]:
+    """The data's folder, the digest of the last checkpoint, and every loss of a run that was left alone."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = tiny_run(folder)
+    loop.train(run)
+    return folder, end_of(run), losses(run)
+
+
+def stopped_at(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Make the signal arrive while the given global steps are computed."""
+    stops: list[loop.StopSignal] = []
+
+    class Watched(loop.StopSignal):
+        def __init__(self) -> None:
+            super().__init__()
+            stops.append(self)
+
+    def update(*args, step: int, **more):
+        if step + 1 in steps:
+            stops[-1].asked = "SIGTERM"
+        return original(*args, step=step, **more)
+
+    original = loop.update
+    monkeypatch.setattr(loop, "StopSignal", Watched)
+    monkeypatch.setattr(loop, "update", update)
+
+
+@pytest.mark.parametrize("steps", [{k} for k in range(1, STEPS)] + [{1, 2, 3, 4, 5, 6, 7}])
+def test_stopped_and_resumed_is_bit_equal(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """A stop at every step of both stages, the stage border among them, with dropout and augmentation on."""
+    folder, whole, whole_losses = uninterrupted
+    run = tiny_run(folder, f"out={tmp_path / 'run'}")
+    stopped_at(monkeypatch, steps)
+    for step in sorted(steps):
+        with pytest.raises(Stopped):
+            loop.train(run)
+        newest = store.newest(tmp_path / "run" / "checkpoints")
+        assert newest is not None
+        assert newest.step == step
+    loop.train(run)
+    assert end_of(run) == whole
+    assert losses(run) == whole_losses
+
+
+def test_killed_in_mid_accumulation_is_bit_equal(uninterrupted, tmp_path: Path) -> None:
+    """The process is killed between the micro-batches of step 6, without a chance to save; step 5 was the last that was."""
+    folder, whole, whole_losses = uninterrupted
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "save_every=1")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(run))
+    program = f"""
+import os, signal, sys
+import eyeline.train.loop as loop
+from eyeline.models import llava
+from eyeline.recipes.read import read_recipe
+calls = 0
+forward = llava.Model.forward
+def counted(self, batch, cache=None):
+    global calls
+    calls += 1
+    if calls == 2 * 5 + 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return forward(self, batch, cache)
+llava.Model.forward = counted
+loop.train(read_recipe({str(recipe)!r}))
+"""
+    killed = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": "src"}, capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    newest = store.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert newest.step == 5
+    loop.train(run)
+    assert end_of(run) == whole
+    assert losses(run) == whole_losses
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_real_signal_saves_and_exits_with_its_code(uninterrupted, tmp_path: Path, number: signal.Signals) -> None:
+    folder, *_ = uninterrupted
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "stages.adapt.steps=2000", "log_every=1")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(run))
+    command = [sys.executable, "-m", "eyeline", "train", str(recipe)]
+    child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": "src"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("adapt 2/"):
+            break
+    child.send_signal(number)
+    rest = child.stdout.read()
+    assert child.wait(timeout=60) == 75, rest
+    assert "saved" in rest
+    assert "Traceback" not in rest
+    newest = store.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    lines = losses(run)
+    assert newest.step == max(lines) >= 6
+    # a longer stage has another schedule: only that the resumed run goes on from there, to a new end
+    shorter = tiny_run(folder, f"out={tmp_path / 'run'}", f"stages.adapt.steps={newest.step - 4 + 2}")
+    loop.train(shorter)
+    assert max(losses(shorter)) == newest.step + 2
+
+
+def test_a_finished_run_is_left_alone(uninterrupted) -> None:
+    folder, whole, whole_losses = uninterrupted
+    loop.train(tiny_run(folder))
+    assert end_of(tiny_run(folder)) == whole
+    assert losses(tiny_run(folder)) == whole_losses
+
+
+def test_another_recipe_is_refused_with_the_difference(uninterrupted) -> None:
+    folder, *_ = uninterrupted
+    with pytest.raises(Refused, match=r"stages\.0\.clip: 1\.0 → 0\.5"):
+        loop.train(tiny_run(folder, "stages.whole.clip=0.5"))
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("do not touch")
+    with pytest.raises(Refused, match=r"holds thesis\.tex"):
+        loop.train(tiny_run(tmp_path))
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "do not touch"
+
+
+def test_a_second_process_is_locked_out(uninterrupted) -> None:
+    folder, *_ = uninterrupted
+    with sole_owner(folder / "run"), pytest.raises(RunLocked, match=f"process {os.getpid()}"):
+        loop.train(tiny_run(folder))
+
+
+def test_a_damaged_newest_checkpoint_falls_back_loudly(
+    uninterrupted, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, whole, _ = uninterrupted
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "save_every=1")
+    stopped_at(monkeypatch, {6})
+    with pytest.raises(Stopped):
+        loop.train(run)
+    newest = store.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    file = newest.folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    monkeypatch.undo()
+    loop.train(run)
+    assert "cannot be used" in capsys.readouterr().err
+    assert end_of(run) == whole
+
+
+def test_steps_that_are_not_finite_end_the_run_with_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three bad steps against a budget of two. Nothing of them is in the weights, and a file names their samples."""
+    run = tiny_run(tmp_path, "not_finite_budget=2")
+    original = loop.update
+
+    def update(model, *args, step: int, **more):
+        if step < 3:
+            hook = model.language.norm.weight.register_hook(lambda g: g * float("nan"))
+        report = original(model, *args, step=step, **more)
+        if step < 3:
+            hook.remove()
+        return report
+
+    monkeypatch.setattr(loop, "update", update)
+    with pytest.raises(NotFinite, match="not_finite_budget=2"):
+        loop.train(run)
+    files = sorted((tmp_path / "run" / "not_finite").iterdir())
+    assert len(files) == 3
+    evidence = json.loads(files[0].read_text())
+    assert evidence["step"] == 1
+    assert all(name.startswith("s") or "#" in name for batch in evidence["samples"] for name in batch)
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"]
+    assert [line["loss"] for line in lines] == [None] * 3
+    newest = store.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert newest.load("optimizer") == {}  # no step was applied
+
+
+def test_a_stage_shorter_than_what_was_done_is_refused(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, *_ = uninterrupted
+    stopped_at(monkeypatch, {3})
+    with pytest.raises(Stopped):
+        loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
+    with pytest.raises(Refused, match="has done 3 already"):
+        loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", "stages.whole.steps=2"))
