@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eyeline.core import errors
+from eyeline.core.errors import EXPECTED
 from eyeline.core.log import say
 
 EXIT_CODES = """
@@ -211,7 +211,7 @@ def main() -> None:
         sys.argv.remove("--debug")
     try:
         app()
-    except tuple(kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "code")) as error:
+    except EXPECTED as error:
         if debug:
             raise
         print(f"eyeline: {error}", file=sys.stderr)  # noqa: T201 - the program's last word

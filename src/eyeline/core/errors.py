@@ -56,6 +56,9 @@ class Stopped(Exception):
     code: ClassVar[int] = 75
 
 
+EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, Stopped)  # each has a `code`
+
+
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     """` Did you mean 'x'?` when `word` is close to a known one, else an empty string."""
     import difflib
