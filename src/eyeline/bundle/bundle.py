@@ -24,7 +24,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import write_json
 from eyeline.data.templates import TEMPLATES, template_named
-from eyeline.data.tokenizer import Encoder, load_tokenizer
+from eyeline.data.tokenizer import Encoder
 from eyeline.models import FAMILIES, llava, qwen2, siglip2
 from eyeline.models.lora import LoRA, merge, wrap
 
@@ -170,8 +170,14 @@ def refuse_misfit(bundle: Bundle) -> None:
 
 
 def safe_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """`load_tokenizer`, after a look at the file for what would hang it or give one id to two tokens."""
-    content = read_object(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else {}
+    """The tokenizer that tokenizer.json describes, to the letter. Raises Refused.
+
+    Not `AutoTokenizer`: beside a config.json of Qwen2's it takes Qwen2's class, which keeps the vocabulary and replaces
+    normalisation and splitting by its own (transformers 5.24), so that a tokenizer made otherwise would give other ids.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    content = read_object(folder / "tokenizer.json")
     model = content.get("model")
     pieces = model.get("vocab") if isinstance(model, dict) else None
     owners = {i: piece for piece, i in pieces.items() if isinstance(i, int)} if isinstance(pieces, dict) else {}
@@ -179,7 +185,13 @@ def safe_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         text, number = added.get("content"), added.get("id")
         if owners.setdefault(number, text) != text:
             raise Refused(f"{folder / 'tokenizer.json'} gives id {number} to both {owners[number]!r} and {text!r}. Download it again.")
-    return load_tokenizer(folder)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        # the tokenizers library raises bare Exceptions for files that it cannot read; a subclass is something else
+        if type(error) is not Exception and not isinstance(error, ValueError | KeyError):
+            raise
+        raise Refused(f"the tokenizer in {folder} cannot be read: {error}. Download it again.") from error
 
 
 # ---- opening

@@ -47,8 +47,8 @@ def export(
     if form == "parts":
         chosen, reason = "parts", "it was asked for"
     if adapter:
-        if not any(isinstance(module, LoRALinear) for module in model.modules()):
-            raise Refused("the model has no adapters: its last stage trained none. Export it without --adapter.")
+        if not _adapted(model):
+            raise Refused("no layer of the tower or the language model has an adapter: the last stage trained none. Leave --adapter out.")
         if chosen == "parts":
             raise Refused(f"an adapter needs a model that one class of transformers loads, and this one is exported as parts: {reason}.")
     with new_folder(out) as folder:
@@ -117,6 +117,12 @@ def rules_of(c: llava.Config, form: str) -> tuple[KeyRule, ...]:
 # ---- adapters
 
 
+def _adapted(model: llava.Model) -> list[tuple[str, LoRALinear]]:
+    """The layers outside the projector that have an adapter."""
+    named = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoRALinear)]
+    return [(name, layer) for name, layer in named if not name.startswith("projector.")]
+
+
 def _module_name(on_disk: str, form: str) -> str:
     """What a tensor of a folder is called in the model that transformers makes of it: adapters go by that name."""
     if form == "llava":
@@ -129,19 +135,22 @@ def _module_name(on_disk: str, form: str) -> str:
 
 
 def _write_adapter(bundle: Bundle, model: llava.Model, folder: Path, form: str, base: str) -> None:
-    """adapter_config.json and adapter_model.safetensors as peft writes them, the whole projector in `modules_to_save`."""
+    """adapter_config.json and adapter_model.safetensors as peft writes them, the whole projector in `modules_to_save`.
+
+    A module cannot be adapted and saved, so adapters of the projector are merged into what is saved of it.
+    """
     rules = rules_of(bundle.config, form)
 
     def module_of(name: str) -> str:
         return _module_name(their_name(f"{name}.weight", rules)[0], form).removesuffix(".weight")
 
-    layers = {module_of(name): layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+    layers = {module_of(name): layer for name, layer in _adapted(model)}
     tensors = {
         f"base_model.model.{name}.lora_{x}.weight": getattr(layer, f"lora_{x}").detach().float()
         for name, layer in layers.items()
         for x in "AB"
     }
-    projector = weights(torch.nn.ModuleDict({"projector": model.projector}), False, torch.float32)
+    projector = weights(torch.nn.ModuleDict({"projector": model.projector}), True, torch.float32)
     tensors |= {f"base_model.model.{_module_name(theirs, form)}": x for theirs, x in renamed(projector, rules)}
     write_file(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
 

@@ -83,6 +83,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_preprocessor(folder: Path) -> dict[str, Any] | None:
-    """preprocessor_config.json if there is one."""
-    path = folder / "preprocessor_config.json"
-    return read_object(path) if path.exists() else None
+    """How pictures are prepared, if the folder says: preprocessor_config.json, or that part of processor_config.json, where
+    transformers 5 puts it when a whole processor is saved."""
+    if (folder / "preprocessor_config.json").exists():
+        return read_object(folder / "preprocessor_config.json")
+    whole = read_object(folder / "processor_config.json") if (folder / "processor_config.json").exists() else {}
+    part = whole.get("image_processor")
+    return part if isinstance(part, dict) else None

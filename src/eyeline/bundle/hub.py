@@ -39,7 +39,13 @@ def download_only(models: Sequence[str], out: Path) -> list[Path]:
 
 def _fetched(model: str, revision: str | None, into: Path | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - httpx or httpx2, by its version
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     elsewhere = (
         f"Where there is network: `eyeline import OUT --vision ... --language ... --download-only`, or "

@@ -90,12 +90,9 @@ def import_model(
             f" of an embedding that grew from {rows} to {text.vocabulary}" if needed > rows else ""
         )
         say(f"added to the tokenizer: {', '.join(added)} ({where})")
-    say(f"{out}: its export will be {_named(llava.form(config))}")
+    form = llava.form(config)
+    say(f"{out}: an export of this model will have the form {form.name} ({form.reason})")
     return bundle
-
-
-def _named(form: llava.Form) -> str:
-    return f"{form.name}, since it has {form.reason}"
 
 
 def fresh_projector(config: llava.Config, seed: int) -> llava.Projector:
@@ -159,4 +156,20 @@ def write_parts_settings(bundle: Bundle, folder: Path, dtype: str | None = None)
     write_json(folder / "language" / "config.json", qwen2.to_hf(c.language) | stops | named)
     write_json(folder / "language" / "generation_config.json", stops)
     bundle.tokenizer.save_pretrained(str(folder / "language"))
+    _warn_if_read_otherwise(bundle, folder / "language")
     write_description(bundle, folder)
+
+
+PROBE = "I'll ask: 1234 cafe\u0301s?\n\n  \ufb01ne, \u00c5ngstr\u00f6m"  # contractions, digits, spaces, text that normalisation changes
+
+
+def _warn_if_read_otherwise(bundle: Bundle, folder: Path) -> None:
+    """See `safe_tokenizer`: Eyeline reads the file to the letter, users of transformers may get something else."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    if theirs.encode(PROBE) != bundle.tokenizer.encode(PROBE):
+        warn(
+            f"transformers' AutoTokenizer splits text in {folder.name}/ as Qwen2 does, unlike this model's tokenizer; load it there with "
+            "PreTrainedTokenizerFast.from_pretrained."
+        )

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -239,10 +240,11 @@ def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted({entry.file for entry in entries.values()}):
-        with safe_open(file, framework="pt") as opened:
-            for name in sorted(name for name, entry in entries.items() if entry.file == file):
-                yield name, opened.get_tensor(name)
+    """The tensors of these entries, in their order. Every file is mapped, and read where it is touched."""
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {e.file: None for e in entries.values()}}
+        for name, entry in entries.items():
+            yield name, files[entry.file].get_tensor(name)
 
 
 def write_folder(
@@ -313,7 +315,7 @@ def load_into(tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRu
 def stream(
     tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRule], dropped: Sequence[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint folder under our names and in our layout, one at a time, as they are stored.
+    """The tensors of a checkpoint folder under our names, in our order and layout, one at a time, in the dtypes they are stored in.
 
     `tensors` says which are wanted, by shape alone (the meta device will do). One tensor under several names
     (`named_parameters(remove_duplicate=False)`) is a tied weight: it must be there under at least one of its names, equal
@@ -332,7 +334,7 @@ def stream(
     _refuse_differences(folder, tensors, wanted, entries, used, dropped)
 
     rule_of = dict(pair for names in wanted.values() for pair in names)
-    came: dict[str, str] = {}
+    before: tuple[str, str, Tensor] | None = None
     for theirs, value in _read({name: entries[name] for name in used}):
         ours, rule = used[theirs], rule_of[theirs]
         if not value.isfinite().all():
@@ -341,14 +343,14 @@ def stream(
                 f"{theirs} in {entries[theirs].file} has {bad:,} of {value.numel():,} values that are NaN or infinite. "
                 f"The checkpoint is broken; take an earlier one."
             )
-        if ours not in came:
-            came[ours] = theirs
+        if before is None or before[0] != ours:
             yield ours, rule.read(value) if rule.read else value
-        elif not torch.equal(dict(_read({came[ours]: entries[came[ours]]}))[came[ours]], value):
+        elif not torch.equal(before[2], value):  # names of one tensor follow one another
             raise Refused(
-                f"{folder} holds {came[ours]} and {theirs} with different values, but its config.json ties them. Set "
+                f"{folder} holds {before[1]} and {theirs} with different values, but its config.json ties them. Set "
                 f"tie_word_embeddings to false there, or delete the stale one."
             )
+        before = ours, theirs, value
 
 
 def _refuse_differences(

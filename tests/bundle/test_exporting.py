@@ -1,0 +1,296 @@
+"""What we write, transformers and peft load with their own classes, and compute the same from; what we read back is the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import (
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    Lfm2VlForConditionalGeneration,
+    LlavaForConditionalGeneration,
+    Qwen2ForCausalLM,
+    SiglipVisionModel,
+)
+
+from eyeline.bundle.bundle import Bundle, open_bundle
+from eyeline.bundle.exporting import export, weights
+from eyeline.bundle.importing import import_model
+from eyeline.core.batch import Document
+from eyeline.core.errors import Refused
+from eyeline.models import llava
+from eyeline.models.lora import LoRA, merge, wrap
+from tests.bundle.tiny import CONVERSATION, FORMS, asked, built, drawing, imported, our_logits, save_language, save_vision
+
+SETTINGS = [(form, tied) for form in FORMS for tied in (True, False)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Bundle]:
+    """Bundles of every form, tied and untied."""
+    return {(form, tied): imported(tmp_path_factory.mktemp(f"{form}-{tied}"), form, tied)[1] for form, tied in SETTINGS}
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    error = float((got - want).abs().max() / want.abs().max())
+    assert error < 2e-5, f"off by {error:.1e} of the largest logit"
+
+
+@torch.no_grad()
+def their_logits(folder: Path, form: str, bundle: Bundle, document: Document, model: nn.Module | None = None) -> Tensor:
+    """The same question, as a user of the exported folder asks it."""
+    drawings = [drawing(0), drawing(1)]
+    match form:
+        case "llava":
+            processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+            text = processor.apply_chat_template(CONVERSATION, add_generation_prompt=True)
+            inputs = processor(text=text, images=drawings, return_tensors="pt")
+            assert inputs["input_ids"][0].tolist() == document.tokens_T.tolist(), "processor and loader differ"
+            model = model or LlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
+            return model.eval()(**inputs).logits[0]
+        case "lfm2_vl":
+            prepared = AutoImageProcessor.from_pretrained(folder, local_files_only=True)(drawings, return_tensors="pt")
+            model = model or Lfm2VlForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
+            return model.eval()(input_ids=torch.tensor(document.tokens_T, dtype=torch.int64)[None], **prepared).logits[0]
+        case _:
+            prepared = AutoImageProcessor.from_pretrained(folder / "vision", local_files_only=True)(drawings, return_tensors="pt")
+            tower, language = SiglipVisionModel.from_pretrained(folder / "vision"), Qwen2ForCausalLM.from_pretrained(folder / "language")
+            features = tower.eval()(**prepared).last_hidden_state
+            projector = load_file(folder / "projector.safetensors")
+            assert projector.keys() == {"out.weight", "out.bias"}
+            visual = nn.functional.linear(features, projector["out.weight"], projector["out.bias"]).flatten(0, 1)
+            tokens = torch.tensor(document.tokens_T, dtype=torch.int64)
+            embedded = language.get_input_embeddings()(tokens)
+            embedded[tokens == bundle.encoder().image_token] = visual
+            return language.eval()(inputs_embeds=embedded[None]).logits[0]
+
+
+def compare(folder: Path, form: str, bundle: Bundle, model: llava.Model, scratch: Path, their_model: nn.Module | None = None) -> None:
+    document = asked(bundle, llava.facts(bundle.config).image, scratch)
+    close(their_logits(folder, form, bundle, document, their_model), our_logits(model, document))
+
+
+@pytest.mark.parametrize(("form", "tied"), SETTINGS)
+def test_transformers_computes_the_same_and_a_second_export_is_the_same_file_for_file(
+    made: dict, tmp_path: Path, form: str, tied: bool
+) -> None:
+    bundle = made[form, tied]
+    model = built(bundle, seed=3)
+    assert export(bundle, model, tmp_path / "one") == form
+    compare(tmp_path / "one", form, bundle, model, tmp_path)
+
+    opened = open_bundle(tmp_path / "one")
+    assert opened.kind == form
+    assert opened.bundle.config == bundle.config
+    assert opened.bundle.template == bundle.template
+    again = built(opened.bundle)
+    opened.load(again)
+    assert (again.language.head.weight is again.language.embed.weight) is tied
+    export(opened.bundle, again, tmp_path / "two")
+    files = {p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*") if p.is_file()}
+    assert files == {p.relative_to(tmp_path / "two") for p in (tmp_path / "two").rglob("*") if p.is_file()}
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_exported_parts_are_imported_again_byte_for_byte(made: dict, tmp_path: Path, tied: bool) -> None:
+    bundle = made["parts", tied]
+    export(bundle, built(bundle, seed=3), tmp_path / "one", max_shard_bytes=10_000)
+    one = tmp_path / "one"
+    import_model(one / "vision", one / "language", tmp_path / "two", **FORMS["parts"], max_shard_bytes=10_000)
+    for part in ("vision", "language"):
+        shards = sorted(p.name for p in (one / part).glob("model*"))
+        assert len(shards) > 3
+        assert shards == sorted(p.name for p in (tmp_path / "two" / part).glob("model*"))
+        for file in shards:
+            assert (one / part / file).read_bytes() == (tmp_path / "two" / part / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tied_weights_are_written_once_and_untied_ones_twice(made: dict, tmp_path: Path, form: str) -> None:
+    for tied in (True, False):
+        folder = tmp_path / str(tied)
+        export(made[form, tied], built(made[form, tied], seed=3), folder)
+        names = load_file((folder / "language" if form == "parts" else folder) / "model.safetensors")
+        assert sum(name.endswith("embed_tokens.weight") for name in names) == 1
+        assert sum(name.endswith("lm_head.weight") for name in names) == (0 if tied else 1)
+
+
+def test_what_goes_along(made: dict, tmp_path: Path) -> None:
+    bundle = made["llava", True]
+    export(bundle, built(bundle, seed=3), tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == bundle.tokenizer.chat_template
+    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == bundle.encoder().image_token
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    generation = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert generation.eos_token_id == list(bundle.encoder().stop_ids)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in generation.eos_token_id
+    images = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
+    assert (images["size"], images["resample"]) == ({"height": 16, "width": 16}, 2)
+    assert (images["image_mean"], images["image_std"]) == ([0.5, 0.4, 0.6], [0.5, 0.3, 0.25])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]["vocab_size"] == 384
+
+
+def test_an_export_in_bf16_rounds_each_weight_once(made: dict, tmp_path: Path) -> None:
+    bundle = made["llava", True]
+    model = built(bundle, seed=3)
+    export(bundle, model, tmp_path / "out", dtype="bf16")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {x.dtype for x in stored.values()} == {torch.bfloat16}
+    assert torch.equal(stored["language_model.model.norm.weight"], model.language.norm.weight.detach().bfloat16())
+    assert LlavaForConditionalGeneration.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+# ---- adapters
+
+
+def adapted(bundle: Bundle) -> llava.Model:
+    model, facts, rng = built(bundle, seed=3), llava.facts(bundle.config), torch.Generator().manual_seed(4)
+    wrap(model, facts, "language", LoRA(rank=3, alpha=6, targets=("q", "v", "down")), rng)
+    wrap(model, facts, "vision", LoRA(rank=2, alpha=5, targets="all-linear"), rng)
+    wrap(model, facts, "projector", LoRA(rank=2, alpha=2, targets=("up",)), rng) if bundle.config.projector.norm else None
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("lora_B"):
+                p.copy_(torch.randn(p.shape, generator=rng) * 0.3)
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_are_merged_into_what_is_written_and_stay_on_the_model(made: dict, tmp_path: Path, form: str) -> None:
+    bundle = made[form, True]
+    model = adapted(bundle)
+    before = {name: x.clone() for name, x in model.named_parameters()}
+    export(bundle, model, tmp_path / "out")
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], x) and after[name].requires_grad for name, x in before.items())
+    compare(tmp_path / "out", form, bundle, model, tmp_path)
+    written = dict(weights(model, True, torch.float32))
+    merge(model)
+    assert written.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(written[name], x) for name, x in model.named_parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("form", ["llava", "lfm2_vl"])
+def test_peft_loads_the_adapter_on_the_exported_base(made: dict, tmp_path: Path, form: str, tied: bool) -> None:
+    bundle = made[form, tied]
+    model = adapted(bundle)
+    export(bundle, model, tmp_path / "out", adapter=True)
+    cls = LlavaForConditionalGeneration if form == "llava" else Lfm2VlForConditionalGeneration
+    base = cls.from_pretrained(tmp_path / "out" / "base", attn_implementation="eager")
+    document = asked(bundle, llava.facts(bundle.config).image, tmp_path)
+    plain = their_logits(tmp_path / "out" / "base", form, bundle, document, base)
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "out" / "adapter"))
+    compare(tmp_path / "out" / "base", form, bundle, model, tmp_path, theirs)
+    assert (plain - our_logits(model, document)).abs().max() > 0.1, "the adapters do nothing: this test shows nothing"
+    layers = [name for name, module in theirs.named_modules() if hasattr(module, "lora_A")]
+    ours = [name for name, _ in model.named_parameters() if name.endswith("lora_A") and not name.startswith("projector.")]
+    assert len(layers) == len(ours)
+
+
+def test_the_adapters_projector_is_the_one_that_counts(made: dict, tmp_path: Path) -> None:
+    bundle = made["llava", True]
+    model = adapted(bundle)
+    export(bundle, model, tmp_path / "out", adapter=True)
+    base = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out" / "base", attn_implementation="eager")
+    with torch.no_grad():  # as in the base that training began with
+        for p in base.model.multi_modal_projector.parameters():
+            p.zero_()
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "out" / "adapter"))
+    compare(tmp_path / "out" / "base", "llava", bundle, model, tmp_path, theirs)
+
+
+def test_an_adapter_that_is_not_there_or_cannot_be_taken_is_refused(made: dict, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="no layer of the tower or the language model has an adapter"):
+        export(made["llava", True], built(made["llava", True], seed=3), tmp_path / "out", adapter=True)
+    with pytest.raises(Refused, match="one class of transformers"):
+        export(made["parts", True], adapted(made["parts", True]), tmp_path / "out", adapter=True)
+    with pytest.raises(Refused, match="it was asked for"):
+        export(made["llava", True], adapted(made["llava", True]), tmp_path / "out", adapter=True, form="parts")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- targets
+
+
+def test_nothing_is_written_over(made: dict, tmp_path: Path) -> None:
+    bundle = made["llava", True]
+    model = built(bundle, seed=3)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("full", "file", "link"):
+        with pytest.raises(Refused, match="exists already and is not an empty folder"):
+            export(bundle, model, tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    export(bundle, model, tmp_path / "empty")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "full", "link"]
+
+
+def test_a_failure_in_the_middle_leaves_nothing(made: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: llava.Config, __: int) -> dict:
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(llava, "llava_to_hf", broken)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        export(made["llava", True], built(made["llava", True], seed=3), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_can_be_asked_for(made: dict, tmp_path: Path) -> None:
+    bundle = made["lfm2_vl", True]
+    assert export(bundle, built(bundle, seed=3), tmp_path / "out", form="parts") == "parts"
+    assert open_bundle(tmp_path / "out").kind == "parts"
+
+
+def test_a_folder_of_transformers_own_making_is_opened(made: dict, tmp_path: Path) -> None:
+    """As `save_pretrained` writes it, in any dtype, with whatever else it puts there."""
+    bundle = made["llava", False]
+    model = built(bundle, seed=3)
+    export(bundle, model, tmp_path / "ours")
+    LlavaForConditionalGeneration.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    AutoProcessor.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    opened = open_bundle(tmp_path / "theirs")
+    assert opened.bundle.config == bundle.config
+    again = built(opened.bundle)
+    opened.load(again)
+    assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in again.named_parameters())
+
+
+def test_the_towers_names_of_transformers_4_are_read(made: dict, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    bundle = made["llava", True]
+    model = built(bundle, seed=3)
+    export(bundle, model, tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    old = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in load_file(file).items()}
+    save_file(old | {"vision_tower.vision_model.head.probe": torch.zeros(1)}, file)
+    again = built(bundle)
+    open_bundle(tmp_path / "out").load(again)
+    assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in again.named_parameters())
+
+
+def test_the_vocabulary_grows_with_the_tokenizer_and_the_export_follows(tmp_path: Path) -> None:
+    from tests.bundle.tiny import TEMPLATES, tokenizer, without_image_token
+
+    small = tokenizer(without_image_token(TEMPLATES["qwen2.5"]), vocabulary=290)
+    language = save_language(tmp_path / "l", rows=len(small), tok=small)
+    bundle = import_model(save_vision(tmp_path / "v"), language, tmp_path / "m", template="qwen2.5", feature_norm=False)
+    opened = open_bundle(tmp_path / "m")
+    model = built(opened.bundle)
+    opened.load(model)
+    assert len(model.language.embed.weight) == 320  # 291 tokens, a multiple of 64
+    export(opened.bundle, model, tmp_path / "out")
+    compare(tmp_path / "out", "llava", bundle, model, tmp_path)
