@@ -218,3 +218,19 @@ def test_no_internvl_form_while_its_class_ignores_the_tower():
     tower = siglip2.to_hf(twins.EVEN)
     record = transformers.AutoConfig.for_model("internvl", vision_config=tower, text_config=qwen2.to_hf(twins.language(tied=True)))
     assert record.vision_config.__class__.__name__ == "InternVLVisionConfig"
+
+
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("outer", [True, False, None])
+@pytest.mark.parametrize("case", ["llava tied", "shuffled untied"])
+def test_tied_where_the_reference_ties(case, outer, inner):
+    """Two keys say it; what counts is whether the reference's model then has one tensor or two."""
+    c = twins.CASES["llava"][case]
+    config, _ = twins.hf_config(c)
+    config["text_config"]["tie_word_embeddings"] = inner
+    config["tie_word_embeddings"] = outer
+    if outer is None:
+        del config["tie_word_embeddings"]
+    reference = twins.reference_of(config | {"text_config": dict(config["text_config"])})
+    tied = reference.get_output_embeddings().weight is reference.get_input_embeddings().weight
+    assert llava.from_hf(config, None if c.vision is twins.EVEN else siglip2.to_preprocessor(c.vision)).language.tied == tied
