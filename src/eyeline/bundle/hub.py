@@ -18,7 +18,7 @@ def local_folder(model: str, revision: str | None = None) -> Path:
 
     Raises Refused when it is neither, or cannot be had; the message has the command that fills a folder elsewhere.
     """
-    if Path(model).expanduser().is_dir():
+    if model and Path(model).expanduser().is_dir():
         return Path(model).expanduser()
     if _NAME.fullmatch(model) is None or ".." in model:
         raise Refused(f"{model!r} is no folder here, and no name of the Hub (owner/model) either.")

@@ -1,0 +1,301 @@
+"""Hub folders in: every byte kept, every difference refused by name, embeddings that never shrink."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, Qwen2ForCausalLM, SiglipVisionModel
+
+from eyeline.bundle.bundle import open_bundle, recognised
+from eyeline.bundle.importing import import_model
+from eyeline.core.errors import Refused
+from eyeline.data.templates import QWEN_SYSTEM, TEMPLATES
+from eyeline.models import llava
+from tests.bundle.tiny import ROWS, built, save_language, save_vision, tokenizer, without_image_token
+
+Capture = pytest.CaptureFixture[str]
+
+# The template of Qwen2.5-Instruct's tokenizer_config.json, but for what it does with tools.
+QWEN_OWN = (
+    "{%- if tools %}{{- 'tools' }}{%- else %}{%- if messages[0]['role'] == 'system' %}"
+    "{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}{%- else %}"
+    "{{- '<|im_start|>system\\n" + QWEN_SYSTEM + "<|im_end|>\\n' }}{%- endif %}{%- endif %}"
+    '{%- for message in messages %}{%- if (message.role == "user") or (message.role == "system" and not loop.first) or '
+    '(message.role == "assistant" and not message.tool_calls) %}'
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+QWEN_BASE = QWEN_OWN.replace(QWEN_SYSTEM, "You are a helpful assistant.")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub")
+    save_vision(folder / "siglip")
+    save_vision(folder / "tower", whole=False)
+    save_language(folder / "tied")
+    save_language(folder / "untied", tied=False, dtype=torch.bfloat16)
+    return folder
+
+
+@pytest.mark.parametrize("vision", ["siglip", "tower"])
+@pytest.mark.parametrize("language", ["tied", "untied"])
+def test_every_tensor_is_kept_as_it_was_stored(hub: Path, tmp_path: Path, vision: str, language: str) -> None:
+    bundle = import_model(hub / vision, hub / language, tmp_path / "model")
+    before, after = load_file(hub / vision / "model.safetensors"), load_file(tmp_path / "model" / "vision" / "model.safetensors")
+    prefix = "vision_model." if vision == "siglip" else ""
+    assert after.keys() == {n.removeprefix(prefix) for n in before if n.startswith(prefix) and "head." not in n}
+    assert all(torch.equal(x, before[prefix + name]) and x.dtype == torch.float32 for name, x in after.items())
+    before, after = load_file(hub / language / "model.safetensors"), load_file(tmp_path / "model" / "language" / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(x, before[name]) and x.dtype == before[name].dtype for name, x in after.items())
+    assert ("lm_head.weight" in after) is (language == "untied")
+
+    opened = open_bundle(tmp_path / "model")
+    assert (opened.kind, opened.bundle.config, opened.bundle.template) == ("parts", bundle.config, "qwen2.5")
+    model = built(opened.bundle)
+    opened.load(model)
+    assert torch.equal(model.language.head.weight, after.get("lm_head.weight", after["model.embed_tokens.weight"]).float())
+
+
+def test_transformers_loads_the_imported_parts(hub: Path, tmp_path: Path) -> None:
+    import_model(hub / "siglip", hub / "tied", tmp_path / "model")
+    tower = SiglipVisionModel.from_pretrained(tmp_path / "model" / "vision", output_loading_info=True)
+    language = Qwen2ForCausalLM.from_pretrained(tmp_path / "model" / "language", output_loading_info=True)
+    for _, report in (tower, language):
+        assert not any(report.values()), report
+    assert AutoTokenizer.from_pretrained(tmp_path / "model" / "language").chat_template == TEMPLATES["qwen2.5"].jinja
+
+
+def test_settings_of_the_tower_and_its_pictures_come_along(hub: Path, tmp_path: Path) -> None:
+    bundle = import_model(hub / "siglip", hub / "tied", tmp_path / "model", projector=llava.ProjectorConfig(shuffle=2), seed=5)
+    vision = bundle.config.vision
+    assert (vision.resample, vision.mean, vision.std, vision.eps) == ("bilinear", (0.5, 0.4, 0.6), (0.5, 0.3, 0.25), 1e-5)
+    assert bundle.config.language.longest == 512
+    rule = llava.facts(bundle.config).image
+    assert rule is not None
+    assert rule.tokens == 4
+
+
+def test_the_fresh_projector_is_that_of_its_seed(hub: Path, tmp_path: Path) -> None:
+    files = []
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        import_model(hub / "siglip", hub / "tied", tmp_path / name, seed=seed)
+        files.append((tmp_path / name / "projector.safetensors").read_bytes())
+    assert files[0] == files[1] != files[2]
+
+
+# ---- vocabularies
+
+
+def test_a_vocabulary_with_free_rows_keeps_its_size(hub: Path, tmp_path: Path) -> None:
+    small = tokenizer(without_image_token(TEMPLATES["qwen2.5"]), vocabulary=300)
+    assert "<|image_pad|>" not in small.get_vocab()
+    used = len(small)
+    language = save_language(tmp_path / "language", tok=small)
+    bundle = import_model(hub / "siglip", language, tmp_path / "model", template="qwen2.5")
+    assert bundle.config.language.vocabulary == ROWS > used + 1
+    assert bundle.encoder().image_token == used
+    before, after = load_file(language / "model.safetensors"), load_file(tmp_path / "model" / "language" / "model.safetensors")
+    assert all(torch.equal(x, before[name]) for name, x in after.items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_without_free_rows_grows_by_means(hub: Path, tmp_path: Path, tied: bool) -> None:
+    small = tokenizer(without_image_token(TEMPLATES["qwen2.5"]), vocabulary=300)
+    language = save_language(tmp_path / "language", tied, rows=len(small), tok=small)
+    bundle = import_model(hub / "siglip", language, tmp_path / "model", template="qwen2.5")
+    rows = bundle.config.language.vocabulary
+    assert rows % 64 == 0
+    assert rows > len(small)
+    before, after = load_file(language / "model.safetensors"), load_file(tmp_path / "model" / "language" / "model.safetensors")
+    grown = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if not tied else set())
+    for name, x in after.items():
+        if name in grown:
+            assert len(x) == rows
+            assert torch.equal(x[: len(small)], before[name])
+            torch.testing.assert_close(x[len(small) :], before[name].mean(0).expand(rows - len(small), -1))
+        else:
+            assert torch.equal(x, before[name])
+    assert Qwen2ForCausalLM.from_pretrained(tmp_path / "model" / "language").config.vocab_size == rows
+
+
+# ---- templates
+
+
+@pytest.mark.parametrize(("jinja", "name"), [(t.jinja, n) for n, t in TEMPLATES.items()] + [(QWEN_OWN, "qwen2.5")])
+def test_a_chat_template_is_known_by_what_it_renders(jinja: str, name: str) -> None:
+    tok = tokenizer()
+    tok.chat_template = jinja
+    assert recognised(tok, Path("somewhere")) == name
+
+
+@pytest.mark.parametrize("jinja", [None, QWEN_BASE, "{{ messages[0]['content'] }}", "{{ raise_exception('no') }}", "{% if %}", ""])
+def test_another_chat_template_is_refused_unless_replaced(hub: Path, tmp_path: Path, jinja: str | None) -> None:
+    tok = tokenizer()
+    tok.chat_template = jinja
+    language = save_language(tmp_path / "language", tok=tok)
+    with pytest.raises(Refused, match="--template"):
+        import_model(hub / "siglip", language, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    assert import_model(hub / "siglip", language, tmp_path / "model", template="plain").template == "plain"
+    assert open_bundle(tmp_path / "model").bundle.tokenizer.chat_template == TEMPLATES["plain"].jinja
+
+
+def test_a_tokenizer_that_autotokenizer_would_change_is_read_to_the_letter(hub: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Beside Qwen2's config.json it replaces normalisation; the ids that a model was trained on must not change."""
+    from tokenizers import normalizers
+
+    tok = tokenizer()
+    tok.backend_tokenizer.normalizer = normalizers.Lowercase()
+    language = save_language(tmp_path / "language", tok=tok)
+    bundle = import_model(hub / "siglip", language, tmp_path / "model")
+    again = open_bundle(tmp_path / "model").bundle
+    for text in ("Cafe\u0301 UPPER", "it's 12"):
+        assert bundle.encoder().ids(text) == again.encoder().ids(text) == tok.encode(text)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model" / "language").encode("UPPER") != tok.encode("UPPER")
+    assert "PreTrainedTokenizerFast.from_pretrained" in capsys.readouterr().err
+
+
+# ---- what is refused
+
+
+def edit(file: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        change(content)
+        (folder / file).write_text(json.dumps(content))
+
+    return spoil
+
+
+def retensor(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return spoil
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "pickle": ("language", pickled, "pickled weights"),
+    "no weights": ("vision", lambda f: (f / "model.safetensors").unlink(), "no weights in"),
+    "no config": ("language", lambda f: (f / "config.json").unlink(), "config.json is missing"),
+    "config is not JSON": ("vision", lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    "config is a list": ("vision", lambda f: (f / "config.json").write_text("[1]"), "holds a list"),
+    "config nested without end": ("vision", lambda f: (f / "config.json").write_text("[" * 10**6), "config.json is not JSON"),
+    "tower in the other's place": ("language", edit("config.json", lambda c: c.update(model_type="siglip")), "model_type='siglip'"),
+    "NaFlex tower": ("vision", edit("config.json", lambda c: c.update(model_type="siglip2")), "NaFlex"),
+    "another picture size": (
+        "vision",
+        edit("preprocessor_config.json", lambda c: c.update(size={"height": 32, "width": 32})),
+        "preprocessor_config.json has size",
+    ),
+    "fewer layers in the config": ("language", edit("config.json", lambda c: c.update(num_hidden_layers=1, layer_types=None)), "not known"),
+    "wider in the config": ("language", edit("config.json", lambda c: c.update(intermediate_size=44)), "of another kind"),
+    "tensor missing": ("language", retensor(lambda t: t.pop(Q)), f"missing: {Q}"),
+    "tensor unknown": ("language", retensor(lambda t: t.update({"model.extra": torch.zeros(1)})), r"not known: model\.extra"),
+    "text-like name in the tower": (
+        "vision",
+        retensor(lambda t: t.update({"vision_model.text.x": torch.zeros(1)})),
+        r"not known: vision_model\.text\.x",
+    ),
+    "shape": ("language", retensor(lambda t: t.update({Q: torch.zeros(24, 12)})), rf"{Q} is \[24, 12\], wanted \[24, 24\]"),
+    "NaN": ("language", retensor(lambda t: t[Q].view(-1)[3:4].fill_(float("nan"))), f"{Q} .*NaN or infinite"),
+    "infinity in the tower": (
+        "vision",
+        retensor(lambda t: t["vision_model.post_layernorm.bias"][0:1].fill_(float("inf"))),
+        r"post_layernorm\.bias .*NaN or infinite",
+    ),
+    "quantised": ("language", retensor(lambda t: t.update({Q: t[Q].to(torch.int8)})), f"{Q} is I8"),
+    "no tokenizer": ("language", lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "tokenizer is no tokenizer": ("language", lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer .* cannot be read"),
+    "huge tokenizer": ("language", lambda f: (f / "tokenizer.json").write_bytes(b" " * (64 * 2**20 + 1)), "wanted at most"),
+    "one id for two tokens": (
+        "language",
+        edit("tokenizer.json", lambda c: c["added_tokens"].append(c["added_tokens"][0] | {"content": "<|again|>"})),
+        "to both",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_refused_and_nothing_is_left(hub: Path, tmp_path: Path, name: str) -> None:
+    part, spoil, message = BROKEN[name]
+    folders = {"vision": tmp_path / "vision", "language": tmp_path / "language"}
+    shutil.copytree(hub / "siglip", folders["vision"])
+    shutil.copytree(hub / "tied", folders["language"])
+    spoil(folders[part])
+    with pytest.raises(Refused, match=message):
+        import_model(folders["vision"], folders["language"], tmp_path / "model")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["language", "vision"]
+
+
+def test_code_beside_a_checkpoint_is_named_and_never_run(hub: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(hub / "tied", tmp_path / "language")
+    canary = tmp_path / "canary"
+    (tmp_path / "language" / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass C: pass\n")
+    code = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C", "AutoTokenizer": ["evil.C", "evil.C"]}
+    edit("config.json", lambda c: c.update(auto_map=code, trust_remote_code=True))(tmp_path / "language")
+    edit("tokenizer_config.json", lambda c: c.update(auto_map=code))(tmp_path / "language")
+    import_model(hub / "siglip", tmp_path / "language", tmp_path / "model")
+    assert "auto_map" in capsys.readouterr().err
+    assert not canary.exists()
+    assert "auto_map" not in (tmp_path / "model" / "language" / "config.json").read_text()
+    assert not (tmp_path / "model" / "language" / "evil.py").exists()
+
+
+def test_parts_that_do_not_fit_are_refused_with_the_valid_choices(hub: Path, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"shuffle=3 must divide the 4×4 patches .* valid: \[1, 2, 4\]"):
+        import_model(hub / "siglip", hub / "tied", tmp_path / "model", projector=llava.ProjectorConfig(shuffle=3))
+    with pytest.raises(Refused, match="is not known; there are"):
+        import_model(hub / "siglip", hub / "tied", tmp_path / "model", template="vicuna")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "x").write_text("mine")
+    with pytest.raises(Refused, match="exists already"):
+        import_model(hub / "siglip", hub / "tied", tmp_path / "model")
+
+
+def test_without_image_settings_the_defaults_are_named(hub: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(hub / "siglip", tmp_path / "vision")
+    (tmp_path / "vision" / "preprocessor_config.json").unlink()
+    bundle = import_model(tmp_path / "vision", hub / "tied", tmp_path / "model")
+    assert bundle.config.vision.mean == (0.5, 0.5, 0.5)
+    assert "no preprocessor_config.json" in capsys.readouterr().err
+
+
+def test_a_tied_config_over_an_untied_checkpoint_is_refused(hub: Path, tmp_path: Path) -> None:
+    shutil.copytree(hub / "untied", tmp_path / "language")
+    edit("config.json", lambda c: c.update(tie_word_embeddings=True))(tmp_path / "language")
+    with pytest.raises(Refused, match="tie_word_embeddings"):
+        import_model(hub / "siglip", tmp_path / "language", tmp_path / "model")
+
+
+def test_an_untied_config_over_a_tied_checkpoint_is_refused(hub: Path, tmp_path: Path) -> None:
+    shutil.copytree(hub / "tied", tmp_path / "language")
+    edit("config.json", lambda c: c.update(tie_word_embeddings=False))(tmp_path / "language")
+    with pytest.raises(Refused, match=r"missing: lm_head\.weight"):
+        import_model(hub / "siglip", tmp_path / "language", tmp_path / "model")
+
+
+def test_controls_that_are_missing_are_added_together(hub: Path, tmp_path: Path, capsys: Capture) -> None:
+    bare = tokenizer(replace(TEMPLATES["plain"], controls=("<|endoftext|>",)), vocabulary=300)
+    language = save_language(tmp_path / "language", tok=bare)
+    bundle = import_model(hub / "siglip", language, tmp_path / "model", template="qwen2.5")
+    ids = [bundle.encoder().controls[c] for c in TEMPLATES["qwen2.5"].controls if c != "<|endoftext|>"]
+    assert sorted(ids) == list(range(len(bare), len(bare) + 5))
+    assert f"rows {len(bare)} to {len(bare) + 4}" in capsys.readouterr().out
