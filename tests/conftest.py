@@ -1,5 +1,16 @@
 """One thread a process: tests run side by side, and threads that wait for each other slow tiny models many times over."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from tests.command import Command
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def eyeline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """The command line, in an empty folder."""
+    return Command(capsys, monkeypatch, tmp_path)

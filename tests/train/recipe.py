@@ -26,7 +26,7 @@ def write_data(folder: Path, count: int = 24) -> Path:
         turns = [{"from": "human", "value": ask}, {"from": "gpt", "value": answer}]
         if n % 4 == 1:
             turns += [{"from": "human", "value": "are you sure?"}, {"from": "gpt", "value": f"yes, {colour}"}]
-        row: dict[str, Any] = {"id": f"s{n}", "image": f"pictures/{n}.png", "conversations": turns}
+        row: dict[str, Any] = {"id": f"s{n}", "kind": colour, "image": f"pictures/{n}.png", "conversations": turns}
         if n % 5 == 4:
             row = {"id": f"s{n}", "conversations": [{"from": "human", "value": "say a word"}, {"from": "gpt", "value": colour}]}
         rows.append(row)
@@ -35,13 +35,18 @@ def write_data(folder: Path, count: int = 24) -> Path:
 
 
 def tiny_run(folder: Path, *overrides: str) -> Run:
+    """`tiny_recipe` with overrides."""
+    return run_of(override(tiny_recipe(folder), overrides), "tiny")
+
+
+def tiny_recipe(folder: Path) -> dict[str, Any]:
     """Two stages: all parts in full, then LoRA with dropout beside the projector. Its data are written once in `folder`."""
     data = folder / "data" / "data.json"
     if not data.exists():
         write_data(folder / "data")
     source = {"sources": [{"path": str(data)}], "hold_out": 0.2, "augment": {"flip": True}}
     batch = {"tokens": 160, "patches": 80, "micro_batches": 2}
-    recipe = {
+    return {
         "name": "tiny",
         "out": str(folder / "run"),
         "model": {
@@ -77,4 +82,3 @@ def tiny_run(folder: Path, *overrides: str) -> Run:
         ],
         "evaluation": {"sources": [{"path": str(data), "limit": 6}], "max_tokens": 6},
     }
-    return run_of(override(recipe, overrides), "tiny")

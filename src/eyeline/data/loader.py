@@ -55,6 +55,8 @@ class Data(Settings):
     def _one_validation(self) -> "Data":
         if self.hold_out and self.validation:
             raise ValueError("hold_out and validation both say what to validate on; give one of them")
+        if any(source.repeat > 1 for source in self.validation):
+            raise ValueError("repeat says how often an epoch visits a source, and validation looks at each sample once. Leave it out there")
         if self.hold_out == 1:
             raise ValueError("hold_out: 1 leaves nothing to learn from; it is the share of pictures kept for validation, such as 0.02")
         return self

@@ -94,6 +94,12 @@ class Evaluation(Settings):
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
     max_tokens: Positive = 32  # longest answer
 
+    @model_validator(mode="after")
+    def _once(self) -> "Evaluation":
+        if any(source.repeat > 1 for source in self.sources):
+            raise ValueError("repeat says how often an epoch visits a source, and an evaluation asks each question once. Leave it out")
+        return self
+
 
 class Run(Settings):
     """A recipe."""

@@ -43,7 +43,7 @@ def wrap_all(model: nn.Module, facts: Facts, adapters: Mapping[Part, LoRA], seed
 
 
 def prepare(model: nn.Module, facts: Facts, run: Run, index: int, adapters: Mapping[Part, LoRA]) -> list[Row]:
-    """Make stage `index`'s parameters trainable and all others not; return the table. `adapters` are those on the model now.
+    """Make stage `index`'s parameters trainable and all others not, set which blocks are recomputed, and return the table. `adapters` are those on the model now.
 
     Adapters that the stage does not continue are merged into the weights first. In a bf16 run what is frozen now and never
     trained in full by a later stage is kept in bf16: its values came from such a checkpoint or are never updated again.
@@ -67,6 +67,11 @@ def prepare(model: nn.Module, facts: Facts, run: Run, index: int, adapters: Mapp
         parameter.requires_grad_(learns)
         if run.precision == "bf16" and not learns and part not in later:
             parameter.data = parameter.data.to(torch.bfloat16)
+
+    for part in facts.blocks:
+        stack = model.get_submodule(facts.parts[part])
+        assert isinstance(stack.recompute, bool), f"{part} cannot recompute its blocks"
+        stack.recompute = part in stage.recompute
 
     rows = [_row(model, facts, stage, part) for part in PARTS if part in facts.parts]
     for row in rows:

@@ -1,0 +1,167 @@
+"""The shipped recipes themselves, shortened: `llava-siglip2-qwen2.5` on tiny checkpoints of the same classes and JPEG files in its
+layout, from import to export; `easyvqa-tiny` on its own data."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, LlavaForConditionalGeneration, SiglipImageProcessor
+
+import eyeline.train.loop as loop
+from eyeline.checkpoint import store
+from eyeline.core.files import read_lines
+from tests.bundle.tiny import save_language, save_vision
+from tests.command import Command
+from tests.train.test_resume import digest, stopped_at
+
+TINY = [  # the recipe's own stages, data layout and evaluation; sizes that fit a test
+    "device=cpu",
+    "threads=1",
+    "validate_every=3",
+    "save_every=2",
+    "stages.align.steps=6",
+    "stages.tune.steps=6",
+    *(f"stages.{stage}.batch={{tokens: 256, patches: 160, micro_batches: 2}}" for stage in ("align", "tune")),
+    *(f"stages.{stage}.data.hold_out=0.2" for stage in ("align", "tune")),
+    *(f"stages.{stage}.data.workers=0" for stage in ("align", "tune")),
+    "evaluation.sources.0.limit=5",
+    "evaluation.max_tokens=4",
+]
+
+
+def write_llava_pretrain(folder: Path) -> None:
+    """The layout of LLaVA-Pretrain: a JSON beside numbered folders of JPEG files; one of them is cut short."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for n in range(40):
+        name = f"{n % 3:05d}/{n:09d}.jpg"
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (1, 1, 3)) * np.ones((20 + n % 7, 24, 1))
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / name, quality=90)
+        turns = [{"from": "human", "value": "Describe it.\n<image>"}, {"from": "gpt", "value": f"A plain picture, number {n}."}]
+        rows.append({"id": f"{n:09d}", "image": name, "conversations": turns})
+    (folder / "blip_laion_cc_sbu_558k.json").write_text(json.dumps(rows))
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> None:
+    save_vision(tmp_path / "hub" / "siglip")
+    save_language(tmp_path / "hub" / "qwen")
+    write_llava_pretrain(tmp_path / "data" / "LLaVA-Pretrain")
+
+
+@pytest.mark.usefixtures("models")
+def test_llava_recipe_from_import_to_export(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = eyeline("import", "models/siglip2-qwen2.5", "--vision", "hub/siglip", "--language", "hub/qwen", "--no-feature-norm")
+    assert made.code == 0, made.err
+    assert "llava" in made.out
+
+    checked = eyeline("check", "llava-siglip2-qwen2.5", *TINY)
+    assert checked.code == 0, checked.out + checked.err
+    assert "LlavaForConditionalGeneration" in checked.out
+    assert "A plain picture, number" in checked.out
+
+    # interrupted once in each stage, against a run that was left alone
+    whole = eyeline("train", "llava-siglip2-qwen2.5", *TINY, "out=runs/whole")
+    assert whole.code == 0, whole.err
+    with monkeypatch.context() as patch:
+        stopped_at(patch, {2, 9})
+        for step in (2, 9):
+            stopped = eyeline("train", "llava-siglip2-qwen2.5", *TINY, "out=runs/llava")
+            assert stopped.code == 75, stopped.err
+            assert f"{step} steps are saved" in stopped.err
+    resumed = eyeline("train", "llava-siglip2-qwen2.5", *TINY, "out=runs/llava")
+    assert resumed.code == 0, resumed.err
+    run = tmp_path / "runs" / "llava"
+    ends = [store.newest(tmp_path / "runs" / name / "checkpoints") for name in ("llava", "whole")]
+    assert ends[0] is not None
+    assert ends[1] is not None
+    assert ends[0].manifest.step == 12
+    assert digest(ends[0]) == digest(ends[1])
+    assert {line["kind"] for line in read_lines(run / "metrics.jsonl")} == {"start", "step", "validation"}
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+
+    evaluated = eyeline("eval", "runs/llava", "--show", "2")
+    assert evaluated.code == 0, evaluated.err
+    result = json.loads((run / "eval.json").read_text())
+    assert result["questions"] == 5
+    assert 0 <= result["accuracy"] <= 1
+
+    picture = str(tmp_path / "data/LLaVA-Pretrain/00000/000000000.jpg")
+    assert eyeline("export", "runs/llava", "exported").code == 0
+    from_run = eyeline("chat", "runs/llava", "--image", picture, "--ask", "Describe it.", "--max-tokens", "8")
+    from_export = eyeline("chat", "exported", "--image", picture, "--ask", "Describe it.", "--max-tokens", "8")
+    assert from_run.code == from_export.code == 0, from_run.err + from_export.err
+    assert from_run.out == from_export.out  # both in fp32 on a CPU
+
+    # transformers alone: its own model, tokenizer, image processor and chat template, from the folder
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    processor = SiglipImageProcessor.from_pretrained(tmp_path / "exported")
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path / "exported").eval()
+    content = [{"type": "image"}, {"type": "text", "text": "Describe it."}]
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+    prompt = prompt.replace("<|image_pad|>", "<|image_pad|>" * 16)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    pixels = processor(Image.open(picture), return_tensors="pt")["pixel_values"]
+    theirs = model.generate(**inputs, pixel_values=pixels, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(theirs, skip_special_tokens=True).strip() == from_run.out.strip()
+
+    adapter = eyeline("export", "runs/llava", "with-adapter", "--adapter")
+    assert adapter.code == 0, adapter.err
+    assert (tmp_path / "with-adapter" / "adapter" / "adapter_config.json").exists()
+
+
+@pytest.mark.usefixtures("models")
+def test_bf16_keeps_masters_in_fp32_and_frozen_parts_in_bf16(eyeline: Command, tmp_path: Path) -> None:
+    """The recipe's own precision. What learns is float32 in the checkpoint; the tower, frozen in all stages, is bfloat16."""
+    eyeline("import", "models/siglip2-qwen2.5", "--vision", "hub/siglip", "--language", "hub/qwen", "--no-feature-norm")
+    done = eyeline("train", "llava-siglip2-qwen2.5", *TINY, "stages.align.steps=2", "stages.tune.steps=2", "out=runs/b")
+    assert done.code == 0, done.err
+    newest = store.newest(tmp_path / "runs" / "b" / "checkpoints")
+    assert newest is not None
+    learned, frozen = newest.load("model"), newest.load("frozen")
+    assert {t.dtype for t in learned.values()} == {torch.float32}
+    assert {t.dtype for t in frozen.values()} == {torch.bfloat16}
+    assert any(name.endswith("lora_A") for name in learned)
+    assert all(name.startswith(("vision.", "language.")) for name in frozen)
+
+
+def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path: Path) -> None:
+    """The quick start, shortened to some steps: the loss falls below what no picture can give away, and every file is there."""
+    short = ["stages.shapes.steps=20", "stages.all.steps=10", "validate_every=10", "save_every=10", "threads=1"]
+    done = eyeline("train", "easyvqa-tiny", *short)
+    assert done.code == 0, done.err
+    run = tmp_path / "runs" / "easyvqa-tiny"
+    steps = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "step"]
+    assert len(steps) == 30
+    assert steps[0]["loss"] == pytest.approx(np.log(384), rel=0.15)  # an untrained model knows nothing
+    assert steps[19]["loss"] < 2.0
+    evaluated = eyeline("eval", "runs/easyvqa-tiny", "--limit", "200", "--show", "10")
+    assert evaluated.code == 0, evaluated.err
+    assert evaluated.out.count("→") == 10
+    result = json.loads((run / "eval.json").read_text())
+    assert result["questions"] == 200
+    assert set(result["by_kind"]) <= {"shape", "color", "yes/no"}
+    assert eyeline("report", "runs/easyvqa-tiny").code == 0
+    page = (run / "report.html").read_text()
+    assert page.count("data:image/png;base64") >= 10
+    assert "<script" not in page
+    assert sorted(p.name for p in run.iterdir()) == [
+        "checkpoints", "env.json", "eval.json", "lock", "metrics.jsonl", "model", "recipe.yaml", "report.html",
+    ]  # fmt: skip
+
+
+def test_a_whole_run_moves_and_goes_on(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run folder holds all it needs: moved elsewhere, it is evaluated, exported and resumed."""
+    short = ["stages.shapes.steps=4", "stages.all.steps=4", "threads=1"]
+    with monkeypatch.context() as patch:
+        stopped_at(patch, {6})
+        assert eyeline("train", "easyvqa-tiny", *short, "out=first").code == 75
+    shutil.move(tmp_path / "first", tmp_path / "second")
+    assert eyeline("train", "easyvqa-tiny", *short, "out=second").code == 0
+    assert eyeline("export", "second", "exported").code == 0
+    assert loop.run_folder  # the module under test is the one that ran

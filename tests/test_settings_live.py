@@ -1,0 +1,371 @@
+"""No dead settings: every leaf of the recipe schema, turned, changes something that can be seen. A leaf without a case fails."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import eyeline.data.loader
+import eyeline.train.loop as loop
+from eyeline.core.errors import Refused, TooManyRejects
+from eyeline.core.files import read_lines
+from eyeline.data.templates import template_named
+from eyeline.data.tokenizer import train_bpe
+from eyeline.models import qwen2, siglip2
+from eyeline.recipes.check import settings_problems
+from eyeline.recipes.read import override, run_of
+from eyeline.study.evaluate import evaluate
+from eyeline.train.run import Run
+from tests.train.recipe import tiny_recipe, write_data
+
+Observe = Callable[[dict[str, Any], Path], Any]  # (recipe, an empty folder) -> what can be seen
+
+
+def leaves(schema: dict[str, Any], records: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Every leaf of a JSON schema by its path: `[]` an item of a list, `.*` a value of a mapping, `<Record>` one of several records."""
+    if "$ref" in schema:
+        yield from leaves(records[schema["$ref"].rsplit("/", 1)[-1]], records, path)
+    elif variants := schema.get("oneOf") or schema.get("anyOf"):
+        inner = [v for v in variants if "$ref" in v and "properties" in records[v["$ref"].rsplit("/", 1)[-1]]]
+        for variant in inner:
+            name = variant["$ref"].rsplit("/", 1)[-1]
+            yield from leaves(variant, records, f"{path}<{name}>" if len(inner) > 1 else path)
+        if not inner:
+            yield path
+    elif "properties" in schema:
+        for name, child in schema["properties"].items():
+            yield from leaves(child, records, f"{path}.{name}" if path else name)
+    elif schema.get("type") == "array" and "$ref" in schema.get("items", {}):
+        yield from leaves(schema["items"], records, path + "[]")
+    elif isinstance(schema.get("additionalProperties"), dict):
+        yield from leaves(schema["additionalProperties"], records, path + ".*")
+    else:
+        yield path
+
+
+SCHEMA = Run.model_json_schema()
+LEAVES = tuple(leaves(SCHEMA, SCHEMA["$defs"]))
+
+
+# What can be seen
+
+
+def trained(recipe: dict[str, Any], folder: Path) -> Path:
+    loop.train(run_of(recipe | {"out": str(folder / "run")}, "recipe"))
+    return folder / "run"
+
+
+def steps(recipe: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The metrics of each step, without the times."""
+    lines = read_lines(trained(recipe, folder) / "metrics.jsonl")
+    return [
+        {k: v for k, v in line.items() if not k.endswith("_s") and k not in ("wall", "memory_bytes")}
+        for line in lines
+        if line["kind"] == "step"
+    ]
+
+
+def refusal(recipe: dict[str, Any], folder: Path) -> str:
+    """Why the recipe is refused; nothing when it is not."""
+    try:
+        problems = list(settings_problems(run_of(recipe | {"out": str(folder / "run")}, "recipe")))
+    except Refused as refused:
+        return str(refused)
+    return "\n".join(problems)
+
+
+def validations(recipe: dict[str, Any], folder: Path) -> list[Any]:
+    return [
+        (line["loss"], line["supervised"]) for line in read_lines(trained(recipe, folder) / "metrics.jsonl") if line["kind"] == "validation"
+    ]
+
+
+def kept(recipe: dict[str, Any], folder: Path) -> list[str]:
+    return sorted(path.name[:13] for path in (trained(recipe, folder) / "checkpoints").iterdir())
+
+
+def stamps(recipe: dict[str, Any], folder: Path) -> Any:
+    env = json.loads((trained(recipe, folder) / "env.json").read_text())["attempts"][0]
+    return env["threads"]
+
+
+def device(recipe: dict[str, Any], folder: Path) -> Any:
+    try:
+        return json.loads((trained(recipe, folder) / "env.json").read_text())["attempts"][0]["device"]
+    except Refused as refused:
+        return str(refused)
+
+
+def run_folders(recipe: dict[str, Any], folder: Path) -> str:
+    return str(loop.run_folder(run_of(recipe, "recipe")))
+
+
+def printed(recipe: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> int:
+    capsys.readouterr()
+    trained(recipe, folder)
+    return capsys.readouterr().out.count("loss")
+
+
+def evaluated(recipe: dict[str, Any], folder: Path) -> Any:
+    result = evaluate(trained(recipe, folder), show=0)
+    return result.questions, result.cut, result.rejected, result.max_tokens
+
+
+def block_calls(recipe: dict[str, Any], folder: Path) -> int:
+    calls = 0
+
+    def counted(self, *arguments):
+        nonlocal calls
+        calls += 1
+        return forward(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        forward = siglip2.Block.forward
+        patch.setattr(siglip2.Block, "forward", counted)
+        trained(recipe, folder)
+    return calls
+
+
+def processes(recipe: dict[str, Any], folder: Path) -> int:
+    """How many workers the reader asks torch's loader for; the work itself is done here."""
+    asked = 0
+
+    def here(dataset, *, sampler, num_workers: int, **_: Any) -> Iterator[Any]:
+        nonlocal asked
+        asked = num_workers
+        return (dataset[index] for index in sampler)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eyeline.data.loader, "DataLoader", here)
+        trained(recipe, folder)
+    return asked
+
+
+def outcome(recipe: dict[str, Any], folder: Path) -> str:
+    try:
+        return str(len(steps(recipe, folder)))
+    except TooManyRejects:
+        return "too many rejects"
+
+
+def budgeted(recipe: dict[str, Any], folder: Path) -> str:
+    """A run whose every step is not finite."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qwen2.Head, "forward", lambda self, x, rows, labels: (x * float("nan")).sum())
+        try:
+            return str(len(steps(recipe, folder)))
+        except Exception as error:  # noqa: BLE001 - whichever way it ends is what is seen
+            return type(error).__name__
+
+
+# Cases: leaf -> (overrides of the base, overrides that turn the leaf, what is seen)
+
+
+@dataclass(frozen=True)
+class Case:
+    turn: tuple[str, ...]
+    see: Observe | str = steps
+    base: tuple[str, ...] = ()
+
+
+def turned(*turn: str, see: Observe | str = steps, base: tuple[str, ...] = ()) -> Case:
+    return Case(turn, see, base)
+
+
+ADAMW = ("stages.0.optimizer={kind: adamw, weight_decay: 0.1}",)
+LORA = (
+    "stages.0.trains.language={how: lora, lr: 0.02, rank: 2, alpha: 4, dropout: 0.3, targets: [o, v]}",
+)  # a fresh o is zero: without it nothing reaches the adapters
+VALIDATED = ("validate_every=1",)
+OWN_JUDGES = (
+    "stages.0.data.hold_out=0",
+    "stages.0.data.validation=[{path: DATA, kinds: [red, blue], limit: 6}]",
+    *VALIDATED,
+)
+MIXED = ("stages.0.data.sources=[{path: MIXED}]", "stages.0.data.max_reject_rate=1")
+
+
+def schedule(kind: str, **more: float) -> tuple[str, ...]:
+    return (f"stages.0.schedule={json.dumps({'kind': kind, **more})}",)
+
+
+CASES: dict[str, Case] = {
+    "name": turned("name=other", see=run_folders, base=("out=null",)),
+    "out": turned("out=elsewhere", see=run_folders),
+    "seed": turned("seed=1"),
+    "model.path": turned("model={path: nowhere}", see=refusal),
+    "model.config.family": turned("model.config.family=other", see=refusal),
+    "model.config.vision.image_size": turned("model.config.vision.image_size=24"),
+    "model.config.vision.patch": turned("model.config.vision.patch=8"),
+    "model.config.vision.width": turned("model.config.vision.width=8"),
+    "model.config.vision.layers": turned("model.config.vision.layers=2"),
+    "model.config.vision.heads": turned("model.config.vision.heads=1"),
+    "model.config.vision.feed_forward": turned("model.config.vision.feed_forward=16"),
+    "model.config.vision.eps": turned("model.config.vision.eps=0.1"),
+    "model.config.vision.mean": turned("model.config.vision.mean=[0.4, 0.5, 0.5]"),
+    "model.config.vision.std": turned("model.config.vision.std=[0.4, 0.5, 0.5]"),
+    "model.config.vision.resample": turned("model.config.vision.resample=nearest"),
+    "model.config.projector.kind": turned("model.config.projector.kind=linear"),
+    "model.config.projector.width": turned("model.config.projector.width=12"),
+    "model.config.projector.shuffle": turned("model.config.projector.shuffle=4"),
+    "model.config.projector.norm": turned("model.config.projector.norm=true"),
+    "model.config.language.vocabulary": turned("model.config.language.vocabulary=280"),
+    "model.config.language.width": turned("model.config.language.width=8"),
+    "model.config.language.layers": turned("model.config.language.layers=1"),
+    "model.config.language.heads": turned("model.config.language.heads=1"),
+    "model.config.language.kv_heads": turned("model.config.language.kv_heads=2"),
+    "model.config.language.head_dim": turned("model.config.language.head_dim=4"),
+    "model.config.language.feed_forward": turned("model.config.language.feed_forward=16"),
+    "model.config.language.eps": turned("model.config.language.eps=0.1"),
+    "model.config.language.rope_theta": turned("model.config.language.rope_theta=10"),
+    "model.config.language.longest": turned("model.config.language.longest=4", see=refusal),
+    "model.config.language.tied": turned("model.config.language.tied=false"),
+    "model.config.feature_layer": turned("model.config.feature_layer=0", base=("model.config.feature_norm=false",)),
+    "model.config.feature_norm": turned("model.config.feature_norm=false"),
+    "model.template": turned("model.template=qwen2.5"),
+    "model.tokenizer": turned("model.tokenizer=TOKENIZER"),
+    "stages[].name": turned("stages.0.name=other"),
+    "stages[].trains.*<Full>.how": turned(*LORA),
+    "stages[].trains.*<Full>.lr": turned("stages.0.trains.vision.lr=0.1"),
+    "stages[].trains.*<Adapted>.how": turned("stages.0.trains.language={how: full, lr: 0.02}", base=LORA),
+    "stages[].trains.*<Adapted>.lr": turned("stages.0.trains.language.lr=0.1", base=LORA),
+    "stages[].trains.*<Adapted>.rank": turned("stages.0.trains.language.rank=3", base=LORA),
+    "stages[].trains.*<Adapted>.alpha": turned("stages.0.trains.language.alpha=8", base=LORA),
+    "stages[].trains.*<Adapted>.dropout": turned("stages.0.trains.language.dropout=0", base=LORA),
+    "stages[].trains.*<Adapted>.targets": turned("stages.0.trains.language.targets=all-linear", base=LORA),
+    "stages[].data.sources[].path": turned("stages.0.data.sources.0.path=MIXED", base=("stages.0.data.max_reject_rate=1",)),
+    "stages[].data.sources[].images": turned("stages.0.data.sources.0.images=OTHER"),
+    "stages[].data.sources[].kinds": turned("stages.0.data.sources.0.kinds=[red]", base=("stages.0.data.hold_out=0",)),
+    "stages[].data.sources[].repeat": turned("stages.0.data.sources.0.repeat=2"),
+    "stages[].data.sources[].limit": turned("stages.0.data.sources.0.limit=9", base=("stages.0.data.hold_out=0",)),
+    "stages[].data.share_images": turned("stages.0.data.share_images=2", base=("stages.0.data.sources=[{path: DATA}, {path: DATA}]",)),
+    "stages[].data.hold_out": turned("stages.0.data.hold_out=0.5"),
+    "stages[].data.validation[].path": turned("stages.0.data.validation.0.path=MIXED", see=validations, base=OWN_JUDGES),
+    "stages[].data.validation[].images": turned("stages.0.data.validation.0.images=OTHER", see=validations, base=OWN_JUDGES),
+    "stages[].data.validation[].kinds": turned("stages.0.data.validation.0.kinds=[red]", see=validations, base=OWN_JUDGES),
+    "stages[].data.validation[].repeat": turned("stages.0.data.validation.0.repeat=2", see=refusal, base=OWN_JUDGES),
+    "stages[].data.validation[].limit": turned("stages.0.data.validation.0.limit=3", see=validations, base=OWN_JUDGES),
+    "stages[].data.max_reject_rate": turned("stages.0.data.max_reject_rate=0", see=outcome, base=(*MIXED, "stages.0.steps=8")),
+    "stages[].data.too_long": turned("stages.0.data.too_long=shrink", base=(*MIXED, "stages.0.batch.tokens=64")),
+    "stages[].data.augment.flip": turned("stages.0.data.augment.flip=false"),
+    "stages[].data.augment.shift": turned("stages.0.data.augment.shift=3"),
+    "stages[].data.workers": turned("stages.0.data.workers=2", see=processes),
+    "stages[].steps": turned("stages.0.steps=3"),
+    "stages[].epochs": turned("stages.0.epochs=2", base=("stages.0.steps=null", "stages.0.epochs=1")),
+    "stages[].batch.tokens": turned("stages.0.batch.tokens=200"),
+    "stages[].batch.patches": turned("stages.0.batch.patches=32"),
+    "stages[].batch.micro_batches": turned("stages.0.batch.micro_batches=1"),
+    "stages[].optimizer<AdamW>.kind": turned("stages.0.optimizer.kind=muon", base=ADAMW),
+    "stages[].optimizer<AdamW>.betas": turned("stages.0.optimizer.betas=[0.5, 0.6]", base=ADAMW),
+    "stages[].optimizer<AdamW>.eps": turned("stages.0.optimizer.eps=0.1", base=ADAMW),
+    "stages[].optimizer<AdamW>.weight_decay": turned("stages.0.optimizer.weight_decay=5", base=ADAMW),
+    "stages[].optimizer<Muon>.kind": turned("stages.0.optimizer={kind: adamw}"),
+    "stages[].optimizer<Muon>.momentum": turned("stages.0.optimizer.momentum=0.5"),
+    "stages[].optimizer<Muon>.adamw_lr_ratio": turned("stages.0.optimizer.adamw_lr_ratio=3"),
+    "stages[].optimizer<Muon>.betas": turned("stages.0.optimizer.betas=[0.5, 0.6]"),
+    "stages[].optimizer<Muon>.eps": turned("stages.0.optimizer.eps=0.1"),
+    "stages[].optimizer<Muon>.weight_decay": turned("stages.0.optimizer.weight_decay=5"),
+    "stages[].schedule<Constant>.kind": turned("stages.0.schedule.kind=linear", base=schedule("constant")),
+    "stages[].schedule<Constant>.warmup": turned("stages.0.schedule.warmup=0.9", base=schedule("constant")),
+    "stages[].schedule<Linear>.kind": turned("stages.0.schedule.kind=cosine", base=(*schedule("linear"), "stages.0.steps=3")),
+    "stages[].schedule<Linear>.warmup": turned("stages.0.schedule.warmup=0.9", base=schedule("linear")),
+    "stages[].schedule<Linear>.floor": turned("stages.0.schedule.floor=0.9", base=schedule("linear")),
+    "stages[].schedule<Cosine>.kind": turned("stages.0.schedule.kind=linear", base=(*schedule("cosine"), "stages.0.steps=3")),
+    "stages[].schedule<Cosine>.warmup": turned("stages.0.schedule.warmup=0.9", base=schedule("cosine")),
+    "stages[].schedule<Cosine>.floor": turned("stages.0.schedule.floor=0.9", base=schedule("cosine")),
+    "stages[].schedule<WSD>.kind": turned("stages.0.schedule={kind: constant}", base=schedule("wsd", decay=0.9)),
+    "stages[].schedule<WSD>.warmup": turned("stages.0.schedule.warmup=0.8", base=(*schedule("wsd", warmup=0.0), "stages.0.steps=3")),
+    "stages[].schedule<WSD>.decay": turned("stages.0.schedule.decay=0.9", base=(*schedule("wsd", decay=0.4), "stages.0.steps=3")),
+    "stages[].schedule<WSD>.floor": turned("stages.0.schedule.floor=0.9", base=schedule("wsd", decay=0.9)),
+    "stages[].clip": turned("stages.0.clip=0.0001", base=ADAMW),
+    "stages[].recompute": turned("stages.0.recompute=[vision]", see=block_calls),
+    "evaluation.sources[].path": turned("evaluation.sources.0.path=MIXED", see=evaluated, base=("evaluation.sources.0.limit=30",)),
+    "evaluation.sources[].images": turned("evaluation.sources.0.images=NOWHERE", see=refusal),
+    "evaluation.sources[].kinds": turned("evaluation.sources.0.kinds=[red]", see=evaluated, base=("evaluation.sources.0.limit=30",)),
+    "evaluation.sources[].repeat": turned("evaluation.sources.0.repeat=2", see=refusal),
+    "evaluation.sources[].limit": turned("evaluation.sources.0.limit=3", see=evaluated),
+    "evaluation.max_tokens": turned("evaluation.max_tokens=2", see=evaluated),
+    "precision": turned("precision=bf16"),
+    "device": turned("device=cuda", see=device),
+    "threads": turned("threads=2", see=stamps),
+    "log_every": turned("log_every=1", see="printed", base=("stages.0.steps=5",)),
+    "validate_every": turned("validate_every=1", see=validations),
+    "save_every": turned("save_every=1", see=kept, base=("stages.0.steps=3",)),
+    "keep_last": turned("keep_last=3", see=kept, base=("stages.0.steps=3", "save_every=1")),
+    "not_finite_budget": turned("not_finite_budget=0", see=budgeted),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, the same data with other pictures, a set with long and broken rows, and a tokenizer."""
+    made = tmp_path_factory.mktemp("live")
+    write_data(made / "data")
+    (made / "other" / "pictures").mkdir(parents=True)
+    for path in sorted((made / "data" / "pictures").iterdir()):
+        pixels = 255 - np.asarray(Image.open(path))
+        Image.fromarray(pixels).save(made / "other" / "pictures" / path.name)
+    rows = json.loads((made / "data" / "data.json").read_text())
+    for n, row in enumerate(rows):
+        if n % 4 == 0:
+            row["conversations"] += [{"from": "human", "value": "and " * 60}, {"from": "gpt", "value": "long"}]
+        if n % 4 == 3:
+            row["conversations"][0]["from"] = "nobody"
+    (made / "data" / "mixed.json").write_text(json.dumps(rows))
+    train_bpe(["other texts give other merges, other texts"] * 3, 290, template_named("plain")).save_pretrained(str(made / "tokenizer"))
+    return made
+
+
+def placed(text: str, folder: Path) -> str:
+    """The words in capitals as paths."""
+    paths = {"DATA": "data/data.json", "MIXED": "data/mixed.json", "OTHER": "other", "NOWHERE": "nowhere", "TOKENIZER": "tokenizer"}
+    for word, path in paths.items():
+        text = text.replace(word, str(folder / path))
+    return text
+
+
+def recipe_of(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+    base = tiny_recipe(folder)
+    base["stages"] = base["stages"][:1]
+    return override(base, ["stages.0.steps=4", "log_every=100", *(placed(text, folder) for text in overrides)])
+
+
+def test_every_setting_has_a_case() -> None:
+    assert set(LEAVES) - CASES.keys() == set(), "settings that nobody turns"
+    assert CASES.keys() - set(LEAVES) == set(), "cases of settings that are gone"
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...], Observe], Any]:
+    """What is seen of a recipe; the same base is looked at once."""
+
+    @cache
+    def look(overrides: tuple[str, ...], see: Observe) -> Any:
+        return see(recipe_of(folder, overrides), tmp_path_factory.mktemp("look"))
+
+    return look
+
+
+@pytest.mark.parametrize("leaf", CASES)
+def test_a_turned_setting_changes_something(leaf: str, seen, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = CASES[leaf]
+    if case.see == "printed":
+        before, after = (printed(recipe_of(folder, o), tmp_path / str(n), capsys) for n, o in enumerate((case.base, case.base + case.turn)))
+    else:
+        assert callable(case.see)
+        before, after = seen(case.base, case.see), seen(case.base + case.turn, case.see)
+    assert before != after, f"{leaf} changes nothing that {case.see} shows"
+
+
+def test_a_setting_that_changes_nothing_is_noticed(seen) -> None:
+    """The same recipe twice is the same: what the cases see is not noise."""
+    again = ("name=tiny",)
+    assert seen((), steps) == seen(again, steps)
+    assert seen((), evaluated) == seen(again, evaluated)
+    assert seen((), kept) == seen(again, kept)
