@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image as Pillow
+from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.facts import ImageRule
 from eyeline.data.templates import TEMPLATES
@@ -35,13 +36,19 @@ OFFICIAL_QWEN2_5 = (
 
 
 @pytest.fixture(scope="session")
-def qwen() -> Encoder:
-    return Encoder(train_bpe([WORDS] * 3, 600, TEMPLATES["qwen2.5"]), TEMPLATES["qwen2.5"])
+def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
+    """One for each template."""
+    return {name: train_bpe([WORDS] * 3, 600, template) for name, template in TEMPLATES.items()}
 
 
 @pytest.fixture(scope="session")
-def plain() -> Encoder:
-    return Encoder(train_bpe([WORDS] * 3, 500, TEMPLATES["plain"]), TEMPLATES["plain"])
+def qwen(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Encoder:
+    return Encoder(tokenizers["qwen2.5"], TEMPLATES["qwen2.5"])
+
+
+@pytest.fixture(scope="session")
+def plain(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Encoder:
+    return Encoder(tokenizers["plain"], TEMPLATES["plain"])
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import pickle
+import pickletools
 import shutil
 import signal
 import subprocess
@@ -134,10 +136,17 @@ def test_rows_of_one_picture_share_it(open_reader) -> None:
 
 
 def test_a_visit_over_the_budget_is_split(open_reader) -> None:
+    assert ids(flat(open_reader(share_images=3).steps(Budget(90, 32), 1, 1))) == Counter(range(len(ROWS)))  # patches count once
     tight = Budget(32, 32)  # two of a picture's three rows have room
     assert ids(flat(open_reader(share_images=3, too_long="shrink").steps(tight, 1, 2))) == ids(
         flat(open_reader(share_images=1, too_long="shrink").steps(tight, 1, 2))
     )
+
+
+def test_a_long_sample_arrives_shrunk(open_reader, folder: Path, plain: Encoder) -> None:
+    write(folder, [row("q1", answer="a1", more=("q2", "a2", "q3 " * 50, "a3"))])
+    [batch] = flat(open_reader(too_long="shrink").steps(BUDGET, 1, 1))
+    assert plain.decode(batch.tokens_T[: batch.counts.real].tolist(), special=True) == "q1\na1<|endoftext|>q2\na2<|endoftext|>"
 
 
 def test_steps_are_counted_before(open_reader) -> None:
@@ -206,14 +215,21 @@ def test_a_state_of_other_data_is_refused(open_reader, folder: Path) -> None:
 
 
 def test_a_set_that_moved_is_the_same(open_reader, folder: Path, tmp_path: Path) -> None:
-    whole = list(open_reader(hold_out=0.3).steps(BUDGET, 1, 1))
     shutil.copytree(folder, tmp_path / "elsewhere")
-    moved = open_reader(hold_out=0.3, sources=(Source(path=str(tmp_path / "elsewhere" / "rows.json")),))
-    rest = list(moved.steps(BUDGET, 1, 1, whole[2][1]))
-    assert_same_steps(rest, whole[3:])
+    sources = (Source(path=str(tmp_path / "elsewhere" / "rows.json")),)
+    here, there = open_reader(hold_out=0.3), open_reader(hold_out=0.3, sources=sources)
+    assert here.judged == there.judged
+    assert_same_steps(list(here.steps(BUDGET, 1, 1)), list(there.steps(BUDGET, 1, 1)))
 
 
 # Workers
+
+
+def test_what_workers_get_does_not_import_transformers(plain: Encoder) -> None:
+    """That would cost every worker seconds."""
+    names = {instruction[1] for instruction in pickletools.genops(pickle.dumps(plain)) if isinstance(instruction[1], str)}
+    assert not {name for name in names if name.startswith("transformers")}
+    assert pickle.loads(pickle.dumps(plain)).ids("what is it?") == plain.ids("what is it?")
 
 
 def test_workers_change_nothing(open_reader, folder: Path, tmp_path: Path) -> None:
@@ -234,17 +250,17 @@ def test_workers_change_nothing(open_reader, folder: Path, tmp_path: Path) -> No
 
 
 ORPHANS = """
-import sys, time
+import sys
+import time
 from eyeline.core.batch import Budget
 from eyeline.core.facts import ImageRule
 from eyeline.data.loader import Data, Reader
 from eyeline.data.sources import Source
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder, load_tokenizer
-from pathlib import Path
 
 if __name__ == "__main__":
-    encoder = Encoder(load_tokenizer(Path(sys.argv[2])), TEMPLATES["plain"])
+    import pickle
+    with open(sys.argv[2], "rb") as file:
+        encoder = pickle.load(file)
     rule = ImageRule(32, 8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic")
     steps = Reader(Data(sources=(Source(path=sys.argv[1]),), workers=1), encoder, rule, 0).steps(Budget(90, 80), 1, None)
     next(steps)
@@ -255,11 +271,11 @@ if __name__ == "__main__":
 
 
 def test_workers_end_when_the_run_is_shot_dead(folder: Path, tmp_path: Path, plain: Encoder) -> None:
-    plain.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "encoder").write_bytes(pickle.dumps(plain))
     (tmp_path / "main.py").write_text(ORPHANS)
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(tmp_path / "main.py"), str(folder / "rows.json"), str(tmp_path / "tokenizer")]
+    command = [sys.executable, str(tmp_path / "main.py"), str(folder / "rows.json"), str(tmp_path / "encoder")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         workers = [int(pid) for pid in process.stdout.readline().split()]
@@ -346,7 +362,7 @@ def test_few_rejects_count_at_the_end_of_an_epoch(open_reader, folder: Path) -> 
 @pytest.mark.parametrize("rows", [3, 1000])
 def test_a_set_without_one_usable_row_ends(open_reader, folder: Path, rows: int) -> None:
     write(folder, [row("no file", "absent.png")] * rows)
-    with pytest.raises(TooManyRejects):
+    with pytest.raises(TooManyRejects, match=f"{min(rows, 100)} of {min(rows, 100)} samples"):
         next(open_reader(max_reject_rate=0.5).steps(BUDGET, 1, None))
     with pytest.raises(Refused, match="no sample can be used"):
         next(open_reader(max_reject_rate=1.0).steps(BUDGET, 1, None))
@@ -395,7 +411,7 @@ def test_the_held_out_share_is_about_what_was_asked() -> None:
 
 
 def test_validation_is_complete_repeatable_and_as_it_is(open_reader, folder: Path, tmp_path: Path) -> None:
-    judges = (Source(path=str(folder / "rows.json"), repeat=5),)
+    judges = (Source(path=str(folder / "rows.json")),)
     reader = open_reader(validation=judges, augment=Augment(flip=True, shift=3), share_images=3, out=tmp_path)
     first, second = list(reader.validation(BUDGET)), list(reader.validation(BUDGET))
     assert ids(first) == Counter(range(len(ROWS)))

@@ -46,6 +46,12 @@ def test_orders_differ_by_epoch_and_seed_and_are_pure() -> None:
             assert {tuple(sorted(v)) for v in several[a]} != {tuple(sorted(v)) for v in several[b]}  # other rows meet, too
 
 
+def test_visits_of_one_row_come_in_a_new_order_each_epoch() -> None:
+    made = rounds(list(range(60)), [None] * 60, [1] * 60, 1)
+    orders = [[order_of(made, 0, epoch).rows(n) for n in range(60)] for epoch in range(3)]
+    assert all(orders[a] != orders[b] for a in range(3) for b in range(a))
+
+
 def test_validation_is_as_listed() -> None:
     order = unshuffled(rounds([3, 1, 2, 7], ["a", "b", "a", None], [1] * 4, 2))
     assert [order.rows(n) for n in range(len(order))] == [[3, 2], [1], [7]]

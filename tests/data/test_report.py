@@ -26,7 +26,7 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
     rows = [
         row("ab", answer="c"),
         row("", "wide.png", answer="abc"),
-        row("", "wide.png", "clear.png", answer="ab"),
+        row("", "clear.png", "clear.png", answer="ab"),
         row("x", "cut.png"),
         row("x", "absent.png"),
         row("x", answer=" "),

@@ -2,9 +2,11 @@
 
 from copy import copy
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import IGNORE, Message, Picture, Text
 from eyeline.core.errors import Refused
@@ -15,12 +17,14 @@ from eyeline.data.tokenizer import Encoder
 from tests.data.conftest import OFFICIAL_QWEN2_5
 from tests.data.made import DOT, said, sample
 
+Tokenizers = dict[str, PreTrainedTokenizerFast]
 
-def theirs(encoder: Encoder, messages: tuple[Message, ...], prompt: bool, jinja: str) -> list[int]:
+
+def theirs(tokenizers: Tokenizers, name: str, messages: tuple[Message, ...], prompt: bool, jinja: str) -> list[int]:
     """The reference: the tokenizer renders and tokenises the whole text at once; pictures are written into the text."""
-    tokenizer = copy(encoder.tokenizer)
+    tokenizer = copy(tokenizers[name])
     tokenizer.chat_template = jinja
-    wrap = "<|vision_start|><|image_pad|><|vision_end|>" if encoder.template.name == "qwen2.5" else "<|image_pad|>"
+    wrap = "<|vision_start|><|image_pad|><|vision_end|>" if name == "qwen2.5" else "<|image_pad|>"
     spoken = [{"role": m.role, "content": "".join(p.text if isinstance(p, Text) else wrap for p in m.parts)} for m in messages]
     return tokenizer.apply_chat_template(spoken, tokenize=True, add_generation_prompt=prompt, return_dict=False)
 
@@ -50,28 +54,29 @@ CONVERSATIONS = {
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_tokens_equal_the_tokenizers_own(name: str, messages: tuple[Message, ...], request: pytest.FixtureRequest) -> None:
-    encoder: Encoder = request.getfixturevalue({"qwen2.5": "qwen", "plain": "plain"}[name])
+def test_tokens_equal_the_tokenizers_own(name: str, messages: tuple[Message, ...], tokenizers: Tokenizers) -> None:
+    encoder = Encoder(tokenizers[name], TEMPLATES[name])
     jinja = OFFICIAL_QWEN2_5 if name == "qwen2.5" else encoder.template.jinja
-    assert ours(encoder, messages, False) == theirs(encoder, messages, False, jinja)
-    assert ours(encoder, messages[:-1], True) == theirs(encoder, messages[:-1], True, jinja)
+    assert ours(encoder, messages, False) == theirs(tokenizers, name, messages, False, jinja)
+    assert ours(encoder, messages[:-1], True) == theirs(tokenizers, name, messages[:-1], True, jinja)
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
-def test_exported_jinja_equals_the_official_one(qwen: Encoder, messages: tuple[Message, ...]) -> None:
-    assert theirs(qwen, messages, True, qwen.template.jinja) == theirs(qwen, messages, True, OFFICIAL_QWEN2_5)
+def test_exported_jinja_equals_the_official_one(tokenizers: Tokenizers, messages: tuple[Message, ...]) -> None:
+    ours = TEMPLATES["qwen2.5"].jinja
+    assert theirs(tokenizers, "qwen2.5", messages, True, ours) == theirs(tokenizers, "qwen2.5", messages, True, OFFICIAL_QWEN2_5)
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_jinja_takes_lists_of_parts(name: str, request: pytest.FixtureRequest) -> None:
+def test_jinja_takes_lists_of_parts(name: str, tokenizers: Tokenizers) -> None:
     """As processors and servers pass pictures."""
-    encoder: Encoder = request.getfixturevalue({"qwen2.5": "qwen", "plain": "plain"}[name])
+    encoder = Encoder(tokenizers[name], TEMPLATES[name])
     messages = CONVERSATIONS["pictures in two turns"]
     spoken = [
         {"role": m.role, "content": [{"type": "text", "text": p.text} if isinstance(p, Text) else {"type": "image"} for p in m.parts]}
         for m in messages
     ]
-    found = encoder.tokenizer.apply_chat_template(spoken, tokenize=True, return_dict=False)
+    found = tokenizers[name].apply_chat_template(spoken, tokenize=True, return_dict=False)
     assert found == ours(encoder, messages, False)
 
 
@@ -84,9 +89,9 @@ _answer = _text.filter(lambda text: not text[0].isspace())  # a space there may 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(_question, _answer), min_size=1, max_size=3), st.none() | _text)
-def test_any_conversation_equals_the_tokenizers_own(qwen: Encoder, exchanges: list, system: str | None) -> None:
+def test_any_conversation_equals_the_tokenizers_own(qwen: Encoder, tokenizers: Tokenizers, exchanges: list, system: str | None) -> None:
     messages = said(*(turn for exchange in exchanges for turn in exchange), system=system)
-    assert ours(qwen, messages, False) == theirs(qwen, messages, False, OFFICIAL_QWEN2_5)
+    assert ours(qwen, messages, False) == theirs(tokenizers, "qwen2.5", messages, False, OFFICIAL_QWEN2_5)
 
 
 @settings(max_examples=100, deadline=None)
@@ -99,6 +104,15 @@ def test_targets_decode_to_the_answers_and_their_ends(qwen: Encoder, rule, excha
     assert (document.labels_T[rows] == document.tokens_T[rows + 1]).all()
     wanted = [i for _, answer in exchanges for i in (*qwen.ids(answer), qwen.controls["<|im_end|>"])]
     assert document.labels_T[rows].tolist() == wanted
+
+
+def test_pictures_are_numbered_over_the_conversation(qwen: Encoder) -> None:
+    """Each takes as many tokens as it has: the n-th place is the n-th picture's, within a message and over turns."""
+    messages = CONVERSATIONS["pictures in two turns"]
+    known = rendered(messages, qwen, (1, 2, 5), False)
+    assert (known.tokens_T[known.visual_M] == qwen.image_token).all()
+    runs = [len(run) for run in np.split(known.visual_M, np.flatnonzero(np.diff(known.visual_M) > 1) + 1)]
+    assert runs == [1, 2, 5]
 
 
 def test_one_conversation_by_hand(plain: Encoder, rule) -> None:

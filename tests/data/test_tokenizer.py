@@ -29,17 +29,20 @@ def test_too_small_a_vocabulary_is_refused() -> None:
         train_bpe(["a"], 100, PLAIN)
 
 
-def test_saved_and_loaded_it_is_the_same(tmp_path, qwen: Encoder) -> None:
-    qwen.tokenizer.save_pretrained(tmp_path)
-    again = Encoder(load_tokenizer(tmp_path), qwen.template)
-    assert (again.ids(WORDS), again.controls, again.stop_ids, again.image_token) == (
-        qwen.ids(WORDS),
-        qwen.controls,
-        qwen.stop_ids,
-        qwen.image_token,
-    )
-    assert again.tokenizer.chat_template == qwen.template.jinja
-    assert (again.tokenizer.eos_token, again.tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+def test_saved_and_loaded_it_is_the_same(tmp_path, qwen: Encoder, tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
+    tokenizers["qwen2.5"].save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    again = Encoder(loaded, qwen.template)
+    assert again.ids(WORDS) == qwen.ids(WORDS)
+    assert (again.controls, again.stop_ids, again.image_token) == (qwen.controls, qwen.stop_ids, qwen.image_token)
+    assert loaded.chat_template == qwen.template.jinja
+    assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_decoding_equals_the_tokenizers_own(qwen: Encoder, tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
+    ids = [qwen.controls["<|im_start|>"], *qwen.ids(" don't , 你好 !"), qwen.controls["<|im_end|>"], qwen.ids("🙂")[0]]
+    for special in (True, False):
+        assert qwen.decode(ids, special) == tokenizers["qwen2.5"].decode(ids, skip_special_tokens=not special)
 
 
 def test_no_tokenizer_is_refused(tmp_path) -> None:
@@ -78,6 +81,7 @@ def test_settings_of_padding_and_cutting_are_not_inherited() -> None:
     tokenizer.backend_tokenizer.enable_padding(length=50)
     encoder = Encoder(tokenizer, PLAIN)
     assert encoder.decode(encoder.ids(WORDS)) == WORDS
+    assert len(encoder.ids("a")) == 1
 
 
 def test_a_tokenizer_whose_own_pieces_are_control_strings_rejects_the_sample() -> None:

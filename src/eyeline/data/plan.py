@@ -37,7 +37,7 @@ def rounds(rows: Sequence[int], keys: Sequence[str | None], repeats: Sequence[in
     groups: list[int] = []
     count = 0
     for key in keys:
-        if key is None or key not in known:
+        if key not in known:
             if key is not None:
                 known[key] = count
             groups.append(count)

@@ -115,7 +115,7 @@ def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], odd: Cou
 
 
 def first_documents(reader: Reader, count: int) -> list[tuple[Sample, Document]]:
-    """The first usable training samples, as they will be trained on (without augmentation)."""
+    """The first usable training samples, whole and without augmentation."""
     out: list[tuple[Sample, Document]] = []
     for row in reader.training:
         if len(out) == count:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # transformers takes seconds to import, so functions that nee
 # How Qwen2 cuts text before merging (transformers 5.24, models/qwen2/tokenization_qwen2.py)
 QWEN_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 KEPT = 20_000  # conversations that are remembered tokenised
-KEPT_TOKENS = 2_000  # longer ones are not
+KEPT_TOKENS = 512  # longer ones are not
 
 T = TypeVar("T")
 
 
 class Encoder:
-    """A tokenizer and a chat template: what turns segments into ids. Pickles, so that workers can have one."""
+    """A tokenizer and a chat template: what turns segments into ids. Pickles small, and without transformers, for workers."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: Template):
         """Refused when the tokenizer lacks one of the template's control tokens, or is not a `tokenizers` one."""
@@ -33,8 +33,8 @@ class Encoder:
                 f"the tokenizer is a {type(tokenizer).__name__}, which has no tokenizer.json behind it; a fast tokenizer is needed. "
                 "Convert it once with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
             )
-        self.tokenizer = tokenizer
         self.template = template
+        self._backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
         missing = [token for token in template.controls if token not in vocabulary]
         if missing:
@@ -72,7 +72,7 @@ class Encoder:
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of ids; control tokens are left out unless `special`."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+        return self._backend.decode(list(ids), skip_special_tokens=not special)
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_memory": {}}
@@ -81,7 +81,7 @@ class Encoder:
 def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
     """A copy that knows the model's own pieces only: no added tokens, no BOS, no padding, no cutting."""
     record = json.loads(backend.to_str())
-    record |= {"added_tokens": [], "post_processor": None, "padding": None, "truncation": None}
+    record |= {"added_tokens": [], "padding": None, "truncation": None}
     return Tokenizer.from_str(json.dumps(record))
 
 
