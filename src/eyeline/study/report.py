@@ -11,7 +11,6 @@ from eyeline.core.errors import Refused
 from eyeline.core.files import write_atomically
 from eyeline.evals.result import Asked, Result, read_result
 from eyeline.study.history import History, RejectSummary, Step, read_history, read_rejects
-from eyeline.study.plots import Curve, plot
 
 PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of picture that the page embeds
 
@@ -182,6 +181,9 @@ def sample(asked: Asked) -> str:
 
 def curves(history: History) -> list[str]:
     """The plots, each in a figure whose caption defines what is drawn."""
+    # here, since matplotlib takes half a second to import, and a run imports this file before it has anything to draw
+    from eyeline.study.plots import Curve, plot
+
     steps = history.steps
     x = [s.global_step for s in steps]
     befores = (None, *(s.stage for s in steps))
