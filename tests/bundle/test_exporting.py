@@ -9,13 +9,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
-    AutoImageProcessor,
     AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     Lfm2VlForConditionalGeneration,
     LlavaForConditionalGeneration,
     Qwen2ForCausalLM,
+    Siglip2ImageProcessorPil,
+    SiglipImageProcessorPil,
     SiglipVisionModel,
 )
 
@@ -55,11 +56,11 @@ def their_logits(folder: Path, form: str, bundle: Bundle, document: Document, mo
             model = model or LlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
             return model.eval()(**inputs).logits[0]
         case "lfm2_vl":
-            prepared = AutoImageProcessor.from_pretrained(folder, local_files_only=True)(drawings, return_tensors="pt")
+            prepared = Siglip2ImageProcessorPil.from_pretrained(folder)(drawings, return_tensors="pt")
             model = model or Lfm2VlForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
             return model.eval()(input_ids=torch.tensor(document.tokens_T, dtype=torch.int64)[None], **prepared).logits[0]
         case _:
-            prepared = AutoImageProcessor.from_pretrained(folder / "vision", local_files_only=True)(drawings, return_tensors="pt")
+            prepared = SiglipImageProcessorPil.from_pretrained(folder / "vision")(drawings, return_tensors="pt")
             tower, language = SiglipVisionModel.from_pretrained(folder / "vision"), Qwen2ForCausalLM.from_pretrained(folder / "language")
             features = tower.eval()(**prepared).last_hidden_state
             projector = load_file(folder / "projector.safetensors")
