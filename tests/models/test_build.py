@@ -9,7 +9,7 @@ import torch
 from eyeline.core.facts import PARTS, matches, part_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.models import FAMILIES, llava, qwen2, siglip2
-from eyeline.models.layers import Attend, Linear, RMSNorm
+from eyeline.models.layers import Attend, LayerNorm, Linear, RMSNorm
 from tests.models import twins
 from tests.models.twins import CASES
 
@@ -121,14 +121,22 @@ def test_normalisation_by_hand():
     torch.testing.assert_close(got, torch.tensor([[2.0] * 9 + [-1.25] * 9 + [-0.8] * 9]))
 
 
-def test_norms_compute_in_float32():
-    """Numbers whose squares overflow float16's range and whose mean square bfloat16 would round."""
-    norm = RMSNorm(4, 1e-6)
-    x_TD = torch.tensor([[300.0, -300.0, 300.0, 300.0]])
-    for dtype in (torch.float16, torch.bfloat16):
-        got = norm(x_TD.to(dtype))
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.float(), torch.tensor([[1.0, -1.0, 1.0, 1.0]]))
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_norms_round_once(kind):
+    """The result in bfloat16 is that of float32, weights included, rounded at the end."""
+    norm = kind(16, 1e-3)
+    twins.randomise(norm)
+    x_TD = (3 * torch.randn(200, 16, generator=torch.Generator().manual_seed(0))).bfloat16()
+    got = norm(x_TD)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, norm(x_TD.float()).bfloat16())
+
+
+def test_rms_norm_by_hand():
+    norm = RMSNorm(4, 9.0)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    torch.testing.assert_close(norm(torch.tensor([[4.0, -4.0, 4.0, 4.0]])), torch.tensor([[0.8, -1.6, 2.4, 3.2]]))  # 4 / √(16 + 9)
 
 
 # ---- configs

@@ -84,12 +84,12 @@ def test_equals_peft(tmp_path):
 
 def test_fresh_adapters_change_nothing_and_start_as_stated():
     model, want = built(), twins.logits_of(built(), batch())
-    names = wrap(model, FACTS, "language", LoRA(rank=4, alpha=8, targets="all-linear"), torch_rng_for(0, "lora"))
+    wrap(model, FACTS, "language", LoRA(rank=4, alpha=8, targets="all-linear"), torch_rng_for(0, "lora"))
     assert torch.equal(twins.logits_of(model, batch()), want)
-    layer = model.get_submodule(names[0])
+    layer = model.get_submodule("language.blocks.0.mlp.down")
     assert isinstance(layer, LoRALinear)
-    assert layer.lora_A.shape == (4, C.language.width)
-    bound = C.language.width**-0.5
+    assert layer.lora_A.shape == (4, C.language.feed_forward)
+    bound = C.language.feed_forward**-0.5
     assert layer.lora_A.abs().max() <= bound
     assert layer.lora_A.std().item() == pytest.approx(bound / 3**0.5, rel=0.2)
     assert not layer.lora_B.any()
