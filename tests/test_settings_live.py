@@ -179,9 +179,8 @@ def turned(*turn: str, see: Observe | str = steps, base: tuple[str, ...] = ()) -
 
 
 ADAMW = ("stages.0.optimizer={kind: adamw, weight_decay: 0.1}",)
-LORA = (
-    "stages.0.trains.language={how: lora, lr: 0.02, rank: 2, alpha: 4, dropout: 0.3, targets: [o, v]}",
-)  # a fresh o is zero: without it nothing reaches the adapters
+# on o as well: in a fresh model o is zero, and without it nothing reaches the other adapters
+LORA = ("stages.0.trains.language={how: lora, lr: 0.02, rank: 2, alpha: 4, dropout: 0.3, targets: [o, v]}",)
 VALIDATED = ("validate_every=1",)
 OWN_JUDGES = (
     "stages.0.data.hold_out=0",

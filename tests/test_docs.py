@@ -1,0 +1,153 @@
+"""The documents are true: their commands run, the files they name exist, and they leave no setting or figure out."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eyeline.core.files import read_lines
+from eyeline.recipes.read import shipped
+from eyeline.train.run import MAY_CHANGE
+from tests.bundle.tiny import save_language, save_vision
+from tests.command import Command
+from tests.test_end_to_end import write_llava_pretrain
+from tests.test_settings_live import LEAVES
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def bash(line: str, folder: Path) -> str:
+    """Run one line of a document, with this interpreter's commands first on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-c", line], cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_your_own_data_in_five_lines(tmp_path: Path) -> None:
+    """The README's block, line by line, with tiny checkpoints in folders of the models' names, and its comment obeyed."""
+    [block] = [block for block in blocks(README) if "eyeline import" in block]
+    save_vision(tmp_path / "google" / "siglip2-base-patch16-224")
+    save_language(tmp_path / "Qwen" / "Qwen2.5-0.5B-Instruct")
+    write_llava_pretrain(tmp_path)
+    (tmp_path / "blip_laion_cc_sbu_558k.json").rename(tmp_path / "mine.json")
+    ran = 0
+    for line in block.strip().splitlines():
+        if line.startswith("#"):
+            recipe = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+            recipe["model"]["path"] = "models/start"
+            for stage in recipe["stages"]:
+                stage["data"] = {"sources": [{"path": "mine.json"}], "hold_out": 0.2}
+                stage |= {"steps": 2, "batch": {"tokens": 256, "patches": 160}}
+            recipe["evaluation"]["sources"][0]["path"] = "mine.json"
+            (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+            continue
+        out = bash(line, tmp_path)
+        ran += 1
+        if line.startswith("eyeline check"):
+            assert "no problems" in out
+    assert ran == 4
+    picture = tmp_path / "photo.jpg"
+    picture.write_bytes((tmp_path / "00000" / "000000000.jpg").read_bytes())
+    [chat] = re.findall(r"`(eyeline chat runs/NAME[^`]*)`", README)
+    [export] = re.findall(r"`(eyeline export runs/NAME[^`]*)`", README)
+    bash(f"{chat.replace('NAME', 'llava-siglip2-qwen2.5')} --ask hello --max-tokens 4", tmp_path)
+    bash(export.replace("NAME", "llava-siglip2-qwen2.5"), tmp_path)
+    assert (tmp_path / "exported" / "config.json").exists()
+
+
+def test_the_two_commands_are_targets() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for document in DOCUMENTS:
+        for target in re.findall(r"^ *make ([a-z][a-z-]*)|`make ([a-z][a-z-]*)", document.read_text(), re.MULTILINE):
+            assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), f"{document.name} names make {target}"
+
+
+COMMANDS = sorted(set(re.findall(r"^\| `eyeline ([a-z]+)", README, re.MULTILINE)))
+
+
+def test_every_command_is_in_the_table(eyeline: Command) -> None:
+    listed = re.findall(r"^│ ([a-z]+) ", eyeline("--help").out, re.MULTILINE)
+    assert sorted(listed) == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_every_documented_option(command: str, eyeline: Command) -> None:
+    helped = eyeline(command, "--help")
+    assert helped.code == 0
+    assert f"Example: eyeline {command}" in " ".join(helped.out.split())
+    for document in DOCUMENTS:
+        for line in re.findall(rf"eyeline {command}\b[^`\n]*", document.read_text()):
+            for option in re.findall(r"(?<!\w)--[a-z][a-z-]*", line):
+                if option not in ("--help", "--debug"):
+                    assert option.replace("--no-", "--") in helped.out.replace("--no-", "--"), (
+                        f"{document.name}: eyeline {command} {option}"
+                    )
+
+
+def test_exit_codes_are_those_of_the_errors(eyeline: Command) -> None:
+    from eyeline.core.errors import EXPECTED
+
+    codes = {0, 1, *(error.code for error in EXPECTED)}
+    for text in (README[README.index("Exit codes") :], eyeline("--help").out[eyeline("--help").out.index("Exit codes") :]):
+        assert codes == {int(n) for n in re.findall(r"(?:^|[\s·│,:])(\d{1,2}) [a-z]", " ".join(text.split("\n\n")[0].split()))}
+
+
+def test_files_that_documents_name_exist() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (document.parent / link).exists(), f"{document.name} links to {link}"
+        for path in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)(?:: [a-z_]+)?`", text):
+            if "foo" not in path:
+                assert (ROOT / path).exists() or (ROOT / "src/eyeline" / path).exists(), f"{document.name} names {path}"
+
+
+def test_architecture_is_short_and_names_every_folder() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(text.splitlines()) <= 120
+    for folder in (p.name for p in (ROOT / "src/eyeline").iterdir() if p.is_dir() and p.name != "__pycache__"):
+        assert f"`{folder}/`" in text, folder
+
+
+def test_every_setting_is_documented() -> None:
+    words = set(re.findall(r"[\w.-]+", " ".join(re.findall(r"`[^`]+`", (ROOT / "docs/recipes.md").read_text())).replace(".", " ")))
+    for leaf in LEAVES:
+        assert re.split(r"[.\]>*]", leaf)[-1] in words, f"{leaf} is not in docs/recipes.md"
+
+
+def test_what_may_change_on_resume_is_documented() -> None:
+    text = (ROOT / "docs/recipes.md").read_text()
+    section = text[text.index("## What may change on resume") :]
+    assert set(re.findall(r"`([\w.]+)`", section)) == {name.removeprefix("stages.*.") for name in MAY_CHANGE}
+
+
+def test_every_figure_is_defined(eyeline: Command, tmp_path: Path) -> None:
+    """Against the lines of a real run, both ways."""
+    assert eyeline("train", "easyvqa-tiny", "stages.shapes.steps=1", "stages.all.steps=1", "validate_every=1", "threads=1").code == 0
+    text = (ROOT / "docs/metrics.md").read_text()
+    step, validation, start = (text[text.index(f"## A {name}") :].split("\n## ")[0] for name in ("step", "validation", "start"))
+    lines = {line["kind"]: set(line) - {"kind"} for line in read_lines(tmp_path / "runs/easyvqa-tiny/metrics.jsonl")}
+    defined = {name for row in re.findall(r"^\| (`[^|]+`) \|", step, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert defined == lines["step"]
+    assert lines["validation"] - {"stage", "global_step", "wall", "attempt"} == set(re.findall(r"`(\w+)`", validation))
+    assert lines["start"] - {"wall", "attempt"} == set(re.findall(r"`(\w+)`", start))
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_commands_in_a_recipes_head_name_it(name: str) -> None:
+    head = [line for line in shipped()[name].read_text().splitlines() if line.startswith("#")]
+    assert any(f"eyeline train {name}" in line for line in head)
+    assert any("xpected" in line for line in head), "the head says what to expect"
