@@ -9,16 +9,15 @@ import os
 import resource
 import signal
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from eyeline.checkpoint import store, tensors
+from eyeline.checkpoint import store
 from eyeline.core.errors import StorageFailed
+from tests.checkpoint.faults import FAILED, KILLED, WELL, arm, in_child, kill_me
 
 FROZEN = torch.arange(12.0).reshape(3, 4)
 
@@ -43,62 +42,6 @@ def check_whole(folder: Path, allowed: set[int]) -> int:
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[k], v) for k, v in wanted.items())
     return found.step
-
-
-WELL, FAILED, KILLED = 0, 9, -signal.SIGKILL
-
-
-def in_child(action: Callable[[], object]) -> int:
-    """Run `action` in a forked process: WELL, FAILED (it raised StorageFailed), KILLED, what it returned, or 1."""
-    child = os.fork()
-    if child == 0:
-        code: object = 1
-        try:
-            code = action() or WELL
-        except StorageFailed:
-            code = FAILED
-        finally:
-            os._exit(code if isinstance(code, int) else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-EVENTS = {"open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir"}
-
-
-def arm(folder: Path, when: int, act: Callable[[], None]) -> list[int]:
-    """In this process, call `act` just before the `when`-th call that touches anything under `folder`, before each flush and
-    before each tensor is written. The list that is returned fills once that happened."""
-    fired: list[int] = []
-    count = 0
-
-    def tick() -> None:
-        nonlocal count
-        count += 1
-        if count == when:
-            fired.append(when)
-            act()
-
-    def audit(event: str, arguments: tuple) -> None:
-        if event in EVENTS and any(isinstance(a, str | os.PathLike) and str(folder) in str(a) for a in arguments):
-            tick()
-
-    fsync, bytes_of = os.fsync, tensors.bytes_of
-
-    def counted_fsync(handle: int) -> None:
-        tick()
-        fsync(handle)
-
-    def counted_bytes(x: Tensor) -> memoryview:
-        tick()
-        return bytes_of(x)
-
-    os.fsync, tensors.bytes_of = counted_fsync, counted_bytes
-    sys.addaudithook(audit)
-    return fired
-
-
-def kill_me() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_kill_at_any_point_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
