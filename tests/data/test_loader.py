@@ -378,6 +378,22 @@ def test_a_file_that_changes_under_the_run_stops_it(open_reader, folder: Path) -
         next(reader.steps(BUDGET, 1, None))
 
 
+def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading /proc/self/mem at its start is an input error of the real system: no sample is to blame for it."""
+    write(folder, [row("what?", "/proc/self/mem")])
+    reader = open_reader(sources=(Source(path=str(folder / "rows.json"), images="/"),))
+    with pytest.raises(StorageFailed, match=r"could not read /proc/self/mem: Input/output error"):
+        next(reader.steps(BUDGET, 1, None))
+    assert reader.rejects.counts == {}
+
+    def as_workers_do(dataset: Any, sampler: Any, **_: Any) -> Any:
+        return (dataset[index] for index in sampler)
+
+    monkeypatch.setattr(loader, "DataLoader", as_workers_do)
+    with pytest.raises(StorageFailed, match=r"^could not read /proc/self/mem"):
+        next(open_reader(sources=reader.data.sources, workers=1).steps(BUDGET, 1, None))
+
+
 # Validation
 
 

@@ -47,7 +47,20 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
     assert (report.training, report.validation, report.examined, report.pictures) == (7, 0, 7, 3)
     assert (report.sources[0].layout, report.sources[0].rows, report.sources[0].repeat) == ("llava", 7, 2)
     assert [s.id for s, _ in first_documents(reader, 2)] == ["rows.json#0", "rows.json#1"]
+    assert report.control_strings == 0
     assert data_report(reader, Budget(50, 64), examined=3).examined == 3
+
+
+def test_control_strings_are_counted(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
+    rows = [
+        row("a <|endoftext|> b"),
+        row("c"),
+        row("d", answer="<|image_pad|>"),
+        row("e <|im_end|>"),
+    ]  # the last is none of this template's
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    reader = Reader(Data(sources=(Source(path=str(tmp_path / "rows.json")),)), plain, rule, 0)
+    assert data_report(reader, Budget(99, 16)).control_strings == 2
 
 
 def test_a_sample_is_shown_as_the_model_sees_it(qwen: Encoder, rule: ImageRule) -> None:

@@ -124,7 +124,12 @@ def training_samples(data: Data) -> Iterator[Sample]:
 def training_texts(data: Data) -> Iterator[str]:
     """Every text that training shows, for a tokenizer to be made from."""
     for sample in training_samples(data):
-        yield from (part.text for message in sample.messages for part in message.parts if isinstance(part, Text))
+        yield from texts(sample)
+
+
+def texts(sample: Sample) -> Iterator[str]:
+    """The texts of a conversation in order."""
+    return (part.text for message in sample.messages for part in message.parts if isinstance(part, Text))
 
 
 @dataclass(frozen=True)
@@ -394,17 +399,22 @@ def fetched_in_order(plan: Iterator[Planned], fetch: Fetch, workers: int) -> Ite
         worker_init_fn=_ignore_interrupts,
     )
     for fetched in loader:
+        if isinstance(fetched, StorageFailed):
+            raise fetched
         yield waiting.popleft(), fetched
 
 
-class _Asked(Dataset[Fetched]):
+class _Asked(Dataset[Fetched | StorageFailed]):
     """A map-style data set for torch's DataLoader whose index is the pack itself."""
 
     def __init__(self, fetch: Fetch):
         self.fetch = fetch
 
-    def __getitem__(self, visits: tuple[Visit, ...]) -> Fetched:
-        return self.fetch(visits)
+    def __getitem__(self, visits: tuple[Visit, ...]) -> Fetched | StorageFailed:
+        try:
+            return self.fetch(visits)
+        except StorageFailed as error:  # raised by a worker, it would arrive as a traceback in a string
+            return error
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from eyeline.core.batch import IGNORE, Budget, Document, Sample
 from eyeline.core.errors import BadSample
 from eyeline.data.documents import document_of
 from eyeline.data.images import oddities, picture_key, prepare
-from eyeline.data.loader import Reader
+from eyeline.data.loader import Reader, texts
 from eyeline.data.rejects import Reject
 from eyeline.data.tokenizer import Encoder
 
@@ -59,6 +59,7 @@ class DataReport:
     rejected: tuple[Reject, ...]  # the first few
     odd: dict[str, int]  # what is unusual about usable pictures, and how many have it
     pictures: int  # distinct ones that were decoded
+    control_strings: int  # samples whose text spells out a control token; it stays text
 
 
 def data_report(reader: Reader, budget: Budget, examined: int = EXAMINED) -> DataReport:
@@ -70,11 +71,14 @@ def data_report(reader: Reader, budget: Budget, examined: int = EXAMINED) -> Dat
     pictures: dict[str, BadSample | None] = {}
     asked = [(False, row) for row in reader.training] + [(True, row) for row in reader.judged]
     chosen = [asked[n] for n in np.linspace(0, len(asked) - 1, min(examined, len(asked))).astype(int)]
+    spelt = 0
     for judges, row in chosen:
         measuring = reader.measuring(budget, judges)
         known = measuring(row)
         if not isinstance(known, Reject):
-            bad = _pictures_of(measuring.all.sample(row), pictures, odd)
+            sample = measuring.all.sample(row)
+            spelt += any(control in text for text in texts(sample) for control in reader.encoder.controls)
+            bad = _pictures_of(sample, pictures, odd)
             if bad is None:
                 for name, values in lengths.items():
                     values.append(getattr(known.size, name))
@@ -96,6 +100,7 @@ def data_report(reader: Reader, budget: Budget, examined: int = EXAMINED) -> Dat
         rejected=tuple(rejected),
         odd=dict(odd.most_common()),
         pictures=len(pictures),
+        control_strings=spelt,
     )
 
 
