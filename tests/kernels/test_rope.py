@@ -9,7 +9,7 @@ T, H, K, THETA = 7, 3, 8, 100.0
 
 def test_rotation_is_multiplication_by_a_unit_complex_number():
     x_THK = torch.randn(T, H, K, generator=torch.Generator().manual_seed(0))
-    positions_T = torch.tensor([0, 1, 2, 5, 0, 1, 1000])  # restarting, and far
+    positions_T = torch.tensor([0, 1, 2, 5, 0, 1, 1001])  # restarting, and far
     got = rotate(x_THK, *rope_tables(positions_T, K, THETA))
     pairs = torch.complex(x_THK[..., : K // 2].double(), x_THK[..., K // 2 :].double())
     frequency = THETA ** -(torch.arange(K // 2).double() * 2 / K)
