@@ -10,7 +10,7 @@ JOBS ?= 2
 BIN := .venv/bin
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split('+')[0].split('.')[:2])) < (2, 11))
 
-.PHONY: demo test test-slow check format bench clean
+.PHONY: demo test test-slow test-gpu check format bench clean
 
 demo: .venv/ready
 	$(BIN)/eyeline train easyvqa-tiny out=runs/demo
@@ -22,6 +22,9 @@ test: .venv/ready
 
 test-slow: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -s
+
+test-gpu: .venv/ready
+	$(BIN)/python -m pytest -m gpu
 
 check: .venv/ready
 	$(BIN)/ruff check .
