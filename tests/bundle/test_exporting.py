@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -147,6 +148,7 @@ def test_an_export_in_bf16_rounds_each_weight_once(made: dict, tmp_path: Path) -
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {x.dtype for x in stored.values()} == {torch.bfloat16}
     assert torch.equal(stored["language_model.model.norm.weight"], model.language.norm.weight.detach().bfloat16())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert LlavaForConditionalGeneration.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
@@ -209,6 +211,7 @@ def test_the_adapters_projector_is_the_one_that_counts(made: dict, tmp_path: Pat
             p.zero_()
     theirs = PeftModel.from_pretrained(base, str(tmp_path / "out" / "adapter"))
     compare(tmp_path / "out" / "base", "llava", bundle, model, tmp_path, theirs)
+    assert isinstance(theirs.base_model.model.model.multi_modal_projector, ModulesToSaveWrapper)  # it is saved with the adapter again
 
 
 def test_an_adapter_that_is_not_there_or_cannot_be_taken_is_refused(made: dict, tmp_path: Path) -> None:
