@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     lines: list[dict[str, Any]] = [{"kind": "start", "hardware": "a machine", "torch": "2.13.0", "commit": "abc"}]
     lines += [step_line(i) for i in range(1, 4)]
-    tuned = {"stage": "tune", "stage_index": 1, "loss": 1.0, "lr": {"projector": 1e-3, "language": 1e-4}}
+    tuned = {"stage": "tune", "stage_index": 1, "loss": 1.0, "supervised": 30, "lr": {"projector": 1e-3, "language": 1e-4}}
     lines += [step_line(i, step=i - 3, **tuned) for i in range(4, 7)]
     lines += [{"kind": "validation", "stage": "tune", "global_step": 6, "loss": 1.5, "supervised": 40}]
     write_lines(folder / "metrics.jsonl", lines)
@@ -122,6 +122,14 @@ def test_bad_lines_are_counted_and_the_rest_is_read(tmp_path: Path, bad: str, un
     assert [s.global_step for s in history.steps] == ([1, 2] if bad.endswith("\n") else [1])
 
 
+def test_a_loss_that_is_no_number_is_a_gap(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [step_line(1), step_line(2, loss=math.nan, grad_norm=math.inf, applied=False)])
+    history = read_history(path)
+    assert [(s.loss, s.grad_norm) for s in history.steps] == [(2.0, 1.0), (None, None)]
+    assert history.unreadable == 0
+
+
 def test_bytes_that_are_no_text_are_one_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\xff\xfe\xff\n" + json.dumps(step_line(1)).encode() + b"\n")
@@ -138,11 +146,11 @@ def test_thinning_weighs_by_tokens_and_keeps_the_extremes() -> None:
 
 
 def test_plots_are_reproducible_and_obey_no_markup_in_names() -> None:
-    curves = [Curve("$\\frac{", [1, 2], [1.0, 2.0]), Curve("b", [1, 2], [2.0, None])]
-    first, second = (plot(curves, "loss", [(1, "$x^")]) for _ in range(2))
+    curves = [Curve("$\\frac{$", [1, 2], [1.0, 2.0]), Curve("b", [1, 2], [2.0, None])]
+    first, second = (plot(curves, "loss", [(1, "$x^{$")]) for _ in range(2))
     assert first == second
-    assert "$\\frac{" in first
-    assert "$x^" in first
+    assert "$\\frac{$" in first
+    assert "$x^{$" in first
 
 
 def test_the_figures_are_the_hand_computed_ones(run: Path) -> None:
@@ -151,14 +159,14 @@ def test_the_figures_are_the_hand_computed_ones(run: Path) -> None:
     rows = text.split("\n")
     shown = dict(pairwise(rows[:40]))
     assert shown["steps"] == "6"
-    assert shown["training loss, last 20 steps"] == "1.5"  # three steps of 2.0, three of 1.0, equally many tokens
+    assert shown["training loss, last 20 steps"] == "1.25"  # three steps of 2.0 over 10 tokens, three of 1.0 over 30
     assert shown["real tokens/s, full step wall time"] == "90"
     assert shown["real tokens trained on"] == "540"
     assert shown["padding, share of slots"] == "10.0 %"
     assert shown["validation loss, best"] == "1.5"
     assert shown["exact match, held-out questions"] == "75.0 %"
     at = rows.index("tune")
-    assert rows[at : at + 10] == ["tune", "3", "1", "270", "30", "6", "90", "10.0 %", "25.0 %", "1.00"]
+    assert rows[at : at + 10] == ["tune", "3", "1", "270", "90", "6", "90", "10.0 %", "25.0 %", "1.00"]
     at = rows.index("color")
     assert rows[at : at + 4] == ["color", "2", "50.0 %", "0.0 %"]
     at = rows.index("data wait", rows.index("cause"))
@@ -198,10 +206,11 @@ def test_markup_in_any_file_is_shown_as_text(tmp_path: Path) -> None:
 def test_what_is_missing_or_broken_is_said_and_the_rest_is_shown(run: Path) -> None:
     (run / "eval.json").write_text('{"version": 2}')
     with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(step_line(7, loss=None, grad_norm=None, applied=False)) + "\n" + json.dumps({"kind": "start"}) + "\n{torn")
+        file.write(json.dumps(step_line(7, loss=None, grad_norm=None, applied=False)) + "\n" + json.dumps({"kind": "start"}) + "\n{\n{torn")
     text = report(run).text
     assert "no evaluation of version 1: version" in text
     assert "1 steps had a loss or gradient that was not finite" in text
+    assert "1 lines of metrics.jsonl could not be read" in text
     assert "started 2 times; 0 steps were done again" in text
 
 
