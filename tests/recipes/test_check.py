@@ -1,0 +1,159 @@
+"""`check`: every problem at once, before training, with words that help."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from eyeline.core.errors import Refused
+from eyeline.recipes.check import folder_problems, refuse_problems, settings_problems
+from tests.command import Command
+from tests.train.recipe import tiny_run
+
+
+def problems(folder: Path, *overrides: str) -> str:
+    return "\n".join(settings_problems(tiny_run(folder, *overrides)))
+
+
+def test_a_good_recipe_has_none(tmp_path: Path) -> None:
+    assert problems(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("stages.0.batch.patches=15", ["batch.patches=15 cannot hold one picture, which has 16 patches"]),
+        ("stages.0.batch.tokens=4", ["batch.tokens=4 cannot hold one picture (4 tokens)"]),
+        ("stages.1.trains.language.targets=[q, w]", ["language has no linear layers called 'w'", "q, k, v, o"]),
+        ("stages.0.recompute=[projector]", ["recompute names projector, which has no blocks"]),
+        ("model.template=chatml", ["template 'chatml' is not known", "plain"]),
+        ("model={path: nowhere}", ["nowhere is no folder"]),
+        ("model.config.language.vocabulary=100", ["vocabulary", "at least"]),
+        ("model.config.language.longest=4", ["made for 4 positions"]),
+        ("stages.0.data.sources.0.path=nowhere.json", ["nowhere.json", "stages.0.data"]),
+        ("evaluation.sources.0.path=nowhere.json", ["nowhere.json", "evaluation"]),
+        ("stages.0.data.sources.0.kinds=[purple]", ["purple"]),
+    ],
+)
+def test_a_problem_is_named(tmp_path: Path, change: str, words: list[str]) -> None:
+    found = problems(tmp_path, change)
+    for word in words:
+        assert word in found
+
+
+def test_all_problems_come_at_once(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, "stages.0.batch.patches=1", "stages.1.trains.language.targets=[w]", "evaluation.sources.0.path=no.json")
+    with pytest.raises(Refused) as refused:
+        refuse_problems(run)
+    assert "3 problems" in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("/", "not a folder to put a run in"),
+        ("~", "which only a shell expands"),
+        ("~/run", "which only a shell expands"),
+        ("a\nb", "control characters"),
+        ("x" * 300, "longer than 200 bytes"),
+        ("file", "is a file"),
+        ("file/run", "cannot be a folder"),
+        ("loop/run", "cannot be a folder"),
+    ],
+)
+def test_a_run_folder_that_cannot_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    os.symlink("loop", "loop")
+    assert words in "\n".join(folder_problems(Path(name)))
+
+
+def test_the_home_folder_is_no_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "not a folder to put a run in" in "\n".join(folder_problems(tmp_path))
+    assert list(folder_problems(tmp_path / "run")) == []
+
+
+def test_a_name_that_a_shell_would_run_is_only_a_name(tmp_path: Path) -> None:
+    assert list(folder_problems(tmp_path / "$(touch canary)")) == []
+
+
+def broken_recipe(folder: Path) -> str:
+    """The tiny recipe as a file, on data of which a quarter is unusable."""
+    run = tiny_run(folder)
+    rows = json.loads((folder / "data" / "data.json").read_text())
+    for row in rows[::4]:
+        row["conversations"][-1]["value"] = ""
+    rows[1]["image"] = "pictures/none.png"
+    rows[2]["conversations"][0]["value"] = "[bold]<image> <|endoftext|> not markup"
+    (folder / "data" / "data.json").write_text(json.dumps(rows))
+    from eyeline.train.run import to_yaml
+
+    (folder / "broken.yaml").write_text(to_yaml(run))
+    return "broken.yaml"
+
+
+def test_check_shows_data_and_refuses_what_would_stop_the_run(eyeline: Command, tmp_path: Path) -> None:
+    done = eyeline("check", broken_recipe(tmp_path), "--samples", "20")
+    assert done.code == 2
+    assert "no_target 6" in done.out
+    assert "missing_image 1" in done.out
+    assert "data.json row 1, image" in done.out
+    assert "7 of 24 examined samples would be rejected" in done.out
+    assert "[bold]" in done.out  # data is no markup
+    assert "[picture 1: 4 tokens]" in done.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_reject_rate_may_be_raised(eyeline: Command, tmp_path: Path) -> None:
+    recipe = broken_recipe(tmp_path)
+    rates = [f"stages.{n}.data.max_reject_rate=0.4" for n in (0, 1)]
+    assert eyeline("check", recipe, *rates).code == 0
+    assert eyeline("train", recipe, *rates).code == 0
+    lines = (tmp_path / "run" / "rejects.jsonl").read_text().splitlines()
+    assert {json.loads(line)["cause"] for line in lines} <= {"no_target", "missing_image"}
+    assert len(lines) == len({(json.loads(line)["file"], json.loads(line)["row"]) for line in lines})
+
+
+def test_too_many_rejects_end_training_with_their_code(eyeline: Command, tmp_path: Path) -> None:
+    """`check` would have said so; a run whose data went bad afterwards is ended too, once an epoch was seen."""
+    done = eyeline("train", broken_recipe(tmp_path), "stages.whole.steps=40")
+    assert done.code == 3
+    assert "max_reject_rate" in done.err
+    assert "no_target" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "nothing"], 2, "no recipe is called 'nothing'"),
+        (["train", "easyvqa-tiny", "seed"], 2, "write key=value"),
+        (["train", "easyvqa-tiny", "device=tpu"], 2, "device"),
+        (["eval", "nowhere"], 2, "no run folder"),
+        (["report", "nowhere"], 2, "no run folder"),
+        (["chat", "nowhere", "--ask", "x"], 2, "is no folder"),
+        (["export", "nowhere", "out"], 2, "is no folder"),
+        (["export", "nowhere", "out", "--form", "onnx"], 2, "onnx"),
+        (["frobnicate"], 2, "frobnicate"),
+        (["import", "out", "--vision", "a b", "--language", "c"], 2, "no folder here"),
+    ],
+)
+def test_errors_are_one_message_and_a_code(eyeline: Command, arguments: list[str], code: int, words: str) -> None:
+    done = eyeline(*arguments)
+    assert done.code == code
+    assert words in done.err
+    assert "Traceback" not in done.err
+
+
+def test_debug_shows_the_traceback(eyeline: Command) -> None:
+    with pytest.raises(Refused):
+        eyeline("train", "nothing", "--debug")
+
+
+def test_torchrun_is_refused_for_now(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = eyeline("train", "easyvqa-tiny")
+    assert done.code == 2
+    assert "without torchrun" in done.err
