@@ -186,7 +186,7 @@ def safe_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         if owners.setdefault(number, text) != text:
             raise Refused(f"{folder / 'tokenizer.json'} gives id {number} to both {owners[number]!r} and {text!r}. Download it again.")
     try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))  # local: the file above was there
     except Exception as error:
         # the tokenizers library raises bare Exceptions for files that it cannot read; a subclass is something else
         if type(error) is not Exception and not isinstance(error, ValueError | KeyError):

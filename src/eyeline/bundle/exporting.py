@@ -125,13 +125,9 @@ def _adapted(model: llava.Model) -> list[tuple[str, LoRALinear]]:
 
 def _module_name(on_disk: str, form: str) -> str:
     """What a tensor of a folder is called in the model that transformers makes of it: adapters go by that name."""
-    if form == "llava":
-        if on_disk.startswith("language_model.lm_head."):
-            return on_disk.removeprefix("language_model.")
-        if on_disk.startswith("language_model.model."):
-            return "model.language_model." + on_disk.removeprefix("language_model.model.")
-        return "model." + on_disk
-    return on_disk
+    if form == "lfm2_vl":
+        return on_disk
+    return "model." + on_disk.replace("language_model.model.", "language_model.", 1)
 
 
 def _write_adapter(bundle: Bundle, model: llava.Model, folder: Path, form: str, base: str) -> None:
