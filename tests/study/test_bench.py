@@ -8,7 +8,8 @@ import torch
 
 from eyeline.core.errors import Refused
 from eyeline.data.batches import batch_of
-from eyeline.study.bench import CASES, packed, peer, render, start, step
+from eyeline.study import bench
+from eyeline.study.bench import packed, peer, render, start, step
 from eyeline.study.bench.measure import Comparison, Fact, Result, Stopwatch, Timed, interleaved, read_result, write_result
 from eyeline.study.bench.work import Sized, documents, made
 
@@ -134,15 +135,24 @@ def test_the_samples_are_what_the_cases_say(tmp_path: Path) -> None:
     assert packed.BUDGET.tokens >= 2048
 
 
-def test_cases_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tiny sizes and one pair: they check their own agreement, and give a result that the page can show."""
+def test_cases_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiny sizes and one pair: they check their own agreement, write their results, and make the page of a checkout."""
     for module, changes in ((step, {"SIZED": SMALL, "TOKENS": 12, "STEPS": 2}), (packed, {"SIZED": SMALL, "LONGEST": 64})):
         for name, value in changes.items():
             monkeypatch.setattr(module, name, value)
-    results = [CASES["step"](1), packed.run(1, samples=12)]
-    assert [r.case for r in results] == ["step", "packed"]
-    assert "A trial" in render.render(results)
-    assert sum(packed.lengths(12)) == results[1].comparisons[0].amount
+    monkeypatch.setitem(bench.CASES, "packed", lambda pairs: packed.run(pairs, samples=12))
+    (tmp_path / "docs").mkdir()
+    out = tmp_path / "bench" / "results"
+    bench.run_cases(["step", "packed"], out, pairs=1)
+    results = {path.stem: read_result(path) for path in out.iterdir()}
+    assert sorted(results) == ["packed", "step"]
+    assert sum(packed.lengths(12)) == results["packed"].comparisons[0].amount
+    page = (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert "| packed | against padding |" in page
+    assert "| step | a step |" in page
+    assert "A trial" in page
+    with pytest.raises(Refused, match=r"no benchmark 'stpe'.*'step'"):
+        bench.run_cases(["stpe"], out)
 
 
 def test_a_difference_between_the_sides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,29 @@
 """Benchmarks against peers, by the rules of docs/benchmarks.md: `CASES` has them by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from eyeline.core.errors import Refused, nearest
+from eyeline.core.log import say
 from eyeline.study.bench import packed, start, step
-from eyeline.study.bench.measure import Result
+from eyeline.study.bench.measure import LEAST_PAIRS, Result, write_result
+from eyeline.study.bench.render import overview, write_page
 
 CASES: dict[str, Callable[[int], Result]] = {"step": step.run, "packed": packed.run, "start": start.run}  # each takes the number of pairs
+
+
+def run_cases(names: Sequence[str], out: Path, pairs: int = LEAST_PAIRS) -> None:
+    """Run the named cases (all, when none is named), write OUT/CASE.json, and say the ratios.
+
+    Where OUT is the `bench/results` of a checkout, its docs/benchmarks.md is made anew. Refused for an unknown name.
+    """
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        raise Refused(f"there is no benchmark {unknown[0]!r}; there are {', '.join(CASES)}.{nearest(unknown[0], list(CASES))}")
+    for name in names or CASES:
+        result = CASES[name](pairs)
+        say(f"{write_result(out, result)}\n{overview([result])}")
+    docs = out.absolute().parent.parent / "docs"
+    if docs.is_dir():
+        write_page(out, docs / "benchmarks.md")
+        say(f"{docs / 'benchmarks.md'}: made from {out}")

@@ -11,7 +11,7 @@ BUSY = 1.5  # load average over which a result was not made on a quiet machine: 
 
 HEAD = """# Benchmarks
 
-Made from `bench/results/*.json` by `eyeline bench docs`; each result is made by the command beside it. The rules:
+Made from `bench/results/*.json` by `eyeline bench`; each result is made by the command beside it. The rules:
 
 - Both sides run in one process or one script, on the same samples, after their losses were found equal.
 - Ours and the peer's take turns (after one round that is thrown away), at least five times; a ratio is the median of the pairs'
@@ -31,12 +31,15 @@ def write_page(results: Path, page: Path) -> None:
 def render(results: Iterable[Result]) -> str:
     """The page as Markdown."""
     results = list(results)
-    rows = [(result.case, comparison) for result in results for comparison in result.comparisons]
-    overview = table(
+    return "\n".join([HEAD, overview(results), "", *map(section, results)]).rstrip() + "\n"
+
+
+def overview(results: Iterable[Result]) -> str:
+    """One line a comparison: the ratios, the limit, and whether it is met."""
+    return table(
         ("case", "compared", "ours ÷ peer, CPU time", "ours ÷ peer, wall time", "limit", "met"),
-        [(case, c.name, ratio(c, "cpu"), ratio(c, "wall"), limit(c), yes(c.met)) for case, c in rows],
+        [(r.case, c.name, ratio(c, "cpu"), ratio(c, "wall"), limit(c), yes(c.met)) for r in results for c in r.comparisons],
     )
-    return "\n".join([HEAD, overview, "", *map(section, results)]).rstrip() + "\n"
 
 
 def section(result: Result) -> str:
