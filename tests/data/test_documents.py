@@ -2,10 +2,10 @@
 
 import pytest
 
-from eyeline.core.batch import IGNORE, Sample
+from eyeline.core.batch import IGNORE, Message, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule
-from eyeline.data.documents import document_of, fitted, measure
+from eyeline.data.documents import document_of, fitted, measure, rendered
 from eyeline.data.images import grey
 from eyeline.data.tokenizer import Encoder
 from tests.data.made import DOT, sample
@@ -33,6 +33,8 @@ def test_a_remembered_document_is_not_another_ones(qwen: Encoder, rule: ImageRul
         document_of(sample("a", "b", system="a"), qwen, []).tokens_T.tolist(),
     ]
     assert len({tuple(tokens) for tokens in seen}) == 5
+    by_role = [rendered((Message(role, (Text("a"),)),), qwen, (), True).tokens_T.tolist() for role in ("user", "system")]
+    assert by_role[0] != by_role[1]
     again = document_of(sample((DOT, "a"), "b"), qwen, [grey(rule)])
     assert again.tokens_T.tolist() == seen[0]
     with pytest.raises(ValueError, match="read-only"):
