@@ -6,6 +6,7 @@ placeholders in the embedded text.
 Dims: T tokens  D width  P patches  M visual tokens (rows of the merged tower output may be used by several)  L wanted rows
 """
 
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -119,6 +120,10 @@ class Model(nn.Module):
             x_TD = x_TD.index_copy(0, batch.visual_M, visual_MD)
         position_T = batch.positions_T3[:, 0]
         return self.language(x_TD, position_T, batch.cu_S1, batch.longest, batch.rows_L, batch.labels_L, cache)
+
+    def recompute(self, parts: Collection[Part]) -> None:
+        """Run the blocks of these parts again in the backward pass instead of keeping what they computed; of no others."""
+        self.vision.recompute, self.language.recompute = "vision" in parts, "language" in parts
 
     def initialise(self, rng: torch.Generator) -> None:
         """All weights from scratch."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from eyeline.core.facts import PARTS, Facts, Part, part_of
 from eyeline.core.randomness import torch_rng_for
+from eyeline.models import llava
 from eyeline.models.lora import LoRA, merge, wrap
 from eyeline.train.run import Adapted, Full, Run, Stage
 
@@ -42,7 +43,7 @@ def wrap_all(model: nn.Module, facts: Facts, adapters: Mapping[Part, LoRA], seed
         wrap(model, facts, part, lora, torch_rng_for(seed, f"lora {part}"))
 
 
-def prepare(model: nn.Module, facts: Facts, run: Run, index: int, adapters: Mapping[Part, LoRA]) -> list[Row]:
+def prepare(model: llava.Model, facts: Facts, run: Run, index: int, adapters: Mapping[Part, LoRA]) -> list[Row]:
     """Make stage `index`'s parameters trainable and all others not, set which blocks are recomputed, and return the table. `adapters` are those on the model now.
 
     Adapters that the stage does not continue are merged into the weights first. In a bf16 run what is frozen now and never
@@ -68,10 +69,7 @@ def prepare(model: nn.Module, facts: Facts, run: Run, index: int, adapters: Mapp
         if run.precision == "bf16" and not learns and part not in later:
             parameter.data = parameter.data.to(torch.bfloat16)
 
-    for part in facts.blocks:
-        stack = model.get_submodule(facts.parts[part])
-        assert isinstance(stack.recompute, bool), f"{part} cannot recompute its blocks"
-        stack.recompute = part in stage.recompute
+    model.recompute(stage.recompute)
 
     rows = [_row(model, facts, stage, part) for part in PARTS if part in facts.parts]
     for row in rows:
