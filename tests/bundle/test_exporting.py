@@ -199,6 +199,8 @@ def test_peft_loads_the_adapter_on_the_exported_base(made: dict, tmp_path: Path,
     layers = [name for name, module in theirs.named_modules() if hasattr(module, "lora_A")]
     ours = [name for name, _ in model.named_parameters() if name.endswith("lora_A") and not name.startswith("projector.")]
     assert len(layers) == len(ours)
+    stored = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert not [name for name in stored if "projector" in name and "lora" in name], "a module cannot be adapted and saved"
 
 
 def test_the_adapters_projector_is_the_one_that_counts(made: dict, tmp_path: Path) -> None:

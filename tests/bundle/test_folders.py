@@ -92,3 +92,10 @@ def test_what_is_there_is_refused_before_anything_is_made(tmp_path: Path) -> Non
     with pytest.raises(Refused, match="exists already"):
         write(tmp_path / "model")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_came_there_meanwhile_is_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(StorageFailed, match="not empty"), new_folder(tmp_path / "model"):
+        (tmp_path / "model" / "other.txt").write_text("someone else's")
+    assert content(tmp_path) == {"model/other.txt": "someone else's"}
