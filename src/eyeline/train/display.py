@@ -1,10 +1,12 @@
 """What a person sees while a run trains: a live table in a terminal, plain lines elsewhere."""
 
+from collections import deque
+from statistics import median
 from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from eyeline.core.log import say
@@ -29,10 +31,12 @@ class Lines:
 
     def __init__(self, every: int):
         self._every = every
+        self._pace = Pace()
 
     def step(self, figures: StepFigures) -> None:
+        left = self._pace.left(figures)
         if figures.step % self._every == 0 or figures.step in (1, figures.steps):
-            cells = " · ".join(f"{name} {value}" for name, value in _cells(figures))
+            cells = " · ".join(f"{name} {value}" for name, value in [*_cells(figures), ("left", left)])
             say(f"{figures.stage} {figures.step}/{figures.steps} · {cells}")
 
     def note(self, message: str) -> None:
@@ -51,18 +55,17 @@ class Terminal:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
             console=console,
         )
         self._task = self._bar.add_task("")
+        self._pace = Pace()
         self._live = Live(self._bar, console=console, refresh_per_second=4)
         self._live.start()
 
     def step(self, figures: StepFigures) -> None:
         self._bar.update(self._task, description=figures.stage, total=figures.steps, completed=figures.step)
         table = Table.grid(padding=(0, 3))
-        pairs = _cells(figures)
+        pairs = [*_cells(figures), ("left", self._pace.left(figures))]
         table.add_row(*(f"[dim]{name}[/]" for name, _ in pairs))
         table.add_row(*(value for _, value in pairs))
         self._live.update(Group(self._bar, table))
@@ -74,9 +77,24 @@ class Terminal:
         self._live.stop()
 
 
+class Pace:
+    """The time left in a stage, by the median of its last steps: one validation or checkpoint does not move it."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=50)
+
+    def left(self, figures: StepFigures) -> str:
+        if figures.step == 1:
+            self._recent.clear()
+        self._recent.append(figures.seconds["step"])
+        seconds = int((figures.steps - figures.step) * median(self._recent))
+        return (
+            f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}" if seconds >= 3600 else f"{seconds // 60}:{seconds % 60:02d}"
+        )
+
+
 def _cells(figures: StepFigures) -> list[tuple[str, str]]:
     report, seconds = figures.report, figures.seconds
-    left_s = (figures.steps - figures.step) * seconds["step"]
     return [
         ("loss", f"{report.loss:.4f}" if report.outcome == "applied" else report.outcome),
         ("lr", " ".join(f"{rate:.2e}" for rate in dict.fromkeys(figures.lr.values()))),
@@ -85,5 +103,4 @@ def _cells(figures: StepFigures) -> list[tuple[str, str]]:
         ("data wait", f"{seconds['data_wait'] / seconds['step']:.0%}"),
         ("padding", f"{figures.padding:.1%}"),
         ("memory", f"{figures.memory_bytes / 2**30:.2f} GiB"),
-        ("left", f"{int(left_s // 60)}:{int(left_s % 60):02d}"),
     ]

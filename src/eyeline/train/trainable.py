@@ -44,7 +44,8 @@ def wrap_all(model: nn.Module, facts: Facts, adapters: Mapping[Part, LoRA], seed
 
 
 def prepare(model: llava.Model, facts: Facts, run: Run, index: int, adapters: Mapping[Part, LoRA]) -> list[Row]:
-    """Make stage `index`'s parameters trainable and all others not, set which blocks are recomputed, and return the table. `adapters` are those on the model now.
+    """Make stage `index`'s parameters trainable and all others not, set which blocks are recomputed, and return the table.
+    `adapters` are those on the model now.
 
     Adapters that the stage does not continue are merged into the weights first. In a bf16 run what is frozen now and never
     trained in full by a later stage is kept in bf16: its values came from such a checkpoint or are never updated again.
