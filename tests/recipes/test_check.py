@@ -102,6 +102,7 @@ def test_check_shows_data_and_refuses_what_would_stop_the_run(eyeline: Command, 
     assert "missing_image 1" in done.out
     assert "data.json row 1, image" in done.out
     assert "7 of 24 examined samples would be rejected" in done.out
+    assert "spells out a control token, which stays text: 1" in done.out
     assert "[bold]" in done.out  # data is no markup
     assert "[picture 1: 4 tokens]" in done.out
     assert not (tmp_path / "run").exists()

@@ -188,6 +188,8 @@ def _show(console: Console, stage: Stage, report: DataReport) -> None:
     if report.odd:
         odd = ", ".join(f"{what} {count}" for what, count in report.odd.items())
         console.print(f"odd pictures, usable (of {report.pictures:,}): {odd}", markup=False)
+    if report.control_strings:
+        console.print(f"samples whose text spells out a control token, which stays text: {report.control_strings}", markup=False)
     if report.rejects:
         console.print(f"rejected: {_causes(report)}", markup=False)
         for reject in report.rejected:

@@ -33,8 +33,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     model = llava.build(found.bundle.config, here.device, compute_dtype=COMPUTE[run.precision])
     found.load(model)
     asked = opened(run.evaluation.sources)
-    seen = {sample.id: sample for stage in run.stages for sample in training_samples(stage.data)}  # stages share samples
-    prior = prior_of(seen.values())
+    prior = prior_of(dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data)))  # stages share samples
     questions = min(len(asked.places), limit if limit is not None else len(asked.places))
     with Progress(transient=True) as bar:
         task = bar.add_task("answering", total=questions)
