@@ -300,3 +300,12 @@ def test_the_vocabulary_grows_with_the_tokenizer_and_the_export_follows(tmp_path
     assert len(model.language.embed.weight) == 320  # 291 tokens, a multiple of 64
     export(opened.bundle, model, tmp_path / "out")
     compare(tmp_path / "out", "llava", bundle, model, tmp_path)
+
+
+def test_an_export_whose_image_token_is_another_ones_is_refused(made: dict, tmp_path: Path) -> None:
+    bundle = made["llava", True]
+    export(bundle, built(bundle, seed=3), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"image_token_index": 7}))
+    with pytest.raises(Refused, match=rf"has image token 7, and the template 'qwen2\.5' writes {bundle.encoder().image_token}"):
+        open_bundle(tmp_path / "out")
