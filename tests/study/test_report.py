@@ -44,7 +44,7 @@ def result(**changed: Any) -> Result:
     fields: dict[str, Any] = {
         "accuracy": 0.75, "questions": 4, "overall": score(3, 4), "by_kind": {"color": score(1, 2), "shape": score(2, 2)},
         "blind": Blind(how="majority", overall=score(1, 4), by_kind={"color": score(0, 2), "shape": score(1, 2)}),
-        "rejected": {}, "cut": 0, "max_tokens": 8, "seconds": 1.0, "stamps": {}, "samples": (asked,),
+        "rejected": {}, "cut": 0, "max_tokens": 8, "seconds": 1.0, "stamps": {"checkpoint": "step-6"}, "samples": (asked,),
     }  # fmt: skip
     return Result(**(fields | changed))
 
@@ -169,6 +169,7 @@ def test_the_figures_are_the_hand_computed_ones(run: Path) -> None:
     assert rows[at : at + 10] == ["tune", "3", "1", "270", "90", "6", "90", "10.0 %", "25.0 %", "1.00"]
     at = rows.index("color")
     assert rows[at : at + 4] == ["color", "2", "50.0 %", "0.0 %"]
+    assert "checkpoint: step-6" in rows
     at = rows.index("data wait", rows.index("cause"))
     assert rows[at : at + 3] == ["data wait", "1.5 s", "25.0 %"]
 

@@ -153,6 +153,7 @@ def evaluated(evaluation: Result | str | None) -> list[str]:
     rows += [(kind, score, blind.by_kind[kind]) for kind, score in evaluation.by_kind.items()]
     shown = [(kind or "no kind", f"{score.questions:,}", percent(score.accuracy), percent(guess.accuracy)) for kind, score, guess in rows]
     notes = [f"Without looking: {blind.how}", f"Answers cut at {evaluation.max_tokens} tokens: {evaluation.cut}."]
+    notes += [f"{name}: {evaluation.stamps[name]}" for name in ("checkpoint", "commit", "hardware") if evaluation.stamps.get(name)]
     if evaluation.rejected:
         notes.append(f"Not asked, since they were rejected: {', '.join(f'{n} {cause}' for cause, n in evaluation.rejected.items())}.")
     return [
