@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoProcessor,
@@ -275,8 +275,6 @@ def test_a_folder_of_transformers_own_making_is_opened(made: dict, tmp_path: Pat
 
 
 def test_the_towers_names_of_transformers_4_are_read(made: dict, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     bundle = made["llava", True]
     model = built(bundle, seed=3)
     export(bundle, model, tmp_path / "out")
@@ -309,3 +307,18 @@ def test_an_export_whose_image_token_is_another_ones_is_refused(made: dict, tmp_
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"image_token_index": 7}))
     with pytest.raises(Refused, match=rf"has image token 7, and the template 'qwen2\.5' writes {bundle.encoder().image_token}"):
         open_bundle(tmp_path / "out")
+
+
+def test_a_tied_export_may_hold_its_head_too_if_it_is_the_same(made: dict, tmp_path: Path) -> None:
+    bundle = made["llava", True]
+    export(bundle, built(bundle, seed=3), tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    stored = load_file(file)
+    embedding = stored["language_model.model.embed_tokens.weight"]
+    save_file(stored | {"language_model.lm_head.weight": embedding.clone()}, file)
+    again = built(bundle)
+    open_bundle(tmp_path / "out").load(again)
+    assert torch.equal(again.language.head.weight, embedding)
+    save_file(stored | {"language_model.lm_head.weight": embedding + 1}, file)
+    with pytest.raises(Refused, match="with different values"):
+        open_bundle(tmp_path / "out").load(again)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eyeline.bundle.bundle import Bundle, projector_rules, refuse_misfit, stop_settings
-from eyeline.bundle.folders import new_folder, refuse_occupied
+from eyeline.bundle.folders import new_folder
 from eyeline.bundle.importing import write_parts_settings
 from eyeline.checkpoint.tensors import SHARD_BYTES, renamed, their_name, write_file, write_folder
 from eyeline.core.errors import Refused
@@ -41,7 +41,6 @@ def export(
 
     Raises Refused for a folder that is not empty, and for an adapter that is not there or that no class can take.
     """
-    refuse_occupied(out)
     refuse_misfit(bundle)
     chosen, reason = llava.form(bundle.config)
     if form == "parts":

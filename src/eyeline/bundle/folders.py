@@ -22,7 +22,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises Refused if `target` exists and is not an empty folder, before the block; StorageFailed for an OSError inside it.
     """
-    refuse_occupied(target)
+    _refuse_occupied(target)
     beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         beside.mkdir(parents=True)
@@ -48,7 +48,7 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def refuse_occupied(target: Path) -> None:
+def _refuse_occupied(target: Path) -> None:
     """Raise Refused unless `target` is free to be written: nothing is ever written over."""
     if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
         return

@@ -18,7 +18,7 @@ from eyeline.bundle.bundle import (
     vision_rules,
     write_description,
 )
-from eyeline.bundle.folders import new_folder, read_config, read_preprocessor, refuse_occupied
+from eyeline.bundle.folders import new_folder, read_config, read_preprocessor
 from eyeline.checkpoint.tensors import SHARD_BYTES, renamed, stream, write_file, write_folder
 from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule
@@ -51,7 +51,6 @@ def import_model(
 
     Raises Refused, and writes nothing, when a folder is not what it should be or the parts do not fit.
     """
-    refuse_occupied(out)
     preprocessor = read_preprocessor(vision)
     if preprocessor is None:
         warn(f"{vision} has no preprocessor_config.json; pictures will be prepared as SigLIP 2 does by default.")
