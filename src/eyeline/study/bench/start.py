@@ -25,6 +25,12 @@ SAMPLES = 4  # of equal length, so that one step is all of them on both sides
 QUESTION, ANSWER = "what is in the picture?", "a red circle"
 TOLERANCE = 1e-5
 PATIENCE_S = 300.0
+IMPORTS = {  # what no step can do without: it explains how far the limit is within reach
+    "python that does nothing": "",
+    "import torch": "import torch",
+    "import torch, torch._dynamo (torch.optim imports it when an optimizer is made)": "import torch, torch._dynamo",
+    "and transformers' tokenizer class": "import torch, torch._dynamo; from transformers import PreTrainedTokenizerFast",
+}
 
 
 def run(pairs: int = LEAST_PAIRS) -> Result:
@@ -38,6 +44,7 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
         without_torch = not imports_torch(["-m", "eyeline", "--help"])
         checks = [ended(["-m", "eyeline", "check", str(recipe)]) for _ in range(pairs)]
         say(f"start: help {[round(t.wall_s, 2) for t in helps]} s, check {[round(t.wall_s, 2) for t in checks]} s")
+        imports = {name: spread([ended(["-c", code]).cpu_s for _ in range(pairs)]) for name, code in IMPORTS.items()}
         losses: dict[str, float] = {}
 
         def ours() -> Timed:
@@ -76,6 +83,7 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
             Fact(name="eyeline --help imports torch", value="no" if without_torch else "yes", limit="no", met=without_torch),
             Fact(name="eyeline check, wall s (median)", value=check_s.median),
             Fact(name="eyeline check, wall s (range)", value=f"{check_s.low:.2f}–{check_s.high:.2f}"),
+            *(Fact(name=f"{name}, CPU s (median)", value=seconds.median) for name, seconds in imports.items()),
         ),
         **conditions.read(),  # type: ignore[arg-type]  # its three fields
     )
