@@ -92,7 +92,7 @@ def test_operator_is_sound():
 def test_call_of_variable_length_attention(monkeypatch, takes_groups, causal):
     """What a GPU would be asked, answered by hand: the window, the bounds, and key heads as that version wants them."""
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), **options):  # 2.11's, and options
+    def answer(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size, options):
         assert options == ({"enable_gqa": True} if takes_groups else {})
         assert key.shape[1] == value.shape[1] == (G if takes_groups else H)
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
@@ -102,8 +102,13 @@ def test_call_of_variable_length_attention(monkeypatch, takes_groups, causal):
             key, value = key[:, :: H // G], value[:, :: H // G]
         return by_hand(query, key, value, cu_seq_q.diff().tolist(), causal={(-1, 0): True, (-1, -1): False}[window_size])
 
-    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(attention, "VARLEN_TAKES_GROUPS", takes_groups)
+    def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+        return answer(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size, {})
+
+    def of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
+        return answer(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size, {"enable_gqa": enable_gqa})
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_2_13 if takes_groups else of_2_11)
     inputs, lengths = tensors(9), [4, 1, 4]
     got = attention._varlen(*inputs, bounds(lengths), 4, causal)
     torch.testing.assert_close(got, by_hand(*inputs, lengths, causal))

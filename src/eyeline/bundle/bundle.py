@@ -17,14 +17,14 @@ import torch
 from jinja2 import TemplateError
 from pydantic import ValidationError
 
-from eyeline.bundle.folders import new_folder, read_config, read_object, read_preprocessor
+from eyeline.bundle.folders import new_folder, read_config, read_preprocessor
 from eyeline.checkpoint import store
 from eyeline.checkpoint.tensors import entries_in, load_into
 from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule
-from eyeline.core.files import write_json
+from eyeline.core.files import read_object, write_json
 from eyeline.data.templates import TEMPLATES, template_named
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.tokenizer import Encoder, load_tokenizer
 from eyeline.models import FAMILIES, llava, qwen2, siglip2
 from eyeline.models.lora import LoRA, merge, wrap
 
@@ -153,7 +153,7 @@ def read_description(folder: Path) -> Bundle:
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         raise Refused(f"{path} describes no model: {faults}. Was it edited?") from error
-    tokenizer = safe_tokenizer(folder if (folder / "tokenizer.json").exists() else folder / "language")
+    tokenizer = load_tokenizer(folder if (folder / "tokenizer.json").exists() else folder / "language")
     bundle = Bundle(config, tokenizer, str(content.get("template")))
     refuse_misfit(bundle)
     return bundle
@@ -167,31 +167,6 @@ def refuse_misfit(bundle: Bundle) -> None:
             f"the tokenizer has ids up to {used - 1}, and the language model's embedding has {rows} rows. "
             f"They belong to different models; `eyeline import` adds rows for added tokens."
         )
-
-
-def safe_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer that tokenizer.json describes, to the letter. Raises Refused.
-
-    Not `AutoTokenizer`: beside a config.json of Qwen2's it takes Qwen2's class, which keeps the vocabulary and replaces
-    normalisation and splitting by its own (transformers 5.24), so that a tokenizer made otherwise would give other ids.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    content = read_object(folder / "tokenizer.json")
-    model = content.get("model")
-    pieces = model.get("vocab") if isinstance(model, dict) else None
-    owners = {i: piece for piece, i in pieces.items() if isinstance(i, int)} if isinstance(pieces, dict) else {}
-    for added in content.get("added_tokens") or ():
-        text, number = added.get("content"), added.get("id")
-        if owners.setdefault(number, text) != text:
-            raise Refused(f"{folder / 'tokenizer.json'} gives id {number} to both {owners[number]!r} and {text!r}. Download it again.")
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))  # local: the file above was there
-    except Exception as error:
-        # the tokenizers library raises bare Exceptions for files that it cannot read; a subclass is something else
-        if type(error) is not Exception and not isinstance(error, ValueError | KeyError):
-            raise
-        raise Refused(f"the tokenizer in {folder} cannot be read: {error}. Download it again.") from error
 
 
 # ---- opening
@@ -219,7 +194,7 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
         part = " It is one part of a model: `eyeline import` joins it with the other." if kind in ("qwen2", "siglip") else ""
         raise Refused(f"{folder / 'config.json'} has model_type={kind!r}; Eyeline opens llava and lfm2_vl.{part}")
     config = llava.from_hf(hf, read_preprocessor(folder))
-    tokenizer = safe_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     bundle = Bundle(config, tokenizer, recognised(tokenizer, folder))
     refuse_misfit(bundle)
     claimed, written = hf.get("image_token_id", hf.get("image_token_index")), bundle.encoder().image_token

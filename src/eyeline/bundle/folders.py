@@ -1,6 +1,5 @@
 """Folders of other people's JSON, and folders of ours that appear whole."""
 
-import json
 import os
 import shutil
 import uuid
@@ -10,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from eyeline.core.errors import Refused
-from eyeline.core.files import storage_failed, sync_folder
+from eyeline.core.files import read_object, storage_failed, sync_folder
 from eyeline.core.log import warn
-
-LARGEST_JSON = 64 * 2**20  # bytes; the largest real ones, tokenizers of 260,000 pieces, have half of it
 
 
 @contextmanager
@@ -54,24 +51,6 @@ def _refuse_occupied(target: Path) -> None:
         return
     if target.exists() or target.is_symlink():
         raise Refused(f"{target} exists already and is not an empty folder. Choose another one, or remove it.")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that someone else wrote. Raises Refused, naming the file and the fault."""
-    try:
-        size = path.stat().st_size
-        if size > LARGEST_JSON:
-            raise Refused(f"{path} has {size:,} bytes; wanted at most {LARGEST_JSON:,}. That is no {path.name} of a real model.")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise Refused(f"{path} is missing. Download the model again, or give another folder.") from error
-    except OSError as error:
-        raise storage_failed("read", path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{path} is not JSON ({error}). Download it again.") from error
-    if not isinstance(value, dict):
-        raise Refused(f"{path} holds a {type(value).__name__}, wanted a JSON object. Download it again.")
-    return value
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from eyeline.bundle.bundle import (
     Bundle,
     recognised,
     refuse_misfit,
-    safe_tokenizer,
     stop_settings,
     vision_rules,
     write_description,
@@ -26,7 +25,7 @@ from eyeline.core.files import write_json
 from eyeline.core.log import say, warn
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import add_tokens
+from eyeline.data.tokenizer import add_tokens, load_tokenizer
 from eyeline.models import llava, qwen2, siglip2
 
 ROWS = 64  # an embedding that must grow grows to a multiple of this, which matrix units like
@@ -56,7 +55,7 @@ def import_model(
         warn(f"{vision} has no preprocessor_config.json; pictures will be prepared as SigLIP 2 does by default.")
     tower = siglip2.from_hf(read_config(vision), preprocessor)
     text = qwen2.from_hf(read_config(language))
-    tokenizer = safe_tokenizer(language)
+    tokenizer = load_tokenizer(language)
     if template is None:
         template = recognised(tokenizer, language)
     added = add_tokens(tokenizer, template_named(template))
@@ -163,7 +162,7 @@ PROBE = "I'll ask: 1234 cafe\u0301s?\n\n  \ufb01ne, \u00c5ngstr\u00f6m"  # contr
 
 
 def _warn_if_read_otherwise(bundle: Bundle, folder: Path) -> None:
-    """See `safe_tokenizer`: Eyeline reads the file to the letter, users of transformers may get something else."""
+    """See `load_tokenizer`: Eyeline reads the file to the letter, users of transformers may get something else."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

@@ -7,7 +7,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from eyeline.core.errors import StorageFailed
+from eyeline.core.errors import Refused, StorageFailed
+
+LARGEST_JSON = 64 * 2**20  # bytes that `read_object` reads; the largest real ones, tokenizers of 260,000 pieces, have half of it
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -37,6 +39,24 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The JSON value in `path`. OSError and ValueError reach the caller, who knows what the file is for."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that someone else wrote. Raises Refused, naming the file and the fault."""
+    try:
+        size = path.stat().st_size
+        if size > LARGEST_JSON:
+            raise Refused(f"{path} has {size:,} bytes; wanted at most {LARGEST_JSON:,}. That is no {path.name} of a real model.")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise Refused(f"{path} is missing. Download the model again, or give another folder.") from error
+    except OSError as error:
+        raise storage_failed("read", path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{path} is not JSON ({error}). Download it again.") from error
+    if not isinstance(value, dict):
+        raise Refused(f"{path} holds a {type(value).__name__}, wanted a JSON object. Download it again.")
+    return value
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:

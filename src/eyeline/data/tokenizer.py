@@ -6,9 +6,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from eyeline.core.errors import BadSample, Refused
+from eyeline.core.files import read_object
 from eyeline.data.templates import Template
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions that need it do it themselves
@@ -86,15 +87,28 @@ def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer in a folder, from local files only. Refused when there is none or it cannot be read."""
-    from transformers import AutoTokenizer
+    """The tokenizer that tokenizer.json describes, to the letter. Raises Refused.
 
-    if not (folder / "tokenizer.json").is_file():
-        raise Refused(f"{folder} has no tokenizer.json. Give the folder of a Hugging Face model or tokenizer")
+    Not `AutoTokenizer`: beside a config.json of Qwen2's it takes Qwen2's class, which keeps the vocabulary and replaces
+    normalisation and splitting by its own (transformers 5.24), so that a tokenizer made otherwise would give other ids.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    content = read_object(folder / "tokenizer.json")
+    model = content.get("model")
+    pieces = model.get("vocab") if isinstance(model, dict) else None
+    owners = {i: piece for piece, i in pieces.items() if isinstance(i, int)} if isinstance(pieces, dict) else {}
+    for added in content.get("added_tokens") or ():
+        text, number = added.get("content"), added.get("id")
+        if owners.setdefault(number, text) != text:
+            raise Refused(f"{folder / 'tokenizer.json'} gives id {number} to both {owners[number]!r} and {text!r}. Download it again.")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise Refused(f"the tokenizer in {folder} cannot be read: {error}") from error
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))  # local: the file above was there
+    except Exception as error:
+        # the tokenizers library raises bare Exceptions for files that it cannot read; a subclass is something else
+        if type(error) is not Exception and not isinstance(error, ValueError | KeyError):
+            raise
+        raise Refused(f"the tokenizer in {folder} cannot be read: {error}. Download it again.") from error
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int, template: Template) -> "PreTrainedTokenizerFast":
@@ -108,6 +122,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, template: Template) -> "Pre
     if vocabulary < least:
         raise Refused(f"a byte-level vocabulary for the template {template.name!r} needs at least {least} ids, got {vocabulary}")
     backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()  # as Qwen2's, whose class transformers would read an exported language model with
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(QWEN_PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

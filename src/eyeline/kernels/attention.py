@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 from eyeline.core.dims import dims
 
@@ -19,7 +18,6 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns (o
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Older kernels count key heads as if there were H of them, and read beyond the end; 2.13's was checked against a reference.
 FLASH_TAKES_GROUPS = torch.__version__ >= "2.13"  # torch compares versions, not letters
-VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11's does not
 LEFT_ONLY, BOTH_SIDES = (-1, 0), (-1, -1)  # varlen_attn's window: how far to see back and ahead, -1 for all
 
 
@@ -51,9 +49,11 @@ def packed_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor,
 
 def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest: int, causal: bool) -> Tensor:
     """PyTorch's flash attention over documents of any length. torch 2.11's wants as many key heads as query heads."""
+    from torch.nn.attention.varlen import varlen_attn  # brings torch's compiler, whose import takes a second
+
     options: dict[str, Any] = {"window_size": LEFT_ONLY if causal else BOTH_SIDES}
     groups = q_THK.shape[1] // k_TGK.shape[1]
-    if groups > 1 and VARLEN_TAKES_GROUPS:
+    if groups > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     elif groups > 1:
         k_TGK, v_TGK = (x.repeat_interleave(groups, 1) for x in (k_TGK, v_TGK))
