@@ -3,19 +3,14 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_json
+from eyeline.core.settings import Settings
 
 
-class Record(BaseModel):
-    """A frozen record without NaN. Unknown fields are errors: a newer format raises its `version`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Score(Record):
+class Score(Settings):
     """Right answers out of a number of questions."""
 
     questions: int
@@ -23,7 +18,7 @@ class Score(Record):
     accuracy: float  # correct / questions
 
 
-class Blind(Record):
+class Blind(Settings):
     """What somebody reaches who never looks at the picture, on the same questions."""
 
     how: str
@@ -31,7 +26,7 @@ class Blind(Record):
     by_kind: dict[str, Score]
 
 
-class Asked(Record):
+class Asked(Settings):
     """One question as the report shows it."""
 
     id: str
@@ -43,7 +38,7 @@ class Asked(Record):
     pictures: tuple[str, ...]  # data URLs, made small
 
 
-class Result(Record):
+class Result(Settings):
     """Exact-match accuracy over held-out samples. Its leaves `accuracy` and `questions` are the headline."""
 
     version: Literal[1] = 1
