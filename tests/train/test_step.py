@@ -124,3 +124,27 @@ def test_validation_is_the_mean_over_all_labels_without_dropout() -> None:
     assert labels == 20
     assert parts == pytest.approx(whole, rel=1e-6)
     assert made.training
+
+
+@pytest.mark.parametrize("part", ["vision", "projector"])
+def test_text_alone_is_passed_over_by_parts_that_only_pictures_reach(part: str) -> None:
+    """Nothing of a text's loss depends on a projector or tower that learns alone; its labels count in the step's mean."""
+    text, picture = document(4, 20, 14, images=0), document(1, 12, 5)
+
+    def only_part() -> nn.Module:
+        made = model()
+        for name, p in made.named_parameters():
+            p.requires_grad_(name.startswith(part))
+        return made
+
+    alone = only_part()
+    before = tensors(alone)
+    report = step(alone, [batch(text)], clip=1.0, settings=AdamW(weight_decay=0.5))
+    assert report.grad_norm == 0
+    assert all(torch.equal(alone.get_parameter(name), tensor) for name, tensor in before.items())
+
+    together, apart = only_part(), only_part()
+    a, b = step(together, [batch(text, picture)]), step(apart, [batch(text), batch(picture)])
+    assert b.loss == pytest.approx(a.loss, rel=1e-6)
+    assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+    assert b.grad_norm > 0

@@ -49,11 +49,12 @@ def update(
             continue
         torch.manual_seed(seed_for(seed, "dropout", step, i))
         loss = model(batch.to(device)) / counts.supervised
-        loss.backward()
+        if loss.requires_grad:  # text alone never reaches a projector or tower that learns alone
+            loss.backward()
         total += loss.detach()
 
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = torch.nn.utils.get_total_norm(gradients).to(device)  # of no gradients it is a zero on the host
     # the one wait for the device in a step: a non-finite step must be decided before the optimizer touches its state
     loss_value, norm_value, finite = torch.stack([total, norm, (total.isfinite() & norm.isfinite()).float()]).tolist()
     if finite:
