@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,13 @@ import pytest
 import torch
 
 import eyeline.train.loop as loop
+import eyeline.train.start as start
+from eyeline.bundle.bundle import open_bundle
+from eyeline.bundle.exporting import export
 from eyeline.checkpoint import store
 from eyeline.core.errors import NotFinite, Refused, RunLocked, Stopped
 from eyeline.core.files import read_lines
+from eyeline.models import llava
 from eyeline.train.run import Run, to_yaml
 from eyeline.train.stop import sole_owner
 from tests.train.recipe import tiny_run
@@ -231,3 +236,96 @@ def test_a_stage_shorter_than_what_was_done_is_refused(uninterrupted, tmp_path: 
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
     with pytest.raises(Refused, match="has done 3 already"):
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", "stages.whole.steps=2"))
+
+
+def test_a_longer_length_for_a_stage_that_has_ended_is_refused(uninterrupted) -> None:
+    """Not "done" without a step: the wish would be passed over in silence."""
+    folder, whole, _ = uninterrupted
+    with pytest.raises(Refused, match="stage adapt has ended, with steps=4; steps=9 would change nothing"):
+        loop.train(tiny_run(folder, "stages.adapt.steps=9"))
+    loop.train(tiny_run(folder))  # the recipe on record is still the old one
+    assert end_of(tiny_run(folder)) == whole
+
+
+def test_a_validation_loss_that_is_not_finite_is_no_best_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures of three validations: NaN, 2, infinity. The middle one is the best."""
+    figures = iter([float("nan"), 2.0, float("inf"), float("inf")])
+    monkeypatch.setattr(loop, "validate", lambda *_: (next(figures), 7))
+    run = tiny_run(tmp_path, "validate_every=1", "stages.whole.steps=3", "stages.adapt.steps=1")
+    loop.train(run)
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "validation"]
+    assert [line["loss"] for line in lines] == [None, 2.0, None, None]
+    best = store.best(tmp_path / "run" / "checkpoints")
+    assert best is not None
+    assert best.step == 2
+
+
+def test_a_start_that_was_killed_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each write of a fresh run folder; what was half written is gone afterwards."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    for name in ("describe", "write_json", "write_atomically"):
+        with monkeypatch.context() as patch:
+            patch.setattr(start, name, killed)
+            with pytest.raises(Killed):
+                loop.train(tiny_run(tmp_path))
+    (tmp_path / "run" / ".model.0123abcd.tmp").mkdir()
+    (tmp_path / "run" / ".recipe.yaml.0123abcd.tmp").write_text("half")
+    loop.train(tiny_run(tmp_path, "stages.whole.steps=1", "stages.adapt.steps=1"))
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_a_run_does_not_write_over_a_model(uninterrupted, tmp_path: Path) -> None:
+    """A model in `out`/model is the user's, though a run keeps its description under that name."""
+    folder, *_ = uninterrupted
+    found = open_bundle(folder / "run")
+    made = llava.build(found.bundle.config, "cpu")
+    found.load(made)
+    export(found.bundle, made, tmp_path / "run" / "model", form="parts")
+    with pytest.raises(Refused, match="holds a model, which would be replaced"):
+        loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
+    assert open_bundle(tmp_path / "run" / "model").kind == "parts"
+
+
+@pytest.mark.parametrize("content", [None, "{}", "[]", "nothing"])
+def test_a_lost_or_damaged_record_of_the_run_is_refused(uninterrupted, tmp_path: Path, content: str | None) -> None:
+    folder, *_ = uninterrupted
+    shutil.copytree(folder / "run", tmp_path / "run")
+    env = tmp_path / "run" / "env.json"
+    env.unlink()
+    if content is not None:
+        env.write_text(content)
+    with pytest.raises(Refused, match=r"env\.json"):
+        loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
+
+
+@pytest.mark.parametrize("line", ["└", "adapt 2/"])  # while the workers of the first stage start; in mid-stage
+def test_a_signal_to_the_whole_job_ends_it_in_order(uninterrupted, tmp_path: Path, line: str) -> None:
+    """Schedulers signal every process of a job; workers leave the end to the main one, and are gone with it."""
+    folder, *_ = uninterrupted
+    workers = [f"stages.{stage}.data.workers=1" for stage in ("whole", "adapt")]
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "stages.adapt.steps=2000", "log_every=1", *workers)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(run))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "eyeline", "train", str(recipe)],
+        env=os.environ | {"PYTHONPATH": "src"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    assert any(printed.startswith(line) for printed in child.stdout)
+    os.killpg(child.pid, signal.SIGTERM)
+    rest = child.stdout.read()  # ends when the last process has closed it
+    assert child.wait(timeout=60) == 75, rest
+    assert "Traceback" not in rest
+    newest = store.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert newest.step == max(losses(run))

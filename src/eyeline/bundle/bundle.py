@@ -124,9 +124,11 @@ def projector_rules(projector: torch.nn.Module) -> tuple[KeyRule, ...]:
 
 
 def describe(bundle: Bundle, folder: Path) -> None:
-    """Write a bundle without weights. A description that is there already is replaced."""
+    """Write a bundle without weights. A description that is there already is replaced; Refused if weights are there."""
     refuse_misfit(bundle)
     if (folder / DESCRIPTION).exists() or (folder.is_dir() and (folder / "tokenizer.json").exists()):
+        if any(path.is_dir() or path.suffix == ".safetensors" for path in folder.iterdir()):
+            raise Refused(f"{folder} holds a model, which would be replaced by a description without weights. Choose another out=")
         shutil.rmtree(folder)
     with new_folder(folder) as beside:
         bundle.tokenizer.save_pretrained(str(beside))

@@ -396,9 +396,8 @@ def fetched_in_order(plan: Iterator[Planned], fetch: Fetch, workers: int) -> Ite
         num_workers=workers,
         prefetch_factor=PREFETCHED,
         multiprocessing_context="spawn",  # a fork would copy threads of torch and tokenizers in mid-flight
-        worker_init_fn=_ignore_interrupts,
     )
-    for fetched in loader:
+    for fetched in _started(loader):
         if isinstance(fetched, StorageFailed):
             raise fetched
         yield waiting.popleft(), fetched
@@ -427,6 +426,14 @@ class _Once:
         return self.indices
 
 
-def _ignore_interrupts(_: int) -> None:
-    """Ctrl-C reaches every process of the terminal; the main one ends the run in order, and its workers with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _started(loader: DataLoader) -> Iterator[Fetched | StorageFailed]:
+    """The loader's items. Its workers are deaf to SIGINT and SIGTERM from their first moment.
+
+    Ctrl-C reaches every process of a terminal, and schedulers send SIGTERM to every process of a job; the main one ends the run
+    in order, and its workers with it. They inherit what is blocked here; the main one has what came meanwhile right after.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

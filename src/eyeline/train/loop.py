@@ -1,5 +1,6 @@
 """Training, top to bottom. Read this file first."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from eyeline.train.metrics import Clock, StepFigures
 from eyeline.train.optim import load_state_tensors, make_optimizers, set_learning_rates, state_tensors
 from eyeline.train.run import Run, Stage
 from eyeline.train.schedule import factor
-from eyeline.train.start import Home, announce, begin, build, tensors_of
+from eyeline.train.start import Home, announce, begin, build, refuse_changed_past, tensors_of
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.trainable import adapters_of, prepare, rates, table
@@ -54,6 +55,7 @@ def train(run: Run) -> None:
         with clock.spending("startup"):
             home = begin(run, folder)
             checkpoint = store.newest(home.checkpoints, home.id)
+            refuse_changed_past(run, home, checkpoint)
             announce(run, home, here, checkpoint)
         show = display(console, run.log_every)
         stop = StopSignal()
@@ -125,7 +127,7 @@ def train_stage(
         if run.validate_every and reader.validates and (state.step % run.validate_every == 0 or ended):
             with clock.spending("validation"):
                 loss, labels = validate(model, reader.validation(stage.batch.budget))
-            better = state.best is None or loss < state.best
+            better = math.isfinite(loss) and (state.best is None or loss < state.best)
             state = replace(state, best=loss if better else state.best)
             write_validation(home, stage, state, loss, labels, show)
         over = state.not_finite > run.not_finite_budget
@@ -144,6 +146,7 @@ def train_stage(
             lr={part: rate * at for part, rate in rates(stage).items()},
             seconds=clock.lap(),
             memory_bytes=here.memory_bytes(),
+            rejected=reader.rejects.rejected,
         )
         metrics.write(home.folder, figures.line(), home.attempt)
         show.step(figures)
@@ -206,6 +209,7 @@ def keep_evidence(home: Home, state: State, report: Report, micro_batches: tuple
 
 def write_validation(home: Home, stage: Stage, state: State, loss: float, labels: int, show: Display) -> None:
     """One line of metrics, one line on the screen."""
-    line = {"kind": "validation", "stage": stage.name, "global_step": state.global_step, "loss": loss, "supervised": labels}
+    shown = loss if math.isfinite(loss) else None  # JSON has no NaN
+    line = {"kind": "validation", "stage": stage.name, "global_step": state.global_step, "loss": shown, "supervised": labels}
     metrics.write(home.folder, line, home.attempt)
     show.note(f"{stage.name} {state.step}: validation loss {loss:.4f} over {labels:,} labels{' (best)' if state.best == loss else ''}")

@@ -1,5 +1,7 @@
 """Where a run begins: its folder, its model's description, and the weights that a stage starts from."""
 
+import re
+import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from eyeline.bundle.bundle import Bundle, describe, load_checkpoint, open_bundle
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, Part
-from eyeline.core.files import read_json, write_atomically, write_json
+from eyeline.core.files import read_json, read_object, write_atomically, write_json
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.loader import training_texts
 from eyeline.data.templates import template_named
@@ -23,6 +25,9 @@ from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
 from eyeline.train.environment import environment
 from eyeline.train.run import Run, differences, from_yaml, to_yaml
+
+# What a start that was killed leaves beside the files that it was writing. Reports and evaluations are others' to clear away.
+_LEFTOVER = re.compile(r"\.(recipe\.yaml|env\.json|model)\.[0-9a-f]{8}\.tmp")
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -51,23 +56,49 @@ def begin(run: Run, folder: Path) -> Home:
     recipe, env = folder / "recipe.yaml", folder / "env.json"
     if recipe.exists():
         _refuse_another_recipe(run, recipe)
-        known = read_json(env)
+        known = _attempts(env)
     else:
         strangers = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not p.name.startswith("."))
-        if strangers and strangers != ["model"]:  # a start that was killed leaves model/ at most
+        if strangers not in ([], ["model"], ["env.json", "model"]):  # the latter are what a start that was killed leaves
             raise Refused(f"{folder} holds {', '.join(strangers[:5])} and no recipe.yaml: it is no run folder. Choose another out=")
         known = {"run": uuid.uuid4().hex[:12], "attempts": []}
         describe(description(run), folder / "model")
         write_json(env, known)
         write_atomically(recipe, to_yaml(run))  # last: a folder with a recipe is complete
+    for path in folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     store.remove_leftovers(folder / "checkpoints")
     bundle = read_description(folder / "model")
     return Home(folder, known["run"], len(known["attempts"]) + 1, bundle, bundle.encoder())
 
 
+def _attempts(env: Path) -> dict[str, Any]:
+    """What env.json says: the run's id, and the attempts so far."""
+    known = read_object(env)
+    if not isinstance(known.get("run"), str) or not isinstance(known.get("attempts"), list):
+        raise Refused(f"{env} has no id of the run (`run`) and list of `attempts`. Restore it, or choose another out=")
+    return known
+
+
+def refuse_changed_past(run: Run, home: Home, checkpoint: store.Checkpoint | None) -> None:
+    """Raise Refused if a stage that has ended is given another length: nothing would come of it."""
+    if checkpoint is None:
+        return
+    before = from_yaml((home.folder / "recipe.yaml").read_text(encoding="utf-8"))
+    for old, new in list(zip(before.stages, run.stages, strict=True))[: checkpoint.state["stage"]]:
+        for length in ("steps", "epochs"):
+            was, wanted = getattr(old, length), getattr(new, length)
+            if was != wanted:
+                raise Refused(
+                    f"stage {old.name} has ended, with {length}={was}; {length}={wanted} would change nothing. Leave it as it was, "
+                    f"or begin a new run from this one: model.path={home.folder}"
+                )
+
+
 def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> None:
     """Put this attempt on record: its stamps in env.json and metrics.jsonl, and the settings that changed in recipe.yaml."""
-    stamps = environment(here) | {"precision": run.precision, "resumed_from": checkpoint.step if checkpoint else None}
+    stamps = environment(here) | {"precision": run.precision, "world_size": 1, "resumed_from": checkpoint.step if checkpoint else None}
     env = home.folder / "env.json"
     known = read_json(env)
     write_json(env, known | {"attempts": [*known["attempts"], stamps]})
