@@ -32,6 +32,7 @@ class StepFigures:
     lr: Mapping[Part, float]
     seconds: Mapping[str, float]  # spending -> seconds; with "other" they add up to "step"
     memory_bytes: int
+    rejected: int  # samples of the stage so far
 
     @property
     def real_tokens_per_s(self) -> float:
@@ -61,6 +62,7 @@ class StepFigures:
             "real_tokens_per_s": self.real_tokens_per_s,
             **{f"{name}_s": value for name, value in self.seconds.items()},
             "memory_bytes": self.memory_bytes,
+            "rejected": self.rejected,
         }
 
 
