@@ -24,7 +24,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import read_object, write_json
 from eyeline.data.templates import TEMPLATES, template_named
-from eyeline.data.tokenizer import Encoder, load_tokenizer
+from eyeline.data.tokenizer import Encoder, load_tokenizer, save_tokenizer
 from eyeline.models import FAMILIES, llava, qwen2, siglip2
 from eyeline.models.lora import LoRA, merge, wrap
 
@@ -131,7 +131,7 @@ def describe(bundle: Bundle, folder: Path) -> None:
             raise Refused(f"{folder} holds a model, which would be replaced by a description without weights. Choose another out=")
         shutil.rmtree(folder)
     with new_folder(folder) as beside:
-        bundle.tokenizer.save_pretrained(str(beside))
+        save_tokenizer(bundle.tokenizer, beside)
         write_description(bundle, beside)
 
 

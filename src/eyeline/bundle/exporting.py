@@ -15,6 +15,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import write_json
 from eyeline.core.log import say
+from eyeline.data.tokenizer import save_tokenizer
 from eyeline.models import llava, qwen2, siglip2
 from eyeline.models.lora import LoRALinear
 
@@ -105,7 +106,7 @@ def _write(bundle: Bundle, model: llava.Model, folder: Path, form: str, merged: 
     else:
         preprocessor = siglip2.to_preprocessor_naflex(c.vision)
     write_json(folder / "preprocessor_config.json", preprocessor)
-    bundle.tokenizer.save_pretrained(str(folder))
+    save_tokenizer(bundle.tokenizer, folder)
 
 
 def rules_of(c: llava.Config, form: str) -> tuple[KeyRule, ...]:

@@ -25,7 +25,7 @@ from eyeline.core.files import write_json
 from eyeline.core.log import say, warn
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import add_tokens, load_tokenizer
+from eyeline.data.tokenizer import add_tokens, load_tokenizer, save_tokenizer
 from eyeline.models import llava, qwen2, siglip2
 
 ROWS = 64  # an embedding that must grow grows to a multiple of this, which matrix units like
@@ -153,7 +153,7 @@ def write_parts_settings(bundle: Bundle, folder: Path, dtype: str | None = None)
     stops: dict[str, Any] = dict(stop_settings(bundle))
     write_json(folder / "language" / "config.json", qwen2.to_hf(c.language) | stops | named)
     write_json(folder / "language" / "generation_config.json", stops)
-    bundle.tokenizer.save_pretrained(str(folder / "language"))
+    save_tokenizer(bundle.tokenizer, folder / "language")
     _warn_if_read_otherwise(bundle, folder / "language")
     write_description(bundle, folder)
 

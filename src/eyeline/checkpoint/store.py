@@ -131,7 +131,8 @@ def save(
     beside = folder / f".{target.name}.tmp"
     try:
         try:
-            beside.mkdir(parents=True)
+            folder.mkdir(exist_ok=True)  # not the run's folder above it: without the rest of a run nobody could use what is saved
+            beside.mkdir()
         except OSError as error:
             raise storage_failed("create", beside, error) from error
         links = {name: source for name in fixed if (source := _same_set(name, fixed[name], files[name], earlier))}

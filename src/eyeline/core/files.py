@@ -5,7 +5,7 @@ import json
 import os
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from eyeline.core.errors import Refused, StorageFailed
 
@@ -60,13 +60,22 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Append one JSON line. A line is written in one call, so that a kill can tear only the last one."""
+    """Append one JSON line. What a kill or a full disk left of the last one is cut first: no other may be joined to it."""
     line = json.dumps(value, allow_nan=False) + "\n"
     try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line)
+        with open(path, "ab+") as file:
+            if not _ends_a_line(file):
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(line.encode())
     except OSError as error:
         raise storage_failed("append to", path, error, len(line)) from error
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 1, 0))
+    return file.read() in (b"", b"\n")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -75,6 +84,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut by a kill, or is empty
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, unless it is there. Raises StorageFailed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_failed("create", folder, error) from error
 
 
 def sha256_of(path: Path) -> str:

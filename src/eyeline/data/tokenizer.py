@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.files import read_object
+from eyeline.core.files import read_object, storage_failed
 from eyeline.data.templates import Template
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions that need it do it themselves
@@ -109,6 +109,17 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         if type(error) is not Exception and not isinstance(error, ValueError | KeyError):
             raise
         raise Refused(f"the tokenizer in {folder} cannot be read: {error}. Download it again.") from error
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Write what `load_tokenizer` and transformers read. Raises StorageFailed."""
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:
+        # the tokenizers library raises bare Exceptions for files that it cannot write; a subclass is something else
+        if type(error) is not Exception and not isinstance(error, OSError):
+            raise
+        raise storage_failed("write", folder / "tokenizer.json", OSError(str(error))) from error
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int, template: Template) -> "PreTrainedTokenizerFast":

@@ -12,7 +12,7 @@ from torch import nn
 from eyeline.checkpoint import store
 from eyeline.core.batch import Batch
 from eyeline.core.errors import NotFinite, Refused, Stopped
-from eyeline.core.files import write_json
+from eyeline.core.files import make_folder, write_json
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
 from eyeline.data.loader import Reader
@@ -49,7 +49,7 @@ def train(run: Run) -> None:
     clock = Clock()
     here = machine(run.device, run.threads)
     folder = run_folder(run)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     console = Console()
     with sole_owner(folder):
         with clock.spending("startup"):
@@ -196,7 +196,7 @@ def save(run: Run, home: Home, model: nn.Module, optimizers: list, stage: Stage,
 
 def keep_evidence(home: Home, state: State, report: Report, micro_batches: tuple[Batch, ...]) -> None:
     """A file that says which samples made a step that is not finite, and where the data stood before it."""
-    (home.folder / "not_finite").mkdir(exist_ok=True)
+    make_folder(home.folder / "not_finite")
     evidence = {
         "step": state.global_step + 1,
         "loss": str(report.loss),

@@ -5,11 +5,12 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
 from eyeline.core.errors import RunLocked
+from eyeline.core.files import storage_failed
 from eyeline.core.log import say
 
 
@@ -35,18 +36,18 @@ class StopSignal:
 def sole_owner(folder: Path) -> Iterator[None]:
     """Hold the run folder for this process alone; the kernel lets go when the process ends, however it ends.
 
-    Raises RunLocked naming the owner.
+    Raises RunLocked naming the owner; StorageFailed if there can be no lock.
     """
-    with open(folder / "lock", "a+", encoding="utf-8") as file:
+    path = folder / "lock"
+    with ExitStack() as stack:
         try:
+            file = stack.enter_context(open(path, "ab+", buffering=0))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except BlockingIOError as error:
-            file.seek(0)
-            raise RunLocked(
-                f"{folder} is in use by {file.read().strip() or 'another process'}. Wait for it, stop it, or choose another out="
-            ) from error
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+            owner = path.read_text(encoding="utf-8").strip() or "another process"
+            raise RunLocked(f"{folder} is in use by {owner}. Wait for it, stop it, or choose another out=") from error
+        except OSError as error:
+            raise storage_failed("lock", path, error) from error
         yield

@@ -1,0 +1,83 @@
+"""Storage that fails under a run: full, gone, or taken. It stops with a message that says so, and goes on from what was saved."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import eyeline.train.loop as loop
+from eyeline.core.errors import StorageFailed
+from eyeline.core.files import append_line, read_lines
+from eyeline.train.stop import sole_owner
+from tests.train.recipe import tiny_run
+from tests.train.test_resume import end_of
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("this machine does not let tests mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_disk_that_fills_up_at_any_moment_of_a_run(tmp_path: Path) -> None:
+    """At the tokenizer, at the first checkpoint, at a later one: the same command goes on once there is room."""
+    loop.train(tiny_run(tmp_path, "save_every=1"))
+    whole = end_of(tiny_run(tmp_path))
+    for kilobytes in (0, 4, 16, 100, 300):
+        disk = tmp_path / f"disk{kilobytes}"
+        with small_disk(disk, kilobytes or 4):
+            if not kilobytes:
+                (disk / "full").write_bytes(bytes(4096))
+            run = tiny_run(tmp_path, "save_every=1", f"out={disk / 'run'}")
+            with pytest.raises(StorageFailed, match="bytes are free"):
+                loop.train(run)
+            assert not [path for path in disk.rglob(".*") if path.name.startswith(".step")]
+            subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+            loop.train(run)
+            assert end_of(run) == whole
+
+
+def test_a_run_folder_that_is_deleted_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint without the rest of the run would be of no use: training on would be for nothing."""
+    original = loop.update
+
+    def update(*args, step: int, **more):
+        if step == 5:
+            shutil.rmtree(tmp_path / "run")
+        return original(*args, step=step, **more)
+
+    monkeypatch.setattr(loop, "update", update)
+    with pytest.raises(StorageFailed, match="No such file"):
+        loop.train(tiny_run(tmp_path, "save_every=1"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_place_where_there_can_be_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageFailed, match="could not create"):
+        loop.train(tiny_run(tmp_path, f"out={tmp_path / 'file' / 'run'}"))
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(StorageFailed, match="could not lock"), sole_owner(tmp_path):
+        pass
+
+
+def test_a_line_after_a_torn_one_stands_alone(tmp_path: Path) -> None:
+    """A full disk or a kill leaves a part of a line; what is appended later must not be joined to it."""
+    path = tmp_path / "lines.jsonl"
+    for torn in ("", '{"n": 1', '{"n": 0}\n{"n'):
+        path.write_text(torn)
+        append_line(path, {"n": 2})
+        append_line(path, {"n": 3})
+        assert read_lines(path)[-2:] == [{"n": 2}, {"n": 3}]
+        assert len(read_lines(path)) == 2 + torn.count("\n")
