@@ -6,9 +6,11 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from eyeline.bundle.bundle import open_bundle
 from eyeline.core.errors import Refused
+from eyeline.core.log import visible
 from eyeline.data.loader import opened, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
 from eyeline.evals.result import Result, write_result
@@ -53,7 +55,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     console.print(scores(result))
     for one in result.samples[:show]:
         mark = "right" if one.correct else f"wrong, it is {one.answer!r}"
-        console.print(f"{one.id}: {one.question} → {one.prediction!r} ({mark})", markup=False, highlight=False)
+        console.print(visible(f"{one.id}: {one.question} → {one.prediction!r} ({mark})"), markup=False, highlight=False)
     return result
 
 
@@ -63,7 +65,12 @@ def scores(result: Result) -> Table:
     for column in ("", "questions", "accuracy", "blind prior"):
         table.add_column(column, justify="right" if column else "left")
     for kind, score in result.by_kind.items():
-        table.add_row(kind or "(no kind)", f"{score.questions:,}", f"{score.accuracy:.1%}", f"{result.blind.by_kind[kind].accuracy:.1%}")
+        table.add_row(
+            Text(visible(kind) or "(no kind)"),
+            f"{score.questions:,}",
+            f"{score.accuracy:.1%}",
+            f"{result.blind.by_kind[kind].accuracy:.1%}",
+        )
     table.add_row(
         "all", f"{result.overall.questions:,}", f"{result.overall.accuracy:.1%}", f"{result.blind.overall.accuracy:.1%}", style="bold"
     )

@@ -22,7 +22,7 @@ h1 { font-size: 1.6rem; margin: 0 0 .2rem; overflow-wrap: anywhere; } h2 { font-
 p.note { color: #5a5a5a; margin: .2rem 0 .6rem; }
 table { border-collapse: collapse; margin: .4rem 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #ececec; vertical-align: top; overflow-wrap: anywhere; }
-th { font-weight: 600; } td.n, th.n { text-align: right; }
+th { font-weight: 600; } td:first-child { overflow-wrap: normal; } td.n, th.n { text-align: right; }
 dl.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .9rem 1.2rem; margin: 1.2rem 0; }
 dl.figures dt { color: #5a5a5a; font-size: .85rem; } dl.figures dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
 figure { margin: .6rem 0 1.2rem; } figure img { width: 100%; } figcaption { color: #5a5a5a; font-size: .85rem; }
@@ -107,8 +107,7 @@ def stamps(history: History) -> list[str]:
     """What every number below depends on, from the last start, and the notes that a reader must not miss."""
     out: list[str] = []
     if history.starts:
-        shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in history.starts[-1].items()}
-        out.append(table((), shown.items()))
+        out.append(table((), ((name, stamp(value)) for name, value in history.starts[-1].items())))
     notes = []
     if len(history.starts) > 1:
         notes.append(f"The run was started {len(history.starts)} times; {history.done_twice} steps were done again after a resume.")
@@ -117,6 +116,19 @@ def stamps(history: History) -> list[str]:
     if history.unreadable:
         notes.append(f"{history.unreadable} lines of metrics.jsonl could not be read.")
     return out + [f'<p class="note">{escape(note)}</p>' for note in notes]
+
+
+def stamp(value: object) -> str:
+    """A stamp as a person reads it: `torch 2.13.0, numpy 2.4.6` for a mapping, `–` for what there is none of."""
+    match value:
+        case str():
+            return value
+        case dict():
+            return ", ".join(f"{name} {one}" for name, one in value.items())
+        case None:
+            return "–"
+        case _:
+            return json.dumps(value)
 
 
 def figures(history: History, evaluation: Result | str | None) -> str:
@@ -206,7 +218,7 @@ def curves(history: History) -> list[str]:
     norms = [Curve("norm", x, [s.grad_norm for s in steps])]
     memory = [Curve("memory", x, [s.memory_bytes / 2**30 for s in steps])]
     return [
-        shown("loss", "Loss a supervised token. Merged steps: their mean over tokens, in a band from least to greatest.", loss),
+        shown("loss", "Loss a supervised token. Merged steps: their mean over tokens, in a band from least to greatest.", loss, log=True),
         shown("real tokens/s", "Real tokens (no padding) over the step's full wall time.", rates),
         shown("learning rate", "Learning rate of each part that trains.", [Curve(p, x, [s.lr.get(p) for s in steps]) for p in parts]),
         shown("gradient norm", "Norm of all gradients before clipping.", norms, log=True),
