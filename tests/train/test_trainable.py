@@ -1,0 +1,124 @@
+"""What a stage trains changes, all of it, and nothing else does: every combination of parts, full and LoRA, and again after a save."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import eyeline.train.loop as loop
+from eyeline.bundle.bundle import open_bundle
+from eyeline.bundle.exporting import weights
+from eyeline.checkpoint import store
+from eyeline.core.facts import PARTS
+from eyeline.models import llava
+from eyeline.parallel.launch import machine
+from eyeline.train.run import Run
+from eyeline.train.start import begin, build
+from eyeline.train.trainable import adapters_of, prepare, wrap_all
+from tests.train.recipe import tiny_run
+
+FULL = "{how: full, lr: 0.01}"
+LORA = "{how: lora, lr: 0.02, rank: 2, alpha: 4, dropout: 0.3, targets: all-linear}"
+WAYS = [ways for ways in itertools.product((None, FULL, LORA), repeat=3) if any(ways)]
+
+
+def names(ways: tuple[str | None, ...]) -> str:
+    return "-".join({None: "frozen", FULL: "full", LORA: "lora"}[way] for way in ways)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step of everything: in a fresh model some layers are zero, and would hide what does not arrive."""
+    folder = tmp_path_factory.mktemp("start")
+    loop.train(tiny_run(folder, "stages.whole.steps=2", "stages.adapt.steps=1"))
+    return folder
+
+
+def from_start(start: Path, out: Path, ways: tuple[str | None, ...], *overrides: str) -> Run:
+    trains = ", ".join(f"{part}: {way}" for part, way in zip(PARTS, ways, strict=True) if way)
+    run = tiny_run(
+        start, f"model={{path: {start / 'run'}}}", f"out={out}", f"stages.whole.trains={{{trains}}}", "stages.whole.steps=2", *overrides
+    )
+    return run.model_copy(update={"stages": run.stages[:1]})
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    newest = store.newest(folder / "checkpoints")
+    assert newest is not None
+    return newest.load("model", "frozen")
+
+
+def before_training(run: Run, folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor, adapters included, of the model that the stage begins with."""
+    here = machine("cpu", 1)
+    folder.mkdir()
+    model, facts, adapters = build(run, begin(run, folder), here, None)
+    prepare(model, facts, run, 0, adapters)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ways", WAYS, ids=names)
+def test_all_that_trains_changes_and_nothing_else(start: Path, tmp_path: Path, ways: tuple[str | None, ...], precision: str) -> None:
+    """With blocks recomputed and a checkpoint after the first of two steps: what was saved in between must not end training."""
+    run = from_start(start, tmp_path / "run", ways, f"precision={precision}", "save_every=1", "stages.whole.recompute=[vision, language]")
+    before = before_training(run, tmp_path / "before")
+    loop.train(run)
+    saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    first, second = (store.verify(path).load("model", "frozen") for path in saved)
+    assert before.keys() == first.keys() == second.keys()
+    for name, tensor in before.items():
+        way = dict(zip(PARTS, ways, strict=True))[name.split(".")[0]]
+        trains = way == FULL or (way == LORA and name.endswith(("lora_A", "lora_B")))
+        if name.endswith("lora_A"):  # it has no gradient in the first step, while B is zero, and may be decayed
+            assert torch.equal(first[name], second[name]) != trains, name
+            continue
+        unchanged = [torch.equal(tensor, first[name]), torch.equal(first[name], second[name])]
+        assert unchanged == [not trains] * 2, f"{name}: unchanged {unchanged} by the two steps, and trains is {trains}"
+        assert tensor.dtype == first[name].dtype == second[name].dtype
+
+
+def test_a_border_merges_what_it_does_not_go_on_with(start: Path, tmp_path: Path) -> None:
+    """LoRA, the same LoRA, LoRA of another rank, full training: each stage begins with what the one before it ended with."""
+    run = from_start(start, tmp_path / "run", (LORA, FULL, LORA), "keep_last=9")
+    first = run.stages[0]
+    language = first.trains["language"].model_copy(update={"rank": 3})
+    stages = [
+        first,
+        first.model_copy(update={"name": "same"}),
+        first.model_copy(update={"name": "other", "trains": first.trains | {"language": language}}),
+        first.model_copy(update={"name": "full", "trains": from_start(start, tmp_path, (FULL, FULL, FULL)).stages[0].trains}),
+    ]
+    run = run.model_copy(update={"stages": tuple(stages)})
+    loop.train(run)
+    saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert len(saved) == len(stages)
+    home = begin(run, tmp_path / "run")
+    for border, path in enumerate(saved[:-1], 1):
+        checkpoint = store.verify(path)
+        ended = llava.build(home.bundle.config, "cpu")
+        replace(open_bundle(tmp_path / "run"), checkpoint=checkpoint).load(ended)
+        model, facts, adapters = build(run, home, machine("cpu", 1), checkpoint)
+        prepare(model, facts, run, border, adapters)
+        for name, x in weights(model, True, torch.float32):
+            torch.testing.assert_close(x, ended.get_parameter(name).detach(), rtol=0, atol=1e-6, msg=f"{name} at border {border}")
+        bs = [p for name, p in model.named_parameters() if name.endswith("lora_B")]
+        assert bool(bs) == (border < 3)
+        assert all(bool(p.any()) == (border == 1) for p in bs), "the same adapters go on, others begin at zero"
+
+
+def test_fresh_adapters_have_the_seed_of_their_part(start: Path, tmp_path: Path) -> None:
+    """The same recipe begins with the same adapters, another seed with others; parts do not share them."""
+    run = from_start(start, tmp_path / "run", (LORA, None, LORA))
+    folder = tmp_path / "a"
+    folder.mkdir()
+    made = {}
+    for seed in (0, 0, 1):
+        model, facts, _ = build(run, begin(run, folder), machine("cpu", 1), None)
+        wrap_all(model, facts, adapters_of(run.stages[0]), seed)
+        made.setdefault(seed, []).append({n: p.detach() for n, p in model.named_parameters() if n.endswith("lora_A")})
+    (one, same), (other,) = made[0], made[1]
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
