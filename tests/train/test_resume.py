@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -304,8 +305,15 @@ def test_a_lost_or_damaged_record_of_the_run_is_refused(uninterrupted, tmp_path:
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
 
 
-@pytest.mark.parametrize("line", ["└", "adapt 2/"])  # while the workers of the first stage start; in mid-stage
-def test_a_signal_to_the_whole_job_ends_it_in_order(uninterrupted, tmp_path: Path, line: str) -> None:
+def commands_of_children(process: int) -> list[str]:
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [path.read_text() for child in children if (path := Path(f"/proc/{child}/cmdline")).exists()]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the worker's process there")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("when", ["as the first worker starts", "in mid-stage"])
+def test_a_signal_to_the_whole_job_ends_it_in_order(uninterrupted, tmp_path: Path, when: str, number: signal.Signals) -> None:
     """Schedulers signal every process of a job; workers leave the end to the main one, and are gone with it."""
     folder, *_ = uninterrupted
     workers = [f"stages.{stage}.data.workers=1" for stage in ("whole", "adapt")]
@@ -321,8 +329,10 @@ def test_a_signal_to_the_whole_job_ends_it_in_order(uninterrupted, tmp_path: Pat
         start_new_session=True,
     )
     assert child.stdout is not None
-    assert any(printed.startswith(line) for printed in child.stdout)
-    os.killpg(child.pid, signal.SIGTERM)
+    assert any(line.startswith("└" if when != "in mid-stage" else "adapt 2/") for line in child.stdout)
+    while not any("spawn_main" in command and "resource_tracker" not in command for command in commands_of_children(child.pid)):
+        time.sleep(0.002)
+    os.killpg(child.pid, number)
     rest = child.stdout.read()  # ends when the last process has closed it
     assert child.wait(timeout=60) == 75, rest
     assert "Traceback" not in rest

@@ -15,6 +15,7 @@ import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +110,41 @@ def _drawn(name: str) -> float:
     return int.from_bytes(hashlib.sha256(("held out" + name).encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
 
 
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """Which rows a stage learns from, and which it is judged by."""
+
+    all: Opened
+    training: list[int]  # rows of `all`
+    judges: Opened
+    judged: list[int]  # rows of `judges`
+
+
+def divided(data: Data) -> Divided:
+    """Open the sources and keep the held-out rows apart. Refused when nothing is left on a side that is asked for."""
+    all = opened(data.sources)
+    everything = range(len(all.places))
+    held = [data.hold_out > 0 and held_out(all, row, data.hold_out) for row in everything]
+    training = [row for row in everything if not held[row]]
+    if not training and any(held):
+        raise Refused(f"hold_out={data.hold_out} holds back all {len(held)} samples, and none is left to learn from. Lower it")
+    if not training:
+        raise Refused(
+            "no sample is left to learn from: " + ", ".join(f"{r.path} has {len(r)} that the settings leave" for r in all.sources)
+        )
+    judges = opened(data.validation) if data.validation else all
+    judged = list(range(len(judges.places))) if data.validation else [row for row in everything if held[row]]
+    if data.hold_out and not judged:
+        raise Refused(f"hold_out={data.hold_out} holds back nothing of {len(held)} samples. Raise it")
+    return Divided(all, training, judges, judged)
+
+
 def training_samples(data: Data) -> Iterator[Sample]:
     """Every sample that training visits, once, in the sources' order. Rows that cannot be used are passed over."""
-    all = opened(data.sources)
-    for row in range(len(all.places)):
-        if data.hold_out and held_out(all, row, data.hold_out):
-            continue
+    rows = divided(data)
+    for row in rows.training:
         try:
-            yield all.sample(row)
+            yield rows.all.sample(row)
         except BadSample:  # counted when it is read for training
             continue
 
@@ -221,16 +249,8 @@ class Reader:
         """`seed` orders and augments. Rejects are written into `folder` when there is one. Refused for unusable sources."""
         self.data, self.encoder, self.rule, self.seed = data, encoder, rule, seed
         self.rejects = Rejects(folder, data.max_reject_rate)
-        self.all = opened(data.sources)
-        everything = range(len(self.all.places))
-        held = [data.hold_out > 0 and held_out(self.all, row, data.hold_out) for row in everything]
-        self.training = [row for row in everything if not held[row]]
-        if not self.training:
-            raise Refused("no sample is left to learn from: " + ", ".join(f"{r.path} has {len(r)}" for r in self.all.sources))
-        self.judges = opened(data.validation) if data.validation else self.all
-        self.judged = list(range(len(self.judges.places))) if data.validation else [row for row in everything if held[row]]
-        if data.hold_out and not self.judged:
-            raise Refused(f"hold_out={data.hold_out} holds back nothing of {len(everything)} samples. Raise it")
+        rows = divided(data)
+        self.all, self.training, self.judges, self.judged = rows.all, rows.training, rows.judges, rows.judged
         self._rounds = self._rounds_of(self.all, self.training, repeated=True)
         self._measuring: dict[tuple[bool, Budget], Measuring] = {}
         self._fetches: dict[tuple[Budget | None, Augment | None], Fetch] = {}
@@ -288,6 +308,8 @@ class Reader:
         """How many steps so many epochs are. Every sample is measured for it."""
         measuring = self.measuring(budget)
         packs = sum(1 for items, *_ in self._packs(measuring, epochs, 0, 0, 0, []) if items)
+        if not packs:
+            raise Refused(f"no sample can be used: all {len(self.training)} were rejected. `eyeline check` says why")
         return -(-packs // micro_batches)
 
     def _plan(self, budget: Budget, epochs: int | None, state: dict[str, Any] | None) -> Iterator[Planned]:
@@ -432,6 +454,7 @@ def _started(loader: DataLoader) -> Iterator[Fetched | StorageFailed]:
     Ctrl-C reaches every process of a terminal, and schedulers send SIGTERM to every process of a job; the main one ends the run
     in order, and its workers with it. They inherit what is blocked here; the main one has what came meanwhile right after.
     """
+    resource_tracker.ensure_running()  # it unblocks both signals when it starts, which would be after the first worker's semaphores
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return iter(loader)
