@@ -43,6 +43,7 @@ def test_your_own_data_in_five_lines(tmp_path: Path) -> None:
     save_language(tmp_path / "Qwen" / "Qwen2.5-0.5B-Instruct")
     write_llava_pretrain(tmp_path)
     (tmp_path / "blip_laion_cc_sbu_558k.json").rename(tmp_path / "mine.json")
+    (tmp_path / "src").symlink_to(ROOT / "src")
     ran = 0
     for line in block.strip().splitlines():
         if line.startswith("#"):

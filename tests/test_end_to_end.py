@@ -131,15 +131,15 @@ def test_bf16_keeps_masters_in_fp32_and_frozen_parts_in_bf16(eyeline: Command, t
 
 
 def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path: Path) -> None:
-    """The quick start, shortened to some steps: the loss falls below what no picture can give away, and every file is there."""
-    short = ["stages.shapes.steps=20", "stages.all.steps=10", "validate_every=10", "save_every=10", "threads=1"]
+    """The quick start, shortened to some steps: the words are learned, if not yet the pictures, and every file is there."""
+    short = ["stages.shapes.steps=60", "stages.all.steps=10", "validate_every=10", "save_every=10", "threads=1"]
     done = eyeline("train", "easyvqa-tiny", *short)
     assert done.code == 0, done.err
     run = tmp_path / "runs" / "easyvqa-tiny"
     steps = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "step"]
-    assert len(steps) == 30
+    assert len(steps) == 70
     assert steps[0]["loss"] == pytest.approx(np.log(384), rel=0.15)  # an untrained model knows nothing
-    assert steps[19]["loss"] < 2.0
+    assert steps[59]["loss"] < 0.8  # guessing one of three shapes, then ending: ln(3) / 2 = 0.55 a label
     evaluated = eyeline("eval", "runs/easyvqa-tiny", "--limit", "200", "--show", "10")
     assert evaluated.code == 0, evaluated.err
     assert evaluated.out.count("→") == 10

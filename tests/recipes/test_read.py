@@ -52,6 +52,7 @@ def test_null_survives_too() -> None:
         ("model.config.projector.shuffle=3", ["must divide", "8"]),
         ("_target_=os.system", ["_target_", "no such setting"]),
         ("seed=one", ["seed", "integer"]),
+        ("out=''", ["out: got '', which names no folder"]),
     ],
 )
 def test_a_wrong_setting_is_named(change: str, words: list[str]) -> None:
@@ -79,6 +80,10 @@ def test_all_problems_come_at_once() -> None:
         ("a: [1, 2\n", "not YAML"),
         ("a: !!python/object/apply:os.system ['touch canary']\n", "not YAML"),
         ("a: \x00\n", "not YAML"),
+        ("name: 2026-99-99\n", "not YAML that can be read: month must be in"),
+        ("a: " + "9" * 5000, "not YAML"),
+        ("a: !!int x\n", "not YAML"),
+        ("a: !!timestamp x\n", "not YAML"),
         ("a: " + "[" * 3000, "not YAML"),
         ("x0: &x0 [1,1,1,1,1,1,1,1,1]\n" + "".join(f"x{i}: &x{i} [{','.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 9)), "aliases"),
         ("x" * (1 << 20) + ": 1", "bytes"),
@@ -114,6 +119,9 @@ def test_overrides_reach_one_place_by_number_or_name() -> None:
         ("stages.c.steps=1", "names: a, b"),
         ("seed.x=1", "nothing called 'x'"),
         ("seed=[1", "not YAML"),
+        ("seed=2026-99-99", "not YAML: month must be in .* Put it in quotes"),
+        ("seed=" + "9" * 5000, "not YAML"),
+        ("seed=" + "[" * 3000, "not YAML"),
     ],
 )
 def test_a_wrong_override_is_refused(text: str, words: str) -> None:
@@ -134,7 +142,7 @@ def test_what_may_change_on_resume() -> None:
     ]
     assert differences(before, read_recipe("easyvqa-tiny", may)) == []
     may_not = read_recipe("easyvqa-tiny", ["seed=1", "stages.0.trains.vision.lr=0.5", "stages.1.batch.tokens=4096", "log_every=3"])
-    assert differences(before, may_not) == ["seed: 0 → 1", "stages.0.trains.vision.lr: 0.003 → 0.5", "stages.1.batch.tokens: 2560 → 4096"]
+    assert differences(before, may_not) == ["seed: 0 → 1", "stages.0.trains.vision.lr: 0.003 → 0.5", "stages.1.batch.tokens: 2304 → 4096"]
 
 
 def test_a_stage_that_is_added_or_dropped_is_a_difference() -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import Facts
+from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
-from eyeline.data.loader import Reader, opened
+from eyeline.data.loader import Reader, divided, opened
 from eyeline.data.report import DataReport, Spread, data_report, first_documents, render_sample
-from eyeline.data.sources import open_source
 from eyeline.models import llava
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Run, Stage
@@ -34,11 +35,11 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         bundle = description(run)
         encoder = bundle.encoder()
     except Refused:  # among the settings' problems already: without a model no sample can be shown
-        console.print(_listed(run.name, found), markup=False)
+        _say(console, _listed(run.name, found))
         return False
     facts, form = llava.facts(bundle.config), llava.form(bundle.config)
-    console.print(f"run folder: {run_folder(run)}", markup=False)
-    console.print(f"export: {_FORMS[form.name]} ({form.reason})", markup=False)
+    _say(console, f"run folder: {run_folder(run)}")
+    _say(console, f"export: {_FORMS[form.name]} ({form.reason})")
     for index, stage in enumerate(run.stages):
         try:
             reader = Reader(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index))
@@ -49,10 +50,10 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         found += _data_problems(stage, report)
         if index == 0:
             for sample, document in first_documents(reader, samples):
-                console.rule(sample.id, align="left", characters="-")
+                console.rule(Text(visible(sample.id)), align="left", characters="-")
                 console.print(render_sample(document, encoder))
     console.rule(characters="-")
-    console.print(_listed(run.name, found) if found else f"{run.name}: no problems", markup=False)
+    _say(console, _listed(run.name, found) if found else f"{run.name}: no problems")
     return not found
 
 
@@ -63,6 +64,11 @@ _FORMS = {
 }
 
 
+def _say(console: Console, text: str) -> None:
+    """One line as it is: neither mark-up nor control characters in names and data are obeyed."""
+    console.print(visible(text), markup=False)
+
+
 def _listed(name: str, found: list[str]) -> str:
     count = "a problem" if len(found) == 1 else f"{len(found)} problems"
     return f"{name} has {count}:\n" + "\n".join(f"  {line}" for line in found)
@@ -71,11 +77,13 @@ def _listed(name: str, found: list[str]) -> str:
 def settings_problems(run: Run) -> Iterator[str]:
     """Settings against each other, the model, the machine's folders and the sources: one line a problem."""
     yield from folder_problems(run_folder(run))
+    unreadable = [*_source_problems(run)]
     try:
         bundle = description(run)
         encoder = bundle.encoder()
     except Refused as error:
-        yield f"model: {error}"
+        if not any(line.endswith(str(error)) for line in unreadable):  # a fresh tokenizer is made from the same sources
+            yield f"model: {error}"
     else:
         facts = llava.facts(bundle.config)
         if encoder.vocabulary > facts.vocabulary:
@@ -85,10 +93,16 @@ def settings_problems(run: Run) -> Iterator[str]:
             )
         for index, stage in enumerate(run.stages):
             yield from _stage_problems(f"stages.{index} ({stage.name})", stage, facts)
+    yield from unreadable
+
+
+def _source_problems(run: Run) -> Iterator[str]:
+    """What keeps the sources of stages and evaluation from being opened, or leaves nothing of them."""
     for index, stage in enumerate(run.stages):
         try:
-            for source in (*stage.data.sources, *stage.data.validation):
-                if not len(open_source(source)):
+            rows = divided(stage.data)
+            for source, count in {r.source: len(r) for r in (*rows.all.sources, *rows.judges.sources)}.items():
+                if not count:
                     yield f"stages.{index}.data: {source.path} holds no sample that the settings leave"
         except Refused as error:
             yield f"stages.{index}.data: {error}"
@@ -124,8 +138,8 @@ def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
 def folder_problems(folder: Path) -> Iterator[str]:
     """Why this cannot be a run folder."""
     text = str(folder)
-    if any(ord(c) < 32 for c in text) or "\x7f" in text:
-        yield f"out: {text!r} has control characters; choose a plain name"
+    if any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000 for c in text):
+        yield f"out: {text!r} has control characters, or bytes that are not UTF-8; choose a plain name"
         return
     if any(len(piece.encode()) > 200 for piece in folder.parts):
         yield f"out: a piece of {text[:60]}... is longer than 200 bytes; choose a shorter name"
@@ -173,10 +187,8 @@ def _show(console: Console, stage: Stage, report: DataReport) -> None:
     console.rule(f"stage {stage.name}", align="left", characters="-")
     for source in report.sources:
         repeat = f", {source.repeat} times an epoch" if source.repeat > 1 else ""
-        console.print(f"{source.path}: {source.layout} ({source.why}), {source.rows:,} samples{repeat}", markup=False)
-    console.print(
-        f"{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined", markup=False
-    )
+        _say(console, f"{source.path}: {source.layout} ({source.why}), {source.rows:,} samples{repeat}")
+    _say(console, f"{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined")
     table = Table()
     for column in ("", "min", "median", "max"):
         table.add_column(column, justify="right" if column else "left")
@@ -184,16 +196,16 @@ def _show(console: Console, stage: Stage, report: DataReport) -> None:
         table.add_row(name, *_numbers(spread))
     console.print(table)
     batch = stage.batch
-    console.print(f"a step: {batch.micro_batches} × up to {batch.tokens:,} tokens and {batch.patches:,} patches", markup=False)
+    _say(console, f"a step: {batch.micro_batches} × up to {batch.tokens:,} tokens and {batch.patches:,} patches")
     if report.odd:
         odd = ", ".join(f"{what} {count}" for what, count in report.odd.items())
-        console.print(f"odd pictures, usable (of {report.pictures:,}): {odd}", markup=False)
+        _say(console, f"odd pictures, usable (of {report.pictures:,}): {odd}")
     if report.control_strings:
-        console.print(f"samples whose text spells out a control token, which stays text: {report.control_strings}", markup=False)
+        _say(console, f"samples whose text spells out a control token, which stays text: {report.control_strings}")
     if report.rejects:
-        console.print(f"rejected: {_causes(report)}", markup=False)
+        _say(console, f"rejected: {_causes(report)}")
         for reject in report.rejected:
-            console.print(f"  {reject.file} row {reject.row}, {reject.field}: {reject.message} [{reject.cause}]", markup=False)
+            _say(console, f"  {reject.file} row {reject.row}, {reject.field}: {reject.message} [{reject.cause}]")
 
 
 def _numbers(spread: Spread | None) -> tuple[str, str, str]:

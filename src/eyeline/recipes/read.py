@@ -15,6 +15,9 @@ from eyeline.train.run import Run
 
 Record = TypeVar("Record", bound=Settings)
 
+# What PyYAML raises: beside its own errors those of Python, for values that look like a date or a number and are none
+_NOT_YAML = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
+
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000  # aliases counted each time they are used: a recipe needs hundreds, an alias bomb has billions
 
@@ -57,7 +60,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         if node is not None:
             _examine(node, path)
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except _NOT_YAML as error:  # UnicodeDecodeError is a ValueError
         raise Refused(f"{path} is not YAML that can be read: {error}") from error
     if not isinstance(value, dict):
         raise Refused(
@@ -93,9 +96,10 @@ def override(recipe: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
         if not equals or not key.strip():
             raise Refused(f"{text!r} is not an override: write key=value, such as seed=1 or stages.0.steps=100")
         try:
-            _set(recipe, key.strip().split("."), yaml.safe_load(value), text)
-        except yaml.YAMLError as error:
-            raise Refused(f"{text!r}: the value is not YAML: {error}") from error
+            parsed = yaml.safe_load(value)
+        except _NOT_YAML as error:
+            raise Refused(f"{text[:200]!r}: the value is not YAML: {error}. Put it in quotes if it is meant as text") from error
+        _set(recipe, key.strip().split("."), parsed, text)
     return recipe
 
 
