@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from eyeline.core.errors import EXPECTED
-from eyeline.core.log import say
+from eyeline.core.log import say, visible
 
 EXIT_CODES = """
 Exit codes: 0 done · 1 a defect of Eyeline (with a traceback) · 2 refused: settings, files or arguments · 3 too many rejected
@@ -214,7 +214,7 @@ def main() -> None:
     except EXPECTED as error:
         if debug:
             raise
-        print(f"eyeline: {error}", file=sys.stderr)  # noqa: T201 - the program's last word
+        print(f"eyeline: {visible(str(error))}", file=sys.stderr)  # noqa: T201 - the program's last word
         sys.exit(error.code)
 
 

@@ -5,11 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from eyeline.core.errors import Refused
 from eyeline.recipes.check import folder_problems, refuse_problems, settings_problems
 from tests.command import Command
-from tests.train.recipe import tiny_run
+from tests.train.recipe import tiny_recipe, tiny_run
 
 
 def problems(folder: Path, *overrides: str) -> str:
@@ -34,6 +35,12 @@ def test_a_good_recipe_has_none(tmp_path: Path) -> None:
         ("stages.0.data.sources.0.path=nowhere.json", ["nowhere.json", "stages.0.data"]),
         ("evaluation.sources.0.path=nowhere.json", ["nowhere.json", "evaluation"]),
         ("stages.0.data.sources.0.kinds=[purple]", ["purple"]),
+        ("stages.1.data.hold_out=0.000001", ["stages.1.data: hold_out=1e-06 holds back nothing of 24 samples. Raise it"]),
+        ("stages.1.data.hold_out=0.999999", ["stages.1.data: hold_out=0.999999 holds back all 24 samples", "Lower it"]),
+        (
+            "stages.0.data.sources.0.kinds=[]",
+            ["stages.0.data", "no sample is left to learn from", "data.json has 0 that the settings leave"],
+        ),
     ],
 )
 def test_a_problem_is_named(tmp_path: Path, change: str, words: list[str]) -> None:
@@ -57,6 +64,8 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         ("~", "which only a shell expands"),
         ("~/run", "which only a shell expands"),
         ("a\nb", "control characters"),
+        ("a\x9bb", "control characters"),
+        ("a\ud800b", "not UTF-8"),
         ("x" * 300, "longer than 200 bytes"),
         ("file", "is a file"),
         ("file/run", "cannot be a folder"),
@@ -118,6 +127,39 @@ def test_the_reject_rate_may_be_raised(eyeline: Command, tmp_path: Path) -> None
     assert len(lines) == len({(json.loads(line)["file"], json.loads(line)["row"]) for line in lines})
 
 
+def test_nothing_in_data_steers_the_terminal(eyeline: Command, tmp_path: Path) -> None:
+    """Names, keys and kinds are shown as they are: no mark-up is obeyed, no control character or half of a pair gets out."""
+    evil = "\x1b[31m\x9b[/no]\u202e\ud800"
+    row = {"conversations": [{"from": "human", "value": "q" + evil[:-1]}, {"from": "gpt", "value": "a"}], "kind": evil[:-1]}
+    pictured = {"image": evil[:-1] + ".png", "conversations": [{"from": "human", "value": "<image>q"}, {"from": "gpt", "value": "a"}]}
+    data = tmp_path / "[bold]x[red].jsonl"
+    data.write_text("\n".join([json.dumps(row), json.dumps(pictured), json.dumps({evil: float("nan")})]))
+    recipe = tmp_path / "tiny.yaml"
+    stages = [tiny_recipe(tmp_path)["stages"][0] | {"data": {"sources": [{"path": str(data)}], "max_reject_rate": 1}, "steps": 1}]
+    evaluation = {"sources": [{"path": str(data)}], "max_tokens": 2}
+    recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path) | {"stages": stages, "evaluation": evaluation}))
+    for done in (
+        eyeline("check", str(recipe)),
+        eyeline("train", str(recipe)),
+        eyeline("eval", str(tmp_path / "run"), "--show", "3"),
+        eyeline("train", str(recipe), "stages.whole.data.sources.0.kinds=[nothing]"),
+    ):
+        assert done.code == (2 if done.err else 0), done
+        assert all(c.isprintable() or c == "\n" for c in done.out + done.err)
+    assert r"\x1b[31m\x9b[/no]\u202e" in done.err
+
+
+def test_epochs_of_nothing_usable_say_so(eyeline: Command, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    rows = [{"image": "gone.png", "conversations": [{"from": "human", "value": "<image>q"}, {"from": "gpt", "value": "a"}]}] * 3
+    (tmp_path / "gone.json").write_text(json.dumps(rows))
+    recipe["stages"] = [{k: v for k, v in recipe["stages"][0].items() if k != "steps"}]
+    recipe["stages"][0] |= {"epochs": 2, "data": {"sources": [{"path": str(tmp_path / "gone.json")}]}}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    done = eyeline("train", str(tmp_path / "tiny.yaml"))
+    assert (done.code, done.err) == (2, "eyeline: no sample can be used: all 3 were rejected. `eyeline check` says why\n")
+
+
 def test_too_many_rejects_end_training_with_their_code(eyeline: Command, tmp_path: Path) -> None:
     """`check` would have said so; a run whose data went bad afterwards is ended too, once an epoch was seen."""
     done = eyeline("train", broken_recipe(tmp_path), "stages.whole.steps=40")
@@ -158,3 +200,10 @@ def test_torchrun_is_refused_for_now(eyeline: Command, tmp_path: Path, monkeypat
     done = eyeline("train", "easyvqa-tiny")
     assert done.code == 2
     assert "without torchrun" in done.err
+
+
+def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path) -> None:
+    """A fresh model's tokenizer reads the same sources, and stumbles over the same thing."""
+    found = problems(tmp_path, "stages.0.data.sources.0.path=nowhere.json")
+    assert found.count("does not exist") == 1
+    assert found.startswith("stages.0.data: ")

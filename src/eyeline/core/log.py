@@ -5,9 +5,14 @@ import sys
 
 def say(message: str) -> None:
     """An ordinary line, on standard output."""
-    print(message, flush=True)
+    print(visible(message), flush=True)
 
 
 def warn(message: str) -> None:
     """A line that must not be missed, on standard error."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {visible(message)}", file=sys.stderr, flush=True)
+
+
+def visible(text: str) -> str:
+    """Text whose control characters and lone surrogates are spelt out: data can neither steer a terminal nor break its encoding."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from eyeline.core.batch import IGNORE, Budget, Document, Sample
 from eyeline.core.errors import BadSample
+from eyeline.core.log import visible
 from eyeline.data.documents import document_of
 from eyeline.data.images import oddities, picture_key, prepare
 from eyeline.data.loader import Reader, texts
@@ -149,7 +150,7 @@ def render_sample(document: Document, encoder: Encoder) -> Text:
             text.append(f"[picture {picture_T[begin] + 1}: {end - begin} tokens]", style="cyan")
         else:
             piece = encoder.decode(document.tokens_T[begin:end].tolist(), special=True)
-            text.append(_visible(piece), style=TRAINED if trained_T[begin] else "")
+            text.append(visible(piece), style=TRAINED if trained_T[begin] else "")
     return text
 
 
@@ -158,8 +159,3 @@ def _runs(values: Iterable[object]) -> list[tuple[int, int]]:
     all = list(values)
     cuts = [n for n in range(1, len(all)) if all[n] != all[n - 1]]
     return list(zip([0, *cuts], [*cuts, len(all)], strict=True)) if all else []
-
-
-def _visible(text: str) -> str:
-    """Text whose control characters are spelt out, so that data cannot steer a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)

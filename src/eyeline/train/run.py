@@ -119,6 +119,13 @@ class Run(Settings):
     keep_last: Positive = 2  # checkpoints beside the best one
     not_finite_budget: NotNegative = 5  # steps that may be dropped because a loss or gradient is not finite
 
+    @field_validator("out")
+    @classmethod
+    def _somewhere(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError(f"got {value!r}, which names no folder. Leave it out for runs/NAME, or write a path")
+        return value
+
     @field_validator("precision", mode="before")
     @classmethod
     def _no_fp16(cls, value: Any) -> Any:
