@@ -1,11 +1,14 @@
 """What is measured is what is made; what is too long loses whole exchanges, never a part of one."""
 
+from typing import Any
+
 import pytest
 
 from eyeline.core.batch import IGNORE, Message, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule
-from eyeline.data.documents import document_of, fitted, measure, rendered
+from eyeline.data import documents
+from eyeline.data.documents import Measured, document_of, fitted, measure, rendered
 from eyeline.data.images import grey
 from eyeline.data.tokenizer import Encoder
 from tests.data.made import DOT, sample
@@ -53,6 +56,22 @@ def test_too_long_is_rejected_or_shrunk_by_whole_exchanges(plain: Encoder, rule:
         with pytest.raises(BadSample, match=r"needs \d+ tokens \(of at most \d+\) and \d+ patches") as caught:
             fitted(THREE, tokens, patches, policy, plain, rule)  # type: ignore[arg-type]
         assert caught.value.cause == "too_long"
+
+
+def test_a_conversation_of_thousands_is_shrunk_in_few_looks(plain: Encoder, rule: ImageRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropping one exchange at a time would read it as often as it has exchanges."""
+    looks = 0
+
+    def counted(*arguments: Any) -> Measured:
+        nonlocal looks
+        looks += 1
+        return measure(*arguments)
+
+    monkeypatch.setattr(documents, "measure", counted)
+    many = sample(*(word for n in range(500) for word in (f"and {n}?", "yes")))
+    size = measure(Sample("", many.messages[:246]), plain, rule)
+    assert fitted(many, size.tokens, 99, "shrink", plain, rule) == (Sample(many.id, many.messages[:246], many.kind), size)
+    assert looks < 15
 
 
 @pytest.mark.parametrize("empty", [sample("a", ""), sample("a", " \n"), sample("a", "b", "c", ""), sample("a")])

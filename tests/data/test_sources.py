@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from eyeline.core.batch import Picture, Text
-from eyeline.core.errors import BadSample, Refused
+from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data import json_rows
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sources import Rows, Source, open_source
@@ -373,9 +374,38 @@ def test_places_that_do_not_exist(tmp_path: Path) -> None:
         "package:easy_vqa/data/nothing": "there is no data/nothing inside",
         "package:easy_vqa/../..": r"there is no \.\./\.\. inside",
         "package:os.path/x": "is not installed",
+        "package:__main__/x": "is not installed",
+        "package:easy_vqa/" + "x" * 300: "there is no x+ inside",
+        "x" * 300: "does not exist",
+        "a\0b": "does not exist",
+        "a\ud800b": "does not exist",
     }.items():
         with pytest.raises(Refused, match=message):
             open_source(Source(path=path))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(Refused, match="neither a file nor a folder"):
+        open_source(Source(path=str(tmp_path / "pipe.json")))
+    (tmp_path / "rows.json").write_text(json.dumps([{"messages": chat("a", "b")}]))
+    with pytest.raises(Refused, match="the folder of the images"):
+        open_source(Source(path=str(tmp_path / "rows.json"), images="x" * 300))
+
+
+def test_a_row_that_cannot_be_parsed_is_of_every_kind(opened) -> None:
+    """Left out, it would be lost without a word."""
+    line = json.dumps({"messages": chat("a", "b"), "kind": "k"}).encode()
+    rows = opened(line + b'\n{"torn\n' + line.replace(b"}]", b'}], "n": NaN', 1), "rows.jsonl", kinds=("k",))
+    assert [complaint(rows, i)[0] for i in range(1, 3)] == ["not_json", "not_finite"]
+
+
+def test_lines_that_changed_since_they_were_listed_stop_the_run(opened) -> None:
+    line = json.dumps({"messages": chat("a", "b")}).encode() + b"\n"
+    rows = opened(line * 3, "rows.jsonl")
+    rows.path.write_bytes(line.replace(b'"b"', b'"c"') * 3 + line)
+    with pytest.raises(StorageFailed, match=r"rows\.jsonl has changed since it was opened"):
+        rows.sample(1)
 
 
 def test_a_fingerprint_changes_with_the_content_not_the_place(opened) -> None:

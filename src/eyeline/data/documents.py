@@ -140,17 +140,30 @@ def fitted(sample: Sample, tokens: int, patches: int, policy: TooLong, encoder: 
     An exchange is what leads to one answer, and that answer. Nothing is ever cut inside one, so a picture never loses its
     tokens. BadSample `too_long` when the policy is `reject`, or when the first exchange alone does not fit.
     """
-    size = measure(sample, encoder, rule)
-    kept = sample
-    while size.tokens > tokens or size.patches > patches:
-        shorter = _without_last_exchange(kept) if policy == "shrink" else None
-        if shorter is None:
-            what = f"{size.tokens} tokens (of at most {tokens}) and {size.patches} patches (of at most {patches})"
-            raise BadSample("too_long", "messages", f"{'its first exchange' if kept is not sample else 'it'} needs {what}")
-        kept, size = shorter, measure(shorter, encoder, rule)
-    return kept, size
+    whole = measure(sample, encoder, rule)
 
+    def fits(size: Measured) -> bool:
+        return size.tokens <= tokens and size.patches <= patches
 
-def _without_last_exchange(sample: Sample) -> Sample | None:
+    if fits(whole):
+        return sample, whole
     ends = [n + 1 for n, m in enumerate(sample.messages) if m.role == "assistant"]
-    return Sample(sample.id, sample.messages[: ends[-2]], sample.kind) if len(ends) > 1 else None
+    first = _until(sample, ends[0]) if policy == "shrink" and len(ends) > 1 else sample
+    size = measure(first, encoder, rule)
+    if not fits(size):
+        what = f"{size.tokens} tokens (of at most {tokens}) and {size.patches} patches (of at most {patches})"
+        raise BadSample("too_long", "messages", f"{'it' if first is sample else 'its first exchange'} needs {what}")
+    # the most exchanges that fit lie in [few, many): halved, since a conversation may have thousands and each look reads it all
+    few, many = 1, len(ends)
+    while many - few > 1:
+        middle = (few + many) // 2
+        if fits(measure(_until(sample, ends[middle - 1]), encoder, rule)):
+            few = middle
+        else:
+            many = middle
+    kept = _until(sample, ends[few - 1])
+    return kept, measure(kept, encoder, rule)
+
+
+def _until(sample: Sample, messages: int) -> Sample:
+    return Sample(sample.id, sample.messages[:messages], sample.kind)

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from eyeline.core.errors import BadSample, Refused
+from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.files import storage_failed
 
 MAX_LINE_BYTES = 64 << 20  # a longer JSONL line is skipped without being held in memory
@@ -104,6 +105,7 @@ class _Listed:
 class _Lines:
     path: Path
     bounds: list[tuple[int, int]]  # offset and length of each line that is not blank; length -1: over the cap
+    stamp: tuple[int, int]  # of the file when it was listed
 
     def __call__(self, n: int) -> Any:
         offset, length = self.bounds[n]
@@ -111,12 +113,21 @@ class _Lines:
             raise BadSample("line_too_long", "row", f"the line has more than {MAX_LINE_BYTES:,} bytes")
         try:
             with open(self.path, "rb") as file:
+                stamp = _stamp(file)
                 file.seek(offset)
                 line = file.read(length)
         except OSError as error:
             raise storage_failed("read", self.path, error) from error
+        if stamp != self.stamp:  # its lines would be read in pieces, and what was planned would not be what is trained
+            raise StorageFailed(f"{self.path} has changed since it was opened. Put it back as it was, or begin a new run with the new data")
         row, flawed = parse(_text(line))
         return sound(row) if flawed else row
+
+
+def _stamp(file: BinaryIO) -> tuple[int, int]:
+    """Size and time of the last change: other ones mean other content."""
+    about = os.fstat(file.fileno())
+    return about.st_size, about.st_mtime_ns
 
 
 def _text(data: bytes) -> str:
@@ -154,6 +165,7 @@ def _lines(path: Path) -> Container:
     digest = hashlib.sha256()
     offset = 0
     with open(path, "rb") as file:
+        stamp = _stamp(file)
         while line := file.readline(MAX_LINE_BYTES + 1):
             digest.update(line)
             begin, length = offset, len(line)
@@ -166,4 +178,4 @@ def _lines(path: Path) -> Container:
                 length = -1
             if length < 0 or line.strip():
                 bounds.append((begin, length))
-    return Container("JSON lines", digest.hexdigest(), len(bounds), _Lines(path, bounds))
+    return Container("JSON lines", digest.hexdigest(), len(bounds), _Lines(path, bounds, stamp))

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -94,7 +95,7 @@ def open_source(source: Source) -> Rows:
                 + (f"Give one of its files: {', '.join(files[:10])}" if files else "It holds no .json or .jsonl file either")
             )
     root = Path(os.path.abspath(source.images)) if source.images is not None else folder
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise Refused(f"the folder of the images, {root}, does not exist. Set images: to the folder that picture paths start from")
     container = open_container(path)
     layout = _recognised(path, container)
@@ -105,17 +106,26 @@ def open_source(source: Source) -> Rows:
 def _located(path: str) -> Path:
     if not path.startswith("package:"):
         found = Path(os.path.abspath(os.path.expanduser(path)))
-        if not found.exists():
-            beside = sorted(p.name for p in found.parent.iterdir()) if found.parent.is_dir() else []
-            raise Refused(f"{found} does not exist.{nearest(found.name, beside)}")
+        try:
+            if not os.path.lexists(found):
+                beside = sorted(os.listdir(found.parent)) if os.path.isdir(found.parent) else []
+                raise Refused(f"{found} does not exist.{nearest(found.name, beside)}")
+            mode = os.stat(found).st_mode
+        except (OSError, ValueError) as error:  # ValueError: half a surrogate pair, or NUL
+            raise Refused(f"{str(found)[:300]} cannot be opened: {getattr(error, 'strerror', None) or error}. Give another path") from error
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for ever
+            raise Refused(f"{found} is neither a file nor a folder. Give the path of a file that stays, or of a folder")
         return found
     package, _, inside = path.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package) if re.fullmatch(r"[A-Za-z_]\w*", package) else None
+    try:
+        spec = importlib.util.find_spec(package) if re.fullmatch(r"[A-Za-z_]\w*", package) else None
+    except ValueError:  # of a module without a spec, such as __main__
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise Refused(f"the Python package {package!r}, which {path} names, is not installed. Try: pip install {package.replace('_', '-')}")
     base = Path(next(iter(spec.submodule_search_locations)))
     found = Path(os.path.normpath(base / inside))
-    if not found.is_relative_to(base) or not found.exists():
+    if not found.is_relative_to(base) or not os.path.exists(found):
         raise Refused(f"{path}: there is no {inside} inside {base}")
     return found
 
@@ -165,8 +175,9 @@ def _listed(
         if source.limit is not None and len(kept) >= source.limit:
             break
         kind = layout.kind(row)
-        known.add(kind)
-        if source.kinds is None or kind in source.kinds:
+        if row is not None:
+            known.add(kind)
+        if source.kinds is None or kind in source.kinds or row is None:
             kept.append(n)
             shown.append(tuple(_key(name, root) for name in layout.shows(row)))
             kinds.append(kind)
