@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import eyeline.train.loop as loop
+from eyeline.bundle.bundle import open_bundle
+from eyeline.checkpoint import store
 from eyeline.core.errors import StorageFailed
 from eyeline.core.files import append_line, read_lines
 from eyeline.train.stop import sole_owner
@@ -61,6 +65,36 @@ def test_a_run_folder_that_is_deleted_ends_the_run(tmp_path: Path, monkeypatch: 
     with pytest.raises(StorageFailed, match="No such file"):
         loop.train(tiny_run(tmp_path, "save_every=1"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_trains_can_be_read_at_any_time(tmp_path: Path) -> None:
+    """Another process saves and deletes as fast as it can, and keeps one: whatever is opened stays until it is loaded."""
+    folder = tmp_path / "run" / "checkpoints"
+    loop.train(tiny_run(tmp_path, "stages.whole.steps=1", "stages.adapt.steps=1", "keep_last=1"))
+    first = store.newest(folder)
+    assert first is not None
+    tensors, state, run = first.load("model"), first.state, first.manifest.run
+    child = os.fork()
+    if child == 0:
+        for step in range(3, 10_000):
+            files = {"model": tensors, "frozen": {}, "optimizer": {}}
+            store.save(folder, run=run, step=step, files=files, state=state, keep_last=1)
+        os._exit(1)
+    try:
+        steps = set()
+        for _ in range(60):
+            opened = open_bundle(tmp_path / "run").checkpoint
+            assert opened is not None
+            time.sleep(0.01)
+            assert opened.load(*opened.names()).keys() >= tensors.keys()
+            steps.add(opened.step)
+        assert len(steps) > 5
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    del opened
+    store.prune(folder, run, 1)
+    assert len(list(folder.glob("step-*"))) == 1, "what was spared goes once nobody reads it"
 
 
 def test_a_place_where_there_can_be_no_run_folder(tmp_path: Path) -> None:

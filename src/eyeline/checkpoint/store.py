@@ -10,6 +10,7 @@ id of its own, and its manifest, which has its own digest too, binds the files t
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -17,9 +18,9 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class Checkpoint:
     folder: Path
     manifest: Manifest
     state: dict[str, Any]
+    held: BinaryIO | None = None  # as long as this is open, no other process deletes the checkpoint
 
     @property
     def step(self) -> int:
@@ -218,21 +220,22 @@ def _render(manifest: Manifest) -> str:
 # ---- reading
 
 
-def newest(folder: Path, run: str | None = None) -> Checkpoint | None:
+def newest(folder: Path, run: str | None = None, *, hold: bool = False) -> Checkpoint | None:
     """The newest checkpoint that is whole; None if none was ever saved. `run=None` takes any run's.
 
-    Every damaged one is named on standard error. Raises Refused when there are checkpoints and none can be used, rather
+    `hold` is for whoever does not own the run: it may go on saving and deleting, but spares what is found here as long as
+    the result lives. Every damaged one is named on standard error. Raises Refused when there are checkpoints and none can be used, rather
     than let a run start afresh over them.
     """
-    return _first_whole(folder, run, best_only=False)
+    return _first_whole(folder, run, best_only=False, hold=hold)
 
 
-def best(folder: Path, run: str | None = None) -> Checkpoint | None:
+def best(folder: Path, run: str | None = None, *, hold: bool = False) -> Checkpoint | None:
     """The checkpoint that was the best when it was saved, none having been better since; None if none was marked."""
-    return _first_whole(folder, run, best_only=True)
+    return _first_whole(folder, run, best_only=True, hold=hold)
 
 
-def _first_whole(folder: Path, run: str | None, best_only: bool) -> Checkpoint | None:
+def _first_whole(folder: Path, run: str | None, best_only: bool, hold: bool) -> Checkpoint | None:
     seen = 0
     candidates: list[tuple[Path, Manifest]] = []
     for path in _folders(folder):
@@ -242,18 +245,40 @@ def _first_whole(folder: Path, run: str | None, best_only: bool) -> Checkpoint |
             if run is not None and manifest.run != run:
                 raise Damaged(f"it belongs to run {manifest.run}, not to {run}")
         except Damaged as damage:
+            if hold and not path.exists():  # its run has deleted it, and has saved a newer one
+                return _first_whole(folder, run, best_only, hold)
             warn(f"checkpoint {path} cannot be used: {damage}.")
             continue
         candidates.append((path, manifest))
     marked = [c for c in candidates if c[1].best] if best_only else candidates
     for path, _ in sorted(marked, key=lambda c: -c[1].order):
         try:
-            return verify(path, run)
-        except Damaged as damage:
+            held = _held(path, fcntl.LOCK_SH) if hold else None
+            return replace(verify(path, run), held=held)
+        except (Damaged, FileNotFoundError) as damage:
+            if hold and not path.exists():
+                return _first_whole(folder, run, best_only, hold)
             warn(f"checkpoint {path} cannot be used: {damage}. Looking for the one before.")
     if seen and not best_only:
         raise Refused(f"none of the {seen} checkpoints in {folder} can be used (see above). Restore one, or move them away to start again.")
     return None
+
+
+def _held(path: Path, how: int) -> BinaryIO | None:
+    """The manifest, open and locked: shared while someone reads the checkpoint, alone while it is deleted.
+
+    None where the file system has no locks. Raises BlockingIOError when another process has it; FileNotFoundError.
+    """
+    file = open(path / MANIFEST, "rb")  # noqa: SIM115 - the lock lives as long as the file is open
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    except OSError:
+        file.close()
+        return None
+    return file
 
 
 def verify(path: Path, run: str | None = None) -> Checkpoint:
@@ -367,9 +392,14 @@ def _prune(folder: Path, run: str, keep_last: int, known_good: Path | None) -> N
         # Renamed first: a kill in the middle must not leave a checkpoint that looks damaged.
         doomed = path.with_name(f".{path.name}.old")
         try:
+            held = _held(path, fcntl.LOCK_EX)
             os.rename(path, doomed)
+        except BlockingIOError:  # an export, say, is reading it: the prune after the next save will find it again
+            continue
         except OSError as error:
             raise storage_failed("delete", path, error) from error
+        if held is not None:
+            held.close()
         shutil.rmtree(doomed, ignore_errors=True)
 
 
