@@ -53,6 +53,20 @@ def test_muon_has_the_matrices_of_blocks_and_projector_only() -> None:
     assert {n for g in rest.param_groups for n in g["names"]}.isdisjoint(in_muon)
 
 
+def test_updates_of_muon_have_the_size_of_adamws() -> None:
+    """0.2 a value for every shape (Liu et al. 2025): torch's default scaling gives 0.11 here."""
+    wide = CONFIG.model_copy(update={"language": CONFIG.language.model_copy(update={"width": 64, "feed_forward": 256})})
+    made = model(wide)
+    matrices, _ = make_optimizers(made, llava.facts(wide), Muon())
+    set_learning_rates([matrices], dict.fromkeys(RATES, 1.0), 1.0)
+    before = {name: p.detach().clone() for name, p in made.named_parameters()}
+    fill_gradients(made)
+    matrices.step()
+    for name in ("language.blocks.0.mlp.up.weight", "language.blocks.0.mlp.down.weight", "language.blocks.1.attn.q.weight"):
+        moved = (made.get_parameter(name).detach() - before[name]).square().mean().sqrt()
+        assert 0.15 < float(moved) < 0.23, f"{name}: {float(moved)}"
+
+
 def test_rates_follow_part_ratio_and_schedule() -> None:
     optimizers = make_optimizers(model(), FACTS, Muon(adamw_lr_ratio=0.5))
     set_learning_rates(optimizers, RATES, 0.1)

@@ -230,13 +230,16 @@ def test_steps_that_are_not_finite_end_the_run_with_evidence(tmp_path: Path, mon
     assert newest.load("optimizer") == {}  # no step was applied
 
 
-def test_a_stage_shorter_than_what_was_done_is_refused(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_stage_no_longer_than_what_was_done_is_refused(
+    uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
     folder, *_ = uninterrupted
     stopped_at(monkeypatch, {3})
     with pytest.raises(Stopped):
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
     with pytest.raises(Refused, match="has done 3 already"):
-        loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", "stages.whole.steps=2"))
+        loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", f"stages.whole.steps={steps}"))
 
 
 def test_a_longer_length_for_a_stage_that_has_ended_is_refused(uninterrupted) -> None:
@@ -249,13 +252,13 @@ def test_a_longer_length_for_a_stage_that_has_ended_is_refused(uninterrupted) ->
 
 
 def test_a_validation_loss_that_is_not_finite_is_no_best_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figures of three validations: NaN, 2, infinity. The middle one is the best."""
-    figures = iter([float("nan"), 2.0, float("inf"), float("inf")])
+    """The figures of four validations: NaN, 2, infinity, 3. The second one is the best."""
+    figures = iter([float("nan"), 2.0, float("inf"), 3.0, float("inf")])
     monkeypatch.setattr(loop, "validate", lambda *_: (next(figures), 7))
-    run = tiny_run(tmp_path, "validate_every=1", "stages.whole.steps=3", "stages.adapt.steps=1")
+    run = tiny_run(tmp_path, "validate_every=1", "stages.whole.steps=4", "stages.adapt.steps=1", "save_every=1")
     loop.train(run)
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "validation"]
-    assert [line["loss"] for line in lines] == [None, 2.0, None, None]
+    assert [line["loss"] for line in lines] == [None, 2.0, None, 3.0, None]
     best = store.best(tmp_path / "run" / "checkpoints")
     assert best is not None
     assert best.step == 2
@@ -339,3 +342,76 @@ def test_a_signal_to_the_whole_job_ends_it_in_order(uninterrupted, tmp_path: Pat
     newest = store.newest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     assert newest.step == max(losses(run))
+
+
+def test_a_signal_during_the_save_is_for_the_next_step(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked while step 2 is written down, after it was decided not to save for a stop: step 3 is done and saved."""
+    folder, whole, _ = uninterrupted
+    stops: list[loop.StopSignal] = []
+    original_stop, original_write = loop.StopSignal, loop.metrics.write
+
+    def made() -> loop.StopSignal:
+        stops.append(original_stop())
+        return stops[-1]
+
+    def write(folder: Path, line: dict, attempt: int) -> None:
+        original_write(folder, line, attempt)
+        if line.get("global_step") == 2 and attempt == 1:
+            stops[-1].asked = "SIGTERM"
+
+    monkeypatch.setattr(loop, "StopSignal", made)
+    monkeypatch.setattr(loop.metrics, "write", write)
+    run = tiny_run(folder, f"out={tmp_path / 'run'}")
+    with pytest.raises(Stopped, match="3 steps are saved"):
+        loop.train(run)
+    loop.train(run)
+    assert end_of(run) == whole
+
+
+def test_the_first_signal_is_noted_and_the_second_is_the_systems() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stop = loop.StopSignal()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.asked == "SIGTERM"
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs have ids of their own, attempts count up, stages order their data otherwise and each have a whole schedule;
+    a stage is validated at its end too, and steps that were dropped are counted over the border."""
+    folder, *_ = uninterrupted
+    seeds: list[int] = []
+
+    class Watched(loop.Reader):
+        def __init__(self, data, encoder, rule, seed: int, folder: Path):
+            seeds.append(seed)
+            super().__init__(data, encoder, rule, seed, folder)
+
+    monkeypatch.setattr(loop, "Reader", Watched)
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "validate_every=3", "not_finite_budget=1")
+    original = loop.update
+
+    def update(model, *args, step: int, **more):
+        hook = model.projector.up.weight.register_hook(lambda g: g * float("nan")) if step in (3, 6) else None
+        report = original(model, *args, step=step, **more)
+        if hook:
+            hook.remove()
+        return report
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "update", update)
+        with pytest.raises(NotFinite, match="2 steps had"):
+            loop.train(run)
+    loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", "validate_every=3"))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["global_step"] for line in lines if line["kind"] == "validation"] == [3, 4, 7, 8]
+    assert [line["attempt"] for line in lines if line["kind"] == "start"] == [1, 2]
+    rates = [line["lr"]["projector"] for line in lines if line["kind"] == "step"]
+    assert rates[:4] == rates[4:], "the same schedule in both stages"
+    assert rates[0] == 0.01
+    assert len(set(seeds)) == 2
+    ids = {json.loads((place / "env.json").read_text())["run"] for place in (tmp_path / "run", folder / "run")}
+    assert len(ids) == 2

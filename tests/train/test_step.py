@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from eyeline.core.batch import Batch
+from eyeline.core.batch import Batch, Document
 from eyeline.models import llava
+from eyeline.models.lora import LoRA, wrap
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
 from eyeline.train.step import update, validate
 from tests.train.tiny import CONFIG, batch, document, model
@@ -115,6 +116,33 @@ def test_dropout_is_addressed_by_step_and_micro_batch() -> None:
 
     assert draw(3) == draw(3)
     assert len({*draw(3), *draw(4)}) == 4
+
+
+@pytest.mark.parametrize("with_picture", [[], [document(3, 9, 0)]])  # or one that has no label
+def test_what_a_step_before_used_is_left_alone_too(with_picture: list[Document]) -> None:
+    """Gradients are gone after a step, not zero: else momentum and decay would go on moving a tower that text does not use."""
+    made = model()
+    optimizers = make_optimizers(made, FACTS, AdamW(weight_decay=0.5))
+    set_learning_rates(optimizers, RATES, 1.0)
+    update(made, optimizers, [batch(*UNEVEN)], clip=1.0, seed=0, step=0)
+    before = tensors(made)
+    text = batch(document(4, 20, 14, images=0))
+    assert update(made, optimizers, [text, batch(*with_picture)], clip=1.0, seed=0, step=1).outcome == "applied"
+    for name, tensor in before.items():
+        assert torch.equal(made.get_parameter(name), tensor) != name.startswith("language."), name
+
+
+def test_validation_turns_dropout_off() -> None:
+    made = model()
+    wrap(made, FACTS, "language", LoRA(rank=2, alpha=4, dropout=0.9, targets="all-linear"), torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if name.endswith("lora_B"):
+                p.fill_(0.1)
+    made.train()
+    first, second = (validate(made, [batch(*UNEVEN)])[0] for _ in range(2))
+    assert first == second
+    assert made.training
 
 
 def test_validation_is_the_mean_over_all_labels_without_dropout() -> None:

@@ -122,3 +122,31 @@ def test_fresh_adapters_have_the_seed_of_their_part(start: Path, tmp_path: Path)
     (one, same), (other,) = made[0], made[1]
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_fresh_model_has_the_seed_of_its_run(tmp_path: Path) -> None:
+    made = []
+    for n, seed in enumerate((3, 3, 4)):
+        run = tiny_run(tmp_path, f"seed={seed}")
+        (tmp_path / str(n)).mkdir()
+        model, *_ = build(run, begin(run, tmp_path / str(n)), machine("cpu", 1), None)
+        made.append(model.projector.up.weight)
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+def test_bf16_keeps_what_a_later_stage_trains_in_fp32(start: Path, tmp_path: Path) -> None:
+    """Rounded while it is frozen, it would begin that stage with other values than it had."""
+    run = tiny_run(
+        start,
+        f"out={tmp_path / 'run'}",
+        "precision=bf16",
+        "stages.whole.trains={projector: {how: full, lr: 0.01}}",
+        "stages.adapt.trains={vision: {how: full, lr: 0.01}}",
+        "keep_last=9",
+    )
+    loop.train(run)
+    saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    dtypes = [{name.split(".")[0]: x.dtype for name, x in store.verify(path).load("model", "frozen").items()} for path in saved]
+    half, single = torch.bfloat16, torch.float32
+    assert dtypes == [{"projector": single, "vision": single, "language": half}, {"projector": half, "vision": single, "language": half}]
