@@ -1,6 +1,7 @@
 """The command line: a verb each. Nothing heavy is imported before a verb runs, so that `--help` answers at once."""
 
 import enum
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -68,7 +69,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command(epilog="Example: eyeline check my-recipe.yaml")
-def check(recipe: Recipe, overrides: Overrides = None, samples: Annotated[int, typer.Option(help="Samples to show.")] = 3) -> None:
+def check(recipe: Recipe, overrides: Overrides = None, samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3) -> None:
     """Find every problem of a recipe's settings and data, without training, and show the first samples as the model sees them."""
     run = _read(recipe, overrides)
     from eyeline.recipes.check import check as check_run
@@ -80,8 +81,8 @@ def check(recipe: Recipe, overrides: Overrides = None, samples: Annotated[int, t
 @app.command(name="eval", epilog="Example: eyeline eval runs/easyvqa-tiny --show 10")
 def evaluate(
     run: RunFolder,
-    show: Annotated[int, typer.Option(help="Answers to print.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Ask only the first questions.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Answers to print.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask only the first questions.")] = None,
     checkpoint: Annotated[Which, typer.Option(help="best is by validation loss.")] = Which.newest,
 ) -> None:
     """Answer every question of the recipe's evaluation and write eval.json in the run folder."""
@@ -104,9 +105,11 @@ def chat(
     """Talk to a model about pictures, in the terminal."""
     _calm()
     from eyeline.generate.chat import chat as chat_with
-    from eyeline.generate.generate import Sampling
+    from eyeline.generate.sampling import Sampling
+    from eyeline.recipes.read import settings_of
 
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    sampling = settings_of(Sampling, asked, "the sampling asked for")
     chat_with(model, images=image or [], ask=ask, sampling=sampling)
 
 
@@ -209,6 +212,9 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode shows \\u2019, and is no reason to end
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except EXPECTED as error:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -207,3 +209,38 @@ def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path) -> None:
     found = problems(tmp_path, "stages.0.data.sources.0.path=nowhere.json")
     assert found.count("does not exist") == 1
     assert found.startswith("stages.0.data: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "{recipe}", "--samples", "-1"], "--samples"),
+        (["eval", "{run}", "--limit", "-1"], "--limit"),
+        (["eval", "{run}", "--show", "-1"], "--show"),
+        (["chat", "{run}", "--ask", "x", "--max-tokens", "0"], "max_tokens: got 0; input should be greater than 0"),
+        (["chat", "{run}", "--ask", "x", "--temperature", "nan"], "temperature: got nan"),
+        (["train", "{recipe}", "steps"], "not an override"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(eyeline: Command, tmp_path: Path, arguments: list[str], words: str) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
+    done = eyeline(*(a.format(recipe=tmp_path / "tiny.yaml", run=tmp_path / "run") for a in arguments))
+    assert done.code == 2
+    assert words in done.err
+
+
+def test_a_recipe_that_is_torn_in_a_run_folder_is_refused(eyeline: Command, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("a: [1\n")
+    for done in (eyeline("train", str(tmp_path / "tiny.yaml")), eyeline("eval", str(tmp_path / "run"))):
+        assert done.code == 2
+        assert "recipe.yaml cannot be read by this version of Eyeline: it is not YAML" in done.err
+
+
+def test_a_terminal_without_unicode_is_no_reason_to_end(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
+    command = [sys.executable, "-m", "eyeline", "check", str(tmp_path / "tiny.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"a step: 2 \xd7 up to 160 tokens" in done.stdout

@@ -141,10 +141,12 @@ def divided(data: Data) -> Divided:
 
 def training_samples(data: Data) -> Iterator[Sample]:
     """Every sample that training visits, once, in the sources' order. Rows that cannot be used are passed over."""
-    rows = divided(data)
-    for row in rows.training:
+    all = opened(data.sources)
+    for row in range(len(all.places)):
+        if data.hold_out and held_out(all, row, data.hold_out):
+            continue
         try:
-            yield rows.all.sample(row)
+            yield all.sample(row)
         except BadSample:  # counted when it is read for training
             continue
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_atomically
+from eyeline.core.log import visible
 from eyeline.evals.result import Asked, Result, read_result
 from eyeline.study.history import History, RejectSummary, Step, read_history, read_rejects
 
@@ -47,7 +48,7 @@ def write_report(run: Path) -> Path:
     if not history.steps:
         raise Refused(f"{metrics} holds no step yet ({history.unreadable} unreadable lines): there is nothing to report. Train first.")
     out = run / "report.html"
-    write_atomically(out, page(run.resolve().name, history, evaluation(run), read_rejects(run / "rejects.jsonl"), texts(run)))
+    write_atomically(out, page(visible(run.resolve().name), history, evaluation(run), read_rejects(run / "rejects.jsonl"), texts(run)))
     return out
 
 

@@ -153,7 +153,11 @@ def to_yaml(run: Run) -> str:
 
 def from_yaml(text: str) -> Run:
     """The Run that `to_yaml` wrote. ValueError if it is none."""
-    return Run.model_validate(yaml.safe_load(text))
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not YAML: {error}") from error
+    return Run.model_validate(value)
 
 
 # Settings that a run may be resumed with, changed: they steer how it is watched and stored, or how long it goes on. Steps and
