@@ -52,6 +52,8 @@ def test_null_survives_too() -> None:
         ("model.config.projector.shuffle=3", ["must divide", "8"]),
         ("_target_=os.system", ["_target_", "no such setting"]),
         ("seed=one", ["seed", "integer"]),
+        ("epochs=3", ["epochs: there is no such setting. It belongs elsewhere"]),
+        ("stages.0.trains.language={how: lora, lr: 1}", ["stages.0.trains.language.rank: Field required"]),
         ("out=''", ["out: got '', which names no folder"]),
     ],
 )
@@ -60,6 +62,7 @@ def test_a_wrong_setting_is_named(change: str, words: list[str]) -> None:
         read_recipe("easyvqa-tiny", [change])
     for word in words:
         assert word in str(refused.value)
+    assert "at least 1 item" not in str(refused.value)
 
 
 def test_all_problems_come_at_once() -> None:

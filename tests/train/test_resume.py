@@ -18,7 +18,7 @@ import eyeline.train.start as start
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export
 from eyeline.checkpoint import store
-from eyeline.core.errors import NotFinite, Refused, RunLocked, Stopped
+from eyeline.core.errors import NotFinite, Refused, RunLocked, Stopped, TooManyRejects
 from eyeline.core.files import read_lines
 from eyeline.models import llava
 from eyeline.train.run import Run, to_yaml
@@ -415,3 +415,26 @@ def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: 
     assert len(set(seeds)) == 2
     ids = {json.loads((place / "env.json").read_text())["run"] for place in (tmp_path / "run", folder / "run")}
     assert len(ids) == 2
+
+
+def test_a_run_without_a_step_may_have_another_recipe(tmp_path: Path) -> None:
+    """A start that was refused or failed before its first step does not hold the folder against the mended recipe."""
+    with pytest.raises(TooManyRejects):
+        loop.train(tiny_run(tmp_path, "stages.whole.batch.tokens=8", "model.config.language.width=8"))
+    assert (tmp_path / "run" / "recipe.yaml").exists()
+    loop.train(tiny_run(tmp_path))
+    assert losses(tiny_run(tmp_path)).keys() == set(range(1, STEPS + 1))
+    with pytest.raises(Refused, match="may not change on resume"):
+        loop.train(tiny_run(tmp_path, "model.config.language.width=8"))
+
+
+def test_a_refused_length_leaves_the_record_as_it_was(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, *_ = uninterrupted
+    stopped_at(monkeypatch, {3})
+    with pytest.raises(Stopped):
+        loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
+    files = [tmp_path / "run" / name for name in ("recipe.yaml", "env.json", "metrics.jsonl")]
+    before = [file.read_bytes() for file in files]
+    with pytest.raises(Refused, match="has done 3 already"):
+        loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", "stages.whole.steps=2"))
+    assert [file.read_bytes() for file in files] == before

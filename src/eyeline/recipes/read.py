@@ -149,16 +149,30 @@ def settings_of(record: type[Record], values: dict[str, Any], where: str) -> Rec
     try:
         return record.model_validate(values)
     except ValidationError as error:
-        lines = [_line(problem) for problem in error.errors(include_url=False)]
+        problems = error.errors(include_url=False)
+        # a list whose only item is wrong is also "too short": what is wrong with the item says it
+        problems = [p for p in problems if p["type"] != "too_short" or not any(_inside(q, p) for q in problems)]
+        lines = list(dict.fromkeys(_line(problem) for problem in problems))
         many = f"{len(lines)} problems" if len(lines) > 1 else "a problem"
         raise Refused(f"{where} has {many}:\n" + "\n".join(f"  {line}" for line in lines)) from error
 
 
+def _inside(inner: Any, outer: Any) -> bool:
+    return len(inner["loc"]) > len(outer["loc"]) and inner["loc"][: len(outer["loc"])] == outer["loc"]
+
+
+# what pydantic puts into a place to say which of several records it took; the recipe has no such key
+_TAGS = {"full", "lora", "adamw", "muon", "constant", "linear", "cosine", "wsd"}
+
+
 def _line(problem: Any) -> str:
-    place = ".".join(str(piece) for piece in problem["loc"]) or "recipe"
+    *above, last = problem["loc"] or ("recipe",)
+    place = ".".join(str(piece) for piece in [*(piece for piece in above if piece not in _TAGS), last])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        return f"{place}: there is no such setting.{nearest(str(problem['loc'][-1]), sorted(set(_names())))}"
+        known = sorted(set(_names()))
+        hint = " It belongs elsewhere: see docs/recipes.md, or a shipped recipe." if last in known else nearest(str(last), known)
+        return f"{place}: there is no such setting.{hint}"
     if problem["type"] in ("missing", "value_error"):
         return f"{place}: {message}"
     return f"{place}: got {problem['input']!r:.80}; {message[:1].lower()}{message[1:]}"

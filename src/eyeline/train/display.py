@@ -1,6 +1,7 @@
 """What a person sees while a run trains: a live table in a terminal, plain lines elsewhere."""
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import Protocol
 
@@ -27,17 +28,20 @@ def display(console: Console, log_every: int) -> Display:
 
 
 class Lines:
-    """A line every `every` steps, and for the last step of a stage."""
+    """A line every `every` steps, and for the last step of a stage. Its rates and shares are of all steps since the line before."""
 
     def __init__(self, every: int):
         self._every = every
         self._pace = Pace()
+        self._since: list[StepFigures] = []
 
     def step(self, figures: StepFigures) -> None:
         left = self._pace.left(figures)
+        self._since.append(figures)
         if figures.step % self._every == 0 or figures.step in (1, figures.steps):
-            cells = " · ".join(f"{name} {value}" for name, value in [*_cells(figures), ("left", left)])
+            cells = " · ".join(f"{name} {value}" for name, value in [*_cells(figures, self._since), ("left", left)])
             say(f"{figures.stage} {figures.step}/{figures.steps} · {cells}")
+            self._since = []
 
     def note(self, message: str) -> None:
         say(message)
@@ -65,7 +69,7 @@ class Terminal:
     def step(self, figures: StepFigures) -> None:
         self._bar.update(self._task, description=figures.stage, total=figures.steps, completed=figures.step)
         table = Table.grid(padding=(0, 3))
-        pairs = [*_cells(figures), ("left", self._pace.left(figures))]
+        pairs = [*_cells(figures, [figures]), ("left", self._pace.left(figures))]
         table.add_row(*(f"[dim]{name}[/]" for name, _ in pairs))
         table.add_row(*(value for _, value in pairs))
         self._live.update(Group(self._bar, table))
@@ -78,7 +82,7 @@ class Terminal:
 
 
 class Pace:
-    """The time left in a stage, by the median of its last steps: one validation or checkpoint does not move it."""
+    """The time left in a stage, by the median of its last steps, without what is not theirs: startup, validation, checkpoints."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=50)
@@ -86,21 +90,23 @@ class Pace:
     def left(self, figures: StepFigures) -> str:
         if figures.step == 1:
             self._recent.clear()
-        self._recent.append(figures.seconds["step"])
-        seconds = int((figures.steps - figures.step) * median(self._recent))
-        return (
-            f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}" if seconds >= 3600 else f"{seconds // 60}:{seconds % 60:02d}"
-        )
+        spent = figures.seconds
+        self._recent.append(spent["step"] - spent["startup"] - spent["validation"] - spent["checkpoint"])
+        minutes, seconds = divmod(int((figures.steps - figures.step) * median(self._recent)), 60)
+        return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
 
 
-def _cells(figures: StepFigures) -> list[tuple[str, str]]:
-    report, seconds = figures.report, figures.seconds
+def _cells(figures: StepFigures, since: Sequence[StepFigures]) -> list[tuple[str, str]]:
+    """Names and values: of the step itself, and over the steps `since` the last ones shown where a single step says little."""
+    report = figures.report
+    wall, waited = (sum(one.seconds[name] for one in since) for name in ("step", "data_wait"))
+    real, slots = (sum(getattr(one.report.counts, name) for one in since) for name in ("real", "slots"))
     return [
         ("loss", f"{report.loss:.4f}" if report.outcome == "applied" else report.outcome),
         ("lr", " ".join(f"{rate:.2e}" for rate in dict.fromkeys(figures.lr.values()))),
         ("grad norm", f"{report.grad_norm:.2f}"),
-        ("real tokens/s", f"{figures.real_tokens_per_s:,.0f}"),
-        ("data wait", f"{seconds['data_wait'] / seconds['step']:.0%}"),
-        ("padding", f"{figures.padding:.1%}"),
+        ("real tokens/s", f"{real / wall:,.0f}"),
+        ("data wait", f"{waited / wall:.0%}"),
+        ("padding", f"{1 - real / slots if slots else 0:.1%}"),
         ("memory", f"{figures.memory_bytes / 2**30:.2f} GiB"),
     ]

@@ -14,7 +14,7 @@ from eyeline.bundle.bundle import Bundle, describe, load_checkpoint, open_bundle
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, Part
-from eyeline.core.files import read_json, read_object, write_atomically, write_json
+from eyeline.core.files import read_json, read_lines, read_object, write_atomically, write_json
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.loader import training_texts
 from eyeline.data.templates import template_named
@@ -54,9 +54,13 @@ def begin(run: Run, folder: Path) -> Home:
     description and tokenizer, which a later attempt reads instead of making them again).
     """
     recipe, env = folder / "recipe.yaml", folder / "env.json"
-    if recipe.exists():
+    if recipe.exists() and not _untouched(run, folder):
         _refuse_another_recipe(run, recipe)
         known = _attempts(env)
+    elif recipe.exists():
+        known = _attempts(env)
+        describe(description(run), folder / "model")
+        write_atomically(recipe, to_yaml(run))
     else:
         strangers = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not p.name.startswith("."))
         if strangers not in ([], ["model"], ["env.json", "model"]):  # the latter are what a start that was killed leaves
@@ -73,6 +77,13 @@ def begin(run: Run, folder: Path) -> Home:
     return Home(folder, known["run"], len(known["attempts"]) + 1, bundle, bundle.encoder())
 
 
+def _untouched(run: Run, folder: Path) -> bool:
+    """Whether the folder's run has another recipe and never made a step: then the new recipe may have it."""
+    other = (folder / "recipe.yaml").read_text(encoding="utf-8") != to_yaml(run)
+    saved = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
+    return other and not saved and not any(line["kind"] == "step" for line in read_lines(folder / "metrics.jsonl"))
+
+
 def _attempts(env: Path) -> dict[str, Any]:
     """What env.json says: the run's id, and the attempts so far."""
     known = read_object(env)
@@ -82,11 +93,17 @@ def _attempts(env: Path) -> dict[str, Any]:
 
 
 def refuse_changed_past(run: Run, home: Home, checkpoint: store.Checkpoint | None) -> None:
-    """Raise Refused if a stage that has ended is given another length: nothing would come of it."""
+    """Raise Refused if a stage that has ended is given another length, or a running one fewer steps than it has done: nothing
+    would come of it."""
     if checkpoint is None:
         return
+    ended, done = checkpoint.state["stage"], checkpoint.state["progress"]["step"]
+    if ended < len(run.stages) and (steps := run.stages[ended].steps) is not None and steps <= done:
+        raise Refused(
+            f"stage {run.stages[ended].name} is to have {steps} steps and has done {done} already; give it more, or leave it as it was"
+        )
     before = from_yaml((home.folder / "recipe.yaml").read_text(encoding="utf-8"))
-    for old, new in list(zip(before.stages, run.stages, strict=True))[: checkpoint.state["stage"]]:
+    for old, new in list(zip(before.stages, run.stages, strict=True))[:ended]:
         for length in ("steps", "epochs"):
             was, wanted = getattr(old, length), getattr(new, length)
             if was != wanted:
