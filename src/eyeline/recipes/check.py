@@ -104,6 +104,12 @@ def _source_problems(run: Run) -> Iterator[str]:
             for source, count in {r.source: len(r) for r in (*rows.all.sources, *rows.judges.sources)}.items():
                 if not count:
                     yield f"stages.{index}.data: {source.path} holds no sample that the settings leave"
+            blind = [part for part in stage.trains if part != "language"]
+            if blind and rows.all.places and not any(shown for r in rows.all.sources for shown in r.shown):
+                yield (
+                    f"stages.{index} ({stage.name}): trains {' and '.join(blind)}, which learn from pictures, and no sample has one; "
+                    "leave them out of trains, or add data with pictures"
+                )
         except Refused as error:
             yield f"stages.{index}.data: {error}"
     if run.evaluation:
