@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 from eyeline.core.files import read_lines
+from eyeline.data.sources import Source, open_source
 from eyeline.recipes.read import shipped
 from eyeline.train.run import MAY_CHANGE
 from tests.bundle.tiny import save_language, save_vision
@@ -44,6 +46,8 @@ def test_your_own_data_in_five_lines(tmp_path: Path) -> None:
     write_llava_pretrain(tmp_path)
     (tmp_path / "blip_laion_cc_sbu_558k.json").rename(tmp_path / "mine.json")
     (tmp_path / "src").symlink_to(ROOT / "src")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text("")  # the interpreter that runs this test comes first on the path anyway
     ran = 0
     for line in block.strip().splitlines():
         if line.startswith("#"):
@@ -59,7 +63,7 @@ def test_your_own_data_in_five_lines(tmp_path: Path) -> None:
         ran += 1
         if line.startswith("eyeline check"):
             assert "no problems" in out
-    assert ran == 4
+    assert ran == 5
     picture = tmp_path / "photo.jpg"
     picture.write_bytes((tmp_path / "00000" / "000000000.jpg").read_bytes())
     [chat] = re.findall(r"`(eyeline chat runs/NAME[^`]*)`", README)
@@ -67,6 +71,44 @@ def test_your_own_data_in_five_lines(tmp_path: Path) -> None:
     bash(f"{chat.replace('NAME', 'llava-siglip2-qwen2.5')} --ask hello --max-tokens 4", tmp_path)
     bash(export.replace("NAME", "llava-siglip2-qwen2.5"), tmp_path)
     assert (tmp_path / "exported" / "config.json").exists()
+
+
+def test_rows_of_every_documented_layout_are_read(tmp_path: Path) -> None:
+    """docs/data.md's own blocks, as files."""
+    for name in ("1", "2"):
+        (tmp_path / "cats").mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"{name}.jpg")
+    found = blocks((ROOT / "docs/data.md").read_text())
+    for block, suffix, layout, pictures in zip(found, ("json", "jsonl"), ("llava", "openai"), ([1, 2, 0], [1, 0]), strict=True):
+        (tmp_path / f"rows.{suffix}").write_text(block)
+        rows = open_source(Source(path=str(tmp_path / f"rows.{suffix}")))
+        assert rows.layout.name == layout
+        assert [len(rows.sample(i).pictures) for i in range(len(rows))] == pictures
+
+
+def run_block(text: str, folder: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_exports_are_used_as_documented(eyeline: Command, tmp_path: Path) -> None:
+    """docs/exports.md's blocks, run as they are; their answers are Eyeline's own."""
+    llava, lfm2 = (block for block in blocks((ROOT / "docs/exports.md").read_text()) if "from_pretrained" in block)
+    save_vision(tmp_path / "siglip")
+    save_language(tmp_path / "qwen")
+    assert eyeline("import", "start", "--vision", "siglip", "--language", "qwen", "--no-feature-norm").code == 0
+    assert eyeline("export", "start", "exported").code == 0
+    Image.effect_noise((20, 30), 80).convert("RGB").save(tmp_path / "picture.jpg")
+    ours = eyeline("chat", "start", "--image", "picture.jpg", "--ask", "Describe it.", "--max-tokens", "8")
+    assert run_block(llava, tmp_path) == ours.out.strip()
+
+    (tmp_path / "exported").rename(tmp_path / "exported-llava")
+    assert eyeline("train", "easyvqa-tiny", "stages.shapes.steps=30", "stages.all.steps=1", "out=run").code == 0
+    assert eyeline("export", "run", "exported").code == 0
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "picture.png")
+    ours = eyeline("chat", "run", "--image", "picture.png", "--ask", "what shape is in the image?", "--max-tokens", "8")
+    assert run_block(lfm2, tmp_path) == ours.out.strip()
 
 
 def test_the_two_commands_are_targets() -> None:
