@@ -51,6 +51,18 @@ def test_a_problem_is_named(tmp_path: Path, change: str, words: list[str]) -> No
         assert word in found
 
 
+def test_text_alone_teaches_the_language_model_only(tmp_path: Path) -> None:
+    """A tower that is to learn from text would stay as it is, without a word."""
+    assert problems(tmp_path) == ""
+    rows = [{"id": f"t{n}", "conversations": [{"from": "human", "value": "say"}, {"from": "gpt", "value": f"{n}"}]} for n in range(20)]
+    (tmp_path / "text.json").write_text(json.dumps(rows))
+    text = f"stages.0.data.sources=[{{path: {tmp_path / 'text.json'}}}]"
+    found = problems(tmp_path, text)
+    assert "stages.0 (whole): trains vision and projector, which learn from pictures, and no sample has one" in found
+    assert "stages.1" not in found
+    assert problems(tmp_path, text, "stages.0.trains={language: {how: full, lr: 0.01}}") == ""
+
+
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, "stages.0.batch.patches=1", "stages.1.trains.language.targets=[w]", "evaluation.sources.0.path=no.json")
     with pytest.raises(Refused) as refused:

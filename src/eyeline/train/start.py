@@ -54,13 +54,13 @@ def begin(run: Run, folder: Path) -> Home:
     description and tokenizer, which a later attempt reads instead of making them again).
     """
     recipe, env = folder / "recipe.yaml", folder / "env.json"
-    if recipe.exists() and not _untouched(run, folder):
-        _refuse_another_recipe(run, recipe)
-        known = _attempts(env)
-    elif recipe.exists():
-        known = _attempts(env)
-        describe(description(run), folder / "model")
-        write_atomically(recipe, to_yaml(run))
+    if recipe.exists():
+        before, known = _recorded(recipe), _attempts(env)
+        if before != run and _untouched(folder):
+            describe(description(run), folder / "model")
+            write_atomically(recipe, to_yaml(run))
+        else:
+            _refuse_another_recipe(run, before, folder)
     else:
         strangers = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not p.name.startswith("."))
         if strangers not in ([], ["model"], ["env.json", "model"]):  # the latter are what a start that was killed leaves
@@ -77,11 +77,10 @@ def begin(run: Run, folder: Path) -> Home:
     return Home(folder, known["run"], len(known["attempts"]) + 1, bundle, bundle.encoder())
 
 
-def _untouched(run: Run, folder: Path) -> bool:
-    """Whether the folder's run has another recipe and never made a step: then the new recipe may have it."""
-    other = (folder / "recipe.yaml").read_text(encoding="utf-8") != to_yaml(run)
+def _untouched(folder: Path) -> bool:
+    """Whether the folder's run never made a step: then another recipe may have it."""
     saved = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
-    return other and not saved and not any(line["kind"] == "step" for line in read_lines(folder / "metrics.jsonl"))
+    return not saved and not any(line["kind"] == "step" for line in read_lines(folder / "metrics.jsonl"))
 
 
 def _attempts(env: Path) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def refuse_changed_past(run: Run, home: Home, checkpoint: store.Checkpoint | Non
         raise Refused(
             f"stage {run.stages[ended].name} is to have {steps} steps and has done {done} already; give it more, or leave it as it was"
         )
-    before = from_yaml((home.folder / "recipe.yaml").read_text(encoding="utf-8"))
+    before = _recorded(home.folder / "recipe.yaml")
     for old, new in list(zip(before.stages, run.stages, strict=True))[:ended]:
         for length in ("steps", "epochs"):
             was, wanted = getattr(old, length), getattr(new, length)
@@ -123,16 +122,20 @@ def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint |
     metrics.write(home.folder, {"kind": "start", **stamps}, home.attempt)
 
 
-def _refuse_another_recipe(run: Run, recipe: Path) -> None:
+def _recorded(recipe: Path) -> Run:
+    """The recipe of the run that is there."""
     try:
-        before = from_yaml(recipe.read_text(encoding="utf-8"))
+        return from_yaml(recipe.read_text(encoding="utf-8"))
     except ValueError as error:
         raise Refused(f"{recipe} cannot be read by this version of Eyeline: {error}. Choose another out=") from error
+
+
+def _refuse_another_recipe(run: Run, before: Run, folder: Path) -> None:
     changed = differences(before, run)
     if changed:
         listed = "\n  ".join(changed)
         raise Refused(
-            f"{recipe.parent} holds a run of another recipe; these settings differ and may not change on resume:\n  {listed}\n"
+            f"{folder} holds a run of another recipe; these settings differ and may not change on resume:\n  {listed}\n"
             "Choose another out=, or go back to the settings it was started with."
         )
 
