@@ -140,12 +140,16 @@ def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path:
     assert len(steps) == 70
     assert steps[0]["loss"] == pytest.approx(np.log(384), rel=0.15)  # an untrained model knows nothing
     assert steps[59]["loss"] < 0.8  # guessing one of three shapes, then ending: ln(3) / 2 = 0.55 a label
-    evaluated = eyeline("eval", "runs/easyvqa-tiny", "--limit", "200", "--show", "10")
+    evaluated = eyeline("eval", "runs/easyvqa-tiny", "--show", "10")
     assert evaluated.code == 0, evaluated.err
     assert evaluated.out.count("→") == 10
     result = json.loads((run / "eval.json").read_text())
-    assert result["questions"] == 200
+    assert result["questions"] == 9673
     assert set(result["by_kind"]) <= {"shape", "color", "yes/no"}
+    assert eyeline("eval", "runs/easyvqa-tiny", "--limit", "20").code == 0
+    assert json.loads((run / "eval-first-20.json").read_text())["questions"] == 20
+    (run / "eval-first-20.json").unlink()
+    assert json.loads((run / "eval.json").read_text()) == result
     assert eyeline("report", "runs/easyvqa-tiny").code == 0
     page = (run / "report.html").read_text()
     assert page.count("data:image/png;base64") >= 10

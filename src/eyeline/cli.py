@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from eyeline import __version__
 from eyeline.core.errors import EXPECTED
 from eyeline.core.log import say, visible
 
@@ -23,7 +24,7 @@ Example: eyeline import models/start --vision google/siglip2-base-patch16-224 --
 
 app = typer.Typer(
     name="eyeline",
-    help="Trains vision-language models in plain PyTorch.",
+    help="Trains vision-language models in plain PyTorch. With --debug, an error shows where it came from.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -37,6 +38,17 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", 
 ModelFolder = Annotated[
     Path, typer.Argument(metavar="MODEL", help="A run folder, or a folder that export or import made.", show_default=False)
 ]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        say(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+    pass
 
 
 class Which(enum.Enum):
@@ -82,7 +94,7 @@ def check(recipe: Recipe, overrides: Overrides = None, samples: Annotated[int, t
 def evaluate(
     run: RunFolder,
     show: Annotated[int, typer.Option(min=0, help="Answers to print.")] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Ask only the first questions.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask only the first so many; eval.json is left alone.")] = None,
     checkpoint: Annotated[Which, typer.Option(help="best is by validation loss.")] = Which.newest,
 ) -> None:
     """Answer every question of the recipe's evaluation and write eval.json in the run folder."""

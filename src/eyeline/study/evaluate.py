@@ -10,7 +10,7 @@ from rich.text import Text
 
 from eyeline.bundle.bundle import open_bundle
 from eyeline.core.errors import Refused
-from eyeline.core.log import visible
+from eyeline.core.log import say, visible
 from eyeline.data.loader import opened, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
 from eyeline.evals.result import Result, write_result
@@ -22,7 +22,10 @@ from eyeline.train.start import COMPUTE
 
 
 def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoint: Literal["newest", "best"] = "newest") -> Result:
-    """Answer the questions, write RUN/eval.json, print the scores and `show` answers. Refused without questions or checkpoint."""
+    """Answer the questions, write RUN/eval.json (eval-first-N.json with a `limit`), print the scores and `show` answers.
+
+    Refused without questions or checkpoint.
+    """
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
         raise Refused(f"{folder} is no run folder: it has no recipe.yaml. Give the folder that `eyeline train` wrote, such as runs/NAME")
@@ -53,12 +56,14 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
             stamps={"checkpoint": found.checkpoint.folder.name, "data": [s.path for s in run.evaluation.sources], **environment(here)},
             progress=lambda done: bar.update(task, completed=done),
         )
-    write_result(folder / "eval.json", result)
+    path = folder / ("eval.json" if limit is None else f"eval-first-{limit}.json")  # a part is not the recipe's evaluation
+    write_result(path, result)
     console = Console()
     console.print(scores(result))
     for one in result.samples[:show]:
         mark = "right" if one.correct else f"wrong, it is {one.answer!r}"
         console.print(visible(f"{one.id}: {one.question} → {one.prediction!r} ({mark})"), markup=False, highlight=False)
+    say(f"{found.checkpoint.folder.name}: {path}")
     return result
 
 

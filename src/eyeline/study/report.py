@@ -23,7 +23,7 @@ h1 { font-size: 1.6rem; margin: 0 0 .2rem; overflow-wrap: anywhere; } h2 { font-
 p.note { color: #5a5a5a; margin: .2rem 0 .6rem; }
 table { border-collapse: collapse; margin: .4rem 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #ececec; vertical-align: top; overflow-wrap: anywhere; }
-th { font-weight: 600; } td:first-child { overflow-wrap: normal; } td.n, th.n { text-align: right; }
+th { font-weight: 600; } th, td.n { white-space: nowrap; } td:first-child { overflow-wrap: normal; } td.n, th.n { text-align: right; }
 dl.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .9rem 1.2rem; margin: 1.2rem 0; }
 dl.figures dt { color: #5a5a5a; font-size: .85rem; } dl.figures dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
 figure { margin: .6rem 0 1.2rem; } figure img { width: 100%; } figcaption { color: #5a5a5a; font-size: .85rem; }
