@@ -400,6 +400,13 @@ def test_a_row_that_cannot_be_parsed_is_of_every_kind(opened) -> None:
     assert [complaint(rows, i)[0] for i in range(1, 3)] == ["not_json", "not_finite"]
 
 
+def test_rows_are_grouped_by_the_pictures_that_are_read(opened) -> None:
+    """A part may name more than one; two rows that share a visit must look at the same."""
+    parts = [{"type": "image", "image": "1.png", "image_url": "2.png"}, {"type": "image_url", "image": "1.png", "image_url": "2.png"}]
+    rows = opened([{"messages": chat([part, {"type": "text", "text": "q"}], "a")} for part in parts])
+    assert [rows.image_key(i) for i in range(2)] == [str(rows.sample(i).pictures[0].source) for i in range(2)]
+
+
 def test_lines_that_changed_since_they_were_listed_stop_the_run(opened) -> None:
     line = json.dumps({"messages": chat("a", "b")}).encode() + b"\n"
     rows = opened(line * 3, "rows.jsonl")

@@ -100,3 +100,8 @@ def test_a_tokenizer_whose_own_pieces_are_control_strings_rejects_the_sample() -
 def test_a_slow_tokenizer_is_refused() -> None:
     with pytest.raises(Refused, match=r"no tokenizer\.json behind it"):
         Encoder(object(), PLAIN)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(30)
+def test_one_endless_word_does_not_hold_up_the_training() -> None:
+    train_bpe(["z" * 500_000, "hello world"], 300, TEMPLATES["plain"])

@@ -442,9 +442,12 @@ def _openai_shows(row: Any) -> list[str]:
     for turn in turns if isinstance(turns, list) else []:
         parts = turn.get("content") if isinstance(turn, dict) else None
         for part in parts if isinstance(parts, list) else []:
-            if isinstance(part, dict):
-                url = part.get("image_url")
-                names += _strings([part.get("image"), part.get("path"), part.get("url"), url.get("url") if isinstance(url, dict) else url])
+            match part.get("type") if isinstance(part, dict) else None:
+                case "image_url" | "input_image":  # the very picture that `_openai_part` reads: rows of equal names share one
+                    url = part.get("image_url")
+                    names += _strings(url.get("url") if isinstance(url, dict) else url)
+                case "image":
+                    names += _strings([part[k] for k in ("image", "path", "url") if part.get(k) is not None][:1])
     return names
 
 

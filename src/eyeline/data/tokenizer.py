@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import, so functions that nee
 
 # How Qwen2 cuts text before merging (transformers 5.24, models/qwen2/tokenization_qwen2.py)
 QWEN_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LONGEST_PIECE = 10_000  # characters that a tokenizer is trained on at once: its time grows with the square of a word's length
 KEPT = 20_000  # conversations that are remembered tokenised
 KEPT_TOKENS = 512  # longer ones are not
 
@@ -143,7 +144,8 @@ def train_bpe(texts: Iterable[str], vocabulary: int, template: Template) -> "Pre
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    pieces = (text[n : n + LONGEST_PIECE] for text in texts for n in range(0, len(text), LONGEST_PIECE))
+    backend.train_from_iterator(pieces, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=template.terminator, pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
     )
