@@ -11,6 +11,7 @@ import yaml
 
 from eyeline.core.errors import Refused
 from eyeline.recipes.check import folder_problems, refuse_problems, settings_problems
+from eyeline.train.run import to_yaml
 from tests.command import Command
 from tests.train.recipe import tiny_recipe, tiny_run
 
@@ -256,3 +257,14 @@ def test_a_terminal_without_unicode_is_no_reason_to_end(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert r"a step: 2 \xd7 up to 160 tokens" in done.stdout
+
+
+def test_a_conversation_longer_than_the_models_positions_is_rejected(eyeline: Command, tmp_path: Path) -> None:
+    """Though a batch would hold it: positions that the model was not made for are not trained on."""
+    (tmp_path / "tiny.yaml").write_text(to_yaml(tiny_run(tmp_path, "model.config.language.longest=18")))
+    done = eyeline("check", "tiny.yaml")
+    assert done.code == 2
+    assert "too_long" in done.out
+    assert "too_long: shrink" in done.out
+    trained = eyeline("train", "tiny.yaml", *(f"stages.{n}.data.too_long=shrink" for n in (0, 1)))
+    assert trained.code == 0, trained.err

@@ -386,9 +386,9 @@ def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: 
     seeds: list[int] = []
 
     class Watched(loop.Reader):
-        def __init__(self, data, encoder, rule, seed: int, folder: Path):
+        def __init__(self, data, encoder, rule, seed: int, *more):
             seeds.append(seed)
-            super().__init__(data, encoder, rule, seed, folder)
+            super().__init__(data, encoder, rule, seed, *more)
 
     monkeypatch.setattr(loop, "Reader", Watched)
     run = tiny_run(folder, f"out={tmp_path / 'run'}", "validate_every=3", "not_finite_budget=1")

@@ -178,6 +178,7 @@ class Measuring:
     encoder: Encoder
     rule: ImageRule | None
     budget: Budget
+    longest: int  # tokens that one document may have: those of the budget, or fewer if the model has fewer positions
     too_long: TooLong
     _known: dict[int, Known | Reject] = field(default_factory=dict, repr=False)
 
@@ -192,7 +193,7 @@ class Measuring:
             sample = self.all.sample(row)
             for picture in sample.pictures:
                 check_file(picture)
-            kept, size = fitted(sample, self.budget.tokens, self.budget.patches, self.too_long, self.encoder, self.rule)
+            kept, size = fitted(sample, self.longest, self.budget.patches, self.too_long, self.encoder, self.rule)
         except BadSample as bad:
             return Reject.of(*self.all.named(row), bad)
         return Known(size, len(kept.messages))
@@ -247,9 +248,12 @@ class Planned:
 class Reader:
     """The data of one stage. Opening it reads the indexes; no picture is opened."""
 
-    def __init__(self, data: Data, encoder: Encoder, rule: ImageRule | None, seed: int, folder: Path | None = None):
-        """`seed` orders and augments. Rejects are written into `folder` when there is one. Refused for unusable sources."""
-        self.data, self.encoder, self.rule, self.seed = data, encoder, rule, seed
+    def __init__(
+        self, data: Data, encoder: Encoder, rule: ImageRule | None, seed: int, folder: Path | None = None, longest: int = 2**31 - 1
+    ):
+        """`seed` orders and augments. Rejects are written into `folder` when there is one. A document has at most `longest`
+        tokens: the model's positions. Refused for unusable sources."""
+        self.data, self.encoder, self.rule, self.seed, self.longest = data, encoder, rule, seed, longest
         self.rejects = Rejects(folder, data.max_reject_rate)
         rows = divided(data)
         self.all, self.training, self.judges, self.judged = rows.all, rows.training, rows.judges, rows.judged
@@ -269,7 +273,9 @@ class Reader:
         """What measures the training rows, or the validation rows; it remembers, so there is one for each."""
         if (judges, budget) not in self._measuring:
             all = self.judges if judges else self.all
-            self._measuring[judges, budget] = Measuring(all, self.encoder, self.rule, budget, self.data.too_long)
+            self._measuring[judges, budget] = Measuring(
+                all, self.encoder, self.rule, budget, min(budget.tokens, self.longest), self.data.too_long
+            )
         return self._measuring[judges, budget]
 
     def _fetch(self, all: Opened, budget: Budget | None, augment: Augment | None) -> Fetch:
@@ -369,7 +375,7 @@ class Reader:
         """A hash of all that the plan depends on, except files of pictures."""
         data = self.data
         said = [[rows.fingerprint for rows in self.all.sources], data.share_images, data.hold_out, data.too_long, self.seed]
-        said += [budget.tokens, budget.patches, self.encoder.identity, repr(self.rule)]
+        said += [budget.tokens, budget.patches, self.longest, self.encoder.identity, repr(self.rule)]
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
     # Validation

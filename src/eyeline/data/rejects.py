@@ -38,7 +38,7 @@ CAUSES: dict[str, str] = {
     "picture_without_tower": "the model reads text only",
     # the document
     "control_token": "text that the tokenizer would read as a control token",
-    "too_long": "more tokens or patches than a batch holds",
+    "too_long": "more tokens or patches than a batch holds, or more tokens than the model has positions",
 }
 FIRST_VERDICT = 100  # samples before the rate means anything
 

@@ -42,7 +42,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
     _say(console, f"export: {_FORMS[form.name]} ({form.reason})")
     for index, stage in enumerate(run.stages):
         try:
-            reader = Reader(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index))
+            reader = Reader(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
         except Refused:
             continue  # among the settings' problems already
         report = data_report(reader, stage.batch.budget)
@@ -181,8 +181,16 @@ def _data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
     elif rejected > stage.data.max_reject_rate * report.examined:
         yield (
             f"{stage.name}: {rejected} of {report.examined} examined samples would be rejected, and max_reject_rate is "
-            f"{stage.data.max_reject_rate:.1%} ({_causes(report)}); mend them, or raise it if this loss is meant"
+            f"{stage.data.max_reject_rate:.1%} ({_causes(report)}); mend them{_longer(report)}, or raise it if this loss is meant"
         )
+
+
+def _longer(report: DataReport) -> str:
+    return (
+        ", give too_long ones a larger batch.tokens (up to the model's positions) or too_long: shrink"
+        if "too_long" in report.rejects
+        else ""
+    )
 
 
 def _causes(report: DataReport) -> str:

@@ -101,7 +101,8 @@ def train_stage(
         optimizers = make_optimizers(model, facts, stage.optimizer)
         if checkpoint and state.step > 0:
             load_state_tensors(optimizers, checkpoint.load("optimizer"))
-        reader = Reader(stage.data, home.encoder, facts.image, seed_for(run.seed, "stage", state.stage), home.folder)
+        seed = seed_for(run.seed, "stage", state.stage)
+        reader = Reader(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest)
         steps = stage.steps or reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
         if state.step >= steps:
             raise Refused(
