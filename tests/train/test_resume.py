@@ -1,5 +1,6 @@
 """Resumed = uninterrupted, bit for bit: after an asked stop at every step, a kill in mid-step, and signals to a real process."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -438,3 +439,28 @@ def test_a_refused_length_leaves_the_record_as_it_was(uninterrupted, tmp_path: P
     with pytest.raises(Refused, match="has done 3 already"):
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", "stages.whole.steps=2"))
     assert [file.read_bytes() for file in files] == before
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the worker's process there")
+def test_a_worker_whose_run_is_killed_as_it_starts_ends(uninterrupted, tmp_path: Path) -> None:
+    """While it imports, its parent becomes another process, which never ends."""
+    folder, *_ = uninterrupted
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "stages.whole.data.workers=1")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(run))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "eyeline", "train", str(recipe)],
+        env=os.environ | {"PYTHONPATH": "src"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    while not any("spawn_main" in command and "resource_tracker" not in command for command in commands_of_children(child.pid)):
+        time.sleep(0.002)
+    time.sleep(0.3)  # the worker has been told what to do
+    child.kill()
+    try:
+        child.communicate(timeout=60)  # ends when the last process has closed its output
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)

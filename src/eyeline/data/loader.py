@@ -11,10 +11,12 @@ stands: an epoch, a position, the open packs.
 """
 
 import hashlib
+import os
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -426,6 +428,7 @@ def fetched_in_order(plan: Iterator[Planned], fetch: Fetch, workers: int) -> Ite
         num_workers=workers,
         prefetch_factor=PREFETCHED,
         multiprocessing_context="spawn",  # a fork would copy threads of torch and tokenizers in mid-flight
+        worker_init_fn=partial(_end_without, os.getpid()),
     )
     for fetched in _started(loader):
         if isinstance(fetched, StorageFailed):
@@ -454,6 +457,12 @@ class _Once:
 
     def __iter__(self) -> Iterator[tuple[Visit, ...]]:
         return self.indices
+
+
+def _end_without(parent: int, _: int) -> None:
+    """End this worker if the process that started it was killed meanwhile: torch takes whoever is the parent now for the main one."""
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 def _started(loader: DataLoader) -> Iterator[Fetched | StorageFailed]:
