@@ -49,6 +49,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         _show(console, stage, report)
         found += _data_problems(stage, report)
         if index == 0:
+            _say(console, "the first samples, as the model sees them; what is learned is green:")
             for sample, document in first_documents(reader, samples):
                 console.rule(Text(visible(sample.id)), align="left", characters="-")
                 console.print(render_sample(document, encoder))
@@ -66,7 +67,7 @@ _FORMS = {
 
 def _say(console: Console, text: str) -> None:
     """One line as it is: neither mark-up nor control characters in names and data are obeyed."""
-    console.print(visible(text), markup=False)
+    console.print(visible(text), markup=False, soft_wrap=True)  # the terminal may wrap; a path in a file stays whole
 
 
 def _listed(name: str, found: list[str]) -> str:
