@@ -81,7 +81,7 @@ def test_settings_of_the_tower_and_its_pictures_come_along(hub: Path, tmp_path: 
     assert bundle.config.language.longest == 512
     rule = llava.facts(bundle.config).image
     assert rule is not None
-    assert rule.tokens == 4
+    assert rule.units(7, 9)[0].tokens == 4
 
 
 def test_the_fresh_projector_is_that_of_its_seed(hub: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerFast
 
-from eyeline.core.facts import ImageRule
+from eyeline.core.facts import ImageRule, Square
 from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import Encoder, train_bpe
 
@@ -54,7 +54,7 @@ def plain(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Encoder:
 @pytest.fixture(scope="session")
 def rule() -> ImageRule:
     """32 pixels, 4×4 patches, 2×2 of them a token: 4 tokens a picture."""
-    return ImageRule(32, 8, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic")
+    return ImageRule(8, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", Square(32))
 
 
 @pytest.fixture

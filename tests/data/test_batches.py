@@ -14,7 +14,7 @@ def image(key: str, tokens: int, fill: int) -> Image:
     count = 4 * tokens
     patches_PC = np.repeat(np.arange(fill, fill + count, dtype=np.uint8)[:, None], 3, 1)
     places_P2 = np.stack([np.arange(count), np.arange(count) + 50], 1).astype(np.int32)
-    return Image(key, patches_PC, places_P2, Grid(1, 2, 2 * tokens), 2)
+    return Image(key, patches_PC, places_P2, Grid(2, 2 * tokens), 2)
 
 
 def document(id: str, tokens: list[int], labels: list[int], visual: list[int], *images: Image) -> Document:

@@ -6,7 +6,7 @@ import pytest
 
 from eyeline.core.batch import IGNORE, Message, Sample, Text
 from eyeline.core.errors import BadSample
-from eyeline.core.facts import ImageRule
+from eyeline.core.facts import ImageRule, Square
 from eyeline.data import documents
 from eyeline.data.documents import Measured, document_of, fitted, measure, rendered
 from eyeline.data.images import grey
@@ -31,7 +31,7 @@ def test_a_remembered_document_is_not_another_ones(qwen: Encoder, rule: ImageRul
     seen = [
         document_of(sample((DOT, "a"), "b"), qwen, [grey(rule)]).tokens_T.tolist(),
         document_of(sample(("a", DOT), "b"), qwen, [grey(rule)]).tokens_T.tolist(),
-        document_of(sample((DOT, "a"), "b"), qwen, [grey(ImageRule(32, 8, 1, rule.mean, rule.std, "bicubic"))]).tokens_T.tolist(),
+        document_of(sample((DOT, "a"), "b"), qwen, [grey(ImageRule(8, 1, rule.mean, rule.std, "bicubic", Square(32)))]).tokens_T.tolist(),
         document_of(sample("a", "b"), qwen, []).tokens_T.tolist(),
         document_of(sample("a", "b", system="a"), qwen, []).tokens_T.tolist(),
     ]

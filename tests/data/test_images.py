@@ -16,7 +16,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.core.facts import ImageRule
+from eyeline.core.facts import ImageRule, Square
 from eyeline.core.randomness import rng_for
 from eyeline.data.images import (
     Augment,
@@ -276,7 +276,7 @@ def test_keys_tell_pictures_apart() -> None:
 @pytest.mark.parametrize(("size", "patch", "merge"), [(32, 8, 1), (32, 8, 2), (32, 4, 4), (30, 7, 2)])
 @pytest.mark.parametrize("shape", [(45, 23), (8, 64), (32, 32), (1, 1)])
 def test_pixels_equal_the_reference_processor(resample: str, size: int, patch: int, merge: int, shape: tuple[int, int]) -> None:
-    rule = ImageRule(size, patch, merge, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4), resample)  # type: ignore[arg-type]
+    rule = ImageRule(patch, merge, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4), resample, Square(size))  # type: ignore[arg-type]
     picture = encoded(Pillow.fromarray(noise(*shape)), "PNG")
     image = prepare(picture, rule)
     reference = SiglipImageProcessorPil(
@@ -296,7 +296,7 @@ def test_pixels_equal_the_reference_processor(resample: str, size: int, patch: i
 
 
 def test_patches_of_one_visual_token_lie_together() -> None:
-    places = cut(noise(16, 16), ImageRule(16, 4, 2, (0, 0, 0), (1, 1, 1), "bicubic"), "k").places_P2
+    places = cut(noise(16, 16), ImageRule(4, 2, (0, 0, 0), (1, 1, 1), "bicubic", Square(16)), "k").places_P2
     assert places.tolist() == [
         [0, 0], [0, 1], [1, 0], [1, 1],  [0, 2], [0, 3], [1, 2], [1, 3],
         [2, 0], [2, 1], [3, 0], [3, 1],  [2, 2], [2, 3], [3, 2], [3, 3],

@@ -253,7 +253,7 @@ ORPHANS = """
 import sys
 import time
 from eyeline.core.batch import Budget
-from eyeline.core.facts import ImageRule
+from eyeline.core.facts import ImageRule, Square
 from eyeline.data.loader import Data, Reader
 from eyeline.data.sources import Source
 
@@ -261,7 +261,7 @@ if __name__ == "__main__":
     import pickle
     with open(sys.argv[2], "rb") as file:
         encoder = pickle.load(file)
-    rule = ImageRule(32, 8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic")
+    rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Square(32))
     steps = Reader(Data(sources=(Source(path=sys.argv[1]),), workers=1), encoder, rule, 0).steps(Budget(90, 80), 1, None)
     next(steps)
     import multiprocessing

@@ -74,7 +74,7 @@ def picture(key: str) -> Image:
     rng = np.random.default_rng(sum(key.encode()))
     patches_PC = rng.integers(0, 256, (SIDE * SIDE, 3 * PATCH * PATCH), np.uint8)
     places_P2 = np.stack(np.divmod(np.arange(SIDE * SIDE, dtype=np.int32), SIDE), 1)
-    return Image(key, patches_PC, places_P2, Grid(1, SIDE, SIDE), 1)
+    return Image(key, patches_PC, places_P2, Grid(SIDE, SIDE), 1)
 
 
 def prompt(name: str, *pieces: int | Image) -> Document:

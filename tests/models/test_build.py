@@ -61,7 +61,7 @@ def test_facts_fit_the_model(family, case):
                 assert all(isinstance(m, Attend) and not list(m.parameters()) for m in hits)
     assert {n for n, m in modules.items() if isinstance(m, Attend)} == {n for n in modules if any(matches(s, n) for s in facts.seams)}
     assert facts.vocabulary == c.language.vocabulary
-    assert facts.image.tokens == (c.vision.side // c.projector.shuffle) ** 2
+    assert facts.image.units(7, 9)[0].tokens == (c.vision.side // c.projector.shuffle) ** 2
 
 
 # ---- initial weights

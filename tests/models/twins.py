@@ -170,7 +170,7 @@ def picture(key: str, c: llava.Config) -> tuple[Image, Tensor]:
     cells = v.side // r
     places = [(cy * r + y, cx * r + x) for cy in range(cells) for cx in range(cells) for y in range(r) for x in range(r)]
     patches = [pixels[:, y * v.patch : (y + 1) * v.patch, x * v.patch : (x + 1) * v.patch].flatten() for y, x in places]
-    image = Image(key, np.stack(patches), np.array(places, np.int32), Grid(1, v.side, v.side), r)
+    image = Image(key, np.stack(patches), np.array(places, np.int32), Grid(v.side, v.side), r)
     mean, std = (torch.tensor(x)[:, None, None] for x in (v.mean, v.std))
     return image, (torch.from_numpy(pixels).float() / 255 - mean) / std
 

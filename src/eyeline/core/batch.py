@@ -32,9 +32,21 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Video:
+    """A film as the frames that were given of it, in order."""
+
+    name: str
+    frames: tuple[Picture, ...]
+    seconds: tuple[float, ...]  # when each frame is shown
+
+    def __post_init__(self) -> None:
+        assert len(self.frames) == len(self.seconds) > 0, f"{self.name}: {len(self.frames)} frames, {len(self.seconds)} times"
+
+
+@dataclass(frozen=True)
 class Message:
     role: Role
-    parts: tuple[Text | Picture, ...]
+    parts: tuple[Text | Picture | Video, ...]
 
 
 @dataclass(frozen=True)
@@ -46,32 +58,37 @@ class Sample:
     kind: str = ""  # a category that evaluations group by
 
     @property
+    def media(self) -> tuple[Picture | Video, ...]:
+        """Stills and films in order."""
+        return tuple(p for m in self.messages for p in m.parts if not isinstance(p, Text))
+
+    @property
     def pictures(self) -> tuple[Picture, ...]:
-        return tuple(p for m in self.messages for p in m.parts if isinstance(p, Picture))
+        """Every picture file in order, frames of films included."""
+        return tuple(p for medium in self.media for p in (medium.frames if isinstance(medium, Video) else (medium,)))
 
 
 class Grid(NamedTuple):
-    """Patches of one image: frames × rows × columns."""
+    """Patches of one image: rows × columns."""
 
-    frames: int
     rows: int
     columns: int
 
     @property
     def patches(self) -> int:
-        return self.frames * self.rows * self.columns
+        return self.rows * self.columns
 
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """One picture as the tower takes it: upright, resized, cut into patches, not yet normalised.
+    """One unit that the tower takes: a still, a tile of one, or a slice of a film. Upright, resized, in patches, not yet normalised.
 
     Patches lie in *merge order*: the r×r patches that become one visual token follow one another (row by row inside the
     cell, cells row by row), so that merging is a plain reshape. `places_P2` says where each patch was.
     """
 
     key: str  # equal keys = equal pixels: such images are encoded once a batch
-    patches_PC: NDArray[np.uint8]  # C = 3·patch², ordered (channel, row, column)
+    patches_PC: NDArray[np.uint8]  # C = 3·frames·patch², ordered (channel, frame, row, column); a still is repeated over the frames
     places_P2: Ints  # row and column of each patch
     grid: Grid
     merge: int  # r: one visual token for r×r patches
@@ -90,9 +107,11 @@ class Document:
     labels_T: Ints  # IGNORE where nothing is learned
     visual_M: Ints  # where in T each visual token lies, images in order, each row by row
     images: tuple[Image, ...]
+    positions_T3: Ints | None = None  # time, row, column; None: 0, 1, 2 ... in all three
 
     def __post_init__(self) -> None:
         assert len(self.tokens_T) == len(self.labels_T), f"{self.id}: {len(self.tokens_T)} tokens, {len(self.labels_T)} labels"
+        assert self.positions_T3 is None or self.positions_T3.shape == (len(self.tokens_T), 3), f"{self.id}: {self.positions_T3.shape}"
         assert len(self.visual_M) == sum(i.tokens for i in self.images), f"{self.id}: visual places and image tokens differ"
 
 
@@ -135,6 +154,7 @@ class Batch:
     sources_M: Tensor  # int64: which row of the merged tower output it is; documents may share rows
     patches_PC: Tensor  # uint8
     places_P2: Tensor  # int64: row and column of each patch in its image
+    grids_N2: Tensor  # int64: rows and columns of each image, in patches
     cu_N1: Tensor  # int32: image bounds in P
     longest_image: int  # patches of the largest image
     counts: Counts

@@ -33,24 +33,44 @@ class KeyRule:
 
 
 @dataclass(frozen=True)
+class Square:
+    """Every picture is squeezed into one square. Pixels beyond the last whole patch are not looked at."""
+
+    size: int  # pixels a side
+
+
+Resize = Square
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One image that a still or film becomes, before any pixel is read."""
+
+    height: int  # pixels after resizing
+    width: int
+    grid: Grid
+    tokens: int  # visual tokens
+
+
+@dataclass(frozen=True)
 class ImageRule:
     """How a picture becomes patches: stated by the model, obeyed by `data/images.py`, saved with every export."""
 
-    size: int  # pixels a side after resizing (fixed resolution)
     patch: int  # pixels a side of a patch
     merge: int  # r: r×r patches become one visual token
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     resample: Resample
+    resize: Resize
+    frames: int = 1  # frames that one patch spans
+    positions: Literal["sequential", "grid"] = "sequential"  # grid: a visual token's row and column are positions of their own (M-RoPE)
 
-    @property
-    def grid(self) -> Grid:
-        return Grid(1, self.size // self.patch, self.size // self.patch)
-
-    @property
-    def tokens(self) -> int:
-        """Visual tokens of one picture."""
-        return self.grid.patches // self.merge**2
+    def units(self, height: int, width: int) -> tuple[Unit, ...]:
+        """The images that a still of this size (in pixels, upright) becomes."""
+        del height, width  # a square is a square
+        size = self.resize.size
+        grid = Grid(size // self.patch, size // self.patch)
+        return (Unit(size, size, grid, grid.patches // self.merge**2),)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,10 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
     if documents:
         np.concatenate([d.tokens_T for d in documents], out=tokens_T[:real], casting="safe")
         np.concatenate([d.labels_T for d in documents], out=labels_T[:real], casting="safe")
-    positions_T = np.arange(slots) - np.repeat(bounds[:-1], spans)
+    positions_T3 = np.repeat((np.arange(slots) - np.repeat(bounds[:-1], spans))[:, None], 3, 1)
+    for start, d in zip(bounds, documents, strict=False):
+        if d.positions_T3 is not None:
+            positions_T3[start : start + len(d.tokens_T)] = d.positions_T3
     rows_L = bounds[1 : len(documents) + 1].astype(np.int64) - 1 if next_tokens else np.flatnonzero(labels_T != IGNORE)
 
     unique = {image.key: image for d in documents for image in d.images}
@@ -49,7 +52,7 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
 
     return Batch(
         tokens_T=long(tokens_T),
-        positions_T3=long(positions_T)[:, None].repeat(1, 3),
+        positions_T3=long(positions_T3),
         cu_S1=torch.from_numpy(bounds),
         longest=int(spans.max(initial=0)),
         rows_L=long(rows_L),
@@ -58,6 +61,7 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
         sources_M=long(sources_M),
         patches_PC=torch.from_numpy(patches_PC),
         places_P2=long(places_P2),
+        grids_N2=long(np.array([i.grid for i in images], np.int64).reshape(-1, 2)),
         cu_N1=torch.from_numpy(cu_N1),
         longest_image=int(np.diff(cu_N1).max(initial=0)),
         counts=Counts(

@@ -101,8 +101,10 @@ def measure(sample: Sample, encoder: Encoder, rule: ImageRule | None) -> Measure
     pictures = len(sample.pictures)
     if pictures and rule is None:
         raise BadSample("picture_without_tower", "image", f"{sample.id} has a picture and this model has no vision tower")
-    known = rendered(sample.messages, encoder, (rule.tokens,) * pictures if rule else (), False)
-    return Measured(len(known.tokens_T), len(known.visual_M), known.supervised, pictures * rule.grid.patches if rule else 0)
+    units = rule.units(1, 1) if rule else ()  # of every picture
+    known = rendered(sample.messages, encoder, tuple(unit.tokens for unit in units) * pictures, False)
+    patches = pictures * sum(unit.grid.patches for unit in units)
+    return Measured(len(known.tokens_T), len(known.visual_M), known.supervised, patches)
 
 
 def document_of(sample: Sample, encoder: Encoder, images: Sequence[Image]) -> Document:

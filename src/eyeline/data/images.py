@@ -238,9 +238,10 @@ def picture_key(picture: Picture) -> str:
 
 def resized(rgb: Pixels, rule: ImageRule) -> Pixels:
     """The picture squeezed into the rule's square, as transformers' SiglipImageProcessorPil does it (tested)."""
-    if rgb.shape[:2] == (rule.size, rule.size):
+    (unit,) = rule.units(*rgb.shape[:2])
+    if rgb.shape[:2] == (unit.height, unit.width):
         return rgb
-    return np.asarray(Pillow.fromarray(rgb).resize((rule.size, rule.size), _RESAMPLE[rule.resample]))
+    return np.asarray(Pillow.fromarray(rgb).resize((unit.width, unit.height), _RESAMPLE[rule.resample]))
 
 
 def augmented(square: Pixels, augment: Augment, rng: np.random.Generator) -> Pixels:
@@ -257,7 +258,8 @@ def augmented(square: Pixels, augment: Augment, rng: np.random.Generator) -> Pix
 def cut(square: Pixels, rule: ImageRule, key: str) -> Image:
     """The resized picture as patches in merge order, not normalised. Pixels beyond the last whole patch are left out, as a
     convolution without padding leaves them out."""
-    grid, p, r = rule.grid, rule.patch, rule.merge
+    (unit,) = rule.units(*square.shape[:2])
+    grid, p, r = unit.grid, rule.patch, rule.merge
     kept = square[: grid.rows * p, : grid.columns * p]
     cells = kept.reshape(grid.rows // r, r, p, grid.columns // r, r, p, 3)
     patches_PC = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid.patches, 3 * p * p)
@@ -280,5 +282,6 @@ def _places(rows: int, columns: int, merge: int) -> Ints:
 
 def grey(rule: ImageRule, key: str = "grey") -> Image:
     """What stands in for a picture that could not be decoded after its place was planned."""
-    shape = (rule.grid.patches, 3 * rule.patch**2)
-    return Image(key, np.full(shape, 128, np.uint8), _places(rule.grid.rows, rule.grid.columns, rule.merge), rule.grid, rule.merge)
+    (unit,) = rule.units(1, 1)
+    patches_PC = np.full((unit.grid.patches, 3 * rule.patch**2), 128, np.uint8)
+    return Image(key, patches_PC, _places(unit.grid.rows, unit.grid.columns, rule.merge), unit.grid, rule.merge)

@@ -283,7 +283,7 @@ class Reader:
     def _fetch(self, all: Opened, budget: Budget | None, augment: Augment | None) -> Fetch:
         if (budget, augment) not in self._fetches:
             pictures = {key for rows in all.sources for shown in rows.shown for key in shown}
-            small = self.rule is not None and len(pictures) * 3 * self.rule.size**2 <= KEPT_PICTURE_BYTES
+            small = self.rule is not None and len(pictures) * 3 * self.rule.resize.size**2 <= KEPT_PICTURE_BYTES
             self._fetches[budget, augment] = Fetch(self.encoder, self.rule, budget, self.seed, augment, small)
         return self._fetches[budget, augment]
 

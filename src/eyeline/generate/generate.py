@@ -113,6 +113,7 @@ def one_token_each(tokens: Sequence[int], positions: Sequence[int]) -> Batch:
         sources_M=nothing,
         patches_PC=torch.empty(0, 0, dtype=torch.uint8),
         places_P2=torch.empty(0, 2, dtype=torch.int64),
+        grids_N2=torch.empty(0, 2, dtype=torch.int64),
         cu_N1=torch.zeros(1, dtype=torch.int32),
         longest_image=0,
         counts=Counts(slots=rows, real=rows, visual=0, text=rows, supervised=0, documents=rows, images=0, patches=0),

@@ -251,7 +251,7 @@ def llava_to_hf(c: Config, image_token_id: int) -> dict[str, Any]:
         "vision_config": siglip2.to_hf(c.vision),
         "text_config": qwen2.to_hf(c.language),
         "image_token_index": _in_vocabulary(c, image_token_id),
-        "image_seq_length": c.vision.rule(1).tokens,
+        "image_seq_length": c.vision.side**2,
         "projector_hidden_act": "gelu",
         "multimodal_projector_bias": True,
         "vision_feature_layer": c.feature_layer,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.errors import Refused
-from eyeline.core.facts import ImageRule, KeyRule, Resample, Split
+from eyeline.core.facts import ImageRule, KeyRule, Resample, Split, Square
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.models.hf_config import Json, expect, integer, kind, made, number, section
 from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
@@ -50,7 +50,7 @@ class Config(Settings):
 
     def rule(self, merge: int) -> ImageRule:
         """What preprocessing must do for this tower when r×r = merge² patches become one token."""
-        return ImageRule(self.image_size, self.patch, merge, self.mean, self.std, self.resample)
+        return ImageRule(self.patch, merge, self.mean, self.std, self.resample, Square(self.image_size))
 
 
 class Attention(nn.Module):

@@ -134,12 +134,16 @@ def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
         if part not in facts.blocks:
             yield f"{where}: recompute names {part}, which has no blocks; {', '.join(facts.blocks)} have"
     batch, image = stage.batch, facts.image
-    if image is not None and facts.longest <= image.tokens:
-        yield f"{where}: a picture has {image.tokens} tokens, and the language model was made for {facts.longest} positions"
-    if image is not None and batch.patches < image.grid.patches:
-        yield f"{where}: batch.patches={batch.patches} cannot hold one picture, which has {image.grid.patches} patches"
-    if image is not None and batch.tokens <= image.tokens:
-        yield f"{where}: batch.tokens={batch.tokens} cannot hold one picture ({image.tokens} tokens) with any text"
+    if image is None:
+        return
+    smallest = image.units(1, 1)
+    tokens, patches = sum(unit.tokens for unit in smallest), sum(unit.grid.patches for unit in smallest)
+    if facts.longest <= tokens:
+        yield f"{where}: a picture has {tokens} tokens, and the language model was made for {facts.longest} positions"
+    if batch.patches < patches:
+        yield f"{where}: batch.patches={batch.patches} cannot hold one picture, which has {patches} patches"
+    if batch.tokens <= tokens:
+        yield f"{where}: batch.tokens={batch.tokens} cannot hold one picture ({tokens} tokens) with any text"
 
 
 def folder_problems(folder: Path) -> Iterator[str]:

@@ -69,7 +69,7 @@ def documents(sized: Sized, image_token: int, lengths: Sequence[int], answer: fl
     for number, length in enumerate(lengths):
         rng = rng_for(0, "bench sample", number)
         patches_PC = rng.integers(0, 256, (visual, 3 * sized.patch**2), np.uint8)
-        image = Image(f"picture {number}", patches_PC, places_P2, Grid(1, side, side), 1)
+        image = Image(f"picture {number}", patches_PC, places_P2, Grid(side, side), 1)
         text = rng.integers(0, 256, length - visual).astype(np.int32)  # ids of bytes: no control token is among them
         tokens_T = np.concatenate([np.full(visual, image_token, np.int32), text])
         labels_T = np.full(length, IGNORE, np.int32)
