@@ -329,3 +329,123 @@ def test_streaming_gives_what_is_stored_in_our_layout(tmp_path: Path) -> None:
     back = dict(renamed(found.items(), RULES))
     assert back.keys() == stored.keys()
     assert all(torch.equal(back[name], x) and back[name].dtype == torch.bfloat16 for name, x in stored.items())
+
+
+# ---- fused and stacked
+
+E, WIDE, NARROW = 3, 6, 4  # experts, their width, the model's: no two equal, so that a forgotten transpose shows
+FUSED = (
+    KeyRule(("blocks.{i}.q", "blocks.{i}.k", "blocks.{i}.v"), "layers.{i}.qkv", lambda x: x.split((4, 2, 2)), lambda *x: torch.cat(x)),
+    KeyRule("blocks.{i}.down", "layers.{i}.experts.{e}.down"),
+    KeyRule("blocks.{i}.in", "layers.{i}.experts.{e}.in", lambda x: x.T, lambda x: x.T),
+    KeyRule(("blocks.{i}.gate", "blocks.{i}.up"), "layers.{i}.experts.{e}.gate_up", lambda x: x.T.chunk(2), lambda *x: torch.cat(x).T),
+    KeyRule(
+        ("blocks.{i}.gate_all", "blocks.{i}.up_all"),
+        "layers.{i}.all",
+        lambda x: x.transpose(1, 2).chunk(2, 1),
+        lambda *x: torch.cat(x, 1).transpose(1, 2),
+    ),
+    KeyRule("embed", "embed"),
+)
+
+
+def fused_there() -> dict[str, Tensor]:
+    """As a checkpoint has them, in an order of its own: names of one block and one expert lie far apart."""
+    rng = torch.Generator().manual_seed(2)
+    shapes = {"embed": (5, NARROW)}
+    for i in (0, 1, 10):
+        shapes |= {f"layers.{i}.qkv": (8, NARROW), f"layers.{i}.all": (E, NARROW, 2 * WIDE)}
+        shapes |= {f"layers.{i}.experts.{e}.down": (NARROW, WIDE) for e in range(E)}
+        shapes |= {f"layers.{i}.experts.{e}.in": (NARROW, WIDE) for e in range(E)}
+        shapes |= {f"layers.{i}.experts.{e}.gate_up": (NARROW, 2 * WIDE) for e in range(E)}
+    made = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
+    return dict(sorted(made.items(), key=lambda item: item[0][::-1]))
+
+
+def fused_here() -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in (0, 1, 10):
+        shapes |= {f"blocks.{i}.q": (4, NARROW), f"blocks.{i}.gate": (E, WIDE, NARROW), f"blocks.{i}.gate_all": (E, WIDE, NARROW)}
+        shapes |= {f"blocks.{i}.k": (2, NARROW), f"blocks.{i}.up": (E, WIDE, NARROW), f"blocks.{i}.up_all": (E, WIDE, NARROW)}
+        shapes |= {f"blocks.{i}.v": (2, NARROW), f"blocks.{i}.down": (E, NARROW, WIDE), f"blocks.{i}.in": (E, WIDE, NARROW)}
+    return {name: torch.zeros(shape) for name, shape in (shapes | {"embed": (5, NARROW)}).items()}
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 500, 10**9])  # one tensor a shard; experts of a layer in several; all in one
+def test_fused_and_stacked_tensors_both_ways(tmp_path: Path, max_shard_bytes: int) -> None:
+    there, made = fused_there(), fused_here()
+    write_folder(tmp_path, there.items(), max_shard_bytes)
+    load_into(made, tmp_path, FUSED)
+    for i in (0, 1, 10):
+        q, k, v = there[f"layers.{i}.qkv"][:4], there[f"layers.{i}.qkv"][4:6], there[f"layers.{i}.qkv"][6:]
+        assert torch.equal(made[f"blocks.{i}.q"], q)
+        assert torch.equal(made[f"blocks.{i}.k"], k)
+        assert torch.equal(made[f"blocks.{i}.v"], v)
+        for e in range(E):
+            assert torch.equal(made[f"blocks.{i}.down"][e], there[f"layers.{i}.experts.{e}.down"])
+            assert torch.equal(made[f"blocks.{i}.in"][e], there[f"layers.{i}.experts.{e}.in"].T)
+            assert torch.equal(made[f"blocks.{i}.gate"][e], there[f"layers.{i}.experts.{e}.gate_up"][:, :WIDE].T)
+            assert torch.equal(made[f"blocks.{i}.up"][e], there[f"layers.{i}.experts.{e}.gate_up"][:, WIDE:].T)
+            assert torch.equal(made[f"blocks.{i}.gate_all"][e], there[f"layers.{i}.all"][e, :, :WIDE].T)
+            assert torch.equal(made[f"blocks.{i}.up_all"][e], there[f"layers.{i}.all"][e, :, WIDE:].T)
+    back = dict(renamed(made.items(), FUSED))
+    assert back.keys() == there.keys()
+    assert all(torch.equal(back[name], x) for name, x in there.items())
+
+
+def test_what_was_read_is_written_byte_for_byte(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    write_folder(first, ((name, x.bfloat16()) for name, x in fused_there().items()))
+    shapes = {name: x.to("meta") for name, x in fused_here().items()}
+    write_folder(second, renamed(stream(shapes, first, FUSED), FUSED))
+    assert (first / SINGLE).read_bytes() == (second / SINGLE).read_bytes()
+
+
+FUSED_MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "an expert gone": (lambda t: t.pop("layers.1.experts.2.down"), r"missing: layers\.1\.experts\.2\.down\. "),
+    "all experts gone": (
+        lambda t: [t.pop(f"layers.1.experts.{e}.in") for e in range(E)],
+        r"missing: layers\.1\.experts\.0\.in, layers\.1\.experts\.1\.in, layers\.1\.experts\.2\.in\. ",
+    ),
+    "an expert too many": (
+        lambda t: t.update({"layers.1.experts.3.down": torch.zeros(NARROW, WIDE)}),
+        r"not known: layers\.1\.experts\.3\.down\. ",
+    ),
+    "a fused tensor gone": (lambda t: t.pop("layers.10.qkv"), r"missing: layers\.10\.qkv\. "),
+    "a fused tensor cut": (lambda t: t.update({"layers.0.qkv": torch.zeros(4, NARROW)}), r"layers\.0\.qkv is \[4, 4\], wanted \[8, 4\]"),
+    "not transposed": (
+        lambda t: t.update({"layers.0.all": torch.zeros(E, 2 * WIDE, NARROW)}),
+        r"layers\.0\.all is \[3, 12, 4\], wanted \[3, 4, 12\]",
+    ),
+    "an expert of another shape": (
+        lambda t: t.update({"layers.0.experts.1.in": torch.zeros(WIDE, NARROW)}),
+        r"layers\.0\.experts\.1\.in is \[6, 4\], wanted \[4, 6\]",
+    ),
+    "NaN": (lambda t: t["layers.0.experts.1.in"][0, :2].fill_(float("nan")), r"layers\.0\.experts\.1\.in .*2 of 24 values"),
+}
+
+
+@pytest.mark.parametrize("name", FUSED_MISFITS)
+def test_fused_and_stacked_misfits_are_refused_with_names(tmp_path: Path, name: str) -> None:
+    there = fused_there()
+    spoil, message = FUSED_MISFITS[name]
+    spoil(there)
+    write_folder(tmp_path, there.items())
+    with pytest.raises(Refused, match=message):
+        load_into(fused_here(), tmp_path, FUSED)
+
+
+def test_stacked_tensors_of_several_dtypes_lose_nothing(tmp_path: Path) -> None:
+    there, made = fused_there(), fused_here()
+    there["layers.0.experts.0.in"] = there["layers.0.experts.0.in"].bfloat16()
+    write_folder(tmp_path, there.items())
+    load_into(made, tmp_path, FUSED)
+    for e in range(E):
+        assert torch.equal(made["blocks.0.in"][e], there[f"layers.0.experts.{e}.in"].T.float())
+
+
+def test_writing_a_part_of_a_fused_tensor_is_a_defect() -> None:
+    with pytest.raises(AssertionError, match=r"only parts of layers\.0\.qkv were given: blocks\.0\.q, blocks\.0\.v"):
+        list(renamed([(f"blocks.0.{x}", torch.zeros(2, NARROW)) for x in "qv"], FUSED))

@@ -9,7 +9,7 @@ RUN/model/                    eyeline.json and the tokenizer; the weights are in
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
@@ -101,7 +101,7 @@ def _load_whole(model: llava.Model, folder: Path, rules: Sequence[KeyRule], towe
 
 def _inside(rule: KeyRule, old: str, new: str) -> KeyRule:
     theirs = new + rule.theirs.removeprefix(old) if rule.theirs.startswith(old) else rule.theirs
-    return KeyRule(rule.ours, theirs, rule.read, rule.write)
+    return replace(rule, theirs=theirs)
 
 
 def _named(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from eyeline.bundle.bundle import Bundle, projector_rules, refuse_misfit, stop_settings
 from eyeline.bundle.folders import new_folder
 from eyeline.bundle.importing import write_parts_settings
-from eyeline.checkpoint.tensors import SHARD_BYTES, renamed, their_name, write_file, write_folder
+from eyeline.checkpoint.tensors import SHARD_BYTES, key_of, renamed, write_file, write_folder
 from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import write_json
@@ -138,7 +138,7 @@ def _write_adapter(bundle: Bundle, model: llava.Model, folder: Path, form: str, 
     rules = rules_of(bundle.config, form)
 
     def module_of(name: str) -> str:
-        return _module_name(their_name(f"{name}.weight", rules)[0], form).removesuffix(".weight")
+        return _module_name(key_of(f"{name}.weight", rules).theirs, form).removesuffix(".weight")
 
     layers = {module_of(name): layer for name, layer in _adapted(model)}
     tensors = {

@@ -4,12 +4,13 @@ Reading never unpickles and never trusts a header; every difference between what
 error that lists names. Writing goes through one tensor at a time on the host, and hashes what it writes.
 """
 
+import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _LAYOUT = {dtype: place for place, dtype in enumerate(_DTYPES)}
+_NAMED = {name: dtype for dtype, name in _DTYPES.items()}
 _FLOATS = {"F64", "F32", "BF16", "F16"}
 
 
@@ -236,15 +238,18 @@ def _bytes(entry: Entry) -> int:
 
 def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint folder, one at a time, after `entries_in` found nothing wrong."""
-    yield from _read(entries_in(folder))
+    entries = entries_in(folder)
+    with _reading(entries) as read:
+        for name in entries:
+            yield name, read(name)
 
 
-def _read(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of these entries, in their order. Every file is mapped, and read where it is touched."""
+@contextmanager
+def _reading(entries: Mapping[str, Entry]) -> Iterator[Callable[[str], Tensor]]:
+    """A function that gives the tensor of a name. Every file is mapped, and read where it is touched."""
     with ExitStack() as stack:
         files = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {e.file: None for e in entries.values()}}
-        for name, entry in entries.items():
-            yield name, files[entry.file].get_tensor(name)
+        yield lambda name: files[entries[name].file].get_tensor(name)
 
 
 def write_folder(
@@ -289,20 +294,67 @@ def write_folder(
 # ---- names
 
 
-def their_name(ours: str, rules: Sequence[KeyRule]) -> tuple[str, KeyRule]:
-    """A tensor's name in the checkpoint, and its rule. A name of ours that has no rule, or two, is a defect."""
-    hits = [(match, rule) for rule in rules if (match := re.fullmatch(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"), ours))]
+@dataclass(frozen=True)
+class Key:
+    """A rule at one place of a model: block numbers are filled in, those of stacked tensors (`{e}`) are not."""
+
+    ours: tuple[str, ...]
+    theirs: str
+    rule: KeyRule
+
+    @property
+    def stacked(self) -> bool:
+        return "{e}" in self.theirs
+
+    def names(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Their names, in the order of stacking."""
+        count = len(tensors[self.ours[0]]) if self.stacked else 1
+        return [self.theirs.replace("{e}", str(e)) for e in range(count)]
+
+    def read(self, theirs: Tensor) -> tuple[Tensor, ...]:
+        """Ours out of one tensor of theirs."""
+        cut = self.rule.read(theirs) if self.rule.read else theirs
+        return cut if isinstance(cut, tuple) else (cut,)
+
+    def write(self, ours: Sequence[Tensor]) -> Tensor:
+        """One tensor of theirs."""
+        return self.rule.write(*ours) if self.rule.write else ours[0]
+
+
+def key_of(ours: str, rules: Sequence[KeyRule]) -> Key:
+    """The rule for a tensor of ours, at its block. A name of ours that has no rule, or two, is a defect."""
+    hits = [
+        (match, names, rule)
+        for rule in rules
+        for names in [(rule.ours,) if isinstance(rule.ours, str) else rule.ours]
+        for name in names
+        if (match := re.fullmatch(re.escape(name).replace(r"\{i\}", r"(\d+)"), ours))
+    ]
     assert len(hits) == 1, f"{ours} has {len(hits)} key rules"
-    match, rule = hits[0]
+    match, names, rule = hits[0]
     assert (rule.read is None) == (rule.write is None), f"{rule.ours}: a rule turns both ways or neither"
-    return (rule.theirs.replace("{i}", match.group(1)) if match.groups() else rule.theirs), rule
+    assert len(names) == 1 or rule.read, f"{rule.ours}: a rule of several tensors says how they are cut"
+    i = match.group(1) if match.groups() else ""
+    return Key(tuple(name.replace("{i}", i) for name in names), rule.theirs.replace("{i}", i), rule)
 
 
 def renamed(tensors: Iterable[tuple[str, Tensor]], rules: Sequence[KeyRule]) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors as the checkpoint names and shapes them. `model.named_parameters()` gives tied ones once, as families write them."""
+    """Our tensors as the checkpoint names and shapes them; those that are fused there are held until they are all there.
+
+    `model.named_parameters()` gives tied ones once, as families write them.
+    """
+    held: dict[str, dict[str, Tensor]] = {}
     for ours, x in tensors:
-        theirs, rule = their_name(ours, rules)
-        yield theirs, rule.write(x) if rule.write else x
+        key = key_of(ours, rules)
+        together = held.setdefault(key.theirs, {})
+        together[ours] = x
+        if len(together) < len(key.ours):
+            continue
+        del held[key.theirs]
+        pieces = [together[name] for name in key.ours]
+        for e, theirs in enumerate(key.names(together)):
+            yield theirs, key.write([x[e] for x in pieces] if key.stacked else pieces)
+    assert not held, f"only parts of {', '.join(held)} were given: {', '.join(name for together in held.values() for name in together)}"
 
 
 @torch.no_grad()
@@ -315,7 +367,8 @@ def load_into(tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRu
 def stream(
     tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRule], dropped: Sequence[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint folder under our names, in our order and layout, one at a time, in the dtypes they are stored in.
+    """The tensors of a checkpoint folder under our names and in our layout, one at a time, in the dtypes they are stored in.
+    They come in our order, those of one fused tensor together.
 
     `tensors` says which are wanted, by shape alone (the meta device will do). One tensor under several names
     (`named_parameters(remove_duplicate=False)`) is a tied weight: it must be there under at least one of its names, equal
@@ -327,64 +380,90 @@ def stream(
     """
     entries = entries_in(folder)
     first: dict[int, str] = {}
-    wanted: dict[str, list[tuple[str, KeyRule]]] = {}  # ours -> its names there
     for ours, x in tensors.items():
-        wanted.setdefault(first.setdefault(id(x), ours), []).append(their_name(ours, rules))
-    used = {theirs: ours for ours, names in wanted.items() for theirs, _ in names if theirs in entries}
-    _refuse_differences(folder, tensors, wanted, entries, used, dropped)
+        first.setdefault(id(x), ours)
+    wanted: dict[tuple[str, ...], dict[str, Key]] = {}  # ours -> the keys that they may have there
+    for ours in tensors:
+        key = key_of(ours, rules)
+        wanted.setdefault(tuple(first[id(tensors[name])] for name in key.ours), {})[key.theirs] = key
+    there = _refuse_differences(folder, tensors, wanted, entries, dropped)
 
-    rule_of = dict(pair for names in wanted.values() for pair in names)
-    before: tuple[str, str, Tensor] | None = None
-    for theirs, value in _read({name: entries[name] for name in used}):
-        ours, rule = used[theirs], rule_of[theirs]
-        if not value.isfinite().all():
-            bad = int((~value.isfinite()).sum())
-            raise Refused(
-                f"{theirs} in {entries[theirs].file} has {bad:,} of {value.numel():,} values that are NaN or infinite. "
-                f"The checkpoint is broken; take an earlier one."
-            )
-        if before is None or before[0] != ours:
-            yield ours, rule.read(value) if rule.read else value
-        elif not torch.equal(before[2], value):  # names of one tensor follow one another
-            raise Refused(
-                f"{folder} holds {before[1]} and {theirs} with different values, but its config.json ties them. Set "
-                f"tie_word_embeddings to false there, or delete the stale one."
-            )
-        before = ours, theirs, value
+    with _reading({name: entries[name] for keys in there.values() for key in keys for name in key.names(tensors)}) as read:
+        for names, keys in there.items():
+            values = _values(keys[0], tensors, entries, read)
+            for other in keys[1:]:
+                if not all(map(torch.equal, values, _values(other, tensors, entries, read))):
+                    raise Refused(
+                        f"{folder} holds {keys[0].theirs} and {other.theirs} with different values, but its config.json ties them. Set "
+                        f"tie_word_embeddings to false there, or delete the stale one."
+                    )
+            yield from zip(names, values, strict=True)
+
+
+def _values(key: Key, tensors: Mapping[str, Tensor], entries: Mapping[str, Entry], read: Callable[[str], Tensor]) -> tuple[Tensor, ...]:
+    """The tensors of one key, in our layout. Stacked ones are read one after another into their place."""
+    if not key.stacked:
+        return key.read(_finite(key.theirs, entries, read))
+    names = key.names(tensors)
+    dtype = functools.reduce(torch.promote_types, (_NAMED[entries[name].dtype] for name in names))
+    stacks = tuple(torch.empty(tensors[name].shape, dtype=dtype) for name in key.ours)
+    for e, name in enumerate(names):
+        for stack, piece in zip(stacks, key.read(_finite(name, entries, read)), strict=True):
+            stack[e] = piece
+    return stacks
+
+
+def _finite(name: str, entries: Mapping[str, Entry], read: Callable[[str], Tensor]) -> Tensor:
+    value = read(name)
+    if not value.isfinite().all():
+        bad = int((~value.isfinite()).sum())
+        raise Refused(
+            f"{name} in {entries[name].file} has {bad:,} of {value.numel():,} values that are NaN or infinite. "
+            f"The checkpoint is broken; take an earlier one."
+        )
+    return value
 
 
 def _refuse_differences(
     folder: Path,
     tensors: Mapping[str, Tensor],
-    wanted: Mapping[str, list[tuple[str, KeyRule]]],
+    wanted: Mapping[tuple[str, ...], Mapping[str, Key]],
     entries: Mapping[str, Entry],
-    used: Mapping[str, str],
     dropped: Sequence[str],
-) -> None:
-    """Raise Refused with everything in which a folder's headers differ from what is wanted."""
-    missing = [names[0][0] for names in wanted.values() if not any(theirs in used for theirs, _ in names)]
-    unknown = [name for name in sorted(entries) if name not in used and not any(_covers(p, name) for p in dropped)]
+) -> dict[tuple[str, ...], list[Key]]:
+    """Of what is wanted, the keys that a folder has. Raises Refused with everything in which its headers differ from that."""
+    there: dict[tuple[str, ...], list[Key]] = {}
+    missing: list[str] = []
     wrong: list[str] = []
-    for ours, names in wanted.items():
-        for theirs, rule in names:
-            if theirs not in used:
-                continue
-            entry, want = entries[theirs], _their_shape(rule, tensors[ours])
-            if entry.shape != want:
-                wrong.append(f"{theirs} is {list(entry.shape)}, wanted {list(want)}")
-            elif entry.dtype not in _FLOATS:
-                wrong.append(f"{theirs} is {entry.dtype}: quantised or integer weights are not supported")
+    known: set[str] = set()
+    for ours, keys in wanted.items():
+        names = {key: key.names(tensors) for key in keys.values()}
+        there[ours] = [key for key in names if any(name in entries for name in names[key])]
+        for key in there[ours] or list(names)[:1]:
+            missing += [name for name in names[key] if name not in entries]
+        for key in there[ours]:
+            want = _their_shape(key, tensors)
+            for name in names[key]:
+                if name not in entries:
+                    continue
+                known.add(name)
+                if entries[name].shape != want:
+                    wrong.append(f"{name} is {list(entries[name].shape)}, wanted {list(want)}")
+                elif entries[name].dtype not in _FLOATS:
+                    wrong.append(f"{name} is {entries[name].dtype}: quantised or integer weights are not supported")
+    unknown = [name for name in sorted(entries) if name not in known and not any(_covers(p, name) for p in dropped)]
     if missing or unknown or wrong:
         near = "".join(nearest(name, unknown) for name in missing[:1])
         raise Refused(
             f"the weights in {folder} do not fit the model: {_listing('missing', missing)}{_listing('not known', unknown)}"
             f"{_listing('of another kind', wrong)}{near} Does config.json belong to these weights?"
         )
+    return there
 
 
-def _their_shape(rule: KeyRule, ours: Tensor) -> tuple[int, ...]:
-    blank = torch.empty(ours.shape, device="meta")
-    return tuple((rule.write(blank) if rule.write else blank).shape)
+def _their_shape(key: Key, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    shapes = [tensors[name].shape[1:] if key.stacked else tensors[name].shape for name in key.ours]
+    return tuple(key.write([torch.empty(shape, device="meta") for shape in shapes]).shape)
 
 
 def _covers(pattern: str, name: str) -> bool:

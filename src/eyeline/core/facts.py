@@ -5,8 +5,8 @@ model by name. Patterns are `fnmatch` patterns of module or tensor names, where 
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -21,15 +21,26 @@ Resample = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 @dataclass(frozen=True)
 class KeyRule:
-    """One tensor of ours and its name in a Hugging Face checkpoint. `{i}` stands for a block's number in both.
+    """Tensors of ours and their name in a Hugging Face checkpoint. `{i}` stands for a block's number in both.
 
-    `read` turns their tensor into ours and `write` ours into theirs; both are views or permutations, never arithmetic.
+    Several of ours are cut out of one tensor of theirs (fused): `read` gives a tuple in the order of `ours`, and `write` takes
+    as many. `{e}` in `theirs` numbers tensors that are stacked into ours, [E, ...]: `read` and `write` then see one of them.
+    Both are views, permutations and concatenations, never arithmetic.
     """
 
-    ours: str
+    ours: str | tuple[str, ...]
     theirs: str
-    read: Callable[[Tensor], Tensor] | None = None
-    write: Callable[[Tensor], Tensor] | None = None
+    read: Callable[[Tensor], Tensor | tuple[Tensor, ...]] | None = None
+    write: Callable[..., Tensor] | None = None
+
+
+def prefixed(rules: Iterable[KeyRule], ours: str, theirs: str) -> tuple[KeyRule, ...]:
+    """The rules of a part, for a model that holds it under `ours` in a folder that holds it under `theirs`."""
+
+    def under(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        return ours + names if isinstance(names, str) else tuple(ours + name for name in names)
+
+    return tuple(replace(rule, ours=under(rule.ours), theirs=theirs + rule.theirs) for rule in rules)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Dims: T tokens  D width  P patches  M visual tokens (rows of the merged tower ou
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from eyeline.core.batch import Batch
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Facts, KeyRule, Part
+from eyeline.core.facts import Facts, KeyRule, Part, prefixed
 from eyeline.core.settings import Positive, Settings
 from eyeline.kernels.attention import LayerCache
 from eyeline.models import qwen2, siglip2
@@ -179,22 +180,21 @@ PROJECTOR_KEYS = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2", "o
 def LLAVA_KEYS(c: Config) -> tuple[KeyRule, ...]:
     """Our tensors, and their names in a folder of `LlavaForConditionalGeneration` as transformers 5 writes it."""
     return (
-        *_prefixed(siglip2.KEYS, "vision.", "vision_tower."),
+        *prefixed(siglip2.KEYS, "vision.", "vision_tower."),
         *_projector_keys(c, "multi_modal_projector."),
-        *_prefixed(qwen2.KEYS, "language.", "language_model."),
+        *prefixed(qwen2.KEYS, "language.", "language_model."),
     )
 
 
 def LFM2_VL_KEYS(c: Config) -> tuple[KeyRule, ...]:
     """Our tensors, and their names in a folder of `Lfm2VlForConditionalGeneration`."""
+    whole = "model.language_model."
     language = [
-        KeyRule(
-            rule.ours, "model.language_model." + rule.theirs.removeprefix("model.") if rule.theirs.startswith("model.") else rule.theirs
-        )
-        for rule in _prefixed(qwen2.KEYS, "language.", "")
+        replace(rule, theirs=whole + rule.theirs.removeprefix("model.") if rule.theirs.startswith("model.") else rule.theirs)
+        for rule in prefixed(qwen2.KEYS, "language.", "")
     ]
     return (
-        *_prefixed(siglip2.NAFLEX_KEYS, "vision.", "model.vision_tower."),
+        *prefixed(siglip2.NAFLEX_KEYS, "vision.", "model.vision_tower."),
         *_projector_keys(c, "model.multi_modal_projector."),
         *language,
     )
@@ -204,10 +204,6 @@ def _projector_keys(c: Config, prefix: str) -> list[KeyRule]:
     held = [*(["norm"] if c.projector.norm else []), *(["up", "down"] if c.projector.kind == "mlp" else ["out"])]
     tensors = [(f"{x}.{leaf}", f"{PROJECTOR_KEYS[x]}.{leaf}") for x in held for leaf in ("weight", "bias")]
     return [KeyRule(f"projector.{ours}", prefix + theirs) for ours, theirs in tensors]
-
-
-def _prefixed(rules: tuple[KeyRule, ...], ours: str, theirs: str) -> tuple[KeyRule, ...]:
-    return tuple(KeyRule(ours + rule.ours, theirs + rule.theirs, rule.read, rule.write) for rule in rules)
 
 
 # ---- Hugging Face's forms

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.errors import Refused
-from eyeline.core.facts import ImageRule, KeyRule, Resample, Split, Square
+from eyeline.core.facts import ImageRule, KeyRule, Resample, Split, Square, prefixed
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.models.hf_config import Json, expect, integer, kind, made, number, section
 from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
@@ -181,7 +181,7 @@ KEYS = (  # our tensors, and their names in a folder that `SiglipVisionModel.sav
     *(KeyRule(f"{ours}.{leaf}", f"{theirs}.{leaf}") for ours, theirs in _THEIRS.items() for leaf in ("weight", "bias")),
 )
 HUB_PREFIX = "vision_model."  # before each of those names in the hub's files, which hold a text model too
-HUB_KEYS = tuple(KeyRule(rule.ours, HUB_PREFIX + rule.theirs, rule.read, rule.write) for rule in KEYS)
+HUB_KEYS = prefixed(KEYS, "", HUB_PREFIX)
 
 
 def _flat_channels_last(weight_DC: Tensor) -> Tensor:
