@@ -17,7 +17,7 @@ from eyeline.core.errors import Refused, TooManyRejects
 from eyeline.core.files import read_lines
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import train_bpe
-from eyeline.models import qwen2, siglip2
+from eyeline.models import decoder, siglip2
 from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.study.evaluate import evaluate
@@ -157,7 +157,7 @@ def outcome(recipe: dict[str, Any], folder: Path) -> str:
 def budgeted(recipe: dict[str, Any], folder: Path) -> str:
     """A run whose every step is not finite."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qwen2.Head, "forward", lambda self, x, rows, labels: (x * float("nan")).sum())
+        patch.setattr(decoder.Head, "forward", lambda self, x, rows, labels: (x * float("nan")).sum())
         try:
             return str(len(steps(recipe, folder)))
         except Exception as error:  # noqa: BLE001 - whichever way it ends is what is seen
@@ -214,6 +214,7 @@ CASES: dict[str, Case] = {
     "model.config.projector.width": turned("model.config.projector.width=12"),
     "model.config.projector.shuffle": turned("model.config.projector.shuffle=4"),
     "model.config.projector.norm": turned("model.config.projector.norm=true"),
+    "model.config.language.family": turned("model.config.language.family=other", see=refusal),
     "model.config.language.vocabulary": turned("model.config.language.vocabulary=280"),
     "model.config.language.width": turned("model.config.language.width=8"),
     "model.config.language.layers": turned("model.config.language.layers=1"),

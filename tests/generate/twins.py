@@ -58,7 +58,7 @@ def qwen2_twins(folder: Path, longest: int = 512) -> tuple[Qwen2ForCausalLM, lla
     randomise(twin)
     twin.save_pretrained(folder)
     model = llava.build(ours, "cpu").eval()
-    load_into(dict(model.language.named_parameters(remove_duplicate=False)), folder, qwen2.KEYS)
+    load_into(dict(model.language.named_parameters(remove_duplicate=False)), folder, qwen2.keys(ours.language))
     return twin, model, llava.facts(ours)
 
 

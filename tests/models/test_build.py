@@ -192,4 +192,4 @@ def test_projector_kinds(kind):
 def test_head_width_is_free_of_the_width():
     c = twins.language(tied=True, head_dim=8)
     assert (c.K, twins.language(tied=True).K) == (8, 6)
-    assert qwen2.Attention(c).q.weight.shape == (32, 24)
+    assert qwen2.Model(c).blocks[0].attn.q.weight.shape == (32, 24)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import qwen2, siglip2
+from eyeline.models.decoder import Layout
 from tests.models import twins
 from tests.models.twins import VISION, close
 
@@ -19,9 +20,10 @@ def bounds(lengths: list[int], documents: int = 4) -> Tensor:
 
 
 def language_block():
-    block = qwen2.Block(twins.language(tied=True))
-    cos_TK, sin_TK = rope_tables(torch.arange(TOKENS), 6, 100.0)
-    return block, lambda b, x_TD, cu_S1: b(x_TD, cos_TK, sin_TK, cu_S1, TOKENS), 24
+    block = qwen2.Model(twins.language(tied=True)).blocks[0]
+    cos_TR, sin_TR = rope_tables(torch.arange(TOKENS)[:, None].expand(-1, 3), 6, 100.0)
+    real_T = torch.ones(TOKENS, dtype=torch.bool)
+    return block, lambda b, x_TD, cu_S1: b(x_TD, Layout(cos_TR, sin_TR, cu_S1, TOKENS, real_T)), 24
 
 
 def vision_block():

@@ -45,7 +45,7 @@ def test_equals_peft(tmp_path):
     reference = twins.reference_of(qwen2.to_hf(config))
     ours = llava.build(C.model_copy(update={"language": config}), "cpu")
     twins.randomise(ours)
-    twins.fill(ours.language, twins.on_disk(reference, tmp_path), qwen2.KEYS)
+    twins.fill(ours.language, twins.on_disk(reference, tmp_path), qwen2.keys(config))
     targets = {"q": "q_proj", "v": "v_proj", "down": "down_proj"}
     wrap(ours, FACTS, "language", LoRA(rank=3, alpha=5, targets=tuple(targets)), torch_rng_for(0, "lora"))
     theirs = peft.get_peft_model(reference, peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=list(targets.values())))
@@ -79,7 +79,7 @@ def test_equals_peft(tmp_path):
     merged = theirs.merge_and_unload()
     weights = twins.on_disk(merged, tmp_path / "merged")
     for name, p in ours.language.named_parameters():
-        close(p, weights[twins.theirs_of(name, qwen2.KEYS)[0]], name, tolerance=1e-6)
+        close(p, weights[twins.theirs_of(name, qwen2.keys(config))[0]], name, tolerance=1e-6)
 
 
 def test_fresh_adapters_change_nothing_and_start_as_stated():

@@ -121,16 +121,16 @@ def test_language_model_alone(tied, tmp_path):
     c = twins.language(tied)
     reference = twins.reference_of(qwen2.to_hf(c))
     ours = qwen2.Model(c)
-    twins.fill(ours, twins.on_disk(reference, tmp_path), qwen2.KEYS)
+    twins.fill(ours, twins.on_disk(reference, tmp_path), qwen2.keys(c))
     documents = [twins.document(str(n), [n], twins.CASES["llava"]["llava tied"]) for n in (5, 1, 11, 5)]
     batch = twins.with_labels(documents)
     want, _ = twins.reference_loss(reference, documents, twins.SHUFFLING)
     x_TD = ours.embedded(batch.tokens_T)
-    got = ours(x_TD, batch.positions_T3[:, 0], batch.cu_S1, batch.longest, batch.rows_L, batch.labels_L)
+    got = ours(x_TD, batch)
     close(got, want, "loss")
     want.backward()
     got.backward()
-    theirs, mine = twins.gradients_on_disk(twins.Twin(reference, ours, qwen2.KEYS), tmp_path / "gradients")
+    theirs, mine = twins.gradients_on_disk(twins.Twin(reference, ours, qwen2.keys(c)), tmp_path / "gradients")
     twins.all_close(mine, theirs)
 
 

@@ -64,7 +64,7 @@ class Opened:
         c = self.bundle.config
         match self.kind:
             case "parts":
-                _load_parts(model, self.folder)
+                _load_parts(model, c, self.folder)
             case "llava":
                 _load_whole(model, self.folder, llava.LLAVA_KEYS(c), "vision_tower.")
             case "lfm2_vl":
@@ -86,9 +86,9 @@ def load_checkpoint(model: llava.Model, config: llava.Config, checkpoint: store.
     checkpoint.fill(dict(model.named_parameters()), "model", "frozen")
 
 
-def _load_parts(model: llava.Model, folder: Path) -> None:
+def _load_parts(model: llava.Model, config: llava.Config, folder: Path) -> None:
     load_into(_named(model.vision), folder / "vision", vision_rules(folder / "vision"), siglip2.DROPPED)
-    load_into(_named(model.language), folder / "language", qwen2.KEYS)
+    load_into(_named(model.language), folder / "language", qwen2.keys(config.language))
     load_into(_named(model.projector), folder / PROJECTOR, projector_rules(model.projector))
 
 

@@ -80,7 +80,7 @@ def _write(bundle: Bundle, model: llava.Model, folder: Path, form: str, merged: 
     c = bundle.config
     kept = DTYPES[dtype]
     if form == "parts":
-        for name, part, rules in (("vision", model.vision, siglip2.KEYS), ("language", model.language, qwen2.KEYS)):
+        for name, part, rules in (("vision", model.vision, siglip2.KEYS), ("language", model.language, qwen2.keys(c.language))):
             (folder / name).mkdir()
             write_folder(folder / name, renamed(weights(part, merged, kept), rules), max_shard_bytes)
         projector = renamed(weights(model.projector, merged, kept), projector_rules(model.projector))

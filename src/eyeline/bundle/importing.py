@@ -27,6 +27,7 @@ from eyeline.core.randomness import torch_rng_for
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import add_tokens, load_tokenizer, save_tokenizer
 from eyeline.models import llava, qwen2, siglip2
+from eyeline.models.decoder import Decoder
 
 ROWS = 64  # an embedding that must grow grows to a multiple of this, which matrix units like
 
@@ -80,7 +81,7 @@ def import_model(
         shape = llava.Model(config)
     with new_folder(out) as folder:
         _copy(shape.vision, vision, folder / "vision", vision_rules(vision), siglip2.KEYS, siglip2.DROPPED, max_shard_bytes)
-        _copy_language(shape.language, language, folder / "language", rows, max_shard_bytes)
+        _copy_language(shape.language, qwen2.keys(config.language), language, folder / "language", rows, max_shard_bytes)
         write_projector(fresh_projector(config, seed), folder)
         write_parts_settings(bundle, folder)
     if added:
@@ -115,7 +116,7 @@ def _copy(
     write_folder(target, renamed(stream(wanted, source, read, dropped), write), max_shard_bytes)
 
 
-def _copy_language(shape: qwen2.Model, source: Path, target: Path, rows: int, max_shard_bytes: int) -> None:
+def _copy_language(shape: Decoder, rules: Sequence[KeyRule], source: Path, target: Path, rows: int, max_shard_bytes: int) -> None:
     """The same for the language model, whose embedding (and head) has `rows` rows there and may have more here."""
     target.mkdir()
     wanted = dict(shape.named_parameters(remove_duplicate=False))
@@ -124,10 +125,10 @@ def _copy_language(shape: qwen2.Model, source: Path, target: Path, rows: int, ma
     wanted = {name: there.get(id(x), x) for name, x in wanted.items()}
 
     def grown() -> Iterator[tuple[str, Tensor]]:
-        for name, x in stream(wanted, source, qwen2.KEYS):
+        for name, x in stream(wanted, source, rules):
             yield name, with_rows(x, len(shape.embed.weight)) if name in grows else x
 
-    write_folder(target, renamed(grown(), qwen2.KEYS), max_shard_bytes)
+    write_folder(target, renamed(grown(), rules), max_shard_bytes)
 
 
 def with_rows(x_VD: Tensor, rows: int) -> Tensor:

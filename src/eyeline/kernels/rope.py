@@ -1,7 +1,10 @@
 """Rotary position embedding, rotate-half layout (Su et al. 2021; the layout of Qwen and Llama checkpoints).
 
-Dims: T tokens  K head dim  H heads (of queries or of keys)
+Dims: T tokens  K head dim  R rotated dims of a head (K, or fewer)  H heads (of queries or of keys)
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,22 +12,54 @@ from torch import Tensor
 from eyeline.core.dims import dims
 
 
-def rope_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos_TK and sin_TK in float32, from positions.
+class Stretch(NamedTuple):
+    """Llama 3.1's longer context: slow frequencies are divided by `factor`, fast ones kept, those between blended.
 
-    Frequency j of K/2 is theta^(-2j/K), and each is used twice: for dim j and for dim j + K/2. Nothing is kept in a
-    buffer: casting a model to bfloat16 would round stored frequencies, by many per cent for the low ones.
+    A frequency is slow when it turns fewer than `low` times in `original` positions, and fast when more than `high` times.
     """
-    j_K2 = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device)
-    angles_TK2 = positions_T.float()[:, None] * (1.0 / theta ** (j_K2 / head_dim))
-    angles_TK = torch.cat((angles_TK2, angles_TK2), -1)
-    return angles_TK.cos(), angles_TK.sin()
+
+    factor: float
+    low: float
+    high: float
+    original: int
 
 
-def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Turn each pair (j, j + K/2) of every head by its token's angle, in float32; the result has x's dtype."""
-    dims("THK", x_THK, "TK", cos_TK, "TK", sin_TK)
-    x = x_THK.float()
-    first, second = x.chunk(2, -1)
-    turned_THK = x * cos_TK[:, None] + torch.cat((-second, first), -1) * sin_TK[:, None]
-    return turned_THK.to(x_THK.dtype)
+def rope_tables(
+    positions_T3: Tensor, head_dim: int, theta: float, sections: tuple[int, int, int] | None = None, stretch: Stretch | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos_TR and sin_TR in float32, from positions (time, row, column); R = `head_dim`, the dims of a head that are rotated.
+
+    Frequency j of R/2 is theta^(-2j/R), and each is used twice: for dim j and for dim j + R/2. Nothing is kept in a
+    buffer: casting a model to bfloat16 would round stored frequencies, by many per cent for the low ones.
+
+    Without `sections` time alone counts. With them, frequencies 1, 4, 7, ... turn by the row, sections[1] of them, and
+    2, 5, 8, ... by the column, sections[2] of them; the rest by time (interleaved M-RoPE, Qwen3-VL).
+    """
+    j_R2 = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T3.device)
+    frequency_R2 = 1.0 / theta ** (j_R2 / head_dim)
+    if stretch is not None:
+        frequency_R2 = _stretched(frequency_R2, stretch)
+    if sections is None:
+        angles_TR2 = positions_T3[:, :1].float() * frequency_R2
+    else:
+        n_R2 = torch.arange(head_dim // 2, device=positions_T3.device)
+        by_row_R2, by_column_R2 = ((n_R2 % 3 == axis) & (n_R2 < 3 * sections[axis]) for axis in (1, 2))
+        angles_TR2 = positions_T3.float()[:, by_row_R2 + 2 * by_column_R2] * frequency_R2
+    angles_TR = torch.cat((angles_TR2, angles_TR2), -1)
+    return angles_TR.cos(), angles_TR.sin()
+
+
+def _stretched(frequency_R2: Tensor, by: Stretch) -> Tensor:
+    turns_R2 = by.original / (2 * math.pi / frequency_R2)  # in the original context
+    blend_R2 = ((turns_R2 - by.low) / (by.high - by.low)).clamp(0, 1)
+    return (1 - blend_R2) * frequency_R2 / by.factor + blend_R2 * frequency_R2
+
+
+def rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Turn each pair (j, j + R/2) of every head by its token's angle, in float32; the result has x's dtype. Dims from R on stay."""
+    dims("THK", x_THK, "TR", cos_TR, "TR", sin_TR)
+    turned = cos_TR.shape[1]
+    x_THR = x_THK[..., :turned].float()
+    first, second = x_THR.chunk(2, -1)
+    turned_THR = (x_THR * cos_TR[:, None] + torch.cat((-second, first), -1) * sin_TR[:, None]).to(x_THK.dtype)
+    return turned_THR if turned == x_THK.shape[2] else torch.cat((turned_THR, x_THK[..., turned:]), -1)

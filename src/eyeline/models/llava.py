@@ -8,7 +8,6 @@ Dims: T tokens  D width  P patches  M visual tokens (rows of the merged tower ou
 
 from collections.abc import Collection
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,11 +17,12 @@ from torch.nn import functional as F
 
 from eyeline.core.batch import Batch
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Facts, KeyRule, Part, prefixed
+from eyeline.core.facts import Facts, KeyRule, Part, Split, prefixed
 from eyeline.core.settings import Positive, Settings
-from eyeline.kernels.attention import LayerCache
 from eyeline.models import qwen2, siglip2
+from eyeline.models.decoder import Cache
 from eyeline.models.hf_config import Json, expect, integer, made, section
+from eyeline.models.languages import LANGUAGES, LanguageConfig
 from eyeline.models.layers import LayerNorm, Linear, normal_
 
 
@@ -37,7 +37,7 @@ class Config(Settings):
     family: Literal["llava"] = "llava"
     vision: siglip2.Config
     projector: ProjectorConfig = ProjectorConfig()
-    language: qwen2.Config
+    language: LanguageConfig
     feature_layer: int = -1  # which hidden state of the tower: 0 the embedded patches, -1 after the last block, -2 before it
     feature_norm: bool = True  # apply the tower's final norm: only after its last block
 
@@ -107,9 +107,9 @@ class Model(nn.Module):
         super().__init__()
         self.vision = siglip2.Model(c.vision, compute_dtype, c.feature_layer, c.feature_norm)
         self.projector = Projector(c)
-        self.language = qwen2.Model(c.language, compute_dtype)
+        self.language = LANGUAGES[c.language.family].Model(c.language, compute_dtype)
 
-    def forward(self, batch: Batch, cache: list[LayerCache] | None = None) -> Tensor:
+    def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Tensor:
         """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels.
 
         With a `cache` (one a layer, see `new_cache`) the batch is the prompts, or one new token a row.
@@ -119,8 +119,7 @@ class Model(nn.Module):
             features_PD = self.vision(batch.patches_PC, batch.places_P2, batch.cu_N1, batch.longest_image)
             visual_MD = self.projector(features_PD)[batch.sources_M]
             x_TD = x_TD.index_copy(0, batch.visual_M, visual_MD)
-        position_T = batch.positions_T3[:, 0]
-        return self.language(x_TD, position_T, batch.cu_S1, batch.longest, batch.rows_L, batch.labels_L, cache)
+        return self.language(x_TD, batch, cache)
 
     def recompute(self, parts: Collection[Part]) -> None:
         """Run the blocks of these parts again in the backward pass instead of keeping what they computed; of no others."""
@@ -142,25 +141,27 @@ def build(c: Config, device: torch.device | str, dtype: torch.dtype = torch.floa
     return model
 
 
-def new_cache(model: Model, rows: int, room: int) -> list[LayerCache]:
+def new_cache(model: Model, rows: int, room: int) -> list[Cache]:
     """Empty caches for `rows` sequences of at most `room` tokens, one a layer of the language model."""
-    language = model.language
-    keys = [block.attn.k for block in language.blocks if isinstance(block, qwen2.Block)]
-    dtype, device = language.compute_dtype, language.embed.weight.device
-    return [LayerCache(rows, room, k.out_features // language.K, language.K, dtype, device) for k in keys]
+    return model.language.new_cache(rows, room)
 
 
 def facts(c: Config) -> Facts:
     """What the model of this config states about itself: the tower's and the language model's own facts, prefixed."""
-    parts: tuple[tuple[Part, ModuleType], ...] = (("vision", siglip2), ("language", qwen2))
-    linears: dict[Part, dict[str, str]] = {part: {name: f"{part}.{x}" for name, x in family.LINEARS.items()} for part, family in parts}
-    linears["projector"] = {name: f"projector.{name}" for name in (("up", "down") if c.projector.kind == "mlp" else ("out",))}
+    language = LANGUAGES[c.language.family]
+    linears: dict[Part, dict[str, str]] = {
+        "vision": {name: f"vision.{x}" for name, x in siglip2.LINEARS.items()},
+        "language": {name: f"language.{x}" for name, x in language.linears(c.language).items()},
+        "projector": {name: f"projector.{name}" for name in (("up", "down") if c.projector.kind == "mlp" else ("out",))},
+    }
+    splits: dict[str, Split] = {f"vision.{x}": split for x, split in siglip2.SPLITS.items()}
+    splits |= {f"language.{x}": split for x, split in language.splits(c.language).items()}
     return Facts(
         parts={"vision": "vision", "projector": "projector", "language": "language"},
-        blocks={part: f"{part}.{family.BLOCKS}" for part, family in parts},
+        blocks={"vision": f"vision.{siglip2.BLOCKS}", "language": f"language.{language.blocks(c.language)}"},
         linears=linears,
-        splits={f"{part}.{x}": split for part, family in parts for x, split in family.SPLITS.items()},
-        seams=tuple(f"{part}.{x}" for part, family in parts for x in family.SEAMS),
+        splits=splits,
+        seams=(*(f"vision.{x}" for x in siglip2.SEAMS), *(f"language.{x}" for x in language.seams(c.language))),
         keys=LLAVA_KEYS(c),
         image=c.vision.rule(c.projector.shuffle),
         vocabulary=c.language.vocabulary,
@@ -182,7 +183,7 @@ def LLAVA_KEYS(c: Config) -> tuple[KeyRule, ...]:
     return (
         *prefixed(siglip2.KEYS, "vision.", "vision_tower."),
         *_projector_keys(c, "multi_modal_projector."),
-        *prefixed(qwen2.KEYS, "language.", "language_model."),
+        *prefixed(LANGUAGES[c.language.family].keys(c.language), "language.", "language_model."),
     )
 
 
@@ -191,7 +192,7 @@ def LFM2_VL_KEYS(c: Config) -> tuple[KeyRule, ...]:
     whole = "model.language_model."
     language = [
         replace(rule, theirs=whole + rule.theirs.removeprefix("model.") if rule.theirs.startswith("model.") else rule.theirs)
-        for rule in prefixed(qwen2.KEYS, "language.", "")
+        for rule in prefixed(LANGUAGES[c.language.family].keys(c.language), "language.", "")
     ]
     return (
         *prefixed(siglip2.NAFLEX_KEYS, "vision.", "model.vision_tower."),
@@ -245,7 +246,7 @@ def llava_to_hf(c: Config, image_token_id: int) -> dict[str, Any]:
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
         "vision_config": siglip2.to_hf(c.vision),
-        "text_config": qwen2.to_hf(c.language),
+        "text_config": LANGUAGES[c.language.family].to_hf(c.language),
         "image_token_index": _in_vocabulary(c, image_token_id),
         "image_seq_length": c.vision.side**2,
         "projector_hidden_act": "gelu",
@@ -263,7 +264,7 @@ def lfm2_vl_to_hf(c: Config, image_token_id: int) -> dict[str, Any]:
         "architectures": ["Lfm2VlForConditionalGeneration"],
         "model_type": "lfm2_vl",
         "vision_config": siglip2.to_hf_naflex(c.vision),
-        "text_config": qwen2.to_hf(c.language),
+        "text_config": LANGUAGES[c.language.family].to_hf(c.language),
         "image_token_id": _in_vocabulary(c, image_token_id),
         "downsample_factor": c.projector.shuffle,
         "projector_hidden_act": "gelu",

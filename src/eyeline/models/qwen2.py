@@ -1,29 +1,26 @@
 """Qwen2 and Qwen2.5 language models (Yang et al. 2024; the reference's class is `Qwen2ForCausalLM`).
 
 A decoder: RMS norms before each branch, grouped-query attention with rotary positions and biases on q, k and v, a gated
-feed-forward layer. All documents of a batch lie end to end and see only themselves.
-
-Dims: T tokens  S documents  D width  H query heads  G key/value heads  K head dim  F feed-forward  V vocabulary  L wanted rows
+feed-forward layer. The decoder is `models/decoder.py`'s.
 """
 
-from typing import Any, cast
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from pydantic import model_validator
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
-from eyeline.kernels.attention import LayerCache
-from eyeline.kernels.cross_entropy import summed_cross_entropy
-from eyeline.kernels.rope import rope_tables, rotate
+from eyeline.kernels.rope import rope_tables
+from eyeline.models import decoder
 from eyeline.models.hf_config import Json, expect, integer, kind, made, number
-from eyeline.models.layers import Attend, Linear, RMSNorm, normal_, run_block
+from eyeline.models.layers import RMSNorm
 
 
 class Config(Settings):
+    family: Literal["qwen2"] = "qwen2"
     vocabulary: Positive  # rows of the embedding, padding rows included
     width: Positive
     layers: Positive
@@ -51,139 +48,47 @@ class Config(Settings):
         return self.head_dim or self.width // self.heads
 
 
-class Attention(nn.Module):
-    def __init__(self, c: Config):
-        super().__init__()
-        self.K = c.K
-        self.q = Linear(c.width, c.heads * c.K)
-        self.k, self.v = Linear(c.width, c.kv_heads * c.K), Linear(c.width, c.kv_heads * c.K)
-        self.o = Linear(c.heads * c.K, c.width, bias=False)
-        self.attend = Attend(causal=True)
-
-    def forward(self, x_TD: Tensor, cos_TK: Tensor, sin_TK: Tensor, cu_S1: Tensor, longest: int, cache: LayerCache | None = None) -> Tensor:
-        # -1, not H or G: under tensor parallelism a rank holds some of the heads
-        q_THK, k_TGK, v_TGK = (project(x_TD).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
-        q_THK, k_TGK = rotate(q_THK, cos_TK, sin_TK), rotate(k_TGK, cos_TK, sin_TK)
-        return self.o(self.attend(q_THK, k_TGK, v_TGK, cu_S1, longest, cache).flatten(1))
+def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> decoder.Decoder:
+    blocks = (
+        decoder.Block(
+            c.width, c.eps, decoder.Attention(c.width, c.heads, c.kv_heads, c.K, biased=True), decoder.MLP(c.width, c.feed_forward)
+        )
+        for _ in range(c.layers)
+    )
+    tables = partial(rope_tables, head_dim=c.K, theta=c.rope_theta)
+    return decoder.Decoder(c.vocabulary, c.width, c.tied, blocks, RMSNorm(c.width, c.eps), tables, compute_dtype)
 
 
-class MLP(nn.Module):
-    def __init__(self, c: Config):
-        super().__init__()
-        self.gate, self.up = Linear(c.width, c.feed_forward, bias=False), Linear(c.width, c.feed_forward, bias=False)
-        self.down = Linear(c.feed_forward, c.width, bias=False)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
+def blocks(_c: Config) -> str:
+    return decoder.BLOCKS
 
 
-class Block(nn.Module):
-    def __init__(self, c: Config):
-        super().__init__()
-        self.norm1, self.norm2 = RMSNorm(c.width, c.eps), RMSNorm(c.width, c.eps)
-        self.attn, self.mlp = Attention(c), MLP(c)
-
-    def forward(self, x_TD: Tensor, cos_TK: Tensor, sin_TK: Tensor, cu_S1: Tensor, longest: int, cache: LayerCache | None = None) -> Tensor:
-        x_TD = x_TD + self.attn(self.norm1(x_TD), cos_TK, sin_TK, cu_S1, longest, cache)
-        return x_TD + self.mlp(self.norm2(x_TD))
+def linears(_c: Config) -> dict[str, str]:
+    return decoder.ATTENTION | decoder.FEED_FORWARD
 
 
-class Head(nn.Module):
-    """The way back to the vocabulary. Its forward returns what the caller wants of it, so that hooks on `forward` suffice."""
-
-    def __init__(self, c: Config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(c.vocabulary, c.width))
-
-    def forward(self, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None) -> Tensor:
-        """With labels: their summed cross-entropy. Without: logits_LV in float32. Only the rows asked for are touched."""
-        x_LD = x_TD[rows_L]
-        if labels_L is not None:
-            return summed_cross_entropy(x_LD, self.weight, labels_L)
-        return F.linear(x_LD, self.weight.to(x_LD.dtype)).float()
+def splits(c: Config) -> dict[str, Split]:
+    return decoder.splits_of(linears(c))
 
 
-class Model(nn.Module):
-    def __init__(self, c: Config, compute_dtype: torch.dtype = torch.float32):
-        super().__init__()
-        self.K, self.rope_theta, self.tied = c.K, c.rope_theta, c.tied
-        self.compute_dtype = compute_dtype
-        self.recompute = False
-        self.embed = nn.Embedding(c.vocabulary, c.width)
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.norm = RMSNorm(c.width, c.eps)
-        self.head = Head(c)
-        self.tie()
-
-    def tie(self) -> None:
-        """Make the head's weight *the same tensor* as the embedding's, where the config says so.
-
-        To be called again after anything that replaces parameters, such as `to_empty` of a model made on the meta device.
-        """
-        if self.tied:
-            self.head.weight = cast(nn.Parameter, self.embed.weight)  # torch's stub says Tensor; Embedding makes a Parameter
-
-    def embedded(self, tokens_T: Tensor) -> Tensor:
-        return self.embed(tokens_T).to(self.compute_dtype)
-
-    def forward(
-        self,
-        x_TD: Tensor,
-        position_T: Tensor,
-        cu_S1: Tensor,
-        longest: int,
-        rows_L: Tensor,
-        labels_L: Tensor | None,
-        cache: list[LayerCache] | None = None,
-    ) -> Tensor:
-        """Embedded tokens (and spliced visual ones) -> summed loss, or logits_LV where there are no labels."""
-        cos_TK, sin_TK = rope_tables(position_T, self.K, self.rope_theta)
-        for i, block in enumerate(self.blocks):
-            x_TD = run_block(block, self.recompute, x_TD, cos_TK, sin_TK, cu_S1, longest, cache and cache[i])
-        return self.head(self.norm(x_TD), rows_L, labels_L)
-
-    @torch.no_grad()
-    def initialise(self, rng: torch.Generator) -> None:
-        """From scratch: each residual branch starts at zero, so that a block starts as the identity; the embedding is small,
-        so that an untrained model's loss is near ln(vocabulary)."""
-        for name, parameter in self.named_parameters():
-            leaf = name.rsplit(".", 1)[-1]
-            if leaf == "bias" or name.endswith(("attn.o.weight", "mlp.down.weight")):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(1.0)
-            elif name.startswith(("embed.", "head.")):
-                normal_(parameter, 0.02, rng)
-            else:
-                normal_(parameter, parameter.shape[1] ** -0.5, rng)
+def seams(_c: Config) -> tuple[str, ...]:
+    return (decoder.ATTEND,)
 
 
-BLOCKS = "blocks.*"
-LINEARS = {
-    **{name: f"blocks.*.attn.{name}" for name in ("q", "k", "v", "o")},
-    **{name: f"blocks.*.mlp.{name}" for name in ("gate", "up", "down")},
-}
-SPLITS: dict[str, Split] = {LINEARS[name]: "split_out" for name in ("q", "k", "v", "gate", "up")}
-SPLITS |= {LINEARS[name]: "split_in" for name in ("o", "down")}
-SEAMS = ("blocks.*.attn.attend",)
+def experts(_c: Config) -> str | None:
+    return None
 
 
-_THEIRS = {
-    "norm1.weight": "input_layernorm.weight",
-    **{f"attn.{x}.{leaf}": f"self_attn.{x}_proj.{leaf}" for x in "qkv" for leaf in ("weight", "bias")},
-    "attn.o.weight": "self_attn.o_proj.weight",
-    "norm2.weight": "post_attention_layernorm.weight",
-    **{f"mlp.{x}.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
-}
-KEYS = (  # our tensors, and their names in a folder of `Qwen2ForCausalLM`
-    KeyRule("embed.weight", "model.embed_tokens.weight"),
-    *(KeyRule(f"blocks.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}") for ours, theirs in _THEIRS.items()),
-    KeyRule("norm.weight", "model.norm.weight"),
-    KeyRule("head.weight", "lm_head.weight"),  # of a tied model it is the embedding, and most files leave it out
-)
+# ---- Hugging Face's names and settings
+
+MODEL_TYPES = ("qwen2",)
+DROPPED: tuple[str, ...] = ()  # what a checkpoint may hold beyond our tensors
 
 
-# ---- Hugging Face's settings
+def keys(_c: Config) -> tuple[KeyRule, ...]:
+    """Our tensors, and their names in a folder of `Qwen2ForCausalLM`."""
+    biases = {f"attn.{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
+    return decoder.keys_of(decoder.NORM_NAMES | decoder.ATTENTION_NAMES | biases | decoder.FEED_FORWARD_NAMES)
 
 
 def from_hf(config_json: Json, where: str = "config.json") -> Config:

@@ -1,0 +1,206 @@
+"""The decoder that every language model here is: embedded tokens through blocks, a last norm, and a head.
+
+What differs between families is the block, and how positions turn into angles; both are given to `Decoder`. All documents
+of a batch lie end to end and see only themselves.
+
+Dims: T tokens  S documents  D width  H query heads  G key/value heads  K head dim  R rotated dims  F feed-forward
+      V vocabulary  L wanted rows  M visual tokens
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eyeline.core.batch import Batch
+from eyeline.core.facts import KeyRule, Split
+from eyeline.kernels.attention import LayerCache
+from eyeline.kernels.cross_entropy import summed_cross_entropy
+from eyeline.kernels.rope import rotate
+from eyeline.models.layers import Attend, Linear, RMSNorm, normal_, run_block
+
+
+class Layout(NamedTuple):
+    """What every block is told about the batch."""
+
+    cos_TR: Tensor  # float32: of each token's position
+    sin_TR: Tensor
+    cu_S1: Tensor
+    longest: int
+    real_T: Tensor  # bool: no padding. A tensor, so that compiled blocks do not depend on how much there is
+
+
+class Cache(Protocol):
+    """What one layer keeps of the sequences that are being generated."""
+
+    lengths: list[int]  # tokens of each row so far
+
+    def keep(self, rows: list[int]) -> None: ...
+
+
+class GeneratingBlock(Protocol):
+    def new_cache(self, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> Cache: ...
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; `biased`: whether q, k and v have biases."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, biased: bool):
+        super().__init__()
+        self.K = head_dim
+        self.q = Linear(width, heads * head_dim, bias=biased)
+        self.k, self.v = (Linear(width, kv_heads * head_dim, bias=biased) for _ in "kv")
+        self.o = Linear(heads * head_dim, width, bias=False)
+        self.attend = Attend(causal=True)
+
+    def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> Tensor:
+        # -1, not H or G: under tensor parallelism a rank holds some of the heads
+        q_THK, k_TGK, v_TGK = (project(x_TD).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        q_THK, k_TGK = rotate(q_THK, layout.cos_TR, layout.sin_TR), rotate(k_TGK, layout.cos_TR, layout.sin_TR)
+        return self.o(self.attend(q_THK, k_TGK, v_TGK, layout.cu_S1, layout.longest, cache).flatten(1))
+
+
+class MLP(nn.Module):
+    """The gated feed-forward layer (SwiGLU)."""
+
+    def __init__(self, width: int, feed_forward: int):
+        super().__init__()
+        self.gate, self.up = (Linear(width, feed_forward, bias=False) for _ in range(2))
+        self.down = Linear(feed_forward, width, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
+
+
+class Block(nn.Module):
+    """`x + attn(norm1(x))`, and of that `x + mlp(norm2(x))`."""
+
+    def __init__(self, width: int, eps: float, attn: Attention, mlp: nn.Module):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.attn, self.mlp = attn, mlp
+
+    def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> Tensor:
+        x_TD = x_TD + self.attn(self.norm1(x_TD), layout, cache)
+        return x_TD + self.mlp(self.norm2(x_TD))
+
+    def new_cache(self, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+        return new_layer_cache(self.attn.k, self.attn.K, rows, room, dtype, device)
+
+
+def new_layer_cache(k: Linear, head_dim: int, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+    """Of a layer whose keys `k` projects: the module knows how many heads of them are here."""
+    return LayerCache(rows, room, k.out_features // head_dim, head_dim, dtype, device)
+
+
+class Head(nn.Module):
+    """The way back to the vocabulary. Its forward returns what the caller wants of it, so that hooks on `forward` suffice."""
+
+    def __init__(self, vocabulary: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, width))
+
+    def forward(self, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None) -> Tensor:
+        """With labels: their summed cross-entropy. Without: logits_LV in float32. Only the rows asked for are touched."""
+        x_LD = x_TD[rows_L]
+        if labels_L is not None:
+            return summed_cross_entropy(x_LD, self.weight, labels_L)
+        return F.linear(x_LD, self.weight.to(x_LD.dtype)).float()
+
+
+class Decoder(nn.Module):
+    """`tables` turns positions_T3 into cos_TR and sin_TR."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        tied: bool,
+        blocks: Iterable[nn.Module],
+        norm: nn.Module,
+        tables: Callable[[Tensor], tuple[Tensor, Tensor]],
+        compute_dtype: torch.dtype,
+    ):
+        super().__init__()
+        self.tied, self.tables, self.compute_dtype = tied, tables, compute_dtype
+        self.recompute = False
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm
+        self.head = Head(vocabulary, width)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's weight *the same tensor* as the embedding's, where the config says so.
+
+        To be called again after anything that replaces parameters, such as `to_empty` of a model made on the meta device.
+        """
+        if self.tied:
+            self.head.weight = cast(nn.Parameter, self.embed.weight)  # torch's stub says Tensor; Embedding makes a Parameter
+
+    def embedded(self, tokens_T: Tensor) -> Tensor:
+        return self.embed(tokens_T).to(self.compute_dtype)
+
+    def forward(self, x_TD: Tensor, batch: Batch, cache: Sequence[Cache] | None = None, deep_MD: Sequence[Tensor] = ()) -> Tensor:
+        """Embedded tokens (and spliced visual ones) -> summed loss, or logits_LV where there are no labels.
+
+        `deep_MD[i]` is added to the visual tokens after block i (DeepStack).
+        """
+        cos_TR, sin_TR = self.tables(batch.positions_T3)
+        real_T = torch.arange(len(x_TD), device=x_TD.device) < batch.counts.real
+        layout = Layout(cos_TR, sin_TR, batch.cu_S1, batch.longest, real_T)
+        for i, block in enumerate(self.blocks):
+            x_TD = run_block(block, self.recompute, x_TD, layout, None if cache is None else cache[i])
+            if i < len(deep_MD):
+                x_TD = x_TD.index_add(0, batch.visual_M, deep_MD[i].to(x_TD.dtype))
+        return self.head(self.norm(x_TD), batch.rows_L, batch.labels_L)
+
+    def new_cache(self, rows: int, room: int) -> list[Cache]:
+        """Empty caches for `rows` sequences of at most `room` tokens, one a layer."""
+        blocks = cast(Iterable[GeneratingBlock], self.blocks)  # a ModuleList forgets what it holds
+        return [block.new_cache(rows, room, self.compute_dtype, self.embed.weight.device) for block in blocks]
+
+    @torch.no_grad()
+    def initialise(self, rng: torch.Generator) -> None:
+        """From scratch: each residual branch starts at zero, so that a block starts as the identity; the embedding is small,
+        so that an untrained model's loss is near ln(vocabulary)."""
+        for name, parameter in self.named_parameters():
+            leaf = name.rsplit(".", 1)[-1]
+            if leaf == "bias" or name.endswith(("attn.o.weight", "mlp.down.weight")):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            elif name.startswith(("embed.", "head.")):
+                normal_(parameter, 0.02, rng)
+            else:
+                normal_(parameter, parameter.shape[1] ** -0.5, rng)
+
+
+# ---- what such models state about themselves
+
+BLOCKS = "blocks.*"
+ATTENTION = {name: f"blocks.*.attn.{name}" for name in ("q", "k", "v", "o")}
+FEED_FORWARD = {name: f"blocks.*.mlp.{name}" for name in ("gate", "up", "down")}
+ATTEND = "blocks.*.attn.attend"
+
+
+def splits_of(linears: dict[str, str]) -> dict[str, Split]:
+    """How tensor parallelism cuts layers of these short names: o and down along their inputs, the others along their outputs."""
+    return {pattern: "split_in" if name in ("o", "down") else "split_out" for name, pattern in linears.items()}
+
+
+def keys_of(blocks: dict[str, str]) -> tuple[KeyRule, ...]:
+    """Rules for a folder of a `...ForCausalLM`, from the names inside a block and inside their layer."""
+    return (
+        KeyRule("embed.weight", "model.embed_tokens.weight"),
+        *(KeyRule(f"blocks.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}") for ours, theirs in blocks.items()),
+        KeyRule("norm.weight", "model.norm.weight"),
+        KeyRule("head.weight", "lm_head.weight"),  # of a tied model it is the embedding, and most files leave it out
+    )
+
+
+NORM_NAMES = {"norm1.weight": "input_layernorm.weight", "norm2.weight": "post_attention_layernorm.weight"}
+ATTENTION_NAMES = {f"attn.{x}.weight": f"self_attn.{x}_proj.weight" for x in "qkvo"}
+FEED_FORWARD_NAMES = {f"mlp.{x}.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
