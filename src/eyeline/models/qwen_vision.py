@@ -1,0 +1,379 @@
+"""The vision tower of Qwen3-VL and Qwen3.5, and the mergers behind it (Qwen team 2025; `Qwen3VLVisionModel`, `Qwen3_5VisionModel`).
+
+A vision transformer at native resolution. Patches, each of `frames` frames, are embedded by a linear layer; a learned square
+table of positions, stretched to each image's grid, is added; pre-norm blocks with two-dimensional rotary positions let the
+patches of one image, or of one slice of a film, look at each other. There is no final norm: mergers have their own.
+
+A merger turns merge² neighbouring patches into one visual token. The main one takes the last block's output. DeepStack's, one for
+each of `deep`, take the output of earlier blocks, and the language model adds theirs after its own first blocks.
+
+Dims: P patches of all images end to end  C numbers of a patch  D width  N images  H heads  K head dim  F feed-forward  M visual tokens
+"""
+
+import math
+from typing import Any
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eyeline.core.errors import Refused
+from eyeline.core.facts import KeyRule, Split
+from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
+from eyeline.kernels.rope import rotate
+from eyeline.models.hf_config import Json, expect, integer, made, number
+from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
+from eyeline.models.siglip2 import FILTERS, HALF, normalised, sine_positions
+
+EPS = 1e-6  # of every norm, in the tower and in the mergers: the reference has no setting for it
+THETA = 10_000.0  # base of the rotary frequencies: every checkpoint's
+
+
+class Config(Settings):
+    patch: Positive = 16  # pixels a side
+    frames: Positive = 2  # that a patch spans; a still is repeated
+    merge: Positive = 2  # r: r×r patches become one visual token
+    width: Positive
+    layers: Positive
+    heads: Positive
+    feed_forward: Positive
+    side: Positive = 48  # of the square table of positions
+    deep: tuple[NotNegative, ...] = ()  # blocks whose output DeepStack's mergers take, counted from 0
+    mean: tuple[float, float, float] = HALF
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = HALF
+    least: Positive = 256**2  # pixels of a still after resizing
+    most: Positive = 4096**2
+    film_least: Positive = 64**2  # pixels of all frames of a film together
+    film_most: Positive = 24 * 1024**2
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Config":
+        if self.width % (4 * self.heads):
+            raise ValueError(f"width={self.width} must be heads={self.heads} times a multiple of 4: rows and columns each turn pairs")
+        if list(self.deep) != sorted(set(self.deep)) or any(i >= self.layers for i in self.deep):
+            raise ValueError(f"deep={list(self.deep)} must be ascending numbers of blocks, below layers={self.layers}")
+        return self
+
+    @model_validator(mode="after")
+    def _limits(self) -> "Config":
+        for least, most in (("least", "most"), ("film_least", "film_most")):
+            if getattr(self, least) > getattr(self, most):
+                raise ValueError(f"{least}={getattr(self, least)} pixels are more than {most}={getattr(self, most)}")
+        return self
+
+    @property
+    def K(self) -> int:
+        return self.width // self.heads
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.K = c.K
+        self.q, self.k, self.v, self.o = (Linear(c.width, c.width) for _ in range(4))
+        self.attend = Attend(causal=False)
+
+    def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
+        # -1, not the number of heads: under tensor parallelism a rank holds some of them
+        q_PHK, k_PHK, v_PHK = (project(x_PD).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        q_PHK, k_PHK = rotate(q_PHK, cos_PK, sin_PK), rotate(k_PHK, cos_PK, sin_PK)
+        return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.up, self.down = Linear(c.width, c.feed_forward), Linear(c.feed_forward, c.width)
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_PD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.norm1, self.norm2 = LayerNorm(c.width, EPS), LayerNorm(c.width, EPS)
+        self.attn, self.mlp = Attention(c), MLP(c)
+
+    def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
+        x_PD = x_PD + self.attn(self.norm1(x_PD), cos_PK, sin_PK, cu_N1, longest)
+        return x_PD + self.mlp(self.norm2(x_PD))
+
+
+class Model(nn.Module):
+    """The tower. No images, zero patches, give zero features, and zeros as the gradient of every weight: so a rank without pictures
+    may call it for the sake of the others."""
+
+    def __init__(self, c: Config, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.K, self.side = c.K, c.side
+        self.mean, self.std, self.deep = c.mean, c.std, c.deep
+        self.compute_dtype = compute_dtype
+        self.recompute = False
+        self.embed = Linear(3 * c.frames * c.patch**2, c.width)
+        self.positions = nn.Embedding(c.side**2, c.width)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
+
+    def forward(self, patches_PC: Tensor, places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, longest: int) -> list[Tensor]:
+        """uint8 patches of all images, in merge order -> features_PD of the last block, then those of each block in `deep`."""
+        patches_PC = patches_PC.reshape(-1, self.embed.in_features)  # of no images there are no columns either
+        x_PD = self.embed(normalised(patches_PC, self.mean, self.std).to(self.compute_dtype))
+        position_PD = torch.zeros_like(x_PD, dtype=torch.float32)
+        for corner_P, share_P in between_corners(places_P2, grids_N2, cu_N1, self.side):
+            position_PD = position_PD + self.positions(corner_P) * share_P[:, None]
+        x_PD = x_PD + position_PD.to(x_PD.dtype)
+        cos_PK, sin_PK = axial_tables(places_P2, self.K)
+        deep = []
+        for i, block in enumerate(self.blocks):
+            x_PD = run_block(block, self.recompute, x_PD, cos_PK, sin_PK, cu_N1, longest)
+            if i in self.deep:
+                deep.append(x_PD)
+        return [x_PD, *deep]
+
+    @torch.no_grad()
+    def initialise(self, rng: torch.Generator) -> None:
+        """From scratch, as SigLIP 2: each residual branch starts at zero, positions at half the sine and cosine table."""
+        for name, parameter in self.named_parameters():
+            leaf = name.rsplit(".", 1)[-1]
+            if parameter is self.positions.weight:
+                parameter.copy_(0.5 * sine_positions(self.side, parameter.shape[1]))
+            elif leaf == "bias" or name.endswith(("attn.o.weight", "mlp.down.weight")):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                normal_(parameter, parameter.shape[1] ** -0.5, rng)
+
+
+def between_corners(places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
+    """The four rows of a square table [side²] between which each patch lies when the table is stretched over its image, corner on
+    corner, and the share of each: four times (corner_P, share_P), int64 and float32. `F.interpolate(align_corners=True)`, bilinear.
+    """
+    size_P2 = grids_N2.repeat_interleave(cu_N1.diff(), 0, output_size=len(places_P2))
+    at_P2 = places_P2.float() * (side - 1) / (size_P2 - 1).clamp(min=1)
+    low_P2 = at_P2.floor()
+    far_P2 = at_P2 - low_P2  # how far beyond the lower of two rows, and columns
+    low_P2 = low_P2.long()
+    high_P2 = (low_P2 + 1).clamp(max=side - 1)
+    rows, columns = ([(low_P2[:, i], 1 - far_P2[:, i]), (high_P2[:, i], far_P2[:, i])] for i in (0, 1))
+    return [(row_P * side + column_P, down_P * right_P) for row_P, down_P in rows for column_P, right_P in columns]
+
+
+def axial_tables(places_P2: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos_PK and sin_PK of two-dimensional rotary positions, float32: of the K/2 pairs of a head the first half turns by the row
+    and the second half by the column, with the frequencies THETA^(-4j/K), j < K/4, each."""
+    j = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=places_P2.device)
+    angles_PK2 = (places_P2.float()[:, :, None] * (1.0 / THETA ** (j / (head_dim // 2)))).flatten(1)
+    angles_PK = torch.cat((angles_PK2, angles_PK2), -1)
+    return angles_PK.cos(), angles_PK.sin()
+
+
+# ---- mergers: the part that is called the projector
+
+
+class Merger(nn.Module):
+    """merge² neighbouring patches -> one visual token. The main merger norms each patch (`joined` False), DeepStack's norm all
+    merge² together."""
+
+    def __init__(self, c: Config, out: int, joined: bool):
+        super().__init__()
+        self.width, self.joined = c.width * c.merge**2, joined
+        self.norm = LayerNorm(self.width if joined else c.width, EPS)
+        self.up, self.down = Linear(self.width, self.width), Linear(self.width, out)
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        # patches lie in merge order: those of one token follow one another
+        x_MD = self.norm(x_PD.reshape(-1, self.width)) if self.joined else self.norm(x_PD).reshape(-1, self.width)
+        return self.down(F.gelu(self.up(x_MD)))
+
+
+class Projector(nn.Module):
+    """All mergers: visual tokens for the embedded text, and for each of `deep` those that DeepStack adds later."""
+
+    def __init__(self, c: Config, out: int):
+        super().__init__()
+        self.main = Merger(c, out, joined=False)
+        self.deep = nn.ModuleList(Merger(c, out, joined=True) for _ in c.deep)
+
+    def forward(self, features: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """What the tower gave -> tokens_MD, and one more of that shape a DeepStack merger."""
+        last_PD, *deep = features
+        return self.main(last_PD), [merger(x_PD) for merger, x_PD in zip(self.deep, deep, strict=True)]
+
+    @torch.no_grad()
+    def initialise(self, rng: torch.Generator) -> None:
+        """From scratch. What DeepStack adds starts at zero: at first the language model sees the main merger's tokens alone."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias") or (name.startswith("deep.") and name.endswith("down.weight")):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                normal_(parameter, parameter.shape[1] ** -0.5, rng)
+
+
+BLOCKS = "blocks.*"
+LINEARS = {
+    **{name: f"blocks.*.attn.{name}" for name in ("q", "k", "v", "o")},
+    **{name: f"blocks.*.mlp.{name}" for name in ("up", "down")},
+}
+SPLITS: dict[str, Split] = {LINEARS[name]: "split_out" for name in ("q", "k", "v", "up")}
+SPLITS |= {LINEARS[name]: "split_in" for name in ("o", "down")}
+SEAMS = ("blocks.*.attn.attend",)
+PROJECTOR_LINEARS = {"up": "main.up", "down": "main.down"}
+DEEP_LINEARS = {"deep_up": "deep.*.up", "deep_down": "deep.*.down"}
+
+
+# ---- Hugging Face's names
+
+
+def keys(c: Config) -> tuple[KeyRule, ...]:
+    """The tower's tensors, and their names in the `visual` module of Qwen3-VL's and Qwen3.5's classes."""
+
+    def as_convolution(weight_DC: Tensor) -> Tensor:
+        return weight_DC.unflatten(1, (3, c.frames, c.patch, c.patch))
+
+    norms = [(f"blocks.{{i}}.{norm}", f"blocks.{{i}}.{norm}") for norm in ("norm1", "norm2")]
+    linears = [("attn.o", "attn.proj"), ("mlp.up", "mlp.linear_fc1"), ("mlp.down", "mlp.linear_fc2")]
+    same = [*norms, *((f"blocks.{{i}}.{ours}", f"blocks.{{i}}.{theirs}") for ours, theirs in linears)]
+    return (
+        KeyRule("embed.weight", "patch_embed.proj.weight", lambda weight_D3fpp: weight_D3fpp.flatten(1), as_convolution),
+        KeyRule("embed.bias", "patch_embed.proj.bias"),
+        KeyRule("positions.weight", "pos_embed.weight"),
+        *(KeyRule(f"{ours}.{leaf}", f"{theirs}.{leaf}") for ours, theirs in same for leaf in ("weight", "bias")),
+        *(
+            KeyRule(tuple(f"blocks.{{i}}.attn.{x}.{leaf}" for x in "qkv"), f"blocks.{{i}}.attn.qkv.{leaf}", _in_three, _joined)
+            for leaf in ("weight", "bias")
+        ),
+    )
+
+
+def _in_three(qkv: Tensor) -> tuple[Tensor, ...]:
+    return qkv.chunk(3)
+
+
+def _joined(*qkv: Tensor) -> Tensor:
+    return torch.cat(qkv)
+
+
+def projector_keys(c: Config) -> tuple[KeyRule, ...]:
+    """The mergers' tensors, and their names in the same module."""
+    mergers = [("main", "merger"), *([("deep.{i}", "deepstack_merger_list.{i}")] if c.deep else [])]
+    layers = [("norm", "norm"), ("up", "linear_fc1"), ("down", "linear_fc2")]
+    return tuple(
+        KeyRule(f"{ours}.{mine}.{leaf}", f"{theirs}.{its}.{leaf}")
+        for ours, theirs in mergers
+        for mine, its in layers
+        for leaf in ("weight", "bias")
+    )
+
+
+# ---- Hugging Face's settings
+
+FIXED = {"hidden_act": "gelu_pytorch_tanh", "in_channels": 3}
+
+
+def to_hf(c: Config, out: int) -> dict[str, Any]:
+    """`vision_config` of config.json, but for its model_type; `out` is the width of the language model."""
+    return {
+        **FIXED,
+        "patch_size": c.patch,
+        "temporal_patch_size": c.frames,
+        "spatial_merge_size": c.merge,
+        "hidden_size": c.width,
+        "depth": c.layers,
+        "num_heads": c.heads,
+        "intermediate_size": c.feed_forward,
+        "num_position_embeddings": c.side**2,
+        "out_hidden_size": out,
+        "deepstack_visual_indexes": list(c.deep),
+    }
+
+
+def to_preprocessor(c: Config) -> dict[str, Any]:
+    """preprocessor_config.json of the `Qwen2VLImageProcessor` that prepares stills as the model was trained."""
+    return {"image_processor_type": "Qwen2VLImageProcessor", **_to_processor(c, c.least, c.most)}
+
+
+def to_video_preprocessor(c: Config) -> dict[str, Any]:
+    """video_preprocessor_config.json of the `Qwen3VLVideoProcessor` that prepares films alike."""
+    sampling = {"do_sample_frames": True, "fps": 2, "min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": False}
+    return {"video_processor_type": "Qwen3VLVideoProcessor", **_to_processor(c, c.film_least, c.film_most), **sampling}
+
+
+def _to_processor(c: Config, least: int, most: int) -> dict[str, Any]:
+    return {
+        "processor_class": "Qwen3VLProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": least, "longest_edge": most},  # misnomers: pixels in all
+        "resample": FILTERS.index("bicubic"),
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(c.mean),
+        "image_std": list(c.std),
+        "patch_size": c.patch,
+        "temporal_patch_size": c.frames,
+        "merge_size": c.merge,
+    }
+
+
+def from_hf(json: Json, preprocessor: Json | None, video: Json | None, where: str, deep: tuple[int, ...]) -> Config:
+    """The tower of a `vision_config`, preprocessor_config.json and video_preprocessor_config.json. Keys that a file leaves out have
+    the defaults of transformers' classes, `deep` among them; a file that is not there has those of Qwen3-VL's. Raises Refused."""
+    expect(where, json, {**FIXED, "quantization_config": None})
+    expect(f"rope_parameters in {where}", json.get("rope_parameters") or {}, {"rope_type": "axial", "rope_theta": THETA})
+    positions = integer(where, json, "num_position_embeddings", 2304)
+    side = math.isqrt(positions)
+    if side**2 != positions:
+        raise Refused(f"{where} has num_position_embeddings={positions}; wanted a square number, for a square table. Is the file damaged?")
+    tower = {
+        "patch": integer(where, json, "patch_size", 16),
+        "frames": integer(where, json, "temporal_patch_size", 2),
+        "merge": integer(where, json, "spatial_merge_size", 2),
+        "width": integer(where, json, "hidden_size", 1152),
+        "layers": integer(where, json, "depth", 27),
+        "heads": integer(where, json, "num_heads", 16),
+        "feed_forward": integer(where, json, "intermediate_size", 4304),
+        "side": side,
+        "deep": json.get("deepstack_visual_indexes", deep),
+    }
+    stills, films = {}, {}
+    if preprocessor is not None:
+        stills = _from_processor("preprocessor_config.json", preprocessor, tower, ("least", "most"), (56**2, 28**2 * 1280), CLIP)
+    if video is not None:
+        name = "video_preprocessor_config.json"
+        films = _from_processor(name, video, tower, ("film_least", "film_most"), (128 * 32**2, 768 * 32**2), (HALF, HALF))
+        for key in ("mean", "std"):
+            if stills and films[key] != stills[key]:
+                raise Refused(f"{name} has image_{key}={films[key]}, and stills have {stills[key]}; Eyeline prepares both alike.")
+    return made(where, Config, {**tower, **films, **stills})
+
+
+CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))  # what the image processor has by default
+
+
+def _from_processor(
+    where: str, json: Json, tower: Json, names: tuple[str, str], limits: tuple[int, int], colours: tuple[tuple[float, ...], ...]
+) -> dict[str, Any]:
+    """Limits under these names, mean and std of stills or films; `limits` and `colours` are what the class has by default."""
+    same = {"patch_size": tower["patch"], "temporal_patch_size": tower["frames"], "merge_size": tower["merge"]}
+    always = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
+    expect(where, json, {**always, **same, "resample": FILTERS.index("bicubic")})
+    if json.get("cap_pixels_per_frame"):
+        raise Refused(f"{where} has cap_pixels_per_frame=true; Eyeline limits the pixels of a whole film only. Set it to false.")
+    if abs(number(where, json, "rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
+        raise Refused(f"{where} has rescale_factor={json['rescale_factor']!r}; wanted 1/255. Use the model's own file.")
+    size = {**dict(zip(("shortest_edge", "longest_edge"), limits, strict=True)), **(json.get("size") or {})}
+    if names[0] == "least":  # older names, which go before those; the class for films does not read them
+        older = {"shortest_edge": json.get("min_pixels"), "longest_edge": json.get("max_pixels")}
+        size |= {key: value for key, value in older.items() if value is not None}
+    found: dict[str, Any] = {name: integer(f"size in {where}", size, key, 0) for name, key in zip(names, size, strict=False)}
+    for key, default in zip(("mean", "std"), colours, strict=True):
+        got = json.get(f"image_{key}", default)
+        if not isinstance(got, list | tuple) or len(got) != 3 or not all(isinstance(x, int | float) for x in got):
+            raise Refused(f"{where} has image_{key}={got!r}; wanted three numbers. Use the model's own file.")
+        found[key] = tuple(map(float, got))
+    return found
