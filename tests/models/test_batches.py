@@ -1,146 +1,175 @@
-"""What may not change the answer: packing, padding, sharing a picture, recomputing, asking for logits; and bfloat16's bound."""
+"""What may not change the answer: packing, padding, shared pictures, pictures elsewhere, recomputing; and bfloat16's bound."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from eyeline.core.batch import Budget, Document
+from eyeline.core.batch import Batch, Budget
+from eyeline.core.facts import matches
 from eyeline.data.batches import batch_of
-from eyeline.models import FAMILIES
 from tests.models import twins
-from tests.models.twins import CASES, close
-
-MODELS = [(family, case) for family, cases in CASES.items() for case in cases]
-
-
-@pytest.fixture(params=MODELS, ids=[case for _, case in MODELS])
-def made(request):
-    """A config and its randomised model."""
-    family, case = request.param
-    c = CASES[family][case]
-    model = FAMILIES[family].build(c, "cpu")
-    twins.randomise(model)
-    return c, model
+from tests.models.cases import each_case, each_pictured_case
+from tests.models.twins import Case, close, run, same
 
 
-def run(model: nn.Module, documents: list[Document], budget: Budget | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of one batch."""
-    model.zero_grad()
-    loss = model(batch_of(documents, budget))
-    loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+@each_case
+def test_packed_equals_one_by_one(case: Case):
+    model = twins.randomised(case)
+    same(run(model, case.documents), twins.one_by_one(model, case.documents))
 
 
-def one_by_one(model: nn.Module, documents: list[Document]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same, each document a batch of its own; gradients add up. The text-only ones never run the tower."""
-    model.zero_grad()
-    losses = [model(batch_of([d], None)) for d in documents]
-    torch.stack(losses).sum().backward()
-    return torch.stack(losses).sum().detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+@each_case
+def test_padding_changes_nothing(case: Case):
+    model = twins.randomised(case)
+    tokens = sum(len(d.tokens_T) for d in case.documents)
+    same(run(model, case.documents, Budget(tokens + 13, 10_000)), run(model, case.documents))
 
 
-def same(a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[str, Tensor]]) -> None:
-    close(a[0], b[0], "loss")
-    twins.all_close(a[1], b[1])
+@each_case
+def test_order_in_the_pack_changes_nothing(case: Case):
+    model = twins.randomised(case)
+    same(run(model, case.documents[::-1]), run(model, case.documents))
 
 
-def test_packed_equals_one_by_one(made):
-    c, model = made
-    same(run(model, twins.documents(c)), one_by_one(model, twins.documents(c)))
+@each_case
+def test_documents_do_not_see_one_another(case: Case):
+    """Other text in the first document of a pack changes its own logits and not one bit of another's, either way round."""
+    model = twins.randomised(case)
+    for first, *rest in (case.documents, case.documents[::-1]):
+        other = replace(first, tokens_T=np.where(first.tokens_T < twins.IMAGE_TOKEN, 1, first.tokens_T).astype(np.int32))
+        for place in (0, len(rest)):
+            packs = [[*rest[:place], x, *rest[place:]] for x in (first, other)]
+            batch = batch_of(packs[0], None)
+            before, after = twins.logits_of(model, batch), twins.logits_of(model, batch_of(packs[1], None))
+            mine = (batch.rows_L >= batch.cu_S1[place]) & (batch.rows_L < batch.cu_S1[place + 1])
+            assert (before[mine] - after[mine]).abs().max() > 0.01
+            close(after[~mine], before[~mine], "logits of the others", tolerance=1e-6)
 
 
-def test_padding_changes_nothing(made):
-    c, model = made
-    documents = twins.documents(c)
-    tokens = sum(len(d.tokens_T) for d in documents)
-    same(run(model, documents, Budget(tokens + 13, 10_000)), run(model, documents))
-
-
-def test_order_in_the_pack_changes_nothing(made):
-    c, model = made
-    same(run(model, twins.documents(c)[::-1]), run(model, twins.documents(c)))
-
-
-def test_shared_picture_equals_own_copies(made):
+@each_pictured_case
+def test_shared_picture_equals_own_copies(case: Case):
     """Three questions on one picture: encoded once, or once each, and they do not see each other's answers."""
-    c, model = made
-    asking = [twins.document(f"q{i}", [2, "cat", 3 + i], c) for i in range(3)]
+    model, first = twins.randomised(case), case.pictured[0]
+    rng = np.random.default_rng(0)
+    text = np.setdiff1d(np.arange(len(first.tokens_T)), first.visual_M)
+
+    def asked(name: str) -> np.ndarray:
+        tokens_T = first.tokens_T.copy()
+        tokens_T[text] = rng.integers(0, twins.IMAGE_TOKEN, len(text))
+        return tokens_T
+
+    asking = [replace(first, id=f"q{i}", tokens_T=asked(f"q{i}")) for i in range(3)]
     alone = [replace(d, images=tuple(replace(x, key=f"{x.key} {d.id}") for x in d.images)) for d in asking]
     shared, copies = batch_of(asking, None), batch_of(alone, None)
-    assert (shared.counts.images, copies.counts.images) == (1, 3)
+    assert copies.counts.images == 3 * shared.counts.images
     same(run(model, asking), run(model, alone))
 
-    other = replace(asking[0], tokens_T=np.where(asking[0].tokens_T < 50, 1, asking[0].tokens_T).astype(np.int32))
-    before, after = twins.logits_of(model, shared), twins.logits_of(model, batch_of([other, *asking[1:]], None))
-    mine = shared.rows_L < shared.cu_S1[1]
-    assert (before[mine] - after[mine]).abs().max() > 0.01
-    assert torch.equal(before[~mine], after[~mine]), "one question's text reaches another's answer"
+
+def beside(texts: Batch, pictures: Batch) -> Batch:
+    """A batch of texts whose tower runs on pictures that no document shows: what a rank without pictures will do."""
+    names = ("patches_PC", "places_P2", "grids_N2", "cu_N1", "longest_image")
+    return replace(texts, **{name: getattr(pictures, name) for name in names})
 
 
-def test_recomputing_changes_nothing(made):
-    c, model = made
-    kept = run(model, twins.documents(c))
-    calls = []
-    for part in (model.vision, model.language):
-        part.recompute = True
-        part.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    recomputed = run(model, twins.documents(c))
-    assert len(calls) == 4, "each block runs once more in the backward pass"
-    assert torch.equal(kept[0], recomputed[0])
-    assert all(torch.equal(kept[1][n], recomputed[1][n]) for n in kept[1])
+@each_pictured_case
+def test_text_only_equals_a_dummy_pass_of_the_tower(case: Case):
+    model = twins.randomised(case)
+    batch = batch_of(case.texts, None)
+    want, gradients = twins.run_batch(model, batch)
+    assert {n.split(".")[0] for n in gradients} == {"language"}
+    got, others = twins.run_batch(model, beside(batch, batch_of(case.pictured, None)))
+    close(got, want, "loss")
+    twins.all_close({n: x for n, x in others.items() if n.startswith("language.")}, gradients)
+    assert not any(x.any() for n, x in others.items() if not n.startswith("language."))
 
 
-def test_recomputing_above_a_frozen_input_keeps_gradients(made):
-    """Only the adapters-like case: everything frozen but one weight in the middle of a recomputed stack (F5)."""
-    c, model = made
+@each_pictured_case
+def test_text_only_batch_does_not_run_the_tower(case: Case):
+    model = twins.randomised(case)
+    model.vision.register_forward_hook(lambda *_: pytest.fail("the tower ran"))
+    run(model, case.texts)
+
+
+@each_pictured_case
+def test_pictures_and_their_order_matter(case: Case):
+    model = twins.randomised(case)
+    d = next(d for d in case.documents if len({i.grid for i in d.images}) < len(d.images))
+    places = [k for k, i in enumerate(d.images) if [j.grid for j in d.images].count(i.grid) > 1][:2]
+    images = list(d.images)
+    images[places[0]], images[places[1]] = images[places[1]], images[places[0]]
+    before, after = (twins.logits_of(model, batch_of([x], None)) for x in (d, replace(d, images=tuple(images))))
+    assert (before - after).abs().max() > 0.01
+
+
+@each_case
+def test_recomputing_changes_nothing(case: Case):
+    model, facts = twins.randomised(case), case.facts
+    kept = run(model, case.documents)
+    calls: list[str] = []
+    blocks = [(part, m) for part, pattern in facts.blocks.items() for n, m in model.named_modules() if matches(pattern, n)]
+    for part, block in blocks:
+        block.register_forward_pre_hook(lambda *_, part=part: calls.append(part))
+    run(model, case.documents)
+    once = {part: calls.count(part) for part in facts.blocks}
+    for parts in [[part] for part in facts.blocks] + [list(facts.blocks)]:
+        model.recompute(parts)
+        calls.clear()
+        recomputed = run(model, case.documents)
+        assert {part: calls.count(part) for part in facts.blocks} == {part: n * (1 + (part in parts)) for part, n in once.items()}
+        assert torch.equal(kept[0], recomputed[0])
+        assert all(torch.equal(kept[1][n], recomputed[1][n]) for n in kept[1])
+
+
+@each_case
+def test_recomputing_above_a_frozen_input_keeps_gradients(case: Case):
+    """Everything frozen but one weight in the middle of a recomputed stack (F5)."""
+    model = twins.randomised(case)
     model.requires_grad_(False)
-    weight = model.language.blocks[0].attn.v.weight.requires_grad_()
-    batch = batch_of(twins.documents(c), None)
+    weight = next(p for n, p in model.named_parameters() if n.startswith("language.blocks.0.") and p.ndim == 2)
+    weight.requires_grad_()
+    batch = batch_of(case.documents, None)
     (want,) = torch.autograd.grad(model(batch), weight)
-    model.language.recompute = True
+    assert want.any()
+    model.recompute(["language"])
     (got,) = torch.autograd.grad(model(batch), weight)
     assert torch.equal(got, want)
 
 
-def test_logits_give_the_loss(made):
-    c, model = made
-    batch = batch_of(twins.documents(c), None)
+@each_case
+def test_logits_give_the_loss(case: Case):
+    model = twins.randomised(case)
+    batch = batch_of(case.documents, None)
     logits_LV = twins.logits_of(model, batch)
-    assert logits_LV.shape == (len(batch.rows_L), c.language.vocabulary)
+    assert logits_LV.shape == (len(batch.rows_L), case.facts.vocabulary)
     close(nn.functional.cross_entropy(logits_LV, batch.labels_L, reduction="sum"), model(batch), "loss")
 
 
-def test_text_only_batch_does_not_run_the_tower(made):
-    c, model = made
-    model.vision.register_forward_hook(lambda *_: pytest.fail("the tower ran"))
-    _, gradients = run(model, [d for d in twins.documents(c) if not d.images])
-    assert {n.split(".")[0] for n in gradients} == {"language"}
-
-
-def test_unused_modules_are_those_without_a_gradient(made):
-    c, model = made
-    _, gradients = run(model, twins.documents(c))
-    facts = FAMILIES["llava"].facts(c)
-    unused = {n for n, _ in model.named_parameters() if any(n.startswith(root + ".") for root in facts.unused)}
+@each_case
+def test_unused_modules_are_those_without_a_gradient(case: Case):
+    model = twins.randomised(case)
+    _, gradients = run(model, case.documents)
+    unused = {n for n, _ in model.named_parameters() if any(n.startswith(root + ".") for root in case.facts.unused)}
     assert unused == {n for n, _ in model.named_parameters()} - gradients.keys()
 
 
-def test_bfloat16_over_float32_masters_stays_near(made):
+@each_case
+def test_bfloat16_over_float32_masters_stays_near(case: Case):
     """One rounding has eight bits: a few of them a layer give per cents of the largest logit, not tens of per cents."""
-    c, model = made
-    batch = batch_of(twins.documents(c), None)
-    half = FAMILIES["llava"].build(c, "cpu", compute_dtype=torch.bfloat16)
+    model = twins.randomised(case)
+    batch = batch_of(case.documents, None)
+    half = twins.built(case, torch.bfloat16)
     half.load_state_dict(model.state_dict())
     stream = []
-    for part in (half.vision, half.language):
-        for block in part.blocks:
-            block.register_forward_hook(lambda *args: stream.append(args[-1].dtype))
+    for pattern in case.facts.blocks.values():
+        for name, block in half.named_modules():
+            if matches(pattern, name):
+                block.register_forward_hook(lambda *args: stream.append(args[-1].dtype))
     logits_LV = twins.logits_of(half, batch)
     assert logits_LV.dtype == torch.float32
-    close(logits_LV, twins.logits_of(model, batch), "logits", tolerance=0.05)
+    close(logits_LV, twins.logits_of(model, batch), "logits", tolerance=case.half)
     assert set(stream) == {torch.bfloat16}, "a float32 weight or table has raised the stream's precision"
 
     half(batch).backward()
@@ -150,13 +179,14 @@ def test_bfloat16_over_float32_masters_stays_near(made):
     assert torch.nn.functional.cosine_similarity(got, want, dim=0) > 0.99
 
 
-def test_frozen_parts_may_be_bfloat16(made):
+@each_case
+def test_frozen_parts_may_be_bfloat16(case: Case):
     """In a bfloat16 run, a weight kept in bfloat16 gives what the same value kept in float32 gives."""
-    c, model = made
-    batch = batch_of(twins.documents(c), None)
+    model = twins.randomised(case)
+    batch = batch_of(case.documents, None)
     outputs = []
     for dtype in (torch.float32, torch.bfloat16):
-        half = FAMILIES["llava"].build(c, "cpu", dtype=dtype, compute_dtype=torch.bfloat16)
+        half = twins.built(case, torch.bfloat16, dtype=dtype)
         half.load_state_dict({n: x.bfloat16() for n, x in model.state_dict().items()})
         outputs.append(twins.logits_of(half, batch).detach())
     assert torch.equal(*outputs)

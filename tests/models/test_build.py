@@ -11,10 +11,10 @@ from eyeline.core.randomness import torch_rng_for
 from eyeline.models import FAMILIES, llava, qwen2, siglip2
 from eyeline.models.layers import Attend, LayerNorm, Linear, RMSNorm
 from tests.models import twins
-from tests.models.twins import CASES
+from tests.models.cases import each_case
+from tests.models.cases.llava import CONFIGS, SHUFFLING, VISION, language
 
-ALL = [(family, case) for family, cases in CASES.items() for case in cases]
-TIED = llava.Config(vision=twins.VISION, language=twins.language(tied=True))
+TIED = llava.Config(vision=VISION, language=language(tied=True))
 
 
 def test_tied_head_is_the_embedding_however_the_model_is_made():
@@ -25,7 +25,7 @@ def test_tied_head_is_the_embedding_however_the_model_is_made():
             model.language.embed.weight.fill_(3.0)
         assert model.language.head.weight.untyped_storage().data_ptr() == model.language.embed.weight.untyped_storage().data_ptr()
         assert "language.head.weight" not in dict(model.named_parameters())
-    untied = llava.build(twins.SHUFFLING, "cpu")
+    untied = llava.build(SHUFFLING, "cpu")
     assert untied.language.head.weight is not untied.language.embed.weight
     assert "language.head.weight" in dict(untied.named_parameters())
 
@@ -36,14 +36,12 @@ def test_built_model_has_no_tensor_left_on_meta():
     assert not list(model.buffers()), "a buffer would be cast and moved with the weights"
 
 
-@pytest.mark.parametrize(("family", "case"), ALL, ids=[case for _, case in ALL])
-def test_facts_fit_the_model(family, case):
-    c = CASES[family][case]
-    model, facts = FAMILIES[family].build(c, "meta"), FAMILIES[family].facts(c)
+@each_case
+def test_facts_fit_the_model(case):
+    model, facts = FAMILIES[case.config.family].build(case.config, "meta"), case.facts
     modules = dict(model.named_modules())
     for name, _ in model.named_parameters(remove_duplicate=False):
         assert part_of(facts, name) in PARTS
-        twins.theirs_of(name, facts.keys)
     named = {
         "blocks": list(facts.blocks.values()),
         "linears": [p for patterns in facts.linears.values() for p in patterns.values()],
@@ -58,26 +56,29 @@ def test_facts_fit_the_model(family, case):
             if what in ("linears", "splits"):
                 assert all(isinstance(m, Linear) for m in hits)
             if what == "seams":
-                assert all(isinstance(m, Attend) and not list(m.parameters()) for m in hits)
-    assert {n for n, m in modules.items() if isinstance(m, Attend)} == {n for n in modules if any(matches(s, n) for s in facts.seams)}
-    assert facts.vocabulary == c.language.vocabulary
-    assert facts.image.units(7, 9)[0].tokens == (c.vision.side // c.projector.shuffle) ** 2
+                assert not any(list(m.parameters()) for m in hits)
+    assert {n for n, m in modules.items() if isinstance(m, Attend)} <= {n for n in modules if any(matches(s, n) for s in facts.seams)}
+    assert facts.vocabulary == model.language.embed.num_embeddings
+    for image in (i for d in case.documents for i in d.images):
+        assert image.patches_PC.shape[1] == 3 * facts.image.frames * facts.image.patch**2
+        assert image.merge == facts.image.merge
 
 
 # ---- initial weights
 
 
-def test_initial_loss_is_that_of_guessing():
+@each_case
+def test_initial_loss_is_that_of_guessing(case):
     """Blocks start as the identity, so an untrained model knows nothing: ln(vocabulary) a label."""
-    for c in (twins.SHUFFLING, TIED):
-        model = llava.build(c, "cpu")
-        model.initialise(torch_rng_for(0, "weights"))
-        batch = twins.with_labels(twins.documents(c))
-        assert model(batch).item() / len(batch.labels_L) == pytest.approx(math.log(c.language.vocabulary), rel=0.02)
+    model = twins.built(case)
+    model.initialise(torch_rng_for(0, "weights"))
+    batch = twins.batch_of(case.documents, None)
+    assert model(batch).item() / len(batch.labels_L) == pytest.approx(math.log(case.facts.vocabulary), rel=0.02)
 
 
-def test_initial_weights_have_an_address_and_reach_every_tensor():
-    models = [llava.build(twins.SHUFFLING, "cpu") for _ in range(3)]
+@each_case
+def test_initial_weights_have_an_address_and_reach_every_tensor(case):
+    models = [twins.built(case) for _ in range(3)]
     for model, seed in zip(models, (0, 0, 1), strict=True):
         with torch.no_grad():
             for p in model.parameters():
@@ -89,23 +90,24 @@ def test_initial_weights_have_an_address_and_reach_every_tensor():
     assert not torch.equal(a["language.embed.weight"], other["language.embed.weight"])
 
 
-def test_every_tensor_learns_within_three_steps():
+@each_case
+def test_every_tensor_learns_within_three_steps(case):
     """The ends of the branches start at zero, so the language model's inside learns a step later than they do, and the
     tower's another: it is behind them."""
-    model = llava.build(twins.SHUFFLING, "cpu")
+    model = twins.built(case)
     model.initialise(torch_rng_for(0, "weights"))
-    before = {n: p.clone() for n, p in model.named_parameters()}
+    before = {n: p.clone() for n, p in model.named_parameters() if not any(n.startswith(root + ".") for root in case.facts.unused)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = twins.with_labels(twins.documents(twins.SHUFFLING))
+    batch = twins.batch_of(case.documents, None)
     for _ in range(3):
         optimizer.zero_grad()
         model(batch).backward()
         optimizer.step()
-    assert [n for n, p in model.named_parameters() if torch.equal(p, before[n])] == []
+    assert [n for n, p in before.items() if torch.equal(p, model.get_parameter(n))] == []
 
 
 def test_positions_start_as_half_the_sine_table():
-    model = siglip2.Model(twins.VISION)
+    model = siglip2.Model(VISION)
     model.initialise(torch_rng_for(0, "weights"))
     table = model.positions.weight.detach().unflatten(0, (4, 4))
     row, column, quarter = 2, 3, 4  # width 16
@@ -117,7 +119,7 @@ def test_positions_start_as_half_the_sine_table():
 def test_normalisation_by_hand():
     """Red 255, green 0, blue 51 under mean (.4 .5 .6) and std (.3 .4 .5): 2, -1.25, -0.8."""
     patch = torch.tensor([[255] * 9 + [0] * 9 + [51] * 9], dtype=torch.uint8)
-    got = siglip2.normalised(patch, twins.VISION.mean, twins.VISION.std)
+    got = siglip2.normalised(patch, VISION.mean, VISION.std)
     torch.testing.assert_close(got, torch.tensor([[2.0] * 9 + [-1.25] * 9 + [-0.8] * 9]))
 
 
@@ -168,7 +170,7 @@ def test_contradictions_are_refused(wrong, message):
 
 
 def test_config_survives_json():
-    for c in CASES["llava"].values():
+    for c in CONFIGS.values():
         assert llava.Config.model_validate_json(c.model_dump_json()) == c
 
 
@@ -176,7 +178,7 @@ def test_config_survives_json():
 def test_projector_kinds(kind):
     """Linear: one matrix on r² joined patches. MLP: two, of its own hidden width, with an exact GELU."""
     projector = llava.ProjectorConfig(kind=kind, width=10 if kind == "mlp" else None, shuffle=2)
-    p = llava.Projector(llava.Config(vision=twins.VISION, projector=projector, language=twins.language(tied=True)))
+    p = llava.Projector(llava.Config(vision=VISION, projector=projector, language=language(tied=True)))
     p.initialise(torch_rng_for(0, "weights"))
     x_PD = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     joined = torch.stack([x_PD[:4].flatten(), x_PD[4:].flatten()])
@@ -190,6 +192,6 @@ def test_projector_kinds(kind):
 
 
 def test_head_width_is_free_of_the_width():
-    c = twins.language(tied=True, head_dim=8)
-    assert (c.K, twins.language(tied=True).K) == (8, 6)
+    c = language(tied=True, head_dim=8)
+    assert (c.K, language(tied=True).K) == (8, 6)
     assert qwen2.Model(c).blocks[0].attn.q.weight.shape == (32, 24)

@@ -7,13 +7,14 @@ from eyeline.core.batch import Document
 from eyeline.data.batches import batch_of
 from eyeline.models import llava
 from tests.models import twins
+from tests.models.cases.llava import SHUFFLING, shown
 
 
 def test_steps_with_a_cache_equal_the_whole_text_again():
-    c = twins.SHUFFLING
-    model = llava.build(c, "cpu")
+    model = llava.build(SHUFFLING, "cpu")
     twins.randomise(model)
-    prompts = [twins.document("a", [3, "cat", 2], c), twins.document("b", [2], c), twins.document("c", ["cat", "dog", 1], c)]
+    cat, dog, _ = shown(SHUFFLING)
+    prompts = [twins.document("a", 3, cat, 2), twins.document("b", 2), twins.document("c", cat, dog, 1)]
     forced = np.array([[3, 4, 5], [6, 7, 8], [9, 10, 11]], np.int32)  # row, step
 
     def longer(row: int, steps: int) -> Document:

@@ -1,39 +1,82 @@
-"""Blocks compile to one graph that fits every layout of documents: the attention operator is opaque."""
+"""Blocks compile to one graph that fits every layout of documents and images: what depends on the layout is opaque."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from eyeline.kernels.rope import rope_tables
-from eyeline.models import qwen2, siglip2
-from eyeline.models.decoder import Layout
+from eyeline.core.facts import matches
+from eyeline.core.randomness import rng_for
+from eyeline.data.batches import batch_of
 from tests.models import twins
-from tests.models.twins import VISION, close
+from tests.models.cases import CASES
+from tests.models.twins import Case, close
 
-TOKENS = 16  # also the bound on document lengths: it need not be tight
-LAYOUTS = [[16], [5, 11], [4, 4, 4, 4], [1, 7, 1, 7]]
-
-
-def bounds(lengths: list[int], documents: int = 4) -> Tensor:
-    """Padded to one shape by empty documents, as fixed capacities will have it."""
-    return torch.tensor([0, *lengths, *[0] * (documents - len(lengths))]).cumsum(0).to(torch.int32)
+LAYOUTS = 20
 
 
-def language_block():
-    block = qwen2.Model(twins.language(tied=True)).blocks[0]
-    cos_TR, sin_TR = rope_tables(torch.arange(TOKENS)[:, None].expand(-1, 3), 6, 100.0)
-    real_T = torch.ones(TOKENS, dtype=torch.bool)
-    return block, lambda b, x_TD, cu_S1: b(x_TD, Layout(cos_TR, sin_TR, cu_S1, TOKENS, real_T)), 24
+def kinds() -> Iterator[Any]:
+    """Every kind of block of every family once: (its first case, name of the block)."""
+    for family, cases in CASES.items():
+        seen = set()
+        for case in cases:
+            model = twins.built(case)
+            for pattern in case.facts.blocks.values():
+                for name, block in model.named_modules():
+                    kind = tuple(sorted({n + type(m).__qualname__ for n, m in block.named_modules()}))
+                    if matches(pattern, name) and kind not in seen:
+                        seen.add(kind)
+                        yield pytest.param(case, name, id=f"{family}: {name} of {case.id}")
 
 
-def vision_block():
-    return siglip2.Block(VISION), lambda b, x_TD, cu_S1: b(x_TD, cu_S1, TOKENS), 16
+def called(case: Case, model: nn.Module, name: str) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    """How the model calls this block for the case's documents, and the bounds among its arguments.
+
+    Bounds of lengths are those of the whole batch: they need not be tight, and fixed capacities will have them so.
+    """
+    batch = batch_of(case.documents, None)
+    batch = replace(batch, longest=batch.counts.slots, longest_image=batch.counts.patches)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = model.get_submodule(name).register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    model(batch)
+    hook.remove()
+    [(args, kwargs)] = calls
+    return args, kwargs, batch.cu_N1 if name.startswith("vision.") else batch.cu_S1
 
 
-@pytest.mark.parametrize("make", [language_block, vision_block])
-def test_one_graph_for_every_layout(make):
-    block, call, width = make()
-    twins.randomise(block)
+def layouts(cu_S1: Tensor) -> list[Tensor]:
+    """Other bounds of as many documents over as many rows; some are empty."""
+    rng, rows = rng_for(0, "layouts"), int(cu_S1[-1])
+    inner = [np.sort(rng.integers(0, rows + 1, len(cu_S1) - 2)) for _ in range(LAYOUTS)]
+    return [torch.tensor([0, *x, rows], dtype=torch.int32) for x in inner]
+
+
+def exchanged(x: Any, old: Tensor, new: Tensor, seen: list[Tensor]) -> Any:
+    """Arguments with other bounds, and copies of all their other tensors."""
+    match x:
+        case Tensor() if x.shape == old.shape and torch.equal(x, old):
+            seen.append(x)
+            return new
+        case Tensor():
+            return x.detach().clone()
+        case dict():
+            return {k: exchanged(v, old, new, seen) for k, v in x.items()}
+        case tuple():
+            members = [exchanged(v, old, new, seen) for v in x]
+            return type(x)(*members) if hasattr(x, "_fields") else tuple(members)
+        case _:
+            return x
+
+
+@pytest.mark.parametrize(("case", "name"), list(kinds()))
+def test_one_graph_for_twenty_layouts(case: Case, name: str):
+    model = twins.randomised(case)
+    block = model.get_submodule(name)
+    args, kwargs, cu_S1 = called(case, model, name)
     torch._dynamo.reset()
     graphs = []
 
@@ -42,16 +85,17 @@ def test_one_graph_for_every_layout(make):
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     compiled = torch.compile(block, fullgraph=True, backend=backend)
-    x_TD = torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(0))
-    for lengths in LAYOUTS:
+    for other in layouts(cu_S1):
         results = []
         for run in (block, compiled):
             block.zero_grad()
-            x = x_TD.clone().requires_grad_()
-            out_TD = call(run, x, bounds(lengths))
+            seen: list[Tensor] = []
+            new_args, new_kwargs = exchanged((args, kwargs), cu_S1, other, seen)
+            assert seen, "the block never sees the layout"
+            x_TD = new_args[0].requires_grad_()
+            out_TD = run(*new_args, **new_kwargs)
             out_TD.square().sum().backward()
-            results.append({"out": out_TD, "x": x.grad} | {n: p.grad for n, p in block.named_parameters()})
-        for name, want in results[0].items():
-            close(results[1][name], want, name, floor=1.0)
-    assert len(graphs) == 1, f"compiled {len(graphs)} times for {len(LAYOUTS)} layouts"
-    assert isinstance(block, nn.Module)
+            results.append({"out": out_TD.detach(), "x": x_TD.grad} | twins.gradients(block))
+        for n, want in results[0].items():
+            close(results[1][n], want, n, floor=1.0)
+    assert len(graphs) == 1, f"compiled {len(graphs)} times for {LAYOUTS} layouts"

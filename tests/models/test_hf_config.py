@@ -5,7 +5,8 @@ import transformers
 
 from eyeline.core.errors import Refused
 from eyeline.models import llava, qwen2, siglip2
-from tests.models import twins
+from tests.models.cases.llava import CONFIGS, EVEN, SHUFFLING, TIED, VISION, hf, language
+from tests.models.twins import twin_of
 
 QWEN25_05B = {  # the keys of the hub's Qwen2.5-0.5B-Instruct
     "architectures": ["Qwen2ForCausalLM"],
@@ -71,11 +72,11 @@ def test_absent_keys_mean_the_reference_classes_defaults():
     assert siglip2.from_hf({"model_type": "siglip_vision_model"}, None) == siglip2.from_hf(record, processor)
 
 
-@pytest.mark.parametrize("case", twins.CASES["llava"])
+@pytest.mark.parametrize("case", CONFIGS)
 def test_there_and_back(case):
     """Our config -> config.json -> transformers' record -> config.json -> our config."""
-    c = twins.CASES["llava"][case]
-    config, _ = twins.hf_config(c)
+    c = CONFIGS[case]
+    config = hf(c)
     record = transformers.AutoConfig.for_model(**config)
     naflex = llava.form(c).name == "lfm2_vl"
     preprocessor = siglip2.to_preprocessor_naflex(c.vision) if naflex else siglip2.to_preprocessor(c.vision)
@@ -89,9 +90,9 @@ def test_there_and_back(case):
 
 
 def test_head_width_of_its_own_is_kept():
-    c = twins.language(tied=True, head_dim=8)
+    c = language(tied=True, head_dim=8)
     assert qwen2.from_hf(qwen2.to_hf(c)) == c
-    assert "head_dim" not in qwen2.to_hf(twins.language(tied=True))
+    assert "head_dim" not in qwen2.to_hf(language(tied=True))
 
 
 @pytest.mark.parametrize(
@@ -173,16 +174,16 @@ def test_naflex_model_is_refused_whole():
     ],
 )
 def test_llava_refusals(change, message):
-    config, _ = twins.hf_config(twins.CASES["llava"]["llava tied"])
+    config = hf(TIED)
     with pytest.raises(Refused, match=message):
-        llava.from_hf(config | change, siglip2.to_preprocessor(twins.VISION))
+        llava.from_hf(config | change, siglip2.to_preprocessor(VISION))
 
 
 def test_omitted_select_strategy_is_the_one_that_drops_a_patch():
-    config, _ = twins.hf_config(twins.CASES["llava"]["llava tied"])
+    config = hf(TIED)
     del config["vision_feature_select_strategy"]
     with pytest.raises(Refused, match="vision_feature_select_strategy"):
-        llava.from_hf(config, siglip2.to_preprocessor(twins.VISION))
+        llava.from_hf(config, siglip2.to_preprocessor(VISION))
 
 
 @pytest.mark.parametrize(
@@ -198,11 +199,11 @@ def test_omitted_select_strategy_is_the_one_that_drops_a_patch():
         ({"projector": {"shuffle": 2, "width": 20}}, "lfm2_vl"),
         ({"projector": {"shuffle": 2, "norm": True}}, "lfm2_vl"),
         ({"projector": {"kind": "linear"}}, "parts"),
-        ({"vision": twins.VISION.model_dump()}, "parts"),
+        ({"vision": VISION.model_dump()}, "parts"),
     ],
 )
 def test_form_of_an_export(change, name):
-    c = llava.Config(**({"vision": twins.EVEN, "language": twins.language(tied=True)} | change))
+    c = llava.Config(**({"vision": EVEN, "language": language(tied=True)} | change))
     form = llava.form(c)
     assert form.name == name
     assert len(form.reason) > 20
@@ -210,27 +211,27 @@ def test_form_of_an_export(change, name):
 
 def test_image_token_outside_the_vocabulary_is_refused():
     with pytest.raises(Refused, match="image token 53 is outside the vocabulary of 53"):
-        llava.lfm2_vl_to_hf(twins.SHUFFLING, 53)
+        llava.lfm2_vl_to_hf(SHUFFLING, 53)
 
 
 def test_no_internvl_form_while_its_class_ignores_the_tower():
     """When this fails, transformers reads SigLIP towers in InternVL folders, and `form` may offer them."""
-    tower = siglip2.to_hf(twins.EVEN)
-    record = transformers.AutoConfig.for_model("internvl", vision_config=tower, text_config=qwen2.to_hf(twins.language(tied=True)))
+    tower = siglip2.to_hf(EVEN)
+    record = transformers.AutoConfig.for_model("internvl", vision_config=tower, text_config=qwen2.to_hf(language(tied=True)))
     assert record.vision_config.__class__.__name__ == "InternVLVisionConfig"
 
 
 @pytest.mark.parametrize("inner", [True, False])
 @pytest.mark.parametrize("outer", [True, False, None])
-@pytest.mark.parametrize("case", ["llava tied", "shuffled untied"])
+@pytest.mark.parametrize("case", ["tied", "shuffled untied"])
 def test_tied_where_the_reference_ties(case, outer, inner):
     """Two keys say it; what counts is whether the reference's model then has one tensor or two."""
-    c = twins.CASES["llava"][case]
-    config, _ = twins.hf_config(c)
+    c = CONFIGS[case]
+    config = hf(c)
     config["text_config"]["tie_word_embeddings"] = inner
     config["tie_word_embeddings"] = outer
     if outer is None:
         del config["tie_word_embeddings"]
-    reference = twins.reference_of(config | {"text_config": dict(config["text_config"])})
+    reference = twin_of(config | {"text_config": dict(config["text_config"])})
     tied = reference.get_output_embeddings().weight is reference.get_input_embeddings().weight
-    assert llava.from_hf(config, None if c.vision is twins.EVEN else siglip2.to_preprocessor(c.vision)).language.tied == tied
+    assert llava.from_hf(config, None if c.vision is EVEN else siglip2.to_preprocessor(c.vision)).language.tied == tied

@@ -5,6 +5,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from eyeline.checkpoint.tensors import load_into, renamed
 from eyeline.core.errors import Refused
 from eyeline.core.facts import part_of
 from eyeline.core.randomness import torch_rng_for
@@ -12,9 +13,11 @@ from eyeline.models import llava, qwen2
 from eyeline.models.layers import Linear
 from eyeline.models.lora import LoRA, LoRALinear, adapters, merge, wrap
 from tests.models import twins
+from tests.models.cases.llava import CASES, EARLIER, language
 from tests.models.twins import close
 
-C = twins.SHUFFLING
+CASE = next(case for case in CASES if case.id == "shuffled untied")
+C = CASE.config
 FACTS = llava.facts(C)
 
 
@@ -36,16 +39,17 @@ def wrapped(lora: LoRA, part="language", seed: int = 0, **kwargs) -> llava.Model
 
 
 def batch():
-    return twins.with_labels(twins.documents(C))
+    return twins.batch_of(CASE.documents, None)
 
 
 def test_equals_peft(tmp_path):
     """The language model alone under PEFT with our A and B: logits, adapter gradients, and its own merge."""
-    config = twins.language(tied=False)
-    reference = twins.reference_of(qwen2.to_hf(config))
-    ours = llava.build(C.model_copy(update={"language": config}), "cpu")
-    twins.randomise(ours)
-    twins.fill(ours.language, twins.on_disk(reference, tmp_path), qwen2.keys(config))
+    config = language(tied=False)
+    reference = twins.twin_of(qwen2.to_hf(config))
+    twins.randomise(reference, seed=1)
+    reference.save_pretrained(tmp_path)
+    ours = built()
+    load_into(dict(ours.language.named_parameters()), tmp_path, qwen2.keys(config))
     targets = {"q": "q_proj", "v": "v_proj", "down": "down_proj"}
     wrap(ours, FACTS, "language", LoRA(rank=3, alpha=5, targets=tuple(targets)), torch_rng_for(0, "lora"))
     theirs = peft.get_peft_model(reference, peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=list(targets.values())))
@@ -66,10 +70,10 @@ def test_equals_peft(tmp_path):
             mine.copy_(torch.randn(mine.shape, generator=torch_rng_for(1, name)) * 0.4)
             other.copy_(mine)
 
-    documents = [d for d in twins.documents(C) if not d.images]
-    want, want_logits = twins.reference_loss(theirs, documents, C)
-    got = ours(twins.with_labels(documents))
-    close(twins.logits_of(ours, twins.with_labels(documents)), want_logits, "logits")
+    texts = twins.batch_of(CASE.texts, None)
+    want, want_logits = twins.reference(CASE, theirs, CASE.texts)
+    got = ours(texts)
+    close(twins.logits_of(ours, texts), want_logits, "logits")
     want.backward()
     got.backward()
     for name, mine, other in pairs:
@@ -77,9 +81,9 @@ def test_equals_peft(tmp_path):
 
     merge(ours)
     merged = theirs.merge_and_unload()
-    weights = twins.on_disk(merged, tmp_path / "merged")
-    for name, p in ours.language.named_parameters():
-        close(p, weights[twins.theirs_of(name, qwen2.keys(config))[0]], name, tolerance=1e-6)
+    weights = dict(merged.named_parameters())
+    for name, p in renamed(ours.language.named_parameters(), qwen2.keys(config)):
+        close(p, weights[name], name, tolerance=1e-6)
 
 
 def test_fresh_adapters_change_nothing_and_start_as_stated():
@@ -181,8 +185,7 @@ def test_recomputing_draws_the_same_dropout():
 
 
 def test_adapters_only_where_something_depends_on_them():
-    c = twins.CASES["llava"]["llava untied, layer before the last"]
-    names = wrap(built(c), llava.facts(c), "vision", LoRA(rank=2, alpha=2, targets=("q",)), torch_rng_for(0, "lora"))
+    names = wrap(built(EARLIER), llava.facts(EARLIER), "vision", LoRA(rank=2, alpha=2, targets=("q",)), torch_rng_for(0, "lora"))
     assert names == ["vision.blocks.0.attn.q", "vision.blocks.1.attn.q"]
 
 

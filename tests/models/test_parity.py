@@ -1,20 +1,19 @@
 """Our models compute what transformers' compute: logits and every gradient, in float32."""
 
-import json
 import logging
-import re
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from torch import Tensor
 from torch.nn import functional as F
 
+from eyeline.checkpoint.tensors import load_into, read_folder, renamed, write_folder
 from eyeline.models import FAMILIES, qwen2, siglip2
 from tests.models import twins
-from tests.models.twins import CASES, VISION, close
-
-ALL = [(family, case) for family, cases in CASES.items() for case in cases]
+from tests.models.cases import ALL, CASES, each_case, llava
+from tests.models.cases.llava import VISION
+from tests.models.twins import Case, close
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,80 +24,104 @@ def _quiet():
     transformers.logging.set_verbosity(logging.WARNING)
 
 
-def test_every_family_has_a_twin():
+def test_every_family_has_cases():
     assert CASES.keys() == FAMILIES.keys()
+    assert all(case.config.family == family for family, cases in CASES.items() for case in cases)
 
 
-@pytest.mark.parametrize(("family", "case"), ALL, ids=[case for _, case in ALL])
-def test_packed_batch_equals_the_reference_one_by_one(family, case, tmp_path):
-    c = CASES[family][case]
-    twin = twins.twin_of(c, tmp_path / "a", FAMILIES[family])
-    documents = twins.documents(c)
-    want, want_logits = twins.reference_loss(twin.reference, documents, c)
-    batch = twins.with_labels(documents)
-    assert batch.counts.images == 3, "the pictures are shared"
-    got = twin.ours(batch)
-    close(twins.logits_of(twin.ours, batch), want_logits, "logits")
+@pytest.mark.parametrize("family", CASES)
+def test_cases_show_what_could_go_wrong(family):
+    """Tied and untied heads; fewer key/value heads than query heads; texts, several pictures in one document, pictures of several grids."""
+    cases = CASES[family]
+    models = [FAMILIES[family].build(case.config, "meta") for case in cases]
+    tied = {model.language.head.weight is model.language.embed.weight for model in models}
+    assert tied == {True, False}
+    keys = [m for model in models for n, m in model.language.named_modules() if n.endswith("attn.k")]
+    queries = [m for model in models for n, m in model.language.named_modules() if n.endswith("attn.q")]
+    assert any(k.out_features < q.out_features for k, q in zip(keys, queries, strict=True))
+    for case in cases:
+        assert len(case.texts) > 1
+        if case.facts.image is not None:
+            assert any(len(d.images) > 1 for d in case.documents)
+        if case.facts.image is not None and len({u.grid for size in ((7, 90), (90, 7)) for u in case.facts.image.units(*size)}) > 1:
+            assert len({i.grid for d in case.documents for i in d.images}) > 1
+
+
+@each_case
+def test_packed_batch_equals_the_reference_one_by_one(case: Case, tmp_path):
+    twin, ours = twins.pair(case, tmp_path / "a")
+    want, want_logits = twins.reference(case, twin, case.documents)
+    batch = twins.batch_of(case.documents, None)
+    shown = [i.key for d in case.documents for i in d.images]
+    assert batch.counts.images == len(set(shown)), "shared pictures are encoded once"
+    close(twins.logits_of(ours, batch), want_logits, "logits")
+    got, gradients = twins.run_batch(ours, batch)
     close(got, want, "loss")
 
     want.backward()
-    got.backward()
-    theirs, ours = twins.gradients_on_disk(twin, tmp_path / "b")
-    twins.all_close(ours, theirs)
-    reached = {name for name, gradient in ours.items() if gradient.any()}
-    unused = {twins.theirs_of(n, twin.rules)[0] for n, p in twin.ours.named_parameters() if p.grad is None}
-    keys_have_no_bias = {n for n in ours if n.endswith("k_proj.bias") and n not in reached}
-    assert reached | unused | keys_have_no_bias == set(ours)
+    theirs = twins.gradients_of(case, twin, tmp_path / "b")
+    unreached = theirs.keys() - gradients.keys()
+    assert all(any(n.startswith(root + ".") for root in case.facts.unused) for n in unreached), unreached
+    twins.all_close(gradients | {n: torch.zeros_like(theirs[n]) for n in unreached}, theirs)
+    # softmax does not see a bias of all keys, where positions do not turn it
+    silent = {n for n, x in theirs.items() if not x.any()} - unreached
+    assert all(n.endswith("attn.k.bias") for n in silent), f"no gradient reaches {silent}: nothing was compared"
 
 
-@pytest.mark.parametrize(("family", "case"), ALL, ids=[case for _, case in ALL])
-def test_reference_loads_what_our_rules_write(family, case, tmp_path):
-    """config.json from our config, tensors by our rules: nothing missing, nothing unexpected, the same logits."""
-    c = CASES[family][case]
-    config, rules = twins.hf_config(c)
-    ours = FAMILIES[family].build(c, "cpu")
-    twins.randomise(ours, seed=1)
-    tensors = {}
-    for name, p in ours.named_parameters():
-        theirs, rule = twins.theirs_of(name, rules)
-        tensors[theirs] = (rule.write(p) if rule.write else p).detach().contiguous()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(config))
-
-    cls = getattr(transformers, config["architectures"][0])
-    reference, info = cls.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    documents = twins.documents(c)
+@each_case
+def test_each_document_alone_equals_the_reference(case: Case, tmp_path):
+    twin, ours = twins.pair(case, tmp_path)
     with torch.no_grad():
-        close(twins.logits_of(ours, twins.with_labels(documents)), twins.reference_loss(reference, documents, c)[1], "logits")
+        for d in case.documents:
+            close(twins.logits_of(ours, twins.batch_of([d], None)), twins.reference(case, twin, [d])[1], d.id)
+
+
+@each_case
+def test_reference_loads_what_our_rules_write(case: Case, tmp_path):
+    """Tensors by our rules beside the twin's own config.json: nothing missing, nothing unexpected, the same logits; and back
+    again the same bytes."""
+    ours = twins.built(case)
+    twins.randomise(ours, seed=1)
+    twin = case.twin()
+    twin.config.save_pretrained(tmp_path)
+    write_folder(tmp_path, renamed(((n, p.detach()) for n, p in ours.named_parameters()), case.keys))
+    reference, info = type(twin).from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    with torch.no_grad():
+        want = twins.reference(case, reference.eval(), case.documents)[1]
+        close(twins.logits_of(ours, twins.batch_of(case.documents, None)), want, "logits")
+
+    back = twins.built(case)
+    twins.fill(case, back, tmp_path)
+    for (name, p), (_, q) in zip(ours.named_parameters(), back.named_parameters(), strict=True):
+        assert torch.equal(p, q), name
 
 
 @pytest.mark.parametrize("keys", [siglip2.KEYS, siglip2.HUB_KEYS], ids=["vision model", "hub"])
 def test_tower_alone(keys, tmp_path):
     """Normed features of several images, packed and in merge order, and all gradients; under both kinds of names."""
-    c = twins.SHUFFLING.model_copy(update={"vision": VISION})
-    pixels = [twins.picture(key, c)[1] for key in ("cat", "dog", "cow")]
+    c = llava.SHUFFLING.model_copy(update={"vision": VISION})
+    shown = llava.shown(c)
     record = transformers.SiglipVisionConfig(**siglip2.to_hf(VISION))
     if keys is siglip2.KEYS:
-        reference = transformers.SiglipVisionModel._from_config(record, attn_implementation="eager")
-        twins.randomise(reference)
-        tensors, tower = twins.on_disk(reference, tmp_path), reference
+        reference = tower = transformers.SiglipVisionModel._from_config(record, attn_implementation="eager")
+        dropped = ()
     else:  # the whole model, with its text half and pooling head: these must be the ones that DROPPED names
         text = transformers.SiglipTextConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
         record.vision_use_head = True
         reference = transformers.SiglipModel._from_config(
             transformers.SiglipConfig(text_config=text.to_dict(), vision_config=record.to_dict()), attn_implementation="eager"
         )
-        twins.randomise(reference)
-        tensors, tower = twins.on_disk(reference, tmp_path), reference.vision_model
-        dropped = [n for n in tensors if any(re.fullmatch(p.replace(".", r"\.").replace("**", ".+"), n) for p in siglip2.DROPPED)]
-        assert len(dropped) > 20
-        tensors = {n: x for n, x in tensors.items() if n not in dropped}
+        tower, dropped = reference.vision_model, siglip2.DROPPED
+    twins.randomise(reference)
+    reference.save_pretrained(tmp_path)
     ours = siglip2.Model(VISION)
-    twins.fill(ours, tensors, keys)
+    load_into(dict(ours.named_parameters()), tmp_path, keys, dropped)
+    unknown = {n for n, _ in read_folder(tmp_path)} - {n for n, _ in renamed(ours.named_parameters(), keys)}
+    assert bool(unknown) == bool(dropped)
 
-    want_NPD = tower(torch.stack(pixels)).last_hidden_state
-    batch = twins.with_labels([twins.document("pictures", ["cat", "dog", "cow"], c)])
+    want_NPD = tower(torch.stack([llava.pixels(i, c) for i in shown])).last_hidden_state
+    batch = twins.batch_of([twins.document("pictures", *shown)], None)
     got_PD = ours(batch.patches_PC, batch.places_P2, batch.cu_N1, batch.longest_image)
     side = VISION.side
     got_NPD = torch.empty_like(want_NPD)
@@ -109,38 +132,38 @@ def test_tower_alone(keys, tmp_path):
     (want_NPD * direction).sum().backward()
     (got_NPD * direction).sum().backward()
     theirs = {n: p.grad for n, p in tower.named_parameters() if not n.startswith("head.")}
-    mine = {}
-    for name, p in ours.named_parameters():
-        key, rule = twins.theirs_of(name, siglip2.KEYS)
-        mine[key] = rule.write(p.grad) if rule.write else p.grad
-    twins.all_close(mine, theirs)
+    twins.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), siglip2.KEYS)), theirs)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_language_model_alone(tied, tmp_path):
-    c = twins.language(tied)
-    reference = twins.reference_of(qwen2.to_hf(c))
+    c = llava.language(tied)
+    reference = twins.twin_of(qwen2.to_hf(c))
+    twins.randomise(reference)
+    reference.save_pretrained(tmp_path)
     ours = qwen2.Model(c)
-    twins.fill(ours, twins.on_disk(reference, tmp_path), qwen2.keys(c))
-    documents = [twins.document(str(n), [n], twins.CASES["llava"]["llava tied"]) for n in (5, 1, 11, 5)]
-    batch = twins.with_labels(documents)
-    want, _ = twins.reference_loss(reference, documents, twins.SHUFFLING)
+    load_into(dict(ours.named_parameters(remove_duplicate=False)), tmp_path, qwen2.keys(c))
+    batch = twins.batch_of(twins.texts(), None)
     x_TD = ours.embedded(batch.tokens_T)
     got = ours(x_TD, batch)
+    losses = []
+    for d in twins.texts():
+        logits_TV = reference(**twins.token_inputs(d)).logits[0]
+        losses.append(F.cross_entropy(logits_TV, torch.from_numpy(d.labels_T).long(), reduction="sum"))
+    want = torch.stack(losses).sum()
     close(got, want, "loss")
     want.backward()
     got.backward()
-    theirs, mine = twins.gradients_on_disk(twins.Twin(reference, ours, qwen2.keys(c)), tmp_path / "gradients")
-    twins.all_close(mine, theirs)
+    theirs: dict[str, Tensor | None] = {n: p.grad for n, p in reference.named_parameters()}
+    twins.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), qwen2.keys(c))), theirs)
 
 
 def test_features_are_where_the_reference_takes_them():
     """The final norm is far from the identity here: features before and after it cannot be mistaken for one another."""
-    c = twins.CASES["llava"]["llava tied"]
     normed, plain = siglip2.Model(VISION), siglip2.Model(VISION, feature_norm=False)
     twins.randomise(normed)
     plain.load_state_dict(normed.state_dict())
-    batch = twins.with_labels([twins.document("one", ["cat"], c)])
+    batch = twins.batch_of(ALL[0].pictured[:1], None)
     args = (batch.patches_PC, batch.places_P2, batch.cu_N1, batch.longest_image)
     x_PD = plain(*args)
     want_PD = F.layer_norm(x_PD, (VISION.width,), normed.norm.weight, normed.norm.bias, VISION.eps)

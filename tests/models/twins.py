@@ -1,71 +1,72 @@
-"""Tiny models of transformers with the same shape as ours, every tensor random, and documents to run both on.
+"""Tools to compare a model with its twin: a tiny model of transformers, every tensor random, whose weights ours is filled with.
 
-A twin is the reference: our model is filled from the folder that the twin's `save_pretrained` wrote, through our key rules,
-and gradients are compared under the names of that same kind of folder. So a mistake in a name, a layout or the
-arithmetic shows as a number.
+Weights come from the folder that the twin's `save_pretrained` wrote, through the family's key rules, and the twin's
+gradients take the same way. So a mistake in a name, a layout or the arithmetic shows as a number. The twin sees one
+document at a time: nothing can leak there.
 """
 
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-from eyeline.core.batch import IGNORE, Batch, Document, Grid, Image
-from eyeline.core.facts import KeyRule
+from eyeline.checkpoint.tensors import load_into
+from eyeline.core.batch import IGNORE, Batch, Budget, Document, Grid, Image
+from eyeline.core.facts import Facts, KeyRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
-from eyeline.models import llava, qwen2, siglip2
+from eyeline.models import FAMILIES
 
-IMAGE_TOKEN = 50
-VISION = siglip2.Config(
-    image_size=13,  # one pixel more than four patches of three: the tower must not look at it
-    patch=3,
-    width=16,
-    layers=3,
-    heads=2,
-    feed_forward=24,
-    eps=1e-3,
-    mean=(0.4, 0.5, 0.6),
-    std=(0.3, 0.4, 0.5),
-)
-
-
-def language(tied: bool, head_dim: int | None = None) -> qwen2.Config:
-    return qwen2.Config(
-        vocabulary=53, width=24, layers=2, heads=4, kv_heads=2, head_dim=head_dim, feed_forward=40, eps=1e-3, rope_theta=100.0, tied=tied
-    )
-
-
-EVEN = VISION.model_copy(update={"image_size": 12})  # whole patches, as LFM2-VL's class has them
-SHUFFLED = llava.ProjectorConfig(shuffle=2, norm=True, width=20)
-CASES = {
-    "llava": {
-        "llava tied": llava.Config(vision=VISION, language=language(tied=True), feature_norm=False),
-        "llava untied, layer before the last": llava.Config(
-            vision=VISION, language=language(tied=False, head_dim=8), feature_layer=-2, feature_norm=False
-        ),
-        "shuffled untied": llava.Config(vision=EVEN, projector=SHUFFLED, language=language(tied=False)),
-        "shuffled by four, tied": llava.Config(
-            vision=EVEN, projector=llava.ProjectorConfig(shuffle=4), language=language(tied=True, head_dim=4)
-        ),
-    }
-}
-SHUFFLING = CASES["llava"]["shuffled untied"]
+IMAGE_TOKEN = 50  # text of test documents stays below it
+VOCABULARY = 53
 
 
 @dataclass(frozen=True)
-class Twin:
-    reference: transformers.PreTrainedModel
-    ours: nn.Module
-    rules: tuple[KeyRule, ...]
+class Case:
+    """One tiny model of a family, its twin, and what both are shown. See `tests/models/cases/__init__.py`."""
+
+    id: str
+    config: Any  # the family's Config
+    twin: Callable[[], PreTrainedModel]  # eager attention; weights are overwritten
+    inputs: Callable[[Document], dict[str, Tensor]]  # one document as the twin's forward and generate take it
+    keys: tuple[KeyRule, ...]  # for the folder that the twin's save_pretrained writes
+    documents: tuple[Document, ...]
+    dropped: tuple[str, ...] = ()  # names in that folder that ours has no use for
+    half: float = 0.05  # bound of the error of bfloat16, as a share of the largest logit
+
+    @property
+    def facts(self) -> Facts:
+        return FAMILIES[self.config.family].facts(self.config)
+
+    @property
+    def texts(self) -> list[Document]:
+        return [d for d in self.documents if not d.images]
+
+    @property
+    def pictured(self) -> list[Document]:
+        return [d for d in self.documents if d.images]
+
+
+# ---- models
+
+
+def built(case: Case, compute_dtype: torch.dtype = torch.float32, **how: Any) -> nn.Module:
+    """Ours, with weights that are not filled yet."""
+    return FAMILIES[case.config.family].build(case.config, "cpu", compute_dtype=compute_dtype, **how)
+
+
+def randomised(case: Case) -> nn.Module:
+    """Ours, every tensor random."""
+    model = built(case)
+    randomise(model)
+    return model
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
@@ -74,81 +75,95 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=rng)
+            fan_in = p.shape[-1] if p.ndim == 3 else p[:1].numel()  # of experts, or of a linear layer or convolution
             is_norm = "norm" in name and name.endswith("weight")
-            p.copy_(1 + 0.3 * noise if is_norm else noise * (0.3 if p.ndim == 1 else 1.2 * p[0].numel() ** -0.5))
+            p.copy_(1 + 0.3 * noise if is_norm else noise * (0.3 if p.ndim == 1 else 1.2 * fan_in**-0.5))
 
 
-def reference_of(config: dict) -> transformers.PreTrainedModel:
-    """The transformers model of a config.json that we wrote, with random weights. Eager attention: nothing in common with ours."""
-    record = transformers.AutoConfig.for_model(**config)
-    cls = getattr(transformers, config["architectures"][0])
-    model = cls._from_config(record, attn_implementation="eager").eval()
-    randomise(model)
-    return model
+def twin_of(config_json: dict[str, Any]) -> PreTrainedModel:
+    """transformers' model of a config.json that we wrote. Eager attention: nothing in common with ours."""
+    record = transformers.AutoConfig.for_model(**config_json)
+    return getattr(transformers, config_json["architectures"][0])._from_config(record, attn_implementation="eager").eval()
 
 
-def hf_config(c: llava.Config) -> tuple[dict, tuple[KeyRule, ...]]:
-    match llava.form(c).name:
-        case "llava":
-            return llava.llava_to_hf(c, IMAGE_TOKEN), llava.LLAVA_KEYS(c)
-        case "lfm2_vl":
-            return llava.lfm2_vl_to_hf(c, IMAGE_TOKEN), llava.LFM2_VL_KEYS(c)
-        case name:
-            raise AssertionError(name)
+def pair(case: Case, folder: Path) -> tuple[PreTrainedModel, nn.Module]:
+    """The twin with every tensor random, and ours with the same values."""
+    twin = case.twin()
+    randomise(twin)
+    twin.save_pretrained(folder)
+    ours = built(case)
+    fill(case, ours, folder)
+    return twin, ours.eval()
 
 
-def twin_of(c: llava.Config, folder: Path, family: ModuleType = llava) -> Twin:
-    config, rules = hf_config(c)
-    reference = reference_of(config)
-    ours = family.build(c, "cpu")
-    fill(ours, on_disk(reference, folder), rules)
-    return Twin(reference, ours, rules)
+def fill(case: Case, ours: nn.Module, folder: Path) -> None:
+    """Every tensor by name; both sides must be used up."""
+    load_into(dict(ours.named_parameters(remove_duplicate=False)), folder, case.keys, case.dropped)
 
 
-def on_disk(model: transformers.PreTrainedModel, folder: Path) -> dict[str, Tensor]:
-    """The tensors as `save_pretrained` names and shapes them."""
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
-
-
-def theirs_of(name: str, rules: Iterable[KeyRule]) -> tuple[str, KeyRule]:
-    """The one rule for a tensor of ours, and its name there."""
-    hits = [(m, r) for r in rules if (m := re.fullmatch(re.escape(r.ours).replace(r"\{i\}", r"(\d+)"), name))]
-    assert len(hits) == 1, f"{name}: {len(hits)} rules"
-    match, rule = hits[0]
-    return (rule.theirs.replace("{i}", match.group(1)) if match.groups() else rule.theirs), rule
-
-
-def fill(ours: nn.Module, tensors: dict[str, Tensor], rules: tuple[KeyRule, ...]) -> None:
-    """Copy every tensor by name; both sides must be used up."""
-    left = set(tensors)
+def gradients_of(case: Case, twin: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """The twin's gradients under our names and in our layout, zeros where there is none. The twin's weights are lost."""
     with torch.no_grad():
-        for name, p in ours.named_parameters():
-            theirs, rule = theirs_of(name, rules)
-            value = tensors[theirs]
-            p.copy_(rule.read(value) if rule.read else value)
-            left.remove(theirs)
-    assert not left, left
-
-
-def gradients_on_disk(twin: Twin, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(theirs, ours), under the names of a saved folder. A parameter without a gradient has zeros."""
-    with torch.no_grad():
-        for p in twin.reference.parameters():
+        for p in twin.parameters():
             p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
-    ours = {}
-    for name, p in twin.ours.named_parameters():
-        theirs, rule = theirs_of(name, twin.rules)
-        gradient = torch.zeros_like(p) if p.grad is None else p.grad
-        ours[theirs] = rule.write(gradient) if rule.write else gradient
-    return on_disk(twin.reference, folder), ours
+    twin.save_pretrained(folder)
+    holder = built(case)
+    fill(case, holder, folder)
+    return {name: p.detach() for name, p in holder.named_parameters()}
+
+
+def reference(case: Case, twin: PreTrainedModel, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
+    """Summed loss, and the logits of the labelled rows: one document after another, by the twin."""
+    losses, logits = [], []
+    for d in documents:
+        logits_TV = twin(**case.inputs(d)).logits[0]
+        labels_T = torch.from_numpy(d.labels_T).long()
+        losses.append(F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=IGNORE))
+        logits.append(logits_TV[labels_T != IGNORE])
+    return torch.stack(losses).sum(), torch.cat(logits)
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Logits of the same rows that the labels are for."""
+    return model(replace(batch, labels_L=None))
+
+
+Run = tuple[Tensor, dict[str, Tensor]]
+
+
+def run(model: nn.Module, documents: Sequence[Document], budget: Budget | None = None) -> Run:
+    """Loss and gradients of one batch."""
+    return run_batch(model, batch_of(documents, budget))
+
+
+def run_batch(model: nn.Module, batch: Batch) -> Run:
+    model.zero_grad()
+    loss = model(batch)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def one_by_one(model: nn.Module, documents: Sequence[Document]) -> Run:
+    """The same, each document a batch of its own; gradients add up. The text-only ones never run the tower."""
+    model.zero_grad()
+    losses = [model(batch_of([d], None)) for d in documents]
+    torch.stack(losses).sum().backward()
+    return torch.stack(losses).sum().detach(), gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+# ---- comparing
 
 
 def close(got: Tensor, want: Tensor, what: str, tolerance: float = 2e-5, floor: float = 1e-6) -> None:
     """Equal but for rounding, relative to the largest number of the reference or to `floor`."""
     assert got.shape == want.shape, f"{what}: {got.shape} and {want.shape}"
-    error = (got - want).abs().max() / want.abs().max().clamp_min(floor)
-    assert error < tolerance, f"{what}: off by {error:.2e} of its largest number"
+    if want.numel():
+        error = (got - want).abs().max() / want.abs().max().clamp_min(floor)
+        assert error < tolerance, f"{what}: off by {error:.2e} of its largest number"
 
 
 def all_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 2e-5) -> None:
@@ -160,81 +175,83 @@ def all_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float 
         close(got[name], x, name, tolerance, floor)
 
 
+def same(a: Run, b: Run) -> None:
+    close(a[0], b[0], "loss")
+    all_close(a[1], b[1])
+
+
 # ---- pictures and documents
 
 
-def picture(key: str, c: llava.Config) -> tuple[Image, Tensor]:
-    """A random picture: as our model takes it, and the pixel values that the reference takes."""
-    v, r = c.vision, c.projector.shuffle
-    pixels = rng_for(0, key).integers(0, 256, (3, v.image_size, v.image_size), dtype=np.uint8)
-    cells = v.side // r
-    places = [(cy * r + y, cx * r + x) for cy in range(cells) for cx in range(cells) for y in range(r) for x in range(r)]
-    patches = [pixels[:, y * v.patch : (y + 1) * v.patch, x * v.patch : (x + 1) * v.patch].flatten() for y, x in places]
-    image = Image(key, np.stack(patches), np.array(places, np.int32), Grid(v.side, v.side), r)
-    mean, std = (torch.tensor(x)[:, None, None] for x in (v.mean, v.std))
-    return image, (torch.from_numpy(pixels).float() / 255 - mean) / std
+def picture(key: str, rows: int, columns: int, patch: int, merge: int = 1, frames: int = 1) -> Image:
+    """A random picture of rows × columns patches."""
+    pixels = rng_for(0, key).integers(0, 256, (rows * columns, 3 * frames * patch**2), dtype=np.uint8)
+    cells = [(row, column) for row in range(0, rows, merge) for column in range(0, columns, merge)]
+    places = [(row + y, column + x) for row, column in cells for y in range(merge) for x in range(merge)]
+    return Image(key, pixels, np.array(places, np.int32), Grid(rows, columns), merge)
 
 
-def document(name: str, pieces: list[int | str], c: llava.Config) -> Document:
-    """Pieces: a number of random text tokens, or the key of a picture. A third of the text tokens are targets."""
+def document(
+    name: str, *pieces: int | Image, positions: Literal["sequential", "grid"] = "sequential", image_token: int = IMAGE_TOKEN
+) -> Document:
+    """Pieces: a number of random text tokens, or a picture. A third of the text tokens are targets."""
     rng = rng_for(0, "document " + name)
-    tokens, visual, images = [], [], []
+    tokens: list[int] = []
+    visual: list[int] = []
     for piece in pieces:
-        if isinstance(piece, int):
-            tokens += rng.integers(0, IMAGE_TOKEN, piece).tolist()
+        if isinstance(piece, Image):
+            visual += range(len(tokens), len(tokens) + piece.tokens)
+            tokens += [image_token] * piece.tokens
         else:
-            images.append(picture(piece, c)[0])
-            visual += range(len(tokens), len(tokens) + images[-1].tokens)
-            tokens += [IMAGE_TOKEN] * images[-1].tokens
+            tokens += rng.integers(0, IMAGE_TOKEN, piece).tolist()
     tokens_T = np.array(tokens, np.int32)
     labels_T = np.where(rng.random(len(tokens)) < 0.33, rng.integers(0, IMAGE_TOKEN, len(tokens)), IGNORE).astype(np.int32)
-    labels_T[tokens_T == IMAGE_TOKEN] = IGNORE
+    labels_T[visual] = IGNORE
     labels_T[-1] = 7  # at least one
-    return Document(name, tokens_T, labels_T, np.array(visual, np.int32), tuple(images))
+    images = tuple(p for p in pieces if isinstance(p, Image))
+    where_T3 = grid_positions(pieces) if positions == "grid" else None
+    return Document(name, tokens_T, labels_T, np.array(visual, np.int32), images, where_T3)
 
 
-def documents(c: llava.Config) -> list[Document]:
+def grid_positions(pieces: Sequence[int | Image]) -> np.ndarray:
+    """M-RoPE by hand: a picture's tokens share the next time and count rows and columns from it; text goes on after the largest."""
+    where: list[tuple[int, int, int]] = []
+    at = 0
+    for piece in pieces:
+        if isinstance(piece, Image):
+            rows, columns = piece.grid.rows // piece.merge, piece.grid.columns // piece.merge
+            where += [(at, at + row, at + column) for row in range(rows) for column in range(columns)]
+            at += max(rows, columns)
+        else:
+            where += [(at + i,) * 3 for i in range(piece)]
+            at += piece
+    return np.array(where, np.int32)
+
+
+def documents(cat: Image, dog: Image, cow: Image, **how: Any) -> tuple[Document, ...]:
     """Pictures in different turns, two neighbouring ones, a text alone, documents of equal length, a shared picture."""
-    return [
-        document("two turns", [3, "cat", 4, "dog", 5], c),
-        document("text", [9], c),
-        document("neighbours", [2, "dog", "cow", 3], c),
-        document("twelve", [12], c),
-        document("also nine", [9], c),
-        document("shared", ["cat", 6], c),
-    ]
+    return (
+        document("two turns", 3, cat, 4, dog, 5, **how),
+        document("text", 9, **how),
+        document("neighbours", 2, dog, cow, 3, **how),
+        document("twelve", 12, **how),
+        document("also nine", 9, **how),
+        document("shared", cat, 6, **how),
+    )
 
 
-def with_labels(documents: list[Document]) -> Batch:
-    return batch_of(documents, None)
+def texts() -> tuple[Document, ...]:
+    """For a model without a tower: lengths that repeat, one token, a long one."""
+    return tuple(document(f"{i}: {n} tokens", n) for i, n in enumerate((9, 1, 14, 9, 5, 33)))
 
 
-def reference_loss(model: transformers.PreTrainedModel, documents: list[Document], c: llava.Config) -> tuple[Tensor, Tensor]:
-    """Summed loss, and the logits of the labelled rows: one document after another, by the reference."""
-    losses, logits = [], []
-    for d in documents:
-        tokens_1T = torch.from_numpy(d.tokens_T).long()[None]
-        logits_TV = model(input_ids=tokens_1T, **reference_pictures(d, c)).logits[0]
-        labels_T = torch.from_numpy(d.labels_T).long()
-        losses.append(F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=IGNORE))
-        logits.append(logits_TV[labels_T != IGNORE])
-    return torch.stack(losses).sum(), torch.cat(logits)
+def normalised(images: Sequence[Image], mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Patches of several images end to end, as float32 `(x/255 - mean)/std` of each channel: rows of channel, (frame,) y, x."""
+    patches_P3x = torch.from_numpy(np.concatenate([i.patches_PC for i in images])).float().unflatten(1, (3, -1)) / 255
+    mean_31, std_31 = (torch.tensor(x)[:, None] for x in (mean, std))
+    return ((patches_P3x - mean_31) / std_31).flatten(1)
 
 
-def reference_pictures(d: Document, c: llava.Config) -> dict[str, Tensor]:
-    """What the reference's class takes for the pictures of one document."""
-    if not d.images:
-        return {}
-    pixels_N3hw = torch.stack([picture(i.key, c)[1] for i in d.images])
-    if not c.feature_norm:
-        return {"pixel_values": pixels_N3hw}
-    p, side = c.vision.patch, c.vision.side
-    cells = pixels_N3hw.unflatten(3, (side, p)).unflatten(2, (side, p))  # [N, channel, row, y, column, x]
-    patches = cells.permute(0, 2, 4, 3, 5, 1).reshape(len(d.images), side**2, -1)
-    shapes = torch.full((len(d.images), 2), side)
-    return {"pixel_values": patches, "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int64), "spatial_shapes": shapes}
-
-
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits of the same rows that the labels are for."""
-    return model(replace(batch, labels_L=None))
+def token_inputs(d: Document) -> dict[str, Tensor]:
+    """The text of one document, as every class of transformers takes it."""
+    return {"input_ids": torch.from_numpy(d.tokens_T).long()[None]}

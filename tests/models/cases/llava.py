@@ -1,0 +1,99 @@
+"""LLaVA's form (features before the tower's final norm) and LFM2-VL's (after it, with pixel shuffle)."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyeline.core.batch import Document, Image
+from eyeline.core.randomness import rng_for
+from eyeline.models import llava, qwen2, siglip2
+from tests.models.twins import IMAGE_TOKEN, VOCABULARY, Case, documents, normalised, picture, token_inputs, twin_of
+
+VISION = siglip2.Config(
+    image_size=13,  # one pixel more than four patches of three: the tower must not look at it
+    patch=3,
+    width=16,
+    layers=3,
+    heads=2,
+    feed_forward=24,
+    eps=1e-3,
+    mean=(0.4, 0.5, 0.6),
+    std=(0.3, 0.4, 0.5),
+)
+
+
+def language(tied: bool, head_dim: int | None = None) -> qwen2.Config:
+    return qwen2.Config(
+        vocabulary=VOCABULARY,
+        width=24,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=head_dim,
+        feed_forward=40,
+        eps=1e-3,
+        rope_theta=100.0,
+        tied=tied,
+    )
+
+
+EVEN = VISION.model_copy(update={"image_size": 12})  # whole patches, as LFM2-VL's class has them
+SHUFFLED = llava.ProjectorConfig(shuffle=2, norm=True, width=20)
+TIED = llava.Config(vision=VISION, language=language(tied=True), feature_norm=False)
+EARLIER = llava.Config(vision=VISION, language=language(tied=False, head_dim=8), feature_layer=-2, feature_norm=False)
+SHUFFLING = llava.Config(vision=EVEN, projector=SHUFFLED, language=language(tied=False))
+BY_FOUR = llava.Config(vision=EVEN, projector=llava.ProjectorConfig(shuffle=4), language=language(tied=True, head_dim=4))
+CONFIGS = {"tied": TIED, "untied, layer before the last": EARLIER, "shuffled untied": SHUFFLING, "shuffled by four, tied": BY_FOUR}
+
+
+def shown(c: llava.Config) -> list[Image]:
+    """Three random pictures as the tower takes them."""
+    return [picture(key, c.vision.side, c.vision.side, c.vision.patch, c.projector.shuffle) for key in ("cat", "dog", "cow")]
+
+
+def pixels(image: Image, c: llava.Config) -> Tensor:
+    """[3, height, width] as the reference takes them. Noise lies where the tower must not look."""
+    v, side = c.vision, c.vision.side
+    patches = normalised([image], v.mean, v.std).unflatten(1, (3, v.patch, v.patch))
+    cells = torch.empty(side, side, 3, v.patch, v.patch)
+    rows, columns = torch.from_numpy(image.places_P2.T.astype(np.int64))
+    cells[rows, columns] = patches
+    whole = torch.from_numpy(rng_for(0, "edge " + image.key).normal(size=(3, v.image_size, v.image_size)).astype(np.float32))
+    whole[:, : side * v.patch, : side * v.patch] = cells.permute(2, 0, 3, 1, 4).reshape(3, side * v.patch, side * v.patch)
+    return whole
+
+
+def inputs_of(c: llava.Config) -> Callable[[Document], dict[str, Tensor]]:
+    """Pixel values for LLaVA's class; for LFM2-VL's, patches row by row, each ordered (y, x, channel)."""
+
+    def inputs(d: Document) -> dict[str, Tensor]:
+        if not d.images:
+            return token_inputs(d)
+        pixels_N3hw = torch.stack([pixels(i, c) for i in d.images])
+        if not c.feature_norm:
+            return token_inputs(d) | {"pixel_values": pixels_N3hw}
+        p, side = c.vision.patch, c.vision.side
+        cells = pixels_N3hw.unflatten(3, (side, p)).unflatten(2, (side, p))  # [N, channel, row, y, column, x]
+        patches = cells.permute(0, 2, 4, 3, 5, 1).reshape(len(d.images), side**2, -1)
+        return token_inputs(d) | {
+            "pixel_values": patches,
+            "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int64),
+            "spatial_shapes": torch.full((len(d.images), 2), side),
+        }
+
+    return inputs
+
+
+def hf(c: llava.Config) -> dict:
+    """The config.json that we write."""
+    return llava.llava_to_hf(c, IMAGE_TOKEN) if llava.form(c).name == "llava" else llava.lfm2_vl_to_hf(c, IMAGE_TOKEN)
+
+
+def case(id: str, c: llava.Config) -> Case:
+    keys = llava.LLAVA_KEYS(c) if llava.form(c).name == "llava" else llava.LFM2_VL_KEYS(c)
+    return Case(id, c, lambda: twin_of(hf(c)), inputs_of(c), keys, documents(*shown(c)))
+
+
+CASES = [case(id, c) for id, c in CONFIGS.items()]
