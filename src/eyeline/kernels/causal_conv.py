@@ -1,0 +1,113 @@
+"""Depthwise causal convolution with SiLU within documents that lie end to end, and over a cache of the last inputs.
+
+out[t] = silu(Σ_j w[W-1-j] · x[t-j]), for j from 0 to W-1 and only where t-j lies in t's document. Each channel has its own
+weights. Float32 inside; the result has x's dtype.
+
+Dims: T tokens  S documents  C channels  W taps  B rows of a cache
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eyeline.core.dims import dims
+
+
+def causal_conv_plain(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
+    """The reference: torch's convolution, one document after another."""
+    sizes = dims("TC", x_TC, "CW", weight_CW)
+    outs = [x_TC[:0]]
+    for start, end in pairwise(cu_S1.tolist()):
+        if end > start:
+            x_1CT = F.pad(x_TC[start:end].float().T, (sizes["W"] - 1, 0))[None]
+            outs.append(F.silu(F.conv1d(x_1CT, weight_CW.float()[:, None], groups=sizes["C"]))[0].T.to(x_TC.dtype))
+    return torch.cat(outs)
+
+
+def causal_conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
+    """`causal_conv_plain` for all documents at once: one opaque operator that keeps only its input for the backward pass."""
+    dims("TC", x_TC, "CW", weight_CW)
+    return _conv(x_TC, weight_CW, cu_S1)
+
+
+@torch.no_grad()
+def cached_causal_conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor, window_BWC: Tensor) -> Tensor:
+    """The convolution of sequences that are being generated. `window_BWC` holds the last W-1 inputs of every row, zeros where
+    there were none, and is brought up to date.
+
+    Prefill: a window of zeros and any documents. Afterwards one token a row.
+    """
+    dims("TC", x_TC, "CW", weight_CW)
+    rows, held = window_BWC.shape[:2]
+    assert rows == len(cu_S1) - 1 and held == weight_CW.shape[1] - 1, f"a window {tuple(window_BWC.shape)} for {len(cu_S1) - 1} documents"
+    if len(x_TC) == rows:
+        taps_BWC = torch.cat((window_BWC, x_TC[:, None]), 1)
+        window_BWC.copy_(taps_BWC[:, 1:])
+        return F.silu((taps_BWC.float() * weight_CW.float().T).sum(1)).to(x_TC.dtype)
+    for row, (start, end) in enumerate(pairwise(cu_S1.tolist())):
+        last = min(held, end - start)
+        window_BWC[row, held - last :] = x_TC[end - last : end]
+    return _conv(x_TC, weight_CW, cu_S1)
+
+
+def _same_document(tokens: int, cu_S1: Tensor, taps: int) -> list[Tensor]:
+    """For j = 1 ... W-1: whether token t-j lies in the document of t, for t from j on, as a column."""
+    t_T = torch.arange(tokens, device=cu_S1.device, dtype=cu_S1.dtype)
+    age_T = t_T - cu_S1[torch.searchsorted(cu_S1, t_T, right=True) - 1]
+    return [(age_T[j:] >= j)[:, None] for j in range(1, taps)]
+
+
+def _before_silu(x_TC: Tensor, weight_CW: Tensor, same: list[Tensor]) -> Tensor:
+    """x and the weights are in float32 here."""
+    sum_TC = x_TC * weight_CW[:, -1]
+    for j, same_T1 in enumerate(same, 1):
+        sum_TC[j:].addcmul_(x_TC[:-j] * same_T1, weight_CW[:, -1 - j])
+    return sum_TC
+
+
+@torch.library.custom_op("eyeline::causal_conv", mutates_args=())
+def _conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
+    same = _same_document(len(x_TC), cu_S1, weight_CW.shape[1])
+    return F.silu(_before_silu(x_TC.float(), weight_CW.float(), same)).to(x_TC.dtype)
+
+
+@_conv.register_fake
+def _(x_TC: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("eyeline::causal_conv_backward", mutates_args=())
+def _conv_backward(dout_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> tuple[Tensor, Tensor]:
+    same = _same_document(len(x_TC), cu_S1, weight_CW.shape[1])
+    x, weight = x_TC.float(), weight_CW.float()
+    sum_TC = _before_silu(x, weight, same)
+    sigmoid_TC = sum_TC.sigmoid()
+    dsum_TC = dout_TC.float() * sigmoid_TC * (1 + sum_TC * (1 - sigmoid_TC))
+    dx_TC = dsum_TC * weight[:, -1]
+    dweight_WC = torch.empty_like(weight.T)
+    dweight_WC[-1] = (dsum_TC * x).sum(0)
+    for j, same_T1 in enumerate(same, 1):
+        later = dsum_TC[j:] * same_T1
+        dx_TC[:-j].addcmul_(later, weight[:, -1 - j])
+        dweight_WC[-1 - j] = later.mul_(x[:-j]).sum(0)
+    return dx_TC.to(x_TC.dtype), dweight_WC.T.contiguous().to(weight_CW.dtype)
+
+
+@_conv_backward.register_fake
+def _(_dout_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (x_TC, weight_CW))  # pyright: ignore[reportReturnType]
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, dout_TC: Tensor) -> tuple[Tensor | None, ...]:
+    return *_conv_backward(dout_TC, *ctx.saved_tensors), None
+
+
+_conv.register_autograd(_gradients, setup_context=_save)
