@@ -3,7 +3,7 @@
 Dims: T tokens (all documents end to end)  S documents  N images  P patches  C numbers a patch  M visual tokens  L labelled rows
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,11 +24,22 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A part of a file: a member of an archive. `data` are its bytes where they came along with something else."""
+
+    path: Path
+    begin: int
+    length: int
+    stamp: tuple[int, int]  # of the whole file when it was opened: size and time of the last change
+    data: bytes | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
 class Picture:
     """An encoded image file: where it lies, or its bytes. `name` is what a message about it says."""
 
     name: str
-    source: Path | bytes
+    source: Path | Span | bytes
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ class BadSample(Exception):
         self.field = field  # where in the row: "image", "messages[1].content", ...
         self.message = message
 
+    def __reduce__(self) -> tuple[type["BadSample"], tuple[str, str, str]]:
+        return BadSample, (self.cause, self.field, self.message)
+
 
 class TooManyRejects(Exception):
     """More samples were rejected than `max_reject_rate` allows; exit code 3."""

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import ImageFile
 
-from eyeline.core.batch import Image, Ints, Picture
+from eyeline.core.batch import Image, Ints, Picture, Span
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import storage_failed
 from eyeline.core.settings import NotNegative, Settings
+from eyeline.data.containers import span_file
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
 
@@ -144,7 +145,13 @@ def oddities(picture: Picture) -> list[str]:
 @contextmanager
 def _opened(picture: Picture) -> Iterator[Pillow.Image]:
     """The picture opened, with its header checked. Errors of Pillow inside the block are BadSample `broken_image`."""
-    file = io.BytesIO(picture.source) if isinstance(picture.source, bytes) else _file(picture.source)
+    match picture.source:
+        case bytes():
+            file = io.BytesIO(picture.source)
+        case Span():
+            file = span_file(picture.source)
+        case Path():
+            file = _file(picture.source)
     with file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pillow, about odd metadata; what matters is checked here
         try:
@@ -233,7 +240,13 @@ def _rgb(image: Pillow.Image) -> Pillow.Image:
 
 def picture_key(picture: Picture) -> str:
     """Equal keys mean equal pixels: where the file lies, or the hash of its bytes (never of its pixels, whose shape those forget)."""
-    return "sha256:" + hashlib.sha256(picture.source).hexdigest() if isinstance(picture.source, bytes) else str(picture.source)
+    match picture.source:
+        case bytes():
+            return "sha256:" + hashlib.sha256(picture.source).hexdigest()
+        case Span(path, begin, length):
+            return f"{path}@{begin}+{length}"
+        case Path():
+            return str(picture.source)
 
 
 def resized(rgb: Pixels, rule: ImageRule) -> Pixels:

@@ -2,17 +2,18 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Callable
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.core.files import storage_failed
+from eyeline.core.errors import BadSample, Refused
+from eyeline.data.containers import SHARD_BYTES, SHARD_ROWS, Place, Shard, Stamp, fingerprint_of, read_at, stamp_of
 
-MAX_LINE_BYTES = 64 << 20  # a longer JSONL line is skipped without being held in memory
+MAX_LINE_BYTES = 64 << 20  # a longer line of JSON lines is skipped without being held in memory
 MAX_DIGITS = 18
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -82,100 +83,176 @@ def sound(row: Any) -> Any:
     return row
 
 
-@dataclass(frozen=True)
-class Container:
-    """Rows of one file: `raw(n)` parses row n or raises BadSample. `digest` is the SHA-256 of the file."""
-
-    what: str
-    digest: str
-    count: int
-    raw: Callable[[int], Any]
+def _row_of(data: bytes) -> Any:
+    """One row from its text. Bytes that are not UTF-8 become lone surrogates, which spoil only the row that uses them."""
+    row, flawed = parse(data.decode("utf-8-sig", "surrogateescape"))
+    return sound(row) if flawed else row
 
 
-@dataclass(frozen=True)
-class _Listed:
-    rows: list[Any]
-    flawed: bool
-
-    def __call__(self, n: int) -> Any:
-        return sound(self.rows[n]) if self.flawed else self.rows[n]
-
-
-@dataclass(frozen=True)
-class _Lines:
-    path: Path
-    bounds: list[tuple[int, int]]  # offset and length of each line that is not blank; length -1: over the cap
-    stamp: tuple[int, int]  # of the file when it was listed
-
-    def __call__(self, n: int) -> Any:
-        offset, length = self.bounds[n]
-        if length < 0:
-            raise BadSample("line_too_long", "row", f"the line has more than {MAX_LINE_BYTES:,} bytes")
-        try:
-            with open(self.path, "rb") as file:
-                stamp = _stamp(file)
-                file.seek(offset)
-                line = file.read(length)
-        except OSError as error:
-            raise storage_failed("read", self.path, error) from error
-        if stamp != self.stamp:  # its lines would be read in pieces, and what was planned would not be what is trained
-            raise StorageFailed(f"{self.path} has changed since it was opened. Put it back as it was, or begin a new run with the new data")
-        row, flawed = parse(_text(line))
-        return sound(row) if flawed else row
-
-
-def _stamp(file: BinaryIO) -> tuple[int, int]:
-    """Size and time of the last change: other ones mean other content."""
-    about = os.fstat(file.fileno())
-    return about.st_size, about.st_mtime_ns
-
-
-def _text(data: bytes) -> str:
-    """Bytes that are not UTF-8 become lone surrogates, which spoil only the row that uses them."""
-    return data.decode("utf-8-sig", "surrogateescape")
-
-
-def open_container(path: Path) -> Container:
-    """A JSON list or JSON lines, told apart by the first byte that is not a space."""
+def _try(data: bytes) -> Any | BadSample:
     try:
-        with open(path, "rb") as file:
-            head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-        if head.startswith(b"["):
-            return _list(path)
-        if head.startswith(b"{"):
-            return _lines(path)
-    except OSError as error:
-        raise Refused(f"{path} cannot be read: {error.strerror or error}") from error
-    kinds = {b"PAR1": "a Parquet file", b"\x1f\x8b": "gzip", b"PK": "a zip archive", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-    what = next((name for magic, name in kinds.items() if head.startswith(magic)), f"something that begins with {head[:12]!r}")
-    raise Refused(f"{path} is {what if head else 'empty'}; wanted: a JSON list of rows, or JSON lines (UTF-8)")
-
-
-def _list(path: Path) -> Container:
-    data = path.read_bytes()
-    try:
-        rows, flawed = parse(_text(data))
+        return _row_of(data)
     except BadSample as bad:
-        raise Refused(f"{path} is not JSON: {bad.message}. It starts with [, so one list of rows was expected") from bad
-    return Container("JSON list", hashlib.sha256(data).hexdigest(), len(rows), _Listed(rows, flawed))
+        return bad
 
 
-def _lines(path: Path) -> Container:
-    bounds: list[tuple[int, int]] = []
-    digest = hashlib.sha256()
-    offset = 0
-    with open(path, "rb") as file:
-        stamp = _stamp(file)
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            digest.update(line)
-            begin, length = offset, len(line)
-            offset += length
-            if length > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(1 << 20)
-                    digest.update(line)
-                    offset += len(line)
-                length = -1
-            if length < 0 or line.strip():
-                bounds.append((begin, length))
-    return Container("JSON lines", digest.hexdigest(), len(bounds), _Lines(path, bounds, stamp))
+# A list: where its rows lie is found once, by whoever opens it
+
+
+@dataclass(frozen=True)
+class JsonList:
+    """The rows of one JSON list, in runs."""
+
+    path: Path
+    stamp: Stamp
+    shards: tuple[Shard, ...]
+    firsts: tuple[int, ...]  # number in the file of each shard's first row
+    begins: tuple[int, ...]  # where it lies
+    what: str = "JSON list"
+
+    def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
+        data = read_at(self.path, self.begins[shard], self.shards[shard].bytes, self.stamp)
+        for number, (begin, length) in enumerate(_elements(data, inside=True)):
+            yield Place(shard, number, self.begins[shard] + begin, length), _try(data[begin : begin + length])
+
+    def row(self, place: Place) -> Any:
+        return _row_of(read_at(self.path, place.begin, place.length, self.stamp))
+
+    def named(self, place: Place) -> tuple[str, str, int]:
+        number = self.firsts[place.shard] + place.number
+        return f"{self.path.name}#{number}", str(self.path), number
+
+
+def _elements(data: bytes, inside: bool = False) -> Iterator[tuple[int, int]]:
+    """Offset and length of each row of a list, or of a run of rows with their commas. JSONDecodeError where there is no list.
+
+    Nothing is decoded: structure is ASCII, and read as Latin-1 a character is a byte.
+    """
+    text = data.decode("latin-1")
+    at = _beyond_space(text, 0 if inside else len(_BOM) * data.startswith(_BOM))
+    if not inside:
+        at = _beyond_space(text, at + 1)
+        if text[at : at + 1] == "]":
+            return
+    while True:
+        end = _SCANNER.raw_decode(text, at)[1]
+        yield at, end - at
+        at = _beyond_space(text, end)
+        if text[at : at + 1] == ",":
+            at = _beyond_space(text, at + 1)
+            if at == len(text) and inside:
+                return
+        elif inside and at == len(text):
+            return
+        elif text[at : at + 1] == "]" and not inside:
+            if _beyond_space(text, at + 1) < len(text):
+                raise json.JSONDecodeError("Extra data", "", at + 1)
+            return
+        else:
+            raise json.JSONDecodeError("Expecting ',' delimiter", "", at)
+
+
+_SCANNER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str)
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _beyond_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def open_list(path: Path) -> JsonList:
+    """Find the rows of a JSON list. Refused when it is none."""
+    stamp = stamp_of(path)
+    data = read_at(path, 0, stamp[0], stamp)
+    runs: list[list[int]] = []  # begin, end, number of the first row, rows
+    try:
+        for number, (begin, length) in enumerate(_elements(data)):
+            if not runs or runs[-1][3] == SHARD_ROWS or begin + length - runs[-1][0] > SHARD_BYTES:
+                runs.append([begin, begin, number, 0])
+            runs[-1][1], runs[-1][3] = begin + length, runs[-1][3] + 1
+    except json.JSONDecodeError as error:
+        raise Refused(f"{path} is not JSON: {error.msg} at byte {error.pos}. It starts with [, so one list of rows was expected") from error
+    except RecursionError as error:
+        raise Refused(f"{path} is not JSON: brackets are nested too deep") from error
+    shards = tuple(
+        Shard(f"{path.name}#{first}", hashlib.sha256(memoryview(data)[begin:end]).hexdigest(), end - begin) for begin, end, first, _ in runs
+    )
+    return JsonList(path, stamp, shards, tuple(run[2] for run in runs), tuple(run[0] for run in runs))
+
+
+# Lines: a shard is the lines that begin in its range of bytes, so that nothing has to be read to list them
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """The rows of one file of JSON lines, in ranges."""
+
+    path: Path
+    stamp: Stamp
+    shards: tuple[Shard, ...]
+    step: int  # bytes of a range
+    what: str = "JSON lines"
+
+    def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
+        number = 0
+        for begin, line in self._lines(shard):
+            if line is None:
+                yield Place(shard, number, begin, OVER), _over_the_cap()
+            elif line.strip():
+                yield Place(shard, number, begin, len(line)), _try(line)
+            else:
+                continue
+            number += 1
+
+    def row(self, place: Place) -> Any:
+        if place.length == OVER:
+            raise _over_the_cap()
+        return _row_of(read_at(self.path, place.begin, place.length, self.stamp))
+
+    def named(self, place: Place) -> tuple[str, str, int]:
+        begin = place.shard * self.step  # rows of earlier ranges are not counted: nobody has read them
+        return f"{self.path.name}{f'@{begin}' if begin else ''}#{place.number}", str(self.path), place.number
+
+    def _lines(self, shard: int) -> Iterator[tuple[int, bytes | None]]:
+        """Where each line that begins in the range lies, and what it says; None when that is over the cap."""
+        begin = shard * self.step
+        before = int(begin > 0)  # the byte that tells whether a line begins with the range
+        data = read_at(self.path, begin - before, min(self.step, self.stamp[0] - begin) + before, self.stamp)
+        at = data.find(b"\n") + 1 if before else 0
+        if before and at == 0:
+            return
+        while at < len(data):
+            end = data.find(b"\n", at)
+            line = data[at:end] if end >= 0 else self._whole(begin - before + at, data[at:])
+            yield begin - before + at, line if line is not None and len(line) <= MAX_LINE_BYTES else None
+            if end < 0:
+                return
+            at = end + 1
+
+    def _whole(self, begin: int, head: bytes) -> bytes | None:
+        """The line that begins with `head`, or None when it is over the cap."""
+        line = bytearray(head)
+        while len(line) <= MAX_LINE_BYTES and begin + len(line) < self.stamp[0]:
+            piece = read_at(self.path, begin + len(line), min(1 << 20, self.stamp[0] - begin - len(line)), self.stamp)
+            end = piece.find(b"\n")
+            line += piece if end < 0 else piece[:end]
+            if end >= 0:
+                break
+        return bytes(line) if len(line) <= MAX_LINE_BYTES else None
+
+
+OVER = -1  # the length of a line over the cap
+
+
+def _over_the_cap() -> BadSample:
+    return BadSample("line_too_long", "row", f"the line has more than {MAX_LINE_BYTES:,} bytes")
+
+
+def open_lines(path: Path) -> JsonLines:
+    """A file of JSON lines in ranges of bytes. Of a large file nothing is read."""
+    stamp = stamp_of(path)
+    content = fingerprint_of(path, stamp)
+    step = SHARD_BYTES
+    begins = range(0, stamp[0], step)
+    return JsonLines(path, stamp, tuple(Shard(f"{path.name}@{b}", f"{content}@{b}+{step}", min(step, stamp[0] - b)) for b in begins), step)

@@ -9,14 +9,17 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from eyeline.core.batch import Message, Picture, Role, Sample, Text
 from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.settings import Positive, Settings
-from eyeline.data.json_rows import Container, open_container
+from eyeline.data.containers import Container, Place, Shard
+from eyeline.data.images import picture_key
+from eyeline.data.json_rows import open_lines, open_list
 
 MAX_DATA_URL = 64 << 20  # characters
 PLACEHOLDER = "<image>"
@@ -37,53 +40,109 @@ class Layout:
     name: str
     why: str  # how it was recognised
     read: Callable[[Any, str, Path], Sample]  # (row, id, root of the images); BadSample for what it cannot use
-    shows: Callable[[Any], list[str]]  # the picture names in a row, as far as they can be told without checking it
     kind: Callable[[Any], str]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """An opened source: its rows, each by number. The numbers are positions among the rows that are kept."""
+    """An opened source: a list of shards, each read in order, and any row by its place. Pickles small.
+
+    Every row is given, whatever `kinds` and `limit` say: they choose among what was read.
+    """
 
     source: Source
     path: Path
     root: Path  # of the images
     layout: Layout
     container: Container
-    kept: tuple[int, ...]  # row numbers in the file
-    shown: tuple[tuple[str, ...], ...]  # of each kept row, the keys of its pictures
-    kinds: tuple[str, ...]
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """In the order of the files."""
+        return self.container.shards
+
+    def rows_in(self, shard: int) -> Iterator[tuple[Place, str, Sample | BadSample]]:
+        """(place, kind, the sample or why there is none) of every row of a shard, in order."""
+        for place, row in self.container.rows(shard):
+            yield place, "" if isinstance(row, BadSample) else self.layout.kind(row), self._sample(place, row)
+
+    def read(self, place: Place) -> Sample:
+        """One row as a Sample. Raises BadSample, and StorageFailed when its file has changed."""
+        return self.layout.read(self.container.row(place), self.named(place)[0], self.root)
+
+    def named(self, place: Place) -> tuple[str, str, int]:
+        """Id, file and row number in the file (in its shard, where nobody has counted the rows before), for messages."""
+        return self.container.named(place)
+
+    def _sample(self, place: Place, row: Any) -> Sample | BadSample:
+        try:
+            return row if isinstance(row, BadSample) else self.layout.read(row, self.named(place)[0], self.root)
+        except BadSample as bad:
+            return bad
+
+    # The rows that `kinds` and `limit` keep, as one list
+
+    @cached_property
+    def listed(self) -> tuple[tuple[Place, str, tuple[str, ...]], ...]:
+        """Place, kind and picture keys of each kept row. A row that cannot be parsed is of every kind: it is to be counted as a reject."""
+        out: list[tuple[Place, str, tuple[str, ...]]] = []
+        known: set[str] = set()
+        for shard in range(len(self.shards)):
+            for place, row in self.container.rows(shard):
+                if self.source.limit is not None and len(out) >= self.source.limit:
+                    return tuple(out)
+                kind = "" if isinstance(row, BadSample) else self.layout.kind(row)
+                if not isinstance(row, BadSample):
+                    known.add(kind)
+                if self.source.kinds is None or kind in self.source.kinds or isinstance(row, BadSample):
+                    sample = self._sample(place, row)
+                    keys = () if isinstance(sample, BadSample) else tuple(picture_key(p) for p in sample.pictures)
+                    out.append((place, kind, keys))
+        absent = [kind for kind in self.source.kinds or () if kind not in known] if self.source.limit is None else []
+        if absent:
+            has = ", ".join(sorted(k or "(none)" for k in known))
+            raise Refused(f"{self.source.path} has no samples of kind {', '.join(absent)}; it has {has}")
+        return tuple(out)
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.listed)
 
     def id(self, i: int) -> str:
-        return f"{self.path.name}#{self.kept[i]}"
+        return self.named(self.listed[i][0])[0]
 
     def place(self, i: int) -> tuple[str, int]:
         """File and row number, for messages."""
-        return str(self.path), self.kept[i]
+        return self.named(self.listed[i][0])[1:]
 
     def sample(self, i: int) -> Sample:
-        """Row i as a Sample. Raises BadSample."""
-        return self.layout.read(self.container.raw(self.kept[i]), self.id(i), self.root)
+        """Kept row i as a Sample. Raises BadSample."""
+        return self.read(self.listed[i][0])
+
+    @property
+    def shown(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(keys for _, _, keys in self.listed)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(kind for _, kind, _ in self.listed)
 
     def image_key(self, i: int) -> str | None:
         """Equal for rows that look at the same pictures; None for rows without any."""
-        return "\n".join(self.shown[i]) or None
+        return "\n".join(self.listed[i][2]) or None
 
     def kind(self, i: int) -> str:
-        return self.kinds[i]
+        return self.listed[i][1]
 
     @property
     def fingerprint(self) -> str:
         """What these rows are, for states that must not be used with others: content and choice, not the place."""
-        chosen = [self.container.digest, self.layout.name, self.source.kinds, self.source.repeat, self.source.limit, len(self)]
+        content = [shard.fingerprint for shard in self.shards]
+        chosen = [content, self.layout.name, self.source.kinds, self.source.repeat, self.source.limit, len(self)]
         return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
 
 
 def open_source(source: Source) -> Rows:
-    """Find the file, recognise its layout and list its rows. Refused, with what was found, when that cannot be done."""
+    """Find the file, recognise its layout and list its shards. Refused, with what was found, when that cannot be done."""
     path = _located(source.path)
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
@@ -98,9 +157,9 @@ def open_source(source: Source) -> Rows:
     if not os.path.isdir(root):
         raise Refused(f"the folder of the images, {root}, does not exist. Set images: to the folder that picture paths start from")
     container = open_container(path)
-    layout = _recognised(path, container)
-    kept, shown, kinds = _listed(source, container, layout, root)
-    return Rows(source, path, root, layout, container, kept, shown, kinds)
+    rows = Rows(source, path, root, _recognised(path, container), container)
+    assert rows.listed is not None
+    return rows
 
 
 def _located(path: str) -> Path:
@@ -130,74 +189,43 @@ def _located(path: str) -> Path:
     return found
 
 
-def _rows_of(container: Container) -> Iterator[tuple[int, Any]]:
-    """Every row that can be parsed at all, with its number; a row that cannot is None."""
-    for n in range(container.count):
-        try:
-            yield n, container.raw(n)
-        except BadSample:
-            yield n, None
+def open_container(path: Path) -> Container:
+    """What the file is, told by its first bytes. Refused when it holds no rows that can be read."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except OSError as error:
+        raise Refused(f"{path} cannot be read: {error.strerror or error}") from error
+    if head.startswith(b"["):
+        return open_list(path)
+    if head.startswith(b"{"):
+        return open_lines(path)
+    kinds = {b"PAR1": "a Parquet file", b"\x1f\x8b": "gzip", b"PK": "a zip archive", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+    what = next((name for magic, name in kinds.items() if head.startswith(magic)), f"something that begins with {head[:12]!r}")
+    raise Refused(f"{path} is {what if head else 'empty'}; wanted: a JSON list of rows, or JSON lines (UTF-8)")
 
 
 def _recognised(path: Path, container: Container) -> Layout:
     """The layout of the first of some rows that has a known shape."""
     found: list[str] = []
-    for n, row in _rows_of(container):
-        if n >= 100:
-            break
+    count = 0
+    for row in islice((row for shard in range(len(container.shards)) for _, row in container.rows(shard)), 100):
+        n, count = count, count + 1
         if isinstance(row, dict):
             if "conversations" in row:
-                return Layout("llava", f"{container.what}; row {n} has conversations", llava_sample, _llava_shows, _named_kind)
+                return Layout("llava", f"{container.what}; row {n} has conversations", llava_sample, _named_kind)
             if "messages" in row:
-                return Layout("openai", f"{container.what}; row {n} has messages", openai_sample, _openai_shows, _named_kind)
+                return Layout("openai", f"{container.what}; row {n} has messages", openai_sample, _named_kind)
             found += [key for key in row if key not in found]
         elif isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[1], str):
-            return Layout("easy-vqa", f"{container.what}; row {n} is [question, answer, picture]", easy_vqa_sample, _vqa_shows, _vqa_kind)
-    if not container.count:
+            return Layout("easy-vqa", f"{container.what}; row {n} is [question, answer, picture]", easy_vqa_sample, _vqa_kind)
+    if not count:
         raise Refused(f"{path} holds no rows")
     columns = f"its rows have {', '.join(found[:20])}" if found else "none of its first rows is an object"
     raise Refused(
-        f"{path}: no known layout. Found: a {container.what} of {container.count} rows; {columns}. Wanted: conversations (LLaVA), "
+        f"{path}: no known layout. Found: a {container.what}; {columns}. Wanted: conversations (LLaVA), "
         "messages (OpenAI), or [question, answer, picture] rows (easy-VQA). Rename the columns, or convert the file"
     )
-
-
-def _listed(
-    source: Source, container: Container, layout: Layout, root: Path
-) -> tuple[tuple[int, ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Numbers, picture keys and kinds of the rows that `kinds` and `limit` keep. A row that cannot be parsed is kept: it is to
-    be counted as a reject."""
-    kept: list[int] = []
-    shown: list[tuple[str, ...]] = []
-    kinds: list[str] = []
-    known: set[str] = set()
-    for n, row in _rows_of(container):
-        if source.limit is not None and len(kept) >= source.limit:
-            break
-        kind = layout.kind(row)
-        if row is not None:
-            known.add(kind)
-        if source.kinds is None or kind in source.kinds or row is None:
-            kept.append(n)
-            shown.append(tuple(_key(name, root) for name in layout.shows(row)))
-            kinds.append(kind)
-    absent = [kind for kind in source.kinds or () if kind not in known] if source.limit is None else []
-    if absent:
-        raise Refused(f"{source.path} has no samples of kind {', '.join(absent)}; it has {', '.join(sorted(k or '(none)' for k in known))}")
-    return tuple(kept), tuple(shown), tuple(kinds)
-
-
-def _key(name: str, root: Path) -> str:
-    """Names one picture over all sources."""
-    if name.startswith("data:"):
-        return "data:" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
-    return os.path.normpath(os.path.join(root, name))
-
-
-def _strings(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
 
 
 def _named_kind(row: Any) -> str:
@@ -368,10 +396,6 @@ def llava_sample(row: Any, id: str, root: Path) -> Sample:
     return _checked(id, messages, _named_kind(row))
 
 
-def _llava_shows(row: Any) -> list[str]:
-    return (_strings(row.get("image")) or _strings(row.get("images"))) if isinstance(row, dict) else []
-
-
 OPENAI_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -436,21 +460,6 @@ def _openai_part(part: Any, root: Path, pictures: Iterator[Picture], field: str)
             raise BadSample("unsupported", f"{field}.type", f"got {_shown(other)}, wanted text, image_url or image")
 
 
-def _openai_shows(row: Any) -> list[str]:
-    names = _llava_shows(row)
-    turns = row.get("messages") if isinstance(row, dict) else None
-    for turn in turns if isinstance(turns, list) else []:
-        parts = turn.get("content") if isinstance(turn, dict) else None
-        for part in parts if isinstance(parts, list) else []:
-            match part.get("type") if isinstance(part, dict) else None:
-                case "image_url" | "input_image":  # the very picture that `_openai_part` reads: rows of equal names share one
-                    url = part.get("image_url")
-                    names += _strings(url.get("url") if isinstance(url, dict) else url)
-                case "image":
-                    names += _strings([part[k] for k in ("image", "path", "url") if part.get(k) is not None][:1])
-    return names
-
-
 # easy-VQA
 
 _SHAPES = {"circle", "rectangle", "triangle"}
@@ -465,10 +474,6 @@ def easy_vqa_sample(row: Any, id: str, root: Path) -> Sample:
             return _checked(id, [asked, Message("assistant", (Text(_clean(answer, "answer")),))], _vqa_kind(row))
         case _:
             raise BadSample("wrong_type", "row", f"[question, answer, number of the picture] was wanted, got {_shown(row)}")
-
-
-def _vqa_shows(row: Any) -> list[str]:
-    return [f"images/{row[2]}.png"] if isinstance(row, list) and len(row) == 3 else []
 
 
 def _vqa_kind(row: Any) -> str:

@@ -1,0 +1,241 @@
+"""Shards: every row once, the same in order and by place, however the file is cut; a store that fails, and files that change."""
+
+import errno
+import io
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image as Pillow
+
+from eyeline.core.batch import Picture, Span
+from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.data import containers, json_rows
+from eyeline.data.containers import Container, fingerprint_of, persistent, read_at, span_file, stamp_of
+from eyeline.data.images import decode, open_picture, picture_key
+from eyeline.data.json_rows import open_lines, open_list
+from eyeline.data.sources import Source, open_source
+
+ODD = ["plain", 'nested [ ] { } " , \\', "bytes ä 漢 \N{GRINNING FACE}", "x" * 300, "", "line\nbreak\ttab"]
+
+
+def everything(container: Container) -> list[Any]:
+    """Every row in the order of shards; each is also read by its place, from an unpickled twin, and must be the same."""
+    twin = pickle.loads(pickle.dumps(container))
+    out = []
+    for shard in range(len(container.shards)):
+        numbers = []
+        for place, row in container.rows(shard):
+            assert place.shard == shard
+            numbers.append(place.number)
+            if isinstance(row, BadSample):
+                with pytest.raises(BadSample, match=r".") as caught:
+                    twin.row(place)
+                assert (caught.value.cause, caught.value.field) == (row.cause, row.field)
+            else:
+                assert twin.row(place) == row
+            out.append(row)
+        assert numbers == list(range(len(numbers)))
+    return out
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("step", [1, 7, 64, 1000, 1 << 20])
+def test_lines_are_read_once_however_the_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, ending: str) -> None:
+    monkeypatch.setattr(json_rows, "SHARD_BYTES", step)
+    rng = random.Random(0)
+    rows = [{"n": n, "text": rng.choice(ODD)} for n in range(40)]
+    lines = [json.dumps(row, ensure_ascii=rng.random() < 0.5) for row in rows]
+    blank = [line + ending * rng.randint(1, 3) for line in lines[:-1]] + [lines[-1]]  # no newline ends the file
+    path = tmp_path / "x.jsonl"
+    path.write_bytes("".join(blank).encode())
+    container = open_lines(path)
+    assert everything(container) == rows
+    assert len(container.shards) == -(-path.stat().st_size // step)
+
+
+def test_a_line_over_the_cap_spans_ranges_and_spoils_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "SHARD_BYTES", 64)
+    monkeypatch.setattr(json_rows, "MAX_LINE_BYTES", 100)
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"n": 0}\n' + '{"n": "' + "x" * 500 + '"}\n{"n": 2}\n' + '{"n": "' + "y" * 500)
+    rows = everything(open_lines(path))
+    assert [row.cause if isinstance(row, BadSample) else row["n"] for row in rows] == [0, "line_too_long", 2, "line_too_long"]
+
+
+@pytest.mark.parametrize(("shard_rows", "shard_bytes"), [(1, 1 << 20), (7, 1 << 20), (2048, 200), (2048, 1 << 20)])
+def test_a_list_is_cut_into_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_rows: int, shard_bytes: int) -> None:
+    monkeypatch.setattr(json_rows, "SHARD_ROWS", shard_rows)
+    monkeypatch.setattr(json_rows, "SHARD_BYTES", shard_bytes)
+    rng = random.Random(1)
+    rows = [[n, {"text": rng.choice(ODD), "deep": [1.5, None, {"a": []}]}] for n in range(50)]
+    for name, text in {"dense": json.dumps(rows, ensure_ascii=False), "airy": "\ufeff \n" + json.dumps(rows, indent=2) + "\r\n "}.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(text, encoding="utf-8")
+        container = open_list(path)
+        assert everything(container) == rows
+        places = [place for shard in range(len(container.shards)) for place, _ in container.rows(shard)]
+        assert [container.named(place)[2] for place in places] == list(range(50))
+        assert max(place.number for place in places) < shard_rows
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "[1 2]", "[1],", "[1,]", "[,1]", "[1]]", "[1] {}", '["a]', "[nul]", "[1,,2]"])
+def test_what_is_no_list_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"."):
+        json.loads(text)
+    with pytest.raises(Refused, match=r"x\.json is not JSON"):
+        open_list(path)
+
+
+def test_ids_say_where_a_row_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "SHARD_BYTES", 20)
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(5)))  # nine bytes each
+    container = open_lines(path)
+    assert [container.named(p)[0] for s in range(3) for p, _ in container.rows(s)] == [
+        *("x.jsonl#0", "x.jsonl#1", "x.jsonl#2"),
+        *("x.jsonl@20#0", "x.jsonl@20#1"),
+    ]
+
+
+# Content and change
+
+
+def test_a_fingerprint_is_of_the_content_of_small_files_and_of_size_and_time_of_large_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_bytes(b"a" * 100)
+    two.write_bytes(b"a" * 100)
+    os.utime(two, ns=(1, 1))
+    assert fingerprint_of(one, stamp_of(one)) == fingerprint_of(two, stamp_of(two))
+    monkeypatch.setattr(containers, "HASHED", 99)
+    assert fingerprint_of(one, stamp_of(one)) != fingerprint_of(two, stamp_of(two))
+    two.write_bytes(b"b" * 100)
+    os.utime(two, ns=(os.stat(one).st_mtime_ns,) * 2)
+    assert fingerprint_of(one, stamp_of(one)) == fingerprint_of(two, stamp_of(two))  # its content was not read
+
+
+def test_one_changed_row_changes_the_fingerprint_of_its_shard_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "SHARD_ROWS", 4)
+    path = tmp_path / "x.json"
+
+    def prints(rows: list[int]) -> list[str]:
+        path.write_text(json.dumps(rows))
+        return [shard.fingerprint for shard in open_list(path).shards]
+
+    before, after = prints(list(range(10, 22))), prints([*range(10, 16), 99, *range(17, 22)])
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+@pytest.mark.parametrize("how", ["grown", "cut", "rewritten", "gone"])
+def test_a_file_that_changes_while_it_is_used_stops_the_run(tmp_path: Path, name: str, how: str) -> None:
+    path = tmp_path / name
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": str(n)}]} for n in range(9)]
+    path.write_text("\n".join(map(json.dumps, rows)) if name == "x.jsonl" else json.dumps(rows))
+    opened = open_source(Source(path=str(path)))
+    place = next(opened.rows_in(0))[0]
+    text = path.read_bytes()
+    match how:
+        case "grown":
+            path.write_bytes(text + b"\n")
+        case "cut":
+            path.write_bytes(text[:-10])
+        case "rewritten":
+            path.write_bytes(text.replace(b"a", b"b"))
+        case _:
+            path.unlink()
+    for read in (lambda: opened.read(place), lambda: list(opened.rows_in(0))):
+        with pytest.raises(StorageFailed, match=r"No such file" if how == "gone" else rf"{name} has changed since it was opened"):
+            read()
+
+
+def test_a_file_that_ends_early_is_no_short_answer(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"12345")
+    assert read_at(path, 1, 3, stamp_of(path)) == b"234"
+    with pytest.raises(StorageFailed, match="ended 2 bytes early"):
+        read_at(path, 3, 4, stamp_of(path))
+
+
+# A store that fails
+
+
+def failing(numbers: list[int | None]) -> Any:
+    """A reader that fails with each error in turn (None: without one), and then answers 7."""
+    left = list(numbers)
+
+    def read() -> int:
+        if left:
+            number = left.pop(0)
+            cause = OSError(number, os.strerror(number)) if number else None
+            raise StorageFailed("could not read x.") from cause
+        return 7
+
+    read.left = left  # type: ignore[attr-defined]
+    return read
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    out: list[float] = []
+    monkeypatch.setattr(containers.time, "sleep", out.append)
+    return out
+
+
+def test_a_store_that_comes_back_is_waited_for(waits: list[float]) -> None:
+    assert persistent(failing([errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EIO]), 5) == 7
+    assert waits == [0.5, 2, 8, 30, 30]
+
+
+def test_a_store_that_stays_away_stops_the_run(waits: list[float]) -> None:
+    with pytest.raises(StorageFailed, match=r"could not read x\. It was tried 3 times"):
+        persistent(failing([errno.EIO] * 3), 2)
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EISDIR, None])
+def test_what_will_not_pass_is_not_tried_again(waits: list[float], number: int | None) -> None:
+    read = failing([number, errno.EIO])
+    with pytest.raises(StorageFailed, match=r"^could not read x\.$"):
+        persistent(read, 5)
+    assert waits == []
+    assert len(read.left) == 1
+
+
+# Parts of files
+
+
+def test_a_picture_inside_a_file_is_read_as_far_as_needed(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    Pillow.effect_noise((400, 300), 90).convert("RGB").save(out, "JPEG", quality=95)
+    data = out.getvalue()
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"before" + data + b"after")
+    here = Picture("a.jpg", Span(path, 6, len(data), stamp_of(path)))
+    assert open_picture(here) == (400, 300)
+    assert (decode(here) == decode(Picture("a.jpg", data))).all()
+    held = Picture("a.jpg", Span(path, 6, len(data), stamp_of(path), data))
+    assert picture_key(held) == picture_key(here) == f"{path}@6+{len(data)}"
+    with span_file(here.source) as file:  # type: ignore[arg-type]
+        assert file.read() == data
+        assert file.read() == b""
+        file.seek(-5, os.SEEK_END)
+        assert file.read(100) == data[-5:]
+        file.seek(2)
+        assert (file.tell(), file.read(3)) == (2, data[2:5])
+    cut = Picture("a.jpg", Span(path, 6, len(data) // 2, stamp_of(path)))
+    with pytest.raises(BadSample, match="truncated") as caught:
+        decode(cut)
+    assert caught.value.cause == "broken_image"
+    path.write_bytes(b"other")
+    with pytest.raises(StorageFailed, match=r"x\.bin has changed since it was opened"):
+        open_picture(here)
+    assert open_picture(held) == (400, 300)  # nothing is read
