@@ -179,10 +179,10 @@ def export(
     _calm()
     from eyeline.bundle.bundle import open_bundle
     from eyeline.bundle.exporting import export as write
-    from eyeline.models import llava
+    from eyeline.models import build
 
     found = open_bundle(model, checkpoint.value)
-    made = llava.build(found.bundle.config, "cpu")
+    made = build(found.bundle.config, "cpu")
     found.load(made, keep_adapters=True)
     write(found.bundle, made, folder, form=form.value, adapter=adapter, dtype=dtype.value)
 

@@ -59,7 +59,7 @@ def test_every_tensor_is_kept_as_it_was_stored(hub: Path, tmp_path: Path, vision
     assert ("lm_head.weight" in after) is (language == "untied")
 
     opened = open_bundle(tmp_path / "model")
-    assert (opened.kind, opened.bundle.config, opened.bundle.template) == ("parts", bundle.config, "qwen2.5")
+    assert (opened.form and opened.form.name, opened.bundle.config, opened.bundle.template) == ("parts", bundle.config, "qwen2.5")
     model = built(opened.bundle)
     opened.load(model)
     assert torch.equal(model.language.head.weight, after.get("lm_head.weight", after["model.embed_tokens.weight"]).float())

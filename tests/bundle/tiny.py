@@ -27,7 +27,7 @@ from eyeline.data.batches import batch_of
 from eyeline.data.templates import TEMPLATES, Template
 from eyeline.data.tokenizer import train_bpe
 from eyeline.generate.prompts import Prompts
-from eyeline.models import llava
+from eyeline.models import build, llava
 
 SIDE, PATCH, ROWS = 16, 4, 384  # pixels, pixels, rows of the embedding: more than the tokenizer uses
 TEXTS = ["What shape is in the picture? A circle.", "Which colour has the square? It is blue.", "how many corners has it, three?"] * 3
@@ -111,7 +111,7 @@ def imported(folder: Path, form: str, tied: bool = True) -> tuple[Path, Bundle]:
 
 def built(bundle: Bundle, seed: int | None = None) -> llava.Model:
     """A model of the bundle's shape; with a seed, every tensor random."""
-    model = llava.build(bundle.config, "cpu").eval()
+    model = build(bundle.config, "cpu").eval()
     if seed is not None:
         randomise(model, seed)
     return model

@@ -25,7 +25,7 @@ from eyeline.evals.exact_match import Prior, exact_match, normalised, prior_of, 
 from eyeline.evals.result import read_result, write_result
 from eyeline.generate.generate import Answer
 from eyeline.generate.prompts import Prompts
-from eyeline.models import llava, qwen2, siglip2
+from eyeline.models import build, llava, qwen2, siglip2
 
 SHADES = ("red", "green", "blue", "black")
 NOTHING = Prior({}, "")
@@ -55,7 +55,7 @@ def made() -> tuple[llava.Model, Facts, Encoder]:
         vision=siglip2.Config(image_size=16, patch=8, width=16, layers=1, heads=2, feed_forward=16),
         language=qwen2.Config(vocabulary=300, width=32, layers=2, heads=2, kv_heads=1, feed_forward=32, longest=64, tied=False),
     )
-    model = llava.build(config, "cpu")
+    model = build(config, "cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch_rng_for(0, "test", parameter.numel())) * 0.4)

@@ -20,7 +20,7 @@ from eyeline.generate.chat import Talk, chat, converse, harmless
 from eyeline.generate.generate import generate
 from eyeline.generate.prompts import Prompts
 from eyeline.generate.sampling import Sampling
-from eyeline.models import llava, qwen2, siglip2
+from eyeline.models import build, llava, qwen2, siglip2
 
 SAMPLING = Sampling(max_tokens=6)
 
@@ -37,7 +37,7 @@ def bundle() -> Bundle:
 
 @pytest.fixture(scope="module")
 def model(bundle: Bundle) -> llava.Model:
-    model = llava.build(bundle.config, "cpu").eval()
+    model = build(bundle.config, "cpu").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch_rng_for(0, name)) * 0.4)

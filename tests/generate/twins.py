@@ -11,7 +11,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, Qwen2Config
 from eyeline.checkpoint.tensors import load_into
 from eyeline.core.batch import IGNORE, Document, Grid, Image
 from eyeline.core.facts import Facts
-from eyeline.models import llava, qwen2, siglip2
+from eyeline.models import build, llava, qwen2, siglip2
 
 SIDE, PATCH, IMAGE_TOKEN, VOCABULARY = 4, 8, 200, 211
 
@@ -44,9 +44,12 @@ def llava_twins(folder: Path, tied: bool = False) -> tuple[LlavaForConditionalGe
     twin = LlavaForConditionalGeneration(config).eval()
     randomise(twin)
     twin.save_pretrained(folder)
-    model = llava.build(ours, "cpu").eval()
+    model = build(ours, "cpu").eval()
     load_into(
-        dict(model.named_parameters(remove_duplicate=False)), folder, llava.LLAVA_KEYS(ours), dropped=("vision_tower.post_layernorm.*",)
+        dict(model.named_parameters(remove_duplicate=False)),
+        folder,
+        llava.keys(ours, llava.form(ours)),
+        dropped=("vision_tower.post_layernorm.*",),
     )
     return twin, model, llava.facts(ours)
 
@@ -57,7 +60,7 @@ def qwen2_twins(folder: Path, longest: int = 512) -> tuple[Qwen2ForCausalLM, lla
     twin = Qwen2ForCausalLM(language).eval()
     randomise(twin)
     twin.save_pretrained(folder)
-    model = llava.build(ours, "cpu").eval()
+    model = build(ours, "cpu").eval()
     load_into(dict(model.language.named_parameters(remove_duplicate=False)), folder, qwen2.keys(ours.language))
     return twin, model, llava.facts(ours)
 

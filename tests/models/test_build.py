@@ -8,7 +8,7 @@ import torch
 
 from eyeline.core.facts import PARTS, matches, part_of
 from eyeline.core.randomness import torch_rng_for
-from eyeline.models import FAMILIES, llava, qwen2, siglip2
+from eyeline.models import build, llava, qwen2, siglip2
 from eyeline.models.layers import Attend, LayerNorm, Linear, RMSNorm
 from tests.models import twins
 from tests.models.cases import each_case
@@ -19,26 +19,26 @@ TIED = llava.Config(vision=VISION, language=language(tied=True))
 
 def test_tied_head_is_the_embedding_however_the_model_is_made():
     """Storage, not the config, says whether it is tied: `to_empty` of a meta model makes two tensors of one (H1)."""
-    for model in (llava.Model(TIED), llava.build(TIED, "cpu"), copy.deepcopy(llava.build(TIED, "cpu"))):
+    for model in (llava.Model(TIED), build(TIED, "cpu"), copy.deepcopy(build(TIED, "cpu"))):
         assert model.language.head.weight is model.language.embed.weight
         with torch.no_grad():
             model.language.embed.weight.fill_(3.0)
         assert model.language.head.weight.untyped_storage().data_ptr() == model.language.embed.weight.untyped_storage().data_ptr()
         assert "language.head.weight" not in dict(model.named_parameters())
-    untied = llava.build(SHUFFLING, "cpu")
+    untied = build(SHUFFLING, "cpu")
     assert untied.language.head.weight is not untied.language.embed.weight
     assert "language.head.weight" in dict(untied.named_parameters())
 
 
 def test_built_model_has_no_tensor_left_on_meta():
-    model = llava.build(TIED, "cpu", dtype=torch.bfloat16)
+    model = build(TIED, "cpu", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cpu", torch.bfloat16)}
     assert not list(model.buffers()), "a buffer would be cast and moved with the weights"
 
 
 @each_case
 def test_facts_fit_the_model(case):
-    model, facts = FAMILIES[case.config.family].build(case.config, "meta"), case.facts
+    model, facts = build(case.config, "meta"), case.facts
     modules = dict(model.named_modules())
     for name, _ in model.named_parameters(remove_duplicate=False):
         assert part_of(facts, name) in PARTS

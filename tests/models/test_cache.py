@@ -5,13 +5,13 @@ import torch
 
 from eyeline.core.batch import Document
 from eyeline.data.batches import batch_of
-from eyeline.models import llava
+from eyeline.models import build
 from tests.models import twins
 from tests.models.cases.llava import SHUFFLING, shown
 
 
 def test_steps_with_a_cache_equal_the_whole_text_again():
-    model = llava.build(SHUFFLING, "cpu")
+    model = build(SHUFFLING, "cpu")
     twins.randomise(model)
     cat, dog, _ = shown(SHUFFLING)
     prompts = [twins.document("a", 3, cat, 2), twins.document("b", 2), twins.document("c", cat, dog, 1)]
@@ -23,7 +23,7 @@ def test_steps_with_a_cache_equal_the_whole_text_again():
         return Document(p.id, tokens_T, np.full_like(tokens_T, -100), p.visual_M, p.images)
 
     with torch.no_grad():
-        cache = llava.new_cache(model, 3, 32)
+        cache = model.new_cache(3, 32)
         rows = [0, 1, 2]
         got = model(batch_of(prompts, None, next_tokens=True), cache)
         for steps in range(4):

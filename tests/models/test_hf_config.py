@@ -5,7 +5,7 @@ import transformers
 
 from eyeline.core.errors import Refused
 from eyeline.models import llava, qwen2, siglip2
-from tests.models.cases.llava import CONFIGS, EVEN, SHUFFLING, TIED, VISION, hf, language
+from tests.models.cases.llava import CONFIGS, EVEN, TIED, VISION, config_json, language
 from tests.models.twins import twin_of
 
 QWEN25_05B = {  # the keys of the hub's Qwen2.5-0.5B-Instruct
@@ -76,7 +76,7 @@ def test_absent_keys_mean_the_reference_classes_defaults():
 def test_there_and_back(case):
     """Our config -> config.json -> transformers' record -> config.json -> our config."""
     c = CONFIGS[case]
-    config = hf(c)
+    config = config_json(c)
     record = transformers.AutoConfig.for_model(**config)
     naflex = llava.form(c).name == "lfm2_vl"
     preprocessor = siglip2.to_preprocessor_naflex(c.vision) if naflex else siglip2.to_preprocessor(c.vision)
@@ -174,13 +174,13 @@ def test_naflex_model_is_refused_whole():
     ],
 )
 def test_llava_refusals(change, message):
-    config = hf(TIED)
+    config = config_json(TIED)
     with pytest.raises(Refused, match=message):
         llava.from_hf(config | change, siglip2.to_preprocessor(VISION))
 
 
 def test_omitted_select_strategy_is_the_one_that_drops_a_patch():
-    config = hf(TIED)
+    config = config_json(TIED)
     del config["vision_feature_select_strategy"]
     with pytest.raises(Refused, match="vision_feature_select_strategy"):
         llava.from_hf(config, siglip2.to_preprocessor(VISION))
@@ -209,11 +209,6 @@ def test_form_of_an_export(change, name):
     assert len(form.reason) > 20
 
 
-def test_image_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(Refused, match="image token 53 is outside the vocabulary of 53"):
-        llava.lfm2_vl_to_hf(SHUFFLING, 53)
-
-
 def test_no_internvl_form_while_its_class_ignores_the_tower():
     """When this fails, transformers reads SigLIP towers in InternVL folders, and `form` may offer them."""
     tower = siglip2.to_hf(EVEN)
@@ -227,7 +222,7 @@ def test_no_internvl_form_while_its_class_ignores_the_tower():
 def test_tied_where_the_reference_ties(case, outer, inner):
     """Two keys say it; what counts is whether the reference's model then has one tensor or two."""
     c = CONFIGS[case]
-    config = hf(c)
+    config = config_json(c)
     config["text_config"]["tie_word_embeddings"] = inner
     config["tie_word_embeddings"] = outer
     if outer is None:

@@ -9,7 +9,7 @@ from eyeline.checkpoint.tensors import load_into, renamed
 from eyeline.core.errors import Refused
 from eyeline.core.facts import part_of
 from eyeline.core.randomness import torch_rng_for
-from eyeline.models import llava, qwen2
+from eyeline.models import build, llava, qwen2
 from eyeline.models.layers import Linear
 from eyeline.models.lora import LoRA, LoRALinear, adapters, merge, wrap
 from tests.models import twins
@@ -22,7 +22,7 @@ FACTS = llava.facts(C)
 
 
 def built(c: llava.Config = C) -> llava.Model:
-    model = llava.build(c, "cpu")
+    model = build(c, "cpu")
     twins.randomise(model)
     return model
 

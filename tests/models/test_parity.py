@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.checkpoint.tensors import load_into, read_folder, renamed, write_folder
-from eyeline.models import FAMILIES, qwen2, siglip2
+from eyeline.models import FAMILIES, build, qwen2, siglip2
 from tests.models import twins
 from tests.models.cases import ALL, CASES, each_case, llava
 from tests.models.cases.llava import VISION
@@ -33,7 +33,7 @@ def test_every_family_has_cases():
 def test_cases_show_what_could_go_wrong(family):
     """Tied and untied heads; fewer key/value heads than query heads; texts, several pictures in one document, pictures of several grids."""
     cases = CASES[family]
-    models = [FAMILIES[family].build(case.config, "meta") for case in cases]
+    models = [build(case.config, "meta") for case in cases]
     tied = {model.language.head.weight is model.language.embed.weight for model in models}
     assert tied == {True, False}
     keys = [m for model in models for n, m in model.language.named_modules() if n.endswith("attn.k")]

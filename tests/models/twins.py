@@ -22,7 +22,7 @@ from eyeline.core.batch import IGNORE, Batch, Budget, Document, Grid, Image
 from eyeline.core.facts import Facts, KeyRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
-from eyeline.models import FAMILIES
+from eyeline.models import FAMILIES, build
 
 IMAGE_TOKEN = 50  # text of test documents stays below it
 VOCABULARY = 53
@@ -59,7 +59,7 @@ class Case:
 
 def built(case: Case, compute_dtype: torch.dtype = torch.float32, **how: Any) -> nn.Module:
     """Ours, with weights that are not filled yet."""
-    return FAMILIES[case.config.family].build(case.config, "cpu", compute_dtype=compute_dtype, **how)
+    return build(case.config, "cpu", compute_dtype=compute_dtype, **how)
 
 
 def randomised(case: Case) -> nn.Module:

@@ -21,7 +21,7 @@ from eyeline.bundle.exporting import export
 from eyeline.checkpoint import store
 from eyeline.core.errors import NotFinite, Refused, RunLocked, Stopped, TooManyRejects
 from eyeline.core.files import read_lines
-from eyeline.models import llava
+from eyeline.models import build
 from eyeline.train.run import Run, to_yaml
 from eyeline.train.stop import sole_owner
 from tests.train.recipe import tiny_run
@@ -289,7 +289,7 @@ def test_a_run_does_not_write_over_a_model(uninterrupted, tmp_path: Path) -> Non
     """A model in `out`/model is the user's, though a run keeps its description under that name."""
     folder, *_ = uninterrupted
     found = open_bundle(folder / "run")
-    made = llava.build(found.bundle.config, "cpu")
+    made = build(found.bundle.config, "cpu")
     found.load(made)
     export(found.bundle, made, tmp_path / "run" / "model", form="parts")
     with pytest.raises(Refused, match="holds a model, which would be replaced"):

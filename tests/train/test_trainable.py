@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import eyeline.train.loop as loop
+from eyeline import models
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import weights
 from eyeline.checkpoint import store
 from eyeline.core.facts import PARTS
-from eyeline.models import llava
 from eyeline.parallel.launch import machine
 from eyeline.train.run import Run
 from eyeline.train.start import begin, build
@@ -98,7 +98,7 @@ def test_a_border_merges_what_it_does_not_go_on_with(start: Path, tmp_path: Path
     home = begin(run, tmp_path / "run")
     for border, path in enumerate(saved[:-1], 1):
         checkpoint = store.verify(path)
-        ended = llava.build(home.bundle.config, "cpu")
+        ended = models.build(home.bundle.config, "cpu")
         replace(open_bundle(tmp_path / "run"), checkpoint=checkpoint).load(ended)
         model, facts, adapters = build(run, home, machine("cpu", 1), checkpoint)
         prepare(model, facts, run, border, adapters)

@@ -5,7 +5,7 @@ import torch
 
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Grid, Image
 from eyeline.data.batches import batch_of
-from eyeline.models import llava, qwen2, siglip2
+from eyeline.models import build, llava, qwen2, siglip2
 
 CONFIG = llava.Config(
     vision=siglip2.Config(image_size=16, patch=4, width=16, layers=2, heads=2, feed_forward=24),
@@ -16,7 +16,7 @@ CONFIG = llava.Config(
 
 def model(config: llava.Config = CONFIG, seed: int = 0) -> llava.Model:
     """A model whose every tensor is random: zeros at the start would hide what does not arrive."""
-    made = llava.build(config, "cpu")
+    made = build(config, "cpu")
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():

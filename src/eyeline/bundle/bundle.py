@@ -1,14 +1,16 @@
-"""Bundles in folders: our own form, a run, and the forms of transformers that we write ourselves.
+"""Bundles in folders: of one class of transformers, our own form of parts, and a run.
 
-MODEL/eyeline.json            format version, family, shape, name of the chat template
+MODEL/config.json             and weights, tokenizer and settings of pictures, for one class of transformers (`Form`)
+MODEL/eyeline.json            format version, shape, name of the chat template: the form "parts", which no one class loads
       vision/                 what transformers' SiglipVisionModel loads, with preprocessor_config.json
-      language/               what transformers' Qwen2ForCausalLM loads, with the tokenizer
+      language/               what transformers' class of the language model loads, with the tokenizer
       projector.safetensors   under our names
 RUN/model/                    eyeline.json and the tokenizer; the weights are in RUN/checkpoints
 """
 
+import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, assert_never
@@ -16,16 +18,19 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 import torch
 from jinja2 import TemplateError
 from pydantic import ValidationError
+from torch import Tensor
 
 from eyeline.bundle.folders import new_folder, read_config, read_preprocessor
 from eyeline.checkpoint import store
-from eyeline.checkpoint.tensors import entries_in, load_into
-from eyeline.core.errors import Refused
+from eyeline.checkpoint.tensors import entries_in, key_of, stream
+from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import read_object, write_json
+from eyeline.core.log import warn
 from eyeline.data.templates import TEMPLATES, template_named
 from eyeline.data.tokenizer import Encoder, load_tokenizer, save_tokenizer
-from eyeline.models import FAMILIES, llava, qwen2, siglip2
+from eyeline.models import CONFIG, FAMILIES, Config, Model, facts, family_of
+from eyeline.models.forms import Files, Form, MediaTokens
 from eyeline.models.lora import LoRA, merge, wrap
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -33,20 +38,27 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 VERSION = 1
 DESCRIPTION = "eyeline.json"
-PROJECTOR = "projector.safetensors"
-Kind = Literal["parts", "llava", "lfm2_vl", "run"]
 
 
 @dataclass(frozen=True)
 class Bundle:
     """What a model is, without its weights."""
 
-    config: llava.Config
+    config: Config
     tokenizer: "PreTrainedTokenizerBase"
     template: str  # a name in data.templates
 
     def encoder(self) -> Encoder:
         return Encoder(self.tokenizer, template_named(self.template))
+
+    def files(self, form: Form) -> Files:
+        """The JSON files of a folder of this form."""
+        return family_of(self.config).to_hf(self.config, form, self.media_tokens())
+
+    def media_tokens(self) -> MediaTokens:
+        encoder, ids = self.encoder(), self.tokenizer.get_vocab()
+        others = (ids.get(token) for token in ("<|video_pad|>", "<|vision_start|>", "<|vision_end|>"))
+        return MediaTokens(encoder.image_token, encoder.template.image, *others)
 
 
 @dataclass(frozen=True)
@@ -54,70 +66,80 @@ class Opened:
     """A bundle and where its weights are."""
 
     folder: Path
-    kind: Kind
     bundle: Bundle
+    form: Form | None  # None: a run
     checkpoint: store.Checkpoint | None = None  # of a run
 
-    def load(self, model: llava.Model, keep_adapters: bool = False) -> None:
+    def load(self, model: Model, keep_adapters: bool = False) -> None:
         """Fill a model that was built from `bundle.config`. Adapters of a run are merged into its weights, or stay beside them
         with `keep_adapters`. Raises Refused when the weights do not fit."""
-        c = self.bundle.config
-        match self.kind:
-            case "parts":
-                _load_parts(model, c, self.folder)
-            case "llava":
-                _load_whole(model, self.folder, llava.LLAVA_KEYS(c), "vision_tower.")
-            case "lfm2_vl":
-                _load_whole(model, self.folder, llava.LFM2_VL_KEYS(c), "model.vision_tower.")
-            case "run":
-                assert self.checkpoint is not None
-                load_checkpoint(model, c, self.checkpoint)
-                if not keep_adapters:
-                    merge(model)
-            case _:
-                assert_never(self.kind)
+        if self.form is not None:
+            load_folder(model, self.bundle.config, self.form, self.folder)
+            return
+        assert self.checkpoint is not None
+        load_checkpoint(model, self.bundle.config, self.checkpoint)
+        if not keep_adapters:
+            merge(model)
 
 
-def load_checkpoint(model: llava.Model, config: llava.Config, checkpoint: store.Checkpoint) -> None:
+def load_checkpoint(model: Model, config: Config, checkpoint: store.Checkpoint) -> None:
     """Fill a plain model from a run's checkpoint, with the adapters that it had when it was saved."""
     anything = torch.Generator()  # the adapters' initial values are overwritten
     for part, settings in checkpoint.state["lora"].items():
-        wrap(model, llava.facts(config), part, LoRA(**settings), anything)
+        wrap(model, facts(config), part, LoRA(**settings), anything)
     checkpoint.fill(dict(model.named_parameters()), "model", "frozen")
 
 
-def _load_parts(model: llava.Model, config: llava.Config, folder: Path) -> None:
-    load_into(_named(model.vision), folder / "vision", vision_rules(folder / "vision"), siglip2.DROPPED)
-    load_into(_named(model.language), folder / "language", qwen2.keys(config.language))
-    load_into(_named(model.projector), folder / PROJECTOR, projector_rules(model.projector))
+# ---- weights
 
 
-def _load_whole(model: llava.Model, folder: Path, rules: Sequence[KeyRule], tower: str) -> None:
-    dropped = tuple(tower + name for name in siglip2.DROPPED)
-    if any(name.startswith(tower + siglip2.HUB_PREFIX) for name in entries_in(folder)):  # as transformers 4 wrote it
-        rules = [_inside(rule, tower, tower + siglip2.HUB_PREFIX) for rule in rules]
-    load_into(_named(model), folder, rules, dropped)
+@torch.no_grad()
+def load_folder(model: Model, config: Config, form: Form, folder: Path) -> None:
+    """Fill a model from a folder, cast to each tensor's dtype. Raises Refused."""
+    tensors = named(model)
+    for place in places(config, form):
+        for ours, value in stream_place(tensors, config, form, place, folder / place):
+            tensors[ours].copy_(value)
 
 
-def _inside(rule: KeyRule, old: str, new: str) -> KeyRule:
-    theirs = new + rule.theirs.removeprefix(old) if rule.theirs.startswith(old) else rule.theirs
-    return replace(rule, theirs=theirs)
+def stream_place(tensors: Mapping[str, Tensor], config: Config, form: Form, place: str, where: Path) -> Iterator[tuple[str, Tensor]]:
+    """`checkpoint.stream` of the tensors that belong to one place of a form. `tensors` are a whole model's."""
+    family = family_of(config)
+    found = [_join(place, name) for name in entries_in(where)]
+    rules = family.keys(config, form, found)
+    here = {name: x for name, x in tensors.items() if place_of(name, rules) == place}
+    dropped = [pattern.rpartition("/")[2] for pattern in family.dropped(config, form) if pattern.rpartition("/")[0] == place]
+    yield from stream(here, where, rules_at(place, rules), dropped)
 
 
-def _named(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def places(config: Config, form: Form) -> list[str]:
+    """Folders and files inside a folder of this form that hold weights; "" is the folder itself."""
+    return list(dict.fromkeys(rule.theirs.rpartition("/")[0] for rule in family_of(config).keys(config, form)))
+
+
+def place_of(ours: str, rules: Sequence[KeyRule]) -> str:
+    """The place that holds a tensor of ours."""
+    return key_of(ours, rules).theirs.rpartition("/")[0]
+
+
+def rules_at(place: str, rules: Sequence[KeyRule]) -> list[KeyRule]:
+    """The rules of one place, by the names that tensors have there."""
+    split = [(rule, *rule.theirs.rpartition("/")[::2]) for rule in rules]
+    return [replace(rule, theirs=name) for rule, at, name in split if at == place]
+
+
+def named(model: torch.nn.Module) -> dict[str, Tensor]:
     """Every parameter under every name it has, so that a tied head is known as one."""
-    return dict(module.named_parameters(remove_duplicate=False))
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
-def vision_rules(folder: Path) -> tuple[KeyRule, ...]:
-    """The rules for a folder of a SigLIP tower: alone, or as the hub has it, inside the whole model."""
-    prefixed = any(name.startswith(siglip2.HUB_PREFIX) for name in entries_in(folder))
-    return siglip2.HUB_KEYS if prefixed else siglip2.KEYS
+def text_place(config: Config, form: Form) -> str:
+    """The place of the language model, where the tokenizer lies too."""
+    return place_of("language.embed.weight", family_of(config).keys(config, form))
 
 
-def projector_rules(projector: torch.nn.Module) -> tuple[KeyRule, ...]:
-    """projector.safetensors has our own names: no class of transformers' reads it."""
-    return tuple(KeyRule(name, name) for name, _ in projector.named_parameters())
+def _join(place: str, name: str) -> str:
+    return f"{place}/{name}" if place else name
 
 
 # ---- descriptions
@@ -149,11 +171,13 @@ def read_description(folder: Path) -> Bundle:
         raise Refused(f"{path} has format version {content.get('version')!r}; this Eyeline knows {VERSION}. Use the Eyeline that wrote it.")
     family = content["config"].get("family") if isinstance(content.get("config"), dict) else None
     if family not in FAMILIES:
-        raise Refused(f"{path} describes a model of family {family!r}; this Eyeline has {', '.join(FAMILIES)}.")
+        raise Refused(
+            f"{path} describes a model of family {family!r}; this Eyeline has {', '.join(FAMILIES)}.{nearest(str(family), list(FAMILIES))}"
+        )
     try:
-        config = llava.Config(**content["config"])
+        config = CONFIG.validate_python(content["config"])
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc'][1:]))}: {fault['msg']}" for fault in error.errors())
         raise Refused(f"{path} describes no model: {faults}. Was it edited?") from error
     tokenizer = load_tokenizer(folder if (folder / "tokenizer.json").exists() else folder / "language")
     bundle = Bundle(config, tokenizer, str(content.get("template")))
@@ -163,7 +187,7 @@ def read_description(folder: Path) -> Bundle:
 
 def refuse_misfit(bundle: Bundle) -> None:
     """Raise Refused when the tokenizer can give ids that the embedding has no row for, or lacks the template's tokens."""
-    rows, used = bundle.config.language.vocabulary, bundle.encoder().vocabulary
+    rows, used = facts(bundle.config).vocabulary, bundle.encoder().vocabulary
     if used > rows:
         raise Refused(
             f"the tokenizer has ids up to {used - 1}, and the language model's embedding has {rows} rows. "
@@ -177,11 +201,14 @@ def refuse_misfit(bundle: Bundle) -> None:
 def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") -> Opened:
     """Open any folder that Eyeline can use a model from; `checkpoint` chooses among a run's. Raises Refused with what was found."""
     if (folder / "model" / DESCRIPTION).exists():
-        return Opened(folder, "run", read_description(folder / "model"), _checkpoint_of(folder, checkpoint))
+        return Opened(folder, read_description(folder / "model"), None, _checkpoint_of(folder, checkpoint))
     if (folder / DESCRIPTION).exists():
         bundle = read_description(folder)
-        _refuse_disagreement(folder, bundle.config)
-        return Opened(folder, "parts", bundle)
+        form = family_of(bundle.config).PARTS
+        if form is None:
+            raise Refused(f"{folder} describes a model and holds no weights. Give the run folder that it belongs to.")
+        _refuse_disagreement(folder, bundle, form)
+        return Opened(folder, bundle, form)
     if not folder.is_dir():
         raise Refused(f"{folder} is no folder. Give a run folder, or one that `eyeline import` or `eyeline export` made.")
     if not (folder / "config.json").exists():
@@ -190,19 +217,37 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
             f"{folder} holds no model: looked for model/{DESCRIPTION} (a run), {DESCRIPTION} (an import) and config.json (transformers), "
             f"found {found}."
         )
-    hf = read_config(folder)
-    kind = hf.get("model_type")
-    if kind not in ("llava", "lfm2_vl"):
-        part = " It is one part of a model: `eyeline import` joins it with the other." if kind in ("qwen2", "siglip") else ""
-        raise Refused(f"{folder / 'config.json'} has model_type={kind!r}; Eyeline opens llava and lfm2_vl.{part}")
-    config = llava.from_hf(hf, read_preprocessor(folder))
+    config, form = read_shape(folder)
     tokenizer = load_tokenizer(folder)
     bundle = Bundle(config, tokenizer, recognised(tokenizer, folder))
     refuse_misfit(bundle)
-    claimed, written = hf.get("image_token_id", hf.get("image_token_index")), bundle.encoder().image_token
-    if claimed != written:
-        raise Refused(f"{folder / 'config.json'} has image token {claimed}, and the template {bundle.template!r} writes {written}.")
-    return Opened(folder, "llava" if kind == "llava" else "lfm2_vl", bundle)
+    _refuse_other_tokens(folder, bundle, form)
+    return Opened(folder, bundle, form)
+
+
+def read_shape(folder: Path) -> tuple[Config, Form]:
+    """The config and form of a folder of transformers', by its config.json and preprocessor_config.json. Raises Refused."""
+    hf = read_config(folder)
+    kind = hf.get("model_type")
+    for family in FAMILIES.values():
+        if kind in family.MODEL_TYPES:
+            config = family.from_hf(hf, read_preprocessor(folder))
+            form = family.form(config)
+            if form.name == "parts":
+                raise Refused(f"{folder} holds a {kind} model that Eyeline would not compute as transformers does: {form.reason}.")
+            return config, form
+    known = ", ".join(kind for family in FAMILIES.values() for kind in family.MODEL_TYPES)
+    part = " A vision tower is one part of a model: `eyeline import` joins it with a language model." if "siglip" in str(kind) else ""
+    raise Refused(f"{folder / 'config.json'} has model_type={kind!r}; Eyeline opens {known}.{part}")
+
+
+def _refuse_other_tokens(folder: Path, bundle: Bundle, form: Form) -> None:
+    """Raise Refused where config.json names other tokens for media than the template writes."""
+    there, ours = read_config(folder), bundle.files(form)["config.json"]
+    for name, written in ours.items():
+        claimed = there.get(name)
+        if "token_i" in name and written is not None and claimed is not None and claimed != written:
+            raise Refused(f"{folder / 'config.json'} has {name} {claimed}, and the template {bundle.template!r} writes {written}.")
 
 
 def _checkpoint_of(run: Path, which: Literal["newest", "best"]) -> store.Checkpoint:
@@ -220,20 +265,13 @@ def _checkpoint_of(run: Path, which: Literal["newest", "best"]) -> store.Checkpo
     return found
 
 
-def _refuse_disagreement(folder: Path, config: llava.Config) -> None:
+def _refuse_disagreement(folder: Path, bundle: Bundle, form: Form) -> None:
     """A part that was exchanged by hand would be computed with the old one's settings."""
-    vision = siglip2.from_hf(read_config(folder / "vision"), read_preprocessor(folder / "vision"))
-    language = qwen2.from_hf(read_config(folder / "language"))
-    # through the same reader, which leaves out what has its default
-    written = (
-        siglip2.from_hf(siglip2.to_hf(config.vision), siglip2.to_preprocessor(config.vision)),
-        qwen2.from_hf(qwen2.to_hf(config.language)),
-    )
-    for part, got, want in zip(("vision", "language"), (vision, language), written, strict=True):
-        if got != want:
-            names = [name for name in type(got).model_fields if getattr(got, name) != getattr(want, name)]
-            changed = ", ".join(f"{name}: {getattr(want, name)!r} and {getattr(got, name)!r}" for name in names)
-            raise Refused(f"{folder / DESCRIPTION} and {part}/ describe different models ({changed}). Import the parts anew.")
+    for name, content in bundle.files(form).items():
+        there, ours = read_object(folder / name), json.loads(json.dumps(content))
+        changed = [f"{key}: {ours[key]!r} and {there[key]!r}" for key in ours if there.get(key, ours[key]) != ours[key]]
+        if changed:
+            raise Refused(f"{folder / DESCRIPTION} and {name} describe different models ({', '.join(changed)}). Import the parts anew.")
 
 
 # ---- chat templates
@@ -270,8 +308,53 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", jinja: str) -> list[str] | N
         return None
 
 
-def stop_settings(bundle: Bundle) -> Mapping[str, Any]:
+def stop_settings(bundle: Bundle) -> dict[str, Any]:
     """generation_config.json: where generation stops, so that whoever loads the model stops there too."""
     encoder = bundle.encoder()
     pad = bundle.tokenizer.pad_token_id
     return {"eos_token_id": list(encoder.stop_ids), "pad_token_id": encoder.stop_ids[0] if pad is None else pad}
+
+
+# ---- everything but the weights
+
+
+def write_settings(bundle: Bundle, folder: Path, form: Form, dtype: str | None = None) -> None:
+    """Settings for transformers' classes, the tokenizer, and for the form "parts" the description.
+
+    `dtype` is transformers' name of the one that all weights have; None where they differ, or are as they came.
+    """
+    kept = {} if dtype is None else {"dtype": dtype}
+    place = text_place(bundle.config, form)
+    stops = stop_settings(bundle)
+    for name, content in bundle.files(form).items():
+        if name == _join(place, "config.json"):
+            content = {**content, **kept, **stops}
+        elif name.endswith("/config.json"):
+            content = {**content, **kept}
+        write_json(folder / name, content)
+    write_json(folder / place / "generation_config.json", stops)
+    save_tokenizer(bundle.tokenizer, folder / place)
+    _warn_if_read_otherwise(bundle, folder / place)
+    if form.name == "parts":
+        write_description(bundle, folder)
+
+
+def classes(bundle: Bundle, form: Form) -> str:
+    """The classes of transformers that load a folder of this form."""
+    named = [name for content in bundle.files(form).values() for name in content.get("architectures", ())]
+    return " and ".join(named)
+
+
+PROBE = "I'll ask: 1234 cafe\u0301s?\n\n  \ufb01ne, \u00c5ngstr\u00f6m"  # contractions, digits, spaces, text that normalisation changes
+
+
+def _warn_if_read_otherwise(bundle: Bundle, folder: Path) -> None:
+    """See `load_tokenizer`: Eyeline reads the file to the letter, users of transformers may get something else."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    if theirs.encode(PROBE) != bundle.tokenizer.encode(PROBE):
+        warn(
+            f"transformers' AutoTokenizer splits text in {folder.name}/ as its class for this model does, unlike this model's tokenizer; "
+            "load it there with PreTrainedTokenizerFast.from_pretrained."
+        )

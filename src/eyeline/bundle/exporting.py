@@ -1,22 +1,21 @@
 """A trained model as a folder that transformers loads with its own classes and computes the same from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from eyeline.bundle.bundle import Bundle, projector_rules, refuse_misfit, stop_settings
+from eyeline.bundle.bundle import Bundle, place_of, refuse_misfit, rules_at, write_settings
 from eyeline.bundle.folders import new_folder
-from eyeline.bundle.importing import write_parts_settings
-from eyeline.checkpoint.tensors import SHARD_BYTES, key_of, renamed, write_file, write_folder
+from eyeline.checkpoint.tensors import SHARD_BYTES, Key, key_of, renamed, write_file, write_folder
 from eyeline.core.errors import Refused
-from eyeline.core.facts import KeyRule
 from eyeline.core.files import write_json
 from eyeline.core.log import say
-from eyeline.data.tokenizer import save_tokenizer
-from eyeline.models import llava, qwen2, siglip2
+from eyeline.models import Config, Model, family_of
+from eyeline.models.forms import Form
 from eyeline.models.lora import LoRALinear
 
 Dtype = Literal["fp32", "bf16"]
@@ -26,7 +25,7 @@ HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 def export(
     bundle: Bundle,
-    model: llava.Model,
+    model: Model,
     out: Path,
     *,
     form: Literal["auto", "parts"] = "auto",
@@ -36,30 +35,43 @@ def export(
 ) -> str:
     """Write `model` into a new folder and return the name of its form. The model is only read.
 
-    `form` auto takes the one class of transformers that computes the same (`llava.form`), or the parts one by one where
+    `form` auto takes the one class of transformers that computes the same (the family's `form`), or the parts one by one where
     there is none. Adapters on the model are merged into the weights that are written, or, with `adapter`, `out` gets two
     folders: `base`, without them, and `adapter`, which peft loads on it. fp32 is exact; bf16 rounds each weight once.
 
-    Raises Refused for a folder that is not empty, and for an adapter that is not there or that no class can take.
+    Raises Refused for a folder that is not empty, for parts of a model that has one, and for an adapter that is not there or
+    that no class can take.
     """
     refuse_misfit(bundle)
-    chosen, reason = llava.form(bundle.config)
-    if form == "parts":
-        chosen, reason = "parts", "it was asked for"
+    chosen = chosen_form(bundle.config, form)
     if adapter:
         if not _adapted(model):
             raise Refused("no layer of the tower or the language model has an adapter: the last stage trained none. Leave --adapter out.")
-        if chosen == "parts":
-            raise Refused(f"an adapter needs a model that one class of transformers loads, and this one is exported as parts: {reason}.")
+        if chosen.name == "parts":
+            raise Refused(
+                f"an adapter needs a model that one class of transformers loads, and this one is exported as parts: {chosen.reason}."
+            )
     with new_folder(out) as folder:
         base = folder / "base" if adapter else folder
         base.mkdir(exist_ok=True)
-        _write(bundle, model, base, chosen, not adapter, dtype, max_shard_bytes)
+        write_model(bundle, weights(model, not adapter, DTYPES[dtype]), base, chosen, max_shard_bytes)
+        write_settings(bundle, base, chosen, HF_DTYPES[dtype])
         if adapter:
             (folder / "adapter").mkdir()
-            _write_adapter(bundle, model, folder / "adapter", chosen, str(out / "base"))
-    say(f"{out}: {chosen} form ({reason})")
-    return chosen
+            _write_adapter(bundle.config, model, folder / "adapter", chosen, str(out / "base"))
+    say(f"{out}: {chosen.name} form ({chosen.reason})")
+    return chosen.name
+
+
+def chosen_form(config: Config, asked: Literal["auto", "parts"]) -> Form:
+    """The form of an export. Raises Refused where a family has no such form."""
+    family = family_of(config)
+    best = family.form(config)
+    if asked == "auto" or best.name == "parts":
+        return best
+    if family.PARTS is None:
+        raise Refused(f"a model of family {config.family} is one folder for transformers and has no form of parts. Leave --form parts out.")
+    return family.PARTS
 
 
 def weights(model: torch.nn.Module, merged: bool, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -75,85 +87,60 @@ def weights(model: torch.nn.Module, merged: bool, dtype: torch.dtype) -> Iterato
         yield name, x.to(dtype)
 
 
-def _write(bundle: Bundle, model: llava.Model, folder: Path, form: str, merged: bool, dtype: Dtype, max_shard_bytes: int) -> None:
-    """The folder of one form, without adapters."""
-    c = bundle.config
-    kept = DTYPES[dtype]
-    if form == "parts":
-        for name, part, rules in (("vision", model.vision, siglip2.KEYS), ("language", model.language, qwen2.keys(c.language))):
-            (folder / name).mkdir()
-            write_folder(folder / name, renamed(weights(part, merged, kept), rules), max_shard_bytes)
-        projector = renamed(weights(model.projector, merged, kept), projector_rules(model.projector))
-        write_file(folder / "projector.safetensors", dict(projector), {"format": "pt"})
-        write_parts_settings(bundle, folder, HF_DTYPES[dtype])
-        return
-    write_folder(folder, renamed(weights(model, merged, kept), rules_of(c, form)), max_shard_bytes)
-    stops: dict[str, Any] = dict(stop_settings(bundle))
-    token = bundle.encoder().image_token
-    config = llava.llava_to_hf(c, token) if form == "llava" else llava.lfm2_vl_to_hf(c, token)
-    write_json(folder / "config.json", config | {"dtype": HF_DTYPES[dtype]} | stops)
-    write_json(folder / "generation_config.json", stops)
-    if form == "llava":
-        preprocessor = siglip2.to_preprocessor(c.vision)
-        processor = {
-            "processor_class": "LlavaProcessor",
-            "patch_size": c.vision.patch,
-            "vision_feature_select_strategy": "full",
-            "num_additional_image_tokens": 0,
-            "image_token": bundle.encoder().template.image,
-        }
-        write_json(folder / "processor_config.json", processor)
-    else:
-        preprocessor = siglip2.to_preprocessor_naflex(c.vision)
-    write_json(folder / "preprocessor_config.json", preprocessor)
-    save_tokenizer(bundle.tokenizer, folder)
-
-
-def rules_of(c: llava.Config, form: str) -> tuple[KeyRule, ...]:
-    """The names on disk of a form that one class of transformers loads."""
-    return llava.LLAVA_KEYS(c) if form == "llava" else llava.LFM2_VL_KEYS(c)
+def write_model(bundle: Bundle, tensors: Iterable[tuple[str, Tensor]], folder: Path, form: Form, max_shard_bytes: int) -> None:
+    """The weights of one form, one at a time; `tensors` come under our names, those of one place together."""
+    rules = family_of(bundle.config).keys(bundle.config, form)
+    for place, here in groupby(tensors, key=lambda pair: place_of(pair[0], rules)):
+        theirs = renamed(here, rules_at(place, rules))
+        if place.endswith(".safetensors"):
+            write_file(folder / place, dict(theirs), {"format": "pt"})
+        else:
+            (folder / place).mkdir(exist_ok=True)
+            write_folder(folder / place, theirs, max_shard_bytes)
 
 
 # ---- adapters
 
 
-def _adapted(model: llava.Model) -> list[tuple[str, LoRALinear]]:
+def _adapted(model: Model) -> dict[str, LoRALinear]:
     """The layers outside the projector that have an adapter."""
-    named = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoRALinear)]
-    return [(name, layer) for name, layer in named if not name.startswith("projector.")]
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+    return {name: layer for name, layer in layers.items() if not name.startswith("projector.")}
 
 
-def _module_name(on_disk: str, form: str) -> str:
-    """What a tensor of a folder is called in the model that transformers makes of it: adapters go by that name."""
-    if form == "lfm2_vl":
-        return on_disk
-    return "model." + on_disk.replace("language_model.model.", "language_model.", 1)
+def _module(on_disk: str, form: Form) -> str:
+    """The module of the model that transformers makes of a folder, by one of its tensors there: adapters go by that name."""
+    for ours, theirs in form.modules.items():
+        if on_disk.startswith(ours):
+            on_disk = theirs + on_disk.removeprefix(ours)
+            break
+    return on_disk.rpartition(".")[0]
 
 
-def _write_adapter(bundle: Bundle, model: llava.Model, folder: Path, form: str, base: str) -> None:
-    """adapter_config.json and adapter_model.safetensors as peft writes them, the whole projector in `modules_to_save`.
+def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base: str) -> None:
+    """adapter_config.json and adapter_model.safetensors as peft writes them, the layers of the projector in `modules_to_save`.
 
-    A module cannot be adapted and saved, so adapters of the projector are merged into what is saved of it.
+    A layer cannot be adapted and saved, so adapters of the projector are merged into what is saved of it.
     """
-    rules = rules_of(bundle.config, form)
-
-    def module_of(name: str) -> str:
-        return _module_name(key_of(f"{name}.weight", rules).theirs, form).removesuffix(".weight")
-
-    layers = {module_of(name): layer for name, layer in _adapted(model)}
-    tensors = {
-        f"base_model.model.{name}.lora_{x}.weight": getattr(layer, f"lora_{x}").detach().float()
-        for name, layer in layers.items()
-        for x in "AB"
-    }
-    projector = weights(torch.nn.ModuleDict({"projector": model.projector}), True, torch.float32)
-    tensors |= {f"base_model.model.{_module_name(theirs, form)}": x for theirs, x in renamed(projector, rules)}
+    rules = family_of(config).keys(config, form)
+    adapted = _adapted(model)
+    wanted = {key.theirs: key for key in (key_of(f"{name}.weight", rules) for name in adapted)}
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float | int] = {}
+    for key in wanted.values():
+        name = _module(key.theirs, form)
+        a_rI, b_Or, scale = _fused(key, model, adapted)
+        tensors |= {f"base_model.model.{name}.lora_A.weight": a_rI, f"base_model.model.{name}.lora_B.weight": b_Or}
+        ranks[name], alphas[name] = len(a_rI), _whole(scale * len(a_rI))
+    projector = [(name, x) for name, x in weights(model, True, torch.float32) if name.startswith("projector.")]
+    saved = list(renamed(projector, rules))
+    for theirs, x in saved:
+        tensors[f"base_model.model.{_module(theirs, form)}.{theirs.rpartition('.')[2]}"] = x
     write_file(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
 
-    ranks = {name: len(layer.lora_A) for name, layer in layers.items()}
-    alphas = {name: _whole(layer.scale * ranks[name]) for name, layer in layers.items()}
-    first = next(iter(layers))  # the others are listed apart where they differ
-    config = {
+    first = next(iter(ranks))  # the others are listed apart where they differ
+    settings = {
         "peft_type": "LORA",
         "task_type": None,
         "base_model_name_or_path": base,
@@ -162,13 +149,28 @@ def _write_adapter(bundle: Bundle, model: llava.Model, folder: Path, form: str, 
         "lora_alpha": alphas[first],
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != ranks[first]},
         "alpha_pattern": {name: alpha for name, alpha in alphas.items() if alpha != alphas[first]},
-        "lora_dropout": max(layer.dropout for layer in layers.values()),  # peft has one for all
-        "target_modules": sorted(layers),
-        "modules_to_save": ["multi_modal_projector"],
+        "lora_dropout": max(layer.dropout for layer in adapted.values()),  # peft has one for all
+        "target_modules": sorted(ranks),
+        "modules_to_save": sorted({_module(theirs, form) for theirs, _ in saved}) or None,
         "bias": "none",
         "fan_in_fan_out": False,
     }
-    write_json(folder / "adapter_config.json", config)
+    write_json(folder / "adapter_config.json", settings)
+
+
+def _fused(key: Key, model: Model, adapted: Mapping[str, LoRALinear]) -> tuple[Tensor, Tensor, float]:
+    """lora_A, lora_B and the scale for one layer of theirs. Adapters of several layers of ours that are one layer there become one
+    whose rank is the sum: their A's one upon the other, and each B where its layer's outputs lie.
+    """
+    names = [name.removesuffix(".weight") for name in key.ours]
+    layers = [adapted[name] for name in names if name in adapted]
+    assert len({layer.scale for layer in layers}) == 1, f"{key.theirs}: the adapters of one part have one scale"
+    blocks = []
+    for layer in layers:
+        rank = len(layer.lora_A)
+        outputs = [(adapted.get(name), len(model.get_parameter(f"{name}.weight"))) for name in names]
+        blocks.append(key.write([layer.lora_B.detach().float() if x is layer else torch.zeros(rows, rank) for x, rows in outputs]))
+    return torch.cat([layer.lora_A.detach().float() for layer in layers]), torch.cat(blocks, 1), layers[0].scale
 
 
 def _whole(x: float) -> float | int:

@@ -1,33 +1,34 @@
-"""Two checkpoints of transformers, a tower and a language model, become one bundle with a fresh projector."""
+"""Checkpoints of transformers become bundles: a whole one as it is, or a tower and a language model with a fresh projector."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from eyeline.bundle.bundle import (
-    PROJECTOR,
     Bundle,
+    classes,
+    named,
+    places,
+    read_shape,
     recognised,
     refuse_misfit,
-    stop_settings,
-    vision_rules,
-    write_description,
+    stream_place,
+    write_settings,
 )
+from eyeline.bundle.exporting import write_model
 from eyeline.bundle.folders import new_folder, read_config, read_preprocessor
-from eyeline.checkpoint.tensors import SHARD_BYTES, renamed, stream, write_file, write_folder
+from eyeline.checkpoint.tensors import SHARD_BYTES
 from eyeline.core.errors import Refused
-from eyeline.core.facts import KeyRule
-from eyeline.core.files import write_json
 from eyeline.core.log import say, warn
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import add_tokens, load_tokenizer, save_tokenizer
-from eyeline.models import llava, qwen2, siglip2
-from eyeline.models.decoder import Decoder
+from eyeline.data.tokenizer import add_tokens, load_tokenizer
+from eyeline.models import Config, family_of, llava, siglip2
+from eyeline.models.forms import Form
+from eyeline.models.languages import language_from_hf
 
 ROWS = 64  # an embedding that must grow grows to a multiple of this, which matrix units like
 
@@ -44,131 +45,98 @@ def import_model(
     seed: int = 0,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> Bundle:
-    """Join a SigLIP (2) folder and a Qwen2 (2.5) folder into a new bundle folder `out`; weights keep the dtype they are stored in.
-
-    `template` None takes the one that the tokenizer's own chat template is equal to. Control tokens that the template writes
-    and the tokenizer lacks are added, in rows that the embedding has free; it grows only when it has none, and never shrinks.
+    """Join the folders of a SigLIP (2) tower and of a language model into a new bundle folder `out`, with a fresh projector; weights
+    keep the dtype they are stored in. `template` as in `import_whole`.
 
     Raises Refused, and writes nothing, when a folder is not what it should be or the parts do not fit.
     """
     preprocessor = read_preprocessor(vision)
     if preprocessor is None:
         warn(f"{vision} has no preprocessor_config.json; pictures will be prepared as SigLIP 2 does by default.")
-    tower = siglip2.from_hf(read_config(vision), preprocessor)
-    text = qwen2.from_hf(read_config(language))
-    tokenizer = load_tokenizer(language)
-    if template is None:
-        template = recognised(tokenizer, language)
-    added = add_tokens(tokenizer, template_named(template))
-    rows = text.vocabulary
-    needed = 1 + max(tokenizer.get_vocab().values())
-    if needed > rows:
-        text = text.model_copy(update={"vocabulary": -(-needed // ROWS) * ROWS})
     try:
         config = llava.Config(
-            vision=tower,
+            vision=siglip2.from_hf(read_config(vision), preprocessor),
             projector=projector or llava.ProjectorConfig(),
-            language=text,
+            language=language_from_hf(read_config(language)),
             feature_layer=feature_layer,
             feature_norm=feature_norm,
         )
     except ValidationError as error:
         raise Refused("; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())) from error
-    bundle = Bundle(config, tokenizer, template)
-    refuse_misfit(bundle)
+    return _take(config, llava.PARTS, {"vision": vision, "language": language}, language, template, out, max_shard_bytes, seed)
 
-    with torch.device("meta"):
-        shape = llava.Model(config)
+
+def import_whole(model: Path, out: Path, *, template: str | None = None, max_shard_bytes: int = SHARD_BYTES) -> Bundle:
+    """Take a checkpoint of transformers, of any family, into a new folder `out` of the same form; weights keep the dtype they are
+    stored in.
+
+    `template` None takes the one that the tokenizer's own chat template is equal to. Control tokens that the template writes
+    and the tokenizer lacks are added, in rows that the embedding has free; it grows only when it has none, and never shrinks.
+
+    Raises Refused, and writes nothing, when the folder is not what it should be.
+    """
+    config, form = read_shape(model)
+    return _take(config, form, dict.fromkeys(places(config, form), model), model, template, out, max_shard_bytes)
+
+
+def _take(
+    config: Config,
+    form: Form,
+    sources: dict[str, Path],
+    tokenizers: Path,
+    template: str | None,
+    out: Path,
+    max_shard_bytes: int,
+    seed: int = 0,
+) -> Bundle:
+    """Write a bundle whose weights come from `sources`, by place; a part that has no source is fresh."""
+    tokenizer = load_tokenizer(tokenizers)
+    if template is None:
+        template = recognised(tokenizer, tokenizers)
+    added = add_tokens(tokenizer, template_named(template))
+    rows, needed = config.language.vocabulary, 1 + max(tokenizer.get_vocab().values())
+    grown = config
+    if needed > rows:
+        language = config.language.model_copy(update={"vocabulary": -(-needed // ROWS) * ROWS})
+        grown = config.model_copy(update={"language": language})
+    bundle = Bundle(grown, tokenizer, template)
+    refuse_misfit(bundle)
     with new_folder(out) as folder:
-        _copy(shape.vision, vision, folder / "vision", vision_rules(vision), siglip2.KEYS, siglip2.DROPPED, max_shard_bytes)
-        _copy_language(shape.language, qwen2.keys(config.language), language, folder / "language", rows, max_shard_bytes)
-        write_projector(fresh_projector(config, seed), folder)
-        write_parts_settings(bundle, folder)
+        write_model(bundle, _weights(config, form, sources, grown.language.vocabulary, seed), folder, form, max_shard_bytes)
+        write_settings(bundle, folder, form)
     if added:
         where = f"rows {needed - len(added)} to {needed - 1}" + (
-            f" of an embedding that grew from {rows} to {text.vocabulary}" if needed > rows else ""
+            f" of an embedding that grew from {rows} to {grown.language.vocabulary}" if needed > rows else ""
         )
         say(f"added to the tokenizer: {', '.join(added)} ({where})")
-    form = llava.form(config)
-    say(f"{out}: an export of this model will have the form {form.name} ({form.reason})")
+    best = family_of(grown).form(grown)
+    say(f"{out}: an export of this model will have the form {best.name}, for {classes(bundle, best)} ({best.reason})")
     return bundle
 
 
-def fresh_projector(config: llava.Config, seed: int) -> llava.Projector:
-    """A projector from scratch."""
+def _weights(config: Config, form: Form, sources: dict[str, Path], rows: int, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model of this config, one at a time, its embedding (and head) with `rows` rows."""
+    with torch.device("meta"):
+        shape = family_of(config).Model(config, torch.float32)
+    tensors = named(shape)
+    for place in places(config, form):
+        if place not in sources:
+            yield from fresh_projector(config, seed)
+            continue
+        for name, x in stream_place(tensors, config, form, place, sources[place]):
+            grows = name in ("language.embed.weight", "language.head.weight") and len(x) < rows
+            yield name, with_rows(x, rows) if grows else x
+
+
+def fresh_projector(config: Config, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a projector from scratch."""
+    assert isinstance(config, llava.Config), f"{config.family} has no projector that is stored apart"
     made = llava.Projector(config)
     made.initialise(torch_rng_for(seed, "projector"))
-    return made
-
-
-def _copy(
-    shape: torch.nn.Module,
-    source: Path,
-    target: Path,
-    read: Sequence[KeyRule],
-    write: Sequence[KeyRule],
-    dropped: Sequence[str],
-    max_shard_bytes: int,
-) -> None:
-    """Copy a part tensor by tensor, in the dtypes it is stored in; `shape` says what it must have."""
-    target.mkdir()
-    wanted = dict(shape.named_parameters(remove_duplicate=False))
-    write_folder(target, renamed(stream(wanted, source, read, dropped), write), max_shard_bytes)
-
-
-def _copy_language(shape: Decoder, rules: Sequence[KeyRule], source: Path, target: Path, rows: int, max_shard_bytes: int) -> None:
-    """The same for the language model, whose embedding (and head) has `rows` rows there and may have more here."""
-    target.mkdir()
-    wanted = dict(shape.named_parameters(remove_duplicate=False))
-    grows = {name for name, x in wanted.items() if name in ("embed.weight", "head.weight") and len(x) != rows}
-    there = {id(wanted[name]): torch.empty(rows, wanted[name].shape[1], device="meta") for name in grows}
-    wanted = {name: there.get(id(x), x) for name, x in wanted.items()}
-
-    def grown() -> Iterator[tuple[str, Tensor]]:
-        for name, x in stream(wanted, source, rules):
-            yield name, with_rows(x, len(shape.embed.weight)) if name in grows else x
-
-    write_folder(target, renamed(grown(), rules), max_shard_bytes)
+    yield from ((f"projector.{name}", x.detach()) for name, x in made.named_parameters())
 
 
 def with_rows(x_VD: Tensor, rows: int) -> Tensor:
     """An embedding with more rows: each new one is the mean of the old ones, so that a new token is like any other at first."""
     mean_D = x_VD.float().mean(0).to(x_VD.dtype)
     return torch.cat([x_VD, mean_D.expand(rows - len(x_VD), -1)])
-
-
-def write_projector(projector: llava.Projector, folder: Path) -> None:
-    """projector.safetensors, under our own names."""
-    write_file(folder / PROJECTOR, dict(projector.named_parameters()), {"format": "pt"})
-
-
-def write_parts_settings(bundle: Bundle, folder: Path, dtype: str | None = None) -> None:
-    """Everything but the weights of a parts folder: settings for transformers' classes, the tokenizer, the description.
-
-    `dtype` is transformers' name of the one that all weights have; None where they differ, or are as they came.
-    """
-    c = bundle.config
-    named = {} if dtype is None else {"dtype": dtype}
-    write_json(folder / "vision" / "config.json", siglip2.to_hf(c.vision) | named)
-    write_json(folder / "vision" / "preprocessor_config.json", siglip2.to_preprocessor(c.vision))
-    stops: dict[str, Any] = dict(stop_settings(bundle))
-    write_json(folder / "language" / "config.json", qwen2.to_hf(c.language) | stops | named)
-    write_json(folder / "language" / "generation_config.json", stops)
-    save_tokenizer(bundle.tokenizer, folder / "language")
-    _warn_if_read_otherwise(bundle, folder / "language")
-    write_description(bundle, folder)
-
-
-PROBE = "I'll ask: 1234 cafe\u0301s?\n\n  \ufb01ne, \u00c5ngstr\u00f6m"  # contractions, digits, spaces, text that normalisation changes
-
-
-def _warn_if_read_otherwise(bundle: Bundle, folder: Path) -> None:
-    """See `load_tokenizer`: Eyeline reads the file to the letter, users of transformers may get something else."""
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    if theirs.encode(PROBE) != bundle.tokenizer.encode(PROBE):
-        warn(
-            f"transformers' AutoTokenizer splits text in {folder.name}/ as Qwen2 does, unlike this model's tokenizer; load it there with "
-            "PreTrainedTokenizerFast.from_pretrained."
-        )

@@ -22,7 +22,7 @@ from eyeline.evals.result import Asked, Blind, Result, Score
 from eyeline.generate.generate import generate
 from eyeline.generate.prompts import Prompts
 from eyeline.generate.sampling import Sampling
-from eyeline.models import llava
+from eyeline.models import Model
 
 SHOWN = 10  # samples in eval.json
 WINDOW = 2048  # samples that are put in order of their pictures at a time
@@ -97,7 +97,7 @@ class Answered:
 
 
 def exact_match(
-    model: llava.Model,
+    model: Model,
     facts: Facts,
     encoder: Encoder,
     asked: Sequence[Rows],
@@ -189,7 +189,7 @@ def score(correct: int, questions: int) -> Score:
 
 
 def answers(
-    model: llava.Model, facts: Facts, encoder: Encoder, samples: Iterable[Sample], max_tokens: int, budget: Budget, rejected: Counter[str]
+    model: Model, facts: Facts, encoder: Encoder, samples: Iterable[Sample], max_tokens: int, budget: Budget, rejected: Counter[str]
 ) -> Iterator[Answered]:
     """Greedy answers, in order of pictures within windows. A sample without a usable prompt is counted in `rejected`."""
     sampling = Sampling(max_tokens=max_tokens)

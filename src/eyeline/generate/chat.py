@@ -16,7 +16,8 @@ from eyeline.data.tokenizer import Encoder
 from eyeline.generate.generate import stream
 from eyeline.generate.prompts import Prompts
 from eyeline.generate.sampling import Sampling
-from eyeline.models import llava
+from eyeline.models import Model, build
+from eyeline.models import facts as facts_of
 from eyeline.parallel.launch import machine
 
 HELP = "/image PATH shows a picture with the next message · /new forgets the conversation · /help · /exit (or Ctrl-D)"
@@ -36,10 +37,10 @@ def chat(
     opened = open_bundle(folder)
     here = machine()
     compute_dtype = torch.bfloat16 if here.device.type == "cuda" else torch.float32
-    model = llava.build(opened.bundle.config, here.device, compute_dtype=compute_dtype)
+    model = build(opened.bundle.config, here.device, compute_dtype=compute_dtype)
     opened.load(model)
     model.eval()
-    talk = Talk(model, llava.facts(opened.bundle.config), opened.bundle.encoder(), sampling)
+    talk = Talk(model, facts_of(opened.bundle.config), opened.bundle.encoder(), sampling)
     for path in images:
         talk.show(path)
     if ask is not None:
@@ -54,7 +55,7 @@ def chat(
 class Talk:
     """One conversation so far, and the pictures that wait for the next message."""
 
-    def __init__(self, model: llava.Model, facts: Facts, encoder: Encoder, sampling: Sampling):
+    def __init__(self, model: Model, facts: Facts, encoder: Encoder, sampling: Sampling):
         self.model, self.facts, self.encoder, self.sampling = model, facts, encoder, sampling
         self.prompts = Prompts(encoder, facts.image)
         self.messages: tuple[Message, ...] = ()

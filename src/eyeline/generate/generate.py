@@ -15,7 +15,7 @@ from eyeline.core.facts import Facts
 from eyeline.data.batches import batch_of
 from eyeline.data.tokenizer import Encoder
 from eyeline.generate.sampling import Sampling, next_tokens
-from eyeline.models import llava
+from eyeline.models import Model
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Answer:
     finish: Literal["stop", "length"]  # "length": cut at max_tokens, or at the end of the model's positions
 
 
-def generate(model: llava.Model, facts: Facts, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]) -> list[Answer]:
+def generate(model: Model, facts: Facts, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]) -> list[Answer]:
     """One answer a prompt, in order. Images with equal keys are encoded once.
 
     The model must be in eval mode. Refused when a prompt leaves no position for an answer.
@@ -42,7 +42,7 @@ def generate(model: llava.Model, facts: Facts, prompts: Sequence[Document], samp
     return [Answer(tuple(t), "stop" if ended else "length") for t, ended in zip(tokens, stopped, strict=True)]
 
 
-def stream(model: llava.Model, facts: Facts, prompt: Document, sampling: Sampling, encoder: Encoder) -> Iterator[str]:
+def stream(model: Model, facts: Facts, prompt: Document, sampling: Sampling, encoder: Encoder) -> Iterator[str]:
     """The answer to one prompt as pieces of text, each as soon as it is certain."""
     drawn = draw(model, facts, [prompt], sampling, encoder.stop_ids)
     return pieces((token for [(_, token)] in drawn if token not in encoder.stop_ids), encoder.decode)
@@ -70,7 +70,7 @@ def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Ite
 
 @torch.no_grad()
 def draw(
-    model: llava.Model, facts: Facts, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]
+    model: Model, facts: Facts, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]
 ) -> Iterator[list[tuple[int, int]]]:
     """Each step's (prompt number, token) of the rows that still go on; a row's last token is a stop token, or is cut."""
     assert not model.training, "dropout would be on: call model.eval() before generating"
@@ -82,8 +82,10 @@ def draw(
         raise Refused(f"the prompt {worst.id!r} has {max(lengths)} tokens and the model {facts.longest} positions: shorten it.")
     device = next(model.parameters()).device
     limits = [min(sampling.max_tokens, facts.longest - length) for length in lengths]
-    cache = llava.new_cache(model, len(prompts), max(length + limit for length, limit in zip(lengths, limits, strict=True)))
+    cache = model.new_cache(len(prompts), max(length + limit for length, limit in zip(lengths, limits, strict=True)))
     logits_LV = model(batch_of(prompts, None, next_tokens=True).to(device), cache)
+    # the position of each answer's first token: visual tokens may share positions
+    after = [len(p.tokens_T) if p.positions_T3 is None else int(p.positions_T3.max()) + 1 for p in prompts]
     rows = list(range(len(prompts)))  # the prompts that still go on, in the order of the cache's rows
     for step in range(max(limits)):
         tokens = next_tokens(logits_LV, sampling, rows, step)
@@ -95,7 +97,7 @@ def draw(
             rows, tokens = [rows[i] for i in alive], [tokens[i] for i in alive]
             for layer in cache:
                 layer.keep(alive)
-        logits_LV = model(one_token_each(tokens, cache[0].lengths).to(device), cache)
+        logits_LV = model(one_token_each(tokens, [after[row] + step for row in rows]).to(device), cache)
 
 
 def one_token_each(tokens: Sequence[int], positions: Sequence[int]) -> Batch:

@@ -5,7 +5,19 @@ A module has `Config`, `Model(c, compute_dtype) -> Decoder`; what it states abou
 `from_hf(json, where)`, `to_hf(c)`.
 """
 
+from eyeline.core.errors import Refused
 from eyeline.models import qwen2
+from eyeline.models.hf_config import Json
 
 LANGUAGES = {"qwen2": qwen2}
 LanguageConfig = qwen2.Config
+
+
+def language_from_hf(config_json: Json, where: str = "config.json") -> LanguageConfig:
+    """The language model that a config.json describes. Raises Refused."""
+    found = config_json.get("model_type")
+    for module in LANGUAGES.values():
+        if found in module.MODEL_TYPES:
+            return module.from_hf(config_json, where)
+    known = ", ".join(kind for module in LANGUAGES.values() for kind in module.MODEL_TYPES)
+    raise Refused(f"{where} has model_type={found!r}; the language models that Eyeline has are {known}.")

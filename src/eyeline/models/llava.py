@@ -8,7 +8,7 @@ Dims: T tokens  D width  P patches  M visual tokens (rows of the merged tower ou
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import model_validator
@@ -19,10 +19,11 @@ from eyeline.core.batch import Batch
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, KeyRule, Part, Split, prefixed
 from eyeline.core.settings import Positive, Settings
-from eyeline.models import qwen2, siglip2
+from eyeline.models import siglip2
 from eyeline.models.decoder import Cache
+from eyeline.models.forms import Files, Form, MediaTokens
 from eyeline.models.hf_config import Json, expect, integer, made, section
-from eyeline.models.languages import LANGUAGES, LanguageConfig
+from eyeline.models.languages import LANGUAGES, LanguageConfig, language_from_hf
 from eyeline.models.layers import LayerNorm, Linear, normal_
 
 
@@ -112,7 +113,7 @@ class Model(nn.Module):
     def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Tensor:
         """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels.
 
-        With a `cache` (one a layer, see `new_cache`) the batch is the prompts, or one new token a row.
+        With a `cache` (see `new_cache`) the batch is the prompts, or one new token a row.
         """
         x_TD = self.language.embedded(batch.tokens_T)
         if len(batch.patches_PC):
@@ -120,6 +121,13 @@ class Model(nn.Module):
             visual_MD = self.projector(features_PD)[batch.sources_M]
             x_TD = x_TD.index_copy(0, batch.visual_M, visual_MD)
         return self.language(x_TD, batch, cache)
+
+    def tie(self) -> None:
+        self.language.tie()
+
+    def new_cache(self, rows: int, room: int) -> list[Cache]:
+        """Empty caches for `rows` sequences of at most `room` tokens, one a layer of the language model."""
+        return self.language.new_cache(rows, room)
 
     def recompute(self, parts: Collection[Part]) -> None:
         """Run the blocks of these parts again in the backward pass instead of keeping what they computed; of no others."""
@@ -130,20 +138,6 @@ class Model(nn.Module):
         self.vision.initialise(rng)
         self.projector.initialise(rng)
         self.language.initialise(rng)
-
-
-def build(c: Config, device: torch.device | str, dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype = torch.float32) -> Model:
-    """A model on `device` whose weights, of `dtype`, are not yet filled: no time is spent on numbers that are overwritten."""
-    with torch.device("meta"):
-        model = Model(c, compute_dtype).to(dtype)
-    model.to_empty(device=device)
-    model.language.tie()  # to_empty made two tensors of a tied one
-    return model
-
-
-def new_cache(model: Model, rows: int, room: int) -> list[Cache]:
-    """Empty caches for `rows` sequences of at most `room` tokens, one a layer of the language model."""
-    return model.language.new_cache(rows, room)
 
 
 def facts(c: Config) -> Facts:
@@ -162,7 +156,7 @@ def facts(c: Config) -> Facts:
         linears=linears,
         splits=splits,
         seams=(*(f"vision.{x}" for x in siglip2.SEAMS), *(f"language.{x}" for x in language.seams(c.language))),
-        keys=LLAVA_KEYS(c),
+        keys=keys(c, form(c)),
         image=c.vision.rule(c.projector.shuffle),
         vocabulary=c.language.vocabulary,
         longest=c.language.longest,
@@ -173,48 +167,10 @@ def facts(c: Config) -> Facts:
     )
 
 
-# ---- Hugging Face's names
-
-PROJECTOR_KEYS = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2", "out": "linear"}
-
-
-def LLAVA_KEYS(c: Config) -> tuple[KeyRule, ...]:
-    """Our tensors, and their names in a folder of `LlavaForConditionalGeneration` as transformers 5 writes it."""
-    return (
-        *prefixed(siglip2.KEYS, "vision.", "vision_tower."),
-        *_projector_keys(c, "multi_modal_projector."),
-        *prefixed(LANGUAGES[c.language.family].keys(c.language), "language.", "language_model."),
-    )
-
-
-def LFM2_VL_KEYS(c: Config) -> tuple[KeyRule, ...]:
-    """Our tensors, and their names in a folder of `Lfm2VlForConditionalGeneration`."""
-    whole = "model.language_model."
-    language = [
-        replace(rule, theirs=whole + rule.theirs.removeprefix("model.") if rule.theirs.startswith("model.") else rule.theirs)
-        for rule in prefixed(LANGUAGES[c.language.family].keys(c.language), "language.", "")
-    ]
-    return (
-        *prefixed(siglip2.NAFLEX_KEYS, "vision.", "model.vision_tower."),
-        *_projector_keys(c, "model.multi_modal_projector."),
-        *language,
-    )
-
-
-def _projector_keys(c: Config, prefix: str) -> list[KeyRule]:
-    held = [*(["norm"] if c.projector.norm else []), *(["up", "down"] if c.projector.kind == "mlp" else ["out"])]
-    tensors = [(f"{x}.{leaf}", f"{PROJECTOR_KEYS[x]}.{leaf}") for x in held for leaf in ("weight", "bias")]
-    return [KeyRule(f"projector.{ours}", prefix + theirs) for ours, theirs in tensors]
-
-
 # ---- Hugging Face's forms
 
-
-class Form(NamedTuple):
-    """Which of Hugging Face's model classes an export is for, and why: a phrase for the user."""
-
-    name: Literal["llava", "lfm2_vl", "parts"]
-    reason: str
+MODEL_TYPES = ("llava", "lfm2_vl")
+PARTS = Form("parts", "it was asked for")  # every config has this form too
 
 
 def form(c: Config) -> Form:
@@ -236,53 +192,119 @@ def form(c: Config) -> Form:
         return Form("parts", "only LLaVA takes features before the tower's final norm, and it has no pixel shuffle and no projector.norm")
     if c.hidden != c.language.width:
         return Form("parts", f"LLaVA's projector is as wide as its language model ({c.language.width}), and projector.width is {c.hidden}")
-    return Form("llava", "an MLP without pixel shuffle, on features before the tower's final norm")
+    return Form("llava", "an MLP without pixel shuffle, on features before the tower's final norm", _LLAVA_MODULES)
 
 
-def llava_to_hf(c: Config, image_token_id: int) -> dict[str, Any]:
-    """config.json of a `LlavaForConditionalGeneration`; `form` must say llava."""
-    assert form(c).name == "llava", form(c).reason
-    return {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
-        "vision_config": siglip2.to_hf(c.vision),
-        "text_config": LANGUAGES[c.language.family].to_hf(c.language),
-        "image_token_index": _in_vocabulary(c, image_token_id),
-        "image_seq_length": c.vision.side**2,
-        "projector_hidden_act": "gelu",
-        "multimodal_projector_bias": True,
-        "vision_feature_layer": c.feature_layer,
-        "vision_feature_select_strategy": "full",  # the other one drops a class token, which SigLIP does not have
-        "tie_word_embeddings": c.language.tied,
-    }
+# LLaVA's class keeps on disk the names that it had before transformers 4.52
+_LLAVA_MODULES = {
+    "language_model.model.": "model.language_model.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+
+PROJECTOR_KEYS = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2", "out": "linear"}
 
 
-def lfm2_vl_to_hf(c: Config, image_token_id: int) -> dict[str, Any]:
-    """config.json of an `Lfm2VlForConditionalGeneration`; `form` must say lfm2_vl."""
-    assert form(c).name == "lfm2_vl", form(c).reason
-    return {
-        "architectures": ["Lfm2VlForConditionalGeneration"],
-        "model_type": "lfm2_vl",
-        "vision_config": siglip2.to_hf_naflex(c.vision),
-        "text_config": LANGUAGES[c.language.family].to_hf(c.language),
-        "image_token_id": _in_vocabulary(c, image_token_id),
-        "downsample_factor": c.projector.shuffle,
-        "projector_hidden_act": "gelu",
-        "projector_hidden_size": c.hidden,
-        "projector_bias": True,
-        "projector_use_layernorm": c.projector.norm,
-        "tie_word_embeddings": c.language.tied,
-    }
+def keys(c: Config, form: Form, found: Collection[str] = ()) -> tuple[KeyRule, ...]:
+    """Our tensors, and their names in a folder of this form as transformers 5 writes it. `found` are the names that a folder has:
+    a tower that lies there as in the hub's files is read so."""
+    language = LANGUAGES[c.language.family].keys(c.language)
+    match form.name:
+        case "llava":
+            tower = _tower(siglip2.KEYS, "vision_tower.", found)
+            return (*tower, *_projector(c, "multi_modal_projector."), *prefixed(language, "language.", "language_model."))
+        case "lfm2_vl":
+            tower = _tower(siglip2.NAFLEX_KEYS, "model.vision_tower.", found)
+            inside = [replace(rule, theirs=_within(rule.theirs)) for rule in prefixed(language, "language.", "")]
+            return (*tower, *_projector(c, "model.multi_modal_projector."), *inside)
+        case "parts":
+            tower = _tower(siglip2.KEYS, "vision/", found)
+            own = [replace(rule, theirs=f"projector.safetensors/{rule.ours}".replace("/projector.", "/")) for rule in _projector(c, "")]
+            return (*tower, *own, *prefixed(language, "language.", "language/"))
+        case _:
+            raise AssertionError(form.name)
 
 
-def _in_vocabulary(c: Config, image_token_id: int) -> int:
-    if not 0 <= image_token_id < c.language.vocabulary:
-        raise Refused(f"image token {image_token_id} is outside the vocabulary of {c.language.vocabulary}; is it another tokenizer's?")
-    return image_token_id
+def _tower(rules: tuple[KeyRule, ...], prefix: str, found: Collection[str]) -> tuple[KeyRule, ...]:
+    hub = prefix + siglip2.HUB_PREFIX
+    return prefixed(rules, "vision.", hub if any(name.startswith(hub) for name in found) else prefix)
+
+
+def _within(theirs: str) -> str:
+    """The name of a causal language model's tensor where that model is a module of another one."""
+    return "model.language_model." + theirs.removeprefix("model.") if theirs.startswith("model.") else theirs
+
+
+def _projector(c: Config, prefix: str) -> list[KeyRule]:
+    held = [*(["norm"] if c.projector.norm else []), *(["up", "down"] if c.projector.kind == "mlp" else ["out"])]
+    tensors = [(f"{x}.{leaf}", f"{PROJECTOR_KEYS[x]}.{leaf}") for x in held for leaf in ("weight", "bias")]
+    return [KeyRule(f"projector.{ours}", prefix + theirs) for ours, theirs in tensors]
+
+
+def dropped(c: Config, form: Form) -> tuple[str, ...]:
+    """What a folder of this form may hold beyond our tensors."""
+    tower = {"llava": "vision_tower.", "lfm2_vl": "model.vision_tower.", "parts": "vision/"}[form.name]
+    language = {"llava": "language_model.", "lfm2_vl": "", "parts": "language/"}[form.name]
+    more = LANGUAGES[c.language.family].DROPPED
+    return (*(tower + name for name in siglip2.DROPPED), *(language + name for name in more))
+
+
+# ---- Hugging Face's settings
+
+
+def to_hf(c: Config, form: Form, tokens: MediaTokens) -> Files:
+    """The JSON files of a folder of this form."""
+    language, vision = LANGUAGES[c.language.family], c.vision
+    match form.name:
+        case "llava":
+            config = {
+                "architectures": ["LlavaForConditionalGeneration"],
+                "model_type": "llava",
+                "vision_config": siglip2.to_hf(vision),
+                "text_config": language.to_hf(c.language),
+                "image_token_index": tokens.image,
+                "image_seq_length": vision.side**2,
+                "projector_hidden_act": "gelu",
+                "multimodal_projector_bias": True,
+                "vision_feature_layer": c.feature_layer,
+                "vision_feature_select_strategy": "full",  # the other one drops a class token, which SigLIP does not have
+                "tie_word_embeddings": c.language.tied,
+            }
+            processor = {
+                "processor_class": "LlavaProcessor",
+                "patch_size": vision.patch,
+                "vision_feature_select_strategy": "full",
+                "num_additional_image_tokens": 0,
+                "image_token": tokens.written,
+            }
+            return {"config.json": config, "preprocessor_config.json": siglip2.to_preprocessor(vision), "processor_config.json": processor}
+        case "lfm2_vl":
+            config = {
+                "architectures": ["Lfm2VlForConditionalGeneration"],
+                "model_type": "lfm2_vl",
+                "vision_config": siglip2.to_hf_naflex(vision),
+                "text_config": language.to_hf(c.language),
+                "image_token_id": tokens.image,
+                "downsample_factor": c.projector.shuffle,
+                "projector_hidden_act": "gelu",
+                "projector_hidden_size": c.hidden,
+                "projector_bias": True,
+                "projector_use_layernorm": c.projector.norm,
+                "tie_word_embeddings": c.language.tied,
+            }
+            return {"config.json": config, "preprocessor_config.json": siglip2.to_preprocessor_naflex(vision)}
+        case "parts":
+            return {
+                "vision/config.json": siglip2.to_hf(vision),
+                "vision/preprocessor_config.json": siglip2.to_preprocessor(vision),
+                "language/config.json": language.to_hf(c.language),
+            }
+        case _:
+            raise AssertionError(form.name)
 
 
 def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
-    """The model described by a LLaVA or LFM2-VL folder with a SigLIP 2 tower and a Qwen2 language model. Raises Refused."""
+    """The model described by a LLaVA or LFM2-VL folder with a SigLIP 2 tower and any language model of ours. Raises Refused."""
     where = "config.json"
     expect(where, config_json, {"projector_hidden_act": "gelu", "quantization_config": None})
     towers, texts = section(where, config_json, "vision_config"), section(where, config_json, "text_config")
@@ -297,7 +319,7 @@ def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
             vision = siglip2.from_hf_naflex(towers, preprocessor_json)
         case other:
             raise Refused(f"{where} has model_type={other!r}; Eyeline reads llava and lfm2_vl here. Import its parts one by one.")
-    language = qwen2.from_hf({**texts, "tie_word_embeddings": tied}, "text_config of config.json")
+    language = language_from_hf({**texts, "tie_word_embeddings": tied}, "text_config of config.json")
     return made(where, Config, {"vision": vision, "language": language, **values})
 
 

@@ -8,13 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eyeline.bundle.bundle import classes
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import Facts
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
 from eyeline.data.loader import Reader, divided, opened
 from eyeline.data.report import DataReport, Spread, data_report, first_documents, render_sample
-from eyeline.models import llava
+from eyeline.models import facts as facts_of
+from eyeline.models import family_of
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Run, Stage
 from eyeline.train.start import description
@@ -37,9 +39,9 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
     except Refused:  # among the settings' problems already: without a model no sample can be shown
         _say(console, _listed(run.name, found))
         return False
-    facts, form = llava.facts(bundle.config), llava.form(bundle.config)
+    facts, form = facts_of(bundle.config), family_of(bundle.config).form(bundle.config)
     _say(console, f"run folder: {run_folder(run)}")
-    _say(console, f"export: {_FORMS[form.name]} ({form.reason})")
+    _say(console, f"export: {form.name} form, for transformers' {classes(bundle, form)} ({form.reason})")
     for index, stage in enumerate(run.stages):
         try:
             reader = Reader(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
@@ -56,13 +58,6 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
     console.rule(characters="-")
     _say(console, _listed(run.name, found) if found else f"{run.name}: no problems")
     return not found
-
-
-_FORMS = {
-    "llava": "a folder for transformers' LlavaForConditionalGeneration",
-    "lfm2_vl": "a folder for transformers' Lfm2VlForConditionalGeneration",
-    "parts": "the parts as folders for SiglipVisionModel and Qwen2ForCausalLM, and the projector beside them",
-}
 
 
 def _say(console: Console, text: str) -> None:
@@ -86,7 +81,7 @@ def settings_problems(run: Run) -> Iterator[str]:
         if not any(line.endswith(str(error)) for line in unreadable):  # a fresh tokenizer is made from the same sources
             yield f"model: {error}"
     else:
-        facts = llava.facts(bundle.config)
+        facts = facts_of(bundle.config)
         if encoder.vocabulary > facts.vocabulary:
             yield (
                 f"model: the tokenizer gives ids up to {encoder.vocabulary - 1}, and the language model has {facts.vocabulary} rows; "

@@ -1,5 +1,6 @@
 """From YAML and `key=value` overrides to a `Run`, with every problem of the settings reported at once."""
 
+import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +12,8 @@ from yaml.nodes import MappingNode
 
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.settings import Settings
+from eyeline.models import FAMILIES
+from eyeline.models.languages import LANGUAGES
 from eyeline.train.run import Run
 
 Record = TypeVar("Record", bound=Settings)
@@ -162,7 +165,7 @@ def _inside(inner: Any, outer: Any) -> bool:
 
 
 # what pydantic puts into a place to say which of several records it took; the recipe has no such key
-_TAGS = {"full", "lora", "adamw", "muon", "constant", "linear", "cosine", "wsd"}
+_TAGS = {"full", "lora", "adamw", "muon", "constant", "linear", "cosine", "wsd", *FAMILIES, *LANGUAGES}
 
 
 def _line(problem: Any) -> str:
@@ -173,6 +176,10 @@ def _line(problem: Any) -> str:
         known = sorted(set(_names()))
         hint = " It belongs elsewhere: see docs/recipes.md, or a shipped recipe." if last in known else nearest(str(last), known)
         return f"{place}: there is no such setting.{hint}"
+    if problem["type"] == "union_tag_invalid":
+        known = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
+        tag, key = problem["ctx"]["tag"], problem["ctx"]["discriminator"].strip("'_()")
+        return f"{place}.{key}: got {tag!r}; there are {', '.join(known)}.{nearest(tag, known)}"
     if problem["type"] in ("missing", "value_error"):
         return f"{place}: {message}"
     return f"{place}: got {problem['input']!r:.80}; {message[:1].lower()}{message[1:]}"

@@ -14,7 +14,7 @@ from eyeline.core.log import say, visible
 from eyeline.data.loader import opened, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
 from eyeline.evals.result import Result, write_result
-from eyeline.models import llava
+from eyeline.models import build, facts
 from eyeline.parallel.launch import machine
 from eyeline.train.environment import environment
 from eyeline.train.run import from_yaml
@@ -38,7 +38,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     here = machine(run.device, run.threads)
     found = open_bundle(folder, checkpoint)
     assert found.checkpoint is not None, "a run has one"
-    model = llava.build(found.bundle.config, here.device, compute_dtype=COMPUTE[run.precision])
+    model = build(found.bundle.config, here.device, compute_dtype=COMPUTE[run.precision])
     found.load(model)
     asked = opened(run.evaluation.sources)
     prior = prior_of(dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data)))  # stages share samples
@@ -47,7 +47,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
         task = bar.add_task("answering", total=questions)
         result = exact_match(
             model.eval(),
-            llava.facts(found.bundle.config),
+            facts(found.bundle.config),
             found.bundle.encoder(),
             asked.sources,
             prior,

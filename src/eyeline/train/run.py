@@ -13,7 +13,7 @@ from eyeline.core.facts import Part
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.data.loader import Data
 from eyeline.data.sources import Source
-from eyeline.models import llava
+from eyeline.models import Config
 from eyeline.models.lora import LoRA
 from eyeline.train.optim import AdamW, Optimizer
 from eyeline.train.schedule import Cosine, Schedule
@@ -73,7 +73,7 @@ class Model(Settings):
     """The model to start from: a folder that `eyeline import` or `export` made, or a fresh one of the given shape."""
 
     path: str | None = None
-    config: llava.Config | None = None
+    config: Config | None = None
     template: str | None = None  # chat template of a fresh model; a folder brings its own
     tokenizer: str | None = None  # folder of a fresh model's tokenizer; without one, a BPE is trained on the recipe's texts
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from eyeline import models
 from eyeline.bundle.bundle import Bundle, describe, load_checkpoint, open_bundle, read_description
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
@@ -19,7 +20,7 @@ from eyeline.core.randomness import torch_rng_for
 from eyeline.data.loader import training_texts
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import Encoder, load_tokenizer, train_bpe
-from eyeline.models import llava
+from eyeline.models import Model
 from eyeline.models.lora import LoRA
 from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
@@ -150,15 +151,15 @@ def description(run: Run) -> Bundle:
         tokenizer = load_tokenizer(Path(run.model.tokenizer))
     else:
         texts = (text for stage in run.stages for text in training_texts(stage.data))
-        tokenizer = train_bpe(texts, config.language.vocabulary, template)
+        tokenizer = train_bpe(texts, models.facts(config).vocabulary, template)
     return Bundle(config, tokenizer, template.name)
 
 
-def build(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> tuple[llava.Model, Facts, Mapping[Part, LoRA]]:
+def build(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> tuple[Model, Facts, Mapping[Part, LoRA]]:
     """The model as the checkpoint has it, with its adapters; without a checkpoint, as the recipe's model begins."""
     config = home.bundle.config
-    model = llava.build(config, here.device, compute_dtype=COMPUTE[run.precision])
-    facts = llava.facts(config)
+    model = models.build(config, here.device, compute_dtype=COMPUTE[run.precision])
+    facts = models.facts(config)
     if checkpoint is None:
         if run.model.path is not None:
             open_bundle(Path(run.model.path)).load(model)

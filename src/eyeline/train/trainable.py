@@ -9,7 +9,7 @@ from torch import nn
 
 from eyeline.core.facts import PARTS, Facts, Part, part_of
 from eyeline.core.randomness import torch_rng_for
-from eyeline.models import llava
+from eyeline.models import Model
 from eyeline.models.lora import LoRA, merge, wrap
 from eyeline.train.run import Adapted, Full, Run, Stage
 
@@ -43,7 +43,7 @@ def wrap_all(model: nn.Module, facts: Facts, adapters: Mapping[Part, LoRA], seed
         wrap(model, facts, part, lora, torch_rng_for(seed, f"lora {part}"))
 
 
-def prepare(model: llava.Model, facts: Facts, run: Run, index: int, adapters: Mapping[Part, LoRA]) -> list[Row]:
+def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[Part, LoRA]) -> list[Row]:
     """Make stage `index`'s parameters trainable and all others not, set which blocks are recomputed, and return the table.
     `adapters` are those on the model now.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from eyeline.core.batch import Document, Image
 from eyeline.core.randomness import rng_for
 from eyeline.models import llava, qwen2, siglip2
+from eyeline.models.forms import MediaTokens
 from tests.models.twins import IMAGE_TOKEN, VOCABULARY, Case, documents, normalised, picture, token_inputs, twin_of
 
 VISION = siglip2.Config(
@@ -86,14 +87,13 @@ def inputs_of(c: llava.Config) -> Callable[[Document], dict[str, Tensor]]:
     return inputs
 
 
-def hf(c: llava.Config) -> dict:
+def config_json(c: llava.Config) -> dict:
     """The config.json that we write."""
-    return llava.llava_to_hf(c, IMAGE_TOKEN) if llava.form(c).name == "llava" else llava.lfm2_vl_to_hf(c, IMAGE_TOKEN)
+    return llava.to_hf(c, llava.form(c), MediaTokens(IMAGE_TOKEN, "<|image_pad|>"))["config.json"]
 
 
 def case(id: str, c: llava.Config) -> Case:
-    keys = llava.LLAVA_KEYS(c) if llava.form(c).name == "llava" else llava.LFM2_VL_KEYS(c)
-    return Case(id, c, lambda: twin_of(hf(c)), inputs_of(c), keys, documents(*shown(c)))
+    return Case(id, c, lambda: twin_of(config_json(c)), inputs_of(c), llava.keys(c, llava.form(c)), documents(*shown(c)))
 
 
 CASES = [case(id, c) for id, c in CONFIGS.items()]

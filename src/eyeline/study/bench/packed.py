@@ -13,7 +13,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
 from eyeline.data.packing import pack
-from eyeline.models import llava
+from eyeline.models import Config, Model, facts
 from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
 from eyeline.study.bench.work import Sized, documents, made
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
@@ -105,10 +105,10 @@ def run(pairs: int = LEAST_PAIRS, samples: int = SAMPLES) -> Result:
     )
 
 
-def epoch(model: llava.Model, config: llava.Config, docs: Sequence[Document]) -> tuple[Timed, int]:
+def epoch(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed, int]:
     """Pack, lay out and train on every document once; the time, and the token slots used."""
     model.train()
-    optimizers = make_optimizers(model, llava.facts(config), AdamW())
+    optimizers = make_optimizers(model, facts(config), AdamW())
     set_learning_rates(optimizers, {"vision": LR, "projector": LR, "language": LR}, 1.0)
     watch = Stopwatch()
     slots = 0
@@ -121,7 +121,7 @@ def epoch(model: llava.Model, config: llava.Config, docs: Sequence[Document]) ->
 
 
 @torch.no_grad()
-def loss_of(model: llava.Model, docs: Sequence[Document]) -> float:
+def loss_of(model: Model, docs: Sequence[Document]) -> float:
     """Nats a label over all documents, packed."""
     batches = [batch_of(docs[i : i + 8], None) for i in range(0, len(docs), 8)]
     return sum(float(model(b)) for b in batches) / sum(b.counts.supervised for b in batches)

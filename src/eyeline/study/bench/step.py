@@ -7,7 +7,7 @@ from pathlib import Path
 from eyeline.core.batch import Document
 from eyeline.core.errors import Refused
 from eyeline.data.batches import batch_of
-from eyeline.models import llava
+from eyeline.models import Config, Model, facts
 from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
 from eyeline.study.bench.work import Sized, documents, made
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
@@ -67,10 +67,10 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
     )
 
 
-def train(model: llava.Model, config: llava.Config, docs: Sequence[Document]) -> tuple[Timed, list[float]]:
+def train(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed, list[float]]:
     """All steps in order; the time of those after the warm-up, and every loss."""
     model.train()
-    optimizers = make_optimizers(model, llava.facts(config), AdamW())
+    optimizers = make_optimizers(model, facts(config), AdamW())
     set_learning_rates(optimizers, {"vision": LR, "projector": LR, "language": LR}, 1.0)
     losses: list[float] = []
     watch = Stopwatch()

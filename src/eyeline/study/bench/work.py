@@ -13,7 +13,7 @@ from eyeline.core.batch import IGNORE, Document, Grid, Image
 from eyeline.core.randomness import rng_for, torch_rng_for
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import train_bpe
-from eyeline.models import llava, qwen2, siglip2
+from eyeline.models import Model, build, llava, qwen2, siglip2
 
 TEMPLATE = "plain"
 
@@ -47,11 +47,11 @@ class Sized:
         return (self.image // self.patch) ** 2
 
 
-def made(sized: Sized, folder: Path) -> tuple[Bundle, llava.Model]:
+def made(sized: Sized, folder: Path) -> tuple[Bundle, Model]:
     """A model with random weights, also as a folder that transformers loads. No weight is zero: zeros would hide a difference."""
     template = template_named(TEMPLATE)
     bundle = Bundle(sized.config, train_bpe(["what is in the picture? a red circle"], 300, template), TEMPLATE)
-    model = llava.build(sized.config, "cpu")
+    model = build(sized.config, "cpu")
     model.initialise(torch_rng_for(0, "bench weights"))
     rng = torch_rng_for(0, "bench noise")
     with torch.no_grad():

@@ -1,0 +1,32 @@
+"""The form of a model on disk: which class of transformers loads it, and the tokens that its config.json names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from eyeline.models.hf_config import Json
+
+Files = dict[str, Json]  # name inside the folder -> content
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model lies in a folder, and why so: a phrase for the user.
+
+    Key rules of a form that is made of several folders, or holds a file beside them, name the place first:
+    `vision/embeddings.patch_embedding.weight`, `projector.safetensors/projector.up.weight`.
+    """
+
+    name: str
+    reason: str
+    modules: Mapping[str, str] = field(default_factory=dict)  # beginning of a tensor's name on disk -> in the model that is made of it
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """Ids of the control tokens that a template writes for pictures and films."""
+
+    image: int  # of every visual token of a picture
+    written: str  # the same as text
+    video: int | None = None  # of a film
+    start: int | None = None  # before them
+    end: int | None = None  # after them

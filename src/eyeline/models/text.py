@@ -1,0 +1,83 @@
+"""A language model alone: any of `models/languages.py`, as a family that is trained and answers without pictures."""
+
+from collections.abc import Collection
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from eyeline.core.batch import Batch
+from eyeline.core.facts import Facts, KeyRule, Part, prefixed
+from eyeline.core.settings import Settings
+from eyeline.models.decoder import Cache
+from eyeline.models.forms import Files, Form, MediaTokens
+from eyeline.models.hf_config import Json
+from eyeline.models.languages import LANGUAGES, LanguageConfig, language_from_hf
+
+
+class Config(Settings):
+    family: Literal["text"] = "text"
+    language: LanguageConfig
+
+
+class Model(nn.Module):
+    def __init__(self, c: Config, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.language = LANGUAGES[c.language.family].Model(c.language, compute_dtype)
+
+    def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Tensor:
+        """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels."""
+        return self.language(self.language.embedded(batch.tokens_T), batch, cache)
+
+    def tie(self) -> None:
+        self.language.tie()
+
+    def new_cache(self, rows: int, room: int) -> list[Cache]:
+        return self.language.new_cache(rows, room)
+
+    def recompute(self, parts: Collection[Part]) -> None:
+        self.language.recompute = "language" in parts
+
+    def initialise(self, rng: torch.Generator) -> None:
+        self.language.initialise(rng)
+
+
+def facts(c: Config) -> Facts:
+    language = LANGUAGES[c.language.family]
+    return Facts(
+        parts={"language": "language"},
+        blocks={"language": f"language.{language.blocks(c.language)}"},
+        linears={"language": {name: f"language.{x}" for name, x in language.linears(c.language).items()}},
+        splits={f"language.{x}": split for x, split in language.splits(c.language).items()},
+        seams=tuple(f"language.{x}" for x in language.seams(c.language)),
+        keys=keys(c, form(c)),
+        image=None,
+        vocabulary=c.language.vocabulary,
+        longest=c.language.longest,
+    )
+
+
+# ---- Hugging Face's form: a folder of the language model's own class
+
+MODEL_TYPES = tuple(kind for language in LANGUAGES.values() for kind in language.MODEL_TYPES)
+PARTS = None
+
+
+def form(_c: Config) -> Form:
+    return Form("text", "a language model's own class")
+
+
+def keys(c: Config, _form: Form, _found: Collection[str] = ()) -> tuple[KeyRule, ...]:
+    return prefixed(LANGUAGES[c.language.family].keys(c.language), "language.", "")
+
+
+def dropped(c: Config, _form: Form) -> tuple[str, ...]:
+    return LANGUAGES[c.language.family].DROPPED
+
+
+def to_hf(c: Config, _form: Form, _tokens: MediaTokens) -> Files:
+    return {"config.json": LANGUAGES[c.language.family].to_hf(c.language)}
+
+
+def from_hf(config_json: Json, _preprocessor_json: Json | None) -> Config:
+    return Config(language=language_from_hf(config_json))
