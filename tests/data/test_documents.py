@@ -8,18 +8,19 @@ from eyeline.core.batch import IGNORE, Message, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule, Square
 from eyeline.data import documents
-from eyeline.data.documents import Measured, document_of, fitted, measure, rendered
+from eyeline.data.documents import Measured, document_of, fitted, measure, tokenised
 from eyeline.data.images import grey
 from eyeline.data.tokenizer import Encoder
 from tests.data.made import DOT, sample
 
+SIZES = [(12, 20)] * 3
 THREE = sample((DOT, "one?"), "1", ("two?", DOT), "2", "three?", "3")
 
 
 @pytest.mark.parametrize("conversation", [THREE, sample("hi", "ho"), sample((DOT, DOT), "two dots", system="Look!")])
 def test_measures_are_those_of_the_document(qwen: Encoder, rule: ImageRule, conversation: Sample) -> None:
-    size = measure(conversation, qwen, rule)
-    document = document_of(conversation, qwen, [grey(rule)] * len(conversation.pictures))
+    size = measure(conversation, SIZES[: len(conversation.media)], qwen, rule)
+    document = document_of(conversation, qwen, rule, [grey(rule)] * len(conversation.pictures))
     assert size.tokens == len(document.tokens_T)
     assert size.visual == len(document.visual_M) == 4 * len(conversation.pictures)
     assert size.supervised == (document.labels_T != IGNORE).sum()
@@ -28,33 +29,34 @@ def test_measures_are_those_of_the_document(qwen: Encoder, rule: ImageRule, conv
 
 def test_a_remembered_document_is_not_another_ones(qwen: Encoder, rule: ImageRule) -> None:
     """Same texts with the picture elsewhere, another role, another size of picture: other documents."""
+    unmerged = ImageRule(8, 1, rule.mean, rule.std, "bicubic", Square(32))
     seen = [
-        document_of(sample((DOT, "a"), "b"), qwen, [grey(rule)]).tokens_T.tolist(),
-        document_of(sample(("a", DOT), "b"), qwen, [grey(rule)]).tokens_T.tolist(),
-        document_of(sample((DOT, "a"), "b"), qwen, [grey(ImageRule(8, 1, rule.mean, rule.std, "bicubic", Square(32)))]).tokens_T.tolist(),
-        document_of(sample("a", "b"), qwen, []).tokens_T.tolist(),
-        document_of(sample("a", "b", system="a"), qwen, []).tokens_T.tolist(),
+        document_of(sample((DOT, "a"), "b"), qwen, rule, [grey(rule)]).tokens_T.tolist(),
+        document_of(sample(("a", DOT), "b"), qwen, rule, [grey(rule)]).tokens_T.tolist(),
+        document_of(sample((DOT, "a"), "b"), qwen, unmerged, [grey(unmerged)]).tokens_T.tolist(),
+        document_of(sample("a", "b"), qwen, rule, []).tokens_T.tolist(),
+        document_of(sample("a", "b", system="a"), qwen, rule, []).tokens_T.tolist(),
     ]
     assert len({tuple(tokens) for tokens in seen}) == 5
-    by_role = [rendered((Message(role, (Text("a"),)),), qwen, (), True).tokens_T.tolist() for role in ("user", "system")]
+    by_role = [tokenised((Message(role, (Text("a"),)),), qwen, rule, True).ids_U.tolist() for role in ("user", "system")]
     assert by_role[0] != by_role[1]
-    again = document_of(sample((DOT, "a"), "b"), qwen, [grey(rule)])
-    assert again.tokens_T.tolist() == seen[0]
+    again = sample((DOT, "a"), "b")
+    assert document_of(again, qwen, rule, [grey(rule)]).tokens_T.tolist() == seen[0]
     with pytest.raises(ValueError, match="read-only"):
-        again.tokens_T[0] = 5
+        tokenised(again.messages, qwen, rule).ids_U[0] = 5
 
 
 def test_too_long_is_rejected_or_shrunk_by_whole_exchanges(plain: Encoder, rule: ImageRule) -> None:
-    sizes = [measure(Sample("", THREE.messages[:n]), plain, rule) for n in (2, 4, 6)]
+    sizes = [measure(Sample("", THREE.messages[:n]), SIZES[: min(2, n // 2)], plain, rule) for n in (2, 4, 6)]
     for kept, size in zip((2, 4, 6), sizes, strict=True):
         for room in (0, 1):
-            shrunk, found = fitted(THREE, size.tokens + room, 99, "shrink", plain, rule)
+            shrunk, found = fitted(THREE, SIZES[:2], size.tokens + room, 99, "shrink", plain, rule)
             assert (shrunk.messages, found) == (THREE.messages[:kept], size)
-    assert fitted(THREE, 999, 16, "shrink", plain, rule)[0].messages == THREE.messages[:2]  # patches bind as well
-    assert fitted(THREE, sizes[2].tokens, 32, "reject", plain, rule)[0] is THREE
+    assert fitted(THREE, SIZES[:2], 999, 16, "shrink", plain, rule)[0].messages == THREE.messages[:2]  # patches bind as well
+    assert fitted(THREE, SIZES[:2], sizes[2].tokens, 32, "reject", plain, rule)[0] is THREE
     for tokens, patches, policy in [(sizes[2].tokens - 1, 99, "reject"), (sizes[0].tokens - 1, 99, "shrink"), (999, 15, "shrink")]:
         with pytest.raises(BadSample, match=r"needs \d+ tokens \(of at most \d+\) and \d+ patches") as caught:
-            fitted(THREE, tokens, patches, policy, plain, rule)  # type: ignore[arg-type]
+            fitted(THREE, SIZES[:2], tokens, patches, policy, plain, rule)  # type: ignore[arg-type]
         assert caught.value.cause == "too_long"
 
 
@@ -69,14 +71,14 @@ def test_a_conversation_of_thousands_is_shrunk_in_few_looks(plain: Encoder, rule
 
     monkeypatch.setattr(documents, "measure", counted)
     many = sample(*(word for n in range(500) for word in (f"and {n}?", "yes")))
-    size = measure(Sample("", many.messages[:246]), plain, rule)
-    assert fitted(many, size.tokens, 99, "shrink", plain, rule) == (Sample(many.id, many.messages[:246], many.kind), size)
+    size = measure(Sample("", many.messages[:246]), [], plain, rule)
+    assert fitted(many, [], size.tokens, 99, "shrink", plain, rule) == (Sample(many.id, many.messages[:246], many.kind), size)
     assert looks < 15
 
 
 @pytest.mark.parametrize("empty", [sample("a", ""), sample("a", " \n"), sample("a", "b", "c", ""), sample("a")])
 def test_nothing_to_learn_is_rejected(plain: Encoder, rule: ImageRule, empty: Sample) -> None:
-    for make in (lambda: measure(empty, plain, rule), lambda: document_of(empty, plain, [])):
+    for make in (lambda: measure(empty, [], plain, rule), lambda: document_of(empty, plain, rule, [])):
         with pytest.raises(BadSample) as caught:
             make()
         assert caught.value.cause == "no_target"
@@ -84,6 +86,6 @@ def test_nothing_to_learn_is_rejected(plain: Encoder, rule: ImageRule, empty: Sa
 
 def test_a_picture_without_a_tower_is_rejected(plain: Encoder) -> None:
     with pytest.raises(BadSample) as caught:
-        measure(THREE, plain, None)
+        measure(THREE, [], plain, None)
     assert caught.value.cause == "picture_without_tower"
-    assert measure(sample("a", "b"), plain, None).patches == 0
+    assert measure(sample("a", "b"), [], plain, None).patches == 0

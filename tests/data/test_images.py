@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,15 @@ from PIL import Image as Pillow
 from PIL import ImageFile, ImageOps, PngImagePlugin
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from eyeline.core.batch import Picture
+from eyeline.core.batch import Picture, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.core.facts import ImageRule, Square
+from eyeline.core.facts import Film, ImageRule, Square, Tiles
 from eyeline.core.randomness import rng_for
 from eyeline.data.images import (
     Augment,
+    Resized,
     augmented,
     check_file,
-    cut,
     decode,
     grey,
     oddities,
@@ -147,7 +148,7 @@ def test_a_file_and_its_bytes_give_the_same_pixels(draw: Callable[..., Path]) ->
 def test_small_and_long_pictures_are_remarked_and_used(rule: ImageRule) -> None:
     picture = encoded(Pillow.fromarray(noise(499, 1)), "PNG")
     assert oddities(picture) == ["a side under 28 pixels", "longer than 10:1"]
-    assert prepare(picture, rule).patches_PC.shape == (16, 192)
+    assert prepare(picture, rule)[0].patches_PC.shape == (16, 192)
 
 
 # Pictures that are rejected
@@ -278,7 +279,7 @@ def test_keys_tell_pictures_apart() -> None:
 def test_pixels_equal_the_reference_processor(resample: str, size: int, patch: int, merge: int, shape: tuple[int, int]) -> None:
     rule = ImageRule(patch, merge, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4), resample, Square(size))  # type: ignore[arg-type]
     picture = encoded(Pillow.fromarray(noise(*shape)), "PNG")
-    image = prepare(picture, rule)
+    (image,) = prepare(picture, rule)
     reference = SiglipImageProcessorPil(
         size={"height": size, "width": size},
         resample=Pillow.Resampling[resample.upper()],
@@ -296,7 +297,8 @@ def test_pixels_equal_the_reference_processor(resample: str, size: int, patch: i
 
 
 def test_patches_of_one_visual_token_lie_together() -> None:
-    places = cut(noise(16, 16), ImageRule(4, 2, (0, 0, 0), (1, 1, 1), "bicubic", Square(16)), "k").places_P2
+    (image,) = grey(ImageRule(4, 2, (0, 0, 0), (1, 1, 1), "bicubic", Square(16)))
+    places = image.places_P2
     assert places.tolist() == [
         [0, 0], [0, 1], [1, 0], [1, 1],  [0, 2], [0, 3], [1, 2], [1, 3],
         [2, 0], [2, 1], [3, 0], [3, 1],  [2, 2], [2, 3], [3, 2], [3, 3],
@@ -306,11 +308,18 @@ def test_patches_of_one_visual_token_lie_together() -> None:
 # Augmentation
 
 
+WHOLE = ImageRule(8, 1, (0, 0, 0), (1, 1, 1), "bicubic", Square(8)).units(8, 8)
+
+
+def changed(pixels: np.ndarray, augment: Augment, n: int) -> np.ndarray:
+    return augmented(Resized(WHOLE, ((pixels,),)), augment, partial(rng_for, 0, "t", n)).canvases[0][0]
+
+
 def test_augmentation_flips_and_shifts() -> None:
     square = noise(8, 8)
-    seen = {augmented(square, Augment(flip=True), rng_for(0, "t", n)).tobytes() for n in range(20)}
+    seen = {changed(square, Augment(flip=True), n).tobytes() for n in range(20)}
     assert seen == {square.tobytes(), np.ascontiguousarray(square[:, ::-1]).tobytes()}
-    shifted = [augmented(square, Augment(shift=2), rng_for(0, "t", n)) for n in range(60)]
+    shifted = [changed(square, Augment(shift=2), n) for n in range(60)]
     padded = np.pad(square, ((2, 2), (2, 2), (0, 0)), mode="edge")
     possible = [np.ascontiguousarray(padded[a : a + 8, b : b + 8]).tobytes() for a in range(5) for b in range(5)]
     assert {s.tobytes() for s in shifted} <= set(possible)
@@ -319,18 +328,34 @@ def test_augmentation_flips_and_shifts() -> None:
 
 def test_augmentation_has_an_address() -> None:
     square, change = noise(8, 8), Augment(flip=True, shift=3)
-    first, again, other = (augmented(square, change, rng_for(0, "t", n)) for n in (1, 1, 2))
+    first, again, other = (changed(square, change, n) for n in (1, 1, 2))
     assert (first == again).all()
     assert (first != other).any()
     assert not Augment().active
 
 
+def test_frames_and_tiles_are_augmented_alike() -> None:
+    """A film that jumps, or tiles that do not fit together, would be another picture."""
+    still = encoded(Pillow.fromarray(np.broadcast_to(noise(16, 16), (16, 16, 3))), "PNG")
+    film = Video("f", (still,) * 3, (0.0, 1.0, 2.0))
+    rule = ImageRule(4, 1, (0, 0, 0), (1, 1, 1), "bicubic", Tiles(8), frames=2, film=Film(1, 10_000))
+    draw = partial(rng_for, 0, "t", 3)
+    frames = [frame for slice in augmented(resized(film, rule), Augment(shift=3), draw).canvases for frame in slice]
+    assert len(frames) == 4
+    assert all((frame == frames[0]).all() for frame in frames)
+    assert (frames[0] != decode(still)).any()
+    tall = resized(encoded(Pillow.fromarray(noise(8, 32)), "PNG"), rule)
+    tiles = augmented(tall, Augment(flip=True, shift=1), draw).canvases[1:]
+    assert len(tiles) == 4
+    assert all(tile[0] is tiles[0][0] for tile in tiles)
+
+
 def test_resizing_to_the_same_size_changes_nothing(rule: ImageRule) -> None:
     pixels = noise(32, 32)
-    assert resized(pixels, rule) is pixels
+    assert (resized(encoded(Pillow.fromarray(pixels), "PNG"), rule).canvases[0][0] == pixels).all()
 
 
 def test_the_stand_in_is_grey(rule: ImageRule) -> None:
-    image = grey(rule)
+    (image,) = grey(rule)
     assert (image.patches_PC == 128).all()
     assert (image.patches_PC.shape, image.tokens) == ((16, 192), 4)

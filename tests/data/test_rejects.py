@@ -66,9 +66,10 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_causes_in_the_code_are_all_known() -> None:
-    """Every cause that a BadSample in data is raised with has its explanation, and every explanation a use."""
+    """Every cause that a BadSample is raised with has its explanation, and every explanation a use."""
     import re
 
-    folder = Path(__file__).parents[2] / "src" / "eyeline" / "data"
-    used = {c for path in folder.glob("*.py") for c in re.findall(r'(?:BadSample|Broken)\(\s*"(\w+)"', path.read_text())}
+    sources = Path(__file__).parents[2] / "src" / "eyeline"
+    files = [*sources.glob("data/*.py"), *sources.glob("core/*.py")]
+    used = {c for path in files for c in re.findall(r'(?:BadSample|Broken)\(\s*"(\w+)"', path.read_text())}
     assert used == set(CAUSES)

@@ -64,7 +64,7 @@ def test_control_strings_are_counted(tmp_path: Path, plain: Encoder, rule: Image
 
 
 def test_a_sample_is_shown_as_the_model_sees_it(qwen: Encoder, rule: ImageRule) -> None:
-    document = document_of(sample((DOT, "what?\x1b[2J"), "[red]a dot[/red]", system="Be kind."), qwen, [grey(rule)])
+    document = document_of(sample((DOT, "what?\x1b[2J"), "[red]a dot[/red]", system="Be kind."), qwen, rule, [grey(rule)])
     text = render_sample(document, qwen)
     assert text.plain == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n<|vision_start|>[picture 1: 4 tokens]<|vision_end|>"

@@ -103,6 +103,7 @@ class Image:
     places_P2: Ints  # row and column of each patch
     grid: Grid
     merge: int  # r: one visual token for r×r patches
+    mark: str | None = None  # a control token that stands before its visual tokens: which tile it is
 
     @property
     def tokens(self) -> int:

@@ -1,18 +1,40 @@
-"""Sample -> Document: one tokenisation, with the mask known from the segments."""
+"""Sample -> Document: one tokenisation, with the mask known from the segments.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+    tokenised    messages -> ids; knows no picture's size, so that an index can keep it
+    measured     with the sizes of the media: how large the document will be
+    laid_out     with the media themselves: the document
+
+Dims: U ids with a placeholder for each still and slice of a film  W placeholders  T tokens  M visual tokens
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from eyeline.core.batch import IGNORE, Document, Image, Ints, Message, Sample, Text
+from eyeline.core.batch import IGNORE, Document, Image, Ints, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule
+from eyeline.data.images import Size, units_of
 from eyeline.data.templates import Content, Control, Media
 from eyeline.data.tokenizer import Encoder
 
 TooLong = Literal["reject", "shrink"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenised:
+    """A conversation as ids, as far as its text says: nothing here depends on the size of a picture.
+
+    Each still, and each slice of a film, is one placeholder. The arrays are shared: never change them.
+    """
+
+    ids_U: Ints
+    trained_U: NDArray[np.bool_]  # whether each is learned
+    places_W: Ints  # where in U the placeholders are, media in order
+    slices: tuple[int, ...]  # how many of them each medium has: 1 for a still
 
 
 @dataclass(frozen=True)
@@ -25,105 +47,145 @@ class Measured:
     patches: int  # of all its pictures
 
 
-def _pieces(messages: Sequence[Message], encoder: Encoder, prompt: bool) -> list[tuple[list[int] | int, bool]]:
-    """Runs of the document in order: (ids, trained), or (number of a picture, False).
+def tokenised(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | None, prompt: bool = False) -> Tokenised:
+    """Render and tokenise, once. `prompt` opens an answer at the end. BadSample for what the template or the model does not take.
 
-    Text between two controls is encoded in one run, except that a run is broken where training begins or ends.
+    Text between two controls is encoded in one run, except that a run is broken where training begins or ends. Short
+    conversations are remembered by the encoder: data sets repeat them.
     """
-    out: list[tuple[list[int] | int, bool]] = []
-    run, trained = "", False
-    for segment in encoder.template.segments(messages, prompt):
-        if isinstance(segment, Content):
-            if segment.trained != trained and run:
-                out.append((encoder.ids(run), trained))
-                run = ""
-            run, trained = run + segment.text, segment.trained
-            continue
-        if run:
-            out.append((encoder.ids(run), trained))
-            run = ""
-        match segment:
-            case Control():
-                out.append(([encoder.controls[segment.token]], segment.trained))
-            case Media():
-                out.append((segment.picture, False))
-    if run:
-        out.append((encoder.ids(run), trained))
-    return out
-
-
-@dataclass(frozen=True, eq=False)
-class Rendered:
-    """A conversation as ids, labels aligned, without its pixels. The arrays are shared: never change them."""
-
-    tokens_T: Ints
-    labels_T: Ints
-    visual_M: Ints
-    supervised: int
-
-
-def rendered(messages: Sequence[Message], encoder: Encoder, visual: tuple[int, ...], prompt: bool) -> Rendered:
-    """Render and tokenise; `visual` has the number of visual tokens of each picture, in order.
-
-    Label t is the token at t+1 where that one is trained. Short conversations are remembered by the encoder: data sets repeat
-    them, and everything is measured before it is fetched.
-    """
-    key = (prompt, visual, *((m.role, *(p.text if isinstance(p, Text) else None for p in m.parts)) for m in messages))
+    media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
+    if media and rule is None:
+        raise BadSample("picture_without_tower", "image", f"{media[0].name} is a picture or film, and this model reads text only")
+    frames = rule.frames if rule else 1
+    key = (prompt, frames, *((m.role, *map(_said, m.parts)) for m in messages))
     known = encoder.remembered(key)
     if known is not None:
         return known
-    tokens: list[int] = []
-    trained_spans: list[tuple[int, int]] = []
-    visual_spans: list[tuple[int, int]] = []
-    for ids, trained in _pieces(messages, encoder, prompt):
-        begin = len(tokens)
-        if isinstance(ids, int):
-            tokens += [encoder.image_token] * visual[ids]
-            visual_spans.append((begin, len(tokens)))
-        else:
-            tokens += ids
-            if trained:
-                trained_spans.append((begin, len(tokens)))
-    tokens_T = np.array(tokens, dtype=np.int32)
-    labels_T = np.full(len(tokens), IGNORE, dtype=np.int32)
-    if not prompt:
-        for begin, end in trained_spans:  # begin is never 0: a question comes first
-            labels_T[begin - 1 : end - 1] = tokens_T[begin:end]
-    visual_M = np.concatenate([np.arange(*span, dtype=np.int32) for span in visual_spans] or [np.empty(0, np.int32)])
-    for array in (tokens_T, labels_T, visual_M):
+    ids: list[int] = []
+    trained: list[bool] = []
+    places: list[int] = []
+    for run, learned, placeholder in _runs(messages, encoder, prompt, frames):
+        if placeholder:
+            places.append(len(ids))
+        ids += run
+        trained += [learned] * len(run)
+    slices = tuple(-(-len(medium.frames) // frames) if isinstance(medium, Video) else 1 for medium in media)
+    made = Tokenised(np.array(ids, np.int32), np.array(trained, np.bool_), np.array(places, np.int32), slices)
+    for array in (made.ids_U, made.trained_U, made.places_W):
         array.flags.writeable = False
-    return encoder.remember(key, Rendered(tokens_T, labels_T, visual_M, int((labels_T != IGNORE).sum())), size=len(tokens))
+    return encoder.remember(key, made, size=len(ids))
 
 
-def measure(sample: Sample, encoder: Encoder, rule: ImageRule | None) -> Measured:
-    """Sizes of `document_of(sample)`, without any pixels. Raises the same BadSample for its text."""
+def _said(part: Text | Picture | Video) -> Hashable:
+    """What a part makes of the text around it."""
+    match part:
+        case Text():
+            return part.text
+        case Picture():
+            return None
+        case Video():
+            return part.seconds
+
+
+def _runs(messages: Sequence[Message], encoder: Encoder, prompt: bool, frames: int) -> Iterator[tuple[list[int], bool, bool]]:
+    """Runs of the document in order: (ids, trained, whether it is the placeholder of a medium)."""
+    run, trained = "", False
+    for segment in encoder.template.segments(messages, prompt, frames):
+        if isinstance(segment, Content) and (segment.trained == trained or not run):
+            run, trained = run + segment.text, segment.trained
+            continue
+        if run:
+            yield encoder.ids(run), trained, False
+        run = ""
+        match segment:
+            case Content():
+                run, trained = segment.text, segment.trained
+            case Control():
+                yield [encoder.controls[segment.token]], segment.trained, False
+            case Media():
+                yield [encoder.controls[segment.token]], False, True
+    if run:
+        yield encoder.ids(run), trained, False
+
+
+def measured(known: Tokenised, sizes: Sequence[Size], rule: ImageRule | None) -> Measured:
+    """Sizes of `laid_out(known, ...)` from those of its media, without any pixels. BadSample for a size that the rule does not take."""
+    units = [unit for size in sizes for unit in units_of(size, rule)] if rule else []
+    visual = sum(unit.tokens for unit in units)
+    marks = sum(unit.mark is not None for unit in units)
+    tokens = len(known.ids_U) - len(known.places_W) + visual + marks
+    return Measured(tokens, visual, int(known.trained_U.sum()), sum(unit.grid.patches for unit in units))
+
+
+def laid_out(id: str, known: Tokenised, media: Sequence[Sequence[Image]], encoder: Encoder, rule: ImageRule | None) -> Document:
+    """Ids, aligned labels and positions of a conversation whose media are prepared: `media` has the images of each, in order.
+
+    Label t is the token at t+1 where that one is trained. A still has all its images (tiles) in one place, a film one in each.
+    """
+    spans: list[Sequence[Image]] = []  # the images at each place
+    for images, slices in zip(media, known.slices, strict=True):
+        spans += [images] if slices == 1 else [(image,) for image in images]
+    repeats_U = np.ones(len(known.ids_U), np.int64)
+    repeats_U[known.places_W] = [sum(image.tokens + (image.mark is not None) for image in images) for images in spans]
+    tokens_T = np.repeat(known.ids_U, repeats_U)
+    trained_T = np.repeat(known.trained_U, repeats_U)
+    labels_T = np.full(len(tokens_T), IGNORE, np.int32)
+    labels_T[:-1][trained_T[1:]] = tokens_T[1:][trained_T[1:]]  # the first token is never trained: a question comes first
+    starts: list[int] = []  # where the visual tokens of each image begin
+    shown = [image for images in spans for image in images]
+    for begin, images in zip((np.cumsum(repeats_U) - repeats_U)[known.places_W].tolist(), spans, strict=True):
+        for image in images:
+            if image.mark is not None:
+                tokens_T[begin] = encoder.controls[image.mark]
+                begin += 1
+            starts.append(begin)
+            begin += image.tokens
+    visual_M = np.concatenate([np.arange(s, s + i.tokens, dtype=np.int32) for s, i in zip(starts, shown, strict=True)] or [EMPTY])
+    positions_T3 = _positions(len(tokens_T), starts, shown) if rule is not None and rule.positions == "grid" else None
+    return Document(id, tokens_T, labels_T, visual_M, tuple(shown), positions_T3)
+
+
+EMPTY = np.empty(0, np.int32)
+
+
+def _positions(length: int, starts: Sequence[int], images: Sequence[Image]) -> Ints:
+    """M-RoPE: (time, row, column). Text counts in all three. The tokens of an image share a time, rows and columns count from it,
+    and what follows goes on after the longer side (transformers' models/qwen3_vl/modeling_qwen3_vl.py: get_rope_index)."""
+    steps_T = np.ones(length + 1, np.int32)
+    for start, image in zip(starts, images, strict=True):
+        end = start + image.tokens
+        steps_T[start + 1 : end], steps_T[end] = 0, max(image.grid) // image.merge
+    positions_T3 = np.repeat((np.cumsum(steps_T[:length], dtype=np.int32) - 1)[:, None], 3, 1)
+    for start, image in zip(starts, images, strict=True):
+        rows, columns = image.grid.rows // image.merge, image.grid.columns // image.merge
+        positions_T3[start : start + image.tokens, 1] += np.repeat(np.arange(rows, dtype=np.int32), columns)
+        positions_T3[start : start + image.tokens, 2] += np.tile(np.arange(columns, dtype=np.int32), rows)
+    return positions_T3
+
+
+def measure(sample: Sample, sizes: Sequence[Size], encoder: Encoder, rule: ImageRule | None) -> Measured:
+    """Sizes of `document_of(sample)` from those of its media. Raises the same BadSample for its text."""
     _answered(sample)
-    pictures = len(sample.pictures)
-    if pictures and rule is None:
-        raise BadSample("picture_without_tower", "image", f"{sample.id} has a picture and this model has no vision tower")
-    units = rule.units(1, 1) if rule else ()  # of every picture
-    known = rendered(sample.messages, encoder, tuple(unit.tokens for unit in units) * pictures, False)
-    patches = pictures * sum(unit.grid.patches for unit in units)
-    return Measured(len(known.tokens_T), len(known.visual_M), known.supervised, patches)
+    return measured(tokenised(sample.messages, encoder, rule), sizes, rule)
 
 
-def document_of(sample: Sample, encoder: Encoder, images: Sequence[Image]) -> Document:
-    """Tokens and labels of a whole conversation; `images` are its pictures in order, prepared. BadSample without an answer."""
+def document_of(sample: Sample, encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
+    """A whole conversation; `media` has the images of each of its pictures and films in order. BadSample without an answer."""
     _answered(sample)
-    known = rendered(sample.messages, encoder, tuple(image.tokens for image in images), False)
-    return Document(sample.id, known.tokens_T, known.labels_T, known.visual_M, tuple(images))
+    return laid_out(sample.id, tokenised(sample.messages, encoder, rule), media, encoder, rule)
 
 
-def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, images: Sequence[Image]) -> Document:
+def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
     """A conversation up to the point where the last answer begins, for generation; nothing is labelled.
 
-    A last assistant message is left out, if there is one. `images` are the pictures in order, prepared.
+    A last assistant message is left out, if there is one. `media` has the images of each picture and film in order.
     """
     messages = sample.messages if isinstance(sample, Sample) else tuple(sample)
     if messages and messages[-1].role == "assistant":
         messages = messages[:-1]
-    known = rendered(messages, encoder, tuple(image.tokens for image in images), True)
-    return Document(sample.id if isinstance(sample, Sample) else "prompt", known.tokens_T, known.labels_T, known.visual_M, tuple(images))
+    known = tokenised(messages, encoder, rule, prompt=True)
+    document = laid_out(sample.id if isinstance(sample, Sample) else "prompt", known, media, encoder, rule)
+    return replace(document, labels_T=np.full_like(document.labels_T, IGNORE))
 
 
 def _answered(sample: Sample) -> None:
@@ -136,35 +198,41 @@ def _answered(sample: Sample) -> None:
             raise BadSample("no_target", f"messages[{number}]", "the assistant's message is empty")
 
 
-def fitted(sample: Sample, tokens: int, patches: int, policy: TooLong, encoder: Encoder, rule: ImageRule | None) -> tuple[Sample, Measured]:
+def fitted(
+    sample: Sample, sizes: Sequence[Size], tokens: int, patches: int, policy: TooLong, encoder: Encoder, rule: ImageRule | None
+) -> tuple[Sample, Measured]:
     """The sample, or as many of its first exchanges as fit into `tokens` and `patches`, and its sizes.
 
     An exchange is what leads to one answer, and that answer. Nothing is ever cut inside one, so a picture never loses its
-    tokens. BadSample `too_long` when the policy is `reject`, or when the first exchange alone does not fit.
+    tokens. `sizes` are those of the sample's media. BadSample `too_long` when the policy is `reject`, or when the first
+    exchange alone does not fit.
     """
-    whole = measure(sample, encoder, rule)
+
+    def measure_until(messages: int) -> Measured:
+        part = _until(sample, messages)
+        return measure(part, sizes[: len(part.media)], encoder, rule)
 
     def fits(size: Measured) -> bool:
         return size.tokens <= tokens and size.patches <= patches
 
+    whole = measure(sample, sizes, encoder, rule)
     if fits(whole):
         return sample, whole
     ends = [n + 1 for n, m in enumerate(sample.messages) if m.role == "assistant"]
-    first = _until(sample, ends[0]) if policy == "shrink" and len(ends) > 1 else sample
-    size = measure(first, encoder, rule)
+    alone = ends[0] if policy == "shrink" and len(ends) > 1 else len(sample.messages)
+    size = measure_until(alone)
     if not fits(size):
         what = f"{size.tokens} tokens (of at most {tokens}) and {size.patches} patches (of at most {patches})"
-        raise BadSample("too_long", "messages", f"{'it' if first is sample else 'its first exchange'} needs {what}")
+        raise BadSample("too_long", "messages", f"{'it' if alone == len(sample.messages) else 'its first exchange'} needs {what}")
     # the most exchanges that fit lie in [few, many): halved, since a conversation may have thousands and each look reads it all
     few, many = 1, len(ends)
     while many - few > 1:
         middle = (few + many) // 2
-        if fits(measure(_until(sample, ends[middle - 1]), encoder, rule)):
+        if fits(measure_until(ends[middle - 1])):
             few = middle
         else:
             many = middle
-    kept = _until(sample, ends[few - 1])
-    return kept, measure(kept, encoder, rule)
+    return _until(sample, ends[few - 1]), measure_until(ends[few - 1])
 
 
 def _until(sample: Sample, messages: int) -> Sample:

@@ -1,4 +1,4 @@
-"""Encoded pictures -> upright RGB -> patches. Every picture is decoded in one way, and whatever is not sound is rejected.
+"""Encoded pictures and films -> upright RGB -> patches. Every picture is decoded in one way, and whatever is not sound is rejected.
 
 Rules, each with a test: orientation (EXIF) is applied once, before anything else looks at the size; transparency is laid
 over white; grey, palette, CMYK and 16-bit pictures become 8-bit RGB; of an animation the first frame counts; a truncated file
@@ -13,24 +13,27 @@ import stat
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import ImageFile
 
-from eyeline.core.batch import Image, Ints, Picture, Span
+from eyeline.core.batch import Image, Ints, Picture, Span, Video
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.facts import ImageRule
+from eyeline.core.facts import ImageRule, Square, Unit
 from eyeline.core.files import storage_failed
 from eyeline.core.settings import NotNegative, Settings
 from eyeline.data.containers import span_file
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
+Size = tuple[int, int] | tuple[int, int, int]  # height and width of a still; frames, height and width of a film
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow reads many more, with decoders that are seldom tested
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs (Pillow 13, Image.MAX_IMAGE_PIXELS)
@@ -99,9 +102,22 @@ def open_picture(picture: Picture) -> tuple[int, int]:
     """(width, height) of the upright picture, from its header alone. Raises as `decode` does, except for broken pixels."""
     with _opened(picture) as image:
         width, height = image.size
-        # A PNG's orientation may follow its pixels; reading it would decode them
-        turned = ("exif" in image.info or image.format != "PNG") and _orientation(image) >= 5
+        # Pillow decodes a PNG to learn its orientation, which may follow the pixels: not where no chunk can hold one
+        turned = (image.format != "PNG" or _says_more(picture)) and _orientation(image) >= 5
         return (height, width) if turned else (width, height)
+
+
+def _says_more(png: Picture) -> bool:
+    """Whether a PNG file has a chunk that may hold its orientation: EXIF, or text that carries it."""
+    with _stream(png) as file:
+        file.seek(8)
+        while len(head := file.read(8)) == 8:
+            length, kind = struct.unpack(">I4s", head)
+            begin = file.read(min(length, 22)) if kind in (b"tEXt", b"zTXt", b"iTXt") else b""
+            if kind == b"eXIf" or begin.startswith((b"Raw profile type exif", b"XML:com.adobe.xmp")):
+                return True
+            file.seek(length + 4 - len(begin), os.SEEK_CUR)
+    return False
 
 
 def decode(picture: Picture) -> Pixels:
@@ -145,13 +161,7 @@ def oddities(picture: Picture) -> list[str]:
 @contextmanager
 def _opened(picture: Picture) -> Iterator[Pillow.Image]:
     """The picture opened, with its header checked. Errors of Pillow inside the block are BadSample `broken_image`."""
-    match picture.source:
-        case bytes():
-            file = io.BytesIO(picture.source)
-        case Span():
-            file = span_file(picture.source)
-        case Path():
-            file = _file(picture.source)
+    file = _stream(picture)
     with file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pillow, about odd metadata; what matters is checked here
         try:
@@ -173,6 +183,16 @@ def _opened(picture: Picture) -> Iterator[Pillow.Image]:
             raise BadSample("broken_image", "image", f"{picture.name}: {error}") from error
         except _BROKEN as error:
             raise BadSample("broken_image", "image", f"{picture.name}: {error or type(error).__name__}") from error
+
+
+def _stream(picture: Picture) -> BinaryIO:
+    match picture.source:
+        case bytes():
+            return io.BytesIO(picture.source)
+        case Span():
+            return span_file(picture.source)
+        case Path():
+            return _file(picture.source)
 
 
 def check_file(picture: Picture) -> None:
@@ -249,39 +269,106 @@ def picture_key(picture: Picture) -> str:
             return str(picture.source)
 
 
-def resized(rgb: Pixels, rule: ImageRule) -> Pixels:
-    """The picture squeezed into the rule's square, as transformers' SiglipImageProcessorPil does it (tested)."""
-    (unit,) = rule.units(*rgb.shape[:2])
-    if rgb.shape[:2] == (unit.height, unit.width):
+def medium_key(medium: Picture | Video) -> str:
+    """Equal keys mean equal pixels. Of a film: the hash of all its frames', since how large each is taken depends on their number."""
+    if isinstance(medium, Picture):
+        return picture_key(medium)
+    return "film:" + hashlib.sha256("\n".join(picture_key(frame) for frame in medium.frames).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def size_of(medium: Picture | Video, rule: ImageRule) -> Size:
+    """Height and width of an upright still, before them the number of frames of a film; from headers alone, and (1, 1) where
+    every still becomes the same. Raises as `open_picture` does, and BadSample `frame_size` where frames differ."""
+    match medium:
+        case Picture():
+            if isinstance(rule.resize, Square):
+                return (1, 1)
+            width, height = open_picture(medium)
+            return (height, width)
+        case Video():
+            sizes = [open_picture(frame) for frame in medium.frames]
+            return (len(sizes), *_same(medium, [(height, width) for width, height in sizes]))
+
+
+def _same(film: Video, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    other = next((n for n, size in enumerate(sizes) if size != sizes[0]), None)
+    if other is not None:
+        (height, width), (h, w) = sizes[0], sizes[other]
+        raise BadSample("frame_size", "video", f"{film.name}: frame {other} is {w}×{h} pixels, and the first one {width}×{height}")
+    return sizes[0]
+
+
+def units_of(size: Size, rule: ImageRule) -> tuple[Unit, ...]:
+    """The images that a medium of this size becomes. BadSample where the rule does not take it."""
+    return rule.units(*size) if len(size) == 2 else rule.slices(*size)
+
+
+@dataclass(frozen=True, eq=False)
+class Resized:
+    """A medium decoded, upright and resized: for each of its images the whole picture (of a film, the frames) it is cut from."""
+
+    units: tuple[Unit, ...]
+    canvases: tuple[tuple[Pixels, ...], ...]
+
+
+def resized(medium: Picture | Video, rule: ImageRule) -> Resized:
+    """Pixels as transformers' image processors resize them (tested on those that use Pillow). Raises as `decode` does."""
+    if isinstance(medium, Picture):
+        rgb = decode(medium)
+        units = rule.units(*rgb.shape[:2])
+        sizes = {unit.canvas: _scaled(rgb, unit.canvas, rule) for unit in units}
+        return Resized(units, tuple((sizes[unit.canvas],) for unit in units))
+    frames = [decode(frame) for frame in medium.frames]
+    units = rule.slices(len(frames), *_same(medium, [frame.shape[:2] for frame in frames]))
+    scaled = [_scaled(frame, units[0].canvas, rule) for frame in frames]
+    scaled += scaled[-1:] * (-len(scaled) % rule.frames)
+    return Resized(units, tuple(tuple(scaled[n : n + rule.frames]) for n in range(0, len(scaled), rule.frames)))
+
+
+def _scaled(rgb: Pixels, canvas: tuple[int, int], rule: ImageRule) -> Pixels:
+    if rgb.shape[:2] == canvas:
         return rgb
-    return np.asarray(Pillow.fromarray(rgb).resize((unit.width, unit.height), _RESAMPLE[rule.resample]))
+    height, width = canvas
+    return np.asarray(Pillow.fromarray(rgb).resize((width, height), _RESAMPLE[rule.resample]))
 
 
-def augmented(square: Pixels, augment: Augment, rng: np.random.Generator) -> Pixels:
-    """The resized picture with the random changes that `rng` draws."""
+def augmented(medium: Resized, augment: Augment, rng: Callable[[], np.random.Generator]) -> Resized:
+    """The same with the random changes that `rng()` draws: the same ones for every frame and tile."""
+    changed = {id(canvas): _changed(canvas, augment, rng()) for canvases in medium.canvases for canvas in canvases}
+    return Resized(medium.units, tuple(tuple(changed[id(canvas)] for canvas in canvases) for canvases in medium.canvases))
+
+
+def _changed(pixels: Pixels, augment: Augment, rng: np.random.Generator) -> Pixels:
     mirrored, down, right = rng.random() < 0.5, *rng.integers(0, 2 * augment.shift, 2, endpoint=True)
     if augment.flip and mirrored:
-        square = square[:, ::-1]
+        pixels = pixels[:, ::-1]
     if augment.shift:
-        padded = np.pad(square, ((augment.shift, augment.shift), (augment.shift, augment.shift), (0, 0)), mode="edge")
-        square = padded[down : down + square.shape[0], right : right + square.shape[1]]
-    return square
+        height, width = pixels.shape[:2]
+        padded = np.pad(pixels, ((augment.shift, augment.shift), (augment.shift, augment.shift), (0, 0)), mode="edge")
+        pixels = padded[down : down + height, right : right + width]
+    return pixels
 
 
-def cut(square: Pixels, rule: ImageRule, key: str) -> Image:
-    """The resized picture as patches in merge order, not normalised. Pixels beyond the last whole patch are left out, as a
+def cut(medium: Resized, rule: ImageRule, key: str) -> tuple[Image, ...]:
+    """The images of a medium: patches in merge order, not normalised. Pixels beyond the last whole patch are left out, as a
     convolution without padding leaves them out."""
-    (unit,) = rule.units(*square.shape[:2])
-    grid, p, r = unit.grid, rule.patch, rule.merge
-    kept = square[: grid.rows * p, : grid.columns * p]
-    cells = kept.reshape(grid.rows // r, r, p, grid.columns // r, r, p, 3)
-    patches_PC = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid.patches, 3 * p * p)
-    return Image(key, patches_PC, _places(grid.rows, grid.columns, r), grid, r)
+    several = len(medium.units) > 1
+    pairs = zip(medium.units, medium.canvases, strict=True)
+    return tuple(_cut(unit, canvases, rule, f"{key}#{n}" if several else key) for n, (unit, canvases) in enumerate(pairs))
 
 
-def prepare(picture: Picture, rule: ImageRule) -> Image:
-    """A picture as the tower takes it, without augmentation: for prompts, evaluation and reports. Raises as `decode` does."""
-    return cut(resized(decode(picture), rule), rule, picture_key(picture))
+def _cut(unit: Unit, canvases: tuple[Pixels, ...], rule: ImageRule, key: str) -> Image:
+    (rows, columns), (top, left), p, r = unit.grid, unit.corner, rule.patch, rule.merge
+    kept = [canvas[top : top + rows * p, left : left + columns * p] for canvas in canvases]
+    frames = np.stack(kept if len(kept) == rule.frames else kept * rule.frames)  # a still is repeated
+    cells = frames.reshape(rule.frames, rows // r, r, p, columns // r, r, p, 3)
+    patches_PC = cells.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(unit.grid.patches, 3 * rule.frames * p * p)
+    return Image(key, patches_PC, _places(rows, columns, r), unit.grid, r, unit.mark)
+
+
+def prepare(medium: Picture | Video, rule: ImageRule) -> tuple[Image, ...]:
+    """A medium as the tower takes it, without augmentation: for prompts, evaluation and reports. Raises as `decode` does."""
+    return cut(resized(medium, rule), rule, medium_key(medium))
 
 
 @lru_cache(maxsize=64)
@@ -293,8 +380,9 @@ def _places(rows: int, columns: int, merge: int) -> Ints:
     return out
 
 
-def grey(rule: ImageRule, key: str = "grey") -> Image:
-    """What stands in for a picture that could not be decoded after its place was planned."""
-    (unit,) = rule.units(1, 1)
-    patches_PC = np.full((unit.grid.patches, 3 * rule.patch**2), 128, np.uint8)
-    return Image(key, patches_PC, _places(unit.grid.rows, unit.grid.columns, rule.merge), unit.grid, rule.merge)
+def grey(rule: ImageRule, size: Size = (1, 1)) -> tuple[Image, ...]:
+    """What stands in for a medium of this size that could not be decoded after its place was planned."""
+    units = units_of(size, rule)
+    canvases = {unit.canvas: np.full((*unit.canvas, 3), 128, np.uint8) for unit in units}
+    key = f"grey {'×'.join(map(str, size))}"
+    return cut(Resized(units, tuple((canvases[unit.canvas],) for unit in units)), rule, key)

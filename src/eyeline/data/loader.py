@@ -30,7 +30,7 @@ from eyeline.core.facts import ImageRule
 from eyeline.core.settings import NotNegative, Positive, Settings, Share
 from eyeline.data.documents import Measured, TooLong, fitted
 from eyeline.data.fetch import Fetch, Fetched, Row, Visit
-from eyeline.data.images import Augment, check_file
+from eyeline.data.images import Augment, check_file, size_of
 from eyeline.data.packing import Bins, copied, fullest, pack, place
 from eyeline.data.plan import Rounds, order_of, rounds, unshuffled
 from eyeline.data.rejects import FIRST_VERDICT, Reject, Rejects
@@ -195,7 +195,8 @@ class Measuring:
             sample = self.all.sample(row)
             for picture in sample.pictures:
                 check_file(picture)
-            kept, size = fitted(sample, self.longest, self.budget.patches, self.too_long, self.encoder, self.rule)
+            sizes = [size_of(medium, self.rule) for medium in sample.media] if self.rule else []
+            kept, size = fitted(sample, sizes, self.longest, self.budget.patches, self.too_long, self.encoder, self.rule)
         except BadSample as bad:
             return Reject.of(*self.all.named(row), bad)
         return Known(size, len(kept.messages))
@@ -283,7 +284,7 @@ class Reader:
     def _fetch(self, all: Opened, budget: Budget | None, augment: Augment | None) -> Fetch:
         if (budget, augment) not in self._fetches:
             pictures = {key for rows in all.sources for shown in rows.shown for key in shown}
-            small = self.rule is not None and len(pictures) * 3 * self.rule.resize.size**2 <= KEPT_PICTURE_BYTES
+            small = self.rule is not None and len(pictures) * 3 * self.rule.most_pixels <= KEPT_PICTURE_BYTES
             self._fetches[budget, augment] = Fetch(self.encoder, self.rule, budget, self.seed, augment, small)
         return self._fetches[budget, augment]
 

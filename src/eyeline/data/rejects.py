@@ -35,6 +35,8 @@ CAUSES: dict[str, str] = {
     "too_many_pixels": "more pixels than the cap",
     "empty_image": "no pixels",
     "broken_image": "truncated or damaged",
+    "aspect_ratio": "one side over 200 times the other",
+    "frame_size": "frames of one film that differ in size",
     "picture_without_tower": "the model reads text only",
     # the document
     "control_token": "text that the tokenizer would read as a control token",

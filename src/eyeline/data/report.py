@@ -128,8 +128,8 @@ def first_documents(reader: Reader, count: int) -> list[tuple[Sample, Document]]
             break
         try:
             sample = reader.all.sample(row)
-            images = [prepare(picture, reader.rule) for picture in sample.pictures] if reader.rule else []
-            out.append((sample, document_of(sample, reader.encoder, images)))
+            media = [prepare(medium, reader.rule) for medium in sample.media] if reader.rule else []
+            out.append((sample, document_of(sample, reader.encoder, reader.rule, media)))
         except BadSample:  # `data_report` counts and names them
             continue
     return out

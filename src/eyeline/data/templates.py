@@ -7,8 +7,8 @@ along with every export. Tests hold the two equal, token for token.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eyeline.core.batch import Message, Picture, Text
-from eyeline.core.errors import Refused, nearest
+from eyeline.core.batch import Message, Picture, Text, Video
+from eyeline.core.errors import BadSample, Refused, nearest
 
 IMAGE = "<|image_pad|>"  # Qwen's own name; tokenizers that lack it get it added
 
@@ -31,9 +31,9 @@ class Content:
 
 @dataclass(frozen=True)
 class Media:
-    """All visual tokens of the picture with this number (the n-th of the conversation)."""
+    """The next still, or the next slice of a film: `token` is written for each of its visual tokens."""
 
-    picture: int
+    token: str
 
 
 Segment = Control | Content | Media
@@ -44,44 +44,67 @@ class Template:
     """A chat template and what it needs."""
 
     name: str
-    controls: tuple[str, ...]  # control tokens that the tokenizer must have, the image token among them
+    controls: tuple[str, ...]  # control tokens that the tokenizer must have, those of media among them
     image: str  # the control token that every visual token of a picture is written as
     terminator: str  # ends every answer and is a target: generation stops at it
     jinja: str  # the same template for `tokenizer.apply_chat_template`, one image token a picture
-    render: Callable[[Sequence[Message], bool], list[Segment]]
+    render: Callable[[Sequence[Message], bool, int], list[Segment]]
 
-    def segments(self, messages: Sequence[Message], prompt: bool = False) -> list[Segment]:
-        """The conversation as segments. `prompt` opens an assistant turn at the end, for generation."""
-        return self.render(messages, prompt)
+    def segments(self, messages: Sequence[Message], prompt: bool = False, frames: int = 1) -> list[Segment]:
+        """The conversation as segments. `prompt` opens an assistant turn at the end, for generation; `frames` of a film are
+        one slice. BadSample for a film where the template has no place for one."""
+        return self.render(messages, prompt, frames)
 
 
-def _parts(message: Message, first_picture: int, wrap: tuple[str, str] | None) -> tuple[list[Segment], int]:
-    """The segments of a message's parts and the number of the next picture; `wrap` are controls around a picture."""
+@dataclass(frozen=True)
+class Marks:
+    """How media are written."""
+
+    image: str
+    film: str | None = None
+    begin: str | None = None  # controls around each still and each slice
+    end: str | None = None
+
+
+def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
+    """The segments of a message's parts."""
     out: list[Segment] = []
-    picture = first_picture
     for part in message.parts:
         match part:
             case Text():
                 out.append(Content(part.text, message.role == "assistant"))
             case Picture():
-                media = Media(picture)
-                out += [media] if wrap is None else [Control(wrap[0]), media, Control(wrap[1])]
-                picture += 1
-    return out, picture
+                out += _medium(marks.image, marks)
+            case Video():
+                if marks.film is None:
+                    raise BadSample("unsupported", "video", "the chat template has no place for films")
+                for seconds in slice_seconds(part.seconds, frames):
+                    out += [Content(f"<{seconds:.1f} seconds>"), *_medium(marks.film, marks)]
+    return out
 
 
+def _medium(token: str, marks: Marks) -> list[Segment]:
+    return [Media(token)] if marks.begin is None or marks.end is None else [Control(marks.begin), Media(token), Control(marks.end)]
+
+
+def slice_seconds(seconds: Sequence[float], frames: int) -> list[float]:
+    """When each slice of a film is shown: midway between its first and its last frame. A last slice that is short repeats the
+    last frame (transformers' models/qwen3_vl/processing_qwen3_vl.py)."""
+    last = len(seconds) - 1
+    return [(seconds[n] + seconds[min(n + frames - 1, last)]) / 2 for n in range(0, len(seconds), frames)]
+
+
+QWEN_MARKS = Marks(IMAGE, None, "<|vision_start|>", "<|vision_end|>")
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."  # what Qwen2.5-Instruct's template inserts
 
 
-def _qwen2_5(messages: Sequence[Message], prompt: bool) -> list[Segment]:
+def _qwen2_5(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segment]:
     """Qwen2.5-Instruct's template without tools. The newline after `<|im_end|>` is written, not learned: generation stops before it."""
     out: list[Segment] = []
     if not messages or messages[0].role != "system":
         messages = [Message("system", (Text(QWEN_SYSTEM),)), *messages]
-    picture = 0
     for message in messages:
-        parts, picture = _parts(message, picture, ("<|vision_start|>", "<|vision_end|>"))
-        out += [Control("<|im_start|>"), Content(message.role + "\n"), *parts]
+        out += [Control("<|im_start|>"), Content(message.role + "\n"), *_parts(message, QWEN_MARKS, frames)]
         out += [Control("<|im_end|>", message.role == "assistant"), Content("\n")]
     if prompt:
         out += [Control("<|im_start|>"), Content("assistant\n")]
@@ -105,13 +128,11 @@ QWEN_JINJA = (
 )
 
 
-def _plain(messages: Sequence[Message], prompt: bool) -> list[Segment]:  # noqa: ARG001 - the question's newline opens the answer
+def _plain(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segment]:  # noqa: ARG001 - the question's newline opens the answer
     """Pictures and text, a newline, the answer, the end: few tokens, for models from scratch."""
     out: list[Segment] = []
-    picture = 0
     for message in messages:
-        parts, picture = _parts(message, picture, None)
-        out += parts
+        out += _parts(message, Marks(IMAGE), frames)
         out.append(Control("<|endoftext|>", True) if message.role == "assistant" else Content("\n"))
     return out
 

@@ -27,8 +27,11 @@ T = TypeVar("T")
 class Encoder:
     """A tokenizer and a chat template: what turns segments into ids. Pickles small, and without transformers, for workers."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: Template):
-        """Refused when the tokenizer lacks one of the template's control tokens, or is not a `tokenizers` one."""
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: Template, marks: Sequence[str] = ()):
+        """`marks` are further control tokens that a model's pictures are written with (`ImageRule.marks`).
+
+        Refused when the tokenizer lacks one of the control tokens, or is not a `tokenizers` one.
+        """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise Refused(
@@ -38,13 +41,13 @@ class Encoder:
         self.template = template
         self._backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        missing = [token for token in template.controls if token not in vocabulary]
+        missing = [token for token in (*template.controls, *marks) if token not in vocabulary]
         if missing:
             raise Refused(
                 f"the tokenizer has no {', '.join(missing)}, which the template {template.name!r} writes. Choose another template, "
                 "or add the tokens when the model is imported"
             )
-        self.controls = {token: vocabulary[token] for token in template.controls}
+        self.controls = {token: vocabulary[token] for token in (*template.controls, *marks)}
         self.image_token = self.controls[template.image]
         self.stop_ids = tuple(sorted({self.controls[template.terminator], self.controls.get("<|endoftext|>", -1)} - {-1}))
         self.vocabulary = 1 + max(vocabulary.values())  # ids that may occur: the embedding needs at least as many rows
@@ -154,13 +157,14 @@ def train_bpe(texts: Iterable[str], vocabulary: int, template: Template) -> "Pre
     return tokenizer
 
 
-def add_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template) -> list[str]:
-    """Add the template's missing control tokens to `tokenizer`, and set its chat template; returns what was added.
+def add_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template, marks: Sequence[str] = ()) -> list[str]:
+    """Add the missing control tokens of the template and of the model's pictures (`ImageRule.marks`) to `tokenizer`, and set
+    its chat template; returns what was added.
 
     Ids follow the largest one in use, so that the free rows which checkpoints pad their embeddings with are used first.
     """
     known = tokenizer.get_vocab()
-    missing = [token for token in template.controls if token not in known]
+    missing = [token for token in (*template.controls, *marks) if token not in known]
     if missing:
         tokenizer.add_tokens(missing, special_tokens=True)
     tokenizer.chat_template = template.jinja

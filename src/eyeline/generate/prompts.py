@@ -1,39 +1,40 @@
-"""Conversations -> prompts, with their pictures prepared."""
+"""Conversations -> prompts, with their pictures and films prepared."""
 
 from collections.abc import Sequence
 
-from eyeline.core.batch import Document, Image, Message, Picture, Sample
+from eyeline.core.batch import Document, Image, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule
 from eyeline.data.documents import prompt_of
-from eyeline.data.images import picture_key, prepare
+from eyeline.data.images import medium_key, prepare
 from eyeline.data.tokenizer import Encoder
 
-KEPT = 64  # pictures whose patches are kept: questions on one picture follow one another
+KEPT = 64  # pictures and films whose patches are kept: questions on one picture follow one another
 
 
 class Prompts:
-    """Makes prompts, and remembers the last pictures, so that many questions on one of them decode it once."""
+    """Makes prompts, and remembers the last pictures and films, so that many questions on one of them decode it once."""
 
     def __init__(self, encoder: Encoder, rule: ImageRule | None):
         self.encoder = encoder
         self.rule = rule
-        self._images: dict[str, Image] = {}
+        self._images: dict[str, tuple[Image, ...]] = {}
 
     def prompt(self, asked: Sample | Sequence[Message]) -> Document:
         """The conversation up to where its last answer begins. BadSample where its text or a picture is unusable."""
         messages = asked.messages if isinstance(asked, Sample) else tuple(asked)
         if messages and messages[-1].role == "assistant":
             messages = messages[:-1]
-        pictures = [part for message in messages for part in message.parts if isinstance(part, Picture)]
-        return prompt_of(asked, self.encoder, [self._image(picture) for picture in pictures])
+        media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
+        return prompt_of(asked, self.encoder, self.rule, [self._images_of(medium) for medium in media])
 
-    def _image(self, picture: Picture) -> Image:
+    def _images_of(self, medium: Picture | Video) -> tuple[Image, ...]:
         if self.rule is None:
-            raise BadSample("picture_without_tower", "image", f"{picture.name} is a picture, and this model reads text only")
-        key = picture_key(picture)
-        image = self._images.pop(key, None) or prepare(picture, self.rule)
-        self._images[key] = image  # now the newest
+            what = "picture" if isinstance(medium, Picture) else "film"
+            raise BadSample("picture_without_tower", "image", f"{medium.name} is a {what}, and this model reads text only")
+        key = medium_key(medium)
+        images = self._images.pop(key, None) or prepare(medium, self.rule)
+        self._images[key] = images  # now the newest
         if len(self._images) > KEPT:
             del self._images[next(iter(self._images))]
-        return image
+        return images
