@@ -256,6 +256,17 @@ def _tiling(height: int, width: int, size: int, most: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a document costs a model, in whole FLOPs (or any other unit): steps are dealt to ranks by it."""
+
+    token: int  # the language model on a token
+    pair: int  # its attention on a pair of tokens, the earlier and the later (a token and itself included)
+    label: int  # its head on a token that is learned
+    patch: int  # the tower, and the projector, on a patch
+    patch_pair: int  # the tower's attention on a pair of patches of one image
+
+
+@dataclass(frozen=True)
 class Facts:
     """What one built model states about itself."""
 

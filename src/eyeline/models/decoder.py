@@ -19,6 +19,7 @@ from eyeline.core.facts import KeyRule, Split
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rotate
+from eyeline.models.flops import Tally, learns
 from eyeline.models.layers import Attend, Linear, RMSNorm, normal_, run_block
 
 
@@ -61,6 +62,11 @@ class Attention(nn.Module):
         q_THK, k_TGK = rotate(q_THK, layout.cos_TR, layout.sin_TR), rotate(k_TGK, layout.cos_TR, layout.sin_TR)
         return self.o(self.attend(q_THK, k_TGK, v_TGK, layout.cu_S1, layout.longest, cache).flatten(1))
 
+    def count(self, tally: Tally, reached: bool) -> bool:
+        q, k, v = (project.count(tally, reached, "token") for project in (self.q, self.k, self.v))
+        mixed = tally.attention("pair", self.q.out_features // self.K, self.K, self.K, q, k, v)
+        return self.o.count(tally, mixed, "token")
+
 
 class MLP(nn.Module):
     """The gated feed-forward layer (SwiGLU)."""
@@ -73,11 +79,15 @@ class MLP(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
 
+    def count(self, tally: Tally, reached: bool) -> bool:
+        gate, up = (project.count(tally, reached, "token") for project in (self.gate, self.up))
+        return self.down.count(tally, gate or up, "token")
+
 
 class Block(nn.Module):
     """`x + attn(norm1(x))`, and of that `x + mlp(norm2(x))`."""
 
-    def __init__(self, width: int, eps: float, attn: Attention, mlp: nn.Module):
+    def __init__(self, width: int, eps: float, attn: Attention, mlp: MLP):
         super().__init__()
         self.norm1, self.norm2 = RMSNorm(width, eps), RMSNorm(width, eps)
         self.attn, self.mlp = attn, mlp
@@ -85,6 +95,10 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> Tensor:
         x_TD = x_TD + self.attn(self.norm1(x_TD), layout, cache)
         return x_TD + self.mlp(self.norm2(x_TD))
+
+    def count(self, tally: Tally, reached: bool) -> bool:
+        reached |= self.attn.count(tally, reached or learns(self.norm1))
+        return self.mlp.count(tally, reached or learns(self.norm2)) or reached
 
     def new_cache(self, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         return new_layer_cache(self.attn.k, self.attn.K, rows, room, dtype, device)
@@ -108,6 +122,11 @@ class Head(nn.Module):
         if labels_L is not None:
             return summed_cross_entropy(x_LD, self.weight, labels_L)
         return F.linear(x_LD, self.weight.to(x_LD.dtype)).float()
+
+    def count(self, tally: Tally, reached: bool) -> None:
+        vocabulary, width = self.weight.shape
+        with tally.within("head"):
+            tally.product("label", width, vocabulary, reached, self.weight.requires_grad)
 
 
 class Decoder(nn.Module):
@@ -156,6 +175,13 @@ class Decoder(nn.Module):
             if i < len(deep_MD):
                 x_TD = x_TD.index_add(0, batch.visual_M, deep_MD[i].to(x_TD.dtype))
         return self.head(self.norm(x_TD), batch.rows_L, batch.labels_L)
+
+    def count(self, tally: Tally, visual: bool, deep: Sequence[bool] = ()) -> None:
+        """`visual`, `deep`: whether gradients reach the visual tokens, and those that DeepStack adds."""
+        reached = visual or learns(self.embed)
+        for i, block in enumerate(self.blocks):
+            reached = tally.block(block, self.recompute, reached) or (i < len(deep) and deep[i])
+        self.head.count(tally, reached or learns(self.norm))
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:
         """Empty caches for `rows` sequences of at most `room` tokens, one a layer."""

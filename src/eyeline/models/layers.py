@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention
+from eyeline.models.flops import Rows, Tally, learns
 
 
 class Linear(nn.Linear):
@@ -21,6 +22,9 @@ class Linear(nn.Linear):
 
     def forward(self, x_TD: Tensor) -> Tensor:  # the argument's name is ours, its place nn.Linear's
         return F.linear(x_TD, self.weight.to(x_TD.dtype), None if self.bias is None else self.bias.to(x_TD.dtype))
+
+    def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
+        return tally.product(rows, self.in_features, self.out_features, reached, self.weight.requires_grad) or learns(self)
 
 
 class RMSNorm(nn.Module):

@@ -21,6 +21,7 @@ from eyeline.core.facts import Facts, KeyRule, Part, Split, prefixed
 from eyeline.core.settings import Positive, Settings
 from eyeline.models import siglip2
 from eyeline.models.decoder import Cache
+from eyeline.models.flops import Tally, learns
 from eyeline.models.forms import Files, Form, MediaTokens
 from eyeline.models.hf_config import Json, expect, integer, made, section
 from eyeline.models.languages import LANGUAGES, LanguageConfig, language_from_hf
@@ -92,6 +93,12 @@ class Projector(nn.Module):
         x_MD = x_MD if self.norm is None else self.norm(x_MD)
         return self.down(F.gelu(self.up(x_MD))) if hasattr(self, "up") else self.out(x_MD)
 
+    def count(self, tally: Tally, reached: bool) -> bool:
+        reached |= learns(self.norm)
+        if hasattr(self, "up"):
+            return self.down.count(tally, self.up.count(tally, reached, "visual"), "visual")
+        return self.out.count(tally, reached, "visual")
+
     @torch.no_grad()
     def initialise(self, rng: torch.Generator) -> None:
         for name, parameter in self.named_parameters():
@@ -128,6 +135,16 @@ class Model(nn.Module):
     def new_cache(self, rows: int, room: int) -> list[Cache]:
         """Empty caches for `rows` sequences of at most `room` tokens, one a layer of the language model."""
         return self.language.new_cache(rows, room)
+
+    def count(self, tally: Tally, pictures: bool) -> None:
+        """The arithmetic of a batch with or without pictures: see `models/flops.py`."""
+        visual = False
+        if pictures:
+            with tally.within("vision"):
+                visual = self.vision.count(tally)
+            with tally.within("projector"):
+                visual = self.projector.count(tally, visual)
+        self.language.count(tally, visual)
 
     def recompute(self, parts: Collection[Part]) -> None:
         """Run the blocks of these parts again in the backward pass instead of keeping what they computed; of no others."""

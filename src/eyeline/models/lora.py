@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import Facts, Part, matches
 from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.models.flops import Rows, Tally
 from eyeline.models.layers import Linear
 
 
@@ -42,6 +43,12 @@ class LoRALinear(Linear):
         dropped_TD = F.dropout(x_TD, self.dropout, self.training)
         update = F.linear(F.linear(dropped_TD, self.lora_A.to(x_TD.dtype)), self.lora_B.to(x_TD.dtype))
         return super().forward(x_TD) + update * self.scale
+
+    def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
+        rank, a, b = len(self.lora_A), self.lora_A.requires_grad, self.lora_B.requires_grad
+        lowered = tally.product(rows, self.in_features, rank, reached, a)
+        raised = tally.product(rows, rank, self.out_features, lowered, b)
+        return super().count(tally, reached, rows) or raised
 
 
 def wrap(model: nn.Module, facts: Facts, part: Part, lora: LoRA, rng: torch.Generator) -> list[str]:

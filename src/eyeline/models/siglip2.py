@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from eyeline.core.errors import Refused
 from eyeline.core.facts import ImageRule, KeyRule, Resample, Split, Square, prefixed
 from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.models.flops import Tally, learns
 from eyeline.models.hf_config import Json, expect, integer, kind, made, number, section
 from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
 
@@ -65,6 +66,11 @@ class Attention(nn.Module):
         q_PHK, k_PHK, v_PHK = (project(x_PD).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
         return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1))
 
+    def count(self, tally: Tally, reached: bool) -> bool:
+        q, k, v = (project.count(tally, reached, "patch") for project in (self.q, self.k, self.v))
+        mixed = tally.attention("patch_pair", self.q.out_features // self.K, self.K, self.K, q, k, v)
+        return self.o.count(tally, mixed, "patch")
+
 
 class MLP(nn.Module):
     def __init__(self, c: Config):
@@ -73,6 +79,9 @@ class MLP(nn.Module):
 
     def forward(self, x_PD: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_PD), approximate="tanh"))
+
+    def count(self, tally: Tally, reached: bool) -> bool:
+        return self.down.count(tally, self.up.count(tally, reached, "patch"), "patch")
 
 
 class Block(nn.Module):
@@ -84,6 +93,10 @@ class Block(nn.Module):
     def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
         x_PD = x_PD + self.attn(self.norm1(x_PD), cu_N1, longest)
         return x_PD + self.mlp(self.norm2(x_PD))
+
+    def count(self, tally: Tally, reached: bool) -> bool:
+        reached |= self.attn.count(tally, reached or learns(self.norm1))
+        return self.mlp.count(tally, reached or learns(self.norm2)) or reached
 
 
 class Model(nn.Module):
@@ -110,6 +123,12 @@ class Model(nn.Module):
         for block in self.blocks[: self.depth]:
             x_PD = run_block(block, self.recompute, x_PD, cu_N1, longest)
         return self.norm(x_PD) if self.normed else x_PD
+
+    def count(self, tally: Tally) -> bool:
+        reached = self.embed.count(tally, False, "patch") or learns(self.positions)
+        for block in self.blocks[: self.depth]:
+            reached = tally.block(block, self.recompute, reached)
+        return reached or (self.normed and learns(self.norm))
 
     @torch.no_grad()
     def initialise(self, rng: torch.Generator) -> None:

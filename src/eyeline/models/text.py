@@ -10,6 +10,7 @@ from eyeline.core.batch import Batch
 from eyeline.core.facts import Facts, KeyRule, Part, prefixed
 from eyeline.core.settings import Settings
 from eyeline.models.decoder import Cache
+from eyeline.models.flops import Tally
 from eyeline.models.forms import Files, Form, MediaTokens
 from eyeline.models.hf_config import Json
 from eyeline.models.languages import LANGUAGES, LanguageConfig, language_from_hf
@@ -34,6 +35,11 @@ class Model(nn.Module):
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:
         return self.language.new_cache(rows, room)
+
+    def count(self, tally: Tally, pictures: bool) -> None:
+        """The arithmetic of a batch: see `models/flops.py`."""
+        assert not pictures, "a model without a tower"
+        self.language.count(tally, visual=False)
 
     def recompute(self, parts: Collection[Part]) -> None:
         self.language.recompute = "language" in parts

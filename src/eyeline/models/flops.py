@@ -1,0 +1,207 @@
+"""The arithmetic of a training step, counted exactly and from sizes alone.
+
+Every module with weights has a method `count` beside its `forward`: it goes the same way, names each product of matrices and
+what one row of it stands for, and says whether a gradient reaches its output. So what a frozen weight, a frozen tower or an
+adapter saves follows from the model as it stands, and a new family counts itself. docs/flops.md derives an example a family.
+
+Counted: products with weights, attention's two products over pairs, and the gated delta rule. Not counted: looking up embeddings,
+norms, rotations, softmax, activations, convolutions of a few taps, weighting experts, the optimizer. Padding does not count.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast, get_args
+
+import numpy as np
+from torch import nn
+
+from eyeline.core.batch import Batch
+from eyeline.core.facts import Cost, Facts, ImageRule
+
+Where = Literal["vision", "projector", "language", "head"]
+Rows = Literal["patch", "visual", "token", "label"]  # what a row of a product stands for; visual: a token that patches were merged to
+Pairs = Literal["pair", "patch_pair"]  # a token and itself or an earlier one of its document; two patches of one image, or one twice
+
+
+class Tally:
+    """FLOPs of each part a row or pair, filled by `count` methods."""
+
+    def __init__(self) -> None:
+        self.where: Where = "language"  # the part that is being counted
+        self.forward: Counter[tuple[Where, Rows | Pairs]] = Counter()
+        self.backward: Counter[tuple[Where, Rows | Pairs]] = Counter()
+        self.again: Counter[tuple[Where, Rows | Pairs]] = Counter()  # of forward, what is recomputed
+        self._last: tuple[tuple[Where, Rows | Pairs], int] | None = None
+
+    def product(self, rows: Rows, inputs: int, outputs: int, reached: bool, trains: bool, times: int = 1) -> bool:
+        """rows × inputs by inputs × outputs, `times` times a row. `reached`: its input needs a gradient; `trains`: its weight does."""
+        flops = 2 * inputs * outputs * times
+        self.forward[self.where, rows] += flops
+        self.backward[self.where, rows] += flops * (reached + trains)
+        self._last = (self.where, rows), flops
+        return reached or trains
+
+    def attention(self, pairs: Pairs, heads: int, key_dim: int, value_dim: int, q: bool, k: bool, v: bool) -> bool:
+        """softmax(q·kᵀ)·v. Backward: the gradient of v, of the softmax (if it leads on), of q and of k."""
+        scores, mixed = 2 * heads * key_dim, 2 * heads * value_dim
+        self.forward[self.where, pairs] += scores + mixed
+        self.backward[self.where, pairs] += mixed * (v + (q or k)) + scores * (q + k)
+        self._last = None
+        return q or k or v
+
+    def delta_rule(self, heads: int, key_dim: int, value_dim: int, q: bool, k: bool, v: bool, gates: bool) -> bool:
+        """The gated delta rule token by token: a head's memory is asked by the key, is corrected, and is asked by the query."""
+        flops = 2 * heads * key_dim * value_dim
+        memory = k or v or gates
+        self.forward[self.where, "token"] += 3 * flops
+        self.backward[self.where, "token"] += flops * (2 * (memory + k) + memory + q)
+        self._last = None
+        return memory or q
+
+    def all_kept(self) -> None:
+        """What follows the last product keeps its result for the backward pass: recomputing a block does not stop before it."""
+        self._last = None
+
+    @contextmanager
+    def within(self, where: Where) -> Iterator[None]:
+        before, self.where = self.where, where
+        yield
+        self.where = before
+
+    def block(self, block: nn.Module, recompute: bool, reached: bool) -> bool:
+        """`layers.run_block`. Recomputing stops at the last product, whose result nothing keeps."""
+        before = self.forward.copy()
+        reached = cast(Counted, block).count(self, reached)
+        if recompute and reached:
+            self.again += self.forward - before
+            if self._last is not None:
+                where, flops = self._last
+                self.again[where] -= flops
+        return reached
+
+
+class Counted(Protocol):
+    def count(self, tally: Tally, reached: bool) -> bool: ...
+
+
+class CountedModel(Protocol):
+    def count(self, tally: Tally, pictures: bool) -> None: ...
+
+
+def learns(*modules: nn.Module | None) -> bool:
+    """Whether one of these modules has a parameter of its own that trains."""
+    return any(p.requires_grad for m in modules if m is not None for p in m.parameters(recurse=False))
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much of everything there is in a batch, without padding."""
+
+    patch: int
+    patch_pair: int
+    visual: int  # visual tokens that the projector makes; documents may share them
+    token: int
+    pair: int
+    label: int
+
+
+def work_of(batch: Batch, image: ImageRule | None) -> Work:
+    """Of a batch that is still on the host."""
+    tokens_S = np.diff(batch.cu_S1[: batch.counts.documents + 1].numpy().astype(np.int64))
+    patches_N = np.diff(batch.cu_N1.numpy().astype(np.int64))
+    patches = int(patches_N.sum())
+    return Work(
+        patch=patches,
+        patch_pair=int((patches_N**2).sum()),
+        visual=patches // image.merge**2 if image else 0,
+        token=int(tokens_S.sum()),
+        pair=int((tokens_S * (tokens_S + 1) // 2).sum()),
+        label=batch.counts.supervised,
+    )
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of one or several batches."""
+
+    forward: Mapping[Where, int]
+    backward: Mapping[Where, int]
+    again: int = 0  # done a second time in the backward pass, beyond what the model needs
+
+    @property
+    def by_part(self) -> dict[Where, int]:
+        """What the model needs: forward and backward."""
+        return {where: self.forward[where] + self.backward[where] for where in self.forward}
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_part.values())
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
+            {where: self.forward[where] + other.forward[where] for where in self.forward},
+            {where: self.backward[where] + other.backward[where] for where in self.forward},
+            self.again + other.again,
+        )
+
+
+NONE = Flops(dict.fromkeys(get_args(Where), 0), dict.fromkeys(get_args(Where), 0))
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A model's FLOPs a row and pair, as it now trains."""
+
+    pictured: Tally  # of a batch with pictures
+    texts: Tally  # of one without: the tower does not run, and no gradient comes from it
+    image: ImageRule | None
+
+    def of(self, batch: Batch) -> Flops:
+        """One batch's, on the host. A batch without labels is not run."""
+        if not batch.counts.supervised:
+            return NONE
+        tally, work = self.pictured if batch.counts.patches else self.texts, vars(work_of(batch, self.image))
+
+        def summed(counts: Counter[tuple[Where, Rows | Pairs]]) -> dict[Where, int]:
+            out = dict(NONE.forward)
+            for (where, unit), flops in counts.items():
+                out[where] += flops * work[unit]
+            return out
+
+        return Flops(summed(tally.forward), summed(tally.backward), sum(summed(tally.again).values()))
+
+    def cost(self) -> Cost:
+        """What steps are planned by: forward, backward and what is recomputed."""
+        tally = self.pictured
+        whole = tally.forward + tally.backward + tally.again
+        of = {unit: sum(flops for (_, u), flops in whole.items() if u == unit) for unit in (*get_args(Rows), *get_args(Pairs))}
+        merged = self.image.merge**2 if self.image else 1
+        return Cost(of["token"], of["pair"], of["label"], of["patch"] + -(-of["visual"] // merged), of["patch_pair"])
+
+
+def count(model: nn.Module, facts: Facts) -> Arithmetic:
+    """Of a model on any device (meta will do), frozen, adapted and recomputed as it stands."""
+    tallies = {}
+    for pictures in (False, True):
+        tallies[pictures] = tally = Tally()
+        cast(CountedModel, model).count(tally, pictures and facts.image is not None)
+    return Arithmetic(pictured=tallies[True], texts=tallies[False], image=facts.image)
+
+
+# Dense bfloat16 products of the accelerator, FLOPs a second, without sparsity, as its maker publishes them.
+PEAKS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "H200": 9.89e14,
+    "H100 PCIe": 7.56e14,
+    "H100 NVL": 8.35e14,
+    "H100": 9.89e14,
+    "A100": 3.12e14,
+}
+
+
+def peak_of(device_name: str) -> float | None:
+    """By the name that the driver gives; None where it is not known, as for a CPU."""
+    return next((peak for name, peak in PEAKS.items() if name in device_name), None)

@@ -1,0 +1,149 @@
+"""FLOPs as whole numbers: equal to what torch's counter sees of the same batch, for every family and way to freeze; and by hand."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from eyeline.core.batch import Budget, Document
+from eyeline.data.batches import batch_of
+from eyeline.models import build, flops
+from eyeline.models.layers import Attend
+from eyeline.models.lora import LoRA
+from tests.models import twins
+from tests.models.cases import each_case, each_pictured_case
+from tests.models.test_freezing import WAYS, ready
+from tests.models.twins import Case
+
+
+class PairByPair(nn.Module):
+    """Attention in which each query meets only the keys that it may see, by products that the counter knows."""
+
+    def __init__(self, causal: bool):
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, _longest: int, cache: None = None) -> Tensor:
+        groups = q_THK.shape[1] // k_TGK.shape[1]
+        k_THK, v_THK = (x.repeat_interleave(groups, 1) for x in (k_TGK, v_TGK))
+        outs = []
+        for start, end in pairwise(cu_S1.tolist()):
+            for first, last in [(t, t + 1) for t in range(start, end)] if self.causal else [(start, end)]:
+                q, k, v = (x.transpose(0, 1) for x in (q_THK[first:last], k_THK[start:last], v_THK[start:last]))
+                outs.append((torch.bmm(q, k.mT) * q.shape[-1] ** -0.5).softmax(-1).bmm(v).transpose(0, 1))
+        return torch.cat(outs)
+
+
+def visible(model: nn.Module) -> nn.Module:
+    """The same model with products that the counter sees in place of opaque kernels."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Attend):
+            model.set_submodule(name, PairByPair(module.causal))
+    return model
+
+
+def seen(model: nn.Module, documents: list[Document]) -> int:
+    """What the counter sees of forward and backward."""
+    with FlopCounterMode(display=False) as counter:
+        loss = model(batch_of(documents, None))
+        if loss.requires_grad:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+def few(case: Case) -> list[Document]:
+    """A short document with pictures, where there are any, and a text."""
+    return [min(case.pictured or case.documents, key=lambda d: len(d.tokens_T)), case.texts[0]]
+
+
+@each_case
+def test_visible_products_compute_the_same(case: Case):
+    model = twins.randomised(case)
+    want = twins.run(model, case.documents)
+    twins.same(twins.run(visible(model), case.documents), want)
+
+
+@each_case
+def test_forward_of_each_part_is_what_the_counter_sees(case: Case):
+    model = twins.randomised(case)
+    want = flops.count(model, case.facts).of(batch_of(case.documents, None)).forward
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        visible(model)(batch_of(case.documents, None))
+    root = type(model).__name__
+    by_module = {name.removeprefix(root + "."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    head = by_module["language.head"]
+    got = {part: by_module.get(part, 0) for part in ("vision", "projector", "language")}
+    assert got | {"language": got["language"] - head, "head": head} == want
+
+
+@each_case
+@pytest.mark.parametrize("way", [*WAYS, "frozen embedding", "LoRA on one layer kind of the tower"])
+def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
+    model, facts = twins.randomised(case), case.facts
+    match way:
+        case "frozen embedding":
+            ready(model, facts, WAYS["language"])
+            model.language.embed.weight.requires_grad_(False)
+        case "LoRA on one layer kind of the tower":
+            ready(model, facts, {"vision": LoRA(rank=2, alpha=2, targets=("k",))} if facts.image else {})
+        case _:
+            ready(model, facts, WAYS[way])
+    for documents, parts in ((few(case), []), (few(case), list(facts.blocks)), (few(case)[1:], [])):
+        model.recompute(parts)
+        work = flops.count(model, facts).of(batch_of(documents, None))
+        assert work.total + work.again == seen(visible(model), documents), (parts, work)
+        assert parts or work.again == 0
+
+
+@each_case
+def test_recomputing_any_part_equals_the_counter(case: Case):
+    model = twins.randomised(case)
+    kept = flops.count(model, case.facts).of(batch_of(few(case), None))
+    for part in case.facts.blocks:
+        model.recompute([part])
+        work = flops.count(model, case.facts).of(batch_of(few(case), None))
+        assert (work.forward, work.backward) == (kept.forward, kept.backward)
+        assert work.again > 0
+        assert work.total + work.again == seen(visible(model), few(case))
+
+
+@each_case
+def test_padding_and_batches_without_labels_cost_nothing(case: Case):
+    model = twins.randomised(case)
+    arithmetic = flops.count(model, case.facts)
+    tokens = sum(len(d.tokens_T) for d in case.documents)
+    assert arithmetic.of(batch_of(case.documents, Budget(tokens + 17, 10_000))) == arithmetic.of(batch_of(case.documents, None))
+    batch = batch_of(case.texts, None, next_tokens=True)
+    assert arithmetic.of(batch) == flops.NONE
+
+
+@each_case
+def test_a_packs_cost_is_the_sum_of_its_documents(case: Case):
+    """Each alone, but that a shared picture is encoded once."""
+    arithmetic = flops.count(twins.randomised(case), case.facts)
+    alone = [d for d in case.documents if not d.images] + case.pictured[:1]
+    whole = arithmetic.of(batch_of(alone, None))
+    parts = [arithmetic.of(batch_of([d], None)) for d in alone]
+    assert whole == sum(parts[1:], parts[0])
+
+
+@each_case
+def test_costs_for_planning_are_the_same_numbers(case: Case):
+    model = twins.randomised(case)
+    model.recompute(list(case.facts.blocks))
+    arithmetic = flops.count(model, case.facts)
+    batch = batch_of(case.documents, None)
+    work, cost, done = flops.work_of(batch, case.facts.image), arithmetic.cost(), arithmetic.of(batch)
+    planned = cost.token * work.token + cost.pair * work.pair + cost.label * work.label
+    planned += cost.patch * work.patch + cost.patch_pair * work.patch_pair
+    assert 0 <= planned - done.total - done.again <= work.patch, "merged patches are rounded up"
+
+
+@each_pictured_case
+def test_meta_models_count_alike(case: Case):
+    """A plan needs no memory."""
+    real, meta = twins.randomised(case), build(case.config, "meta")
+    batch = batch_of(case.documents, None)
+    assert flops.count(meta, case.facts).of(batch) == flops.count(real, case.facts).of(batch)
