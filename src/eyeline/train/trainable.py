@@ -67,7 +67,8 @@ def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[
             case Adapted():
                 learns = name.rpartition(".")[2] in ("lora_A", "lora_B")
         parameter.requires_grad_(learns)
-        if run.precision == "bf16" and not learns and part not in later:
+        # norms, biases and a memory's rates of forgetting are few numbers, which some checkpoints keep in float32
+        if run.precision == "bf16" and not learns and part not in later and parameter.ndim > 1:
             parameter.data = parameter.data.to(torch.bfloat16)
 
     model.recompute(stage.recompute)
