@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from eyeline import __version__
-from eyeline.core.errors import EXPECTED
+from eyeline.core.errors import EXPECTED, Refused
 from eyeline.core.log import say, visible
 
 EXIT_CODES = """
@@ -19,7 +19,8 @@ saved: the same command goes on from there.
 """
 
 IMPORT_EXAMPLE = """
-Example: eyeline import models/start --vision google/siglip2-base-patch16-224 --language Qwen/Qwen2.5-0.5B-Instruct
+Examples: eyeline import models/start --vision google/siglip2-base-patch16-224 --language Qwen/Qwen2.5-0.5B-Instruct ·
+eyeline import models/smol --model HuggingFaceTB/SmolLM2-135M-Instruct --template qwen2.5
 """
 
 app = typer.Typer(
@@ -128,8 +129,9 @@ def chat(
 @app.command(name="import", epilog=IMPORT_EXAMPLE)
 def import_model(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new model folder.", show_default=False)],
-    vision: Annotated[str, typer.Option(help="A SigLIP or SigLIP 2 model: a folder, or its name on the hub.", show_default=False)],
-    language: Annotated[str, typer.Option(help="A Qwen2 or Qwen2.5 model: a folder, or its name on the hub.", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="A whole model: a folder, or its name on the hub.", show_default=False)] = None,
+    vision: Annotated[str | None, typer.Option(help="A SigLIP or SigLIP 2 tower to join with --language.", show_default=False)] = None,
+    language: Annotated[str | None, typer.Option(help="A language model to join with --vision.", show_default=False)] = None,
     projector: Annotated[str, typer.Option(help="mlp or linear.")] = "mlp",
     projector_width: Annotated[int | None, typer.Option(help="Hidden width of an mlp; the language model's when not given.")] = None,
     shuffle: Annotated[int, typer.Option(help="r: r×r patches become one token.")] = 1,
@@ -140,30 +142,35 @@ def import_model(
     seed: Annotated[int, typer.Option(help="Of the fresh projector.")] = 0,
     download_only: Annotated[bool, typer.Option("--download-only", help="Only fetch the models into FOLDER.")] = False,
 ) -> None:
-    """Join a vision tower and a language model with a fresh projector. Folders or names on the hub."""
+    """Take a whole model, or join a vision tower and a language model with a fresh projector. Folders or names on the hub."""
     _calm()
     from eyeline.bundle.hub import download_only as fetch
     from eyeline.bundle.hub import local_folder
     from eyeline.bundle.importing import import_model as join
+    from eyeline.bundle.importing import import_whole
     from eyeline.models.llava import ProjectorConfig
     from eyeline.recipes.read import settings_of
 
+    if model is not None and (vision is not None or language is not None):
+        raise Refused("--model takes a whole model, and --vision and --language the parts of a new one. Give one or the other.")
     if download_only:
-        fetch((vision, language), folder)
-        return
-    shape = settings_of(
-        ProjectorConfig, {"kind": projector, "width": projector_width, "shuffle": shuffle, "norm": norm}, "the projector asked for"
-    )
-    join(
-        local_folder(vision),
-        local_folder(language),
-        folder,
-        projector=shape,
-        feature_layer=feature_layer,
-        feature_norm=feature_norm,
-        template=template,
-        seed=seed,
-    )
+        fetch([name for name in (model, vision, language) if name is not None], folder)
+    elif model is not None:
+        import_whole(local_folder(model), folder, template=template)
+    elif vision is None or language is None:
+        raise Refused("give --model with a whole model, or --vision and --language with the two parts of a new one.")
+    else:
+        shape = {"kind": projector, "width": projector_width, "shuffle": shuffle, "norm": norm}
+        join(
+            local_folder(vision),
+            local_folder(language),
+            folder,
+            projector=settings_of(ProjectorConfig, shape, "the projector asked for"),
+            feature_layer=feature_layer,
+            feature_norm=feature_norm,
+            template=template,
+            seed=seed,
+        )
 
 
 @app.command(epilog="Example: eyeline export runs/easyvqa-tiny exported")

@@ -19,6 +19,7 @@ from eyeline.core.errors import Refused
 from eyeline.data.templates import QWEN_SYSTEM, TEMPLATES
 from eyeline.models import llava
 from tests.bundle.tiny import ROWS, built, save_language, save_vision, tokenizer, without_image_token
+from tests.command import Command
 
 Capture = pytest.CaptureFixture[str]
 
@@ -299,3 +300,36 @@ def test_controls_that_are_missing_are_added_together(hub: Path, tmp_path: Path,
     ids = [bundle.encoder().controls[c] for c in TEMPLATES["qwen2.5"].controls if c != "<|endoftext|>"]
     assert sorted(ids) == list(range(len(bare), len(bare) + 5))
     assert f"rows {len(bare)} to {len(bare) + 4}" in capsys.readouterr().out
+
+
+# ---- whole models
+
+
+def test_a_whole_model_is_taken_in_with_the_controls_of_its_template(hub: Path, tmp_path: Path, eyeline: Command) -> None:
+    small = tokenizer(without_image_token(TEMPLATES["qwen2.5"]), vocabulary=300)
+    language = save_language(tmp_path / "language", tied=False, rows=len(small), tok=small)
+    done = eyeline("import", "taken", "--model", str(language), "--template", "qwen2.5")
+    assert done.code == 0, done.err
+    assert f"grew from {len(small)} to 320" in done.out
+    assert "Qwen2ForCausalLM" in done.out
+    opened = open_bundle(tmp_path / "taken")
+    assert opened.bundle.config.family == "text"
+    assert opened.bundle.config.language.vocabulary == 320
+    before, after = load_file(language / "model.safetensors"), load_file(tmp_path / "taken" / "model.safetensors")
+    for name, x in after.items():
+        assert torch.equal(x[: len(before[name])], before[name])
+        assert len(x) == (320 if name in ("model.embed_tokens.weight", "lm_head.weight") else len(before[name]))
+    assert Qwen2ForCausalLM.from_pretrained(tmp_path / "taken").config.vocab_size == 320
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "a", "--vision", "b"), "Give one or the other"),
+        (("--language", "a"), "give --model with a whole model, or --vision and --language"),
+        ((), "give --model with a whole model, or --vision and --language"),
+    ],
+)
+def test_a_whole_model_or_two_parts(eyeline: Command, options: tuple[str, ...], message: str) -> None:
+    done = eyeline("import", "out", *options)
+    assert (done.code, message in done.err) == (2, True), done.err

@@ -26,7 +26,7 @@ def theirs(tokenizers: Tokenizers, name: str, messages: tuple[Message, ...], pro
     """The reference: the tokenizer renders and tokenises the whole text at once; pictures are written into the text."""
     tokenizer = copy(tokenizers[name])
     tokenizer.chat_template = jinja
-    wrap = "<|vision_start|><|image_pad|><|vision_end|>" if name == "qwen2.5" else "<|image_pad|>"
+    wrap = "<|vision_start|><|image_pad|><|vision_end|>" if name.startswith("qwen") else "<|image_pad|>"
     spoken = [{"role": m.role, "content": "".join(p.text if isinstance(p, Text) else wrap for p in m.parts)} for m in messages]
     return tokenizer.apply_chat_template(spoken, tokenize=True, add_generation_prompt=prompt, return_dict=False)
 
@@ -161,5 +161,5 @@ def test_a_pasted_transcript_is_not_learned(qwen: Encoder, rule: ImageRule) -> N
 
 
 def test_an_unknown_template_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(Refused, match=r"'qwen2\.4' is not known; there are qwen2\.5, plain\. Did you mean 'qwen2\.5'\?"):
+    with pytest.raises(Refused, match=r"'qwen2\.4' is not known; there are qwen2\.5, qwen3, smollm2, plain\. Did you mean 'qwen2\.5'\?"):
         template_named("qwen2.4")

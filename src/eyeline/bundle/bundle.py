@@ -27,7 +27,7 @@ from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import read_object, write_json
 from eyeline.core.log import warn
-from eyeline.data.templates import TEMPLATES, template_named
+from eyeline.data.templates import FILM, TEMPLATES, template_named
 from eyeline.data.tokenizer import Encoder, load_tokenizer, save_tokenizer
 from eyeline.models import CONFIG, FAMILIES, Config, Model, facts, family_of
 from eyeline.models.forms import Files, Form, MediaTokens
@@ -49,7 +49,8 @@ class Bundle:
     template: str  # a name in data.templates
 
     def encoder(self) -> Encoder:
-        return Encoder(self.tokenizer, template_named(self.template))
+        rule = facts(self.config).image
+        return Encoder(self.tokenizer, template_named(self.template), rule.marks if rule else ())
 
     def files(self, form: Form) -> Files:
         """The JSON files of a folder of this form."""
@@ -57,7 +58,7 @@ class Bundle:
 
     def media_tokens(self) -> MediaTokens:
         encoder, ids = self.encoder(), self.tokenizer.get_vocab()
-        others = (ids.get(token) for token in ("<|video_pad|>", "<|vision_start|>", "<|vision_end|>"))
+        others = (ids.get(token) for token in (FILM, "<|vision_start|>", "<|vision_end|>"))
         return MediaTokens(encoder.image_token, encoder.template.image, *others)
 
 

@@ -48,7 +48,7 @@ def _fetched(model: str, revision: str | None, into: Path | None) -> Path:
     )
 
     elsewhere = (
-        f"Where there is network: `eyeline import OUT --vision ... --language ... --download-only`, or "
+        f"Where there is network: `eyeline import OUT --model {model} --download-only`, or "
         f"`hf download {model} --local-dir FOLDER`; then give that folder here."
     )
     try:

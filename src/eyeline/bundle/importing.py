@@ -26,7 +26,7 @@ from eyeline.core.log import say, warn
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import add_tokens, load_tokenizer
-from eyeline.models import Config, family_of, llava, siglip2
+from eyeline.models import Config, facts, family_of, llava, siglip2
 from eyeline.models.forms import Form
 from eyeline.models.languages import language_from_hf
 
@@ -93,7 +93,8 @@ def _take(
     tokenizer = load_tokenizer(tokenizers)
     if template is None:
         template = recognised(tokenizer, tokenizers)
-    added = add_tokens(tokenizer, template_named(template))
+    rule = facts(config).image
+    added = add_tokens(tokenizer, template_named(template), rule.marks if rule else ())
     rows, needed = config.language.vocabulary, 1 + max(tokenizer.get_vocab().values())
     grown = config
     if needed > rows:

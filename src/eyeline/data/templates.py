@@ -5,12 +5,14 @@ along with every export. Tests hold the two equal, token for token.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from eyeline.core.batch import Message, Picture, Text, Video
 from eyeline.core.errors import BadSample, Refused, nearest
 
 IMAGE = "<|image_pad|>"  # Qwen's own name; tokenizers that lack it get it added
+FILM = "<|video_pad|>"
 
 
 @dataclass(frozen=True)
@@ -94,38 +96,56 @@ def slice_seconds(seconds: Sequence[float], frames: int) -> list[float]:
     return [(seconds[n] + seconds[min(n + frames - 1, last)]) / 2 for n in range(0, len(seconds), frames)]
 
 
-QWEN_MARKS = Marks(IMAGE, None, "<|vision_start|>", "<|vision_end|>")
+QWEN_MARKS = Marks(IMAGE, FILM, "<|vision_start|>", "<|vision_end|>")
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."  # what Qwen2.5-Instruct's template inserts
+SMOL_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # SmolLM2-Instruct's
 
 
-def _qwen2_5(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segment]:
-    """Qwen2.5-Instruct's template without tools. The newline after `<|im_end|>` is written, not learned: generation stops before it."""
+def _chatml(messages: Sequence[Message], prompt: bool, frames: int, marks: Marks, system: str | None) -> list[Segment]:
+    """Qwen's template without tools, `system` where a conversation has none of its own. The newline after `<|im_end|>` is written,
+    not learned: generation stops before it."""
     out: list[Segment] = []
-    if not messages or messages[0].role != "system":
-        messages = [Message("system", (Text(QWEN_SYSTEM),)), *messages]
+    if system is not None and (not messages or messages[0].role != "system"):
+        messages = [Message("system", (Text(system),)), *messages]
     for message in messages:
-        out += [Control("<|im_start|>"), Content(message.role + "\n"), *_parts(message, QWEN_MARKS, frames)]
+        out += [Control("<|im_start|>"), Content(message.role + "\n"), *_parts(message, marks, frames)]
         out += [Control("<|im_end|>", message.role == "assistant"), Content("\n")]
     if prompt:
         out += [Control("<|im_start|>"), Content("assistant\n")]
     return out
 
 
-QWEN_JINJA = (
-    "{%- if messages[0]['role'] != 'system' %}"
-    "{{- '<|im_start|>system\\n" + QWEN_SYSTEM + "<|im_end|>\\n' }}"
-    "{%- endif %}"
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['content'] is string %}{{- message['content'] }}"
-    "{%- else %}{%- for part in message['content'] %}"
-    "{%- if part['type'] == 'text' %}{{- part['text'] }}"
-    "{%- elif part['type'] in ['image', 'image_url'] %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{%- endif %}{%- endfor %}{%- endif %}"
-    "{{- '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+def _chatml_jinja(marks: Marks, system: str | None) -> str:
+    image, film = (f"{marks.begin or ''}{token or ''}{marks.end or ''}" for token in (marks.image, marks.film))
+    films = "" if marks.film is None else "{%- elif part['type'] == 'video' %}{{- '" + film + "' }}"
+    first = (
+        ""
+        if system is None
+        else ("{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\n" + system + "<|im_end|>\\n' }}{%- endif %}")
+    )
+    return (
+        first + "{%- for message in messages %}"
+        "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+        "{%- if message['content'] is string %}{{- message['content'] }}"
+        "{%- else %}{%- for part in message['content'] %}"
+        "{%- if part['type'] == 'text' %}{{- part['text'] }}"
+        "{%- elif part['type'] in ['image', 'image_url'] %}{{- '" + image + "' }}" + films + "{%- endif %}{%- endfor %}{%- endif %}"
+        "{{- '<|im_end|>\\n' }}"
+        "{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    )
+
+
+def _chatml_template(name: str, marks: Marks, system: str | None) -> Template:
+    media = [token for token in (marks.begin, marks.end, marks.image, marks.film) if token is not None]
+    return Template(
+        name=name,
+        controls=("<|im_start|>", "<|im_end|>", "<|endoftext|>", *media),
+        image=marks.image,
+        terminator="<|im_end|>",
+        jinja=_chatml_jinja(marks, system),
+        render=partial(_chatml, marks=marks, system=system),
+    )
 
 
 def _plain(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segment]:  # noqa: ARG001 - the question's newline opens the answer
@@ -149,14 +169,9 @@ PLAIN_JINJA = (
 )
 
 TEMPLATES: dict[str, Template] = {
-    "qwen2.5": Template(
-        name="qwen2.5",
-        controls=("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|vision_start|>", "<|vision_end|>", IMAGE),
-        image=IMAGE,
-        terminator="<|im_end|>",
-        jinja=QWEN_JINJA,
-        render=_qwen2_5,
-    ),
+    "qwen2.5": _chatml_template("qwen2.5", replace(QWEN_MARKS, film=None), QWEN_SYSTEM),
+    "qwen3": _chatml_template("qwen3", QWEN_MARKS, None),  # Qwen3, Qwen3-VL, Qwen3.5 as they answer without thinking
+    "smollm2": _chatml_template("smollm2", Marks(IMAGE), SMOL_SYSTEM),
     "plain": Template("plain", ("<|endoftext|>", IMAGE), IMAGE, "<|endoftext|>", PLAIN_JINJA, _plain),
 }
 

@@ -1,0 +1,179 @@
+"""Every family's way out and back, by the cases of `tests/models/cases`: what we write, transformers loads with its own class and computes
+the same from; what we take in again is the same file for file; adapters go through peft; answers are those of transformers' `generate`."""
+
+import filecmp
+import json
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from eyeline.bundle.bundle import Bundle, open_bundle
+from eyeline.bundle.exporting import export
+from eyeline.bundle.importing import import_whole
+from eyeline.core.batch import Document
+from eyeline.core.facts import PARTS
+from eyeline.data.batches import batch_of
+from eyeline.data.templates import TEMPLATES
+from eyeline.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
+from eyeline.generate.generate import generate
+from eyeline.generate.sampling import Sampling
+from eyeline.models import Model, build, facts
+from eyeline.models.lora import LoRA, wrap
+from tests.models.cases import each_case
+from tests.models.twins import IMAGE_TOKEN, Case, randomise
+
+ROWS = 320  # the cases' own vocabularies are too small for a tokenizer
+VIDEO_TOKEN = IMAGE_TOKEN + 1
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    """One whose tokens for media have the numbers that the cases' documents are written with."""
+    made = train_bpe(["what is this, and what is that?"] * 3, 290, TEMPLATES["qwen2.5"])
+    made.add_tokens(["<|video_pad|>"], special_tokens=True)
+    content = json.loads(made.backend_tokenizer.to_str())
+    ids, by_text = content["model"]["vocab"], {added["content"]: added for added in content["added_tokens"]}
+    for token, number in (("<|image_pad|>", IMAGE_TOKEN), ("<|video_pad|>", VIDEO_TOKEN)):
+        (there,) = (piece for piece, i in ids.items() if i == number)
+        ids[there], by_text[token]["id"] = by_text[token]["id"], number
+    ids |= {token: added["id"] for token, added in by_text.items()}
+    swapped = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    swapped.chat_template = TEMPLATES["qwen2.5"].jinja
+    assert swapped.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"]) == [IMAGE_TOKEN, VIDEO_TOKEN]
+    with tempfile.TemporaryDirectory() as folder:  # one that was loaded is written with a few settings more
+        save_tokenizer(swapped, Path(folder))
+        return load_tokenizer(Path(folder))
+
+
+def bundle_of(case: Case) -> Bundle:
+    language = case.config.language.model_copy(update={"vocabulary": ROWS})
+    return Bundle(case.config.model_copy(update={"language": language}), tokenizer(), "qwen2.5")
+
+
+def random_model(bundle: Bundle) -> Model:
+    model = build(bundle.config, "cpu").eval()
+    randomise(model)
+    return model
+
+
+def loaded(folder: Path) -> PreTrainedModel:
+    """By the class that config.json names, and nothing may be missing or left over."""
+    cls = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    model, report = cls.from_pretrained(folder, attn_implementation="eager", output_loading_info=True, local_files_only=True)
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
+
+
+@torch.no_grad()
+def our_logits(model: Model, documents: tuple[Document, ...]) -> Tensor:
+    return model(replace(batch_of(documents, None), labels_L=None))
+
+
+@torch.no_grad()
+def their_logits(model: Any, case: Case) -> Tensor:
+    rows = [model(**case.inputs(d)).logits[0][torch.from_numpy(d.labels_T) >= 0] for d in case.documents]
+    return torch.cat(rows)
+
+
+def close(got: Tensor, want: Tensor, bound: float = 5e-5) -> None:
+    error = float((got - want).abs().max() / want.abs().max())
+    assert error < bound, f"off by {error:.1e} of the largest logit"
+
+
+def same_files(one: Path, two: Path) -> None:
+    names = sorted(p.name for p in one.iterdir())
+    assert names == sorted(p.name for p in two.iterdir())
+    different = [name for name in names if not filecmp.cmp(one / name, two / name, shallow=False)]
+    assert different in ([], ["config.json"]), different
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (one, two))
+    assert before.pop("dtype") == "float32"
+    assert before == after  # an import keeps tensors as they are, of whatever dtype
+
+
+@each_case
+def test_out_and_back(case: Case, tmp_path: Path) -> None:
+    bundle = bundle_of(case)
+    model = random_model(bundle)
+    export(bundle, model, tmp_path / "out", max_shard_bytes=20_000)
+    close(their_logits(loaded(tmp_path / "out"), case), our_logits(model, case.documents))
+
+    taken = import_whole(tmp_path / "out", tmp_path / "in", max_shard_bytes=20_000)
+    same_files(tmp_path / "out", tmp_path / "in")
+    opened = open_bundle(tmp_path / "in")
+    assert (opened.bundle.config, opened.bundle.template) == (taken.config, "qwen2.5")
+    again = build(opened.bundle.config, "cpu")
+    opened.load(again)
+    assert all(torch.equal(x, dict(again.named_parameters())[name]) for name, x in model.named_parameters())
+    assert not any(x.dtype != torch.float32 for x in again.parameters())
+
+
+@each_case
+def test_what_transformers_saved_is_taken_in(case: Case, tmp_path: Path) -> None:
+    """Its own layout of the same tensors, which may differ from the one that we write."""
+    bundle = bundle_of(case)
+    model = random_model(bundle)
+    export(bundle, model, tmp_path / "out")
+    loaded(tmp_path / "out").save_pretrained(tmp_path / "theirs")
+    for file in (tmp_path / "out").iterdir():
+        if file.suffix != ".safetensors" and file.name != "config.json":
+            (tmp_path / "theirs" / file.name).write_bytes(file.read_bytes())
+    import_whole(tmp_path / "theirs", tmp_path / "in")
+    assert filecmp.cmp(tmp_path / "out" / "model.safetensors", tmp_path / "in" / "model.safetensors", shallow=False)
+
+
+def adapted(bundle: Bundle) -> Model:
+    model = random_model(bundle)
+    stated = facts(bundle.config)
+    for i, part in enumerate(part for part in PARTS if part in stated.parts and part != "projector"):
+        wrap(model, stated, part, LoRA(rank=2 + i, alpha=3, targets="all-linear"), torch.Generator().manual_seed(i))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("lora_B"):
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
+    return model
+
+
+@each_case
+def test_adapters(case: Case, tmp_path: Path) -> None:
+    bundle = bundle_of(case)
+    model = adapted(bundle)
+    want = our_logits(model, case.documents)
+    export(bundle, model, tmp_path / "merged")
+    close(their_logits(loaded(tmp_path / "merged"), case), want)
+    export(bundle, model, tmp_path / "apart", adapter=True)
+    base = loaded(tmp_path / "apart" / "base")
+    plain = their_logits(base, case)
+    if "projector" in facts(bundle.config).parts:  # the adapter brings it: training began with another
+        with torch.no_grad():
+            for name in json.loads((tmp_path / "apart" / "adapter" / "adapter_config.json").read_text())["modules_to_save"]:
+                for p in base.get_submodule(name).parameters():
+                    p.zero_()
+    close(their_logits(PeftModel.from_pretrained(base, str(tmp_path / "apart" / "adapter")).eval(), case), want)
+    assert (plain - want).abs().max() > 0.05, "the adapters do nothing: this test shows nothing"
+
+
+@each_case
+def test_answers_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+    bundle = bundle_of(case)
+    model = random_model(bundle)
+    export(bundle, model, tmp_path / "out")
+    twin = loaded(tmp_path / "out")
+    limit = 7
+    ours = generate(model, facts(bundle.config), case.documents, Sampling(max_tokens=limit), [])
+    for answer, document in zip(ours, case.documents, strict=True):
+        inputs = case.inputs(document)
+        theirs = twin.generate(
+            **inputs, attention_mask=torch.ones_like(inputs["input_ids"]), max_new_tokens=limit, do_sample=False, eos_token_id=None
+        )
+        assert list(answer.tokens) == theirs[0, inputs["input_ids"].shape[1] :].tolist(), document.id
