@@ -128,7 +128,7 @@ BAD_LLAVA: dict[str, tuple[Any, str, str]] = {
         "role_order",
         "messages[2]",
     ),
-    "film": ({"video": "a.mp4", "conversations": turns("<video>", "x")}, "unsupported", "video"),
+    "film": ({"video": "a.mp4", "conversations": turns("<video>", "x")}, "video_file", "video"),
 }
 
 
@@ -188,10 +188,10 @@ BAD_OPENAI: dict[str, tuple[Any, str, str]] = {
     "text is a number": ({"messages": chat([{"type": "text", "text": 1}], "b")}, "wrong_type", "messages[0].content[0].text"),
     "image_url without url": ({"messages": chat([{"type": "image_url"}], "b")}, "wrong_type", "messages[0].content[0].image_url"),
     "a picture in an answer": ({"messages": chat("a", [{"type": "image", "image": "a"}])}, "image_in_answer", "messages[1]"),
-    "a tool's answer": ({"messages": [*chat("a", "b"), {"role": "tool", "content": "c"}]}, "role", "messages[2].role"),
+    "a tool's answer": ({"messages": [*chat("a", "b"), {"role": "tool", "content": "c"}]}, "tool_turn", "messages[2].role"),
     "a call of a tool": (
         {"messages": [*chat("a"), {"role": "assistant", "content": "b", "tool_calls": [{}]}]},
-        "unsupported",
+        "tool_turn",
         "messages[1].tool_calls",
     ),
 }

@@ -19,9 +19,10 @@ CAUSES: dict[str, str] = {
     "wrong_type": "a field has another type than its layout wants",
     "role": "a role that is not known",
     "role_order": "turns that do not alternate, or do not end with an answer",
-    "placeholder_count": "not as many <image> as pictures",
+    "placeholder_count": "not as many <image> as pictures, or <video> as films",
     "image_in_answer": "a picture in what the model should write",
     "no_target": "nothing to learn: no answer, or an empty one",
+    "tool_turn": "a turn or a call of a tool",
     "unsupported": "a kind of part that is not read yet",
     # the picture
     "remote_url": "a URL where a file is wanted",
@@ -36,6 +37,8 @@ CAUSES: dict[str, str] = {
     "empty_image": "no pixels",
     "broken_image": "truncated or damaged",
     "aspect_ratio": "one side over 200 times the other",
+    "film": "a film that is not a list of frames with times that grow",
+    "video_file": "a film in one file, where frames are wanted",
     "frame_size": "frames of one film that differ in size",
     "picture_without_tower": "the model reads text only",
     # the document

@@ -7,14 +7,14 @@ import importlib.util
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from eyeline.core.batch import Message, Picture, Role, Sample, Text
+from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.settings import Positive, Settings
 from eyeline.data.containers import Container, Place, Shard
@@ -22,7 +22,10 @@ from eyeline.data.images import picture_key
 from eyeline.data.json_rows import open_lines, open_list
 
 MAX_DATA_URL = 64 << 20  # characters
-PLACEHOLDER = "<image>"
+IMAGE, VIDEO = "<image>", "<video>"  # where a picture or a film of a column stands in a text
+PLACEHOLDERS = {IMAGE: "pictures", VIDEO: "films"}
+SAMPLED_FPS = 2.0  # of frames that are given without times, as qwen-vl-utils takes them (vision_process.py: FPS)
+MAX_FRAMES = 2_048
 
 
 class Source(Settings):
@@ -262,6 +265,39 @@ def _file_of(name: str, root: str, field: str) -> Picture:
     return Picture(name, Path(path))
 
 
+def film_of(frames: Any, timing: dict[str, Any], root: Path, field: str, timed: str) -> Video:
+    """A film by the list of its frames, each named as `picture_of` takes it. Every frame is used.
+
+    `timing` may say when they are shown: `timestamps` in seconds, one a frame, or `sample_fps` or `fps`, how many frames there are
+    to a second; 2 if nothing does. A film file is BadSample `video_file`. `timed` is the field that a fault of the times is laid to.
+    """
+    if isinstance(frames, str):
+        raise BadSample(
+            "video_file", field, f"{frames[:100]!r} is a film in one file, and films are read as frames. Extract them first, for example "
+            "with: ffmpeg -i clip.mp4 -vf fps=2 clip/%05d.jpg, and give the list of their paths"
+        )  # fmt: skip
+    if not isinstance(frames, list) or not frames:
+        raise BadSample("film", field, f"a list of frames was wanted, got {_shown(frames)}")
+    if len(frames) > MAX_FRAMES:
+        raise BadSample("film", field, f"{len(frames):,} frames, over {MAX_FRAMES:,}. Take fewer of them")
+    pictures = tuple(picture_of(frame, root, f"{field}[{n}]") for n, frame in enumerate(frames))
+    times = timing.get("timestamps")
+    if times is None:
+        fps = next((timing[key] for key in ("sample_fps", "fps") if timing.get(key) is not None), SAMPLED_FPS)
+        if not _is_number(fps) or not 1e-3 <= fps <= 1e3:
+            raise BadSample("film", timed, f"frames a second from 0.001 to 1,000 were wanted, got {_shown(fps)}")
+        times = [n / fps for n in range(len(pictures))]
+    if not isinstance(times, list) or len(times) != len(pictures) or not all(_is_number(t) and 0 <= t <= 1e6 for t in times):
+        raise BadSample("film", timed, f"a time in seconds for each of {len(pictures)} frames was wanted, got {_shown(times)}")
+    if any(later < earlier for earlier, later in pairwise(times)):
+        raise BadSample("film", timed, "the times of the frames do not grow. Put the frames in order")
+    return Video(f"{pictures[0].name} and {len(pictures) - 1} more", pictures, tuple(map(float, times)))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _data_url(url: str, field: str) -> Picture:
     head, comma, body = url.partition(",")
     if len(url) > MAX_DATA_URL:
@@ -306,41 +342,50 @@ def _checked(id: str, messages: list[Message], kind: str) -> Sample:
             raise BadSample("role_order", f"messages[{n}]", "a system message is only allowed once, at the start")
         if message.role != wanted:
             raise BadSample("role_order", f"messages[{n}]", f"user and assistant must take turns, user first; got {message.role}")
-        if wanted == "assistant" and any(isinstance(p, Picture) for p in message.parts):
-            raise BadSample("image_in_answer", f"messages[{n}]", "an answer is text; this model cannot draw")
+        if wanted == "assistant" and not all(isinstance(p, Text) for p in message.parts):
+            raise BadSample("image_in_answer", f"messages[{n}]", "an answer is text; the model cannot draw")
     if messages[-1].role != "assistant":
         raise BadSample("role_order", f"messages[{len(messages) - 1}]", "the last turn asks and is not answered")
     return Sample(id, tuple(messages), kind)
 
 
-def _split(text: str, role: Role, pictures: Iterator[Picture], field: str) -> tuple[Text | Picture, ...]:
-    """Text with its `<image>` placeholders replaced, wherever they stand. Newlines that set a placeholder off are dropped:
-    the template says what surrounds a picture."""
-    if role == "assistant" and PLACEHOLDER in text:
-        raise BadSample("image_in_answer", field, f"{PLACEHOLDER} in an answer")
-    pieces = text.split(PLACEHOLDER)
-    parts: list[Text | Picture] = []
+Media = dict[str, Iterator[Picture | Video]]  # placeholder -> what stands there, in order
+
+
+def _split(text: str, role: Role, media: Media, field: str) -> tuple[Text | Picture | Video, ...]:
+    """Text with its placeholders replaced, wherever they stand. Newlines that set a placeholder off are dropped: the template
+    says what surrounds a picture."""
+    pieces = re.split(f"({'|'.join(PLACEHOLDERS)})", text)
+    if role == "assistant" and len(pieces) > 1:
+        raise BadSample("image_in_answer", field, f"{pieces[1]} in an answer")
+    parts: list[Text | Picture | Video] = []
     for n, piece in enumerate(pieces):
-        if n:
-            parts.append(next(pictures))
-            piece = piece.removeprefix("\n")
-        if n < len(pieces) - 1:
-            piece = piece.removesuffix("\n")
+        if n % 2:
+            parts.append(next(media[piece]))
+            continue
+        piece = piece.removeprefix("\n") if n else piece
+        piece = piece.removesuffix("\n") if n < len(pieces) - 1 else piece
         if piece:
             parts.append(Text(piece))
     return tuple(parts)
 
 
-def _counted(texts: Sequence[str], pictures: list[Picture], field: str) -> Iterator[Picture]:
-    """The pictures in order, if there are exactly as many as placeholders."""
-    places = sum(text.count(PLACEHOLDER) for text in texts)
-    if places != len(pictures):
-        raise BadSample("placeholder_count", field, f"{places} {PLACEHOLDER} in the text for {len(pictures)} pictures")
-    return iter(pictures)
+def _counted(places: dict[str, int], media: dict[str, list[Picture | Video]], field: str) -> Media:
+    """The media in order, if there are exactly as many as places for them."""
+    for placeholder, what in PLACEHOLDERS.items():
+        if places[placeholder] != len(media[placeholder]):
+            count = f"{places[placeholder]} {placeholder} in the text for {len(media[placeholder])} {what}"
+            raise BadSample("placeholder_count", field, count)
+    return {placeholder: iter(found) for placeholder, found in media.items()}
 
 
-def _column(row: dict[str, Any], root: Path) -> list[Picture]:
-    """Pictures from the column `image` or `images`: absent, null, one path, or a list of paths."""
+def _columns(row: dict[str, Any], root: Path) -> dict[str, list[Picture | Video]]:
+    """What stands at each kind of placeholder: pictures from the column `image` or `images` (absent, null, one path, or a list of
+    paths), films from `video` (the list of its frames, or a list of such lists) or `videos` (a list of such lists)."""
+    return {IMAGE: _pictures(row, root), VIDEO: _films(row, root)}
+
+
+def _pictures(row: dict[str, Any], root: Path) -> list[Picture | Video]:
     for field in ("image", "images"):
         value = row.get(field)
         if value is None:
@@ -350,6 +395,19 @@ def _column(row: dict[str, Any], root: Path) -> list[Picture]:
         if isinstance(value, list):
             return [picture_of(name, root, f"{field}[{n}]") for n, name in enumerate(value)]
         raise BadSample("wrong_type", field, f"a path or a list of paths was wanted, got {_shown(value)}")
+    return []
+
+
+def _films(row: dict[str, Any], root: Path) -> list[Picture | Video]:
+    for field in ("video", "videos"):
+        value = row.get(field)
+        if value is None:
+            continue
+        if isinstance(value, list) and (field == "videos" or (value and isinstance(value[0], list))):
+            each = {key: row[key] for key in ("timestamps", "sample_fps", "fps") if row.get(key) is not None}
+            timing = [{k: v[n] if isinstance(v, list) and n < len(v) else v for k, v in each.items()} for n in range(len(value))]
+            return [film_of(v, timing[n], root, f"{field}[{n}]", "timestamps, sample_fps or fps") for n, v in enumerate(value)]
+        return [film_of(value, row, root, field, "timestamps, sample_fps or fps")]
     return []
 
 
@@ -367,16 +425,19 @@ def _objects(row: Any, field: str) -> list[dict[str, Any]]:
 
 
 def _role(value: Any, roles: dict[str, Role], field: str) -> Role:
+    if value in TOOL_ROLES:
+        raise BadSample("tool_turn", field, f"{value!r}: turns of tools are not read. Leave such conversations out, or tell them in text")
     if not isinstance(value, str) or value not in roles:
         raise BadSample("role", field, f"got {_shown(value)}, wanted one of {', '.join(roles)}")
     return roles[value]
 
 
+TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
 LLAVA_ROLES: dict[str, Role] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 def llava_sample(row: Any, id: str, root: Path) -> Sample:
-    """LLaVA: {image: path or paths, conversations: [{from: human|gpt|system, value: text with <image>}]}."""
+    """LLaVA: {image: path or paths, video: frames, conversations: [{from: human|gpt|system, value: text with <image>, <video>}]}."""
     turns = _objects(row, "conversations")
     texts: list[str] = []
     roles: list[Role] = []
@@ -386,11 +447,9 @@ def llava_sample(row: Any, id: str, root: Path) -> Sample:
         if not isinstance(value, str):
             raise BadSample("wrong_type", f"conversations[{n}].value", f"text was wanted, got {_shown(value)}")
         texts.append(_clean(value, f"conversations[{n}].value"))
-    if row.get("video") is not None:
-        raise BadSample("unsupported", "video", "films are not read yet")
-    pictures = _counted(texts, _column(row, root), "conversations")
+    media = _counted({p: sum(text.count(p) for text in texts) for p in PLACEHOLDERS}, _columns(row, root), "conversations")
     messages = [
-        Message(role, _split(text, role, pictures, f"conversations[{n}].value"))
+        Message(role, _split(text, role, media, f"conversations[{n}].value"))
         for n, (role, text) in enumerate(zip(roles, texts, strict=True))
     ]
     return _checked(id, messages, _named_kind(row))
@@ -400,64 +459,73 @@ OPENAI_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "syst
 
 
 def openai_sample(row: Any, id: str, root: Path) -> Sample:
-    """OpenAI messages: {messages: [{role, content}]}, content a string or a list of text and image parts.
+    """OpenAI messages: {messages: [{role, content}]}, content a string or a list of text, image and video parts.
 
-    Strings may hold `<image>` for the pictures of a column `image` or `images`; parts of type image without a path take
-    theirs from that column too.
+    Strings may hold `<image>` and `<video>` for what the columns have; parts of these types that do not say which take theirs
+    from there too.
     """
     turns = _objects(row, "messages")
-    column = _column(row, root)
     strings = [turn["content"] for turn in turns if isinstance(turn.get("content"), str)]
-    bare = sum(_is_bare(part) for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"])
-    places = sum(text.count(PLACEHOLDER) for text in strings) + bare
-    if places != len(column):
-        raise BadSample("placeholder_count", "messages", f"{places} places for pictures of a column, which has {len(column)}")
-    pictures = iter(column)
+    parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
+    places = {p: sum(text.count(p) for text in strings) + sum(_bare(part) == p for part in parts) for p in PLACEHOLDERS}
+    media = _counted(places, _columns(row, root), "messages")
     messages: list[Message] = []
     for n, turn in enumerate(turns):
         role = _role(turn.get("role"), OPENAI_ROLES, f"messages[{n}].role")
         field = f"messages[{n}].content"
         content = turn.get("content")
         if turn.get("tool_calls"):
-            raise BadSample("unsupported", f"messages[{n}].tool_calls", "calls of tools are not read yet")
+            raise BadSample("tool_turn", f"messages[{n}].tool_calls", "calls of tools are not read. Leave such conversations out")
         match content:
             case str():
-                parts = _split(_clean(content, field), role, pictures, field)
+                parts = _split(_clean(content, field), role, media, field)
             case list():
-                parts = tuple(_openai_part(part, root, pictures, f"{field}[{m}]") for m, part in enumerate(content))
+                parts = tuple(_openai_part(part, root, media, f"{field}[{m}]") for m, part in enumerate(content))
             case _:
                 raise BadSample("wrong_type", field, f"text or a list of parts was wanted, got {_shown(content)}")
         messages.append(Message(role, parts))
     return _checked(id, messages, _named_kind(row))
 
 
-def _is_bare(part: Any) -> bool:
-    """An image part that does not say which."""
-    return isinstance(part, dict) and part.get("type") == "image" and all(part.get(k) is None for k in ("image", "path", "url"))
+def _bare(part: Any) -> str | None:
+    """The placeholder that a part is equal to: an image or video part that does not say which."""
+    match part:
+        case {"type": "image"} if all(part.get(k) is None for k in ("image", "path", "url")):
+            return IMAGE
+        case {"type": "video"} if part.get("video") is None:
+            return VIDEO
+        case _:
+            return None
 
 
-def _openai_part(part: Any, root: Path, pictures: Iterator[Picture], field: str) -> Text | Picture:
+def _openai_part(part: Any, root: Path, media: Media, field: str) -> Text | Picture | Video:
     if not isinstance(part, dict):
         raise BadSample("wrong_type", field, f"an object was wanted, got {_shown(part)}")
+    bare = _bare(part)
+    if bare is not None:
+        return next(media[bare])
     match part.get("type"):
         case "text" | "input_text":
             text = part.get("text")
             if not isinstance(text, str):
                 raise BadSample("wrong_type", f"{field}.text", f"text was wanted, got {_shown(text)}")
-            if PLACEHOLDER in text:
-                raise BadSample(
-                    "placeholder_count", f"{field}.text", f"{PLACEHOLDER} inside a text part; pictures are parts of their own here"
-                )
+            for placeholder, what in PLACEHOLDERS.items():
+                if placeholder in text:
+                    why = f"{placeholder} inside a text part; {what} are parts of their own here"
+                    raise BadSample("placeholder_count", f"{field}.text", why)
             return Text(_clean(text, f"{field}.text"))
         case "image_url" | "input_image":
             url = part.get("image_url")
             return picture_of(url.get("url") if isinstance(url, dict) else url, root, f"{field}.image_url")
         case "image":
-            if _is_bare(part):
-                return next(pictures)
             return picture_of(next(part[k] for k in ("image", "path", "url") if part.get(k) is not None), root, f"{field}.image")
+        case "video":
+            return film_of(part["video"], part, root, f"{field}.video", field)
+        case "video_url":
+            url = part.get("video_url")
+            return film_of(url.get("url") if isinstance(url, dict) else url, part, root, f"{field}.video_url", field)
         case other:
-            raise BadSample("unsupported", f"{field}.type", f"got {_shown(other)}, wanted text, image_url or image")
+            raise BadSample("unsupported", f"{field}.type", f"got {_shown(other)}, wanted text, image_url, image or video")
 
 
 # easy-VQA
