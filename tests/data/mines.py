@@ -1,0 +1,94 @@
+"""Jobs for workers that go wrong in every way: what their parts are is what happens."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from eyeline.core.errors import BadSample, StorageFailed
+from eyeline.data.workers import At
+
+
+@dataclass(frozen=True)
+class Job:
+    number: int
+    parts: tuple[str, ...]
+    bytes: int = 1
+    lost: tuple[tuple[int, str], ...] = ()  # (part, cause)
+
+    def only(self, part: int) -> Self:
+        return replace(self, parts=(self.parts[part],), lost=())
+
+    def without(self, part: int, bad: BadSample) -> Self:
+        return replace(self, lost=(*self.lost, (part, bad.cause)))
+
+
+@dataclass(frozen=True)
+class Done:
+    number: int
+    pid: int
+    tensor: torch.Tensor
+    array: np.ndarray
+    lost: tuple[tuple[int, str], ...]
+
+
+def busy(seconds: float) -> None:
+    """As a decoder is that holds the interpreter: not to be interrupted by anything but SIGKILL."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+    time.sleep(seconds)
+
+
+def once(path: str) -> bool:
+    """Whether this is the first time."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Work:
+    """A part is `what:argument`."""
+
+    seed: int = 0
+
+    def __call__(self, job: Job, at: At) -> Done:
+        for part, what in enumerate(job.parts):
+            if part in dict(job.lost):
+                continue
+            name, _, argument = what.partition(":")
+            at(part, "reading" if name == "slow store" else "decoding")
+            HAPPENS[name](argument)
+        at(-1, "idle")
+        if "late" in job.parts:  # no part is at it any more
+            os.kill(os.getpid(), signal.SIGKILL)
+        rng = np.random.default_rng([self.seed, job.number])
+        size = 10_000 * (job.number % 3)
+        return Done(job.number, os.getpid(), torch.from_numpy(rng.integers(0, 255, size)), rng.random((size, 2)), job.lost)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+HAPPENS: dict[str, Callable[[str], Any]] = {
+    "fine": lambda _: None,
+    "sleep": lambda s: time.sleep(float(s)),
+    "crash": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
+    "crash once": lambda path: once(path) and os.kill(os.getpid(), signal.SIGSEGV),
+    "abort": lambda _: os.abort(),
+    "exit": lambda _: os._exit(3),
+    "hang": lambda _: busy(1000),
+    "hang once": lambda path: once(path) and busy(1000),
+    "slow store": lambda s: time.sleep(float(s)),
+    "late": lambda _: None,
+    "memory": lambda _: bytearray(8 << 30),
+    "storage": lambda _: fail(StorageFailed("the disk is gone")),
+    "defect": lambda _: fail(KeyError("a defect")),
+}
