@@ -216,7 +216,9 @@ def env() -> None:
 
 @app.command(epilog="Example: eyeline bench step packed --out bench/results")
 def bench(
-    cases: Annotated[list[str] | None, typer.Argument(metavar="[CASE]...", help="step, packed, start; all when none is named.")] = None,
+    cases: Annotated[
+        list[str] | None, typer.Argument(metavar="[CASE]...", help="step, packed, start, head, attention; all when none is named.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("bench/results"),
 ) -> None:
     """Measure against transformers, both sides in one go. Needs the extra `bench`."""

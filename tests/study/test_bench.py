@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from eyeline.core.errors import Refused
 from eyeline.data.batches import batch_of
 from eyeline.study import bench
-from eyeline.study.bench import packed, peer, render, start, step
-from eyeline.study.bench.measure import Comparison, Fact, Result, Stopwatch, Timed, interleaved, read_result, write_result
+from eyeline.study.bench import attention, head, packed, peer, render, start, step
+from eyeline.study.bench.measure import Comparison, Fact, Result, Stopwatch, Timed, interleaved, peak_bytes, read_result, write_result
 from eyeline.study.bench.work import Sized, documents, made
 
 SMALL = Sized(image=16, width=32, layers=2, vocabulary=300)
@@ -188,3 +189,29 @@ def test_help_does_not_import_torch() -> None:
 def test_start_reaches_the_first_step_on_both_sides() -> None:
     result = start.run(1)
     assert {f.name: f.met for f in result.facts}["eyeline --help imports torch"]
+
+
+def test_head_and_attention_do_the_same_work_on_both_sides() -> None:
+    """The ratios mean nothing here: small shapes. That the sides agree is checked by the cases themselves, and refused if not."""
+    made_of = head.run(pairs=1, rows=64, vocabulary=512)
+    assert [c.name for c in made_of.comparisons] == ["25% of the rows labelled", "100% of the rows labelled"]
+    made_of = attention.run(pairs=1, lengths=(24, 8, 5, 1))
+    assert {c.name: c.amount for c in made_of.comparisons} == dict.fromkeys(["against padded", "against block mask"], 4 * 38.0)
+
+
+def test_sides_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "summed_cross_entropy", lambda x, w, labels: F.cross_entropy(x @ w.T, labels, reduction="sum") * 1.001)
+    with pytest.raises(Refused, match="differ by"):
+        head.run(pairs=1, rows=64, vocabulary=512)
+    monkeypatch.setattr(attention, "packed_attention", lambda q, k, v, cu, longest, causal: q + (k.sum() + v.sum()) * 0.001)
+    with pytest.raises(Refused, match="differ by"):
+        attention.run(pairs=1, lengths=(24, 8))
+
+
+def test_peak_memory_is_what_was_held_at_once() -> None:
+    """64 MiB held at once, then given back; two of 32 one after the other are 32."""
+    megabyte = 1 << 20
+    at_once = peak_bytes(lambda: bytearray(64 * megabyte))
+    in_turn = peak_bytes(lambda: [len(bytearray(32 * megabyte)) for _ in range(2)])
+    assert 60 * megabyte < at_once < 80 * megabyte
+    assert 28 * megabyte < in_turn < 48 * megabyte

@@ -5,11 +5,17 @@ from pathlib import Path
 
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.log import say
-from eyeline.study.bench import packed, start, step
+from eyeline.study.bench import attention, head, packed, start, step
 from eyeline.study.bench.measure import LEAST_PAIRS, Result, write_result
 from eyeline.study.bench.render import overview, write_page
 
-CASES: dict[str, Callable[[int], Result]] = {"step": step.run, "packed": packed.run, "start": start.run}  # each takes the number of pairs
+CASES: dict[str, Callable[[int], Result]] = {  # each takes the number of pairs
+    "step": step.run,
+    "packed": packed.run,
+    "start": start.run,
+    "head": head.run,
+    "attention": attention.run,
+}
 
 
 def run_cases(names: Sequence[str], out: Path, pairs: int = LEAST_PAIRS) -> None:

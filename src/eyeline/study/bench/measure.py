@@ -1,12 +1,13 @@
 """Interleaved pairs of two sides on the same work, and the record that keeps what came out."""
 
+import ctypes
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -115,6 +116,25 @@ class Stopwatch:
         return Timed(cpu_s=time.process_time() - self.cpu, wall_s=time.perf_counter() - self.wall)
 
 
+def peak_bytes(side: Callable[[], object]) -> int:
+    """The most resident memory of this process while `side` runs, above what it has before. Linux counts it; Refused elsewhere.
+
+    What the allocator of the C library kept from before is given back first, so that no side lives on another's pages.
+    """
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not status.exists():
+        raise Refused("peak memory is measured through /proc, which this system does not have. Run this benchmark on Linux.")
+
+    def kilobytes(name: str) -> int:
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
+
+    ctypes.CDLL(None).malloc_trim(0)
+    reset.write_text("5")  # sets the peak to what is resident now (Linux, proc_pid_clear_refs)
+    before = kilobytes("VmRSS:")
+    side()
+    return (kilobytes("VmHWM:") - before) * 1024
+
+
 class Conditions:
     """The machine and the hour of a result: made before the work, read after it."""
 
@@ -124,9 +144,16 @@ class Conditions:
 
     def read(self) -> dict[str, object]:
         """The fields `environment`, `load` and `when` of a Result."""
-        found = environment(self.here) | {"accelerate": version("accelerate"), "machine": platform.machine(), "cores": os.cpu_count()}
+        found = environment(self.here) | {"accelerate": _accelerate(), "machine": platform.machine(), "cores": os.cpu_count()}
         when = datetime.now(UTC).isoformat(timespec="minutes")
         return {"environment": found, "load": (self.before, os.getloadavg()[0]), "when": when}
+
+
+def _accelerate() -> str:
+    try:
+        return version("accelerate")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def needs_peers() -> None:
