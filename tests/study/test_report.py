@@ -166,7 +166,7 @@ def test_the_figures_are_the_hand_computed_ones(run: Path) -> None:
     assert shown["validation loss, best"] == "1.5"
     assert shown["exact match, held-out questions"] == "75.0 %"
     at = rows.index("tune")
-    assert rows[at : at + 10] == ["tune", "3", "1", "270", "90", "6", "90", "10.0 %", "25.0 %", "1.00"]
+    assert rows[at : at + 11] == ["tune", "3", "1", "270", "90", "6", "–", "90", "10.0 %", "25.0 %", "1.00"]
     at = rows.index("color")
     assert rows[at : at + 4] == ["color", "2", "50.0 %", "0.0 %"]
     assert "checkpoint: step-6" in rows
@@ -230,3 +230,17 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="no step yet"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_arithmetic_by_part_and_its_share_of_the_peak(tmp_path: Path) -> None:
+    """3 TFLOP in 1 s at 30 % of the peak, then 3 TFLOP in 3 s at 10 %: 1.5 TFLOP/s, and 15 % over the whole time."""
+    lines = [
+        step_line(n, flops={"vision": 10**12, "head": 2 * 10**12}, flops_recomputed=5, flops_per_s=3e12 / s, mfu=0.3 / s, step_s=s)
+        for n, s in ((1, 1.0), (2, 3.0))
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    text = report(tmp_path).text
+    assert "1.5 T" in text and "6 T" in text and "15.0 %" in text
+    assert "flops" not in read_history(tmp_path / "metrics.jsonl").spent_s
+    write_lines(tmp_path / "metrics.jsonl", [step_line(1)])
+    assert "MFU" not in report(tmp_path).text, "a run of an older version has none"

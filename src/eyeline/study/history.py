@@ -44,6 +44,10 @@ class Step(Line):
     memory_bytes: int
     wall: str
     attempt: int
+    flops: dict[str, int] = {}  # by part, forward and backward; runs of older versions have none
+    flops_recomputed: int = 0
+    flops_per_s: float | None = None  # without what is recomputed, over step_s
+    mfu: float | None = None  # flops_per_s of the device's peak, where that is known
 
 
 class Validation(Line):
@@ -102,8 +106,9 @@ def read_history(path: Path) -> History:
 
 
 def causes(line: dict[str, Any]) -> dict[str, Any]:
-    """The seconds of a step line by cause: every field `CAUSE_s` but the two that are no cause."""
-    return {name.removesuffix("_s"): v for name, v in line.items() if name.endswith("_s") and name not in ("step_s", "real_tokens_per_s")}
+    """The seconds of a step line by cause: every field `CAUSE_s` but those that are no cause."""
+    others = ("step_s", "real_tokens_per_s", "flops_per_s")
+    return {name.removesuffix("_s"): v for name, v in line.items() if name.endswith("_s") and name not in others}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from eyeline.study.history import History, RejectSummary, Step, read_history, re
 
 PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of picture that the page embeds
 
+FLOPS = "Arithmetic that the model needs, forward and backward without what is recomputed, over the step's full wall time, by part."
+
 CSS = """
 :root { color-scheme: light; }
 body { font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1a1a1a; background: #fff;
@@ -143,6 +145,10 @@ def figures(history: History, evaluation: Result | str | None) -> str:
         "padding, share of slots": percent(padding(steps)),
         "time in steps": duration(sum(history.spent_s.values())),
     }
+    if any(s.flops for s in steps):
+        shown["FLOP/s of the model, full step wall time"] = metric(flop_rate(steps))
+    if (mfu := utilisation(steps)) is not None:
+        shown["MFU, share of the bf16 peak"] = percent(mfu)
     losses = [v.loss for v in history.validations if v.loss is not None]
     if losses:
         shown["validation loss, best"] = number(min(losses))
@@ -216,11 +222,14 @@ def curves(history: History) -> list[str]:
         return figure(plot(curves, label, borders, log), caption)
 
     rates = [Curve("rate", x, [s.real_tokens_per_s for s in steps])]
+    counted = dict.fromkeys(part for s in steps for part in s.flops)
+    flops = [Curve(p, x, [s.flops.get(p, 0) / s.step_s / 1e9 if s.step_s > 0 else None for s in steps]) for p in counted]
     norms = [Curve("norm", x, [s.grad_norm for s in steps])]
     memory = [Curve("memory", x, [s.memory_bytes / 2**30 for s in steps])]
     return [
         shown("loss", "Loss a supervised token. Merged steps: their mean over tokens, in a band from least to greatest.", loss, log=True),
         shown("real tokens/s", "Real tokens (no padding) over the step's full wall time.", rates),
+        *([shown("GFLOP/s", FLOPS, flops)] if flops else []),
         shown("learning rate", "Learning rate of each part that trains.", [Curve(p, x, [s.lr.get(p) for s in steps]) for p in parts]),
         shown("gradient norm", "Norm of all gradients before clipping.", norms, log=True),
         shown("%", "Padding as a share of token slots, and waiting for data as a share of the step's wall time.", shares),
@@ -250,14 +259,15 @@ def stage_table(history: History) -> str:
                 f"{sum(s.real for s in steps):,}",
                 f"{sum(s.supervised for s in steps):,}",
                 f"{sum(s.images for s in steps):,}",
+                metric(sum(sum(s.flops.values()) for s in steps)) if any(s.flops for s in steps) else "–",
                 f"{rate(steps):,.0f}",
                 percent(padding(steps)),
                 percent(wait),
                 f"{max(s.memory_bytes for s in steps) / 2**30:.2f}",
             )
         )
-    head = ("stage", "steps", "last loss", "real tokens", "supervised", "images encoded", "real tokens/s", "padding", "data wait", "GiB")
-    return table(head, rows, numbers=1)
+    head = ("stage", "steps", "last loss", "real tokens", "supervised", "images encoded", "FLOPs", "real tokens/s")
+    return table((*head, "padding", "data wait", "GiB"), rows, numbers=1)
 
 
 def ledger(history: History) -> str:
@@ -290,6 +300,19 @@ def rate(steps: Sequence[Step]) -> float:
     return sum(s.real for s in steps) / seconds if seconds > 0 else 0.0
 
 
+def flop_rate(steps: Sequence[Step]) -> float:
+    """FLOPs that the model needed, a second."""
+    seconds = sum(s.step_s for s in steps)
+    return sum(sum(s.flops.values()) for s in steps) / seconds if seconds > 0 else 0.0
+
+
+def utilisation(steps: Sequence[Step]) -> float | None:
+    """The share of the device's peak over all steps of which it is known."""
+    known = [(s.mfu, s.step_s) for s in steps if s.mfu is not None]
+    seconds = sum(spent for _, spent in known)
+    return sum(mfu * spent for mfu, spent in known) / seconds if seconds > 0 else None
+
+
 def padding(steps: Sequence[Step]) -> float:
     """Share of slots that is padding."""
     slots = sum(s.slots for s in steps)
@@ -298,6 +321,12 @@ def padding(steps: Sequence[Step]) -> float:
 
 def number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
+
+
+def metric(value: float) -> str:
+    """With the prefix of a thousand to the n: 1.23 T."""
+    power = max(0, min(6, (len(str(int(value))) - 1) // 3))
+    return f"{value / 1000**power:.3g} {' kMGTPE'[power]}".strip()
 
 
 def percent(share: float) -> str:

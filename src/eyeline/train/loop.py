@@ -16,6 +16,7 @@ from eyeline.core.files import make_folder, write_json
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
 from eyeline.data.loader import Reader
+from eyeline.models import flops
 from eyeline.parallel.launch import Machine, machine
 from eyeline.train import metrics
 from eyeline.train.display import Display, display
@@ -98,6 +99,7 @@ def train_stage(
         stage = run.stages[state.stage]
         model, facts, adapters = build(run, home, here, checkpoint)
         rows = prepare(model, facts, run, state.stage, adapters)
+        arithmetic = flops.count(model, facts)
         optimizers = make_optimizers(model, facts, stage.optimizer)
         if checkpoint and state.step > 0:
             load_state_tensors(optimizers, checkpoint.load("optimizer"))
@@ -150,6 +152,8 @@ def train_stage(
             seconds=clock.lap(),
             memory_bytes=here.memory_bytes(),
             rejected=reader.rejects.rejected,
+            flops=sum((arithmetic.of(batch) for batch in micro_batches), flops.NONE),
+            peak=flops.peak_of(here.name) if run.precision == "bf16" else None,
         )
         metrics.write(home.folder, figures.line(), home.attempt)
         show.step(figures)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from eyeline.core.facts import Part
 from eyeline.core.files import append_line
+from eyeline.models.flops import Flops
 from eyeline.train.step import Report
 
 Spending = Literal["startup", "data_wait", "compute", "validation", "checkpoint"]
@@ -33,6 +34,13 @@ class StepFigures:
     seconds: Mapping[str, float]  # spending -> seconds; with "other" they add up to "step"
     memory_bytes: int
     rejected: int  # samples of the stage so far
+    flops: Flops  # of the step's batches
+    peak: float | None  # FLOPs a second that the device could do in this run's precision; None where it is not known
+
+    @property
+    def flops_per_s(self) -> float:
+        """What the model needs, over the step's full wall time."""
+        return self.flops.total / self.seconds["step"]
 
     @property
     def real_tokens_per_s(self) -> float:
@@ -63,6 +71,10 @@ class StepFigures:
             **{f"{name}_s": value for name, value in self.seconds.items()},
             "memory_bytes": self.memory_bytes,
             "rejected": self.rejected,
+            "flops": self.flops.by_part,
+            "flops_recomputed": self.flops.again,
+            "flops_per_s": self.flops_per_s,
+            "mfu": self.flops_per_s / self.peak if self.peak else None,
         }
 
 

@@ -1,0 +1,41 @@
+"""The cases that docs/flops.md writes out, one a family: numbers derived by hand there, and what the code counts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from eyeline.core.batch import Document
+from eyeline.core.randomness import torch_rng_for
+from eyeline.data.batches import batch_of
+from eyeline.models import Config, Model, build, facts, flops, llava, qwen2, siglip2, text
+from eyeline.models.lora import LoRA, wrap
+from tests.models.twins import document, picture
+
+DOCS = (Path(__file__).parents[2] / "docs" / "flops.md").read_text("utf-8")
+QWEN2 = qwen2.Config(vocabulary=53, width=24, layers=2, heads=4, kv_heads=2, head_dim=8, feed_forward=40, tied=False)
+
+
+def counted(c: Config, model: Model, documents: list[Document], labels: int) -> dict[str, int]:
+    """By part, of documents that have so many labels together. Each number must be in the text."""
+    batch = batch_of(documents, None)
+    batch = replace(batch, counts=replace(batch.counts, supervised=labels))
+    done = {part: n for part, n in flops.count(model, facts(c)).of(batch).by_part.items() if n}
+    assert all(f"**{n:,}**" in DOCS for n in done.values()), done
+    return done
+
+
+def test_text():
+    c = text.Config(language=QWEN2)
+    done = counted(c, build(c, "meta"), [document("a", 9), document("b", 12)], labels=7)
+    assert done == {"language": 3 * 466_944, "head": 3 * 17_808}
+
+
+def test_llava():
+    vision = siglip2.Config(image_size=12, patch=3, width=16, layers=1, heads=2, feed_forward=24)
+    c = llava.Config(vision=vision, projector=llava.ProjectorConfig(shuffle=2, width=20), language=QWEN2)
+    model = build(c, "meta")
+    model.requires_grad_(False)
+    model.projector.requires_grad_(True)
+    wrap(model, facts(c), "language", LoRA(rank=2, alpha=2, targets=("q", "v")), torch_rng_for(0, "lora"))
+    shown = document("shown", 2, picture("cat", 4, 4, 3, 2), 4)
+    done = counted(c, model, [shown], labels=3)
+    assert done == {"vision": 87_552, "projector": 32_000, "language": 480_000, "head": 15_264}

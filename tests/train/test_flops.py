@@ -1,0 +1,43 @@
+"""The arithmetic that metrics.jsonl states, against formulas by hand over the counts of the same line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import eyeline.train.loop as loop
+from eyeline.models.flops import peak_of
+from tests.train.recipe import tiny_run
+
+PATCHES, D, F, C = 16, 16, 24, 48  # of a picture; width, feed-forward and numbers of a patch of the tower; the language model's are alike
+
+
+def test_each_step_states_its_arithmetic(tmp_path: Path) -> None:
+    """One block of the tower: four square layers, two of the MLP, and attention over the pairs of each picture."""
+    run = tiny_run(tmp_path, "stages.whole.recompute=[vision]", "stages.adapt.steps=2", "stages.whole.steps=2")
+    loop.train(run)
+    lines = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "step"]
+    assert len(lines) == 4
+    for line in lines:
+        patches, pairs = line["patches"], line["images"] * PATCHES**2
+        assert patches == line["images"] * PATCHES
+        embed, block = 2 * C * D * patches, 2 * patches * (4 * D * D + 2 * D * F) + 4 * D * pairs
+        hidden = 2 * (patches // 4) * (4 * D * D)  # the first layer of the projector, of 2 by 2 patches
+        if line["stage"] == "whole":  # nothing is upstream of the patch embedding
+            assert line["flops"]["vision"] == 2 * embed + 3 * block
+            assert line["flops"]["projector"] == 3 * (hidden + 2 * (patches // 4) * D * D)
+            assert line["flops_recomputed"] == block - 2 * patches * D * F, "a block's last layer is not done again"
+        else:  # a frozen tower: forward only, and nothing is upstream of the projector
+            assert line["flops"]["vision"] == embed + block
+            assert line["flops"]["projector"] == 2 * hidden + 3 * 2 * (patches // 4) * D * D
+            assert line["flops_recomputed"] == 0
+        assert line["flops"]["head"] == 2 * 300 * D * line["supervised"] * (3 if line["stage"] == "whole" else 2)
+        assert line["flops_per_s"] == pytest.approx(sum(line["flops"].values()) / line["step_s"])
+        assert line["mfu"] is None, "a CPU has no peak"
+
+
+def test_peaks_go_by_the_drivers_names() -> None:
+    assert peak_of("NVIDIA H200") == peak_of("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_of("NVIDIA GB200") == 2500e12
+    assert peak_of("AMD EPYC 7763 64-Core Processor × 2") is None
