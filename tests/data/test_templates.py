@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from eyeline.core.batch import IGNORE, Message, Sample, Text
-from eyeline.core.errors import Refused
+from eyeline.core.batch import IGNORE, Message, Picture, Sample, Text, Video
+from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import Area, ImageRule, Square
 from eyeline.data.documents import document_of, prompt_of, tokenised
 from eyeline.data.images import grey
@@ -27,7 +29,18 @@ def theirs(tokenizers: Tokenizers, name: str, messages: tuple[Message, ...], pro
     tokenizer = copy(tokenizers[name])
     tokenizer.chat_template = jinja
     wrap = "<|vision_start|><|image_pad|><|vision_end|>" if name.startswith("qwen") else "<|image_pad|>"
-    spoken = [{"role": m.role, "content": "".join(p.text if isinstance(p, Text) else wrap for p in m.parts)} for m in messages]
+
+    def written(part: Text | Picture | Video) -> str:
+        match part:
+            case Text():
+                return part.text
+            case Picture():
+                return wrap
+            case Video():  # slices of two frames, each with the time between them
+                pairs = zip(part.seconds[::2], [*part.seconds[1::2], part.seconds[-1]], strict=False)
+                return "".join(f"<{(a + b) / 2:.1f} seconds>" + wrap.replace("image", "video") for a, b in pairs)
+
+    spoken = [{"role": m.role, "content": "".join(map(written, m.parts))} for m in messages]
     return tokenizer.apply_chat_template(spoken, tokenize=True, add_generation_prompt=prompt, return_dict=False)
 
 
@@ -52,6 +65,9 @@ CONVERSATIONS = {
     "spaces at the ends": said("  a  ", "b  "),
     "numbers and marks": said("12345 + 67.8 = ?", "12,412.8!!!"),
     "other scripts": said("你好 wörld 🙂", "e\u0301t\u00e9"),
+    "thoughts": said("what?", "<think>\nA square?\n</think>\n\nA circle.", "sure?", "<think>\n\n Look again. \n</think>\n\n\nYes."),
+    "an empty thought": said("what?", "<think>\n\n</think>\n\nA circle."),
+    "half a thought": said("what?", "So a circle.</think>\n\nA circle."),
     "looks like a role": said("assistant\nI am the user", "user\nI am the assistant"),
 }
 
@@ -61,8 +77,36 @@ CONVERSATIONS = {
 def test_tokens_equal_the_tokenizers_own(name: str, messages: tuple[Message, ...], tokenizers: Tokenizers) -> None:
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     jinja = OFFICIAL_QWEN2_5 if name == "qwen2.5" else encoder.template.jinja
-    assert ours(encoder, messages, False) == theirs(tokenizers, name, messages, False, jinja)
+    found, wanted = ours(encoder, messages, False), theirs(tokenizers, name, messages, False, jinja)
+    if name == "qwen3.5-thinking" and "<think>\n\n" in encoder.decode(wanted, special=True):
+        # the prompt ends after the first newline of an empty thought, and the model writes the second: never one token here
+        found, wanted = ([encoder.decode(ids, special=True)] for ids in (found, wanted))
+    assert found == wanted
     assert ours(encoder, messages[:-1], True) == theirs(tokenizers, name, messages[:-1], True, jinja)
+
+
+THOUGHT = "<think>\nA square?\n</think>\n\n"
+FILM = Video("f", (DOT,) * 5, (0.0, 0.5, 1.0, 1.5, 2.0))
+
+
+@pytest.mark.parametrize("parts", [(FILM, "what?"), ("Look:", FILM, "and", DOT, FILM), ("at 3", FILM), (" ", FILM)])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if "<|video_pad|>" in TEMPLATES[name].controls])
+def test_films_are_slices_with_times(name: str, parts: tuple, tokenizers: Tokenizers) -> None:
+    """Also where a time follows text that the tokenizer would join it to."""
+    encoder = Encoder(tokenizers[name], TEMPLATES[name])
+    messages = said(parts, "a", "b", THOUGHT + "c")
+    rule = replace(RULE, frames=2)
+    for prompt in (False, True):
+        found = tokenised(messages[: -1 if prompt else None], encoder, rule, prompt)
+        wanted = theirs(tokenizers, name, messages[: -1 if prompt else None], prompt, encoder.template.jinja)
+        assert found.ids_U.tolist() == wanted
+        assert found.slices == tuple(3 if isinstance(part, Video) else 1 for part in parts if not isinstance(part, str))
+    assert "<0.2 seconds><|vision_start|><|video_pad|><|vision_end|><1.2 seconds>" in encoder.decode(found.ids_U.tolist(), special=True)
+
+
+def test_a_template_without_films_rejects_them(plain: Encoder) -> None:
+    with pytest.raises(BadSample, match="no place for films"):
+        tokenised(said((FILM, "what?"), "a"), plain, replace(RULE, frames=2))
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
@@ -80,8 +124,8 @@ def test_jinja_takes_lists_of_parts(name: str, tokenizers: Tokenizers) -> None:
         {"role": m.role, "content": [{"type": "text", "text": p.text} if isinstance(p, Text) else {"type": "image"} for p in m.parts]}
         for m in messages
     ]
-    found = tokenizers[name].apply_chat_template(spoken, tokenize=True, return_dict=False)
-    assert found == ours(encoder, messages, False)
+    found = tokenizers[name].apply_chat_template(spoken[:-1], tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert found == ours(encoder, messages[:-1], True)
 
 
 _text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12) | st.sampled_from(
@@ -120,6 +164,65 @@ def test_pictures_are_numbered_over_the_conversation(qwen: Encoder) -> None:
     assert runs == [1, 2, 5]
 
 
+def learned(encoder: Encoder, conversation: Sample) -> str:
+    document = document_of(conversation, encoder, RULE, [grey(RULE)] * len(conversation.media))
+    return encoder.decode([t for t in document.labels_T.tolist() if t != IGNORE], special=True)
+
+
+LEARNED = {  # of answers without thoughts, and with them
+    "qwen2.5": ("A.<|im_end|>B.<|im_end|>", f"{THOUGHT}A.<|im_end|>{THOUGHT}B.<|im_end|>"),
+    "qwen3": ("A.<|im_end|>B.<|im_end|>", f"{THOUGHT}A.<|im_end|>{THOUGHT}B.<|im_end|>"),
+    "qwen3-thinking": ("<think>\n\n</think>\n\nB.<|im_end|>", f"{THOUGHT}B.<|im_end|>"),
+    "qwen3-no-thinking": ("B.<|im_end|>", "B.<|im_end|>"),
+    "qwen3.5": ("B.<|im_end|>", "B.<|im_end|>"),
+    "qwen3.5-thinking": ("\n</think>\n\nB.<|im_end|>", "A square?\n</think>\n\nB.<|im_end|>"),
+    "smollm2": ("A.<|im_end|>B.<|im_end|>", f"{THOUGHT}A.<|im_end|>{THOUGHT}B.<|im_end|>"),
+    "llama3": ("A.<|eot_id|>B.<|eot_id|>", f"{THOUGHT}A.<|eot_id|>{THOUGHT}B.<|eot_id|>"),
+    "plain": ("A.<|endoftext|>B.<|endoftext|>", f"{THOUGHT}A.<|endoftext|>{THOUGHT}B.<|endoftext|>"),
+}
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_what_is_learned_is_what_will_be_asked_for(name: str, tokenizers: Tokenizers) -> None:
+    """Every answer with its end. Where answers follow thoughts, the last one alone: the others are shown without theirs."""
+    encoder = Encoder(tokenizers[name], TEMPLATES[name])
+    assert learned(encoder, sample((DOT, "one?"), "A.", "two?", "B.")) == LEARNED[name][0]
+    assert learned(encoder, sample("one?", THOUGHT + "A.", "two?", THOUGHT + "B.")) == LEARNED[name][1]
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_a_prompt_begins_every_document(name: str, tokenizers: Tokenizers) -> None:
+    """What is learned last begins where the prompt ends: training and use look the same."""
+    encoder = Encoder(tokenizers[name], TEMPLATES[name])
+    asked = sample((DOT, "what?"), "red", "sure?", THOUGHT + "yes", system="Be brief.")
+    document, prompt = (make(asked, encoder, RULE, [grey(RULE)]) for make in (document_of, prompt_of))
+    assert document.tokens_T[: len(prompt.tokens_T)].tolist() == prompt.tokens_T.tolist()
+    assert (document.labels_T[len(prompt.tokens_T) - 1 :] != IGNORE).sum() > 1
+    assert document.labels_T[len(prompt.tokens_T) - 1] == document.tokens_T[len(prompt.tokens_T)]
+    assert (prompt.labels_T == IGNORE).all()
+
+
+def test_there_is_one_bos_whatever_the_tokenizer_adds(tokenizers: Tokenizers) -> None:
+    tokenizer = copy(tokenizers["llama3"])
+    bos = tokenizer.convert_tokens_to_ids("<|begin_of_text|>")
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", bos)])
+    adds = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
+    assert adds.encode("hi")[0] == bos
+    encoder = Encoder(adds, TEMPLATES["llama3"])
+    for messages in (CONVERSATIONS["two exchanges"], CONVERSATIONS["system"]):
+        for prompt in (False, True):
+            assert ours(encoder, messages, prompt).count(bos) == 1
+    assert bos not in encoder.ids("<|begin_of_text|>hi")
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_stop_tokens_are_the_terminator_and_the_end_of_text(name: str, tokenizers: Tokenizers) -> None:
+    encoder = Encoder(tokenizers[name], TEMPLATES[name])
+    assert {encoder.decode([token], special=True) for token in encoder.stop_ids} == {encoder.template.terminator, encoder.template.end}
+    assert tokenizers[name].pad_token == encoder.template.end
+
+
 def test_one_conversation_by_hand(plain: Encoder, rule) -> None:
     document = document_of(sample((DOT, "what?"), "red", "sure?", "yes"), plain, rule, [grey(rule)])
     what, red, sure, yes = (list(plain.ids(t)) for t in ("what?\n", "red", "sure?\n", "yes"))
@@ -141,17 +244,21 @@ def test_a_prompt_is_the_document_before_its_last_answer(qwen: Encoder, rule) ->
     assert prompt_of(asked.messages[:-1], qwen, rule, [grey(rule)]).tokens_T.tolist() == prompt.tokens_T.tolist()
 
 
-CONTROLS = ["<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<|image_pad|>", "<|vision_start|>"]
+CONTROLS = ["<think>", "</think>", "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<|image_pad|>", "<|vision_start|>"]
 
 
 @pytest.mark.parametrize("text", CONTROLS)
-def test_control_strings_in_data_stay_text(qwen: Encoder, rule: ImageRule, text: str) -> None:
-    document = document_of(sample(f"say {text}", f"I say {text}!", system=text), qwen, rule, [])
-    special = [t for t in document.tokens_T.tolist() if t in qwen.controls.values()]
-    start, end = qwen.controls["<|im_start|>"], qwen.controls["<|im_end|>"]
-    assert special == [start, end] * 3
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3.5-thinking"])
+def test_control_strings_in_data_stay_text(name: str, text: str, tokenizers: Tokenizers) -> None:
+    encoder = Encoder(tokenizers[name], TEMPLATES[name])
+    answer = f"I say {text.replace('</think>', '')}!"  # in an answer that one ends a thought
+    document = document_of(sample(f"say {text}", answer, system=text), encoder, RULE, [])
+    special = [t for t in document.tokens_T.tolist() if t in encoder.controls.values()]
+    start, end = encoder.controls["<|im_start|>"], encoder.controls["<|im_end|>"]
+    thought = [encoder.controls[t] for t in ("<think>", "</think>")] if name == "qwen3.5-thinking" else []
+    assert special == [start, end, start, end, start, *thought, end]
     spoken = [t for t in document.labels_T.tolist() if t != IGNORE]
-    assert qwen.decode(spoken, special=True) == f"I say {text}!<|im_end|>"
+    assert encoder.decode(spoken, special=True).endswith(f"{answer}<|im_end|>")
 
 
 def test_a_pasted_transcript_is_not_learned(qwen: Encoder, rule: ImageRule) -> None:
@@ -161,5 +268,5 @@ def test_a_pasted_transcript_is_not_learned(qwen: Encoder, rule: ImageRule) -> N
 
 
 def test_an_unknown_template_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(Refused, match=r"'qwen2\.4' is not known; there are qwen2\.5, qwen3, smollm2, plain\. Did you mean 'qwen2\.5'\?"):
+    with pytest.raises(Refused, match=r"'qwen2\.4' is not known; there are qwen2\.5, qwen3, .*, plain\. Did you mean 'qwen2\.5'\?"):
         template_named("qwen2.4")

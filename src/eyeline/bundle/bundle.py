@@ -279,6 +279,7 @@ def _refuse_disagreement(folder: Path, bundle: Bundle, form: Form) -> None:
 
 _PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "a b?\n"}],
+    [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}],  # some put a think block before a last answer
     [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},

@@ -51,6 +51,7 @@ class Template:
     terminator: str  # ends every answer and is a target: generation stops at it
     jinja: str  # the same template for `tokenizer.apply_chat_template`, one image token a picture
     render: Callable[[Sequence[Message], bool, int], list[Segment]]
+    end: str = "<|endoftext|>"  # ends a text in the tokenizer's own terms: pads, and stops generation too
 
     def segments(self, messages: Sequence[Message], prompt: bool = False, frames: int = 1) -> list[Segment]:
         """The conversation as segments. `prompt` opens an assistant turn at the end, for generation; `frames` of a film are
@@ -66,6 +67,10 @@ class Marks:
     film: str | None = None
     begin: str | None = None  # controls around each still and each slice
     end: str | None = None
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        return tuple(token for token in (self.begin, self.end, self.image, self.film) if token is not None)
 
 
 def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
@@ -115,37 +120,155 @@ def _chatml(messages: Sequence[Message], prompt: bool, frames: int, marks: Marks
     return out
 
 
-def _chatml_jinja(marks: Marks, system: str | None) -> str:
+def _said_jinja(marks: Marks) -> str:
+    """A macro that gives a message's content as text, each picture and film as one token between its marks."""
     image, film = (f"{marks.begin or ''}{token or ''}{marks.end or ''}" for token in (marks.image, marks.film))
     films = "" if marks.film is None else "{%- elif part['type'] == 'video' %}{{- '" + film + "' }}"
-    first = (
-        ""
-        if system is None
-        else ("{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\n" + system + "<|im_end|>\\n' }}{%- endif %}")
-    )
     return (
-        first + "{%- for message in messages %}"
-        "{{- '<|im_start|>' + message['role'] + '\\n' }}"
-        "{%- if message['content'] is string %}{{- message['content'] }}"
-        "{%- else %}{%- for part in message['content'] %}"
+        "{%- macro said(content) %}"
+        "{%- if content is string %}{{- content }}"
+        "{%- else %}{%- for part in content %}"
         "{%- if part['type'] == 'text' %}{{- part['text'] }}"
         "{%- elif part['type'] in ['image', 'image_url'] %}{{- '" + image + "' }}" + films + "{%- endif %}{%- endfor %}{%- endif %}"
-        "{{- '<|im_end|>\\n' }}"
-        "{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+        "{%- endmacro %}"
     )
 
 
 def _chatml_template(name: str, marks: Marks, system: str | None) -> Template:
-    media = [token for token in (marks.begin, marks.end, marks.image, marks.film) if token is not None]
+    first = ""
+    if system is not None:
+        first = "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\n" + system + "<|im_end|>\\n' }}{%- endif %}"
     return Template(
         name=name,
-        controls=("<|im_start|>", "<|im_end|>", "<|endoftext|>", *media),
+        controls=("<|im_start|>", "<|im_end|>", "<|endoftext|>", *marks.controls),
         image=marks.image,
         terminator="<|im_end|>",
-        jinja=_chatml_jinja(marks, system),
+        jinja=_said_jinja(marks) + first + "{%- for message in messages %}"
+        "{{- '<|im_start|>' + message['role'] + '\\n' + said(message['content']) + '<|im_end|>\\n' }}"
+        "{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}",
         render=partial(_chatml, marks=marks, system=system),
     )
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a template that lets the model think before it answers is used. Only a conversation's last answer has a think block, and
+    only that one is learned: the published templates show earlier answers without theirs, so what is asked for next looks the
+    same in training and in use."""
+
+    on: bool  # else the think block is empty, and given: what an answer in the data holds of thoughts is left out
+    opened: bool  # the prompt, not the model, writes `<think>`
+    trimmed: bool  # white space around a message is left out
+
+    @property
+    def opening(self) -> tuple[Segment, ...]:
+        """What the prompt writes after the assistant's role."""
+        if not self.on:
+            return (Control("<think>"), Content("\n\n"), Control("</think>"), Content("\n\n"))
+        return (Control("<think>"), Content("\n")) if self.opened else ()
+
+    def answer(self, text: str) -> list[Segment]:
+        """The last answer: what the model writes."""
+        thought, rest = _thought(text)
+        if not self.on:
+            return [*self.opening, Content(rest, True)]
+        thought = thought.strip() if self.trimmed else thought.strip("\n")
+        inside = [Content(thought + "\n", True)] if self.opened else [Control("<think>", True), Content(f"\n{thought}\n", True)]
+        return [*self.opening, *inside, Control("</think>", True), Content("\n\n" + rest, True)]
+
+
+def _thought(text: str) -> tuple[str, str]:
+    """What stands in an answer's think block, and what follows."""
+    if "</think>" not in text:
+        return "", text.lstrip("\n")
+    pieces = text.split("</think>")
+    return pieces[0].split("<think>")[-1], pieces[-1].lstrip("\n")
+
+
+def _thinking(messages: Sequence[Message], prompt: bool, frames: int, thinking: Thinking) -> list[Segment]:
+    """The templates of Qwen3 and Qwen3.5, without tools."""
+    out: list[Segment] = []
+    last_question = max((n for n, message in enumerate(messages) if message.role == "user"), default=-1)
+    for n, message in enumerate(messages):
+        message = _trimmed(message) if thinking.trimmed else message
+        out += [Control("<|im_start|>"), Content(message.role + "\n")]
+        learned = message.role == "assistant" and n > last_question
+        if message.role == "assistant":
+            text = "".join(part.text for part in message.parts if isinstance(part, Text))
+            earlier = _thought(text)[1] if "</think>" in text else text
+            out += thinking.answer(text) if learned else [Content(earlier)]
+        else:
+            out += _parts(message, QWEN_MARKS, frames)
+        out += [Control("<|im_end|>", learned), Content("\n")]
+    if prompt:
+        out += [Control("<|im_start|>"), Content("assistant\n"), *thinking.opening]
+    return out
+
+
+def _thinking_template(name: str, thinking: Thinking) -> Template:
+    opening = "<think>\\n\\n</think>\\n\\n" if not thinking.on else "<think>\\n" if thinking.opened else ""
+    text = "said(message['content'])" + (" | trim" if thinking.trimmed else "")
+    thought = "''" if not thinking.on else "before | trim" if thinking.trimmed else "before.strip('\\n')"
+    return Template(
+        name=name,
+        controls=("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", *QWEN_MARKS.controls),
+        image=IMAGE,
+        terminator="<|im_end|>",
+        jinja=_said_jinja(QWEN_MARKS) + "{%- set last = namespace(question=-1) %}"
+        "{%- for message in messages %}{%- if message['role'] == 'user' %}{%- set last.question = loop.index0 %}{%- endif %}{%- endfor %}"
+        "{%- for message in messages %}"
+        "{%- set text = " + text + " %}"
+        "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+        "{%- if message['role'] == 'assistant' %}"
+        "{%- set before = text.split('</think>')[0].split('<think>')[-1] if '</think>' in text else '' %}"
+        "{%- set text = text.split('</think>')[-1].lstrip('\\n') if '</think>' in text else text %}"
+        "{%- if loop.index0 > last.question %}"
+        "{{- '<think>\\n' + (" + thought + ") + '\\n</think>\\n\\n' + text.lstrip('\\n') }}"
+        "{%- else %}{{- text }}{%- endif %}"
+        "{%- else %}{{- text }}{%- endif %}"
+        "{{- '<|im_end|>\\n' }}"
+        "{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n" + opening + "' }}{%- endif %}",
+        render=partial(_thinking, thinking=thinking),
+    )
+
+
+def _trimmed(message: Message) -> Message:
+    """The message without white space at its ends."""
+    parts: list[Text | Picture | Video] = []
+    for part in message.parts:
+        if isinstance(part, Text) and parts and isinstance(parts[-1], Text):
+            parts[-1] = Text(parts[-1].text + part.text)
+        else:
+            parts.append(part)
+    if parts and isinstance(parts[0], Text):
+        parts[0] = Text(parts[0].text.lstrip())
+    if parts and isinstance(parts[-1], Text):
+        parts[-1] = Text(parts[-1].text.rstrip())
+    return Message(message.role, tuple(parts))
+
+
+def _llama3(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segment]:
+    """Llama-3-Instruct's template. It begins with the only BOS that there is: the encoder adds none."""
+    out: list[Segment] = [Control("<|begin_of_text|>")]
+    for message in messages:
+        out += [*_header(message.role), *_parts(_trimmed(message), Marks(IMAGE), frames)]
+        out.append(Control("<|eot_id|>", message.role == "assistant"))
+    return [*out, *_header("assistant")] if prompt else out
+
+
+def _header(role: str) -> list[Segment]:
+    return [Control("<|start_header_id|>"), Content(role), Control("<|end_header_id|>"), Content("\n\n")]
+
+
+LLAMA3_JINJA = (
+    _said_jinja(Marks(IMAGE)) + "{{- '<|begin_of_text|>' }}"
+    "{%- for message in messages %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + (said(message['content']) | trim) + '<|eot_id|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
 
 
 def _plain(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segment]:  # noqa: ARG001 - the question's newline opens the answer
@@ -158,22 +281,31 @@ def _plain(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segme
 
 
 PLAIN_JINJA = (
-    "{%- for message in messages %}"
-    "{%- if message['content'] is string %}{{- message['content'] }}"
-    "{%- else %}{%- for part in message['content'] %}"
-    "{%- if part['type'] == 'text' %}{{- part['text'] }}"
-    "{%- elif part['type'] in ['image', 'image_url'] %}{{- '<|image_pad|>' }}"
-    "{%- endif %}{%- endfor %}{%- endif %}"
+    _said_jinja(Marks(IMAGE)) + "{%- for message in messages %}{{- said(message['content']) }}"
     "{%- if message['role'] == 'assistant' %}{{- '<|endoftext|>' }}{%- else %}{{- '\\n' }}{%- endif %}"
     "{%- endfor %}"
 )
 
-TEMPLATES: dict[str, Template] = {
-    "qwen2.5": _chatml_template("qwen2.5", replace(QWEN_MARKS, film=None), QWEN_SYSTEM),
-    "qwen3": _chatml_template("qwen3", QWEN_MARKS, None),  # Qwen3, Qwen3-VL, Qwen3.5 as they answer without thinking
-    "smollm2": _chatml_template("smollm2", Marks(IMAGE), SMOL_SYSTEM),
-    "plain": Template("plain", ("<|endoftext|>", IMAGE), IMAGE, "<|endoftext|>", PLAIN_JINJA, _plain),
-}
+_ALL = (
+    _chatml_template("qwen2.5", replace(QWEN_MARKS, film=None), QWEN_SYSTEM),
+    _chatml_template("qwen3", QWEN_MARKS, None),  # Qwen3-VL-Instruct and Qwen3-Instruct (2507), which do not think
+    _thinking_template("qwen3-thinking", Thinking(on=True, opened=False, trimmed=False)),  # Qwen3 (2025-04) as it comes
+    _thinking_template("qwen3-no-thinking", Thinking(on=False, opened=False, trimmed=False)),  # the same with enable_thinking=False
+    _thinking_template("qwen3.5", Thinking(on=False, opened=True, trimmed=True)),  # with enable_thinking=False, the small ones' default
+    _thinking_template("qwen3.5-thinking", Thinking(on=True, opened=True, trimmed=True)),
+    _chatml_template("smollm2", Marks(IMAGE), SMOL_SYSTEM),
+    Template(
+        name="llama3",
+        controls=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>", IMAGE),
+        image=IMAGE,
+        terminator="<|eot_id|>",
+        jinja=LLAMA3_JINJA,
+        render=_llama3,
+        end="<|end_of_text|>",
+    ),
+    Template("plain", ("<|endoftext|>", IMAGE), IMAGE, "<|endoftext|>", PLAIN_JINJA, _plain),
+)
+TEMPLATES: dict[str, Template] = {template.name: template for template in _ALL}
 
 
 def template_named(name: str) -> Template:

@@ -49,7 +49,7 @@ class Encoder:
             )
         self.controls = {token: vocabulary[token] for token in (*template.controls, *marks)}
         self.image_token = self.controls[template.image]
-        self.stop_ids = tuple(sorted({self.controls[template.terminator], self.controls.get("<|endoftext|>", -1)} - {-1}))
+        self.stop_ids = tuple(sorted({self.controls[template.terminator], self.controls[template.end]}))
         self.vocabulary = 1 + max(vocabulary.values())  # ids that may occur: the embedding needs at least as many rows
         self._special = frozenset(backend.get_added_tokens_decoder()) | frozenset(self.controls.values())
         self._plain = _without_added_tokens(backend)
@@ -150,7 +150,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, template: Template) -> "Pre
     pieces = (text[n : n + LONGEST_PIECE] for text in texts for n in range(0, len(text), LONGEST_PIECE))
     backend.train_from_iterator(pieces, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=template.terminator, pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+        tokenizer_object=backend, eos_token=template.terminator, pad_token=template.end, clean_up_tokenization_spaces=False
     )
     tokenizer.add_special_tokens({"additional_special_tokens": [t for t in template.controls if t not in (template.terminator,)]})
     tokenizer.chat_template = template.jinja
