@@ -27,24 +27,35 @@ from tests.train.recipe import tiny_recipe, write_data
 Observe = Callable[[dict[str, Any], Path], Any]  # (recipe, an empty folder) -> what can be seen
 
 
-def leaves(schema: dict[str, Any], records: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Every leaf of a JSON schema by its path: `[]` an item of a list, `.*` a value of a mapping, `<Record>` one of several records."""
+def choices(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The variants of a schema, those of a variant that is itself a choice included."""
+    return [leaf for v in schema.get("oneOf") or schema.get("anyOf") or () for leaf in (choices(v) or [v])]
+
+
+def leaves(schema: dict[str, Any], records: dict[str, Any], path: str = "", met: list[list[str]] | None = None) -> Iterator[str]:
+    """Every leaf of a JSON schema by its path: `[]` an item of a list, `.*` a value of a mapping, `<Record>` one of several records.
+    A choice of the same records as one that was met before is obeyed by the same code, and left out."""
+    met = [] if met is None else met
     if "$ref" in schema:
-        yield from leaves(records[schema["$ref"].rsplit("/", 1)[-1]], records, path)
-    elif variants := schema.get("oneOf") or schema.get("anyOf"):
+        yield from leaves(records[schema["$ref"].rsplit("/", 1)[-1]], records, path, met)
+    elif variants := choices(schema):
         inner = [v for v in variants if "$ref" in v and "properties" in records[v["$ref"].rsplit("/", 1)[-1]]]
-        for variant in inner:
-            name = variant["$ref"].rsplit("/", 1)[-1]
-            yield from leaves(variant, records, f"{path}<{name}>" if len(inner) > 1 else path)
+        names = [v["$ref"].rsplit("/", 1)[-1] for v in inner]
+        if len(names) > 1 and names in met:
+            return
+        met.append(names)
+        for variant, name in zip(inner, names, strict=True):
+            short = name.removeprefix("eyeline__models__").removesuffix("__Config")
+            yield from leaves(variant, records, f"{path}<{short}>" if len(inner) > 1 else path, met)
         if not inner:
             yield path
     elif "properties" in schema:
         for name, child in schema["properties"].items():
-            yield from leaves(child, records, f"{path}.{name}" if path else name)
+            yield from leaves(child, records, f"{path}.{name}" if path else name, met)
     elif schema.get("type") == "array" and "$ref" in schema.get("items", {}):
-        yield from leaves(schema["items"], records, path + "[]")
+        yield from leaves(schema["items"], records, path + "[]", met)
     elif isinstance(schema.get("additionalProperties"), dict):
-        yield from leaves(schema["additionalProperties"], records, path + ".*")
+        yield from leaves(schema["additionalProperties"], records, path + ".*", met)
     else:
         yield path
 
@@ -194,40 +205,70 @@ def schedule(kind: str, **more: float) -> tuple[str, ...]:
     return (f"stages.0.schedule={json.dumps({'kind': kind, **more})}",)
 
 
+def language(family: str, more: tuple[str, ...] = (), **turns: Any) -> dict[str, Case]:
+    """Cases of the settings that every language model has."""
+    at = "model.config.language."
+    base = tuple(at + text for text in (f"family={family}", *more))
+    turns |= {"vocabulary": 280, "width": 8, "layers": 1, "heads": 1, "kv_heads": 2, "feed_forward": 16, "eps": 0.1, "rope_theta": 10}
+    return {
+        f"model.config<llava>.language<{family}>.family": turned(f"{at}family=other", see=refusal, base=base),
+        f"model.config<llava>.language<{family}>.longest": turned(f"{at}longest=4", see=refusal, base=base),
+        f"model.config<llava>.language<{family}>.tied": turned(f"{at}tied=false", base=base),
+        **{f"model.config<llava>.language<{family}>.{leaf}": turned(f"{at}{leaf}={value}", base=base) for leaf, value in turns.items()},
+    }
+
+
+QWEN3 = ("model.config.language.family=qwen3", "model.config.language.head_dim=8")
+EXPERTS = (*QWEN3, "model.config.language.layers=2", "model.config.language.experts={count: 4, active: 2, feed_forward: 8}")
+SPARSE = {
+    "experts.count": "experts.count=3",
+    "experts.active": "experts.active=1",
+    "experts.feed_forward": "experts.feed_forward=6",
+    "experts.normalised": "experts.normalised=false",
+    "sparse_every": "sparse_every=2",
+    "dense_layers": "dense_layers=[0]",
+}
+STRETCHED = ("model.config.language.family=llama", "model.config.language.stretch={factor: 8, original: 16}")
+TEXT = (
+    "model.config={family: text, language: {vocabulary: 300, width: 16, layers: 1, heads: 2, kv_heads: 1, feed_forward: 24, tied: true}}",
+)
+
+
 CASES: dict[str, Case] = {
     "name": turned("name=other", see=run_folders, base=("out=null",)),
     "out": turned("out=elsewhere", see=run_folders),
     "seed": turned("seed=1"),
     "model.path": turned("model={path: nowhere}", see=refusal),
-    "model.config.family": turned("model.config.family=other", see=refusal),
-    "model.config.vision.image_size": turned("model.config.vision.image_size=24"),
-    "model.config.vision.patch": turned("model.config.vision.patch=8"),
-    "model.config.vision.width": turned("model.config.vision.width=8"),
-    "model.config.vision.layers": turned("model.config.vision.layers=2"),
-    "model.config.vision.heads": turned("model.config.vision.heads=1"),
-    "model.config.vision.feed_forward": turned("model.config.vision.feed_forward=16"),
-    "model.config.vision.eps": turned("model.config.vision.eps=0.1"),
-    "model.config.vision.mean": turned("model.config.vision.mean=[0.4, 0.5, 0.5]"),
-    "model.config.vision.std": turned("model.config.vision.std=[0.4, 0.5, 0.5]"),
-    "model.config.vision.resample": turned("model.config.vision.resample=nearest"),
-    "model.config.projector.kind": turned("model.config.projector.kind=linear"),
-    "model.config.projector.width": turned("model.config.projector.width=12"),
-    "model.config.projector.shuffle": turned("model.config.projector.shuffle=4"),
-    "model.config.projector.norm": turned("model.config.projector.norm=true"),
-    "model.config.language.family": turned("model.config.language.family=other", see=refusal),
-    "model.config.language.vocabulary": turned("model.config.language.vocabulary=280"),
-    "model.config.language.width": turned("model.config.language.width=8"),
-    "model.config.language.layers": turned("model.config.language.layers=1"),
-    "model.config.language.heads": turned("model.config.language.heads=1"),
-    "model.config.language.kv_heads": turned("model.config.language.kv_heads=2"),
-    "model.config.language.head_dim": turned("model.config.language.head_dim=4"),
-    "model.config.language.feed_forward": turned("model.config.language.feed_forward=16"),
-    "model.config.language.eps": turned("model.config.language.eps=0.1"),
-    "model.config.language.rope_theta": turned("model.config.language.rope_theta=10"),
-    "model.config.language.longest": turned("model.config.language.longest=4", see=refusal),
-    "model.config.language.tied": turned("model.config.language.tied=false"),
-    "model.config.feature_layer": turned("model.config.feature_layer=0", base=("model.config.feature_norm=false",)),
-    "model.config.feature_norm": turned("model.config.feature_norm=false"),
+    "model.config<llava>.family": turned("model.config.family=other", see=refusal),
+    "model.config<llava>.vision.image_size": turned("model.config.vision.image_size=24"),
+    "model.config<llava>.vision.patch": turned("model.config.vision.patch=8"),
+    "model.config<llava>.vision.width": turned("model.config.vision.width=8"),
+    "model.config<llava>.vision.layers": turned("model.config.vision.layers=2"),
+    "model.config<llava>.vision.heads": turned("model.config.vision.heads=1"),
+    "model.config<llava>.vision.feed_forward": turned("model.config.vision.feed_forward=16"),
+    "model.config<llava>.vision.eps": turned("model.config.vision.eps=0.1"),
+    "model.config<llava>.vision.mean": turned("model.config.vision.mean=[0.4, 0.5, 0.5]"),
+    "model.config<llava>.vision.std": turned("model.config.vision.std=[0.4, 0.5, 0.5]"),
+    "model.config<llava>.vision.resample": turned("model.config.vision.resample=nearest"),
+    "model.config<llava>.projector.kind": turned("model.config.projector.kind=linear"),
+    "model.config<llava>.projector.width": turned("model.config.projector.width=12"),
+    "model.config<llava>.projector.shuffle": turned("model.config.projector.shuffle=4"),
+    "model.config<llava>.projector.norm": turned("model.config.projector.norm=true"),
+    **language("qwen2", head_dim=4),
+    **language("qwen3", ("head_dim=8",), head_dim=4),
+    **language("llama", head_dim=4),
+    **{
+        f"model.config<llava>.language<qwen3>.{leaf}": Case((f"model.config.language.{turn}",), base=EXPERTS)
+        for leaf, turn in SPARSE.items()
+    },
+    "model.config<llava>.language<qwen3>.sections": turned("model.config.language.sections=[2, 1, 1]", see=refusal, base=QWEN3),
+    **{
+        f"model.config<llava>.language<llama>.stretch.{leaf}": turned(f"model.config.language.stretch.{leaf}={value}", base=STRETCHED)
+        for leaf, value in {"factor": 2, "low": 2, "high": 6, "original": 32}.items()
+    },
+    "model.config<llava>.feature_layer": turned("model.config.feature_layer=0", base=("model.config.feature_norm=false",)),
+    "model.config<llava>.feature_norm": turned("model.config.feature_norm=false"),
+    "model.config<text>.family": turned("model.config.family=other", see=refusal, base=TEXT),
     "model.template": turned("model.template=qwen2.5"),
     "model.tokenizer": turned("model.tokenizer=TOKENIZER"),
     "stages[].name": turned("stages.0.name=other"),

@@ -105,7 +105,7 @@ def test_head_width_of_its_own_is_kept():
         ({"attention_bias": False}, "attention_bias=False"),
         ({"use_sliding_window": True}, "use_sliding_window=True with a window of 32768"),
         ({"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "layer_types"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary positions in config.json has type='yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary positions in config.json has rope_type='yarn'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
         ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "have factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),

@@ -81,9 +81,10 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 
 
 def twin_of(config_json: dict[str, Any]) -> PreTrainedModel:
-    """transformers' model of a config.json that we wrote. Eager attention: nothing in common with ours."""
+    """transformers' model of a config.json that we wrote. Eager attention and experts: nothing in common with ours."""
     record = transformers.AutoConfig.for_model(**config_json)
-    return getattr(transformers, config_json["architectures"][0])._from_config(record, attn_implementation="eager").eval()
+    cls = getattr(transformers, config_json["architectures"][0])
+    return cls._from_config(record, attn_implementation="eager", experts_implementation="eager").eval()
 
 
 def pair(case: Case, folder: Path) -> tuple[PreTrainedModel, nn.Module]:

@@ -20,7 +20,8 @@ from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import Attend, Linear, RMSNorm, normal_, run_block
+from eyeline.models.layers import MLP, Attend, Linear, RMSNorm, normal_, run_block
+from eyeline.models.moe import Aux, Balance, Bias, Forced, MoE, Routed, add_biases, balance_loss, routers
 
 
 class Layout(NamedTuple):
@@ -46,19 +47,23 @@ class GeneratingBlock(Protocol):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; `biased`: whether q, k and v have biases."""
+    """Grouped-query attention with rotary positions. `biased`: whether q, k and v have biases; `norm_eps`: of an RMS norm over each
+    head of q and of k, where they have one."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, biased: bool):
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, biased: bool, norm_eps: float | None = None):
         super().__init__()
         self.K = head_dim
         self.q = Linear(width, heads * head_dim, bias=biased)
         self.k, self.v = (Linear(width, kv_heads * head_dim, bias=biased) for _ in "kv")
         self.o = Linear(heads * head_dim, width, bias=False)
+        self.q_norm, self.k_norm = (None if norm_eps is None else RMSNorm(head_dim, norm_eps) for _ in "qk")
         self.attend = Attend(causal=True)
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> Tensor:
         # -1, not H or G: under tensor parallelism a rank holds some of the heads
         q_THK, k_TGK, v_TGK = (project(x_TD).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:  # before the rotation, which a scale of each channel does not commute with
+            q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
         q_THK, k_TGK = rotate(q_THK, layout.cos_TR, layout.sin_TR), rotate(k_TGK, layout.cos_TR, layout.sin_TR)
         return self.o(self.attend(q_THK, k_TGK, v_TGK, layout.cu_S1, layout.longest, cache).flatten(1))
 
@@ -66,22 +71,6 @@ class Attention(nn.Module):
         q, k, v = (project.count(tally, reached, "token") for project in (self.q, self.k, self.v))
         mixed = tally.attention("pair", self.q.out_features // self.K, self.K, self.K, q, k, v)
         return self.o.count(tally, mixed, "token")
-
-
-class MLP(nn.Module):
-    """The gated feed-forward layer (SwiGLU)."""
-
-    def __init__(self, width: int, feed_forward: int):
-        super().__init__()
-        self.gate, self.up = (Linear(width, feed_forward, bias=False) for _ in range(2))
-        self.down = Linear(feed_forward, width, bias=False)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
-
-    def count(self, tally: Tally, reached: bool) -> bool:
-        gate, up = (project.count(tally, reached, "token") for project in (self.gate, self.up))
-        return self.down.count(tally, gate or up, "token")
 
 
 class Block(nn.Module):
@@ -104,9 +93,40 @@ class Block(nn.Module):
         return new_layer_cache(self.attn.k, self.attn.K, rows, room, dtype, device)
 
 
+class ExpertBlock(nn.Module):
+    """The same with experts in place of the MLP: says also where its tokens went."""
+
+    def __init__(self, width: int, eps: float, attn: Attention, mlp: MoE):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.attn, self.mlp = attn, mlp
+
+    def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> tuple[Tensor, Routed]:
+        x_TD = x_TD + self.attn(self.norm1(x_TD), layout, cache)
+        y_TD, routed = self.mlp(self.norm2(x_TD), layout.real_T)
+        return x_TD + y_TD, routed
+
+    def count(self, tally: Tally, reached: bool) -> bool:
+        reached |= self.attn.count(tally, reached or learns(self.norm1))
+        return self.mlp.count(tally, reached or learns(self.norm2)) or reached
+
+    def new_cache(self, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+        return new_layer_cache(self.attn.k, self.attn.K, rows, room, dtype, device)
+
+
 def new_layer_cache(k: Linear, head_dim: int, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
     """Of a layer whose keys `k` projects: the module knows how many heads of them are here."""
     return LayerCache(rows, room, k.out_features // head_dim, head_dim, dtype, device)
+
+
+def refuse_heads(width: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
+    """Raise ValueError for heads that do not fit one another."""
+    if head_dim is None and width % heads:
+        raise ValueError(f"heads={heads} must divide width={width}, or head_dim must be given")
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
+    if (each := head_dim or width // heads) % 2:
+        raise ValueError(f"head_dim={each} must be even: rotary positions turn pairs")
 
 
 class Head(nn.Module):
@@ -145,6 +165,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.tied, self.tables, self.compute_dtype = tied, tables, compute_dtype
         self.recompute = False
+        self.balance: Balance | None = None  # set by `balance`
+        self.load_NE: Tensor | None = None  # int64: tokens that each expert of each MoE layer got since `take_load`
+        self.balance_sum: Tensor | None = None  # what balancing added to the losses since then
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
@@ -170,11 +193,28 @@ class Decoder(nn.Module):
         cos_TR, sin_TR = self.tables(batch.positions_T3)
         real_T = torch.arange(len(x_TD), device=x_TD.device) < batch.counts.real
         layout = Layout(cos_TR, sin_TR, batch.cu_S1, batch.longest, real_T)
+        routed: list[Routed] = []
         for i, block in enumerate(self.blocks):
-            x_TD = run_block(block, self.recompute, x_TD, layout, None if cache is None else cache[i])
+            out = run_block(block, self.recompute, x_TD, layout, None if cache is None else cache[i])
+            if isinstance(out, tuple):  # of a block with experts
+                x_TD = out[0]
+                routed.append(out[1])
+            else:
+                x_TD = out
             if i < len(deep_MD):
                 x_TD = x_TD.index_add(0, batch.visual_M, deep_MD[i].to(x_TD.dtype))
-        return self.head(self.norm(x_TD), batch.rows_L, batch.labels_L)
+        out = self.head(self.norm(x_TD), batch.rows_L, batch.labels_L)
+        return self._balanced(out, routed, batch.counts.supervised) if routed and self.training and batch.labels_L is not None else out
+
+    def _balanced(self, loss: Tensor, routed: list[Routed], labels: int) -> Tensor:
+        """The summed loss with that of balance, and note where tokens went."""
+        load_NE = torch.stack([one.load_E for one in routed])
+        self.load_NE = load_NE if self.load_NE is None else self.load_NE + load_NE
+        if not isinstance(self.balance, Aux):
+            return loss
+        added = self.balance.coef * labels * balance_loss(routed)
+        self.balance_sum = added.detach() if self.balance_sum is None else self.balance_sum + added.detach()
+        return loss + added
 
     def count(self, tally: Tally, visual: bool, deep: Sequence[bool] = ()) -> None:
         """`visual`, `deep`: whether gradients reach the visual tokens, and those that DeepStack adds."""
@@ -194,14 +234,44 @@ class Decoder(nn.Module):
         so that an untrained model's loss is near ln(vocabulary)."""
         for name, parameter in self.named_parameters():
             leaf = name.rsplit(".", 1)[-1]
-            if leaf == "bias" or name.endswith(("attn.o.weight", "mlp.down.weight")):
+            if leaf == "bias" or name.endswith(("attn.o.weight", "mlp.down.weight", "experts.down", "shared.down.weight")):
                 parameter.zero_()
             elif "norm" in name:
                 parameter.fill_(1.0)
             elif name.startswith(("embed.", "head.")):
                 normal_(parameter, 0.02, rng)
             else:
-                normal_(parameter, parameter.shape[1] ** -0.5, rng)
+                normal_(parameter, parameter.shape[-1] ** -0.5, rng)
+
+
+# ---- experts of the decoders in a model
+
+
+def decoders(model: nn.Module) -> list[Decoder]:
+    return [module for module in model.modules() if isinstance(module, Decoder)]
+
+
+def balance(model: nn.Module, by: Balance | None) -> None:
+    """Say how experts are balanced while training. Biases of an earlier stage stay unless a loss takes their place."""
+    for decoder in decoders(model):
+        decoder.balance = by
+    for router in routers(model):
+        router.forced = isinstance(by, Forced)
+        if isinstance(by, Aux):
+            router.bias_E = None
+    if isinstance(by, Bias):
+        add_biases(model)
+
+
+def take_load(model: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """load_NE, the tokens that each expert of each MoE layer got in training since the last call, and what balancing added to the
+    summed losses. None for a model without experts, and where no loss balances them. On the device: nobody waits."""
+    loads, added = [], []
+    for decoder in decoders(model):
+        loads += [] if decoder.load_NE is None else [decoder.load_NE]
+        added += [] if decoder.balance_sum is None else [decoder.balance_sum]
+        decoder.load_NE = decoder.balance_sum = None
+    return torch.cat(loads) if loads else None, torch.stack(added).sum() if added else None
 
 
 # ---- what such models state about themselves
@@ -229,4 +299,5 @@ def keys_of(blocks: dict[str, str]) -> tuple[KeyRule, ...]:
 
 NORM_NAMES = {"norm1.weight": "input_layernorm.weight", "norm2.weight": "post_attention_layernorm.weight"}
 ATTENTION_NAMES = {f"attn.{x}.weight": f"self_attn.{x}_proj.weight" for x in "qkvo"}
+HEAD_NORM_NAMES = {f"attn.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
 FEED_FORWARD_NAMES = {f"mlp.{x}.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}

@@ -38,6 +38,43 @@ def number(where: str, config: Json, key: str, default: float) -> float:
     return float(got)
 
 
+def flag(where: str, config: Json, key: str, default: bool) -> bool:
+    """True or false. Raises Refused."""
+    got = config.get(key, default)
+    if not isinstance(got, bool):
+        raise Refused(f"{where} has {key}={got!r}; wanted true or false. Is the file damaged?")
+    return got
+
+
+def rope(where: str, config: Json, default_theta: float) -> tuple[float, str, dict[str, Any]]:
+    """Base, type and other settings of rotary positions: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
+    scaled = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = number(where, {**config, **scaled}, "rope_theta", default_theta)
+    type = scaled.get("rope_type", scaled.get("type", "default"))
+    expect(f"rotary positions in {where}", scaled, {"type": type})
+    return theta, type, {key: value for key, value in scaled.items() if key not in ("rope_theta", "rope_type", "type")}
+
+
+def plain_rope(where: str, config: Json, default_theta: float) -> float:
+    """The base of unscaled rotary positions of whole heads. Raises Refused for others."""
+    theta, type, others = rope(where, config, default_theta)
+    expect(f"rotary positions in {where}", {"rope_type": type, **others}, {"rope_type": "default", "partial_rotary_factor": 1.0})
+    unknown = sorted(others.keys() - {"partial_rotary_factor"})
+    if unknown:
+        raise Refused(f"rotary positions in {where} have {', '.join(unknown)}; Eyeline computes unscaled ones only. Remove the scaling.")
+    return theta
+
+
+def refuse_windows(where: str, config: Json, layers: int) -> None:
+    """Raise Refused where a layer would see a window of its document only."""
+    types = config.get("layer_types") or ["full_attention"] * layers
+    if set(types) != {"full_attention"} or len(types) != layers:
+        raise Refused(f"{where} has layer_types={types!r}; Eyeline computes {layers} layers of full attention only.")
+    window = config.get("use_sliding_window", False) and config.get("sliding_window", 4096)
+    if window and not config.get("layer_types") and config.get("max_window_layers", 28) < layers:
+        raise Refused(f"{where} has use_sliding_window=True with a window of {window} tokens; Eyeline attends to whole documents only.")
+
+
 def section(where: str, config: Json, key: str) -> Json:
     """A config inside a config. Raises Refused."""
     got = config.get(key)

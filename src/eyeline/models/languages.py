@@ -5,12 +5,27 @@ A module has `Config`, `Model(c, compute_dtype) -> Decoder`; what it states abou
 `from_hf(json, where)`, `to_hf(c)`.
 """
 
+from types import ModuleType
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Tag
+
 from eyeline.core.errors import Refused
-from eyeline.models import qwen2
+from eyeline.models import llama, qwen2, qwen3
 from eyeline.models.hf_config import Json
 
-LANGUAGES = {"qwen2": qwen2}
-LanguageConfig = qwen2.Config
+LANGUAGES: dict[str, ModuleType] = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama}
+
+
+def _family(value: Any) -> Any:
+    """What a record, or a mapping of settings, says; one that says nothing is a Qwen2, the first that there was."""
+    return value.get("family", "qwen2") if isinstance(value, dict) else getattr(value, "family", None)
+
+
+LanguageConfig = Annotated[
+    Annotated[qwen2.Config, Tag("qwen2")] | Annotated[qwen3.Config, Tag("qwen3")] | Annotated[llama.Config, Tag("llama")],
+    Discriminator(_family),
+]
 
 
 def language_from_hf(config_json: Json, where: str = "config.json") -> LanguageConfig:

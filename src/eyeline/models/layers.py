@@ -3,7 +3,7 @@
 Weights are kept in float32 while they train (bfloat16 where frozen) and cast to the dtype of the activations where they are
 used: there is no autocast. Norms compute in float32 and give back the activations' dtype.
 
-Dims: T tokens  D width  H query heads  G key/value heads  K head dim  S documents
+Dims: T tokens  D width  H query heads  G key/value heads  K head dim  F feed-forward  S documents
 """
 
 from typing import Any
@@ -25,6 +25,22 @@ class Linear(nn.Linear):
 
     def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
         return tally.product(rows, self.in_features, self.out_features, reached, self.weight.requires_grad) or learns(self)
+
+
+class MLP(nn.Module):
+    """The gated feed-forward layer (SwiGLU)."""
+
+    def __init__(self, width: int, feed_forward: int):
+        super().__init__()
+        self.gate, self.up = (Linear(width, feed_forward, bias=False) for _ in range(2))
+        self.down = Linear(feed_forward, width, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
+
+    def count(self, tally: Tally, reached: bool) -> bool:
+        gate, up = (project.count(tally, reached, "token") for project in (self.gate, self.up))
+        return self.down.count(tally, gate or up, "token")
 
 
 class RMSNorm(nn.Module):
@@ -66,7 +82,7 @@ class Attend(nn.Module):
         return cached_attention(q_THK, k_TGK, v_TGK, cu_S1, longest, cache)
 
 
-def run_block(block: nn.Module, recompute: bool, *args: Any) -> Tensor:
+def run_block(block: nn.Module, recompute: bool, *args: Any) -> Any:
     """`block(*args)`; with `recompute` its activations are dropped and made again in the backward pass.
 
     Non-re-entrant: the re-entrant form gives no gradient to a block whose input needs none, such as the first block above

@@ -19,7 +19,7 @@ from eyeline.core.batch import Batch
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, KeyRule, Part, Split, prefixed
 from eyeline.core.settings import Positive, Settings
-from eyeline.models import siglip2
+from eyeline.models import qwen3, siglip2
 from eyeline.models.decoder import Cache
 from eyeline.models.flops import Tally, learns
 from eyeline.models.forms import Files, Form, MediaTokens
@@ -61,6 +61,8 @@ class Config(Settings):
             )
         if self.projector.kind == "linear" and self.projector.width is not None:
             raise ValueError("projector.width is the hidden width of an mlp, and projector.kind is linear; remove it")
+        if isinstance(self.language, qwen3.Config) and self.language.sections is not None:
+            raise ValueError("language.sections is for positions with rows and columns, which a LLaVA does not have; remove it")
         return self
 
     @property

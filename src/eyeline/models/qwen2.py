@@ -10,13 +10,12 @@ from typing import Any, Literal
 import torch
 from pydantic import model_validator
 
-from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import decoder
-from eyeline.models.hf_config import Json, expect, integer, kind, made, number
-from eyeline.models.layers import RMSNorm
+from eyeline.models.hf_config import Json, expect, flag, integer, kind, made, number, plain_rope, refuse_windows
+from eyeline.models.layers import MLP, RMSNorm
 
 
 class Config(Settings):
@@ -35,12 +34,7 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        if self.head_dim is None and self.width % self.heads:
-            raise ValueError(f"heads={self.heads} must divide width={self.width}, or head_dim must be given")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
-        if self.K % 2:
-            raise ValueError(f"head_dim={self.K} must be even: rotary positions turn pairs")
+        decoder.refuse_heads(self.width, self.heads, self.kv_heads, self.head_dim)
         return self
 
     @property
@@ -50,9 +44,7 @@ class Config(Settings):
 
 def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> decoder.Decoder:
     blocks = (
-        decoder.Block(
-            c.width, c.eps, decoder.Attention(c.width, c.heads, c.kv_heads, c.K, biased=True), decoder.MLP(c.width, c.feed_forward)
-        )
+        decoder.Block(c.width, c.eps, decoder.Attention(c.width, c.heads, c.kv_heads, c.K, biased=True), MLP(c.width, c.feed_forward))
         for _ in range(c.layers)
     )
     tables = partial(rope_tables, head_dim=c.K, theta=c.rope_theta)
@@ -93,17 +85,14 @@ def keys(_c: Config) -> tuple[KeyRule, ...]:
 
 def from_hf(config_json: Json, where: str = "config.json") -> Config:
     """The model described by a Qwen2 config.json. Keys that it leaves out have the defaults of transformers' class. Raises Refused."""
-    kind(where, config_json, "qwen2", {"qwen3": "a Qwen3 model, which norms its queries and keys; this version reads Qwen2 and Qwen2.5"})
+    kind(where, config_json, "qwen2", {"qwen3": "a Qwen3 model, which norms its queries and keys"})
     # attention_bias is not one of Qwen2's keys: q, k and v always have one, and a file that denies it means another model
     expect(where, config_json, {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": True, "quantization_config": None})
     layers, heads = integer(where, config_json, "num_hidden_layers", 32), integer(where, config_json, "num_attention_heads", 32)
     width = integer(where, config_json, "hidden_size", 4096)
     head_dim = None if config_json.get("head_dim") is None else integer(where, config_json, "head_dim", 0)
     kv_heads = heads if config_json.get("num_key_value_heads", 32) is None else integer(where, config_json, "num_key_value_heads", 32)
-    _refuse_windows(where, config_json, layers)
-    tied = config_json.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        raise Refused(f"{where} has tie_word_embeddings={tied!r}; wanted true or false. Is the file damaged?")
+    refuse_windows(where, config_json, layers)
     values = {
         "vocabulary": integer(where, config_json, "vocab_size", 151936),
         "width": width,
@@ -113,31 +102,11 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
         "head_dim": None if head_dim == width // heads else head_dim,
         "feed_forward": integer(where, config_json, "intermediate_size", 22016),
         "eps": number(where, config_json, "rms_norm_eps", 1e-6),
-        "rope_theta": _rope_theta(where, config_json),
+        "rope_theta": plain_rope(where, config_json, 10_000.0),
         "longest": integer(where, config_json, "max_position_embeddings", 32768),
-        "tied": tied,
+        "tied": flag(where, config_json, "tie_word_embeddings", False),
     }
     return made(where, Config, values)
-
-
-def _rope_theta(where: str, config_json: Json) -> float:
-    """The base of plain rotary positions: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    scaled = {**(config_json.get("rope_scaling") or {}), **(config_json.get("rope_parameters") or {})}
-    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
-    expect(f"rotary positions in {where}", scaled, plain)
-    unknown = sorted(scaled.keys() - plain.keys() - {"rope_theta"})
-    if unknown:
-        raise Refused(f"rotary positions in {where} have {', '.join(unknown)}; Eyeline computes unscaled ones only. Remove the scaling.")
-    return number(where, {**config_json, **scaled}, "rope_theta", 10_000.0)
-
-
-def _refuse_windows(where: str, config_json: Json, layers: int) -> None:
-    types = config_json.get("layer_types") or ["full_attention"] * layers
-    if set(types) != {"full_attention"} or len(types) != layers:
-        raise Refused(f"{where} has layer_types={types!r}; Eyeline computes {layers} layers of full attention only.")
-    window = config_json.get("use_sliding_window", False) and config_json.get("sliding_window", 4096)
-    if window and not config_json.get("layer_types") and config_json.get("max_window_layers", 28) < layers:
-        raise Refused(f"{where} has use_sliding_window=True with a window of {window} tokens; Eyeline attends to whole documents only.")
 
 
 def to_hf(c: Config) -> dict[str, Any]:

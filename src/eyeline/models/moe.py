@@ -1,0 +1,189 @@
+"""A feed-forward layer of many experts, of which each token uses a few (Shazeer et al. 2017), as Qwen3 and Qwen3.5 have it.
+
+    probability_TE = softmax(router(x))          in float32
+    y = Σ_a weight_a · expert_a(x)               over the A likeliest; a shared expert, seen by every token, may be added
+
+Left alone, a router may come to use few experts. `Balance` says what is done about that:
+
+- `aux`: a loss, E · Σ_e (share of choices that were e) · (mean probability of e), over all layers together, as transformers computes it
+  (Fedus et al. 2021). It is A where all is even. Defined for one pack of documents, padding excluded, and weighted by the pack's
+  labels: a step's loss is Σ over its packs of (cross-entropy + coef · labels · balance loss), divided once by all labels.
+- `bias`: no loss; a bias of each expert is added for the choice alone and moved after each step, by `rate`, up for experts that had fewer
+  tokens than the mean and down for those that had more (Wang et al. 2024). No class of transformers has such a bias.
+- `forced`: experts in turn, whatever the token. For benchmarks alone: such a model learns nothing that it can use.
+
+Dims: T tokens  D width  E experts  A experts a token uses  F feed-forward of one  N = T·A rows, sorted by expert
+"""
+
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.kernels.moe import by_expert, choose, grouped_matmul, permute, round_robin, unpermute, weights_of
+from eyeline.models.flops import Tally
+from eyeline.models.layers import MLP, Linear
+
+
+class Experts(Settings):
+    count: Positive
+    active: Positive  # experts a token uses
+    feed_forward: Positive  # hidden width of one expert
+    normalised: bool = True  # the weights of a token's experts add up to 1
+
+
+class Aux(Settings):
+    """Balance by a loss."""
+
+    balance: Literal["aux"] = "aux"
+    coef: PositiveFloat = 0.001  # nats a label for a balance loss of 1
+
+
+class Bias(Settings):
+    """Balance by biases of the choice."""
+
+    balance: Literal["bias"] = "bias"
+    rate: PositiveFloat = 0.001  # what a bias moves a step, in probability
+
+
+class Forced(Settings):
+    """Experts in turn: for benchmarks alone."""
+
+    balance: Literal["forced"] = "forced"
+
+
+Balance = Annotated[Aux | Bias | Forced, Field(discriminator="balance")]
+
+
+class Routed(NamedTuple):
+    """What one layer did with the real tokens of a batch."""
+
+    load_E: Tensor  # int64: tokens that each expert got
+    mass_E: Tensor  # float32: sum of the tokens' probabilities
+
+
+class Router(nn.Module):
+    """Which experts a token goes to. In float32: a rounded logit would change the choice."""
+
+    bias_E: Tensor | None  # only where experts are balanced by it
+
+    def __init__(self, c: Experts, width: int):
+        super().__init__()
+        self.active, self.normalised, self.forced = c.active, c.normalised, False
+        self.weight = nn.Parameter(torch.empty(c.count, width))
+        self.register_buffer("bias_E", None)
+
+    def forward(self, x_TD: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor, Routed]:
+        """chosen_TA, weight_TA in x's dtype, and what became of the real tokens."""
+        probability_TE = F.linear(x_TD.float(), self.weight.float()).softmax(-1)
+        if self.forced:
+            chosen_TA = round_robin(len(x_TD), len(self.weight), self.active, x_TD.device)
+            weight_TA = weights_of(probability_TE, chosen_TA, self.normalised)
+        else:
+            chosen_TA, weight_TA = choose(probability_TE, self.active, self.normalised, self.bias_E)
+        load_E = torch.zeros(len(self.weight), dtype=torch.int64, device=x_TD.device)
+        load_E = load_E.scatter_add(0, chosen_TA.flatten(), real_T.long().repeat_interleave(self.active))
+        return chosen_TA, weight_TA.to(x_TD.dtype), Routed(load_E, (probability_TE * real_T[:, None]).sum(0))
+
+    def count(self, tally: Tally, reached: bool) -> bool:
+        experts, width = self.weight.shape
+        return tally.product("token", width, experts, reached, self.weight.requires_grad)
+
+
+class ExpertWeights(nn.Module):
+    """All experts of a layer, stacked: each is a gated feed-forward layer."""
+
+    def __init__(self, c: Experts, width: int):
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(torch.empty(c.count, c.feed_forward, width)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(c.count, width, c.feed_forward))
+
+    def forward(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        """Rows sorted by expert; expert e's end before ends_E[e]."""
+        gate_NF = grouped_matmul(x_ND, self.gate.to(x_ND.dtype), ends_E)
+        up_NF = grouped_matmul(x_ND, self.up.to(x_ND.dtype), ends_E)
+        return grouped_matmul(F.silu(gate_NF) * up_NF, self.down.to(x_ND.dtype), ends_E)
+
+    def count(self, tally: Tally, reached: bool, active: int) -> bool:
+        _, width, hidden = self.down.shape
+        gate, up = (tally.product("token", width, hidden, reached, x.requires_grad, active) for x in (self.gate, self.up))
+        return tally.product("token", hidden, width, gate or up, self.down.requires_grad, active)
+
+
+class Dispatch(nn.Module):
+    """Seam: every token to its experts and back. Weightless, so that `parallel` may replace it."""
+
+    def forward(self, x_TD: Tensor, chosen_TA: Tensor, weight_TA: Tensor, experts: ExpertWeights) -> Tensor:
+        order_N, inverse_N, ends_E = by_expert(chosen_TA, len(experts.gate))
+        y_ND = experts(permute(x_TD, order_N, inverse_N), ends_E)
+        return unpermute(y_ND, weight_TA, order_N, inverse_N)
+
+
+class MoE(nn.Module):
+    """`shared`: hidden width of the shared expert, which is weighted by the sigmoid of a gate of its own; None: there is none."""
+
+    def __init__(self, c: Experts, width: int, shared: int | None = None):
+        super().__init__()
+        self.router, self.experts, self.dispatch = Router(c, width), ExpertWeights(c, width), Dispatch()
+        self.shared = None if shared is None else MLP(width, shared)
+        self.shared_gate = None if shared is None else Linear(width, 1, bias=False)
+
+    def forward(self, x_TD: Tensor, real_T: Tensor) -> tuple[Tensor, Routed]:
+        chosen_TA, weight_TA, routed = self.router(x_TD, real_T)
+        y_TD = self.dispatch(x_TD, chosen_TA, weight_TA, self.experts)
+        if self.shared is not None and self.shared_gate is not None:
+            y_TD = y_TD + self.shared_gate(x_TD).sigmoid() * self.shared(x_TD)
+        return y_TD, routed
+
+    def count(self, tally: Tally, reached: bool) -> bool:
+        routes = self.router.count(tally, reached)
+        out = self.experts.count(tally, reached, self.router.active) or routes
+        if self.shared is not None and self.shared_gate is not None:
+            out |= self.shared_gate.count(tally, reached, "token")
+            out |= self.shared.count(tally, reached)
+        tally.all_kept()  # each expert's weight keeps what the expert gave
+        return out
+
+
+DISPATCH, EXPERTS = "blocks.*.mlp.dispatch", "blocks.*.mlp.experts"
+ROUTER_NAMES = {"mlp.router.weight": "mlp.gate.weight"}
+EXPERT_NAMES = {f"mlp.experts.{x}": f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up", "down")}  # a file's, one an expert
+
+
+# ---- balance
+
+
+def balance_loss(routed: list[Routed]) -> Tensor:
+    """E · Σ_e f_e · p_e of all layers together: f_e the choices of e a token and layer, p_e its mean probability."""
+    load_E = torch.stack([one.load_E for one in routed]).sum(0).float()
+    mass_E = torch.stack([one.mass_E for one in routed]).sum(0)
+    tokens = mass_E.detach().sum().round().clamp_min(1)  # times layers: the probabilities of each add up to 1
+    return len(load_E) * (load_E / tokens * (mass_E / tokens)).sum()
+
+
+def routers(model: nn.Module) -> list[Router]:
+    """Of all layers, in order."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def add_biases(model: nn.Module) -> None:
+    """Give every router its bias, zero, unless it has one."""
+    for router in routers(model):
+        if router.bias_E is None:
+            router.bias_E = torch.zeros(len(router.weight), device=router.weight.device)
+
+
+def biases_of(model: nn.Module) -> dict[str, Tensor]:
+    """By name; of a model that was never balanced so, none."""
+    return {name: x for name, x in model.named_buffers() if name.endswith("router.bias_E")}
+
+
+@torch.no_grad()
+def move_biases(model: nn.Module, load_NE: Tensor, rate: float) -> None:
+    """A step towards balance: load_NE is what the experts of each of N layers got."""
+    for router, load_E in zip(routers(model), load_NE.float(), strict=True):
+        assert router.bias_E is not None, "add_biases comes first"
+        router.bias_E += rate * (load_E.mean() - load_E).sign()

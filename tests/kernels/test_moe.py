@@ -1,0 +1,89 @@
+"""Experts against a loop over tokens: routes, products, gradients; experts that nobody chose; rows that no fast kernel takes."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eyeline.kernels.moe import by_expert, choose, grouped_matmul, grouped_matmul_plain, permute, round_robin, unpermute
+
+T, E, A, D = 9, 5, 2, 6
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_choice_is_the_likeliest(normalised):
+    probability_TE = random(T, E).softmax(-1)
+    chosen_TA, weight_TA = choose(probability_TE, A, normalised)
+    for p_E, chosen_A, weight_A in zip(probability_TE.tolist(), chosen_TA.tolist(), weight_TA, strict=True):
+        best = sorted(range(E), key=lambda e: -p_E[e])[:A]
+        assert chosen_A == best
+        total = sum(p_E[e] for e in best) if normalised else 1.0
+        torch.testing.assert_close(weight_A, torch.tensor([p_E[e] / total for e in best]))
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights():
+    probability_TE = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    chosen_TA, weight_TA = choose(probability_TE, 2, normalised=False, bias_E=torch.tensor([-0.35, 0.0, 0.0, 0.15]))
+    assert chosen_TA.tolist() == [[1, 3]], "0.3 and 0.25; 0.2 and 0.05 lose"
+    torch.testing.assert_close(weight_TA, torch.tensor([[0.3, 0.1]]))
+
+
+def test_round_robin_is_even_and_gives_a_token_different_experts():
+    chosen_TA = round_robin(10, E, A, torch.device("cpu"))
+    assert torch.equal(chosen_TA.flatten().bincount(minlength=E), torch.full((E,), 10 * A // E))
+    assert all(len(set(row)) == A for row in chosen_TA.tolist())
+
+
+def test_rows_are_sorted_by_expert_and_then_by_token():
+    chosen_TA = torch.tensor([[3, 1], [1, 3], [0, 3]])
+    order_N, inverse_N, ends_E = by_expert(chosen_TA, 5)
+    assert order_N.tolist() == [4, 1, 2, 0, 3, 5]
+    assert ends_E.tolist() == [1, 3, 3, 6, 6]
+    assert order_N[inverse_N].tolist() == list(range(6))
+
+
+def test_there_and_back_is_a_loop_over_tokens():
+    """Values and gradients of a weighted sum of scaled copies."""
+    chosen_TA = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t))[:A] for t in range(T)])
+    x_TD, weight_TA, scale_E = random(T, D).requires_grad_(), random(T, A, seed=1).requires_grad_(), random(E, seed=2)
+    order_N, inverse_N, _ = by_expert(chosen_TA, E)
+    x_ND = permute(x_TD, order_N, inverse_N)
+    got_TD = unpermute(x_ND * scale_E[chosen_TA.flatten()[order_N]][:, None], weight_TA, order_N, inverse_N)
+    want_TD = torch.stack([sum(weight_TA[t, a] * scale_E[chosen_TA[t, a]] * x_TD[t] for a in range(A)) for t in range(T)])
+    torch.testing.assert_close(got_TD, want_TD)
+    got, want = (torch.autograd.grad((y * random(T, D, seed=3)).sum(), (x_TD, weight_TA)) for y in (got_TD, want_TD))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+ENDS = [[2, 2, 5, 9, 9], [0, 0, 0, 0, 9], [9, 9, 9, 9, 9]]
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)])
+def test_grouped_product_is_the_loop(ends, needed):
+    ends_E = torch.tensor(ends, dtype=torch.int32)
+    x_ND, weight_EFD = random(9, D).requires_grad_(needed[0]), random(E, 7, D, seed=1).requires_grad_(needed[1])
+    wanted = [x for x in (x_ND, weight_EFD) if x.requires_grad]
+    results = []
+    for function in (grouped_matmul, grouped_matmul_plain):
+        out_NF = function(x_ND, weight_EFD, ends_E)
+        results.append([out_NF, *torch.autograd.grad(out_NF.sum(), wanted)])  # the gradient of a sum is an expanded number
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(results[1][0][:1], F.linear(x_ND[:1], weight_EFD[next(e for e, end in enumerate(ends) if end)]))
+
+
+def test_no_rows_at_all():
+    out_NF = grouped_matmul(random(0, D), random(E, 7, D), torch.zeros(E, dtype=torch.int32))
+    assert out_NF.shape == (0, 7)
+
+
+def test_operator_keeps_torchs_rules():
+    ends_E = torch.tensor(ENDS[0], dtype=torch.int32)
+    inputs = (random(9, D).requires_grad_(), random(E, 7, D, seed=1).requires_grad_(), ends_E)
+    torch.library.opcheck(torch.ops.eyeline.grouped_matmul.default, inputs)
