@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from eyeline.core.batch import Budget, Document
@@ -12,6 +13,7 @@ from eyeline.data.batches import batch_of
 from eyeline.models import build, flops
 from eyeline.models.layers import Attend
 from eyeline.models.lora import LoRA
+from eyeline.models.moe import Dispatch, ExpertWeights
 from tests.models import twins
 from tests.models.cases import each_case, each_pictured_case
 from tests.models.test_freezing import WAYS, ready
@@ -36,11 +38,25 @@ class PairByPair(nn.Module):
         return torch.cat(outs)
 
 
+class ExpertByExpert(nn.Module):
+    """Experts by products that the counter knows."""
+
+    def forward(self, x_TD: Tensor, chosen_TA: Tensor, weight_TA: Tensor, experts: ExpertWeights) -> Tensor:
+        y_TD = torch.zeros_like(x_TD)
+        for e, (gate, up, down) in enumerate(zip(experts.gate, experts.up, experts.down, strict=True)):
+            t, a = torch.where(chosen_TA == e)
+            out = (F.silu(x_TD[t] @ gate.T) * (x_TD[t] @ up.T)) @ down.T
+            y_TD = y_TD.index_add(0, t, out * weight_TA[t, a, None])
+        return y_TD
+
+
 def visible(model: nn.Module) -> nn.Module:
     """The same model with products that the counter sees in place of opaque kernels."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Attend):
             model.set_submodule(name, PairByPair(module.causal))
+        if isinstance(module, Dispatch):
+            model.set_submodule(name, ExpertByExpert())
     return model
 
 
