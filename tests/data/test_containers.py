@@ -15,7 +15,7 @@ from PIL import Image as Pillow
 from eyeline.core.batch import Picture, Span
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data import containers, json_rows
-from eyeline.data.containers import Container, fingerprint_of, persistent, read_at, span_file, stamp_of
+from eyeline.data.containers import Container, File, fingerprints, persistent, span_file
 from eyeline.data.images import decode, open_picture, picture_key
 from eyeline.data.json_rows import open_lines, open_list
 from eyeline.data.sources import Source, open_source
@@ -53,7 +53,7 @@ def test_lines_are_read_once_however_the_file_is_cut(tmp_path: Path, monkeypatch
     blank = [line + ending * rng.randint(1, 3) for line in lines[:-1]] + [lines[-1]]  # no newline ends the file
     path = tmp_path / "x.jsonl"
     path.write_bytes("".join(blank).encode())
-    container = open_lines(path)
+    container = open_lines(path, 0)
     assert everything(container) == rows
     assert len(container.shards) == -(-path.stat().st_size // step)
 
@@ -63,7 +63,7 @@ def test_a_line_over_the_cap_spans_ranges_and_spoils_only_itself(tmp_path: Path,
     monkeypatch.setattr(json_rows, "MAX_LINE_BYTES", 100)
     path = tmp_path / "x.jsonl"
     path.write_text('{"n": 0}\n' + '{"n": "' + "x" * 500 + '"}\n{"n": 2}\n' + '{"n": "' + "y" * 500)
-    rows = everything(open_lines(path))
+    rows = everything(open_lines(path, 0))
     assert [row.cause if isinstance(row, BadSample) else row["n"] for row in rows] == [0, "line_too_long", 2, "line_too_long"]
 
 
@@ -76,7 +76,7 @@ def test_a_list_is_cut_into_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, text in {"dense": json.dumps(rows, ensure_ascii=False), "airy": "\ufeff \n" + json.dumps(rows, indent=2) + "\r\n "}.items():
         path = tmp_path / f"{name}.json"
         path.write_text(text, encoding="utf-8")
-        container = open_list(path)
+        container = open_list(path, 0)
         assert everything(container) == rows
         places = [place for shard in range(len(container.shards)) for place, _ in container.rows(shard)]
         assert [container.named(place)[2] for place in places] == list(range(50))
@@ -90,14 +90,14 @@ def test_what_is_no_list_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         json.loads(text)
     with pytest.raises(Refused, match=r"x\.json is not JSON"):
-        open_list(path)
+        open_list(path, 0)
 
 
 def test_ids_say_where_a_row_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_rows, "SHARD_BYTES", 20)
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(5)))  # nine bytes each
-    container = open_lines(path)
+    container = open_lines(path, 0)
     assert [container.named(p)[0] for s in range(3) for p, _ in container.rows(s)] == [
         *("x.jsonl#0", "x.jsonl#1", "x.jsonl#2"),
         *("x.jsonl@20#0", "x.jsonl@20#1"),
@@ -114,12 +114,16 @@ def test_a_fingerprint_is_of_the_content_of_small_files_and_of_size_and_time_of_
     one.write_bytes(b"a" * 100)
     two.write_bytes(b"a" * 100)
     os.utime(two, ns=(1, 1))
-    assert fingerprint_of(one, stamp_of(one)) == fingerprint_of(two, stamp_of(two))
-    monkeypatch.setattr(containers, "HASHED", 99)
-    assert fingerprint_of(one, stamp_of(one)) != fingerprint_of(two, stamp_of(two))
+
+    def prints() -> list[str]:
+        return fingerprints([File.of(path, 0) for path in (one, two)])
+
+    assert len(set(prints())) == 1
+    monkeypatch.setattr(containers, "HASHED", 199)
+    assert len(set(prints())) == 2
     two.write_bytes(b"b" * 100)
     os.utime(two, ns=(os.stat(one).st_mtime_ns,) * 2)
-    assert fingerprint_of(one, stamp_of(one)) == fingerprint_of(two, stamp_of(two))  # its content was not read
+    assert len(set(prints())) == 1  # their content was not read
 
 
 def test_one_changed_row_changes_the_fingerprint_of_its_shard_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +132,7 @@ def test_one_changed_row_changes_the_fingerprint_of_its_shard_only(tmp_path: Pat
 
     def prints(rows: list[int]) -> list[str]:
         path.write_text(json.dumps(rows))
-        return [shard.fingerprint for shard in open_list(path).shards]
+        return [shard.fingerprint for shard in open_list(path, 0).shards]
 
     before, after = prints(list(range(10, 22))), prints([*range(10, 16), 99, *range(17, 22)])
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
@@ -160,9 +164,10 @@ def test_a_file_that_changes_while_it_is_used_stops_the_run(tmp_path: Path, name
 def test_a_file_that_ends_early_is_no_short_answer(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345")
-    assert read_at(path, 1, 3, stamp_of(path)) == b"234"
+    file = File.of(path, 0)
+    assert file.read(1, 3) == b"234"
     with pytest.raises(StorageFailed, match="ended 2 bytes early"):
-        read_at(path, 3, 4, stamp_of(path))
+        file.read(3, 4)
 
 
 # A store that fails
@@ -210,6 +215,38 @@ def test_what_will_not_pass_is_not_tried_again(waits: list[float], number: int |
     assert len(read.left) == 1
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_a_store_that_fails_now_and_then_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[float], name: str
+) -> None:
+    """Every second request of the system fails, opening and reading; every one comes in pieces."""
+    path = tmp_path / name
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": str(n)}]} for n in range(9)]
+    path.write_text("\n".join(map(json.dumps, rows)) if name == "x.jsonl" else json.dumps(rows))
+    container = open_source(Source(path=str(path)), retries=1).container
+    wanted = everything(container)
+    calls = {"open": 0, "pread": 0}
+
+    def often(what: str, real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls[what] += 1
+            if calls[what] % 2:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(*args) if what == "open" else real(args[0], min(args[1], 50), args[2])
+
+        return call
+
+    monkeypatch.setattr(containers.os, "open", often("open", os.open))
+    monkeypatch.setattr(containers.os, "pread", often("pread", os.pread))
+    assert everything(container) == wanted
+    assert min(calls.values()) > 10
+    assert len(waits) == sum(calls.values()) // 2
+    monkeypatch.setattr(containers.os, "pread", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    calls["open"] = 1
+    with pytest.raises(StorageFailed, match=r"could not read .*Input/output error.* It was tried 2 times"):
+        list(container.rows(0))
+
+
 # Parts of files
 
 
@@ -219,10 +256,11 @@ def test_a_picture_inside_a_file_is_read_as_far_as_needed(tmp_path: Path) -> Non
     data = out.getvalue()
     path = tmp_path / "x.bin"
     path.write_bytes(b"before" + data + b"after")
-    here = Picture("a.jpg", Span(path, 6, len(data), stamp_of(path)))
+    stamp = File.of(path, 0).stamp
+    here = Picture("a.jpg", Span(path, 6, len(data), stamp))
     assert open_picture(here) == (400, 300)
     assert (decode(here) == decode(Picture("a.jpg", data))).all()
-    held = Picture("a.jpg", Span(path, 6, len(data), stamp_of(path), data))
+    held = Picture("a.jpg", Span(path, 6, len(data), stamp, data))
     assert picture_key(held) == picture_key(here) == f"{path}@6+{len(data)}"
     with span_file(here.source) as file:  # type: ignore[arg-type]
         assert file.read() == data
@@ -231,7 +269,7 @@ def test_a_picture_inside_a_file_is_read_as_far_as_needed(tmp_path: Path) -> Non
         assert file.read(100) == data[-5:]
         file.seek(2)
         assert (file.tell(), file.read(3)) == (2, data[2:5])
-    cut = Picture("a.jpg", Span(path, 6, len(data) // 2, stamp_of(path)))
+    cut = Picture("a.jpg", Span(path, 6, len(data) // 2, stamp))
     with pytest.raises(BadSample, match="truncated") as caught:
         decode(cut)
     assert caught.value.cause == "broken_image"

@@ -9,8 +9,9 @@ import pytest
 
 from eyeline.core.batch import Picture, Text, Video
 from eyeline.core.errors import BadSample
+from eyeline.data.layouts import MAX_FRAMES
 from eyeline.data.rejects import CAUSES
-from eyeline.data.sources import MAX_FRAMES, Rows, Source, open_source
+from eyeline.data.sources import Rows, Source, open_source
 
 FRAMES = ["clip/0.png", "clip/1.png", "clip/2.png"]
 ASKED = [{"from": "human", "value": "<video>\nwhat happens?"}, {"from": "gpt", "value": "nothing"}]

@@ -252,7 +252,7 @@ REFUSED = {
     "empty": (b"", "is empty"),
     "blank": (b" \n ", "begins with|is empty"),
     "no rows": (b"[]", "holds no rows"),
-    "Parquet": (b"PAR1xxxx", "a Parquet file"),
+    "Parquet": (b"PAR1xxxx", "is no whole Parquet file"),
     "gzip": (b"\x1f\x8bxxxx", "gzip"),
     "CSV": (b"image,text\na.png,hi\n", "begins with b'image,text"),
     "unknown columns": (b'[{"img": "a", "caption": "b"}]', r"its rows have img, caption\. Wanted: conversations \(LLaVA\), messages"),
@@ -319,7 +319,7 @@ def test_odd_names_that_are_exact(opened, tmp_path: Path, name: str) -> None:
 
 
 def test_a_data_url_over_the_cap(opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyeline.data.sources.MAX_DATA_URL", 100)
+    monkeypatch.setattr("eyeline.data.layouts.MAX_DATA_URL", 100)
     assert complaint(opened([{"image": "data:image/png;base64," + "A" * 100, "conversations": ASKED}])) == ("data_url", "image")
 
 

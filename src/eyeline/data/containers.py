@@ -1,6 +1,7 @@
 """What holds rows: a list of shards that is cheap to make, each read in order for an index, and any row by its place.
 
-All bytes of data but those of picture files are read by `read_at`, which notices a file that has changed since it was opened.
+All bytes of data but those of picture files are read through a `Window`, which notices a file that has changed since it was opened,
+and asks a store that fails again before it gives up.
 """
 
 import errno
@@ -8,8 +9,9 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -17,9 +19,10 @@ from eyeline.core.batch import Span
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.files import storage_failed
 
-HASHED = 64 << 20  # a file up to this size is known by its content, a larger one by its size and time
+HASHED = 64 << 20  # files up to this size are known by their content, larger ones by size and time
 SHARD_BYTES = 16 << 20  # of text: enough rows that a shard is worth a request, few enough that a window of shards is soon read
 SHARD_ROWS = 2048
+RETRIES = 3
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 PASSING = {  # errors of a store that may be gone the next time
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENFILE, errno.EMFILE),
@@ -46,6 +49,7 @@ class Shard:
     name: str  # for messages: the file, and which part of it
     fingerprint: str  # of its content; never of where it lies: a set that was moved is the same set
     bytes: int  # about
+    held: int = 0  # bytes that a process keeps to read its rows in any order
 
 
 class Container(Protocol):
@@ -70,63 +74,55 @@ class Container(Protocol):
         ...
 
 
-def stamp_of(path: Path) -> Stamp:
-    """Of a file as it is now. OSError when it cannot be examined."""
-    about = os.stat(path)
-    return about.st_size, about.st_mtime_ns
+@dataclass(frozen=True)
+class File:
+    """A file as it was when it was opened."""
 
+    path: Path
+    stamp: Stamp
+    retries: int  # how often more a failing store is asked
 
-def fingerprint_of(path: Path, stamp: Stamp) -> str:
-    """The SHA-256 of a small file, or the size and time of a large one."""
-    if stamp[0] > HASHED:
-        return f"{stamp[0]}.{stamp[1]}"
-    return hashlib.sha256(read_at(path, 0, stamp[0], stamp)).hexdigest()
-
-
-def read_at(path: Path, begin: int, length: int, stamp: Stamp) -> bytes:
-    """Exactly so many bytes. StorageFailed when the store fails, or when the file is not the one that was opened."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            _unchanged(file.fileno(), path, stamp)
-            pieces: list[bytes] = []
-            while length > 0 and (piece := os.pread(file.fileno(), length, begin)):
-                pieces.append(piece)
-                begin, length = begin + len(piece), length - len(piece)
-    except OSError as error:
-        raise storage_failed("read", path, error) from error
-    if length:
-        raise StorageFailed(f"{path} ended {length:,} bytes early. Its store has lost a part of it; put it back as it was")
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def _unchanged(handle: int, path: Path, stamp: Stamp) -> None:
-    about = os.fstat(handle)
-    if (about.st_size, about.st_mtime_ns) != stamp:  # its rows would be read in pieces, and the plan would not be what is trained
-        raise StorageFailed(f"{path} has changed since it was opened. Put it back as it was, or begin a new run with the new data")
-
-
-def span_file(span: Span) -> io.BytesIO | io.BufferedReader:
-    """The bytes of a span as a file that reads what it is asked for. StorageFailed when the file around it has changed."""
-    if span.data is not None:
-        return io.BytesIO(span.data)
-    try:
-        raw = _Window(span)
-    except OSError as error:
-        raise storage_failed("read", span.path, error) from error
-    return io.BufferedReader(raw, 1 << 16)
-
-
-class _Window(io.RawIOBase):
-    """A part of a file."""
-
-    def __init__(self, span: Span):
-        self.span, self.at = span, 0
-        self.file = open(span.path, "rb", buffering=0)  # noqa: SIM115
+    @staticmethod
+    def of(path: Path, retries: int) -> "File":
         try:
-            _unchanged(self.file.fileno(), span.path, span.stamp)
-        except StorageFailed:
-            self.close()
-            raise
+            about = os.stat(path)
+        except OSError as error:
+            raise storage_failed("read", path, error) from error
+        return File(path, (about.st_size, about.st_mtime_ns), retries)
+
+    @property
+    def size(self) -> int:
+        return self.stamp[0]
+
+    def read(self, begin: int, length: int) -> bytes:
+        """Exactly so many bytes. StorageFailed when the store fails, or when the file is not the one that was opened."""
+        with Window(self, begin, length) as window:
+            data = window.read()
+        if len(data) < length:
+            raise StorageFailed(
+                f"{self.path} ended {length - len(data):,} bytes early. Its store has lost a part of it; put it back as it was"
+            )
+        return data
+
+
+class Window(io.RawIOBase):
+    """A part of a file, as a file. StorageFailed as `File.read` raises it."""
+
+    def __init__(self, file: File, begin: int, length: int):
+        self._about, self._begin, self._length, self._at = file, begin, length, 0
+        self._handle = persistent(self._opened, file.retries)
+
+    def _opened(self) -> int:
+        path, stamp = self._about.path, self._about.stamp
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            about = os.fstat(handle)
+        except OSError as error:
+            raise storage_failed("read", path, error) from error
+        if (about.st_size, about.st_mtime_ns) != stamp:  # its rows would be read in pieces, and the plan would not be what is trained
+            os.close(handle)
+            raise StorageFailed(f"{path} has changed since it was opened. Put it back as it was, or begin a new run with the new data")
+        return handle
 
     def readable(self) -> bool:
         return True
@@ -134,20 +130,53 @@ class _Window(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
+    def tell(self) -> int:
+        return self._at
+
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.at = max(offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.span.length}[whence], 0)
-        return self.at
+        self._at = max(offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence], 0)
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Less than asked for only at the end, whatever was asked for: a hostile length costs no memory."""
+        left = max(self._length - self._at, 0)
+        wanted = left if size is None or size < 0 else min(size, left)
+        pieces: list[bytes] = []
+        while wanted > 0 and (piece := persistent(partial(self._piece, wanted), self._about.retries)):
+            pieces.append(piece)
+            self._at += len(piece)
+            wanted -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _piece(self, wanted: int) -> bytes:
+        try:
+            return os.pread(self._handle, wanted, self._begin + self._at)
+        except OSError as error:
+            raise storage_failed("read", self._about.path, error) from error
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), max(self.span.length - self.at, 0))
-        data = os.pread(self.file.fileno(), wanted, self.span.begin + self.at)
+        data = self.read(len(buffer))
         buffer[: len(data)] = data
-        self.at += len(data)
         return len(data)
 
     def close(self) -> None:
-        self.file.close()
+        if not self.closed and hasattr(self, "_handle"):
+            os.close(self._handle)
         super().close()
+
+
+def span_file(span: Span) -> io.BytesIO | io.BufferedReader:
+    """The bytes of a span, as a file that reads as far as it is asked."""
+    if span.data is not None:
+        return io.BytesIO(span.data)
+    return io.BufferedReader(Window(File(span.path, span.stamp, 0), span.begin, span.length), 1 << 16)
+
+
+def fingerprints(files: Sequence[File]) -> list[str]:
+    """What the content of each is: its SHA-256 where they are small together, else size and time."""
+    if sum(file.size for file in files) > HASHED:
+        return [f"{file.size}.{file.stamp[1]}" for file in files]
+    return [hashlib.sha256(file.read(0, file.size)).hexdigest() for file in files]
 
 
 def persistent(read: Callable[[], T], retries: int) -> T:

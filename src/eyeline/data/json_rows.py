@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
-from eyeline.data.containers import SHARD_BYTES, SHARD_ROWS, Place, Shard, Stamp, fingerprint_of, read_at, stamp_of
+from eyeline.data.containers import SHARD_BYTES, SHARD_ROWS, File, Place, Shard, fingerprints
 
 MAX_LINE_BYTES = 64 << 20  # a longer line of JSON lines is skipped without being held in memory
 MAX_DIGITS = 18
@@ -103,24 +103,23 @@ def _try(data: bytes) -> Any | BadSample:
 class JsonList:
     """The rows of one JSON list, in runs."""
 
-    path: Path
-    stamp: Stamp
+    file: File
     shards: tuple[Shard, ...]
     firsts: tuple[int, ...]  # number in the file of each shard's first row
     begins: tuple[int, ...]  # where it lies
     what: str = "JSON list"
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
-        data = read_at(self.path, self.begins[shard], self.shards[shard].bytes, self.stamp)
+        data = self.file.read(self.begins[shard], self.shards[shard].bytes)
         for number, (begin, length) in enumerate(_elements(data, inside=True)):
             yield Place(shard, number, self.begins[shard] + begin, length), _try(data[begin : begin + length])
 
     def row(self, place: Place) -> Any:
-        return _row_of(read_at(self.path, place.begin, place.length, self.stamp))
+        return _row_of(self.file.read(place.begin, place.length))
 
     def named(self, place: Place) -> tuple[str, str, int]:
         number = self.firsts[place.shard] + place.number
-        return f"{self.path.name}#{number}", str(self.path), number
+        return f"{self.file.path.name}#{number}", str(self.file.path), number
 
 
 def _elements(data: bytes, inside: bool = False) -> Iterator[tuple[int, int]]:
@@ -161,10 +160,10 @@ def _beyond_space(text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def open_list(path: Path) -> JsonList:
+def open_list(path: Path, retries: int) -> JsonList:
     """Find the rows of a JSON list. Refused when it is none."""
-    stamp = stamp_of(path)
-    data = read_at(path, 0, stamp[0], stamp)
+    file = File.of(path, retries)
+    data = file.read(0, file.size)
     runs: list[list[int]] = []  # begin, end, number of the first row, rows
     try:
         for number, (begin, length) in enumerate(_elements(data)):
@@ -178,7 +177,7 @@ def open_list(path: Path) -> JsonList:
     shards = tuple(
         Shard(f"{path.name}#{first}", hashlib.sha256(memoryview(data)[begin:end]).hexdigest(), end - begin) for begin, end, first, _ in runs
     )
-    return JsonList(path, stamp, shards, tuple(run[2] for run in runs), tuple(run[0] for run in runs))
+    return JsonList(file, shards, tuple(run[2] for run in runs), tuple(run[0] for run in runs))
 
 
 # Lines: a shard is the lines that begin in its range of bytes, so that nothing has to be read to list them
@@ -188,8 +187,7 @@ def open_list(path: Path) -> JsonList:
 class JsonLines:
     """The rows of one file of JSON lines, in ranges."""
 
-    path: Path
-    stamp: Stamp
+    file: File
     shards: tuple[Shard, ...]
     step: int  # bytes of a range
     what: str = "JSON lines"
@@ -208,17 +206,17 @@ class JsonLines:
     def row(self, place: Place) -> Any:
         if place.length == OVER:
             raise _over_the_cap()
-        return _row_of(read_at(self.path, place.begin, place.length, self.stamp))
+        return _row_of(self.file.read(place.begin, place.length))
 
     def named(self, place: Place) -> tuple[str, str, int]:
         begin = place.shard * self.step  # rows of earlier ranges are not counted: nobody has read them
-        return f"{self.path.name}{f'@{begin}' if begin else ''}#{place.number}", str(self.path), place.number
+        return f"{self.file.path.name}{f'@{begin}' if begin else ''}#{place.number}", str(self.file.path), place.number
 
     def _lines(self, shard: int) -> Iterator[tuple[int, bytes | None]]:
         """Where each line that begins in the range lies, and what it says; None when that is over the cap."""
         begin = shard * self.step
         before = int(begin > 0)  # the byte that tells whether a line begins with the range
-        data = read_at(self.path, begin - before, min(self.step, self.stamp[0] - begin) + before, self.stamp)
+        data = self.file.read(begin - before, min(self.step, self.file.size - begin) + before)
         at = data.find(b"\n") + 1 if before else 0
         if before and at == 0:
             return
@@ -233,8 +231,8 @@ class JsonLines:
     def _whole(self, begin: int, head: bytes) -> bytes | None:
         """The line that begins with `head`, or None when it is over the cap."""
         line = bytearray(head)
-        while len(line) <= MAX_LINE_BYTES and begin + len(line) < self.stamp[0]:
-            piece = read_at(self.path, begin + len(line), min(1 << 20, self.stamp[0] - begin - len(line)), self.stamp)
+        while len(line) <= MAX_LINE_BYTES and begin + len(line) < self.file.size:
+            piece = self.file.read(begin + len(line), min(1 << 20, self.file.size - begin - len(line)))
             end = piece.find(b"\n")
             line += piece if end < 0 else piece[:end]
             if end >= 0:
@@ -249,10 +247,10 @@ def _over_the_cap() -> BadSample:
     return BadSample("line_too_long", "row", f"the line has more than {MAX_LINE_BYTES:,} bytes")
 
 
-def open_lines(path: Path) -> JsonLines:
+def open_lines(path: Path, retries: int) -> JsonLines:
     """A file of JSON lines in ranges of bytes. Of a large file nothing is read."""
-    stamp = stamp_of(path)
-    content = fingerprint_of(path, stamp)
-    step = SHARD_BYTES
-    begins = range(0, stamp[0], step)
-    return JsonLines(path, stamp, tuple(Shard(f"{path.name}@{b}", f"{content}@{b}+{step}", min(step, stamp[0] - b)) for b in begins), step)
+    file, step = File.of(path, retries), SHARD_BYTES
+    [content] = fingerprints([file])
+    begins = range(0, file.size, step)
+    shards = tuple(Shard(f"{path.name}@{b}", f"{content}@{b}+{step}", min(step, file.size - b)) for b in begins)
+    return JsonLines(file, shards, step)

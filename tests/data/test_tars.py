@@ -1,0 +1,303 @@
+"""WebDataset archives: every key once, in order and by place alike; hostile members and torn archives spoil what they must, no more."""
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from eyeline.core.batch import Picture, Span, Text
+from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.data import tars
+from eyeline.data.containers import Window
+from eyeline.data.images import decode, open_picture, picture_key
+from eyeline.data.rejects import CAUSES
+from eyeline.data.sources import Rows, Source, open_source
+from tests.data.test_containers import everything
+
+TALK = {"conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a dot"}]}
+
+
+def encoded(seed: int, form: str = "JPEG", size: tuple[int, int] = (20, 12)) -> bytes:
+    out = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Pillow.fromarray(pixels).save(out, form)
+    return out.getvalue()
+
+
+def archive(path: Path, members: Iterable[tuple[str, Any]], form: int = tarfile.USTAR_FORMAT) -> Path:
+    """Members are bytes, text, JSON values, or TarInfo with a type of their own."""
+    with tarfile.open(path, "w", format=form) as out:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, tarfile.TarInfo):
+                content.name = name
+                out.addfile(content, io.BytesIO(bytes(content.size)))
+                continue
+            data = content if isinstance(content, bytes) else (content if isinstance(content, str) else json.dumps(content)).encode()
+            info.size = len(data)
+            out.addfile(info, io.BytesIO(data))
+    return path
+
+
+def opened(path: Path) -> Rows:
+    return open_source(Source(path=str(path)))
+
+
+def outcomes(rows: Rows) -> list[Any]:
+    """Each row's answer, or the cause for which there is none; sequential and random reading must agree."""
+    everything(rows.container)
+    out: list[Any] = []
+    for shard in range(len(rows.shards)):
+        for place, _, found in rows.rows_in(shard):
+            if isinstance(found, BadSample):
+                assert found.cause in CAUSES
+                with pytest.raises(BadSample):
+                    rows.read(place)
+                out.append(found.cause)
+            else:
+                again = rows.read(place)
+                assert again == found  # a picture's bytes do not count
+                part = found.messages[-1].parts[0]
+                assert isinstance(part, Text)
+                out.append(part.text)
+    return out
+
+
+# What is read
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_plain_archives(tmp_path: Path, form: int) -> None:
+    long = "deep/" * 30 + "k" * 120  # longer than a header has room for: written in front of it
+    names = ["a", "b/c", "ünï", long] if form != tarfile.USTAR_FORMAT else ["a", "b/c", "d"]
+    members = [(f"{k}.{end}", encoded(n) if end == "jpg" else TALK) for n, k in enumerate(names) for end in ("jpg", "json")]
+    rows = opened(archive(tmp_path / "x.tar", [("b", special(tarfile.DIRTYPE)), *members], form))
+    assert rows.layout.name == "llava"
+    assert rows.layout.why == "WebDataset; row 0 has conversations"
+    assert outcomes(rows) == ["a dot"] * len(names)
+    for n, (place, _, sample) in enumerate(rows.rows_in(0)):
+        assert not isinstance(sample, BadSample)
+        assert rows.named(place) == (f"x.tar#{n}", str(tmp_path / "x.tar"), n)
+        [lazy], [held] = sample.pictures, rows.read(place).pictures
+        assert isinstance(lazy.source, Span) and lazy.source.data is None
+        assert isinstance(held.source, Span) and held.source.data == encoded(n)
+        assert open_picture(lazy) == (20, 12)
+        assert (decode(lazy) == decode(Picture("", encoded(n)))).all() and (decode(held) == decode(lazy)).all()
+        assert picture_key(lazy) == picture_key(held)
+
+
+def test_a_sample_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = archive(tmp_path / "x.tar", [(f"{n}.{e}", encoded(n) if e != "json" else TALK) for n in range(5) for e in ("jpg", "json")])
+    rows = opened(path)
+    places = [place for place, _, _ in rows.rows_in(0)]
+    asked: list[int] = []
+    real = Window._piece
+    monkeypatch.setattr(Window, "_piece", lambda self, wanted: asked.append(wanted) or real(self, wanted))
+    rows.read(places[3])
+    assert len(asked) == 1
+    assert asked[0] == places[3].length < path.stat().st_size / 4
+
+
+def test_several_pictures_in_the_order_that_the_row_names_them(tmp_path: Path) -> None:
+    two = {"conversations": [{"from": "human", "value": "<image><image>which?"}, {"from": "gpt", "value": "this"}]}
+    pictures = [("k.0.jpg", encoded(0)), ("k.1.png", encoded(1, "PNG"))]
+    for images, wanted in {
+        None: ["k.0.jpg", "k.1.png"],
+        ("1.png", "0.jpg"): ["k.1.png", "k.0.jpg"],
+        ("some/folder/k.1.png", "k.0.jpg"): ["k.1.png", "k.0.jpg"],
+        ("0.jpg", "0.jpg"): ["k.0.jpg", "k.0.jpg"],
+    }.items():
+        rows = opened(archive(tmp_path / "x.tar", [*pictures, ("k.json", two | ({"images": images} if images else {}))]))
+        assert [p.name for p in rows.read(next(rows.rows_in(0))[0]).pictures] == wanted
+    archive(tmp_path / "x.tar", [*pictures, ("k.json", two | {"images": ["2.jpg", "0.jpg"]})])
+    with pytest.raises(Refused, match=r"cannot be read: images: '2\.jpg' names none of the pictures 0\.jpg, 1\.png"):
+        opened(tmp_path / "x.tar")
+
+
+def test_captions(tmp_path: Path) -> None:
+    members = [
+        *[("a.jpg", encoded(0)), ("a.txt", " a red dot\n")],
+        *[("b.png", encoded(1, "PNG")), ("b.json", {"caption": "from json", "width": 3})],
+        *[("c.jpg", encoded(2)), ("c.json", {"width": 3}), ("c.txt", "of both"), ("c.cls", "7")],
+        *[("d.jpg", encoded(3))],
+        *[("e.txt", "no picture")],
+        *[("f.jpg", encoded(4)), ("f.txt", b"\xff\xfe")],
+        *[("g.jpg", encoded(4)), ("g.json", [1])],
+        *[("h.jpg", encoded(4)), ("h.json", "{torn")],
+        *[("i.jpg", encoded(4)), ("i.json", '{"caption": "a", "n": NaN}')],
+    ]
+    rows = opened(archive(tmp_path / "x.tar", members))
+    assert rows.layout.name == "captions"
+    assert "'Describe the image.'" in rows.layout.why
+    causes = ["wrong_type", "placeholder_count", "bad_unicode", "wrong_type", "not_json", "not_finite"]
+    assert outcomes(rows) == ["a red dot", "from json", "of both", *causes]
+    first = rows.read(next(rows.rows_in(0))[0])
+    assert [p if isinstance(p, Text) else p.name for p in first.messages[0].parts] == ["a.jpg", Text("Describe the image.")]
+
+
+def test_a_folder_of_archives_in_order_of_names(tmp_path: Path) -> None:
+    for name in ("train-01", "train-00", "more/train-02"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        archive(tmp_path / f"{name}.tar", [("k.jpg", encoded(0)), ("k.txt", name)])
+    wanted = ["more/train-02", "train-00", "train-01"]
+    assert outcomes(opened(tmp_path)) == wanted
+    assert [shard.name for shard in opened(tmp_path).shards] == [f"{name}.tar" for name in wanted]
+    assert outcomes(opened(tmp_path / "train-*.tar")) == wanted[1:]
+    archive(tmp_path / "val-00.tar", [("k.jpg", encoded(0)), ("k.txt", "judged")])
+    with pytest.raises(Refused, match=r"holds files of train, val, .* pattern, such as .*/\*\*/\*train\*\.tar"):
+        opened(tmp_path)
+    assert outcomes(opened(tmp_path / "**" / "*train*.tar")) == wanted
+    (tmp_path / "x.parquet").touch()
+    with pytest.raises(Refused, match="both"):
+        opened(tmp_path)
+    with pytest.raises(Refused, match="no file matches"):
+        opened(tmp_path / "*.zip")
+
+
+def test_a_folder_that_energon_prepared(tmp_path: Path) -> None:
+    for n in range(4):
+        archive(tmp_path / f"{n}.tar", [("k.jpg", encoded(0)), ("k.txt", str(n))])
+    meta = tmp_path / ".nv-meta"
+    meta.mkdir()
+    (meta / "split.yaml").write_text("exclude: [2.tar]\nsplit_parts:\n  train: [3.tar, 0.tar, 2.tar]\n  val: [1.tar]\n")
+    assert outcomes(opened(tmp_path)) == ["3", "0"]
+    for text, message in {
+        "split_parts: {train: [3.tar, 9.tar]}": r"lists 1 archives that are not there, such as .*9\.tar",
+        "split_parts: {train: [../0.tar]}": "not there",
+        "split_parts: {val: [0.tar]}": "does not list the archives to train on",
+        "split_parts: {train: 0.tar}": "does not list",
+        "exclude: [0.tar/k]\nsplit_parts: {train: [0.tar]}": "exclude names more than archives",
+        "{": "does not list",
+    }.items():
+        (meta / "split.yaml").write_text(text)
+        with pytest.raises(Refused, match=message):
+            opened(tmp_path)
+
+
+# What goes wrong
+
+
+def special(kind: bytes, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo()
+    info.type, info.linkname = kind, link
+    return info
+
+
+HOSTILE: dict[str, list[tuple[str, Any]]] = {
+    "symbolic link": [("k.jpg", special(tarfile.SYMTYPE, "/etc/passwd")), ("k.json", TALK)],
+    "hard link": [("k.jpg", special(tarfile.LNKTYPE, "a.jpg")), ("k.json", TALK)],
+    "device": [("k.jpg", special(tarfile.CHRTYPE)), ("k.json", TALK)],
+    "pipe": [("k.jpg", special(tarfile.FIFOTYPE)), ("k.json", TALK)],
+    "absolute": [("/k.jpg", encoded(0)), ("/k.json", TALK)],
+    "out of it": [("../k.jpg", encoded(0)), ("../k.json", TALK)],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_members_spoil_their_own_sample(tmp_path: Path, name: str) -> None:
+    sound = [("a.jpg", encoded(0)), ("a.json", TALK)]
+    after = [("z.jpg", encoded(1)), ("z.json", TALK)]
+    assert outcomes(opened(archive(tmp_path / "x.tar", [*sound, *HOSTILE[name], *after]))) == ["a dot", "tar_member", "a dot"]
+
+
+def test_keys_that_come_twice(tmp_path: Path) -> None:
+    def pair(key: str) -> list[tuple[str, Any]]:
+        return [(f"{key}.jpg", encoded(0)), (f"{key}.json", TALK)]
+
+    assert outcomes(opened(archive(tmp_path / "x.tar", [*pair("a"), *pair("b"), *pair("a"), *pair("c")]))) == [
+        *("a dot", "a dot", "tar_key", "a dot"),
+    ]
+    assert outcomes(opened(archive(tmp_path / "x.tar", [*pair("a"), *pair("a"), *pair("b")]))) == ["tar_key", "a dot"]
+
+
+def test_members_over_the_caps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tars, "MAX_MEMBER_BYTES", 5000)
+    monkeypatch.setattr(tars, "MAX_TEXT_BYTES", 500)
+    members = [
+        ("a.jpg", bytes(6000)),
+        ("a.json", TALK),
+        ("b.jpg", encoded(0)),
+        ("b.json", TALK),
+        ("c.jpg", encoded(1)),
+        ("c.txt", "x" * 600),
+    ]
+    assert outcomes(opened(archive(tmp_path / "x.tar", members))) == ["file_too_large", "a dot", "file_too_large"]
+
+
+@pytest.mark.parametrize("at", range(0, 9000, 450))
+def test_an_archive_cut_anywhere_keeps_what_is_whole(tmp_path: Path, at: int) -> None:
+    """And says so, unless it ends between two members; nobody can tell then."""
+    members = [(f"{n}.{e}", encoded(n) if e == "jpg" else TALK) for n in range(4) for e in ("jpg", "json")]
+    path = archive(tmp_path / "x.tar", members)
+    data = path.read_bytes()
+    with tarfile.open(path) as whole:
+        begins = [m.offset for m in whole][2::2]  # of the second sample and those after it
+        end = max(m.offset_data + m.size for m in whole)
+    path.write_bytes(data[:at])
+    archive(tmp_path / "a.tar", [("k.jpg", encoded(0)), ("k.json", TALK)])
+    found = outcomes(open_source(Source(path=str(tmp_path / "*.tar"))))[1:]
+    if at >= end + 512:
+        assert found == ["a dot"] * 4
+    else:
+        assert found == ["a dot"] * sum(begin + 512 <= at for begin in begins) + ["damaged_tar"]
+
+
+def test_a_header_that_is_none_does_not_end_an_archive_in_silence(tmp_path: Path) -> None:
+    members = [(f"{n}.{e}", encoded(n) if e == "jpg" else TALK) for n in range(4) for e in ("jpg", "json")]
+    path = archive(tmp_path / "x.tar", members)
+    with tarfile.open(path) as whole:
+        begin = whole.getmembers()[4].offset
+    data = bytearray(path.read_bytes())
+    data[begin : begin + 512] = b"\x7f" * 512
+    path.write_bytes(data)
+    assert outcomes(opened(path)) == ["a dot", "damaged_tar"]  # whether the second one had more members was told there
+
+
+def test_a_size_beyond_the_archive(tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.tar", [("a.jpg", encoded(0)), ("a.json", TALK)])
+    info = tarfile.TarInfo("b.jpg")
+    info.size = 1 << 60
+    data = path.read_bytes()
+    with tarfile.open(path) as whole:
+        end = whole.getmembers()[-1].offset_data + 512
+    path.write_bytes(data[:end] + info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    assert outcomes(opened(path)) == ["a dot", "damaged_tar"]
+
+
+def test_a_long_name_of_a_hostile_length_takes_no_memory(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 1 << 40
+    path = archive(tmp_path / "x.tar", [(f"{k}.{e}", encoded(0) if e == "jpg" else TALK) for k in "ab" for e in ("jpg", "json")])
+    with tarfile.open(path) as whole:
+        end = whole.getmembers()[-1].offset_data + 512
+    path.write_bytes(path.read_bytes()[:end] + info.tobuf(tarfile.GNU_FORMAT) + b"x" * 1024)
+    assert outcomes(opened(path)) == ["a dot", "damaged_tar"]
+
+
+@pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz", "x.tar"])
+def test_compressed_archives_are_refused(tmp_path: Path, name: str) -> None:
+    plain = archive(tmp_path / "plain.tar", [("a.jpg", encoded(0)), ("a.json", TALK)])
+    (tmp_path / name).write_bytes(gzip.compress(plain.read_bytes()))
+    with pytest.raises(Refused, match=r"is compressed .* Decompress it"):
+        opened(tmp_path / name)
+
+
+def test_an_archive_that_changes_stops_the_run(tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.tar", [("a.jpg", encoded(0)), ("a.json", TALK)])
+    rows = opened(path)
+    place, _, sample = next(rows.rows_in(0))
+    assert not isinstance(sample, BadSample)
+    archive(path, [("a.jpg", encoded(1)), ("a.json", TALK), ("b.jpg", encoded(1))])
+    for read in (lambda: rows.read(place), lambda: list(rows.rows_in(0)), lambda: decode(sample.pictures[0])):
+        with pytest.raises(StorageFailed, match=r"x\.tar has changed since it was opened"):
+            read()
+    path.unlink()
+    with pytest.raises(StorageFailed, match="No such file"):
+        rows.read(place)
