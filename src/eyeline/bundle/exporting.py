@@ -14,7 +14,7 @@ from eyeline.checkpoint.tensors import SHARD_BYTES, Key, key_of, renamed, write_
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_json
 from eyeline.core.log import say
-from eyeline.models import Config, Model, family_of
+from eyeline.models import Config, Model, facts, family_of
 from eyeline.models.forms import Form
 from eyeline.models.lora import LoRALinear
 
@@ -117,6 +117,11 @@ def _module(on_disk: str, form: Form) -> str:
     return on_disk.rpartition(".")[0]
 
 
+# In a model with experts peft (0.21) takes every target of these names for the experts', which were layers of such names once. So
+# a layer beside them is adapted as a parameter, which has no dropout.
+EXPERTS_NAMES = (".gate_proj", ".up_proj", ".down_proj")
+
+
 def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base: str) -> None:
     """adapter_config.json and adapter_model.safetensors as peft writes them, the layers of the projector in `modules_to_save`.
 
@@ -125,6 +130,7 @@ def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base:
     rules = family_of(config).keys(config, form)
     adapted = _adapted(model)
     wanted = {key.theirs: key for key in (key_of(f"{name}.weight", rules) for name in adapted)}
+    mixed = facts(config).experts is not None
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float | int] = {}
@@ -132,13 +138,15 @@ def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base:
         name = _module(key.theirs, form)
         a_rI, b_Or, scale = _fused(key, model, adapted)
         tensors |= {f"base_model.model.{name}.lora_A.weight": a_rI, f"base_model.model.{name}.lora_B.weight": b_Or}
-        ranks[name], alphas[name] = len(a_rI), _whole(scale * len(a_rI))
+        target = f"{name}.weight" if mixed and name.endswith(EXPERTS_NAMES) else name
+        ranks[target], alphas[target] = len(a_rI), _whole(scale * len(a_rI))
     projector = [(name, x) for name, x in weights(model, True, torch.float32) if name.startswith("projector.")]
     saved = list(renamed(projector, rules))
     for theirs, x in saved:
         tensors[f"base_model.model.{_module(theirs, form)}.{theirs.rpartition('.')[2]}"] = x
     write_file(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
 
+    parameters = sorted(target for target in ranks if target.endswith(".weight"))
     first = next(iter(ranks))  # the others are listed apart where they differ
     settings = {
         "peft_type": "LORA",
@@ -149,8 +157,9 @@ def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base:
         "lora_alpha": alphas[first],
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != ranks[first]},
         "alpha_pattern": {name: alpha for name, alpha in alphas.items() if alpha != alphas[first]},
-        "lora_dropout": max(layer.dropout for layer in adapted.values()),  # peft has one for all
-        "target_modules": sorted(ranks),
+        "lora_dropout": 0.0 if parameters else max(layer.dropout for layer in adapted.values()),  # peft has one for all
+        "target_modules": sorted(ranks.keys() - set(parameters)),
+        "target_parameters": parameters or None,
         "modules_to_save": sorted({_module(theirs, form) for theirs, _ in saved}) or None,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -279,6 +279,7 @@ class Facts:
     image: ImageRule | None  # None: a text-only model
     vocabulary: int  # rows of the embedding: no token id may reach it
     longest: int  # positions the language model was made for
+    experts: str | None = None  # pattern of its mixtures of experts
     unused: tuple[str, ...] = ()  # modules that no output depends on: kept so that exports are whole, never trained
 
 

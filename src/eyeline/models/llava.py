@@ -179,6 +179,7 @@ def facts(c: Config) -> Facts:
         image=c.vision.rule(c.projector.shuffle),
         vocabulary=c.language.vocabulary,
         longest=c.language.longest,
+        experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
         unused=(
             *(f"vision.blocks.{i}" for i in range(c.depth, c.vision.layers)),
             *(() if c.feature_norm else ("vision.norm",)),

@@ -60,6 +60,7 @@ def facts(c: Config) -> Facts:
         image=None,
         vocabulary=c.language.vocabulary,
         longest=c.language.longest,
+        experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
     )
 
 

@@ -10,6 +10,7 @@ from eyeline.core.batch import Document, Image
 from eyeline.core.randomness import rng_for
 from eyeline.models import llava, qwen2, siglip2
 from eyeline.models.forms import MediaTokens
+from tests.models.cases import text
 from tests.models.twins import IMAGE_TOKEN, VOCABULARY, Case, documents, normalised, picture, token_inputs, twin_of
 
 VISION = siglip2.Config(
@@ -47,6 +48,10 @@ EARLIER = llava.Config(vision=VISION, language=language(tied=False, head_dim=8),
 SHUFFLING = llava.Config(vision=EVEN, projector=SHUFFLED, language=language(tied=False))
 BY_FOUR = llava.Config(vision=EVEN, projector=llava.ProjectorConfig(shuffle=4), language=language(tied=True, head_dim=4))
 CONFIGS = {"tied": TIED, "untied, layer before the last": EARLIER, "shuffled untied": SHUFFLING, "shuffled by four, tied": BY_FOUR}
+for name in ("qwen3 tied", "qwen3, some layers of experts", "llama, stretched"):  # both classes take any language model
+    CONFIGS[f"{name}, as LLaVA"] = llava.Config(vision=VISION, language=text.CONFIGS[name], feature_norm=False)
+for name in ("qwen3 of experts", "llama"):
+    CONFIGS[f"{name}, as LFM2-VL"] = llava.Config(vision=EVEN, projector=SHUFFLED, language=text.CONFIGS[name])
 
 
 def shown(c: llava.Config) -> list[Image]:
