@@ -138,6 +138,7 @@ def import_model(
     norm: Annotated[bool, typer.Option(help="A LayerNorm before the projector.")] = False,
     feature_layer: Annotated[int, typer.Option(help="Hidden state of the tower: -1 after its last block.")] = -1,
     feature_norm: Annotated[bool, typer.Option(help="Apply the tower's final norm.")] = True,
+    tiles: Annotated[int | None, typer.Option(help="Cut large pictures: most images of one, its whole among them.")] = None,
     template: Annotated[str | None, typer.Option(help="Chat template; the tokenizer's own, where we know it, when not given.")] = None,
     seed: Annotated[int, typer.Option(help="Of the fresh projector.")] = 0,
     download_only: Annotated[bool, typer.Option("--download-only", help="Only fetch the models into FOLDER.")] = False,
@@ -168,6 +169,7 @@ def import_model(
             projector=settings_of(ProjectorConfig, shape, "the projector asked for"),
             feature_layer=feature_layer,
             feature_norm=feature_norm,
+            tiles=tiles,
             template=template,
             seed=seed,
         )

@@ -17,8 +17,8 @@ from eyeline.bundle.bundle import open_bundle, recognised
 from eyeline.bundle.importing import import_model
 from eyeline.core.errors import Refused
 from eyeline.data.templates import QWEN_SYSTEM, TEMPLATES
-from eyeline.models import llava
-from tests.bundle.tiny import ROWS, built, save_language, save_vision, tokenizer, without_image_token
+from eyeline.models import facts, family_of, llava
+from tests.bundle.tiny import ROWS, SIDE, asked, built, our_logits, save_language, save_vision, tokenizer, without_image_token
 from tests.command import Command
 
 Capture = pytest.CaptureFixture[str]
@@ -333,3 +333,18 @@ def test_a_whole_model_is_taken_in_with_the_controls_of_its_template(hub: Path, 
 def test_a_whole_model_or_two_parts(eyeline: Command, options: tuple[str, ...], message: str) -> None:
     done = eyeline("import", "out", *options)
     assert (done.code, message in done.err) == (2, True), done.err
+
+
+def test_tiles_bring_their_marks(hub: Path, tmp_path: Path) -> None:
+    """A picture of twice the tower's side is shown whole and in four tiles, each after the token that says which it is."""
+    import_model(hub / "siglip", hub / "tied", tmp_path / "model", tiles=5)
+    opened = open_bundle(tmp_path / "model")
+    assert opened.form == llava.PARTS
+    encoder, rule = opened.bundle.encoder(), facts(opened.bundle.config).image
+    document = asked(opened.bundle, rule, tmp_path, size=2 * SIDE)
+    assert len(document.images) == 10  # of two pictures
+    text = encoder.decode(document.tokens_T.tolist(), special=True)
+    tiles = "".join(f"<row_{r}_col_{c}>" + "<|image_pad|>" * 16 for r in (1, 2) for c in (1, 2))
+    assert text.count("<|global_image|>" + "<|image_pad|>" * 16 + tiles) == 2
+    assert our_logits(built(opened.bundle, seed=1), document).isfinite().all()
+    assert family_of(opened.bundle.config).form(opened.bundle.config).name == "parts"

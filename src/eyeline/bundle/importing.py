@@ -41,6 +41,7 @@ def import_model(
     projector: llava.ProjectorConfig | None = None,
     feature_layer: int = -1,
     feature_norm: bool = True,
+    tiles: int | None = None,
     template: str | None = None,
     seed: int = 0,
     max_shard_bytes: int = SHARD_BYTES,
@@ -60,6 +61,7 @@ def import_model(
             language=language_from_hf(read_config(language)),
             feature_layer=feature_layer,
             feature_norm=feature_norm,
+            tiles=tiles,
         )
     except ValidationError as error:
         raise Refused("; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())) from error

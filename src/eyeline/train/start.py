@@ -19,7 +19,7 @@ from eyeline.core.files import read_json, read_lines, read_object, write_atomica
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.loader import training_texts
 from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import Encoder, load_tokenizer, train_bpe
+from eyeline.data.tokenizer import Encoder, add_tokens, load_tokenizer, train_bpe
 from eyeline.models import Model
 from eyeline.models.lora import LoRA
 from eyeline.parallel.launch import Machine
@@ -151,7 +151,10 @@ def description(run: Run) -> Bundle:
         tokenizer = load_tokenizer(Path(run.model.tokenizer))
     else:
         texts = (text for stage in run.stages for text in training_texts(stage.data))
-        tokenizer = train_bpe(texts, models.facts(config).vocabulary, template)
+        facts = models.facts(config)
+        marks = facts.image.marks if facts.image else ()
+        tokenizer = train_bpe(texts, facts.vocabulary - len(marks), template)
+        add_tokens(tokenizer, template, marks)
     return Bundle(config, tokenizer, template.name)
 
 
