@@ -19,8 +19,8 @@ saved: the same command goes on from there.
 """
 
 IMPORT_EXAMPLE = """
-Examples: eyeline import models/start --vision google/siglip2-base-patch16-224 --language Qwen/Qwen2.5-0.5B-Instruct ·
-eyeline import models/smol --model HuggingFaceTB/SmolLM2-135M-Instruct --template qwen2.5
+Example: eyeline import models/start --vision google/siglip2-base-patch16-224 --language Qwen/Qwen2.5-0.5B-Instruct   (or a whole
+model: --model Qwen/Qwen3-VL-2B-Instruct)
 """
 
 app = typer.Typer(
