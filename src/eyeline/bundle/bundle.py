@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from pydantic import ValidationError
 from torch import Tensor
 
-from eyeline.bundle.folders import new_folder, read_config, read_preprocessor
+from eyeline.bundle.folders import new_folder, read_config, read_preprocessor, read_video_preprocessor
 from eyeline.checkpoint import store
 from eyeline.checkpoint.tensors import entries_in, key_of, stream
 from eyeline.core.errors import Refused, nearest
@@ -106,7 +106,7 @@ def load_folder(model: Model, config: Config, form: Form, folder: Path) -> None:
 def stream_place(tensors: Mapping[str, Tensor], config: Config, form: Form, place: str, where: Path) -> Iterator[tuple[str, Tensor]]:
     """`checkpoint.stream` of the tensors that belong to one place of a form. `tensors` are a whole model's."""
     family = family_of(config)
-    found = [_join(place, name) for name in entries_in(where)]
+    found = {_join(place, name): entry.shape for name, entry in entries_in(where).items()}
     rules = family.keys(config, form, found)
     here = {name: x for name, x in tensors.items() if place_of(name, rules) == place}
     dropped = [pattern.rpartition("/")[2] for pattern in family.dropped(config, form) if pattern.rpartition("/")[0] == place]
@@ -232,7 +232,7 @@ def read_shape(folder: Path) -> tuple[Config, Form]:
     kind = hf.get("model_type")
     for family in FAMILIES.values():
         if kind in family.MODEL_TYPES:
-            config = family.from_hf(hf, read_preprocessor(folder))
+            config = family.from_hf(hf, read_preprocessor(folder), read_video_preprocessor(folder))
             form = family.form(config)
             if form.name == "parts":
                 raise Refused(f"{folder} holds a {kind} model that Eyeline would not compute as transformers does: {form.reason}.")

@@ -64,8 +64,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_preprocessor(folder: Path) -> dict[str, Any] | None:
     """How pictures are prepared, if the folder says: preprocessor_config.json, or that part of processor_config.json, where
     transformers 5 puts it when a whole processor is saved."""
-    if (folder / "preprocessor_config.json").exists():
-        return read_object(folder / "preprocessor_config.json")
+    return _processor(folder, "preprocessor_config.json", "image_processor")
+
+
+def read_video_preprocessor(folder: Path) -> dict[str, Any] | None:
+    """The same of films."""
+    return _processor(folder, "video_preprocessor_config.json", "video_processor")
+
+
+def _processor(folder: Path, name: str, part: str) -> dict[str, Any] | None:
+    if (folder / name).exists():
+        return read_object(folder / name)
     whole = read_object(folder / "processor_config.json") if (folder / "processor_config.json").exists() else {}
-    part = whole.get("image_processor")
-    return part if isinstance(part, dict) else None
+    found = whole.get(part)
+    return found if isinstance(found, dict) else None

@@ -1,6 +1,7 @@
 """Checkpoints of transformers become bundles: a whole one as it is, or a tower and a language model with a fresh projector."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,7 +66,8 @@ def import_model(
         )
     except ValidationError as error:
         raise Refused("; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())) from error
-    return _take(config, llava.PARTS, {"vision": vision, "language": language}, language, template, out, max_shard_bytes, seed)
+    weights = partial(_weights, config, llava.PARTS, {"vision": vision, "language": language}, seed)
+    return take(config, llava.PARTS, weights, language, template, out, max_shard_bytes)
 
 
 def import_whole(model: Path, out: Path, *, template: str | None = None, max_shard_bytes: int = SHARD_BYTES) -> Bundle:
@@ -78,20 +80,20 @@ def import_whole(model: Path, out: Path, *, template: str | None = None, max_sha
     Raises Refused, and writes nothing, when the folder is not what it should be.
     """
     config, form = read_shape(model)
-    return _take(config, form, dict.fromkeys(places(config, form), model), model, template, out, max_shard_bytes)
+    weights = partial(_weights, config, form, dict.fromkeys(places(config, form), model), 0)
+    return take(config, form, weights, model, template, out, max_shard_bytes)
 
 
-def _take(
+def take(
     config: Config,
     form: Form,
-    sources: dict[str, Path],
+    weights: Callable[[int], Iterator[tuple[str, Tensor]]],
     tokenizers: Path,
     template: str | None,
     out: Path,
     max_shard_bytes: int,
-    seed: int = 0,
 ) -> Bundle:
-    """Write a bundle whose weights come from `sources`, by place; a part that has no source is fresh."""
+    """Write a bundle of these weights, which are asked for with the rows that the embedding must have."""
     tokenizer = load_tokenizer(tokenizers)
     if template is None:
         template = recognised(tokenizer, tokenizers)
@@ -105,7 +107,7 @@ def _take(
     bundle = Bundle(grown, tokenizer, template)
     refuse_misfit(bundle)
     with new_folder(out) as folder:
-        write_model(bundle, _weights(config, form, sources, grown.language.vocabulary, seed), folder, form, max_shard_bytes)
+        write_model(bundle, weights(grown.language.vocabulary), folder, form, max_shard_bytes)
         write_settings(bundle, folder, form)
     if added:
         where = f"rows {needed - len(added)} to {needed - 1}" + (
@@ -117,8 +119,9 @@ def _take(
     return bundle
 
 
-def _weights(config: Config, form: Form, sources: dict[str, Path], rows: int, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model of this config, one at a time, its embedding (and head) with `rows` rows."""
+def _weights(config: Config, form: Form, sources: dict[str, Path], seed: int, rows: int) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model of this config, one at a time, from `sources`, by place; a part that has none is fresh. The embedding
+    (and head) has `rows` rows."""
     with torch.device("meta"):
         shape = family_of(config).Model(config, torch.float32)
     tensors = named(shape)

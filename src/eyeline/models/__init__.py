@@ -3,15 +3,14 @@
 A family is a module of the interface `Family`. To add one: write it, and add it to `FAMILIES` and to `Config` and `Model`.
 """
 
-from collections.abc import Collection
 from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Discriminator, Tag, TypeAdapter
 
 from eyeline.core.facts import Facts, KeyRule
-from eyeline.models import llava, text
-from eyeline.models.forms import Files, Form, MediaTokens
+from eyeline.models import llava, qwen3_vl, qwen_vl, text
+from eyeline.models.forms import NONE, Files, Form, MediaTokens, Shapes
 from eyeline.models.hf_config import Json
 
 
@@ -29,8 +28,8 @@ class Family(Protocol):
         """Which class of transformers computes the same."""
         ...
 
-    def keys(self, c: Any, form: Form, found: Collection[str] = (), /) -> tuple[KeyRule, ...]:
-        """Our tensors, and their names in a folder of this form; where folders differ, by the names `found` in one."""
+    def keys(self, c: Any, form: Form, found: Shapes = NONE, /) -> tuple[KeyRule, ...]:
+        """Our tensors, and their names in a folder of this form; where folders differ, by what is `found` in one."""
         ...
 
     def dropped(self, c: Any, form: Form, /) -> tuple[str, ...]:
@@ -38,13 +37,13 @@ class Family(Protocol):
         ...
 
     def to_hf(self, c: Any, form: Form, tokens: MediaTokens, /) -> Files: ...
-    def from_hf(self, config_json: Json, preprocessor_json: Json | None, /) -> Any:
-        """The config that such a folder describes. Raises Refused."""
+    def from_hf(self, config_json: Json, preprocessor_json: Json | None, video_json: Json | None = None, /) -> Any:
+        """The config that such a folder describes, with its files for stills and films. Raises Refused."""
         ...
 
 
-FAMILIES: dict[str, Family] = {"llava": llava, "text": text}
-Model = llava.Model | text.Model
+FAMILIES: dict[str, Family] = {"llava": llava, "text": text, "qwen3_vl": qwen3_vl}
+Model = llava.Model | text.Model | qwen_vl.Model
 
 
 def _family(config: Any) -> Any:
@@ -52,7 +51,10 @@ def _family(config: Any) -> Any:
     return config.get("family", "llava") if isinstance(config, dict) else getattr(config, "family", None)
 
 
-Config = Annotated[Annotated[llava.Config, Tag("llava")] | Annotated[text.Config, Tag("text")], Discriminator(_family)]
+Config = Annotated[
+    Annotated[llava.Config, Tag("llava")] | Annotated[text.Config, Tag("text")] | Annotated[qwen3_vl.Config, Tag("qwen3_vl")],
+    Discriminator(_family),
+]
 CONFIG: TypeAdapter[Config] = TypeAdapter(Config)
 
 

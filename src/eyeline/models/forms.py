@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from eyeline.models.hf_config import Json
 
 Files = dict[str, Json]  # name inside the folder -> content
+Shapes = Mapping[str, tuple[int, ...]]  # of the tensors that lie in a folder, by name
+NONE: Shapes = {}
 
 
 @dataclass(frozen=True)
@@ -30,3 +32,8 @@ class MediaTokens:
     video: int | None = None  # of a film
     start: int | None = None  # before them
     end: int | None = None  # after them
+
+
+def within(theirs: str) -> str:
+    """The name of a causal language model's tensor where that model is a module of another one."""
+    return "model.language_model." + theirs.removeprefix("model.") if theirs.startswith("model.") else theirs

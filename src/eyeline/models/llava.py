@@ -22,7 +22,7 @@ from eyeline.core.settings import Positive, Settings
 from eyeline.models import qwen3, siglip2
 from eyeline.models.decoder import Cache
 from eyeline.models.flops import Tally, learns
-from eyeline.models.forms import Files, Form, MediaTokens
+from eyeline.models.forms import NONE, Files, Form, MediaTokens, Shapes, within
 from eyeline.models.hf_config import Json, expect, integer, made, section
 from eyeline.models.languages import LANGUAGES, LanguageConfig, language_from_hf
 from eyeline.models.layers import LayerNorm, Linear, normal_
@@ -234,7 +234,7 @@ _LLAVA_MODULES = {
 PROJECTOR_KEYS = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2", "out": "linear"}
 
 
-def keys(c: Config, form: Form, found: Collection[str] = ()) -> tuple[KeyRule, ...]:
+def keys(c: Config, form: Form, found: Shapes = NONE) -> tuple[KeyRule, ...]:
     """Our tensors, and their names in a folder of this form as transformers 5 writes it. `found` are the names that a folder has:
     a tower that lies there as in the hub's files is read so."""
     language = LANGUAGES[c.language.family].keys(c.language)
@@ -244,7 +244,7 @@ def keys(c: Config, form: Form, found: Collection[str] = ()) -> tuple[KeyRule, .
             return (*tower, *_projector(c, "multi_modal_projector."), *prefixed(language, "language.", "language_model."))
         case "lfm2_vl":
             tower = _tower(siglip2.NAFLEX_KEYS, "model.vision_tower.", found)
-            inside = [replace(rule, theirs=_within(rule.theirs)) for rule in prefixed(language, "language.", "")]
+            inside = [replace(rule, theirs=within(rule.theirs)) for rule in prefixed(language, "language.", "")]
             return (*tower, *_projector(c, "model.multi_modal_projector."), *inside)
         case "parts":
             tower = _tower(siglip2.KEYS, "vision/", found)
@@ -254,14 +254,9 @@ def keys(c: Config, form: Form, found: Collection[str] = ()) -> tuple[KeyRule, .
             raise AssertionError(form.name)
 
 
-def _tower(rules: tuple[KeyRule, ...], prefix: str, found: Collection[str]) -> tuple[KeyRule, ...]:
+def _tower(rules: tuple[KeyRule, ...], prefix: str, found: Shapes) -> tuple[KeyRule, ...]:
     hub = prefix + siglip2.HUB_PREFIX
     return prefixed(rules, "vision.", hub if any(name.startswith(hub) for name in found) else prefix)
-
-
-def _within(theirs: str) -> str:
-    """The name of a causal language model's tensor where that model is a module of another one."""
-    return "model.language_model." + theirs.removeprefix("model.") if theirs.startswith("model.") else theirs
 
 
 def _projector(c: Config, prefix: str) -> list[KeyRule]:
@@ -332,7 +327,7 @@ def to_hf(c: Config, form: Form, tokens: MediaTokens) -> Files:
             raise AssertionError(form.name)
 
 
-def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
+def from_hf(config_json: Json, preprocessor_json: Json | None, _video_json: Json | None = None) -> Config:
     """The model described by a LLaVA or LFM2-VL folder with a SigLIP 2 tower and any language model of ours. Raises Refused."""
     where = "config.json"
     expect(where, config_json, {"projector_hidden_act": "gelu", "quantization_config": None})

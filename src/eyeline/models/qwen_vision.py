@@ -11,7 +11,8 @@ Dims: P patches of all images end to end  C numbers of a patch  D width  N image
 """
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from pydantic import model_validator
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.errors import Refused
-from eyeline.core.facts import KeyRule, Split
+from eyeline.core.facts import Area, Film, ImageRule, KeyRule, Split
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rotate
+from eyeline.models.flops import Tally, learns
 from eyeline.models.hf_config import Json, expect, integer, made, number
 from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
 from eyeline.models.siglip2 import FILTERS, HALF, normalised, sine_positions
@@ -66,6 +68,20 @@ class Config(Settings):
     def K(self) -> int:
         return self.width // self.heads
 
+    def rule(self) -> ImageRule:
+        """What preprocessing must do for this tower."""
+        return ImageRule(
+            patch=self.patch,
+            merge=self.merge,
+            mean=self.mean,
+            std=self.std,
+            resample="bicubic",
+            resize=Area(self.least, self.most),
+            frames=self.frames,
+            positions="grid",
+            film=Film(self.film_least, self.film_most),
+        )
+
 
 class Attention(nn.Module):
     def __init__(self, c: Config):
@@ -80,6 +96,11 @@ class Attention(nn.Module):
         q_PHK, k_PHK = rotate(q_PHK, cos_PK, sin_PK), rotate(k_PHK, cos_PK, sin_PK)
         return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1))
 
+    def count(self, tally: Tally, reached: bool) -> bool:
+        q, k, v = (project.count(tally, reached, "patch") for project in (self.q, self.k, self.v))
+        mixed = tally.attention("patch_pair", self.q.out_features // self.K, self.K, self.K, q, k, v)
+        return self.o.count(tally, mixed, "patch")
+
 
 class MLP(nn.Module):
     def __init__(self, c: Config):
@@ -88,6 +109,9 @@ class MLP(nn.Module):
 
     def forward(self, x_PD: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_PD), approximate="tanh"))
+
+    def count(self, tally: Tally, reached: bool) -> bool:
+        return self.down.count(tally, self.up.count(tally, reached, "patch"), "patch")
 
 
 class Block(nn.Module):
@@ -99,6 +123,10 @@ class Block(nn.Module):
     def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
         x_PD = x_PD + self.attn(self.norm1(x_PD), cos_PK, sin_PK, cu_N1, longest)
         return x_PD + self.mlp(self.norm2(x_PD))
+
+    def count(self, tally: Tally, reached: bool) -> bool:
+        reached |= self.attn.count(tally, reached or learns(self.norm1))
+        return self.mlp.count(tally, reached or learns(self.norm2)) or reached
 
 
 class Model(nn.Module):
@@ -130,6 +158,15 @@ class Model(nn.Module):
             if i in self.deep:
                 deep.append(x_PD)
         return [x_PD, *deep]
+
+    def count(self, tally: Tally) -> list[bool]:
+        reached = self.embed.count(tally, False, "patch") or learns(self.positions)
+        deep = []
+        for i, block in enumerate(self.blocks):
+            reached = tally.block(block, self.recompute, reached)
+            if i in self.deep:
+                deep.append(reached)
+        return [reached, *deep]
 
     @torch.no_grad()
     def initialise(self, rng: torch.Generator) -> None:
@@ -187,6 +224,9 @@ class Merger(nn.Module):
         x_MD = self.norm(x_PD.reshape(-1, self.width)) if self.joined else self.norm(x_PD).reshape(-1, self.width)
         return self.down(F.gelu(self.up(x_MD)))
 
+    def count(self, tally: Tally, reached: bool) -> bool:
+        return self.down.count(tally, self.up.count(tally, reached or learns(self.norm), "visual"), "visual")
+
 
 class Projector(nn.Module):
     """All mergers: visual tokens for the embedded text, and for each of `deep` those that DeepStack adds later."""
@@ -200,6 +240,10 @@ class Projector(nn.Module):
         """What the tower gave -> tokens_MD, and one more of that shape a DeepStack merger."""
         last_PD, *deep = features
         return self.main(last_PD), [merger(x_PD) for merger, x_PD in zip(self.deep, deep, strict=True)]
+
+    def count(self, tally: Tally, reached: list[bool]) -> tuple[bool, list[bool]]:
+        mergers = cast(Iterable[Merger], self.deep)  # a ModuleList forgets what it holds
+        return self.main.count(tally, reached[0]), [merger.count(tally, r) for merger, r in zip(mergers, reached[1:], strict=True)]
 
     @torch.no_grad()
     def initialise(self, rng: torch.Generator) -> None:
@@ -221,8 +265,11 @@ LINEARS = {
 SPLITS: dict[str, Split] = {LINEARS[name]: "split_out" for name in ("q", "k", "v", "up")}
 SPLITS |= {LINEARS[name]: "split_in" for name in ("o", "down")}
 SEAMS = ("blocks.*.attn.attend",)
-PROJECTOR_LINEARS = {"up": "main.up", "down": "main.down"}
-DEEP_LINEARS = {"deep_up": "deep.*.up", "deep_down": "deep.*.down"}
+
+
+def projector_linears(c: Config) -> dict[str, str]:
+    deep = {"deep_up": "deep.*.up", "deep_down": "deep.*.down"} if c.deep else {}
+    return {"up": "main.up", "down": "main.down", **deep}
 
 
 # ---- Hugging Face's names

@@ -11,7 +11,7 @@ from eyeline.core.facts import Facts, KeyRule, Part, prefixed
 from eyeline.core.settings import Settings
 from eyeline.models.decoder import Cache
 from eyeline.models.flops import Tally
-from eyeline.models.forms import Files, Form, MediaTokens
+from eyeline.models.forms import NONE, Files, Form, MediaTokens, Shapes
 from eyeline.models.hf_config import Json
 from eyeline.models.languages import LANGUAGES, LanguageConfig, language_from_hf
 
@@ -74,7 +74,7 @@ def form(_c: Config) -> Form:
     return Form("text", "a language model's own class")
 
 
-def keys(c: Config, _form: Form, _found: Collection[str] = ()) -> tuple[KeyRule, ...]:
+def keys(c: Config, _form: Form, _found: Shapes = NONE) -> tuple[KeyRule, ...]:
     return prefixed(LANGUAGES[c.language.family].keys(c.language), "language.", "")
 
 
@@ -86,5 +86,5 @@ def to_hf(c: Config, _form: Form, _tokens: MediaTokens) -> Files:
     return {"config.json": LANGUAGES[c.language.family].to_hf(c.language)}
 
 
-def from_hf(config_json: Json, _preprocessor_json: Json | None) -> Config:
+def from_hf(config_json: Json, _preprocessor_json: Json | None, _video_json: Json | None = None) -> Config:
     return Config(language=language_from_hf(config_json))

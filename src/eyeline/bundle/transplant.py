@@ -1,0 +1,114 @@
+"""A text Qwen3 and a SigLIP (2) tower become a model of Qwen3-VL's shape, to be trained on.
+
+What is the same. Text: the language model computes what it did, since time, row and column are equal there. The tower: blocks map
+one to one (norms, biases, tanh GELU, the same eps), and so does the learned table of positions. The patch embedding is spread
+over the frames of a patch, a share each, so that a still, which is repeated, is embedded as it was. The tower's last norm becomes the
+main merger's, which stands at the same place.
+
+What is not. Queries and keys are turned by the patch's row and column in every block, which SigLIP 2 does not do: features are those
+of another function, and the tower must be trained to be of use. Pictures keep their shape and native size, and the table is stretched
+over them; only a picture as large as SigLIP 2's meets the positions it was made for. They are resized by bicubic interpolation. The
+mergers' layers are fresh; what DeepStack's add to the language model starts at zero. The pooling head is left behind.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eyeline.bundle.bundle import Bundle, named
+from eyeline.bundle.folders import read_config, read_preprocessor
+from eyeline.bundle.importing import take, with_rows
+from eyeline.checkpoint.tensors import SHARD_BYTES, entries_in, stream
+from eyeline.core.errors import Refused
+from eyeline.core.randomness import torch_rng_for
+from eyeline.models import qwen3, qwen3_vl, qwen_vision, siglip2
+from eyeline.models.hf_config import made
+from eyeline.models.languages import LanguageConfig, language_from_hf
+
+
+def transplant(
+    vision: Path,
+    language: Path,
+    out: Path,
+    *,
+    deep: tuple[int, ...] | None = None,
+    template: str | None = None,
+    seed: int = 0,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> Bundle:
+    """Write the model into a new folder `out`, in Qwen3-VL's form; weights keep the dtype they are stored in. `deep` are the blocks of
+    the tower that DeepStack takes; None: three, evenly spread. `template` as in `import_whole`.
+
+    Raises Refused, and writes nothing, when a folder is not what it should be or the parts do not fit.
+    """
+    tower = siglip2.from_hf(read_config(vision), read_preprocessor(vision))
+    text = language_from_hf(read_config(language))
+    config = transplanted(tower, text, deep)
+
+    def weights(rows: int) -> Iterator[tuple[str, Tensor]]:
+        yield from _tower(tower, config.vision, vision)
+        yield from _mergers(config, seed)
+        with torch.device("meta"):
+            shape = named(qwen3.Model(config.language))
+        for name, x in stream(shape, language, qwen3.keys(config.language), qwen3.DROPPED):
+            grows = name in ("embed.weight", "head.weight") and len(x) < rows
+            yield f"language.{name}", with_rows(x, rows) if grows else x
+
+    return take(config, qwen3_vl.form(config), weights, language, template, out, max_shard_bytes)
+
+
+def transplanted(tower: siglip2.Config, text: LanguageConfig, deep: tuple[int, ...] | None = None) -> qwen3_vl.Config:
+    """The config of the model that the two become. Raises Refused where they cannot."""
+    if not isinstance(text, qwen3.Config):
+        raise Refused(f"the language model is of family {text.family}; Qwen3-VL's shape is made of a Qwen3, dense or of experts.")
+    if tower.eps != qwen_vision.EPS:
+        raise Refused(f"the tower's norms have layer_norm_eps={tower.eps}; Qwen3-VL's tower has {qwen_vision.EPS}. Use a SigLIP 2 tower.")
+    vision = {
+        "patch": tower.patch,
+        "width": tower.width,
+        "layers": tower.layers,
+        "heads": tower.heads,
+        "feed_forward": tower.feed_forward,
+        "side": tower.side,
+        "deep": tuple(tower.layers * k // 4 - 1 for k in (1, 2, 3)) if deep is None else deep,
+        "mean": tower.mean,
+        "std": tower.std,
+    }
+    half = text.head_dim // 2
+    beside = half * 5 // 16  # frequencies of the row, and of the column: 20 of 64 in Qwen3-VL
+    where = "the transplant"
+    sections = {"sections": text.sections or (half - 2 * beside, beside, beside)}
+    return made(
+        where,
+        qwen3_vl.Config,
+        {
+            "vision": made(where, qwen_vision.Config, vision),
+            "language": made(where, qwen3.Config, text.model_dump() | sections),
+        },
+    )
+
+
+def _tower(tower: siglip2.Config, c: qwen_vision.Config, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tower's tensors under the names that they have in Qwen3-VL's shape."""
+    with torch.device("meta"):
+        shape = named(siglip2.Model(tower))
+    prefixed = any(name.startswith(siglip2.HUB_PREFIX) for name in entries_in(folder))
+    for name, x in stream(shape, folder, siglip2.HUB_KEYS if prefixed else siglip2.KEYS, siglip2.DROPPED):
+        if name == "embed.weight":
+            x = spread(x, c.frames)
+        yield f"projector.main.{name}" if name.startswith("norm.") else f"vision.{name}", x
+
+
+def spread(weight_DC: Tensor, frames: int) -> Tensor:
+    """The embedding of patches of one frame, for patches that repeat it: a share of each weight for each frame."""
+    each_D3c = (weight_DC.float() / frames).to(weight_DC.dtype).unflatten(1, (3, -1))
+    return each_D3c[:, :, None].expand(-1, -1, frames, -1).flatten(1)
+
+
+def _mergers(c: qwen3_vl.Config, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Fresh ones, but for the norm that comes with the tower."""
+    fresh = qwen_vision.Projector(c.vision, c.language.width)
+    fresh.initialise(torch_rng_for(seed, "projector"))
+    yield from ((f"projector.{name}", x.detach()) for name, x in fresh.named_parameters() if not name.startswith("main.norm."))

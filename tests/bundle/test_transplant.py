@@ -1,0 +1,132 @@
+"""A text Qwen3 and a SigLIP tower in Qwen3-VL's shape: what is said to be the same is the same."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from eyeline.bundle.bundle import open_bundle
+from eyeline.bundle.transplant import spread, transplant
+from eyeline.core.batch import Document, Grid, Image
+from eyeline.core.errors import Refused
+from eyeline.data.batches import batch_of
+from eyeline.data.templates import TEMPLATES
+from eyeline.models import build, qwen_vision, qwen_vl
+from tests.bundle.tiny import PATCH, ROWS, SIDE, randomise, save_language, save_vision, tokenizer
+
+RATIO = SIDE // PATCH  # patches a side
+
+
+def save_qwen3(folder: Path, tied: bool, experts: int) -> Path:
+    shape = {
+        "vocab_size": ROWS, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    if experts:
+        more = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, **more))
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
+    randomise(model, 2)
+    model.save_pretrained(folder)
+    tokenizer(TEMPLATES["qwen3"]).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(params=[(True, 0), (False, 6)], ids=["dense", "experts"])
+def folders(request, tmp_path) -> tuple[Path, Path, Path]:
+    vision = save_vision(tmp_path / "vision", layer_norm_eps=1e-6, num_hidden_layers=4)
+    language = save_qwen3(tmp_path / "language", *request.param)
+    transplant(vision, language, tmp_path / "model")
+    return vision, language, tmp_path / "model"
+
+
+def opened(folder: Path) -> qwen_vl.Model:
+    found = open_bundle(folder)
+    model = build(found.bundle.config, "cpu")
+    found.load(model)
+    assert isinstance(model, qwen_vl.Model)
+    return model.eval()
+
+
+def picture() -> tuple[np.ndarray, Image]:
+    """One of SigLIP's own size: its pixels, and as the transplanted tower takes it."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, SIDE, SIDE), np.uint8)
+    cells = [(y, x) for y in range(0, RATIO, 2) for x in range(0, RATIO, 2)]
+    places = [(y + j, x + i) for y, x in cells for j in range(2) for i in range(2)]
+    cut = [pixels[:, None, y * PATCH : (y + 1) * PATCH, x * PATCH : (x + 1) * PATCH].repeat(2, 1).flatten() for y, x in places]
+    return pixels, Image("picture", np.stack(cut), np.array(places, np.int32), Grid(RATIO, RATIO), 2)
+
+
+def document(images: tuple[Image, ...], tokens: int) -> Document:
+    tokens_T = np.random.default_rng(1).integers(0, 200, tokens).astype(np.int32)
+    visual = np.arange(sum(i.tokens for i in images), dtype=np.int32)
+    return Document("one", tokens_T, np.zeros_like(tokens_T), visual, images)
+
+
+@torch.no_grad()
+def test_text_is_computed_as_before(folders):
+    _, language, model = folders
+    reference = transformers.AutoModelForCausalLM.from_pretrained(language)
+    d = document((), 20)
+    want_TV = reference(input_ids=torch.from_numpy(d.tokens_T).long()[None]).logits[0]
+    got_TV = opened(model)(replace(batch_of([d], None), labels_L=None))
+    torch.testing.assert_close(got_TV, want_TV, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_tower_is_siglips_but_for_its_rotations(folders, monkeypatch):
+    """With the rotations off, on a picture of the tower's own size, the main merger's norm gives the tower's normed features."""
+    vision, _, folder = folders
+    reference = transformers.SiglipModel.from_pretrained(vision).vision_model
+    pixels, image = picture()
+    mean, std = (torch.tensor(x)[:, None, None] for x in ([0.5, 0.4, 0.6], [0.5, 0.3, 0.25]))
+    normed = (torch.from_numpy(pixels).float() / 255 - mean) / std
+    want_PD = reference(normed[None]).last_hidden_state[0][[int(y) * RATIO + int(x) for y, x in image.places_P2]]
+
+    model, batch = opened(folder), batch_of([document((image,), 9)], None)
+    inputs = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
+    assert (model.projector.main.norm(model.vision(*inputs)[0]) - want_PD).abs().max() > 0.1, "rotations do change it"
+
+    def still(places_P2: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(len(places_P2), head_dim), torch.zeros(len(places_P2), head_dim)
+
+    monkeypatch.setattr(qwen_vision, "axial_tables", still)
+    torch.testing.assert_close(model.projector.main.norm(model.vision(*inputs)[0]), want_PD, rtol=1e-4, atol=1e-4)
+    assert not any(x.any() for x in model.projector(model.vision(*inputs))[1]), "DeepStack starts at zero"
+
+
+def test_transformers_loads_it(folders):
+    _, _, folder = folders
+    config = json.loads((folder / "config.json").read_text())
+    cls = getattr(transformers, config["architectures"][0])
+    _, info = cls.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert config["vision_config"]["deepstack_visual_indexes"] == [0, 1, 2]
+
+
+def test_a_still_is_embedded_as_it_was():
+    rng = torch.Generator().manual_seed(0)
+    weight, patch = torch.randn(5, 12, generator=rng), torch.randn(7, 3, 1, 4, generator=rng)
+    want = patch.flatten(1) @ weight.T
+    for frames in (1, 2, 3):
+        still = patch.expand(-1, -1, frames, -1).flatten(1)
+        torch.testing.assert_close(still @ spread(weight, frames).T, want)
+
+
+def test_parts_that_cannot_become_one_are_refused(tmp_path):
+    vision, other = save_vision(tmp_path / "vision", layer_norm_eps=1e-6), save_vision(tmp_path / "other", layer_norm_eps=1e-5)
+    language, qwen2 = save_qwen3(tmp_path / "language", True, 0), save_language(tmp_path / "qwen2")
+    with pytest.raises(Refused, match="family qwen2"):
+        transplant(vision, qwen2, tmp_path / "out")
+    with pytest.raises(Refused, match="layer_norm_eps=1e-05"):
+        transplant(other, language, tmp_path / "out")
+    with pytest.raises(Refused, match="ascending"):
+        transplant(vision, language, tmp_path / "out", deep=(7,))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,108 @@
+"""Qwen3-VL on disk: the hub's layout of experts, settings that come back, and what is refused."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from eyeline.checkpoint.tensors import entries_in, load_into, renamed, write_folder
+from eyeline.core.errors import Refused
+from eyeline.models import build, family_of, qwen3_vl
+from tests.models import twins
+from tests.models.cases import CASES
+from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, language
+from tests.models.twins import close
+
+CONFIGS = [case for family in ("qwen3_vl",) for case in CASES[family]]
+
+
+def files(c: qwen3_vl.Config) -> dict[str, dict]:
+    return {name: dict(content) for name, content in qwen3_vl.to_hf(c, qwen3_vl.form(c), TOKENS).items()}
+
+
+@pytest.mark.parametrize("narrow", [8, 12, 24], ids=["I < D/2", "D = 2·I", "D = I"])
+def test_experts_as_the_hub_has_them(narrow, tmp_path):
+    """transformers and we read what we write, to the same logits; turned as on the hub, but for sides that are equal: transformers
+    takes those for its own layout."""
+    experts = SPARSE.model_copy(update={"feed_forward": narrow})
+    c = qwen3_vl.Config(vision=VISION, language=language(tied=False, experts=experts))
+    case = next(case for case in CASES["qwen3_vl"] if case.id == "experts")
+    form, ours = qwen3_vl.form(c), build(c, "cpu")
+    twins.randomise(ours)
+    write_folder(tmp_path, renamed(((name, p.detach()) for name, p in ours.named_parameters()), qwen3_vl.keys(c, form)))
+    (tmp_path / "config.json").write_text(json.dumps(files(c)["config.json"]))
+
+    there = {name: entry.shape for name, entry in entries_in(tmp_path).items()}
+    layer = "model.language_model.layers.1.mlp.experts."
+    assert there[layer + "gate_up_proj"] == (6, 24, 2 * narrow)
+    assert there[layer + "down_proj"] == (6, narrow, 24)
+
+    reference, info = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    again = build(c, "cpu")
+    load_into(dict(again.named_parameters()), tmp_path, qwen3_vl.keys(c, form, there))
+    with torch.no_grad():
+        logits = twins.logits_of(ours, twins.batch_of(case.documents, None))
+        close(logits, twins.reference(case, reference, case.documents)[1], "logits")
+        assert torch.equal(logits, twins.logits_of(again, twins.batch_of(case.documents, None)))
+
+
+@pytest.mark.parametrize("case", CONFIGS, ids=[case.id for case in CONFIGS])
+def test_settings_come_back(case):
+    vision = case.config.vision.model_copy(update={"least": 12, "most": 345, "film_least": 67, "film_most": 890})
+    c, family = case.config.model_copy(update={"vision": vision}), family_of(case.config)
+    written = family.to_hf(c, family.form(c), TOKENS)
+    stored = {name: json.loads(json.dumps(content)) for name, content in written.items()}
+    assert family.from_hf(stored["config.json"], stored["preprocessor_config.json"], stored["video_preprocessor_config.json"]) == c
+    assert stored["config.json"]["model_type"] in family.MODEL_TYPES
+
+
+def test_limits_of_published_checkpoints_where_files_are_missing():
+    c = qwen3_vl.Config(vision=VISION, language=language(tied=True))
+    found = qwen3_vl.from_hf(files(c)["config.json"], None).vision
+    assert (found.least, found.most, found.film_least, found.film_most) == (65_536, 16_777_216, 4_096, 25_165_824)
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "says"),
+    [
+        (None, {"model_type": "qwen2_5_vl"}, "qwen3_vl and qwen3_vl_moe"),
+        (None, {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (None, {"vision_config": None}, "no vision_config"),
+        ("text_config", {"model_type": "qwen3_vl_moe_text"}, "qwen3_vl_text"),
+        ("text_config", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn"),
+        ("text_config", {"attention_bias": True}, "attention_bias"),
+        ("vision_config", {"out_hidden_size": 25}, "out_hidden_size=25"),
+        ("vision_config", {"hidden_act": "silu"}, "hidden_act"),
+        ("vision_config", {"deepstack_visual_indexes": [0, 1, 2, 3]}, "below layers"),
+    ],
+)
+def test_another_model_is_refused(where, change, says):
+    config = files(qwen3_vl.Config(vision=VISION, language=language(tied=True)))["config.json"]
+    config |= change if where is None else {where: config[where] | change}
+    with pytest.raises(Refused, match=says):
+        qwen3_vl.from_hf(config, None)
+
+
+def test_ties_are_what_the_whole_folder_says():
+    """As the reference reads it: text_config may say otherwise."""
+    config = files(qwen3_vl.Config(vision=VISION, language=language(tied=True)))["config.json"]
+    config["text_config"]["tie_word_embeddings"] = False
+    assert qwen3_vl.from_hf(config, None).language.tied
+    del config["tie_word_embeddings"]
+    config["text_config"]["tie_word_embeddings"] = True
+    assert not qwen3_vl.from_hf(config, None).language.tied
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"language": language(tied=True).model_copy(update={"sections": None})}, "sections"),
+        ({"language": language(tied=True).model_copy(update={"layers": 1})}, "layers=1"),
+    ],
+)
+def test_contradictions_are_named(change, says):
+    c = qwen3_vl.Config(vision=VISION, language=language(tied=True))
+    with pytest.raises(ValueError, match=says):
+        qwen3_vl.Config(**({"vision": c.vision, "language": c.language} | change))
