@@ -209,7 +209,16 @@ def language(family: str, more: tuple[str, ...] = (), **turns: Any) -> dict[str,
     """Cases of the settings that every language model has."""
     at = "model.config.language."
     base = tuple(at + text for text in (f"family={family}", *more))
-    turns |= {"vocabulary": 280, "width": 8, "layers": 1, "heads": 1, "kv_heads": 2, "feed_forward": 16, "eps": 0.1, "rope_theta": 10}
+    turns = {
+        "vocabulary": 280,
+        "width": 8,
+        "layers": 1,
+        "heads": 1,
+        "kv_heads": 2,
+        "feed_forward": 16,
+        "eps": 0.1,
+        "rope_theta": 10,
+    } | turns
     return {
         f"model.config<llava>.language<{family}>.family": turned(f"{at}family=other", see=refusal, base=base),
         f"model.config<llava>.language<{family}>.longest": turned(f"{at}longest=4", see=refusal, base=base),
@@ -228,6 +237,25 @@ SPARSE = {
     "sparse_every": "sparse_every=2",
     "dense_layers": "dense_layers=[0]",
 }
+DELTA = (
+    "layers=4",
+    "head_dim=16",
+    "rotary=0.5",
+    "sections=[2, 1, 1]",
+    "delta={key_heads: 1, value_heads: 2, key_dim: 8, value_dim: 6}",
+)
+QWEN3_5 = tuple(f"model.config.language.{text}" for text in ("family=qwen3_5", *DELTA))
+SHARED = tuple(
+    f"model.config.language.{text}" for text in ("feed_forward=null", "shared=12", "experts={count: 4, active: 2, feed_forward: 8}")
+)
+REMEMBERED = {
+    "kinds": "kinds=[full_attention, linear_attention, linear_attention, full_attention]",
+    **{
+        f"delta.{leaf}": f"delta.{leaf}={n}"
+        for leaf, n in {"key_heads": 2, "value_heads": 3, "key_dim": 4, "value_dim": 4, "taps": 2}.items()
+    },
+}
+SHARING = {leaf: turn for leaf, turn in SPARSE.items() if leaf in ("experts.count", "experts.active", "experts.feed_forward")}
 STRETCHED = ("model.config.language.family=llama", "model.config.language.stretch={factor: 8, original: 16}")
 TEXT = (
     "model.config={family: text, language: {vocabulary: 300, width: 16, layers: 1, heads: 2, kv_heads: 1, feed_forward: 24, tied: true}}",
@@ -262,6 +290,25 @@ CASES: dict[str, Case] = {
         for leaf, turn in SPARSE.items()
     },
     "model.config<llava>.language<qwen3>.sections": turned("model.config.language.sections=[2, 1, 1]", see=refusal, base=QWEN3),
+    **language("qwen3_5", DELTA, layers=3),
+    "model.config<llava>.language<qwen3_5>.head_dim": turned(
+        "model.config.language.head_dim=32", "model.config.language.rotary=0.25", base=QWEN3_5
+    ),
+    **{
+        f"model.config<llava>.language<qwen3_5>.{leaf}": turned(f"model.config.language.{turn}", base=QWEN3_5)
+        for leaf, turn in REMEMBERED.items()
+    },
+    **{
+        f"model.config<llava>.language<qwen3_5>.{leaf}": turned(f"model.config.language.{turn}", base=(*QWEN3_5, *SHARED))
+        for leaf, turn in {**SHARING, "shared": "shared=8"}.items()
+    },
+    "model.config<llava>.language<qwen3_5>.experts.normalised": turned(
+        "model.config.language.experts.normalised=false", see=refusal, base=(*QWEN3_5, *SHARED)
+    ),
+    "model.config<llava>.language<qwen3_5>.rotary": turned(
+        "model.config.language.rotary=0.25", "model.config.language.sections=[1, 1, 0]", base=QWEN3_5
+    ),
+    "model.config<llava>.language<qwen3_5>.sections": turned("model.config.language.sections=[2, 2, 1]", see=refusal, base=QWEN3_5),
     **{
         f"model.config<llava>.language<llama>.stretch.{leaf}": turned(f"model.config.language.stretch.{leaf}={value}", base=STRETCHED)
         for leaf, value in {"factor": 2, "low": 2, "high": 6, "original": 32}.items()

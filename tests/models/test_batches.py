@@ -166,7 +166,7 @@ def test_bfloat16_over_float32_masters_stays_near(case: Case):
     for pattern in case.facts.blocks.values():
         for name, block in half.named_modules():
             if matches(pattern, name):
-                block.register_forward_hook(lambda *args: stream.append(args[-1].dtype))
+                block.register_forward_hook(lambda *args: stream.append(twins.first(args[-1]).dtype))
     logits_LV = twins.logits_of(half, batch)
     assert logits_LV.dtype == torch.float32
     close(logits_LV, twins.logits_of(model, batch), "logits", tolerance=case.half)

@@ -10,10 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eyeline.core.batch import Budget, Document
 from eyeline.data.batches import batch_of
+from eyeline.kernels.causal_conv import causal_conv
 from eyeline.models import build, flops
 from eyeline.models.layers import Attend
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Dispatch, ExpertWeights
+from eyeline.models.qwen3_5 import Scan
 from tests.models import twins
 from tests.models.cases import each_case, each_pictured_case
 from tests.models.test_freezing import WAYS, ready
@@ -50,11 +52,40 @@ class ExpertByExpert(nn.Module):
         return y_TD
 
 
+class TokenByToken(nn.Module):
+    """The gated delta rule by products that the counter knows; a memory is in need of a gradient from the start."""
+
+    def __init__(self, scan: Scan):
+        super().__init__()
+        self.K, self.J = scan.K, scan.J
+
+    def forward(
+        self, mixed: tuple[Tensor, ...], taps: tuple[Tensor, ...], decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor, _cache: None = None
+    ) -> Tensor:
+        q_TC, k_TC, v_TC = (causal_conv(x_TC, weight_CW, cu_S1) for x_TC, weight_CW in zip(mixed, taps, strict=True))
+        K, v_THJ = self.K, v_TC.unflatten(-1, (-1, self.J))
+        q_TGK, k_TGK = (x_TC.unflatten(-1, (-1, K)) for x_TC in (q_TC, k_TC))
+        unit = [x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q_TGK, k_TGK)]
+        q_THK, k_THK = (x.repeat_interleave(v_THJ.shape[1] // x.shape[1], 1) for x in unit)
+        outs = []
+        for start, end in pairwise(cu_S1.tolist()):
+            state_HKJ = torch.zeros(v_THJ.shape[1], K, self.J) + 0 * (k_THK.sum() + v_THJ.sum() + decay_TH.sum() + beta_TH.sum())
+            for t in range(start, end):
+                q_HK1, k_HK1 = q_THK[t, :, :, None], k_THK[t, :, :, None]
+                state_HKJ = state_HKJ * decay_TH[t].exp()[:, None, None]
+                error_H1J = (v_THJ[t, :, None] - torch.bmm(k_HK1.mT, state_HKJ)) * beta_TH[t, :, None, None]
+                state_HKJ = state_HKJ + torch.bmm(k_HK1, error_H1J)
+                outs.append(torch.bmm(q_HK1.mT, state_HKJ)[None, :, 0] * K**-0.5)
+        return torch.cat(outs)
+
+
 def visible(model: nn.Module) -> nn.Module:
     """The same model with products that the counter sees in place of opaque kernels."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Attend):
             model.set_submodule(name, PairByPair(module.causal))
+        if isinstance(module, Scan):
+            model.set_submodule(name, TokenByToken(module))
         if isinstance(module, Dispatch):
             model.set_submodule(name, ExpertByExpert())
     return model

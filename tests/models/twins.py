@@ -129,6 +129,11 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     return model(replace(batch, labels_L=None))
 
 
+def first(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The stream that a block gives on; those with experts say beside it where tokens went."""
+    return out[0] if isinstance(out, tuple) else out
+
+
 Run = tuple[Tensor, dict[str, Tensor]]
 
 

@@ -8,7 +8,7 @@ Dims: T tokens  S documents  D width  H query heads  G key/value heads  K head d
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,13 @@ class Cache(Protocol):
 
 class GeneratingBlock(Protocol):
     def new_cache(self, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> Cache: ...
+
+
+@runtime_checkable
+class StartsItself(Protocol):
+    """A layer that `Decoder.initialise` leaves its tensors to."""
+
+    def initialise(self, rng: torch.Generator) -> None: ...
 
 
 class Attention(nn.Module):
@@ -242,6 +249,9 @@ class Decoder(nn.Module):
                 normal_(parameter, 0.02, rng)
             else:
                 normal_(parameter, parameter.shape[-1] ** -0.5, rng)
+        for module in self.modules():
+            if module is not self and isinstance(module, StartsItself):
+                module.initialise(rng)
 
 
 # ---- experts of the decoders in a model

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Tag
 
 from eyeline.core.errors import Refused
-from eyeline.models import llama, qwen2, qwen3
+from eyeline.models import llama, qwen2, qwen3, qwen3_5
 from eyeline.models.hf_config import Json
 
-LANGUAGES: dict[str, ModuleType] = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama}
+LANGUAGES: dict[str, ModuleType] = {"qwen2": qwen2, "qwen3": qwen3, "qwen3_5": qwen3_5, "llama": llama}
 
 
 def _family(value: Any) -> Any:
@@ -23,7 +23,10 @@ def _family(value: Any) -> Any:
 
 
 LanguageConfig = Annotated[
-    Annotated[qwen2.Config, Tag("qwen2")] | Annotated[qwen3.Config, Tag("qwen3")] | Annotated[llama.Config, Tag("llama")],
+    Annotated[qwen2.Config, Tag("qwen2")]
+    | Annotated[qwen3.Config, Tag("qwen3")]
+    | Annotated[qwen3_5.Config, Tag("qwen3_5")]
+    | Annotated[llama.Config, Tag("llama")],
     Discriminator(_family),
 ]
 
