@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import eyeline.data.loader
+import eyeline.data.fetch
 import eyeline.train.loop as loop
 from eyeline.core.errors import Refused, TooManyRejects
 from eyeline.core.files import read_lines
@@ -153,9 +153,14 @@ def processes(recipe: dict[str, Any], folder: Path) -> int:
         return (dataset[index] for index in sampler)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eyeline.data.loader, "DataLoader", here)
+        patch.setattr(eyeline.data.fetch, "DataLoader", here)
         trained(recipe, folder)
     return asked
+
+
+def indexes(recipe: dict[str, Any], folder: Path) -> int:
+    """How many indexes a run keeps in its own folder."""
+    return len(list((trained(recipe, folder) / "index").glob("*/*.index")))
 
 
 def outcome(recipe: dict[str, Any], folder: Path) -> str:
@@ -199,6 +204,14 @@ OWN_JUDGES = (
     *VALIDATED,
 )
 MIXED = ("stages.0.data.sources=[{path: MIXED}]", "stages.0.data.max_reject_rate=1")
+
+
+SHARES = (
+    "stages.0.data.sources=[{path: DATA, kinds: [red]}, {path: DATA, kinds: [blue]}]",
+    "stages.0.data.blend=shares",
+    "stages.0.data.hold_out=0",
+    "validate_every=null",
+)
 
 
 def schedule(kind: str, **more: float) -> tuple[str, ...]:
@@ -333,12 +346,16 @@ CASES: dict[str, Case] = {
     "stages[].data.sources[].kinds": turned("stages.0.data.sources.0.kinds=[red]", base=("stages.0.data.hold_out=0",)),
     "stages[].data.sources[].repeat": turned("stages.0.data.sources.0.repeat=2"),
     "stages[].data.sources[].limit": turned("stages.0.data.sources.0.limit=9", base=("stages.0.data.hold_out=0",)),
+    "stages[].data.sources[].weight": turned("stages.0.data.sources.0.weight=4", base=SHARES),
+    "stages[].data.blend": turned("stages.0.data.blend=once", base=SHARES),
+    "stages[].data.cache": turned("stages.0.data.cache=INDEXES", see=indexes),
     "stages[].data.share_images": turned("stages.0.data.share_images=2", base=("stages.0.data.sources=[{path: DATA}, {path: DATA}]",)),
     "stages[].data.hold_out": turned("stages.0.data.hold_out=0.5"),
     "stages[].data.validation[].path": turned("stages.0.data.validation.0.path=MIXED", see=validations, base=OWN_JUDGES),
     "stages[].data.validation[].images": turned("stages.0.data.validation.0.images=OTHER", see=validations, base=OWN_JUDGES),
     "stages[].data.validation[].kinds": turned("stages.0.data.validation.0.kinds=[red]", see=validations, base=OWN_JUDGES),
     "stages[].data.validation[].repeat": turned("stages.0.data.validation.0.repeat=2", see=refusal, base=OWN_JUDGES),
+    "stages[].data.validation[].weight": turned("stages.0.data.validation.0.weight=2", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].limit": turned("stages.0.data.validation.0.limit=3", see=validations, base=OWN_JUDGES),
     "stages[].data.max_reject_rate": turned("stages.0.data.max_reject_rate=0", see=outcome, base=(*MIXED, "stages.0.steps=8")),
     "stages[].data.too_long": turned("stages.0.data.too_long=shrink", base=(*MIXED, "stages.0.batch.tokens=64")),
@@ -378,6 +395,7 @@ CASES: dict[str, Case] = {
     "evaluation.sources[].images": turned("evaluation.sources.0.images=NOWHERE", see=refusal),
     "evaluation.sources[].kinds": turned("evaluation.sources.0.kinds=[red]", see=evaluated, base=("evaluation.sources.0.limit=30",)),
     "evaluation.sources[].repeat": turned("evaluation.sources.0.repeat=2", see=refusal),
+    "evaluation.sources[].weight": turned("evaluation.sources.0.weight=2", see=refusal),
     "evaluation.sources[].limit": turned("evaluation.sources.0.limit=3", see=evaluated),
     "evaluation.max_tokens": turned("evaluation.max_tokens=2", see=evaluated),
     "precision": turned("precision=bf16"),
@@ -413,7 +431,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def placed(text: str, folder: Path) -> str:
     """The words in capitals as paths."""
-    paths = {"DATA": "data/data.json", "MIXED": "data/mixed.json", "OTHER": "other", "NOWHERE": "nowhere", "TOKENIZER": "tokenizer"}
+    paths = {
+        "DATA": "data/data.json",
+        "MIXED": "data/mixed.json",
+        "OTHER": "other",
+        "NOWHERE": "nowhere",
+        "TOKENIZER": "tokenizer",
+        "INDEXES": "indexes",
+    }
     for word, path in paths.items():
         text = text.replace(word, str(folder / path))
     return text

@@ -1,6 +1,10 @@
 """Conversations made in one line."""
 
+import pytest
+
 from eyeline.core.batch import Message, Picture, Sample, Text
+from eyeline.core.errors import BadSample
+from eyeline.data.sources import Rows
 
 
 def said(*turns: str | tuple[Picture | str, ...], system: str | None = None) -> tuple[Message, ...]:
@@ -17,3 +21,15 @@ def sample(*turns: str | tuple[Picture | str, ...], system: str | None = None) -
 
 
 DOT = Picture("dot.png", b"never opened")
+
+
+def row_of(rows: Rows, i: int = 0) -> Sample:
+    """Kept row i, found in order and read by its place: the same, or the same complaint."""
+    place, _, found = list(rows.kept())[i]
+    if isinstance(found, BadSample):
+        with pytest.raises(BadSample) as caught:
+            rows.read(place)
+        assert (caught.value.cause, caught.value.field) == (found.cause, found.field)
+        raise found
+    assert rows.read(place) == found
+    return found

@@ -9,9 +9,11 @@ import pytest
 
 from eyeline.core.batch import Picture, Text, Video
 from eyeline.core.errors import BadSample
+from eyeline.data.images import picture_key
 from eyeline.data.layouts import MAX_FRAMES
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sources import Rows, Source, open_source
+from tests.data.made import row_of
 
 FRAMES = ["clip/0.png", "clip/1.png", "clip/2.png"]
 ASKED = [{"from": "human", "value": "<video>\nwhat happens?"}, {"from": "gpt", "value": "nothing"}]
@@ -28,7 +30,7 @@ def opened(tmp_path: Path) -> Callable[..., Rows]:
 
 
 def films(rows: Rows) -> list[Video]:
-    return [medium for medium in rows.sample(0).media if isinstance(medium, Video)]
+    return [medium for medium in row_of(rows).media if isinstance(medium, Video)]
 
 
 def chat(*parts: Any) -> dict[str, Any]:
@@ -37,13 +39,13 @@ def chat(*parts: Any) -> dict[str, Any]:
 
 def test_a_column_of_frames_is_one_film(opened, tmp_path: Path) -> None:
     rows = opened({"video": FRAMES, "conversations": ASKED})
-    film, text = rows.sample(0).messages[0].parts
+    film, text = row_of(rows).messages[0].parts
     assert isinstance(film, Video)
     assert film.frames == tuple(Picture(name, tmp_path / name) for name in FRAMES)
     assert film.seconds == (0.0, 0.5, 1.0)  # two frames a second, where nothing is said
     assert text == Text("what happens?")
-    assert rows.sample(0).pictures == film.frames
-    assert rows.image_key(0) == "\n".join(str(tmp_path / name) for name in FRAMES)
+    assert row_of(rows).pictures == film.frames
+    assert [picture_key(p) for p in row_of(rows).pictures] == [str(tmp_path / name) for name in FRAMES]
 
 
 @pytest.mark.parametrize(
@@ -62,10 +64,10 @@ def test_times_are_taken_from_the_row_or_the_part(opened, timing: dict[str, Any]
 @pytest.mark.parametrize("column", ["video", "videos"])
 def test_several_films_and_pictures_keep_their_order(opened, column: str) -> None:
     rows = opened({column: [FRAMES[:2], FRAMES], "fps": [1, 4], "image": "a.png", "conversations": TWO})
-    first, _, picture, _, second, _ = rows.sample(0).messages[0].parts
+    first, _, picture, _, second, _ = row_of(rows).messages[0].parts
     assert isinstance(first, Video)
     assert isinstance(second, Video)
-    assert (first.seconds, picture, second.seconds) == ((0.0, 1.0), rows.sample(0).media[1], (0.0, 0.25, 0.5))
+    assert (first.seconds, picture, second.seconds) == ((0.0, 1.0), row_of(rows).media[1], (0.0, 0.25, 0.5))
 
 
 def test_bare_parts_and_strings_take_films_from_the_column(opened) -> None:
@@ -120,14 +122,14 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_bad_films(opened, name: str) -> None:
     row, cause, field = BAD[name]
     with pytest.raises(BadSample) as caught:
-        opened(row).sample(0)
+        row_of(opened(row))
     assert (caught.value.cause, caught.value.field) == (cause, field)
     assert caught.value.cause in CAUSES
 
 
 def test_a_film_file_is_refused_with_the_way_to_extract_its_frames(opened) -> None:
     with pytest.raises(BadSample, match=r"Extract them first, for example with: ffmpeg .* give the list of their paths"):
-        opened({"video": "a.mp4", "conversations": ASKED}).sample(0)
+        row_of(opened({"video": "a.mp4", "conversations": ASKED}))
 
 
 @pytest.mark.parametrize(
@@ -141,5 +143,5 @@ def test_a_film_file_is_refused_with_the_way_to_extract_its_frames(opened) -> No
 )
 def test_turns_of_tools_are_rejected_by_name(opened, row: dict[str, Any]) -> None:
     with pytest.raises(BadSample, match="of tools are not read") as caught:
-        opened(row).sample(0)
+        row_of(opened(row))
     assert caught.value.cause == "tool_turn"

@@ -1,6 +1,6 @@
-"""Packing loses nothing, breaks no bound, and goes on exactly where its state says."""
+"""Packing loses nothing, breaks no bound, wastes little, and goes on exactly where its bins say."""
 
-import json
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -8,75 +8,126 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyeline.core.batch import Budget
-from eyeline.data.packing import fullest, pack
+from eyeline.data.packing import Bin, Bins, flushed, packed
 
 BUDGET = Budget(100, 40)
 sizes = st.lists(st.tuples(st.integers(1, 100), st.integers(0, 40)), max_size=80)
 
 
-def named(sizes: list[tuple[int, int]]) -> list[tuple[list[int], int, int]]:
-    return [([n], *size) for n, size in enumerate(sizes)]
+def named(sizes: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    return [(n, *size) for n, size in enumerate(sizes)]
+
+
+def pack(items: list[tuple], budget: Budget = BUDGET, open_bins: int = 16) -> list[list]:
+    bins: Bins = []
+    return list(chain(packed(items, bins, budget, open_bins), flushed(bins)))
 
 
 @given(sizes, st.integers(0, 5))
 def test_every_item_once_and_within_the_budget(sizes: list[tuple[int, int]], open_bins: int) -> None:
-    packs = [items for items, _ in pack(named(sizes), BUDGET, open_bins)]
-    assert sorted(n for items in packs for (n,) in items) == list(range(len(sizes)))
+    packs = pack(named(sizes), open_bins=open_bins)
+    assert sorted(n for items in packs for n in items) == list(range(len(sizes)))
     for items in packs:
-        assert sum(sizes[n][0] for (n,) in items) <= BUDGET.tokens
-        assert sum(sizes[n][1] for (n,) in items) <= BUDGET.patches
+        assert sum(sizes[n][0] for n in items) <= BUDGET.tokens
+        assert sum(sizes[n][1] for n in items) <= BUDGET.patches
+
+
+def by_hand(sizes: list[tuple[int, int]], open_bins: int) -> list[list[int]]:
+    """The same rule, by looking at every bin for every item."""
+    bins: list[list[int]] = []
+    packs = []
+
+    def free(bin: list[int]) -> tuple[int, int]:
+        return BUDGET.tokens - sum(sizes[n][0] for n in bin), BUDGET.patches - sum(sizes[n][1] for n in bin)
+
+    def left(bin: list[int]) -> int:
+        return min(free(bin)[0] * BUDGET.patches, free(bin)[1] * BUDGET.tokens)
+
+    for n, (tokens, patches) in enumerate(sizes):
+        fits = [bin for bin in bins if free(bin)[0] >= tokens and free(bin)[1] >= patches]
+        best = min(fits, key=left) if fits else []
+        if not fits:
+            bins.append(best)
+        best.append(n)
+        if free(best)[0] == 0:
+            packs.append(best)
+            bins = [bin for bin in bins if bin is not best]
+        elif len(bins) > open_bins:
+            packs.append(min(bins, key=left))
+            bins = [bin for bin in bins if bin is not packs[-1]]
+    return packs + sorted(bins, key=left)
 
 
 @settings(deadline=None)
-@given(sizes, st.integers(1, 4))
-def test_it_goes_on_from_any_state(sizes: list[tuple[int, int]], open_bins: int) -> None:
-    """After each pack: the items that were taken and the stored bins are all there is to know."""
-    taken: list[int] = []
-
-    def items():
-        for n, item in enumerate(named(sizes)):
-            taken.append(n)
-            yield item
-
-    whole = [(p, json.dumps(bins), len(taken)) for p, bins in pack(items(), BUDGET, open_bins)]
-    for at, (_, bins, position) in enumerate(whole):
-        rest = list(pack(named(sizes)[position:], BUDGET, open_bins, json.loads(bins)))
-        assert [p for p, _ in rest] == [p for p, _, _ in whole[at + 1 :]]
+@given(sizes, st.integers(1, 5))
+def test_the_quick_search_finds_what_a_search_of_all_bins_finds(sizes: list[tuple[int, int]], open_bins: int) -> None:
+    assert pack(named(sizes), open_bins=open_bins) == by_hand(sizes, open_bins)
 
 
-def test_a_state_is_not_changed_later() -> None:
-    states = [bins for _, bins in pack(named([(60, 0), (60, 0), (30, 0), (60, 0), (10, 0)]), BUDGET, open_bins=1)]
-    first = json.dumps(states[0])
-    assert [len(s) for s in states] == [1, 1, 0]
-    assert json.dumps(states[0]) == first
+@settings(deadline=None)
+@given(sizes, st.integers(0, 80), st.integers(1, 4))
+def test_bins_are_all_there_is_to_remember(sizes: list[tuple[int, int]], cut: int, open_bins: int) -> None:
+    """Written down and taken up again they give the same packs as bins that were only handed on."""
+    handed: Bins = []
+    first = list(packed(named(sizes)[:cut], handed, BUDGET, open_bins))
+    written = [(bin.tokens, bin.patches, list(bin.items)) for bin in handed]
+    taken = [Bin(0, 0, tokens, patches, items).ranked(n, BUDGET) for n, (tokens, patches, items) in enumerate(written)]
+    rest = [list(packed(named(sizes)[cut:], bins, BUDGET, open_bins)) + list(flushed(bins)) for bins in (handed, taken)]
+    assert rest[0] == rest[1]
+    assert sorted(n for items in first + rest[0] for n in items) == list(range(len(sizes)))
 
 
 def test_best_fit_by_hand() -> None:
-    items = [(["a"], 60, 0), (["b"], 70, 0), (["c"], 30, 0), (["d"], 40, 0)]
-    packs = [p for p, _ in pack(items, BUDGET)]
-    assert packs == [[["b"], ["c"]], [["a"], ["d"]]]  # c fills b's bin best, exactly; then d fills a's
+    items = [("a", 60, 0), ("b", 70, 0), ("c", 30, 0), ("d", 40, 0)]
+    assert pack(items) == [["b", "c"], ["a", "d"]]  # c fills b's bin best, exactly; then d fills a's
 
 
 def test_patches_bind_too() -> None:
-    packs = [p for p, _ in pack([(["a"], 1, 30), (["b"], 1, 20), (["c"], 1, 10)], BUDGET)]
-    assert packs == [[["a"], ["c"]], [["b"]]]
+    assert pack([("a", 1, 30), ("b", 1, 20), ("c", 1, 10)]) == [["a", "c"], ["b"]]
 
 
 def test_the_fullest_goes_first() -> None:
-    bins = [{"items": [n], "tokens": t, "patches": p} for n, (t, p) in enumerate([(50, 0), (10, 39), (90, 0)])]
-    assert [fullest(bins, BUDGET) for _ in range(3)] == [[1], [2], [0]]
+    """How full a bin is says the fuller of its two capacities."""
+    assert pack([("a", 60, 5), ("b", 45, 39), ("c", 95, 2)]) == [["b"], ["c"], ["a"]]
+
+
+def test_without_patches_tokens_alone_count() -> None:
+    assert pack([("a", 60, 0), ("b", 70, 0), ("c", 30, 0)], Budget(100, 0)) == [["b", "c"], ["a"]]
 
 
 def test_an_item_over_the_budget_is_a_defect() -> None:
-    with pytest.raises(AssertionError, match="101 tokens do not fit"):
-        list(pack([(["a"], 101, 0)], BUDGET))
-    with pytest.raises(AssertionError, match="41 patches do not fit"):
-        list(pack([(["a"], 1, 41)], BUDGET))
+    with pytest.raises(AssertionError, match="101 tokens and 0 patches do not fit"):
+        pack([("a", 101, 0)])
+    with pytest.raises(AssertionError, match="1 tokens and 41 patches do not fit"):
+        pack([("a", 1, 41)])
 
 
-def test_little_is_wasted_on_natural_lengths() -> None:
-    """Log-normal lengths, median 180, as chat data has: bins that stay open bring the waste below 3 %."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(180), 1.0, 5000), 16, 4096).astype(int)
-    budget = Budget(8192, 0)
-    packs = [p for p, _ in pack(named([(int(n), 0) for n in lengths]), budget)]
-    assert lengths.sum() / (len(packs) * budget.tokens) > 0.97
+def waste(tokens: np.ndarray, patches: np.ndarray, budget: Budget) -> float:
+    bins: Bins = []
+    packs = list(packed(zip(range(len(tokens)), tokens.tolist(), patches.tolist(), strict=True), bins, budget))
+    return 1 - sum(int(tokens[items].sum()) for items in packs) / (len(packs) * budget.tokens)
+
+
+def mixture(samples: int, pictured: float, long: float) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and patches of samples: text of log-normal length (median 180, 95th percentile 1,000), a share with a picture of native size
+    (32 pixels a visual token, 4 patches each, at most 1,280), a share of long documents."""
+    rng = np.random.default_rng(0)
+    text = np.clip(np.exp(np.log(180) + 1.04 * rng.standard_normal(samples)), 16, 4096).astype(int)
+    text = np.where(rng.random(samples) < long, rng.integers(4000, 8000, samples), text)
+    sides = np.clip(np.exp(np.log(700) + 0.5 * rng.standard_normal((samples, 2))), 64, 2048) // 32
+    visual = np.clip(sides.prod(1), 4, 1280).astype(int) * (rng.random(samples) < pictured)
+    return np.minimum(text + visual, 8192), 4 * visual
+
+
+@pytest.mark.parametrize(("pictured", "long", "limit"), [(0.0, 0.0, 0.005), (0.7, 0.0, 0.005), (0.7, 0.02, 0.01)])
+def test_little_is_wasted_on_a_realistic_mixture(pictured: float, long: float, limit: float) -> None:
+    """P9: at 8,192 tokens, and patches for a quarter more pictures than there are on average."""
+    assert waste(*mixture(20_000, pictured, long), Budget(8192, 24_576)) <= limit
+
+
+def test_next_fit_would_waste_far_more() -> None:
+    """The limit above is not one that any packing keeps: with a single open bin it is broken."""
+    tokens, patches = mixture(20_000, 0.7, 0.0)
+    bins: Bins = []
+    packs = list(packed(zip(range(len(tokens)), tokens.tolist(), patches.tolist(), strict=True), bins, Budget(8192, 24_576), open_bins=1))
+    assert 1 - tokens.sum() / (len(packs) * 8192) > 0.05

@@ -165,13 +165,13 @@ def _positions(length: int, starts: Sequence[int], images: Sequence[Image]) -> I
 
 def measure(sample: Sample, sizes: Sequence[Size], encoder: Encoder, rule: ImageRule | None) -> Measured:
     """Sizes of `document_of(sample)` from those of its media. Raises the same BadSample for its text."""
-    _answered(sample)
+    answered(sample)
     return measured(tokenised(sample.messages, encoder, rule), sizes, rule)
 
 
 def document_of(sample: Sample, encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
     """A whole conversation; `media` has the images of each of its pictures and films in order. BadSample without an answer."""
-    _answered(sample)
+    answered(sample)
     return laid_out(sample.id, tokenised(sample.messages, encoder, rule), media, encoder, rule)
 
 
@@ -188,7 +188,7 @@ def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, rule: ImageR
     return replace(document, labels_T=np.full_like(document.labels_T, IGNORE))
 
 
-def _answered(sample: Sample) -> None:
+def answered(sample: Sample) -> None:
     """BadSample when there is nothing to learn."""
     answers = [m for m in sample.messages if m.role == "assistant"]
     if not answers:

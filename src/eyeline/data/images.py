@@ -27,7 +27,7 @@ from PIL import ImageFile
 
 from eyeline.core.batch import Image, Ints, Picture, Span, Video
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.facts import ImageRule, Square, Unit
+from eyeline.core.facts import ImageRule, Unit
 from eyeline.core.files import storage_failed
 from eyeline.core.settings import NotNegative, Settings
 from eyeline.data.containers import span_file
@@ -276,13 +276,11 @@ def medium_key(medium: Picture | Video) -> str:
     return "film:" + hashlib.sha256("\n".join(picture_key(frame) for frame in medium.frames).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def size_of(medium: Picture | Video, rule: ImageRule) -> Size:
-    """Height and width of an upright still, before them the number of frames of a film; from headers alone, and (1, 1) where
-    every still becomes the same. Raises as `open_picture` does, and BadSample `frame_size` where frames differ."""
+def size_of(medium: Picture | Video) -> Size:
+    """Height and width of an upright still, before them the number of frames of a film; from headers alone. Raises as
+    `open_picture` does, and BadSample `frame_size` where frames differ."""
     match medium:
         case Picture():
-            if isinstance(rule.resize, Square):
-                return (1, 1)
             width, height = open_picture(medium)
             return (height, width)
         case Video():

@@ -1,58 +1,62 @@
 """Plan, then fetch: the whole road from a recipe's `data` to batches. Read this file first.
 
-    open_source          files -> rows                                    sources.py
-    rounds, order_of     rows -> visits in an order                       plan.py, pure
-    fitted               sizes of a visit; what cannot be used is rejected before it is planned
-    pack                 visits -> packs within the budget                packing.py, pure
-    Fetch                a pack -> documents -> Batch                     fetch.py, in workers if wanted
+    open_source          files -> shards of rows                                                    sources.py
+    Index                a shard -> places, token ids, sizes of pictures: once, when a window needs it     index.py
+    Pool, blended        shards -> windows of rows in an order                                      order.py, blend.py: pure
+    plan                 a window -> packs within the budget; open bins go on into the next         plan.py, packing.py: pure
+    deal                 the packs of a step -> ranks                                               deal.py: pure
+    Fetch                a pack -> documents -> Batch                                               fetch.py, in workers if wanted
 
-The plan never depends on who fetches it, so any number of workers gives the same steps, and the state is where the plan
-stands: an epoch, a position, the open packs.
+The plan never depends on who fetches it, so any number of ranks and workers gives the same steps, and the state is where the
+plan stands: a window, how much of it is done, and the bins that were open where it begins.
 """
 
 import hashlib
-import os
-import signal
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing import resource_tracker
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
-from torch.utils.data import DataLoader, Dataset
+from rich.console import Console
+from rich.progress import Progress
 
 from eyeline.core.batch import Batch, Budget, Sample, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.core.facts import ImageRule
+from eyeline.core.facts import Cost, ImageRule
 from eyeline.core.settings import NotNegative, Positive, Settings, Share
-from eyeline.data.documents import Measured, TooLong, fitted
-from eyeline.data.fetch import Fetch, Fetched, Row, Visit
-from eyeline.data.images import Augment, check_file, size_of
-from eyeline.data.packing import Bins, copied, fullest, pack, place
-from eyeline.data.plan import Rounds, order_of, rounds, unshuffled
+from eyeline.data import plan as planning
+from eyeline.data.blend import Cursor, Pool, Side, blended, pool_of, pools_of, whole
+from eyeline.data.deal import deal
+from eyeline.data.documents import TooLong
+from eyeline.data.fetch import Fetch, Row, Visit, fetched_in_order
+from eyeline.data.images import Augment
+from eyeline.data.index import Index, drawn, names_of
+from eyeline.data.plan import Item, Ordered, Plan, RowOf, Sizing, plan
 from eyeline.data.rejects import FIRST_VERDICT, Reject, Rejects
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.sources import Place, Rows, Source, open_source
 from eyeline.data.tokenizer import Encoder
 
-KEPT_PICTURE_BYTES = 256 << 20  # a set of pictures that is no larger, resized, is decoded once
-PREFETCHED = 2  # packs ahead for each worker
-VERSION = 1  # of the state
+VERSION = 2  # of the state
+PLAIN = Cost(token=1, pair=0, label=0, patch=1, patch_pair=0)
+PATIENCE = 2.0  # seconds of indexing before a bar appears
 
 
 class Data(Settings):
     """What a stage learns from."""
 
     sources: tuple[Source, ...] = Field(min_length=1)
+    blend: Literal["once", "shares"] = "once"  # every row once an epoch (a source's `repeat` times); or by the sources' `weight`
     share_images: Positive = 1  # rows of one picture that are packed together and share its encoding
     hold_out: Share = 0.0  # share of the pictures that is kept from training, to validate on; the same in every stage and run
     validation: tuple[Source, ...] = ()  # or sources of their own to validate on
     max_reject_rate: Share = 0.01
     too_long: TooLong = "reject"  # or shrink: keep as many of the first exchanges as fit
     augment: Augment = Augment()
-    workers: NotNegative = 0  # processes that decode and tokenise; 0: this one. The batches are the same
+    workers: NotNegative = 0  # processes that decode; 0: this one. The batches are the same
+    cache: str | None = None  # the folder of the indexes; by default one in the run folder. Runs may share one
 
     @model_validator(mode="after")
     def _one_validation(self) -> "Data":
@@ -64,93 +68,86 @@ class Data(Settings):
             raise ValueError("hold_out: 1 leaves nothing to learn from; it is the share of pictures kept for validation, such as 0.02")
         return self
 
-
-@dataclass(frozen=True, eq=False)
-class Opened:
-    """Rows of all sources as one list."""
-
-    sources: tuple[Rows, ...]
-    places: tuple[tuple[int, int], ...]  # row -> (source, row of it)
-
-    def sample(self, row: int) -> Sample:
-        source, i = self.places[row]
-        return self.sources[source].sample(i)
-
-    def named(self, row: int) -> tuple[str, str, int]:
-        """Id, file and row number in the file."""
-        source, i = self.places[row]
-        return (self.sources[source].id(i), *self.sources[source].place(i))
-
-    def key(self, row: int) -> str | None:
-        source, i = self.places[row]
-        return self.sources[source].image_key(i)
-
-    def repeat(self, row: int) -> int:
-        return self.sources[self.places[row][0]].source.repeat
+    @model_validator(mode="after")
+    def _one_rule(self) -> "Data":
+        if self.blend == "once" and any(source.weight != 1 for source in (*self.sources, *self.validation)):
+            raise ValueError("weight is a share, and blend: once visits every row once. Set blend: shares, or use repeat")
+        if self.blend == "shares" and any(source.repeat > 1 for source in self.sources):
+            raise ValueError("repeat belongs to blend: once; with blend: shares, weight says how much of a source there is")
+        if any(source.weight != 1 for source in self.validation):
+            raise ValueError("validation looks at each sample once; leave weight out there")
+        return self
 
 
-def opened(sources: Iterable[Source]) -> Opened:
-    """All rows of the sources, in order."""
-    rows = tuple(open_source(source) for source in sources)
-    return Opened(rows, tuple((s, i) for s, r in enumerate(rows) for i in range(len(r))))
+# What the sources hold, looked at row by row: before there is a tokenizer, and so before there is an index
 
 
-def held_out(all: Opened, row: int, share: float) -> bool:
-    """Whether a row is kept for validation: when any of its pictures is drawn, so that training never sees one of those.
-
-    The draw is a hash of the picture's path below its root (of the row's id for text), so it is the same wherever the data
-    lies, whatever the seed, in every stage.
-    """
-    source, i = all.places[row]
-    rows = all.sources[source]
-    names = [key.removeprefix(str(rows.root)) for key in rows.shown[i]] or [rows.id(i)]
-    return any(_drawn(name) < share for name in names)
+def opened(sources: Iterable[Source]) -> tuple[Rows, ...]:
+    return tuple(open_source(source) for source in sources)
 
 
-def _drawn(name: str) -> float:
-    """A number from 0 to 1 that depends on the name alone."""
-    return int.from_bytes(hashlib.sha256(("held out" + name).encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
+def held_out(rows: Rows, place: Place, found: Sample | BadSample, share: float) -> bool:
+    """Whether a row is kept for validation: when any of its pictures is drawn, so that training never sees one of those."""
+    return share > 0 and drawn(names_of(found, rows.named(place)[0], rows.root)) < share
 
 
 @dataclass(frozen=True, eq=False)
 class Divided:
-    """Which rows a stage learns from, and which it is judged by."""
+    """The sources of a stage, opened."""
 
-    all: Opened
-    training: list[int]  # rows of `all`
-    judges: Opened
-    judged: list[int]  # rows of `judges`
+    sources: tuple[Rows, ...]
+    judges: tuple[Rows, ...]  # what is validated on: the same ones where a part of them is held out; empty when nothing is
 
 
 def divided(data: Data) -> Divided:
-    """Open the sources and keep the held-out rows apart. Refused when nothing is left on a side that is asked for."""
-    all = opened(data.sources)
-    everything = range(len(all.places))
-    held = [data.hold_out > 0 and held_out(all, row, data.hold_out) for row in everything]
-    training = [row for row in everything if not held[row]]
-    if not training and any(held):
-        raise Refused(f"hold_out={data.hold_out} holds back all {len(held)} samples, and none is left to learn from. Lower it")
-    if not training:
-        raise Refused(
-            "no sample is left to learn from: " + ", ".join(f"{r.path} has {len(r)} that the settings leave" for r in all.sources)
-        )
-    judges = opened(data.validation) if data.validation else all
-    judged = list(range(len(judges.places))) if data.validation else [row for row in everything if held[row]]
-    if data.hold_out and not judged:
-        raise Refused(f"hold_out={data.hold_out} holds back nothing of {len(held)} samples. Raise it")
-    return Divided(all, training, judges, judged)
+    """Open the sources. Refused for kinds that are not there, and when nothing is left on a side that is asked for.
+
+    Rows are read until that is known, which is soon in all data that will do.
+    """
+    sources, validation = opened(data.sources), opened(data.validation)
+    for rows in (*sources, *validation):
+        _refuse_absent_kinds(rows)
+    sides = {False: False, True: not data.hold_out}
+    looked = 0
+    for rows in sources:
+        for place, _, found in rows.kept():
+            looked += 1
+            sides[held_out(rows, place, found, data.hold_out)] = True
+            if all(sides.values()):
+                break
+        if all(sides.values()):
+            break
+    if not looked:
+        raise Refused("no sample is left to learn from: " + ", ".join(f"{r.path} has 0 that the settings leave" for r in sources))
+    if not sides[False]:
+        raise Refused(f"hold_out={data.hold_out} holds back all {looked} samples, and none is left to learn from. Lower it")
+    if not sides[True]:
+        raise Refused(f"hold_out={data.hold_out} holds back nothing of {looked} samples. Raise it")
+    return Divided(sources, validation or (sources if data.hold_out else ()))
+
+
+def _refuse_absent_kinds(rows: Rows) -> None:
+    source = rows.source
+    if source.kinds is None or source.limit is not None:
+        return
+    missing, others = set(source.kinds), set()
+    for shard in range(len(rows.shards)):
+        for _, kind, _ in rows.rows_in(shard):
+            missing.discard(kind or "")
+            if kind is not None:
+                others.add(kind)
+            if not missing:
+                return
+    absent = [kind for kind in source.kinds if kind in missing]
+    raise Refused(f"{source.path} has no samples of kind {', '.join(absent)}; it has {', '.join(sorted(k or '(none)' for k in others))}")
 
 
 def training_samples(data: Data) -> Iterator[Sample]:
     """Every sample that training visits, once, in the sources' order. Rows that cannot be used are passed over."""
-    all = opened(data.sources)
-    for row in range(len(all.places)):
-        if data.hold_out and held_out(all, row, data.hold_out):
-            continue
-        try:
-            yield all.sample(row)
-        except BadSample:  # counted when it is read for training
-            continue
+    for rows in opened(data.sources):
+        for place, _, found in rows.kept():
+            if isinstance(found, Sample) and not held_out(rows, place, found, data.hold_out):  # bad ones are counted in training
+                yield found
 
 
 def training_texts(data: Data) -> Iterator[str]:
@@ -164,317 +161,410 @@ def texts(sample: Sample) -> Iterator[str]:
     return (part.text for message in sample.messages for part in message.parts if isinstance(part, Text))
 
 
-@dataclass(frozen=True)
-class Known:
-    """What measuring a row found."""
-
-    size: Measured
-    messages: int  # how many of its messages are kept
-
-
-@dataclass(frozen=True, eq=False)
-class Measuring:
-    """Sizes of rows under one budget. Each row is read, rendered and tokenised once for it."""
-
-    all: Opened
-    encoder: Encoder
-    rule: ImageRule | None
-    budget: Budget
-    longest: int  # tokens that one document may have: those of the budget, or fewer if the model has fewer positions
-    too_long: TooLong
-    _known: dict[int, Known | Reject] = field(default_factory=dict, repr=False)
-
-    def __call__(self, row: int) -> Known | Reject:
-        known = self._known.get(row)
-        if known is None:
-            known = self._known[row] = self._measured(row)
-        return known
-
-    def _measured(self, row: int) -> Known | Reject:
-        try:
-            sample = self.all.sample(row)
-            for picture in sample.pictures:
-                check_file(picture)
-            sizes = [size_of(medium, self.rule) for medium in sample.media] if self.rule else []
-            kept, size = fitted(sample, sizes, self.longest, self.budget.patches, self.too_long, self.encoder, self.rule)
-        except BadSample as bad:
-            return Reject.of(*self.all.named(row), bad)
-        return Known(size, len(kept.messages))
-
-    def items(self, rows: list[int]) -> tuple[list[tuple[list[int], int, int]], list[Reject]]:
-        """The usable rows of a visit as items (rows, tokens, patches): one, or more when together they are over the budget.
-
-        Rows of a visit show the same pictures (or the first of them, where a row was shrunk), so an item has the patches of
-        its largest row.
-        """
-        items: list[tuple[list[int], int, int]] = []
-        rejects: list[Reject] = []
-        for row in rows:
-            known = self(row)
-            if isinstance(known, Reject):
-                rejects.append(known)
-                continue
-            tokens, patches = known.size.tokens, known.size.patches
-            if items and items[-1][1] + tokens <= self.budget.tokens:
-                before = items.pop()
-                items.append(([*before[0], row], before[1] + tokens, max(before[2], patches)))
-            else:
-                items.append(([row], tokens, patches))
-        return items, rejects
-
-    def visit(self, epoch: int, number: int, rows: list[int]) -> Visit:
-        """What a worker needs to make the documents of these rows."""
-        out: list[Row] = []
-        for row in rows:
-            known = self(row)
-            id, file, number_in_file = self.all.named(row)
-            try:
-                assert isinstance(known, Known), f"{id} was planned and is now unusable"
-                sample = self.all.sample(row)
-            except (BadSample, AssertionError) as changed:
-                raise StorageFailed(f"{file} has changed since it was opened: {changed}. Restore it; a plan must not change") from changed
-            out.append(Row(Sample(sample.id, sample.messages[: known.messages], sample.kind), file, number_in_file))
-        return Visit(epoch, number, tuple(out))
+# Where a plan stands
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One pack, or none (`visits` empty): then only the rejects met on the way count. `state` stands right after it."""
+class Position:
+    """A window, how much of it is done, and the bins that were open where it begins. All that there is to know."""
 
-    visits: tuple[Visit, ...]
-    state: dict[str, Any]
-    seen: int  # samples met since the last Planned
-    rejects: tuple[Reject, ...]  # of these, the ones that were not planned
+    cursors: tuple[Cursor, ...]  # where the window begins: of the pool of everything, or of each source's
+    number: int = 0  # windows before it
+    done: int = 0  # packs (and rests without one) of the window that were given
+    bins: "Carried" = field(default_factory=lambda: Carried(()))
+    digest: str | None = None  # of the window's plan, once it is made
+
+    def state(self) -> dict[str, Any]:
+        """As JSON. An item is its rows, under the epoch and window that drew it."""
+        return {
+            "epoch": self.cursors[0].epoch,
+            "number": self.number,
+            "done": self.done,
+            "digest": self.digest,
+            "cursors": [asdict(cursor) for cursor in self.cursors],
+            "bins": self.bins.written,
+        }
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> "Position":
+        bins = tuple(tuple(Item(epoch, window, _rows(runs)) for epoch, window, items in bin for runs in items) for bin in state["bins"])
+        return Position(tuple(Cursor(**c) for c in state["cursors"]), state["number"], state["done"], Carried(bins), state["digest"])
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Open bins between two windows."""
+
+    bins: tuple[tuple[Item, ...], ...]
+
+    @cached_property
+    def written(self) -> list[Any]:
+        """As JSON: the same at every step of a window."""
+        return [_written(bin) for bin in self.bins]
+
+
+def _written(bin: Sequence[Item]) -> list[list[Any]]:
+    """[epoch, window, items] for each stretch of items of one window; an item is [source, shard, rows ...] for each stretch of a shard."""
+    out: list[list[Any]] = []
+    for item in bin:
+        if not out or (item.epoch, item.window) != (out[-1][0], out[-1][1]):
+            out.append([item.epoch, item.window, []])
+        runs: list[list[int]] = []
+        for source, shard, number in item.rows:
+            if not runs or runs[-1][:2] != [source, shard]:
+                runs.append([source, shard])
+            runs[-1].append(number)
+        out[-1][2].append(runs)
+    return out
+
+
+def _rows(runs: list[list[int]]) -> tuple[RowOf, ...]:
+    return tuple((source, shard, number) for source, shard, *numbers in runs for number in numbers)
+
+
+class Pack(NamedTuple):
+    items: list[Item]
+    cost: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Met:
+    """What came next in the plan: a pack, or none and only rows that count (many rejects, or the rest of a window)."""
+
+    pack: Pack | None
+    seen: int  # rows since the last Met
+    rejects: tuple[Reject, ...]  # of these, the ones that are not planned
+    after: Position
     epoch_ended: bool = False
 
 
+@dataclass(frozen=True)
+class Group:
+    """The packs of a step, or none: then only what was met on the way counts."""
+
+    packs: tuple[Pack, ...]
+    seen: int
+    rejects: tuple[Reject, ...]
+    after: Position
+    epoch_ended: bool
+
+
+class Step(NamedTuple):
+    """The micro-batches of one rank, the state that goes on right after them, and the rank's wait for others."""
+
+    batches: tuple[Batch, ...]
+    state: dict[str, Any]
+    imbalance: Mapping[str, float]  # by part: cost of the slowest rank of each micro-batch, over the mean; 1 is ideal
+
+
+Gather = Callable[[Any], Sequence[Any]]  # a plain value of each rank -> those of all ranks, in their order
+
+
+def alone(value: Any) -> Sequence[Any]:
+    return [value]
+
+
 class Reader:
-    """The data of one stage. Opening it reads the indexes; no picture is opened."""
+    """The data of one stage. Opening it lists the shards; rows are read when the window that needs them is planned."""
 
     def __init__(
-        self, data: Data, encoder: Encoder, rule: ImageRule | None, seed: int, folder: Path | None = None, longest: int = 2**31 - 1
+        self,
+        data: Data,
+        encoder: Encoder,
+        rule: ImageRule | None,
+        seed: int,
+        folder: Path | None = None,
+        longest: int = 2**31 - 1,
+        cost: Cost = PLAIN,
+        gather: Gather = alone,
     ):
-        """`seed` orders and augments. Rejects are written into `folder` when there is one. A document has at most `longest`
-        tokens: the model's positions. Refused for unusable sources."""
-        self.data, self.encoder, self.rule, self.seed, self.longest = data, encoder, rule, seed, longest
+        """`seed` orders and augments. Rejects are written into `folder` when there is one, and indexes unless `data.cache` names another.
+        A document has at most `longest` tokens: the model's positions. Refused for unusable sources."""
+        self.data, self.encoder, self.rule, self.seed, self.longest, self.cost = data, encoder, rule, seed, longest, cost
+        self.gather = gather
         self.rejects = Rejects(folder, data.max_reject_rate)
-        rows = divided(data)
-        self.all, self.training, self.judges, self.judged = rows.all, rows.training, rows.judges, rows.judged
-        self._rounds = self._rounds_of(self.all, self.training, repeated=True)
-        self._measuring: dict[tuple[bool, Budget], Measuring] = {}
-        self._fetches: dict[tuple[Budget | None, Augment | None], Fetch] = {}
+        found = divided(data)
+        cache = Path(data.cache).expanduser() if data.cache else folder / "index" if folder else None
+        index = Index(found.sources, encoder, rule, cache)
+        self.training = Side(index, data.hold_out, judges=False)
+        own = bool(data.validation)
+        self.judges = Side(Index(found.judges, encoder, rule, cache) if own else index, 0.0 if own else data.hold_out, judges=not own)
+        self.validates = bool(found.judges)  # whether there is anything to validate on
+        self._sizings: dict[tuple[bool, Budget], Sizing] = {}
+        self._fetches: dict[tuple[bool, Budget | None], Fetch] = {}
 
-    @property
-    def validates(self) -> bool:
-        """Whether there is anything to validate on."""
-        return bool(self.judged)
-
-    def _rounds_of(self, all: Opened, rows: list[int], repeated: bool) -> Rounds:
-        return rounds(rows, [all.key(row) for row in rows], [all.repeat(row) if repeated else 1 for row in rows], self.data.share_images)
-
-    def measuring(self, budget: Budget, judges: bool = False) -> Measuring:
+    def sizing(self, budget: Budget, judges: bool = False) -> Sizing:
         """What measures the training rows, or the validation rows; it remembers, so there is one for each."""
-        if (judges, budget) not in self._measuring:
-            all = self.judges if judges else self.all
-            self._measuring[judges, budget] = Measuring(
-                all, self.encoder, self.rule, budget, min(budget.tokens, self.longest), self.data.too_long
-            )
-        return self._measuring[judges, budget]
+        if (judges, budget) not in self._sizings:
+            side = self.judges if judges else self.training
+            self._sizings[judges, budget] = Sizing(side.index, budget, min(budget.tokens, self.longest), self.data.too_long, self.cost)
+        return self._sizings[judges, budget]
 
-    def _fetch(self, all: Opened, budget: Budget | None, augment: Augment | None) -> Fetch:
-        if (budget, augment) not in self._fetches:
-            pictures = {key for rows in all.sources for shown in rows.shown for key in shown}
-            small = self.rule is not None and len(pictures) * 3 * self.rule.most_pixels <= KEPT_PICTURE_BYTES
-            self._fetches[budget, augment] = Fetch(self.encoder, self.rule, budget, self.seed, augment, small)
-        return self._fetches[budget, augment]
+    def _fetch(self, side: Side, budget: Budget | None, augment: Augment | None) -> Fetch:
+        key = (side is self.judges, budget)
+        if key not in self._fetches:
+            self._fetches[key] = Fetch(side.index.sources, self.encoder, self.rule, budget, self.seed, augment)
+        return self._fetches[key]
 
     # Training
 
     def steps(
-        self, budget: Budget, micro_batches: int, epochs: int | None, state: dict[str, Any] | None = None
-    ) -> Iterator[tuple[tuple[Batch, ...], dict[str, Any]]]:
-        """Steps of `micro_batches` batches each, with the state that goes on right after them; endless unless `epochs` is given.
+        self,
+        budget: Budget,
+        micro_batches: int,
+        epochs: int | None,
+        state: dict[str, Any] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> Iterator[Step]:
+        """Steps of `micro_batches` packs over all ranks; endless unless `epochs` is given.
 
-        With `epochs`, the last step may have fewer batches. Refused when `state` belongs to other data.
-        Raises TooManyRejects in the step where the rate is exceeded.
+        Every rank has as many batches in a step as any other; where the ranks do not divide the packs, some are empty. With
+        `epochs`, the last step may have fewer packs. Refused when `state` belongs to other data. Raises TooManyRejects in the
+        step where the rate is exceeded, on all ranks.
         """
+        identity = self.identity(budget)
+        if state is not None:
+            _refuse_another(state, identity)
         self.rejects.restore(state["rejects"] if state else {"seen": 0, "counts": {}})
-        plan = self._plan(budget, epochs, state)
+        sizing = self.sizing(budget)
+        groups = self._groups(self._met(sizing, epochs, Position.of(state) if state else None), micro_batches)
         batches: list[Batch] = []
-        for planned, fetched in fetched_in_order(plan, self._fetch(self.all, budget, self.data.augment), self.data.workers):
-            self.rejects.seen += planned.seen
-            for reject in (*planned.rejects, *fetched.rejects):
-                self.rejects.add(reject)
-            self.rejects.check(planned.epoch_ended)
-            if fetched.batch is not None:
+        found: list[Reject] = []
+        asked = self._asked(groups, sizing, rank, ranks)
+        for (group, imbalance, last), fetched in fetched_in_order(
+            asked, self._fetch(self.training, budget, self.data.augment), self.data.workers
+        ):
+            if group.packs:
                 batches.append(fetched.batch)
-            elif planned.epoch_ended and self.rejects.seen == self.rejects.rejected:
+                found += fetched.rejects
+            if not last:
+                continue
+            self.rejects.seen += group.seen
+            for reject in (*group.rejects, *(Reject(*r) for part in self.gather([_listed(r) for r in found]) for r in part)):
+                self.rejects.add(reject)
+            self.rejects.check(group.epoch_ended)
+            if group.packs:
+                yield Step(
+                    tuple(batches),
+                    {"version": VERSION, "identity": identity} | group.after.state() | {"rejects": self.rejects.state()},
+                    imbalance,
+                )
+            elif group.epoch_ended and self.rejects.seen == self.rejects.rejected:
                 raise Refused(f"no sample can be used: all {self.rejects.seen} were rejected. `eyeline check` says why")
-            last = epochs is not None and planned.state["epoch"] == epochs and not planned.state["bins"]
-            if batches and (len(batches) == micro_batches or last):
-                yield tuple(batches), planned.state | {"rejects": self.rejects.state()}
-                batches = []
+            batches, found = [], []
 
     def count_steps(self, budget: Budget, micro_batches: int, epochs: int) -> int:
-        """How many steps so many epochs are. Every sample is measured for it."""
-        measuring = self.measuring(budget)
-        packs = sum(1 for items, *_ in self._packs(measuring, epochs, 0, 0, 0, []) if items)
-        if not packs:
-            raise Refused(f"no sample can be used: all {len(self.training)} were rejected. `eyeline check` says why")
+        """How many steps so many epochs are. Every row is indexed for it, once, behind a bar when that takes long."""
+        self._index_all()
+        packs = seen = 0
+        for met in self._met(self.sizing(budget), epochs, None, counting=True):
+            packs, seen = packs + (met.pack is not None), seen + met.seen
+            if met.epoch_ended and not packs:
+                raise Refused(f"no sample can be used: all {seen} were rejected. `eyeline check` says why")
         return -(-packs // micro_batches)
 
-    def _plan(self, budget: Budget, epochs: int | None, state: dict[str, Any] | None) -> Iterator[Planned]:
-        """Packs with everything that fetching them needs, each with the state that stands right after it."""
-        identity = self._identity(budget)
-        if state is not None and (state["version"], state["identity"]) != (VERSION, identity):
-            raise Refused(
-                f"the data position was saved for other data, settings or budgets (version {state['version']}, identity "
-                f"{state['identity']}; here version {VERSION}, identity {identity}). Restore the data as it was, or begin a new run"
-            )
-        measuring = self.measuring(budget)
-        begin = (state["epoch"], state["position"], state["offset"], state["bins"]) if state else (0, 0, 0, [])
-        for items, (epoch, position, offset), bins, seen, rejects, ended in self._packs(measuring, epochs, *begin):
-            visits = tuple(measuring.visit(*item) for item in items)
-            now = {"version": VERSION, "identity": identity, "epoch": epoch, "position": position, "offset": offset, "bins": bins}
-            yield Planned(visits, now, seen, rejects, ended)
+    def _index_all(self) -> None:
+        shards = sorted({entry for pool in self._pools() for entry in pool.entries})
+        begin, bar = time.monotonic(), None
+        console = Console(stderr=True)
+        try:
+            for done, (source, shard) in enumerate(shards):
+                if bar is None and console.is_terminal and time.monotonic() - begin > PATIENCE:
+                    bar = Progress(console=console, transient=True)
+                    bar.start()
+                    bar.add_task("indexing", total=len(shards))
+                if bar is not None:
+                    bar.update(bar.task_ids[0], completed=done)
+                self.training.index.shard(source, shard)
+        finally:
+            if bar is not None:
+                bar.stop()
 
-    def _packs(
-        self, measuring: Measuring, epochs: int | None, epoch: int, position: int, offset: int, bins: Bins
-    ) -> Iterator[tuple[list[Any], tuple[int, int, int], Bins, int, tuple[Reject, ...], bool]]:
-        """Yield (items of a pack, where the plan stands after it, open bins, samples seen, rejects, whether an epoch ended).
+    def _pools(self) -> tuple[Pool, ...]:
+        if self.data.blend == "once":
+            return (pool_of(self.training, self.data.share_images, self.seed),)
+        return pools_of(self.training, self.data.share_images, self.seed)
 
-        Besides packs there is an empty one after each epoch and wherever many rejects came without one, so that a stream
-        of bad samples is noticed. An item is [epoch, number of the visit, its rows]; `offset` counts the items of a visit
-        that are done, for visits that are several.
-        """
-        budget = measuring.budget
-        bins = copied(bins)
-        seen, rejects = 0, []
-        while epochs is None or epoch < epochs:
-            order = order_of(self._rounds, self.seed, epoch)
-            while position < len(order):
-                rows = order.rows(position)
-                items, bad = measuring.items(rows)
-                if offset == 0:
-                    seen, rejects = seen + len(rows), rejects + bad
-                for n in range(offset, len(items)):
-                    done = place(bins, [epoch, position, items[n][0]], items[n][1], items[n][2], budget)
-                    if done is not None:
-                        after = (epoch, position + 1, 0) if n + 1 == len(items) else (epoch, position, n + 1)
-                        yield done, after, copied(bins), seen, tuple(rejects), False
-                        seen, rejects = 0, []
-                position, offset = position + 1, 0
-                if len(rejects) >= FIRST_VERDICT:
-                    yield [], (epoch, position, 0), copied(bins), seen, tuple(rejects), False
-                    seen, rejects = 0, []
-            epoch, position = epoch + 1, 0
-            yield [], (epoch, 0, 0), copied(bins), seen, tuple(rejects), True
-            seen, rejects = 0, []
-        while bins:
-            done = fullest(bins, budget)
-            yield done, (epoch, 0, 0), copied(bins), 0, (), False
+    def _met(self, sizing: Sizing, epochs: int | None, position: Position | None, counting: bool = False) -> Iterator[Met]:
+        """The plan from a position on. Besides packs there is a Met without one at the end of each window, and wherever many rejects
+        came without one, so that a stream of bad samples is noticed."""
+        pools = self._pools()
+        at = position or Position(tuple(Cursor() for _ in pools))
+        while epochs is None or at.cursors[0].epoch < epochs:
+            ordered, after = self._window(pools, at, sizing)
+            made = plan(ordered, at.bins.bins, sizing)
+            if not counting and len(set(self.gather(made.digest))) > 1:
+                raise StorageFailed(f"ranks plan window {at.number} differently: their data or versions differ. Give all of them the same")
+            if at.digest not in (None, made.digest):
+                raise Refused(
+                    f"the rows of window {at.number} are no longer those that were planned (plan {made.digest}, saved with {at.digest}): "
+                    "files or pictures have changed. Restore them, or begin a new run"
+                )
+            here = replace(at, digest=made.digest)
+            ended = self.data.blend == "once" and after[0].epoch > at.cursors[0].epoch
+            at = Position(after, at.number + 1, 0, Carried(tuple(map(tuple, made.bins))))
+            rest = list(_packs_and_rests(made))
+            for n, (pack, seen, rejects) in enumerate(rest[here.done :], here.done):
+                last = n + 1 == len(rest)
+                found = None if pack is None else Pack(made.items(pack), made.cost(pack))
+                yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), last and ended)
+        for n, bin in enumerate(at.bins.bins):
+            yield Met(Pack(list(bin), _cost(bin, sizing)), 0, (), replace(at, bins=Carried(at.bins.bins[n + 1 :])))
 
-    def _identity(self, budget: Budget) -> str:
-        """A hash of all that the plan depends on, except files of pictures."""
+    def _window(self, pools: tuple[Pool, ...], at: Position, sizing: Sizing) -> tuple[Ordered, tuple[Cursor, ...]]:
+        if self.data.blend == "once":
+            ordered, after = whole(pools[0], at.cursors[0])
+            return ordered, (after,)
+        return blended(pools, [source.weight for source in self.data.sources], at.cursors, at.number, sizing)
+
+    @staticmethod
+    def _groups(plan: Iterator[Met], packs: int) -> Iterator[Group]:
+        """The packs of each step together. What comes without a pack goes on by itself, at once."""
+        waiting: list[Pack] = []
+        seen, rejects, after = 0, (), None
+        for met in plan:
+            if met.pack is None:
+                yield Group((), met.seen, met.rejects, met.after, met.epoch_ended)
+                continue
+            waiting.append(met.pack)
+            seen, rejects, after = seen + met.seen, (*rejects, *met.rejects), met.after
+            if len(waiting) == packs:
+                yield Group(tuple(waiting), seen, rejects, after, False)
+                waiting, seen, rejects = [], 0, ()
+        if waiting:
+            assert after is not None
+            yield Group(tuple(waiting), seen, rejects, after, False)
+
+    def _asked(
+        self, groups: Iterator[Group], sizing: Sizing, rank: int, ranks: int
+    ) -> Iterator[tuple[tuple[Group, Mapping[str, float], bool], tuple[Visit, ...]]]:
+        """What this rank fetches, in order: each its group, and whether it is the group's last."""
+        for group in groups:
+            dealt = deal([pack.cost for pack in group.packs], ranks)
+            imbalance: dict[str, float] = dict(zip(("language", "vision", "all"), dealt.imbalance, strict=True))
+            mine = [slot[rank] for slot in dealt.slots] or [None]
+            for n, pack in enumerate(mine):
+                visits = () if pack is None else tuple(self._visit(item, sizing) for item in group.packs[pack].items)
+                yield (group, imbalance, n + 1 == len(mine)), visits
+
+    def _visit(self, item: Item, sizing: Sizing) -> Visit:
+        """What a worker needs to make the documents of an item."""
+        return Visit((item.epoch, item.window, *item.rows[0]), tuple(self._row(row, sizing) for row in item.rows))
+
+    def _row(self, row: RowOf, sizing: Sizing) -> Row:
+        source, shard, number = row
+        index, sized = sizing.index.shard(source, shard), sizing(source, shard)
+        messages = sized.messages.get(number)
+        return Row(
+            source=source,
+            place=index.place(shard, number),
+            messages=messages,
+            tokens=int(sized.tokens_R[number]),
+            patches=int(sized.patches_R[number]),
+            tokenised=index.tokenised(number) if messages is None else None,
+            sizes=index.sizes(number),
+        )
+
+    def identity(self, budget: Budget) -> dict[str, Any]:
+        """All that the plan depends on, except files of pictures, by name: what a state must not be used without."""
         data = self.data
-        said = [[rows.fingerprint for rows in self.all.sources], data.share_images, data.hold_out, data.too_long, self.seed]
-        said += [budget.tokens, budget.patches, self.longest, self.encoder.identity, repr(self.rule)]
-        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+        choice = [[s.kinds, s.repeat, s.limit, s.weight] for s in data.sources]
+        order = [self.seed, data.blend, data.share_images, data.hold_out, choice]
+        return {
+            "data": [_hash([shard.fingerprint for shard in rows.shards]) for rows in self.training.index.sources],
+            "layout": [rows.layout.name for rows in self.training.index.sources],
+            "order (seed, blend, share_images, hold_out, sources)": _hash(order),
+            "budget (tokens, patches, longest, too_long)": [budget.tokens, budget.patches, self.longest, data.too_long],
+            "tokenizer": self.encoder.identity,
+            "picture rule": _hash(self.rule),
+            "plan version": planning.VERSION,
+        }
 
     # Validation
 
-    def validation(self, budget: Budget) -> Iterator[Batch]:
-        """Every usable validation sample once, in the same order each time, as it is: no augmentation, no padding."""
-        measuring = self.measuring(budget, judges=True)
-        fetch = self._fetch(self.judges, None, None)
-        order = unshuffled(self._rounds_of(self.judges, self.judged, repeated=False))
-        bad: list[Reject] = []
+    def validation(self, budget: Budget, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+        """Every usable validation sample once, in the same order each time, as it is: no augmentation, no padding.
 
-        def items() -> Iterator[tuple[list[Any], int, int]]:
-            for number in range(len(order)):
-                found, rejects = measuring.items(order.rows(number))
-                bad.extend(rejects)
-                yield from (([0, number, rows], tokens, patches) for rows, tokens, patches in found)
-
+        Of several ranks, each has every `ranks`-th pack.
+        """
+        if not self.validates:
+            return
+        sizing, rejected = self.sizing(budget, judges=True), list[Reject]()
         usable = False
-        for packed, _ in pack(items(), budget):
-            fetched = fetch([measuring.visit(*item) for item in packed])
-            bad += fetched.rejects
-            if fetched.batch is not None and fetched.batch.counts.supervised:
+        for _, fetched in fetched_in_order(
+            self._judged(sizing, rank, ranks, rejected), self._fetch(self.judges, None, None), self.data.workers
+        ):
+            rejected += fetched.rejects
+            if fetched.batch.counts.supervised:
                 usable = True
                 yield fetched.batch
-        for reject in bad:
+        for reject in rejected:
             self.rejects.note(reject)
-        if self.judged and not usable:
-            raise Refused(f"no validation sample can be used: all {len(self.judged)} were rejected. `eyeline check` says why")
+        if not any(self.gather(usable)):
+            raise Refused("no validation sample can be used: all were rejected. `eyeline check` says why")
+
+    def _judged(self, sizing: Sizing, rank: int, ranks: int, rejected: list[Reject]) -> Iterator[tuple[None, tuple[Visit, ...]]]:
+        pool = pool_of(self.judges, self.data.share_images, None, repeated=False)
+        cursor, bins, number = Cursor(), (), 0
+        while cursor.epoch == 0 or bins:
+            if cursor.epoch == 0:
+                ordered, cursor = whole(pool, cursor)
+                made = plan(ordered, bins, sizing)
+                rejected += [reject for _, reject in made.rejects]
+                packs, bins = [made.items(n) for n in range(len(made.packs))], tuple(map(tuple, made.bins))
+            else:
+                packs, bins = [list(bin) for bin in bins], ()
+            for pack in packs:
+                if number % ranks == rank:
+                    yield None, tuple(self._visit(item, sizing) for item in pack)
+                number += 1
 
 
-def fetched_in_order(plan: Iterator[Planned], fetch: Fetch, workers: int) -> Iterator[tuple[Planned, Fetched]]:
-    """Each planned pack and what came of it, in the plan's order. With workers, some packs are fetched ahead of their turn."""
-    if workers == 0:
-        for planned in plan:
-            yield planned, fetch(planned.visits)
-        return
-    waiting: deque[Planned] = deque()
-
-    def ahead() -> Iterator[tuple[Visit, ...]]:
-        for planned in plan:
-            waiting.append(planned)
-            yield planned.visits
-
-    loader = DataLoader(
-        _Asked(fetch),
-        batch_size=None,
-        sampler=_Once(ahead()),
-        num_workers=workers,
-        prefetch_factor=PREFETCHED,
-        multiprocessing_context="spawn",  # a fork would copy threads of torch and tokenizers in mid-flight
-        worker_init_fn=partial(_end_without, os.getpid()),
-    )
-    for fetched in _started(loader):
-        if isinstance(fetched, StorageFailed):
-            raise fetched
-        yield waiting.popleft(), fetched
+def _packs_and_rests(made: Plan) -> Iterator[tuple[int | None, int, tuple[Reject, ...]]]:
+    """(number of a pack or None, rows since the one before, rejects among these); last the rest of the window."""
+    met, rejects = 0, list(made.rejects)
+    for pack, passed in [*enumerate(made.passed_K.tolist()), (None, made.rows)]:
+        here = 0
+        while here < len(rejects) and rejects[here][0] < passed:
+            here += 1
+        bad, rejects = rejects[:here], rejects[here:]
+        while len(bad) >= FIRST_VERDICT:
+            some, bad = bad[:FIRST_VERDICT], bad[FIRST_VERDICT:]
+            upto = some[-1][0] + 1
+            yield None, upto - met, tuple(reject for _, reject in some)
+            met = upto
+        yield pack, passed - met, tuple(reject for _, reject in bad)
+        met = passed
 
 
-class _Asked(Dataset[Fetched | StorageFailed]):
-    """A map-style data set for torch's DataLoader whose index is the pack itself."""
-
-    def __init__(self, fetch: Fetch):
-        self.fetch = fetch
-
-    def __getitem__(self, visits: tuple[Visit, ...]) -> Fetched | StorageFailed:
-        try:
-            return self.fetch(visits)
-        except StorageFailed as error:  # raised by a worker, it would arrive as a traceback in a string
-            return error
+def _cost(bin: Sequence[Item], sizing: Sizing) -> tuple[int, int]:
+    language = vision = 0
+    for item in bin:
+        of = [(sizing(source, shard), row) for source, shard, row in item.rows]
+        language += sum(int(sized.language_R[row]) for sized, row in of)
+        vision += max(int(sized.vision_R[row]) for sized, row in of)
+    return language, vision
 
 
-@dataclass(frozen=True)
-class _Once:
-    """A sampler for torch's DataLoader."""
-
-    indices: Iterator[tuple[Visit, ...]]
-
-    def __iter__(self) -> Iterator[tuple[Visit, ...]]:
-        return self.indices
+def _listed(reject: Reject) -> list[Any]:
+    return [reject.id, reject.file, reject.row, reject.field, reject.cause, reject.message]
 
 
-def _end_without(parent: int, _: int) -> None:
-    """End this worker if the process that started it was killed meanwhile: torch takes whoever is the parent now for the main one."""
-    if os.getppid() != parent:
-        os._exit(0)
+def _hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _started(loader: DataLoader) -> Iterator[Fetched | StorageFailed]:
-    """The loader's items. Its workers are deaf to SIGINT and SIGTERM from their first moment.
-
-    Ctrl-C reaches every process of a terminal, and schedulers send SIGTERM to every process of a job; the main one ends the run
-    in order, and its workers with it. They inherit what is blocked here; the main one has what came meanwhile right after.
-    """
-    resource_tracker.ensure_running()  # it unblocks both signals when it starts, which would be after the first worker's semaphores
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _refuse_another(state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Refused, naming what differs, when a state belongs to other data, settings or versions."""
+    if state.get("version") != VERSION:
+        raise Refused(
+            f"the data position was saved in version {state.get('version')} of its format, and this is version {VERSION}. Begin a new run "
+            "from its checkpoint (model.path), or use the version of Eyeline that wrote it"
+        )
+    saved = state["identity"]
+    differs = [f"{name} ({saved.get(name)} → {now})" for name, now in identity.items() if saved.get(name) != now]
+    if differs:
+        raise Refused(
+            f"the data position was saved for other data or settings. Different are: {'; '.join(differs)}. Restore them, or begin a new run"
+        )

@@ -1,88 +1,283 @@
-"""The order of visits: a pure function of (rows, seed, epoch). Nothing here reads a file.
+"""The plan: which rows make which pack. A pure function of the index, the seed, the budget and a position; nothing is fetched here.
 
-A *visit* is one picture and up to `share` rows that look at it: they are packed as one item, and the picture is encoded once
-for all of them. Rows without a picture are visits of their own.
+    rows of a window, in the order of their visits           order.py, blend.py
+    Sized     what each row needs under this budget          from the index; rows that cannot be used are rejected here
+    items     visits that fit into a pack
+    packed    items -> packs; bins that stay open are carried into the next window      packing.py
+
+Dims: R rows in order  G rows of these that can be used  I items  K packs
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eyeline.core.randomness import rng_for
+from eyeline.core.batch import Budget
+from eyeline.core.errors import BadSample
+from eyeline.core.facts import Cost
+from eyeline.data.documents import TooLong, fitted
+from eyeline.data.images import units_of
+from eyeline.data.index import KEPT_OPEN, Index, ShardIndex
+from eyeline.data.order import Longs
+from eyeline.data.packing import Bin, Bins, packed
+from eyeline.data.rejects import Reject
 
-Longs = NDArray[np.int64]
+VERSION = 1  # of the plan: another one may pack otherwise. Golden digests in tests/data/test_plan.py belong to it
+
+RowOf = tuple[int, int, int]  # source, shard, number in the shard
 
 
 @dataclass(frozen=True, eq=False)
-class Rounds:
-    """What every epoch visits; only the order differs between epochs."""
+class Sized:
+    """The rows of a shard under one budget."""
 
-    rows_R: Longs  # a row as often as an epoch visits it, those of a picture together
-    groups_R: Longs  # which picture each looks at: rising numbers
-    bounds_V1: Longs  # where in R each visit begins; the last entry is R
+    tokens_R: Longs  # of the document, visual ones included
+    visual_R: Longs
+    supervised_R: Longs
+    patches_R: Longs
+    language_R: Longs  # cost of the language model on it
+    vision_R: Longs  # cost of the tower on its pictures
+    usable_R: NDArray[np.bool_]
+    messages: dict[int, int]  # of rows that are shrunk: how many messages are kept
+    rejects: dict[int, tuple[str, str, str]]  # rows that cannot be used -> cause, field, message
 
-    @property
-    def visits(self) -> int:
-        return len(self.bounds_V1) - 1
 
+@dataclass(frozen=True, eq=False)
+class Sizing:
+    """Sizes of rows under one budget, a shard at a time."""
 
-def rounds(rows: Sequence[int], keys: Sequence[str | None], repeats: Sequence[int], share: int) -> Rounds:
-    """`rows[n]` looks at the picture `keys[n]` (None: at none) and is visited `repeats[n]` times an epoch.
+    index: Index
+    budget: Budget
+    longest: int  # tokens that one document may have: those of the budget, or fewer if the model has fewer positions
+    too_long: TooLong
+    cost: Cost
+    _known: OrderedDict[tuple[int, int], Sized] = field(default_factory=OrderedDict, repr=False)
 
-    The visits of a picture are as few as `share` allows and as even as can be: 10 rows, 3 at a time, make 3 + 3 + 2 + 2.
-    """
-    known: dict[str, int] = {}
-    groups: list[int] = []
-    count = 0
-    for key in keys:
-        if key not in known:
-            if key is not None:
-                known[key] = count
-            groups.append(count)
-            count += 1
+    def __call__(self, source: int, shard: int) -> Sized:
+        known = self._known.get((source, shard))
+        if known is None:
+            known = self._known[source, shard] = self._sized(source, shard, self.index.shard(source, shard))
+            if len(self._known) > KEPT_OPEN:
+                self._known.popitem(last=False)
         else:
-            groups.append(known[key])
-    repeated = np.repeat(np.array(rows, np.int64), repeats)
-    of_row = np.repeat(np.array(groups, np.int64), repeats)
-    order = np.argsort(of_row, kind="stable")
-    sizes = np.bincount(of_row, minlength=count)
-    visits = -(-sizes // share)  # of each group
-    total = int(visits.sum())
-    group_of_visit = np.repeat(np.arange(count), visits)
-    first_visit = np.cumsum(visits) - visits
-    nth = np.arange(total) - first_visit[group_of_visit]
-    first_row = np.cumsum(sizes) - sizes
-    # the n-th of v even cuts of s rows begins at ⌈n·s / v⌉
-    begins = first_row[group_of_visit] + -(-nth * sizes[group_of_visit] // visits[group_of_visit])
-    return Rounds(repeated[order], of_row[order], np.append(begins, len(repeated)).astype(np.int64))
+            self._known.move_to_end((source, shard))
+        return known
+
+    def _sized(self, source: int, shard: int, index: ShardIndex) -> Sized:
+        unique_N3, size_M = np.unique(index.sizes_M3, axis=0, return_inverse=True)
+        per_size = [self._of_size(tuple(size[0 if size[0] else 1 :])) for size in unique_N3.tolist()]
+        table_N4 = np.array([(0,) * 4 if isinstance(s, BadSample) else s for s in per_size], np.int64).reshape(-1, 4)
+        media_R4 = np.diff(np.concatenate([np.zeros((1, 4), np.int64), np.cumsum(table_N4[size_M.ravel()], 0)])[index.media_R1], axis=0)
+        visual_R, marks_R, patches_R, squares_R = media_R4.T
+        tokens_R = np.diff(index.bounds_R1) - np.diff(index.places_R1) + visual_R + marks_R
+        supervised_R = np.diff(np.concatenate([[0], np.cumsum(index.trained_U)])[index.bounds_R1])
+        rejects = dict(index.rejects)
+        for row in np.flatnonzero(~index.bad_R & self._any(index, np.array([isinstance(s, BadSample) for s in per_size], bool), size_M)):
+            bad = next(s for n in size_M.ravel()[index.media_R1[row] : index.media_R1[row + 1]] if isinstance(s := per_size[n], BadSample))
+            rejects[int(row)] = (bad.cause, bad.field, bad.message)
+        messages: dict[int, int] = {}
+        for row in np.flatnonzero((tokens_R > self.longest) | (patches_R > self.budget.patches)).tolist():
+            if row in rejects:
+                continue
+            try:
+                sample = self.index.sources[source].read(index.place(shard, row))
+                kept, size = fitted(
+                    sample, index.sizes(row), self.longest, self.budget.patches, self.too_long, self.index.encoder, self.index.rule
+                )
+            except BadSample as bad:
+                rejects[row] = (bad.cause, bad.field, bad.message)
+                continue
+            messages[row] = len(kept.messages)
+            units = [unit for medium in index.sizes(row)[: len(kept.media)] for unit in self._units(medium)]
+            tokens_R[row], visual_R[row], supervised_R[row], patches_R[row] = size.tokens, size.visual, size.supervised, size.patches
+            squares_R[row] = sum(unit.grid.patches**2 for unit in units)
+        usable_R = np.ones(len(index), bool)
+        usable_R[list(rejects)] = False
+        language_R = self.cost.token * tokens_R + self.cost.pair * (tokens_R * (tokens_R + 1) // 2) + self.cost.label * supervised_R
+        vision_R = self.cost.patch * patches_R + self.cost.patch_pair * squares_R
+        return Sized(tokens_R, visual_R, supervised_R, patches_R, language_R, vision_R, usable_R, messages, rejects)
+
+    def _units(self, size: Any) -> tuple[Any, ...]:
+        return units_of(size, self.index.rule) if self.index.rule else ()
+
+    def _of_size(self, size: Any) -> tuple[int, int, int, int] | BadSample:
+        """Visual tokens, marks, patches and their squares of a medium of this size."""
+        try:
+            units = self._units(size)
+        except BadSample as bad:
+            return bad
+        patches = [unit.grid.patches for unit in units]
+        return sum(unit.tokens for unit in units), sum(unit.mark is not None for unit in units), sum(patches), sum(p * p for p in patches)
+
+    @staticmethod
+    def _any(index: ShardIndex, bad_N: NDArray[np.bool_], size_M: Longs) -> NDArray[np.bool_]:
+        """Which rows have a medium of a bad size."""
+        return np.diff(np.concatenate([[0], np.cumsum(bad_N[size_M.ravel()])])[index.media_R1]) > 0
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
-    """One epoch: visit number n is `rows_R[bounds[order_V[n]] : ...]`."""
+class Ordered:
+    """Rows in the order in which they come. Visit v is the rows `bounds_V1[v]` to `bounds_V1[v + 1]`."""
 
-    rows_R: Longs
-    order_V: Longs
+    row_R5: Longs  # epoch and window of the order that a row comes from; source, shard, number
     bounds_V1: Longs
 
-    def __len__(self) -> int:
-        return len(self.order_V)
 
-    def rows(self, n: int) -> list[int]:
-        visit = self.order_V[n]
-        return self.rows_R[self.bounds_V1[visit] : self.bounds_V1[visit + 1]].tolist()
+@dataclass(frozen=True)
+class Item:
+    """Rows that are packed together: a visit, or a part of one that is too large."""
 
-
-def order_of(rounds: Rounds, seed: int, epoch: int) -> Order:
-    """Which rows share a visit, and in which order visits come, in this epoch."""
-    draws = rng_for(seed, "visit", epoch).random(len(rounds.rows_R))
-    shuffled = np.lexsort((draws, rounds.groups_R))  # within a picture only: groups_R rises
-    order = rng_for(seed, "order", epoch).permutation(rounds.visits)
-    return Order(rounds.rows_R[shuffled], order, rounds.bounds_V1)
+    epoch: int
+    window: int
+    rows: tuple[RowOf, ...]
 
 
-def unshuffled(rounds: Rounds) -> Order:
-    """The visits as the sources list them, for validation."""
-    return Order(rounds.rows_R, np.arange(rounds.visits), rounds.bounds_V1)
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The packs of one window, in order, as numbers of items; `bins` are still open after it."""
+
+    row_G5: Longs  # as in Ordered: first those that were carried in
+    bounds_I1: Longs
+    packs: list[list[int]]
+    passed_K: Longs  # rows of the window that were met up to each pack, rejected ones included
+    rows: int  # of the window
+    rejects: list[tuple[int, Reject]]  # (rows met before it, why): rising
+    bins: list[list[Item]]
+    cost_I2: Longs  # language, vision
+    digest: str
+
+    def items(self, pack: int) -> list[Item]:
+        return [self.item(n) for n in self.packs[pack]]
+
+    def item(self, number: int) -> Item:
+        rows = self.row_G5[self.bounds_I1[number] : self.bounds_I1[number + 1]].tolist()
+        return Item(rows[0][0], rows[0][1], tuple((source, shard, row) for _, _, source, shard, row in rows))
+
+    def cost(self, pack: int) -> tuple[int, int]:
+        """Language and vision."""
+        language, vision = self.cost_I2[self.packs[pack]].sum(0).tolist()
+        return language, vision
+
+
+def plan(ordered: Ordered, carried: Sequence[Sequence[Item]], sizing: Sizing) -> Plan:
+    """Pack the rows of a window behind the bins that the one before left open."""
+    columns_R6, usable_R = _columns(ordered.row_R5, sizing)
+    rejects = [
+        (int(n), reject_of(sizing, (source, shard, number)))
+        for n in np.flatnonzero(~usable_R)
+        for _, _, source, shard, number in [ordered.row_R5[n].tolist()]
+    ]
+    at_G = np.flatnonzero(usable_R)
+    begins_I, tokens_I, patches_I, vision_I, language_I = _items(columns_R6[at_G], _visit_of(ordered.bounds_V1)[at_G], sizing.budget)
+    old_G5, old_bounds, old = _unpacked(carried)
+    old_columns, still = _columns(old_G5, sizing)
+    assert still.all(), "a row that was planned can no longer be used"
+    row_G5 = np.concatenate([old_G5, ordered.row_R5[at_G]])
+    first = len(old_bounds) - 1  # items of this window are numbered behind those that were carried in
+    bounds_I1 = np.concatenate([old_bounds[:-1], len(old_G5) + begins_I, [len(row_G5)]]).astype(np.int64)
+    old_tokens, old_patches, old_vision, old_language = _sums(old_columns, old_bounds[:-1])
+    bins: Bins = []
+    for numbers in old:
+        bin = Bin(
+            0, 0, sizing.budget.tokens - int(old_tokens[numbers].sum()), sizing.budget.patches - int(old_patches[numbers].sum()), [*numbers]
+        )
+        bins.append(bin.ranked(len(bins), sizing.budget))
+    last_I = np.append(begins_I, len(at_G))[1:] - 1
+    passed_I = (at_G[last_I] + 1).tolist() if len(begins_I) else []
+    met = 0
+
+    def items() -> Iterator[tuple[int, int, int]]:
+        nonlocal met
+        for n, (tokens, patches) in enumerate(zip(tokens_I.tolist(), patches_I.tolist(), strict=True)):
+            met = passed_I[n]
+            yield first + n, tokens, patches
+
+    packs, passed = [], []
+    for done in packed(items(), bins, sizing.budget):
+        packs.append(done)
+        passed.append(met)
+    cost_I2 = np.stack([np.concatenate([old_language, language_I]), np.concatenate([old_vision, vision_I])], 1).astype(np.int64)
+    made = Plan(
+        row_G5, bounds_I1, packs, np.array(passed, np.int64), len(ordered.row_R5), rejects, [], cost_I2, _digest(packs, bounds_I1, row_G5)
+    )
+    made.bins.extend([made.item(n) for n in bin.items] for bin in bins)
+    return made
+
+
+def _columns(row_R5: Longs, sizing: Sizing) -> tuple[Longs, NDArray[np.bool_]]:
+    """Tokens, patches, vision and language cost of each row, and whether it can be used."""
+    out_R4, usable_R = np.zeros((len(row_R5), 4), np.int64), np.zeros(len(row_R5), bool)
+    shards, where_R = np.unique(row_R5[:, 2:4], axis=0, return_inverse=True)
+    for n, (source, shard) in enumerate(shards.tolist()):
+        here = np.flatnonzero(where_R.ravel() == n)
+        sized, number = sizing(source, shard), row_R5[here, 4]
+        for column, values in enumerate((sized.tokens_R, sized.patches_R, sized.vision_R, sized.language_R)):
+            out_R4[here, column] = values[number]
+        usable_R[here] = sized.usable_R[number]
+    return out_R4, usable_R
+
+
+def reject_of(sizing: Sizing, row: RowOf) -> Reject:
+    """Why a row cannot be used."""
+    source, shard, number = row
+    cause, where, message = sizing(source, shard).rejects[number]
+    place = sizing.index.shard(source, shard).place(shard, number)
+    return Reject.of(*sizing.index.sources[source].named(place), BadSample(cause, where, message))
+
+
+def _visit_of(bounds_V1: Longs) -> Longs:
+    return np.repeat(np.arange(len(bounds_V1) - 1), np.diff(bounds_V1))
+
+
+def _sums(columns_G4: Longs, begins_I: Longs) -> tuple[Longs, Longs, Longs, Longs]:
+    """Tokens, patches, vision and language cost of items. Rows of an item show the same pictures (or the first of them, where one
+    was shrunk), so it has the patches of its largest row."""
+    if not len(begins_I):
+        nothing = np.empty(0, np.int64)
+        return nothing, nothing, nothing, nothing
+    tokens, language = (np.add.reduceat(columns_G4[:, n], begins_I) for n in (0, 3))
+    patches, vision = (np.maximum.reduceat(columns_G4[:, n], begins_I) for n in (1, 2))
+    return tokens, patches, vision, language
+
+
+def _items(columns_G4: Longs, visit_G: Longs, budget: Budget) -> tuple[Longs, Longs, Longs, Longs, Longs]:
+    """Where each item begins, and its sums. A visit whose rows together are over the budget is cut where it is full."""
+    begins_I = np.flatnonzero(np.diff(visit_G, prepend=-1))
+    tokens, *_ = _sums(columns_G4, begins_I)
+    cuts: list[int] = []
+    ends = np.append(begins_I, len(visit_G))[1:]
+    for visit in np.flatnonzero(tokens > budget.tokens).tolist():
+        filled = 0
+        for row in range(int(begins_I[visit]), int(ends[visit])):
+            filled += int(columns_G4[row, 0])
+            if filled > budget.tokens:
+                cuts.append(row)
+                filled = int(columns_G4[row, 0])
+    begins_I = np.sort(np.concatenate([begins_I, np.array(cuts, np.int64)]))
+    return begins_I, *_sums(columns_G4, begins_I)
+
+
+def _unpacked(carried: Sequence[Sequence[Item]]) -> tuple[Longs, Longs, list[list[int]]]:
+    """Rows of carried items, bounds of the items in them, and the numbers of the items of each bin."""
+    items = [item for bin in carried for item in bin]
+    rows = [(item.epoch, item.window, *row) for item in items for row in item.rows]
+    ends = np.cumsum([0, *(len(bin) for bin in carried)]).tolist()
+    bounds = np.cumsum([0, *(len(item.rows) for item in items)])
+    return np.array(rows, np.int64).reshape(-1, 5), bounds, [list(range(a, b)) for a, b in pairwise(ends)]
+
+
+def _digest(packs: list[list[int]], bounds_I1: Longs, row_G5: Longs) -> str:
+    """A hash of which rows are in which pack, in order."""
+    flat = np.array([n for pack in packs for n in pack], np.int64)
+    lengths = np.diff(bounds_I1)[flat]
+    ends = np.cumsum(lengths)
+    rows = np.arange(int(lengths.sum())) + np.repeat(bounds_I1[flat] - (ends - lengths), lengths)
+    hashed = hashlib.sha256(np.array([len(pack) for pack in packs], "<i8").tobytes())
+    hashed.update(row_G5[rows].astype("<i8").tobytes())
+    return hashed.hexdigest()[:16]

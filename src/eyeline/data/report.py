@@ -11,12 +11,15 @@ from rich.text import Text
 from eyeline.core.batch import IGNORE, Budget, Document, Sample
 from eyeline.core.errors import BadSample
 from eyeline.core.log import visible
+from eyeline.data.blend import Side
 from eyeline.data.documents import document_of
 from eyeline.data.images import oddities, picture_key, prepare
-from eyeline.data.loader import Reader, texts
+from eyeline.data.loader import Reader, texts, training_samples
+from eyeline.data.plan import RowOf, reject_of
 from eyeline.data.rejects import Reject
 from eyeline.data.tokenizer import Encoder
 
+EXAMINED_SHARDS = 32  # of each source at most, evenly spread
 EXAMINED = 2_000  # samples at most, evenly spread over the sources
 SHOWN_REJECTS = 10
 
@@ -52,6 +55,7 @@ class DataReport:
     sources: tuple[SourceFound, ...]
     training: int  # samples
     validation: int
+    exact: bool  # whether all were counted; of large data a part of the shards is, and the numbers of samples follow from their sizes
     examined: int
     tokens: Spread | None  # of a document, visual ones included; None when none is usable
     visual: Spread | None
@@ -70,29 +74,44 @@ def data_report(reader: Reader, budget: Budget, examined: int = EXAMINED) -> Dat
     odd: Counter[str] = Counter()
     rejected: list[Reject] = []
     pictures: dict[str, BadSample | None] = {}
-    asked = [(False, row) for row in reader.training] + [(True, row) for row in reader.judged]
+    asked: list[tuple[bool, RowOf]] = []
+    counts: list[list[int]] = []  # of each side, of each source
+    exact = True
+    for judges in (False, True) if reader.validates else (False,):
+        found, of_source, all_there = _rows_of(reader.judges if judges else reader.training)
+        asked += [(judges, row) for row in found]
+        counts.append(of_source)
+        exact &= all_there
     chosen = [asked[n] for n in np.linspace(0, len(asked) - 1, min(examined, len(asked))).astype(int)]
     spelt = 0
-    for judges, row in chosen:
-        measuring = reader.measuring(budget, judges)
-        known = measuring(row)
-        if not isinstance(known, Reject):
-            sample = measuring.all.sample(row)
+    for judges, (source, shard, number) in chosen:
+        sizing = reader.sizing(budget, judges)
+        sized, rows = sizing(source, shard), sizing.index.sources[source]
+        place = sizing.index.shard(source, shard).place(shard, number)
+        if number not in sized.rejects:
+            sample = rows.read(place)
             spelt += any(control in text for text in texts(sample) for control in reader.encoder.controls)
             bad = _pictures_of(sample, pictures, odd)
             if bad is None:
                 for name, values in lengths.items():
-                    values.append(getattr(known.size, name))
+                    values.append(int(getattr(sized, f"{name}_R")[number]))
                 continue
-            known = Reject.of(*measuring.all.named(row), bad)
+            known = Reject.of(*rows.named(place), bad=bad)
+        else:
+            known = reject_of(sizing, (source, shard, number))
         causes[known.cause] += 1
         if len(rejected) < SHOWN_REJECTS:
             rejected.append(known)
-    found = [*reader.all.sources, *(reader.judges.sources if reader.judges is not reader.all else ())]
+    own = reader.judges.index is not reader.training.index
+    opened = [*reader.training.index.sources, *(reader.judges.index.sources if own else ())]
+    rows_of = [n for side in counts for n in side] if own else [sum(sides) for sides in zip(*counts, strict=True)]
     return DataReport(
-        sources=tuple(SourceFound(r.source.path, r.layout.name, r.layout.why, len(r), r.source.repeat) for r in found),
-        training=len(reader.training),
-        validation=len(reader.judged),
+        sources=tuple(
+            SourceFound(r.source.path, r.layout.name, r.layout.why, n, r.source.repeat) for r, n in zip(opened, rows_of, strict=True)
+        ),
+        training=sum(counts[0]),
+        validation=sum(map(sum, counts[1:])),
+        exact=exact,
         examined=len(chosen),
         tokens=Spread.of(lengths["tokens"]),
         visual=Spread.of(lengths["visual"]),
@@ -103,6 +122,22 @@ def data_report(reader: Reader, budget: Budget, examined: int = EXAMINED) -> Dat
         pictures=len(pictures),
         control_strings=spelt,
     )
+
+
+def _rows_of(side: Side) -> tuple[list[RowOf], list[int], bool]:
+    """Rows of a side, those of some shards of each source where it has many; how many each source has; whether that was counted."""
+    rows: list[RowOf] = []
+    counts: list[int] = []
+    exact = True
+    for source, opened in enumerate(side.index.sources):
+        shards = range(side.shards(source))
+        chosen = sorted({int(n) for n in np.linspace(0, len(shards) - 1, min(EXAMINED_SHARDS, len(shards)))}) if shards else []
+        found = [(source, shard, int(number)) for shard in chosen for number in np.flatnonzero(side.kept(source, shard))]
+        rows += found
+        share = sum(opened.shards[n].bytes for n in chosen) / max(sum(opened.shards[n].bytes for n in shards), 1)
+        counts.append(len(found) if len(chosen) == len(shards) else round(len(found) / share))
+        exact &= len(chosen) == len(shards)
+    return rows, counts, exact
 
 
 def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], odd: Counter[str]) -> BadSample | None:
@@ -123,11 +158,10 @@ def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], odd: Cou
 def first_documents(reader: Reader, count: int) -> list[tuple[Sample, Document]]:
     """The first usable training samples, whole and without augmentation."""
     out: list[tuple[Sample, Document]] = []
-    for row in reader.training:
+    for sample in training_samples(reader.data):
         if len(out) == count:
             break
         try:
-            sample = reader.all.sample(row)
             media = [prepare(medium, reader.rule) for medium in sample.media] if reader.rule else []
             out.append((sample, document_of(sample, reader.encoder, reader.rule, media)))
         except BadSample:  # `data_report` counts and names them

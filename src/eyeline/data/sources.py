@@ -1,22 +1,19 @@
 """Where samples come from: containers of rows, found by what they are, and read by a layout."""
 
 import glob
-import hashlib
 import importlib.util
 import os
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample, Refused, nearest
-from eyeline.core.settings import Positive, Settings
+from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.data.containers import RETRIES, Container, Place, Shard
-from eyeline.data.images import picture_key
 from eyeline.data.json_rows import open_lines, open_list
 from eyeline.data.layouts import COLUMNS, Layout, recognised
 from eyeline.data.parquet import open_parquet
@@ -31,6 +28,7 @@ class Source(Settings):
     kinds: tuple[str, ...] | None = None  # keep only samples of these kinds
     repeat: Positive = 1  # visits an epoch
     limit: Positive | None = None  # keep only the first so many
+    weight: PositiveFloat = 1.0  # its share, against the other sources', where they are blended by shares
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,21 @@ class Rows:
         """In the order of the files."""
         return self.container.shards
 
-    def rows_in(self, shard: int) -> Iterator[tuple[Place, str, Sample | BadSample]]:
-        """(place, kind, the sample or why there is none) of every row of a shard, in order."""
+    def rows_in(self, shard: int) -> Iterator[tuple[Place, str | None, Sample | BadSample]]:
+        """(place, kind, the sample or why there is none) of every row of a shard, in order. A row that cannot be parsed has no kind."""
         for place, row in self.container.rows(shard):
-            yield place, "" if isinstance(row, BadSample) else self.layout.kind(row), self._sample(place, row)
+            yield place, None if isinstance(row, BadSample) else self.layout.kind(row), self._sample(place, row)
+
+    def kept(self) -> Iterator[tuple[Place, str | None, Sample | BadSample]]:
+        """The rows that `kinds` and `limit` leave, as `rows_in` gives them, in order. A row that cannot be parsed is of every kind."""
+        kinds, left = self.source.kinds, self.source.limit
+        for shard in range(len(self.shards)):
+            for place, kind, found in self.rows_in(shard):
+                if left == 0:
+                    return
+                if kinds is None or kind is None or kind in kinds:
+                    left = None if left is None else left - 1
+                    yield place, kind, found
 
     def read(self, place: Place) -> Sample:
         """One row as a Sample. Raises BadSample, and StorageFailed when its file has changed."""
@@ -70,66 +79,6 @@ class Rows:
         except BadSample as bad:
             return bad
 
-    # The rows that `kinds` and `limit` keep, as one list
-
-    @cached_property
-    def listed(self) -> tuple[tuple[Place, str, tuple[str, ...]], ...]:
-        """Place, kind and picture keys of each kept row. A row that cannot be parsed is of every kind: it is to be counted as a reject."""
-        out: list[tuple[Place, str, tuple[str, ...]]] = []
-        known: set[str] = set()
-        for shard in range(len(self.shards)):
-            for place, row in self.container.rows(shard):
-                if self.source.limit is not None and len(out) >= self.source.limit:
-                    return tuple(out)
-                kind = "" if isinstance(row, BadSample) else self.layout.kind(row)
-                if not isinstance(row, BadSample):
-                    known.add(kind)
-                if self.source.kinds is None or kind in self.source.kinds or isinstance(row, BadSample):
-                    sample = self._sample(place, row)
-                    keys = () if isinstance(sample, BadSample) else tuple(picture_key(p) for p in sample.pictures)
-                    out.append((place, kind, keys))
-        absent = [kind for kind in self.source.kinds or () if kind not in known] if self.source.limit is None else []
-        if absent:
-            has = ", ".join(sorted(k or "(none)" for k in known))
-            raise Refused(f"{self.source.path} has no samples of kind {', '.join(absent)}; it has {has}")
-        return tuple(out)
-
-    def __len__(self) -> int:
-        return len(self.listed)
-
-    def id(self, i: int) -> str:
-        return self.named(self.listed[i][0])[0]
-
-    def place(self, i: int) -> tuple[str, int]:
-        """File and row number, for messages."""
-        return self.named(self.listed[i][0])[1:]
-
-    def sample(self, i: int) -> Sample:
-        """Kept row i as a Sample. Raises BadSample."""
-        return self.read(self.listed[i][0])
-
-    @property
-    def shown(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(keys for _, _, keys in self.listed)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(kind for _, kind, _ in self.listed)
-
-    def image_key(self, i: int) -> str | None:
-        """Equal for rows that look at the same pictures; None for rows without any."""
-        return "\n".join(self.listed[i][2]) or None
-
-    def kind(self, i: int) -> str:
-        return self.listed[i][1]
-
-    @property
-    def fingerprint(self) -> str:
-        """What these rows are, for states that must not be used with others: content and choice, not the place."""
-        content = [shard.fingerprint for shard in self.shards]
-        chosen = [content, self.layout.name, self.source.kinds, self.source.repeat, self.source.limit, len(self)]
-        return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
-
 
 def open_source(source: Source, retries: int = RETRIES) -> Rows:
     """Find the files, recognise their layout and list their shards. Refused, with what was found, when that cannot be done.
@@ -141,9 +90,7 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
     if not os.path.isdir(root):
         raise Refused(f"the folder of the images, {root}, does not exist. Set images: to the folder that picture paths start from")
     container = open_container(files, folder, retries)
-    rows = Rows(source, path, root, recognised(path, container), container)
-    assert rows.listed is not None
-    return rows
+    return Rows(source, path, root, recognised(path, container), container)
 
 
 def _files_of(source: Source) -> tuple[Path, Path, list[Path]]:

@@ -76,11 +76,11 @@ def most_frequent(counts: Counter[str]) -> str:
 def usable(sources: Iterable[Rows], rejected: Counter[str]) -> Iterator[Sample]:
     """Every sample of the sources in order; the unusable ones are counted in `rejected` by cause."""
     for rows in sources:
-        for i in range(len(rows)):
-            try:
-                yield rows.sample(i)
-            except BadSample as bad:
-                rejected[bad.cause] += 1
+        for _, _, found in rows.kept():
+            if isinstance(found, BadSample):
+                rejected[found.cause] += 1
+            else:
+                yield found
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eyeline.bundle.bundle import classes
+from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import Facts
 from eyeline.core.log import visible
@@ -96,12 +97,12 @@ def _source_problems(run: Run) -> Iterator[str]:
     """What keeps the sources of stages and evaluation from being opened, or leaves nothing of them."""
     for index, stage in enumerate(run.stages):
         try:
-            rows = divided(stage.data)
-            for source, count in {r.source: len(r) for r in (*rows.all.sources, *rows.judges.sources)}.items():
-                if not count:
-                    yield f"stages.{index}.data: {source.path} holds no sample that the settings leave"
+            found = divided(stage.data)
+            for rows in dict.fromkeys((*found.sources, *found.judges)):
+                if not any(True for _ in rows.kept()):
+                    yield f"stages.{index}.data: {rows.source.path} holds no sample that the settings leave"
             blind = [part for part in stage.trains if part != "language"]
-            if blind and rows.all.places and not any(shown for r in rows.all.sources for shown in r.shown):
+            if blind and not any(isinstance(row, Sample) and row.media for rows in found.sources for _, _, row in rows.kept()):
                 yield (
                     f"stages.{index} ({stage.name}): trains {' and '.join(blind)}, which learn from pictures, and no sample has one; "
                     "leave them out of trains, or add data with pictures"
@@ -110,7 +111,7 @@ def _source_problems(run: Run) -> Iterator[str]:
             yield f"stages.{index}.data: {error}"
     if run.evaluation:
         try:
-            if not opened(run.evaluation.sources).places:
+            if not any(True for rows in opened(run.evaluation.sources) for _ in rows.kept()):
                 yield "evaluation: its sources hold no question that the settings leave"
         except Refused as error:
             yield f"evaluation: {error}"
@@ -202,7 +203,8 @@ def _show(console: Console, stage: Stage, report: DataReport) -> None:
     for source in report.sources:
         repeat = f", {source.repeat} times an epoch" if source.repeat > 1 else ""
         _say(console, f"{source.path}: {source.layout} ({source.why}), {source.rows:,} samples{repeat}")
-    _say(console, f"{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined")
+    about = "" if report.exact else "about "  # of large data only some shards are looked at
+    _say(console, f"{about}{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined")
     table = Table()
     for column in ("", "min", "median", "max"):
         table.add_column(column, justify="right" if column else "left")

@@ -1,5 +1,6 @@
 """`eyeline eval`: ask a run its recipe's held-out questions, and keep the result in the run folder."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -42,14 +43,14 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     found.load(model)
     asked = opened(run.evaluation.sources)
     prior = prior_of(dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data)))  # stages share samples
-    questions = min(len(asked.places), limit if limit is not None else len(asked.places))
+    questions = sum(1 for _ in islice((row for rows in asked for row in rows.kept()), limit))
     with Progress(transient=True) as bar:
         task = bar.add_task("answering", total=questions)
         result = exact_match(
             model.eval(),
             facts(found.bundle.config),
             found.bundle.encoder(),
-            asked.sources,
+            asked,
             prior,
             max_tokens=run.evaluation.max_tokens,
             limit=limit,

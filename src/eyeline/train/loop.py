@@ -15,7 +15,7 @@ from eyeline.core.errors import NotFinite, Refused, Stopped
 from eyeline.core.files import make_folder, write_json
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
-from eyeline.data.loader import Reader
+from eyeline.data.loader import Reader, Step
 from eyeline.models import flops
 from eyeline.parallel.launch import Machine, machine
 from eyeline.train import metrics
@@ -104,7 +104,7 @@ def train_stage(
         if checkpoint and state.step > 0:
             load_state_tensors(optimizers, checkpoint.load("optimizer"))
         seed = seed_for(run.seed, "stage", state.stage)
-        reader = Reader(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest)
+        reader = Reader(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest, arithmetic.cost())
         steps = stage.steps or reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
         if state.step >= steps:
             raise Refused(
@@ -114,7 +114,7 @@ def train_stage(
 
     model.train()
     arriving = reader.steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs, state.data)
-    for micro_batches, data_state in timed(arriving, clock):
+    for micro_batches, data_state, imbalance in timed(arriving, clock):
         set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
         with clock.spending("compute"):
             report = update(model, optimizers, micro_batches, clip=stage.clip, seed=run.seed, step=state.global_step)
@@ -154,6 +154,7 @@ def train_stage(
             rejected=reader.rejects.rejected,
             flops=sum((arithmetic.of(batch) for batch in micro_batches), flops.NONE),
             peak=flops.peak_of(here.name) if run.precision == "bf16" else None,
+            imbalance=imbalance,
         )
         metrics.write(home.folder, figures.line(), home.attempt)
         show.step(figures)
@@ -168,7 +169,7 @@ def train_stage(
     raise AssertionError(f"the reader ended after {state.step} of {steps} steps")
 
 
-def timed(arriving: Iterable[tuple[tuple[Batch, ...], dict[str, Any]]], clock: Clock) -> Iterator[tuple[tuple[Batch, ...], dict[str, Any]]]:
+def timed(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
     """The same items, with the time until each arrives counted as data wait."""
     iterator = iter(arriving)
     while True:

@@ -36,6 +36,7 @@ class StepFigures:
     rejected: int  # samples of the stage so far
     flops: Flops  # of the step's batches
     peak: float | None  # FLOPs a second that the device could do in this run's precision; None where it is not known
+    imbalance: Mapping[str, float]  # by part: cost of the slowest rank of each micro-batch, over the mean; 1 on one rank
 
     @property
     def flops_per_s(self) -> float:
@@ -75,6 +76,7 @@ class StepFigures:
             "flops_recomputed": self.flops.again,
             "flops_per_s": self.flops_per_s,
             "mfu": self.flops_per_s / self.peak if self.peak else None,
+            "imbalance": dict(self.imbalance),
         }
 
 

@@ -66,6 +66,8 @@ class Stage(Settings):
     def _one_length(self) -> "Stage":
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give steps or epochs, one of them")
+        if self.epochs is not None and self.data.blend == "shares":
+            raise ValueError("with blend: shares each source has epochs of its own, so epochs has no meaning for the stage. Give steps")
         return self
 
 
@@ -98,6 +100,8 @@ class Evaluation(Settings):
     def _once(self) -> "Evaluation":
         if any(source.repeat > 1 for source in self.sources):
             raise ValueError("repeat says how often an epoch visits a source, and an evaluation asks each question once. Leave it out")
+        if any(source.weight != 1 for source in self.sources):
+            raise ValueError("weight is a share of what is trained on, and an evaluation asks each question once. Leave it out")
         return self
 
 
@@ -175,6 +179,7 @@ MAY_CHANGE = (
     "stages.*.steps",
     "stages.*.epochs",
     "stages.*.data.workers",
+    "stages.*.data.cache",
     "stages.*.data.max_reject_rate",
 )
 

@@ -3,6 +3,7 @@
 import math
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from eyeline.core.batch import Budget, Document
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
-from eyeline.data.packing import pack
+from eyeline.data.packing import Bins, flushed, packed
 from eyeline.models import Config, Model, facts
 from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
 from eyeline.study.bench.work import Sized, documents, made
@@ -113,7 +114,8 @@ def epoch(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed
     watch = Stopwatch()
     slots = 0
     items = ((i, len(d.tokens_T), sum(image.grid.patches for image in d.images)) for i, d in enumerate(docs))
-    for step, (chosen, _) in enumerate(pack(items, BUDGET)):
+    bins: Bins = []
+    for step, chosen in enumerate(chain(packed(items, bins, BUDGET), flushed(bins))):
         batch = batch_of([docs[i] for i in chosen], BUDGET)
         slots += batch.counts.slots
         update(model, optimizers, [batch], clip=1.0, seed=0, step=step)

@@ -1,0 +1,211 @@
+"""What an epoch is made of: rows of one side of the sources, in windows, and how sources are blended.
+
+`once`: all shards of all sources are one pool, and every row comes exactly once an epoch (a source's `repeat` times).
+`shares`: each source is a pool of its own, with epochs of its own; visits are taken from the source that is furthest behind its share.
+
+A *cursor* says where a pool stands; cursors are all that there is to know.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eyeline.core.errors import Refused
+from eyeline.core.randomness import seed_for
+from eyeline.data.index import Index, ShardIndex
+from eyeline.data.order import Longs, shards_of, visits_of
+from eyeline.data.plan import Ordered, Sizing
+
+MIXED_ROWS = (2_048, 65_536)  # rows of the first window of a blend by shares, and of the largest: they double
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The rows to learn from, or those to validate on."""
+
+    index: Index
+    hold_out: float  # share of the pictures that is held out; 0: all rows are on this side
+    judges: bool  # whether this side is what is held out
+    _limits: dict[int, list[int]] = field(default_factory=dict, repr=False)
+
+    def shards(self, source: int) -> int:
+        """How many of a source's shards have rows on a side: all, or those up to its limit."""
+        rows = self.index.sources[source]
+        return len(rows.shards) if rows.source.limit is None else len(self._limited(source))
+
+    def kept(self, source: int, shard: int) -> NDArray[np.bool_]:
+        """Which rows of a shard are on this side."""
+        index, settings = self.index.shard(source, shard), self.index.sources[source].source
+        kept = index.kept(settings.kinds)
+        if settings.limit is not None:
+            kept = kept & (np.cumsum(kept) <= self._limited(source)[shard])
+        return kept & self._side(index)
+
+    def _side(self, index: ShardIndex) -> NDArray[np.bool_]:
+        return (index.drawn_R < self.hold_out) == self.judges if self.hold_out else np.ones(len(index), bool)
+
+    def _limited(self, source: int) -> list[int]:
+        """How many rows of each of the first shards a limit leaves."""
+        if source not in self._limits:
+            settings = self.index.sources[source].source
+            left, found = settings.limit or 0, []
+            for shard in range(len(self.index.sources[source].shards)):
+                if left <= 0:
+                    break
+                found.append(left)
+                left -= int(self.index.shard(source, shard).kept(settings.kinds).sum())
+            self._limits[source] = found
+        return self._limits[source]
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a pool stands: in a window of an epoch, so many visits into it."""
+
+    epoch: int = 0
+    window: int = 0
+    first: int = 0  # position of the window's first shard in the epoch's order
+    visit: int = 0
+    given: int = 0  # usable rows given so far
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Rows of a pool's window, in order, and how many shards it has."""
+
+    row_R3: Longs
+    bounds_V1: Longs
+    shards: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Shards that are put in order together."""
+
+    side: Side
+    entries: tuple[tuple[int, int], ...]  # source and shard; one that is visited twice an epoch is there twice
+    share: int  # rows of a picture that come together
+    seed: int | None  # None: as listed
+
+    def window(self, cursor: Cursor) -> Window:
+        sources = self.side.index.sources
+
+        def held(entry: int) -> int:
+            source, shard = self.entries[entry]
+            return sources[source].shards[shard].held
+
+        chosen = shards_of(len(self.entries), self.seed, cursor.epoch, cursor.first, cursor.window, held)
+        rows, pictures = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint64)]
+        for source, shard in (self.entries[n] for n in chosen):
+            number_R = np.flatnonzero(self.side.kept(source, shard))
+            rows.append(np.stack([np.full_like(number_R, source), np.full_like(number_R, shard), number_R], 1))
+            pictures.append(self.side.index.shard(source, shard).pictures_R[number_R])
+        visits = visits_of(np.concatenate(pictures), self.share, self.seed, cursor.epoch, cursor.window)
+        return Window(np.concatenate(rows)[visits.rows_R], visits.bounds_V1, len(chosen))
+
+    def after(self, cursor: Cursor, window: Window) -> Cursor:
+        """The begin of the next window."""
+        if cursor.first + window.shards < len(self.entries):
+            return replace(cursor, window=cursor.window + 1, first=cursor.first + window.shards, visit=0)
+        return replace(cursor, epoch=cursor.epoch + 1, window=0, first=0, visit=0)
+
+
+def pool_of(side: Side, share: int, seed: int | None, repeated: bool = True) -> Pool:
+    """One pool of everything."""
+    sources = side.index.sources
+    entries = [
+        (source, shard)
+        for source, rows in enumerate(sources)
+        for _ in range(rows.source.repeat if repeated else 1)
+        for shard in range(side.shards(source))
+    ]
+    return Pool(side, tuple(entries), share, seed)
+
+
+def pools_of(side: Side, share: int, seed: int) -> tuple[Pool, ...]:
+    """A pool for each source."""
+    return tuple(
+        Pool(side, tuple((source, shard) for shard in range(side.shards(source))), share, seed_for(seed, "source", source))
+        for source in range(len(side.index.sources))
+    )
+
+
+def whole(pool: Pool, cursor: Cursor) -> tuple[Ordered, Cursor]:
+    """A window of a pool, and the cursor behind it."""
+    window = pool.window(cursor)
+    return Ordered(_addressed(window.row_R3, cursor), window.bounds_V1), pool.after(cursor, window)
+
+
+def blended(
+    pools: Sequence[Pool], weights: Sequence[float], cursors: Sequence[Cursor], number: int, sizing: Sizing
+) -> tuple[Ordered, tuple[Cursor, ...]]:
+    """Window `number` of a blend by shares, and the cursors behind it.
+
+    Each visit is taken from the source that is furthest behind its share of the usable rows given so far; of equals, from the
+    first. So after any number of rows each source has had its share, give or take a visit.
+    """
+    parts = [_Part(pool, cursor, sizing) for pool, cursor in zip(pools, cursors, strict=True)]
+    whole_weights = [max(round(weight * 1_000_000), 1) for weight in weights]  # integers: the same choice on every machine
+    summed = sum(whole_weights)
+    wanted = min(MIXED_ROWS[0] << min(number, 16), MIXED_ROWS[1])
+    given = [cursor.given for cursor in cursors]
+    total, met = sum(given), 0
+    picks: list[int] = []
+    while met < wanted:
+        n = max(range(len(parts)), key=lambda n: (whole_weights[n] * (total + 1) - given[n] * summed, -n))
+        rows, usable = parts[n].take()
+        picks.append(n)
+        met += rows
+        given[n] += usable
+        total += usable
+    return _merged(parts, picks), tuple(replace(part.cursor, given=count) for part, count in zip(parts, given, strict=True))
+
+
+@dataclass(eq=False)
+class _Part:
+    """What a blended window takes of one pool."""
+
+    pool: Pool
+    cursor: Cursor
+    sizing: Sizing
+    rows: list[Any] = field(default_factory=list)  # of each visit taken, as in Ordered
+    _window: Window | None = None
+    _usable_V: list[int] = field(default_factory=list)
+    _barren: int = 0  # windows in a row without a usable row
+
+    def take(self) -> tuple[int, int]:
+        """Take the next visit; its rows, and how many of them can be used."""
+        while self._window is None or self.cursor.visit >= len(self._window.bounds_V1) - 1:
+            self._next()
+        assert self._window is not None
+        begin, end = self._window.bounds_V1[self.cursor.visit : self.cursor.visit + 2]
+        usable = self._usable_V[self.cursor.visit]
+        self.rows.append(_addressed(self._window.row_R3[begin:end], self.cursor))
+        self.cursor = replace(self.cursor, visit=self.cursor.visit + 1)
+        return int(end - begin), usable
+
+    def _next(self) -> None:
+        if self._window is not None:
+            self.cursor = self.pool.after(self.cursor, self._window)
+        self._window = self.pool.window(self.cursor)
+        rows = self._window.row_R3
+        usable = np.array([self.sizing(s, h).usable_R[r] for s, h, r in rows.tolist()], np.int64)
+        self._usable_V = np.diff(np.concatenate([[0], np.cumsum(usable)])[self._window.bounds_V1]).tolist()
+        self._barren = 0 if any(self._usable_V) else self._barren + self._window.shards
+        if self._barren >= len(self.pool.entries):
+            source = self.pool.side.index.sources[self.pool.entries[0][0]]
+            raise Refused(f"{source.path}: no sample can be used, so it cannot have a share. `eyeline check` says why")
+
+
+def _merged(parts: Sequence[_Part], picks: Sequence[int]) -> Ordered:
+    taken = [iter(part.rows) for part in parts]
+    rows = [next(taken[n]) for n in picks]
+    return Ordered(np.concatenate(rows), np.cumsum([0, *(len(r) for r in rows)]))
+
+
+def _addressed(row_R3: Longs, cursor: Cursor) -> Longs:
+    address = np.array([[cursor.epoch, cursor.window]])
+    return np.concatenate([np.repeat(address, len(row_R3), 0), row_R3], 1)

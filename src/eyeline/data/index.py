@@ -1,0 +1,331 @@
+"""An index of each shard: where every row lies, its token ids, the sizes of its pictures. Made once, when a window needs it.
+
+Text is tokenised here and never again; of pictures only the headers are read. What is kept depends on the shard and on the
+tokenizer, not on budgets or on how pictures are resized, so that other settings need no other index. It is one file a shard,
+mapped rather than loaded, so memory does not grow with the data. A file that is damaged, or whose pictures have changed, is made
+anew; two processes that make the same one do not disturb each other.
+
+Dims: R rows of a shard  U token ids, rows end to end  W placeholders of media  M media
+"""
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eyeline.core.batch import Picture, Sample, Video
+from eyeline.core.errors import BadSample, StorageFailed
+from eyeline.core.facts import ImageRule
+from eyeline.core.files import make_folder, storage_failed, write_atomically
+from eyeline.data.documents import Tokenised, answered, tokenised
+from eyeline.data.images import Size, medium_key, picture_key, size_of
+from eyeline.data.sources import Place, Rows
+from eyeline.data.tokenizer import Encoder
+
+VERSION = 1
+MAGIC = b"eyeline index\n"
+KEPT_OPEN = 80  # shards whose index stays open: those of two windows, and some that open bins still refer to
+LONGEST_MESSAGE = 400  # characters of a reject's message that are kept
+
+Longs = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardIndex:
+    """The rows of one shard, as arrays. `number` of a row is its position here; rows that cannot be used are here, too."""
+
+    begin_R: Longs  # `Place.begin` and `Place.length`
+    length_R: Longs
+    ids_U: NDArray[np.int32]
+    trained_U: NDArray[np.bool_]
+    bounds_R1: Longs  # of each row in U
+    places_W: NDArray[np.int32]  # where in the row's ids each placeholder stands
+    places_R1: Longs  # bounds of each row in W
+    sizes_M3: NDArray[np.int32]  # frames (0: a still), height, width
+    slices_M: NDArray[np.int32]  # placeholders that the medium has
+    media_R1: Longs  # bounds of each row in M
+    pictures_R: NDArray[np.uint64]  # equal for rows that look at the same media; 0 for none
+    drawn_R: NDArray[np.float64]  # 0 to 1, by the names of the pictures alone: a row is held out when this is below the share
+    kind_R: NDArray[np.int32]  # which of `kinds`; -1: the row cannot be parsed at all
+    bad_R: NDArray[np.bool_]
+    kinds: tuple[str, ...]
+    rejects: dict[int, tuple[str, str, str]]  # number of a bad row -> cause, field, message
+    files: tuple[str, ...]  # files of pictures, and their size and time of change when they were looked at (-1: absent)
+    stamps_F2: Longs
+
+    def __len__(self) -> int:
+        return len(self.begin_R)
+
+    def place(self, shard: int, row: int) -> Place:
+        return Place(shard, row, int(self.begin_R[row]), int(self.length_R[row]))
+
+    def tokenised(self, row: int) -> Tokenised:
+        ids, places, media = (slice(int(b[row]), int(b[row + 1])) for b in (self.bounds_R1, self.places_R1, self.media_R1))
+        return Tokenised(self.ids_U[ids], self.trained_U[ids], self.places_W[places], tuple(self.slices_M[media].tolist()))
+
+    def sizes(self, row: int) -> tuple[Size, ...]:
+        """Of each medium of a row."""
+        return tuple(_size(s) for s in self.sizes_M3[self.media_R1[row] : self.media_R1[row + 1]].tolist())
+
+    def kept(self, kinds: Sequence[str] | None) -> NDArray[np.bool_]:
+        """Which rows are of these kinds. One that cannot be parsed is of any: it is to be counted."""
+        if kinds is None:
+            return np.ones(len(self), bool)
+        return np.isin(self.kind_R, [-1, *(self.kinds.index(kind) for kind in kinds if kind in self.kinds)])
+
+
+def _size(frames_height_width: Sequence[int]) -> Size:
+    frames, height, width = frames_height_width
+    return (frames, height, width) if frames else (height, width)
+
+
+# Making one
+
+
+def drawn(names: Sequence[str]) -> float:
+    """A number from 0 to 1 that depends on the names of a row's pictures alone (on its id for text): the least of theirs, so that no
+    picture is on both sides."""
+    return min(int.from_bytes(hashlib.sha256(("held out" + n).encode("utf-8", "surrogatepass")).digest()[:8], "big") for n in names) / 2**64
+
+
+def names_of(sample: Sample | BadSample, id: str, root: Path) -> list[str]:
+    """What `drawn` goes by: names below the root, so that it is the same wherever the data lies."""
+    if isinstance(sample, BadSample):
+        return [id]
+    return [picture_key(picture).removeprefix(str(root)) for picture in sample.pictures] or [id]
+
+
+def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> ShardIndex:
+    """Read one shard from its begin to its end."""
+    begin, length, ids, trained, counts, places, place_counts = [], [], [], [], [], [], []
+    sizes: list[tuple[int, int, int]] = []
+    slices, media_counts, pictures, draws, kind_numbers = [], [], [], [], []
+    kinds: dict[str, int] = {}
+    rejects: dict[int, tuple[str, str, str]] = {}
+    looked = _Looked(rows.root)
+    for place, kind, found in rows.rows_in(shard):
+        known, media = NOTHING, _Media((), 0, -1.0)
+        try:
+            if isinstance(found, BadSample):
+                raise found
+            media = looked.at(found.media)
+            answered(found)
+            known = tokenised(found.messages, encoder, rule)
+            media.sound()
+        except BadSample as bad:
+            message = bad.message if len(bad.message) <= LONGEST_MESSAGE else bad.message[:LONGEST_MESSAGE] + "…"
+            rejects[place.number] = (bad.cause, bad.field, message)
+            known = NOTHING
+        assert place.number == len(begin), f"{rows.path}: row {place.number} came as number {len(begin)}"
+        begin.append(place.begin)
+        length.append(place.length)
+        ids.append(known.ids_U)
+        trained.append(known.trained_U)
+        counts.append(len(known.ids_U))
+        places.append(known.places_W)
+        place_counts.append(len(known.places_W))
+        if known is not NOTHING:
+            sizes += media.sound()
+        slices += known.slices
+        media_counts.append(len(known.slices))
+        pictures.append(media.key)
+        draws.append(media.drawn if media.drawn >= 0 else drawn([rows.named(place)[0]]))
+        kind_numbers.append(-1 if kind is None else kinds.setdefault(kind, len(kinds)))
+    bad_R = np.zeros(len(begin), bool)
+    bad_R[list(rejects)] = True
+    return ShardIndex(
+        begin_R=np.array(begin, np.int64),
+        length_R=np.array(length, np.int64),
+        ids_U=np.concatenate([NOTHING.ids_U, *ids]),
+        trained_U=np.concatenate([NOTHING.trained_U, *trained]),
+        bounds_R1=np.cumsum([0, *counts]),
+        places_W=np.concatenate([NOTHING.places_W, *places]),
+        places_R1=np.cumsum([0, *place_counts]),
+        sizes_M3=np.array(sizes, np.int32).reshape(-1, 3),
+        slices_M=np.array(slices, np.int32),
+        media_R1=np.cumsum([0, *media_counts]),
+        pictures_R=np.array(pictures, np.uint64),
+        drawn_R=np.array(draws, np.float64),
+        kind_R=np.array(kind_numbers, np.int32),
+        bad_R=bad_R,
+        kinds=tuple(kinds),
+        rejects=rejects,
+        files=tuple(looked.stamps),
+        stamps_F2=np.array(list(looked.stamps.values()), np.int64).reshape(-1, 2),
+    )
+
+
+NOTHING = Tokenised(np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.int32), ())
+
+
+@dataclass(frozen=True)
+class _Media:
+    """The pictures and films of a row."""
+
+    sizes: tuple[tuple[int, int, int] | BadSample, ...]  # as in `sizes_M3`
+    key: int
+    drawn: float  # below 0: there are none
+
+    def sound(self) -> list[tuple[int, int, int]]:
+        """The sizes, if all can be used; else raises what is wrong with the first that cannot."""
+        for size in self.sizes:
+            if isinstance(size, BadSample):
+                raise size
+        return [size for size in self.sizes if not isinstance(size, BadSample)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Looked:
+    """What was found of the media of a shard. Each is looked at once: rows share them."""
+
+    root: Path
+    media: dict[tuple[str, ...], _Media] = field(default_factory=dict)
+    sizes: dict[str, tuple[int, int, int] | BadSample] = field(default_factory=dict)
+    stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def at(self, media: tuple[Picture | Video, ...]) -> _Media:
+        keys = tuple(medium_key(medium) for medium in media)
+        if keys not in self.media:
+            sizes = tuple(self._size(key, medium) for key, medium in zip(keys, media, strict=True))
+            hashed = hashlib.blake2b("\n".join(keys).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            names = [picture_key(p).removeprefix(str(self.root)) for m in media for p in (m.frames if isinstance(m, Video) else (m,))]
+            self.media[keys] = _Media(sizes, (int.from_bytes(hashed, "big") or 1) if keys else 0, drawn(names) if names else -1.0)
+        return self.media[keys]
+
+    def _size(self, key: str, medium: Picture | Video) -> tuple[int, int, int] | BadSample:
+        if key not in self.sizes:
+            for picture in medium.frames if isinstance(medium, Video) else (medium,):
+                if isinstance(picture.source, Path):
+                    self.stamps[str(picture.source)] = stamp_of(str(picture.source))
+            try:
+                size = size_of(medium)
+                self.sizes[key] = size if len(size) == 3 else (0, *size)
+            except BadSample as bad:
+                self.sizes[key] = bad
+        return self.sizes[key]
+
+
+def stamp_of(path: str) -> tuple[int, int]:
+    """Size and time of change of a file; -1 for one that is not there."""
+    try:
+        about = os.stat(path)
+    except (OSError, ValueError):
+        return -1, -1
+    return about.st_size, about.st_mtime_ns
+
+
+# On disk: a line, the header's length, the header (JSON), arrays at multiples of 64 bytes, and the SHA-256 of all that
+
+
+def to_bytes(index: ShardIndex, identity: str) -> bytes:
+    """The file of an index."""
+    arrays = {f.name: value for f in fields(index) if isinstance(value := getattr(index, f.name), np.ndarray)}
+    header = {"identity": identity, "kinds": index.kinds, "rejects": index.rejects, "files": index.files, "arrays": {}}
+    at = 0
+    for name, array in arrays.items():
+        header["arrays"][name] = [array.dtype.str, list(array.shape), at]
+        at += -(-array.nbytes // 64) * 64
+    head = json.dumps(header).encode()
+    start = len(MAGIC) + 8 + len(head)
+    out = bytearray(MAGIC + len(head).to_bytes(8, "little") + head + bytes(-start % 64))
+    for array in arrays.values():
+        out += array.tobytes()
+        out += bytes(-len(out) % 64)
+    return bytes(out) + hashlib.sha256(out).digest()
+
+
+def from_bytes(data: NDArray[np.uint8], identity: str) -> ShardIndex:
+    """The index in a file, without a copy. ValueError for one that is damaged or another's."""
+    if (
+        len(data) < len(MAGIC) + 8 + 32
+        or data[: len(MAGIC)].tobytes() != MAGIC
+        or data[-32:].tobytes() != hashlib.sha256(data[:-32].data).digest()
+    ):
+        raise ValueError("it is damaged")
+    length = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8].tobytes(), "little")
+    start = len(MAGIC) + 8 + length
+    header = json.loads(data[len(MAGIC) + 8 : start].tobytes())
+    if header["identity"] != identity:
+        raise ValueError("it is another shard's")
+    start += -start % 64
+    arrays = {}
+    for name, (dtype, shape, at) in header["arrays"].items():
+        count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        arrays[name] = data[start + at : start + at + count].view(dtype).reshape(shape)
+    rejects = {int(row): (cause, where, message) for row, (cause, where, message) in header["rejects"].items()}
+    return ShardIndex(**arrays, kinds=tuple(header["kinds"]), rejects=rejects, files=tuple(header["files"]))
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """The indexes of all shards of some sources, each made when it is first asked for."""
+
+    sources: tuple[Rows, ...]
+    encoder: Encoder
+    rule: ImageRule | None
+    folder: Path | None  # None: they are remembered only, as far as there is room
+    _open: OrderedDict[tuple[int, int], ShardIndex] = field(default_factory=OrderedDict, repr=False)
+
+    def shard(self, source: int, shard: int) -> ShardIndex:
+        """The index of one shard: remembered, read or made."""
+        known = self._open.get((source, shard))
+        if known is None:
+            known = self._open[source, shard] = self._read(source, shard) or self._made(source, shard)
+            while len(self._open) > KEPT_OPEN:
+                self._open.popitem(last=False)
+        else:
+            self._open.move_to_end((source, shard))
+        return known
+
+    def identity(self, source: int, shard: int) -> str:
+        """What an index depends on. Of the image rule that is whether pictures are taken at all, and how many frames one slice has."""
+        rows = self.sources[source]
+        taken = None if self.rule is None else (self.rule.frames, self.rule.film is not None)
+        said = [
+            VERSION,
+            rows.shards[shard].fingerprint,
+            rows.layout.name,
+            str(rows.root),
+            rows.shards[shard].name,
+            self.encoder.identity,
+            taken,
+        ]
+        return hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    def _path(self, identity: str) -> Path | None:
+        return self.folder / identity[:2] / f"{identity}.index" if self.folder else None
+
+    def _read(self, source: int, shard: int) -> ShardIndex | None:
+        """The index on disk, if there is one that is sound and still true."""
+        identity = self.identity(source, shard)
+        path = self._path(identity)
+        if path is None:
+            return None
+        try:
+            index = from_bytes(np.asarray(np.memmap(path, np.uint8, "r")), identity)
+        except (FileNotFoundError, ValueError):
+            return None
+        except OSError as error:
+            raise storage_failed("read", path, error) from error
+        if any(stamp_of(file) != tuple(stamp) for file, stamp in zip(index.files, index.stamps_F2.tolist(), strict=True)):
+            return None
+        return index
+
+    def _made(self, source: int, shard: int) -> ShardIndex:
+        index = made(self.sources[source], shard, self.encoder, self.rule)
+        identity = self.identity(source, shard)
+        path = self._path(identity)
+        if path is None:
+            return index
+        make_folder(path.parent)
+        write_atomically(path, to_bytes(index, identity))
+        read = self._read(source, shard)
+        if read is None:
+            raise StorageFailed(f"{self.sources[source].path} or its pictures change while they are read. Let them rest, then start again")
+        return read

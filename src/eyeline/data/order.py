@@ -1,0 +1,126 @@
+"""In which order data comes: a keyed permutation of shards, windows of shards, a keyed permutation of the visits in a window.
+
+Everything is a pure function of its arguments, and any position can be computed alone: nothing is shuffled, stored or drawn
+one after another. The permutations are our own, so that no release of numpy changes the order of a run.
+
+Dims: N positions  R rows of a window  V visits
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eyeline.core.randomness import seed_for
+
+Longs = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
+
+RAMP = (1, 1, 2, 4, 8, 16)  # shards of the first windows of the first epoch: the first step waits for one shard to be indexed
+WINDOW_SHARDS = 32  # of every other window
+WINDOW_HELD = 256 << 20  # bytes that reading the window's rows in any order may keep in memory
+ROUNDS = 6
+
+
+def mixed(x_N: Hashes) -> Hashes:
+    """SplitMix64's finaliser: every bit of the input moves every bit of the output."""
+    x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x_N = (x_N ^ (x_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x_N ^ (x_N >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A permutation of 0 ... size-1 that belongs to `key`: a Feistel network, whose values are sent through it again while they are
+    outside (Black and Rogaway 2002, "cycle walking"). No memory, whatever the size."""
+
+    size: int
+    key: int
+
+    def __call__(self, positions_N: Longs) -> Longs:
+        """What stands at these positions."""
+        if self.size < 2:
+            return positions_N
+        half = np.uint64(max((self.size - 1).bit_length() + 1, 2) // 2)
+        keys = mixed(np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.key))
+        out_N = positions_N.astype(np.uint64)
+        outside_N = np.ones(out_N.shape, bool)
+        while outside_N.any():
+            out_N[outside_N] = _feistel(out_N[outside_N], half, keys)
+            outside_N = out_N >= np.uint64(self.size)
+        return out_N.astype(np.int64)
+
+
+def _feistel(x_N: Hashes, half: np.uint64, keys: Hashes) -> Hashes:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left_N, right_N = x_N >> half, x_N & mask
+    for key in keys:
+        left_N, right_N = right_N, left_N ^ (mixed(right_N + key) & mask)
+    return (left_N << half) | right_N
+
+
+def shards_of(size: int, seed: int | None, epoch: int, first: int, window: int, held: Callable[[int], int]) -> list[int]:
+    """The shards of a window that begins at position `first` of the epoch's order: of `size`, in the order in which they come.
+
+    `held(n)` are the bytes that shard n keeps in memory. Without a seed, shards come as they are listed.
+    """
+    most = RAMP[window] if epoch == 0 and window < len(RAMP) else WINDOW_SHARDS
+    positions = np.arange(first, min(first + most, size))
+    chosen = positions if seed is None else Permutation(size, seed_for(seed, "shards", epoch))(positions)
+    total = np.cumsum([held(n) for n in chosen.tolist()])
+    return chosen.tolist()[: max(int(np.searchsorted(total, WINDOW_HELD, side="right")), 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """The rows of a window in the order in which they come. Visit v is `rows_R[bounds_V1[v] : bounds_V1[v + 1]]`.
+
+    A *visit* is one picture (or one list of pictures) and up to `share` rows that look at it: they are packed as one item, and the
+    picture is encoded once for all of them. Rows without a picture are visits of their own.
+    """
+
+    rows_R: Longs
+    bounds_V1: Longs
+
+    def __len__(self) -> int:
+        return len(self.bounds_V1) - 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.rows_R[a:b].tolist() for a, b in zip(self.bounds_V1, self.bounds_V1[1:], strict=False))
+
+
+def visits_of(pictures_R: Hashes, share: int, seed: int | None, *address: int) -> Visits:
+    """Group the rows of a window by what they look at (`pictures_R`: equal for the same pictures, 0 for none), and order the visits.
+
+    The visits of a picture are as few as `share` allows and as even as can be: 10 rows, 3 at a time, make 3 + 3 + 2 + 2. Which
+    rows meet is drawn, too. Without a seed, visits and their rows come as they are listed.
+    """
+    rows = len(pictures_R)
+    if share == 1 or rows == 0:
+        grouped_R, begins_V = np.arange(rows), np.arange(rows)
+    else:
+        grouped_R, begins_V = _shared(pictures_R, share, None if seed is None else seed_for(seed, "meet", *address))
+    bounds_V1 = np.append(begins_V, rows)
+    if seed is None:
+        return Visits(grouped_R, bounds_V1)
+    order_V = Permutation(len(begins_V), seed_for(seed, "visits", *address))(np.arange(len(begins_V)))
+    lengths_V = np.diff(bounds_V1)[order_V]
+    ends_V = np.cumsum(lengths_V)
+    from_R = np.arange(rows) + np.repeat(bounds_V1[order_V] - (ends_V - lengths_V), lengths_V)
+    return Visits(grouped_R[from_R], np.concatenate([[0], ends_V]))
+
+
+def _shared(pictures_R: Hashes, share: int, key: int | None) -> tuple[Longs, Longs]:
+    """The rows, those of a picture together, and where each visit begins."""
+    rows = len(pictures_R)
+    _, first, group_R = np.unique(pictures_R, return_index=True, return_inverse=True)
+    first_R = np.where(pictures_R == 0, np.arange(rows), first[group_R])  # groups are told apart, and ordered, by their first row
+    drawn_R = np.arange(rows) if key is None else mixed(np.arange(rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key))
+    grouped_R = np.lexsort((drawn_R, first_R))
+    _, begins_G, sizes_G = np.unique(first_R[grouped_R], return_index=True, return_counts=True)
+    visits_G = -(-sizes_G // share)
+    group_V = np.repeat(np.arange(len(sizes_G)), visits_G)
+    nth_V = np.arange(len(group_V)) - (np.cumsum(visits_G) - visits_G)[group_V]
+    # the n-th of v even cuts of s rows begins at ⌈n·s / v⌉
+    return grouped_R, begins_G[group_V] + -(-nth_V * sizes_G[group_V] // visits_G[group_V])

@@ -1,0 +1,106 @@
+"""The order: everything as often as it should be, anew each epoch, the same each time and from any place it is asked."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyeline.data import order
+from eyeline.data.order import RAMP, WINDOW_SHARDS, Permutation, shards_of, visits_of
+
+pictures = st.lists(st.integers(0, 6), min_size=1, max_size=40)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000), st.integers(0, 2**63 - 1))
+def test_a_permutation_has_each_number_once(size: int, key: int) -> None:
+    assert np.sort(Permutation(size, key)(np.arange(size))).tolist() == list(range(size))
+
+
+def test_a_permutation_of_a_hundred_million_is_asked_for_one_place() -> None:
+    """Nothing is laid out; and places asked one by one are those asked together."""
+    permutation = Permutation(10**8, 7)
+    together = permutation(np.array([0, 99_999_999, 12_345_678]))
+    assert [int(permutation(np.array([n]))[0]) for n in (0, 99_999_999, 12_345_678)] == together.tolist()
+    assert len(set(together.tolist())) == 3
+
+
+def test_a_permutation_mixes() -> None:
+    """Neighbours land far apart, keys differ, and every number is about equally often in every place."""
+    size = 1000
+    placed = np.stack([Permutation(size, key)(np.arange(size)) for key in range(200)])
+    assert 0.30 < np.abs(np.diff(placed, axis=1)).mean() / size < 0.37  # a third, of independent numbers
+    assert abs(np.corrcoef(placed[:, 0], placed[:, 1])[0, 1]) < 0.25
+    assert abs(placed.mean(0) / size - 0.5).max() < 0.12  # five deviations of a mean of 200 uniform numbers
+    assert (placed[0] == placed[1]).sum() < 10
+
+
+def test_golden_order() -> None:
+    """No release of numpy, and no machine, may change the order of a run that is resumed."""
+    assert Permutation(10, 42)(np.arange(10)).tolist() == GOLDEN_TEN
+    assert Permutation(1_000_000, 42)(np.arange(3)).tolist() == GOLDEN_MILLION
+
+
+GOLDEN_TEN = [1, 5, 2, 9, 8, 0, 7, 6, 3, 4]
+GOLDEN_MILLION = [271164, 860452, 611936]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200), st.integers(0, 2), st.integers(0, 5))
+def test_windows_cover_an_epoch_once(shards: int, epoch: int, seed: int) -> None:
+    first, window, seen = 0, 0, []
+    while first < shards:
+        some = shards_of(shards, seed, epoch, first, window, lambda _: 0)
+        assert 1 <= len(some) <= WINDOW_SHARDS
+        first, window, seen = first + len(some), window + 1, seen + some
+    assert sorted(seen) == list(range(shards))
+
+
+def test_the_first_windows_of_a_run_are_small() -> None:
+    sizes, first = [], 0
+    for window in range(len(RAMP) + 2):
+        sizes.append(len(shards_of(1000, 0, 0, first, window, lambda _: 0)))
+        first += sizes[-1]
+    assert sizes == [*RAMP, WINDOW_SHARDS, WINDOW_SHARDS]
+    assert len(shards_of(1000, 0, 1, 0, 0, lambda _: 0)) == WINDOW_SHARDS  # by then all is indexed
+
+
+def test_a_window_holds_no_more_memory_than_it_may() -> None:
+    held = order.WINDOW_HELD // 4
+    assert len(shards_of(1000, 0, 1, 0, 0, lambda _: held)) == 4
+    assert len(shards_of(1000, 0, 1, 0, 0, lambda _: 9 * held)) == 1  # a shard is never cut
+
+
+@given(pictures, st.integers(1, 4), st.integers(0, 3))
+def test_visits_have_each_row_once_and_share_pictures_evenly(pictures: list[int], share: int, epoch: int) -> None:
+    visits = list(visits_of(np.array(pictures, np.uint64), share, 5, epoch, 0))
+    assert Counter(row for visit in visits for row in visit) == Counter(range(len(pictures)))
+    for visit in visits:
+        assert 1 <= len(visit) <= share
+        shown = {pictures[row] for row in visit}
+        assert len(shown) == 1
+        assert shown != {0} or len(visit) == 1  # rows without a picture are alone
+    for picture in set(pictures) - {0}:
+        lengths = [len(v) for v in visits if pictures[v[0]] == picture]
+        assert len(lengths) == -(-pictures.count(picture) // share)
+        assert max(lengths) - min(lengths) <= 1
+
+
+def test_orders_differ_by_epoch_window_and_seed_and_are_pure() -> None:
+    pictures = np.repeat(np.arange(1, 11, dtype=np.uint64), 6)
+
+    def visits(*address: int) -> list[list[int]]:
+        return list(visits_of(pictures, 3, *address))
+
+    assert visits(0, 0, 0) == visits(0, 0, 0)
+    several = [visits(0, 0, 0), visits(0, 1, 0), visits(0, 0, 1), visits(1, 0, 0)]
+    for a in range(4):
+        for b in range(a):
+            assert several[a] != several[b]
+            assert {tuple(sorted(v)) for v in several[a]} != {tuple(sorted(v)) for v in several[b]}  # other rows meet, too
+
+
+def test_without_a_seed_all_is_as_listed() -> None:
+    assert list(visits_of(np.array([9, 4, 9, 0], np.uint64), 2, None)) == [[0, 2], [1], [3]]
+    assert shards_of(5, None, 0, 2, 2, lambda _: 0) == [2, 3]
