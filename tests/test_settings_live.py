@@ -17,7 +17,7 @@ from eyeline.core.errors import Refused, TooManyRejects
 from eyeline.core.files import read_lines
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import train_bpe
-from eyeline.models import decoder, siglip2
+from eyeline.models import decoder, facts, siglip2
 from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.study.evaluate import evaluate
@@ -34,10 +34,15 @@ def choices(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 def leaves(schema: dict[str, Any], records: dict[str, Any], path: str = "", met: list[list[str]] | None = None) -> Iterator[str]:
     """Every leaf of a JSON schema by its path: `[]` an item of a list, `.*` a value of a mapping, `<Record>` one of several records.
-    A choice of the same records as one that was met before is obeyed by the same code, and left out."""
+    A choice of the same records as one that was met before, and a model's record that was, is obeyed by the same code, and left out."""
     met = [] if met is None else met
     if "$ref" in schema:
-        yield from leaves(records[schema["$ref"].rsplit("/", 1)[-1]], records, path, met)
+        name = schema["$ref"].rsplit("/", 1)[-1]
+        if name.endswith("__Config"):
+            if [name] in met:
+                return
+            met.append([name])
+        yield from leaves(records[name], records, path, met)
     elif variants := choices(schema):
         inner = [v for v in variants if "$ref" in v and "properties" in records[v["$ref"].rsplit("/", 1)[-1]]]
         names = [v["$ref"].rsplit("/", 1)[-1] for v in inner]
@@ -180,6 +185,15 @@ def budgeted(recipe: dict[str, Any], folder: Path) -> str:
             return type(error).__name__
 
 
+def film(recipe: dict[str, Any], folder: Path) -> Any:
+    """The size of a film's slices."""
+    config = run_of(recipe | {"out": str(folder / "run")}, "recipe").model.config
+    assert config is not None
+    rule = facts(config).image
+    assert rule is not None
+    return rule.slices(8, 40, 24)
+
+
 # Cases: leaf -> (overrides of the base, overrides that turn the leaf, what is seen)
 
 
@@ -273,6 +287,16 @@ STRETCHED = ("model.config.language.family=llama", "model.config.language.stretc
 TEXT = (
     "model.config={family: text, language: {vocabulary: 300, width: 16, layers: 1, heads: 2, kv_heads: 1, feed_forward: 24, tied: true}}",
 )
+QWEN3_VL = (
+    "model.config={family: qwen3_vl, "
+    "vision: {patch: 4, width: 16, layers: 1, heads: 2, feed_forward: 24, side: 6, deep: [0], least: 1, most: 600}, "
+    "language: {family: qwen3, vocabulary: 300, width: 16, layers: 2, heads: 2, kv_heads: 1, head_dim: 8, sections: [2, 1, 1], "
+    "feed_forward: 24, tied: true}}",
+)
+QWEN_VISION: dict[str, Any] = {
+    "patch": 8, "frames": 1, "merge": 1, "width": 8, "layers": 2, "heads": 1, "feed_forward": 16, "side": 4, "deep": [], "least": 500,
+    "most": 100, "mean": [0.4, 0.5, 0.5], "std": [0.4, 0.5, 0.5],
+}  # fmt: skip
 
 
 CASES: dict[str, Case] = {
@@ -330,6 +354,13 @@ CASES: dict[str, Case] = {
     "model.config<llava>.feature_norm": turned("model.config.feature_norm=false"),
     "model.config<llava>.tiles": turned("model.config.tiles=2"),
     "model.config<text>.family": turned("model.config.family=other", see=refusal, base=TEXT),
+    "model.config<qwen3_vl>.family": turned("model.config.family=other", see=refusal, base=QWEN3_VL),
+    **{
+        f"model.config<qwen3_vl>.vision.{leaf}": turned(f"model.config.vision.{leaf}={value}", base=QWEN3_VL)
+        for leaf, value in QWEN_VISION.items()
+    },
+    "model.config<qwen3_vl>.vision.film_least": turned("model.config.vision.film_least=9000", see=film, base=QWEN3_VL),
+    "model.config<qwen3_vl>.vision.film_most": turned("model.config.vision.film_most=5000", see=film, base=QWEN3_VL),
     "model.template": turned("model.template=qwen2.5"),
     "model.tokenizer": turned("model.tokenizer=TOKENIZER"),
     "stages[].name": turned("stages.0.name=other"),
