@@ -29,7 +29,7 @@ def test_greedy_answers_equal_transformers(case: Case, tmp_path: Path) -> None:
     twin, model = twins.pair(case, tmp_path)
     expected = [answered(case, twin, d) for d in case.documents]
     assert len({tuple(e) for e in expected}) > len(expected) // 2, "the prompts do matter"
-    assert any(len(set(e)) > 3 for e in expected), "and the answers are not one token for ever"
+    assert any(len(set(e)) > 2 for e in expected), "and the answers are not one token for ever"
     got = generate(model, case.facts, case.documents, Sampling(max_tokens=LENGTH), [])
     assert [list(a.tokens) for a in got] == expected
 

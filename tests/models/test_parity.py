@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from eyeline.checkpoint.tensors import load_into, read_folder, renamed, write_folder
 from eyeline.models import FAMILIES, build, qwen2, siglip2
+from eyeline.models.moe import ExpertWeights
 from tests.models import twins
 from tests.models.cases import ALL, CASES, each_case, llava
 from tests.models.cases.llava import VISION
@@ -39,6 +40,8 @@ def test_cases_show_what_could_go_wrong(family):
     keys = [m for model in models for n, m in model.language.named_modules() if n.endswith("attn.k")]
     queries = [m for model in models for n, m in model.language.named_modules() if n.endswith("attn.q")]
     assert any(k.out_features < q.out_features for k, q in zip(keys, queries, strict=True))
+    experts = [m for model in models for m in model.modules() if isinstance(m, ExpertWeights)]
+    assert all(m.down.shape[1] != 2 * m.down.shape[2] for m in experts), "a transposed weight would fit"
     for case in cases:
         assert len(case.texts) > 1
         if case.facts.image is not None:

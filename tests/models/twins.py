@@ -39,7 +39,7 @@ class Case:
     keys: tuple[KeyRule, ...]  # for the folder that the twin's save_pretrained writes
     documents: tuple[Document, ...]
     dropped: tuple[str, ...] = ()  # names in that folder that ours has no use for
-    half: float = 0.05  # bound of the error of bfloat16, as a share of the largest logit
+    half: float = 0.07  # bound of the error of bfloat16, as a share of the largest logit
 
     @property
     def facts(self) -> Facts:
