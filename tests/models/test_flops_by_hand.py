@@ -6,8 +6,9 @@ from pathlib import Path
 from eyeline.core.batch import Document
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.batches import batch_of
-from eyeline.models import Config, Model, build, facts, flops, llava, qwen2, siglip2, text
+from eyeline.models import Config, Model, build, facts, flops, llava, qwen2, qwen3, qwen3_vl, qwen_vision, siglip2, text
 from eyeline.models.lora import LoRA, wrap
+from eyeline.models.moe import Experts
 from tests.models.twins import document, picture
 
 DOCS = (Path(__file__).parents[2] / "docs" / "flops.md").read_text("utf-8")
@@ -39,3 +40,25 @@ def test_llava():
     shown = document("shown", 2, picture("cat", 4, 4, 3, 2), 4)
     done = counted(c, model, [shown], labels=3)
     assert done == {"vision": 87_552, "projector": 32_000, "language": 480_000, "head": 15_264}
+
+
+VISION = qwen_vision.Config(patch=3, width=16, layers=1, heads=2, feed_forward=24, side=4, deep=(0,))
+SHOWN = document("shown", 2, picture("cat", 4, 4, 3, 2, 2), 4, positions="grid")
+
+
+def test_qwen3_vl():
+    language = qwen3.Config(
+        vocabulary=53,
+        width=24,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        feed_forward=40,
+        experts=Experts(count=6, active=2, feed_forward=8),
+        sections=(2, 1, 1),
+        tied=True,
+    )
+    c = qwen3_vl.Config(vision=VISION, language=language)
+    done = counted(c, build(c, "meta"), [SHOWN], labels=3)
+    assert done == {"vision": 276_480, "projector": 270_336, "language": 474_240, "head": 22_896}

@@ -48,7 +48,7 @@ CONFIGS = {
 def case(id: str, c: text.Config) -> Case:
     form = text.form(c)
     files = text.to_hf(c, form, MediaTokens(IMAGE_TOKEN, "<|image_pad|>"))
-    half = 0.08 if c.language.family == "qwen3_5" else 0.05  # norms of what a memory answers magnify its rounding
+    half = 0.08 if c.language.family == "qwen3_5" else 0.07  # norms of what a memory answers magnify its rounding
     return Case(id, c, lambda: twin_of(files["config.json"]), token_inputs, text.keys(c, form), texts(), half=half)
 
 
