@@ -4,11 +4,13 @@ the same from; what we take in again is the same file for file; adapters go thro
 import filecmp
 import json
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from peft import PeftModel
@@ -67,6 +69,28 @@ def random_model(bundle: Bundle) -> Model:
     return model
 
 
+@dataclass(frozen=True)
+class Exported:
+    bundle: Bundle
+    model: Model
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Exported]:
+    """A case with every tensor random, and its export; made once."""
+    made: dict[int, Exported] = {}
+
+    def export_of(case: Case) -> Exported:
+        if id(case) not in made:
+            bundle = bundle_of(case)
+            made[id(case)] = Exported(bundle, random_model(bundle), tmp_path_factory.mktemp("exported") / "out")
+            export(bundle, made[id(case)].model, made[id(case)].folder, max_shard_bytes=20_000)
+        return made[id(case)]
+
+    return export_of
+
+
 def loaded(folder: Path) -> PreTrainedModel:
     """By the class that config.json names, and nothing may be missing or left over."""
     cls = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
@@ -102,14 +126,12 @@ def same_files(one: Path, two: Path) -> None:
 
 
 @each_case
-def test_out_and_back(case: Case, tmp_path: Path) -> None:
-    bundle = bundle_of(case)
-    model = random_model(bundle)
-    export(bundle, model, tmp_path / "out", max_shard_bytes=20_000)
-    close(their_logits(loaded(tmp_path / "out"), case), our_logits(model, case.documents))
+def test_out_and_back(case: Case, exported: Callable[[Case], Exported], tmp_path: Path) -> None:
+    out, model = exported(case).folder, exported(case).model
+    close(their_logits(loaded(out), case), our_logits(model, case.documents))
 
-    taken = import_whole(tmp_path / "out", tmp_path / "in", max_shard_bytes=20_000)
-    same_files(tmp_path / "out", tmp_path / "in")
+    taken = import_whole(out, tmp_path / "in", max_shard_bytes=20_000)
+    same_files(out, tmp_path / "in")
     opened = open_bundle(tmp_path / "in")
     assert (opened.bundle.config, opened.bundle.template) == (taken.config, "qwen2.5")
     again = build(opened.bundle.config, "cpu")
@@ -119,17 +141,17 @@ def test_out_and_back(case: Case, tmp_path: Path) -> None:
 
 
 @each_case
-def test_what_transformers_saved_is_taken_in(case: Case, tmp_path: Path) -> None:
+def test_what_transformers_saved_is_taken_in(case: Case, exported: Callable[[Case], Exported], tmp_path: Path) -> None:
     """Its own layout of the same tensors, which may differ from the one that we write."""
-    bundle = bundle_of(case)
-    model = random_model(bundle)
-    export(bundle, model, tmp_path / "out")
-    loaded(tmp_path / "out").save_pretrained(tmp_path / "theirs")
-    for file in (tmp_path / "out").iterdir():
-        if file.suffix != ".safetensors" and file.name != "config.json":
+    out = exported(case).folder
+    loaded(out).save_pretrained(tmp_path / "theirs")
+    for file in out.iterdir():
+        if ".safetensors" not in file.name and file.name != "config.json":
             (tmp_path / "theirs" / file.name).write_bytes(file.read_bytes())
-    import_whole(tmp_path / "theirs", tmp_path / "in")
-    assert filecmp.cmp(tmp_path / "out" / "model.safetensors", tmp_path / "in" / "model.safetensors", shallow=False)
+    import_whole(tmp_path / "theirs", tmp_path / "in", max_shard_bytes=20_000)
+    shards = [file.name for file in out.iterdir() if ".safetensors" in file.name]
+    assert len(shards) > 2
+    assert filecmp.cmpfiles(out, tmp_path / "in", shards, shallow=False) == (shards, [], [])
 
 
 def adapted(bundle: Bundle) -> Model:
@@ -164,13 +186,10 @@ def test_adapters(case: Case, tmp_path: Path) -> None:
 
 
 @each_case
-def test_answers_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
-    bundle = bundle_of(case)
-    model = random_model(bundle)
-    export(bundle, model, tmp_path / "out")
-    twin = loaded(tmp_path / "out")
-    limit = 7
-    ours = generate(model, facts(bundle.config), case.documents, Sampling(max_tokens=limit), [])
+def test_answers_are_those_of_transformers(case: Case, exported: Callable[[Case], Exported]) -> None:
+    made = exported(case)
+    twin, limit = loaded(made.folder), 7
+    ours = generate(made.model, facts(made.bundle.config), case.documents, Sampling(max_tokens=limit), [])
     for answer, document in zip(ours, case.documents, strict=True):
         inputs = case.inputs(document)
         theirs = twin.generate(

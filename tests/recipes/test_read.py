@@ -35,6 +35,9 @@ def test_null_survives_too() -> None:
     [
         ("stages.shapes.learning_rate=1", ["stages.0.learning_rate: there is no such setting"]),
         ("stages.0.trains.vision.lrr=1", ["lrr", "Did you mean 'lr'?"]),
+        ("model.config.family=lava", ["model.config.family: got 'lava'", "Did you mean 'llava'?"]),
+        ("model.config.language.family=qwen33", ["model.config.language.family: got 'qwen33'", "Did you mean 'qwen3'?"]),
+        ("stages.0.optimizer.kind=adam", ["stages.0.optimizer.kind: got 'adam'", "Did you mean 'adamw'?"]),
         ("stages.0.trains.vision.lr=.nan", ["lr", "finite"]),
         ("stages.0.trains.vision.lr=.inf", ["lr", "finite"]),
         ("stages.0.trains.vision.lr=-1", ["lr", "greater than 0"]),
