@@ -128,6 +128,7 @@ def chat(
 
 @app.command(name="import", epilog=IMPORT_EXAMPLE)
 def import_model(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new model folder.", show_default=False)],
     model: Annotated[str | None, typer.Option(help="A whole model: a folder, or its name on the hub.", show_default=False)] = None,
     vision: Annotated[str | None, typer.Option(help="A SigLIP or SigLIP 2 tower to join with --language.", show_default=False)] = None,
@@ -138,9 +139,12 @@ def import_model(
     norm: Annotated[bool, typer.Option(help="A LayerNorm before the projector.")] = False,
     feature_layer: Annotated[int, typer.Option(help="Hidden state of the tower: -1 after its last block.")] = -1,
     feature_norm: Annotated[bool, typer.Option(help="Apply the tower's final norm.")] = True,
+    transplant: Annotated[
+        bool, typer.Option("--transplant", help="Make a model of Qwen3-VL's shape of the tower and a Qwen3, with fresh mergers.")
+    ] = False,
     tiles: Annotated[int | None, typer.Option(help="Cut large pictures: most images of one, its whole among them.")] = None,
     template: Annotated[str | None, typer.Option(help="Chat template; the tokenizer's own, where we know it, when not given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the fresh projector.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the fresh projector or mergers.")] = 0,
     download_only: Annotated[bool, typer.Option("--download-only", help="Only fetch the models into FOLDER.")] = False,
 ) -> None:
     """Take a whole model, or join a vision tower and a language model with a fresh projector. Folders or names on the hub."""
@@ -149,17 +153,21 @@ def import_model(
     from eyeline.bundle.hub import local_folder
     from eyeline.bundle.importing import import_model as join
     from eyeline.bundle.importing import import_whole
+    from eyeline.bundle.transplant import transplant as transplant_tower
     from eyeline.models.llava import ProjectorConfig
     from eyeline.recipes.read import settings_of
 
     if model is not None and (vision is not None or language is not None):
         raise Refused("--model takes a whole model, and --vision and --language the parts of a new one. Give one or the other.")
+    _refuse_idle(context, whole=model is not None, transplant=transplant)
     if download_only:
         fetch([name for name in (model, vision, language) if name is not None], folder)
     elif model is not None:
         import_whole(local_folder(model), folder, template=template)
     elif vision is None or language is None:
         raise Refused("give --model with a whole model, or --vision and --language with the two parts of a new one.")
+    elif transplant:
+        transplant_tower(local_folder(vision), local_folder(language), folder, template=template, seed=seed)
     else:
         shape = {"kind": projector, "width": projector_width, "shuffle": shuffle, "norm": norm}
         join(
@@ -173,6 +181,27 @@ def import_model(
             template=template,
             seed=seed,
         )
+
+
+def _refuse_idle(context: typer.Context, whole: bool, transplant: bool) -> None:
+    """Refuse options of `import` that would change nothing."""
+    if not (whole or transplant):
+        return
+    idle = [
+        "projector",
+        "projector_width",
+        "shuffle",
+        "norm",
+        "feature_layer",
+        "feature_norm",
+        "tiles",
+        *(["transplant", "seed"] if whole else []),
+    ]
+    given = [name for name in idle if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        taken = "a whole model is taken as it is" if whole else "--transplant makes a model of Qwen3-VL's shape"
+        raise Refused(f"{taken}, and {names} would change nothing. Leave it out.")
 
 
 @app.command(epilog="Example: eyeline export runs/easyvqa-tiny exported")

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, Qwen2ForCausalLM, SiglipVisionModel
+from transformers import AutoTokenizer, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, SiglipVisionModel
 
 from eyeline.bundle.bundle import open_bundle, recognised
 from eyeline.bundle.importing import import_model
 from eyeline.core.errors import Refused
 from eyeline.data.templates import QWEN_SYSTEM, TEMPLATES
 from eyeline.models import facts, family_of, llava
-from tests.bundle.tiny import ROWS, SIDE, asked, built, our_logits, save_language, save_vision, tokenizer, without_image_token
+from tests.bundle.tiny import ROWS, SIDE, asked, built, our_logits, randomise, save_language, save_vision, tokenizer, without_image_token
 from tests.command import Command
 
 Capture = pytest.CaptureFixture[str]
@@ -304,6 +304,12 @@ def test_controls_that_are_missing_are_added_together(hub: Path, tmp_path: Path,
 
 # ---- whole models
 
+QWEN3: dict[str, Any] = {
+    "vocab_size": ROWS, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
 
 def test_a_whole_model_is_taken_in_with_the_controls_of_its_template(hub: Path, tmp_path: Path, eyeline: Command) -> None:
     small = tokenizer(without_image_token(TEMPLATES["qwen2.5"]), vocabulary=300)
@@ -327,12 +333,28 @@ def test_a_whole_model_is_taken_in_with_the_controls_of_its_template(hub: Path, 
     [
         (("--model", "a", "--vision", "b"), "Give one or the other"),
         (("--language", "a"), "give --model with a whole model, or --vision and --language"),
+        (("--model", "a", "--shuffle", "2", "--no-feature-norm"), "--shuffle, --feature-norm would change nothing"),
+        (("--vision", "a", "--language", "b", "--transplant", "--tiles", "3"), "--tiles would change nothing"),
         ((), "give --model with a whole model, or --vision and --language"),
     ],
 )
 def test_a_whole_model_or_two_parts(eyeline: Command, options: tuple[str, ...], message: str) -> None:
     done = eyeline("import", "out", *options)
     assert (done.code, message in done.err) == (2, True), done.err
+
+
+def test_a_transplant_by_the_command_line(hub: Path, tmp_path: Path, eyeline: Command) -> None:
+    vision = save_vision(tmp_path / "vision", layer_norm_eps=1e-6, num_hidden_layers=4)
+    language = Qwen3ForCausalLM(Qwen3Config(**QWEN3))
+    randomise(language, 2)
+    language.save_pretrained(tmp_path / "language")
+    tokenizer().save_pretrained(str(tmp_path / "language"))
+    done = eyeline("import", "out", "--vision", str(vision), "--language", "language", "--transplant", "--template", "qwen3")
+    assert done.code == 0, done.err
+    assert "Qwen3VLForConditionalGeneration" in done.out
+    assert open_bundle(tmp_path / "out").bundle.config.family == "qwen3_vl"
+    done = eyeline("import", "not", "--vision", str(vision), "--language", str(hub / "tied"), "--transplant")
+    assert (done.code, "is made of a Qwen3" in done.err) == (2, True), done.err
 
 
 def test_tiles_bring_their_marks(hub: Path, tmp_path: Path) -> None:

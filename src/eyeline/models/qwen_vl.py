@@ -101,6 +101,7 @@ def facts(c: Config, language: ModuleType, keys: tuple[KeyRule, ...]) -> Facts:
         image=c.vision.rule(),
         vocabulary=c.language.vocabulary,
         longest=c.language.longest,
+        experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
     )
 
 
