@@ -421,6 +421,16 @@ CASES: dict[str, Case] = {
     "stages[].schedule<WSD>.decay": turned("stages.0.schedule.decay=0.9", base=(*schedule("wsd", decay=0.4), "stages.0.steps=3")),
     "stages[].schedule<WSD>.floor": turned("stages.0.schedule.floor=0.9", base=schedule("wsd", decay=0.9)),
     "stages[].clip": turned("stages.0.clip=0.0001", base=ADAMW),
+    **{
+        f"stages[].experts<{record}>.{leaf}": Case((f"stages.0.experts={turn}",), base=(*EXPERTS, f"stages.0.experts={base}"))
+        for record, leaf, base, turn in (
+            ("Aux", "balance", "{balance: aux, coef: 1}", "null"),
+            ("Aux", "coef", "{balance: aux}", "{balance: aux, coef: 1}"),
+            ("Bias", "balance", "{balance: bias, rate: 1}", "null"),
+            ("Bias", "rate", "{balance: bias}", "{balance: bias, rate: 1}"),
+            ("Forced", "balance", "{balance: forced}", "null"),
+        )
+    },
     "stages[].recompute": turned("stages.0.recompute=[vision]", see=block_calls),
     "evaluation.sources[].path": turned("evaluation.sources.0.path=MIXED", see=evaluated, base=("evaluation.sources.0.limit=30",)),
     "evaluation.sources[].images": turned("evaluation.sources.0.images=NOWHERE", see=refusal),

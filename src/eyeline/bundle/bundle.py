@@ -32,6 +32,7 @@ from eyeline.data.tokenizer import Encoder, load_tokenizer, save_tokenizer
 from eyeline.models import CONFIG, FAMILIES, Config, Model, facts, family_of
 from eyeline.models.forms import Files, Form, MediaTokens
 from eyeline.models.lora import LoRA, merge, wrap
+from eyeline.models.moe import add_biases, biases_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +89,9 @@ def load_checkpoint(model: Model, config: Config, checkpoint: store.Checkpoint) 
     anything = torch.Generator()  # the adapters' initial values are overwritten
     for part, settings in checkpoint.state["lora"].items():
         wrap(model, facts(config), part, LoRA(**settings), anything)
-    checkpoint.fill(dict(model.named_parameters()), "model", "frozen")
+    if checkpoint.state.get("expert_biases"):
+        add_biases(model)
+    checkpoint.fill(dict(model.named_parameters()) | biases_of(model), "model", "frozen")
 
 
 # ---- weights

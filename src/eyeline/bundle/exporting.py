@@ -17,6 +17,7 @@ from eyeline.core.log import say
 from eyeline.models import Config, Model, facts, family_of
 from eyeline.models.forms import Form
 from eyeline.models.lora import LoRALinear
+from eyeline.models.moe import biases_of
 
 Dtype = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,6 +44,7 @@ def export(
     that no class can take.
     """
     refuse_misfit(bundle)
+    _refuse_biases(model)
     chosen = chosen_form(bundle.config, form)
     if adapter:
         if not _adapted(model):
@@ -61,6 +63,15 @@ def export(
             _write_adapter(bundle.config, model, folder / "adapter", chosen, str(out / "base"))
     say(f"{out}: {chosen.name} form ({chosen.reason})")
     return chosen.name
+
+
+def _refuse_biases(model: Model) -> None:
+    if any(x.any() for x in biases_of(model).values()):
+        raise Refused(
+            "the model's experts are chosen with biases (a stage with experts: {balance: bias}), which no class of transformers has: "
+            "an export would choose others. Evaluate and chat from the run itself, or end it with a stage that has experts: "
+            "{balance: aux}, which begins without the biases and trains the model for that."
+        )
 
 
 def chosen_form(config: Config, asked: Literal["auto", "parts"]) -> Form:

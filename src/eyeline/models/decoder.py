@@ -273,15 +273,22 @@ def balance(model: nn.Module, by: Balance | None) -> None:
         add_biases(model)
 
 
-def take_load(model: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """load_NE, the tokens that each expert of each MoE layer got in training since the last call, and what balancing added to the
-    summed losses. None for a model without experts, and where no loss balances them. On the device: nobody waits."""
-    loads, added = [], []
+class Load(NamedTuple):
+    """What became of a step's tokens, on the device: nobody waits."""
+
+    tokens_NE: Tensor  # int64: that each expert of each MoE layer got
+    added: Tensor | None  # to the summed losses, to balance experts; None where no loss does
+    by: Balance | None
+
+
+def take_load(model: nn.Module) -> Load | None:
+    """Of all batches with labels that the model was trained on since the last call. None for a model without experts."""
     for decoder in decoders(model):
-        loads += [] if decoder.load_NE is None else [decoder.load_NE]
-        added += [] if decoder.balance_sum is None else [decoder.balance_sum]
-        decoder.load_NE = decoder.balance_sum = None
-    return torch.cat(loads) if loads else None, torch.stack(added).sum() if added else None
+        if decoder.load_NE is not None:
+            load = Load(decoder.load_NE, decoder.balance_sum, decoder.balance)
+            decoder.load_NE = decoder.balance_sum = None
+            return load
+    return None
 
 
 # ---- what such models state about themselves

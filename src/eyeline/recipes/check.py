@@ -18,6 +18,7 @@ from eyeline.data.loader import Reader, divided, opened
 from eyeline.data.report import DataReport, Spread, data_report, first_documents, render_sample
 from eyeline.models import facts as facts_of
 from eyeline.models import family_of
+from eyeline.models.moe import Bias
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Run, Stage
 from eyeline.train.start import description
@@ -129,6 +130,10 @@ def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
     for part in stage.recompute:
         if part not in facts.blocks:
             yield f"{where}: recompute names {part}, which has no blocks; {', '.join(facts.blocks)} have"
+    if stage.experts is not None and facts.experts is None:
+        yield f"{where}: experts says how experts are balanced, and the model has none; leave it out"
+    if isinstance(stage.experts, Bias) and "language" not in stage.trains:
+        yield f"{where}: experts.balance=bias moves biases of the language model, which is frozen; leave experts out, or train language"
     batch, image = stage.batch, facts.image
     if image is None:
         return

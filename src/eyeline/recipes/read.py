@@ -165,7 +165,7 @@ def _inside(inner: Any, outer: Any) -> bool:
 
 
 # what pydantic puts into a place to say which of several records it took; the recipe has no such key
-_TAGS = {"full", "lora", "adamw", "muon", "constant", "linear", "cosine", "wsd", *FAMILIES, *LANGUAGES}
+_TAGS = {"full", "lora", "adamw", "muon", "constant", "linear", "cosine", "wsd", "aux", "bias", "forced", *FAMILIES, *LANGUAGES}
 
 
 def _line(problem: Any) -> str:

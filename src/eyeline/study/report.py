@@ -112,6 +112,8 @@ def stamps(history: History) -> list[str]:
     if history.starts:
         out.append(table((), ((name, stamp(value)) for name, value in history.starts[-1].items())))
     notes = []
+    if any(start.get("forced_expert_balance") for start in history.starts):
+        notes.append("Forced expert balance: tokens went to experts in turn. Speeds can be read; losses and answers mean nothing.")
     if len(history.starts) > 1:
         notes.append(f"The run was started {len(history.starts)} times; {history.done_twice} steps were done again after a resume.")
     if not_applied := sum(not s.applied for s in history.steps):

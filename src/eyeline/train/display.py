@@ -108,5 +108,6 @@ def _cells(figures: StepFigures, since: Sequence[StepFigures]) -> list[tuple[str
         ("real tokens/s", f"{real / wall:,.0f}"),
         ("data wait", f"{waited / wall:.0%}"),
         ("padding", f"{1 - real / slots if slots else 0:.1%}"),
+        *([("experts", f"{experts.max_over_mean:.2f}× mean, {experts.unused} unused")] if (experts := report.experts) else []),
         ("memory", f"{figures.memory_bytes / 2**30:.2f} GiB"),
     ]

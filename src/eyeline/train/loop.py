@@ -17,6 +17,7 @@ from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
 from eyeline.data.loader import Reader, Step
 from eyeline.models import flops
+from eyeline.models.moe import biases_of
 from eyeline.parallel.launch import Machine, machine
 from eyeline.train import metrics
 from eyeline.train.display import Display, display
@@ -182,7 +183,8 @@ def timed(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
 
 def save(run: Run, home: Home, model: nn.Module, optimizers: list, stage: Stage, state: State, *, ended: bool, best: bool) -> None:
     """Write a checkpoint: after the last step of a stage it already stands at the start of the next one."""
-    learns = {name for name, p in model.named_parameters() if p.requires_grad}
+    biases = biases_of(model)
+    learns = {name for name, p in model.named_parameters() if p.requires_grad} | biases.keys()
     tensors = tensors_of(model)
     progress = State(stage=state.stage + 1, global_step=state.global_step, not_finite=state.not_finite) if ended else state
     adapters = {part: lora.model_dump(mode="json") for part, lora in adapters_of(stage).items()}
@@ -195,7 +197,13 @@ def save(run: Run, home: Home, model: nn.Module, optimizers: list, stage: Stage,
             "frozen": {name: tensor for name, tensor in tensors.items() if name not in learns},
             "optimizer": {} if ended else state_tensors(optimizers),
         },
-        state={"stage": progress.stage, "global_step": state.global_step, "lora": adapters, "progress": vars(progress)},
+        state={
+            "stage": progress.stage,
+            "global_step": state.global_step,
+            "lora": adapters,
+            "expert_biases": bool(biases),
+            "progress": vars(progress),
+        },
         keep_last=run.keep_last,
         best=best,
         fixed={"frozen": f"stage {state.stage} of {home.id}"},

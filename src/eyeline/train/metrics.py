@@ -54,6 +54,7 @@ class StepFigures:
         return 1 - counts.real / counts.slots if counts.slots else 0.0
 
     def line(self) -> dict[str, Any]:
+        experts = self.report.experts
         finite = self.report.outcome != "not finite"  # JSON has no NaN: such figures are null
         return {
             "kind": "step",
@@ -67,6 +68,9 @@ class StepFigures:
             "outcome": self.report.outcome,
             "lr": dict(self.lr),
             **asdict(self.report.counts),
+            "expert_max_over_mean": experts.max_over_mean if experts else None,
+            "experts_unused": experts.unused if experts else None,
+            "balance_loss": experts.balance_loss if experts and finite else None,
             "padding": self.padding,
             "real_tokens_per_s": self.real_tokens_per_s,
             **{f"{name}_s": value for name, value in self.seconds.items()},

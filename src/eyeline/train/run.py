@@ -15,6 +15,7 @@ from eyeline.data.loader import Data
 from eyeline.data.sources import Source
 from eyeline.models import Config
 from eyeline.models.lora import LoRA
+from eyeline.models.moe import Balance
 from eyeline.train.optim import AdamW, Optimizer
 from eyeline.train.schedule import Cosine, Schedule
 
@@ -60,6 +61,7 @@ class Stage(Settings):
     optimizer: Optimizer = AdamW()
     schedule: Schedule = Cosine()
     clip: PositiveFloat | None = 1.0  # the norm that gradients are scaled down to; null: never
+    experts: Balance | None = None  # how experts are balanced; null: not at all
     recompute: tuple[Part, ...] = ()  # parts whose blocks are run again in the backward pass instead of kept
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import Encoder, add_tokens, load_tokenizer, train_bpe
 from eyeline.models import Model
 from eyeline.models.lora import LoRA
+from eyeline.models.moe import Forced, biases_of
 from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
 from eyeline.train.environment import environment
@@ -116,6 +117,7 @@ def refuse_changed_past(run: Run, home: Home, checkpoint: store.Checkpoint | Non
 def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> None:
     """Put this attempt on record: its stamps in env.json and metrics.jsonl, and the settings that changed in recipe.yaml."""
     stamps = environment(here) | {"precision": run.precision, "world_size": 1, "resumed_from": checkpoint.step if checkpoint else None}
+    stamps["forced_expert_balance"] = any(isinstance(stage.experts, Forced) for stage in run.stages)
     env = home.folder / "env.json"
     known = read_json(env)
     write_json(env, known | {"attempts": [*known["attempts"], stamps]})
@@ -174,6 +176,7 @@ def build(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | No
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Every parameter by name, a tied one once: what a checkpoint holds. No family has buffers."""
-    assert not list(model.buffers()), "a buffer would be missing from checkpoints"
-    return dict(model.named_parameters())
+    """Every parameter by name, a tied one once, and the biases that balance experts: what a checkpoint holds."""
+    biases = biases_of(model)
+    assert biases.keys() == dict(model.named_buffers()).keys(), "another buffer would be missing from checkpoints"
+    return dict(model.named_parameters()) | biases

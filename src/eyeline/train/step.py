@@ -9,18 +9,30 @@ from torch import nn
 
 from eyeline.core.batch import Batch, Counts
 from eyeline.core.randomness import seed_for
+from eyeline.models.decoder import take_load
+from eyeline.models.moe import Aux, Bias, move_biases
 
 Outcome = Literal["applied", "not finite", "no targets"]
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Where the tokens of one step went."""
+
+    max_over_mean: float  # tokens of the busiest expert over the mean of its layer; of the layer where this is largest
+    unused: int  # experts that got no token, over all layers
+    balance_loss: float | None  # the loss that balances them, without its coefficient; None where there is none
 
 
 @dataclass(frozen=True)
 class Report:
     """What one step did."""
 
-    loss: float  # nats a label, over every label of the step
+    loss: float  # nats a label, over every label of the step, without what balances experts
     grad_norm: float  # of all trainable parameters together, before clipping
     outcome: Outcome  # weights and optimizer are untouched unless "applied"
     counts: Counts
+    experts: ExpertLoad | None = None  # of a model that has some
 
 
 def update(
@@ -55,15 +67,27 @@ def update(
 
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients).to(device)  # of no gradients it is a zero on the host
+    load = take_load(model)
+    added = torch.zeros_like(total) if load is None or load.added is None else load.added / counts.supervised
+    figures = [total - added, norm, (total.isfinite() & norm.isfinite()).float()]
+    if load is not None:
+        tokens_NE = load.tokens_NE.float()
+        figures += [(tokens_NE.amax(1) / tokens_NE.mean(1).clamp_min(1e-9)).max(), (tokens_NE == 0).sum().float(), added]
     # the one wait for the device in a step: a non-finite step must be decided before the optimizer touches its state
-    loss_value, norm_value, finite = torch.stack([total, norm, (total.isfinite() & norm.isfinite()).float()]).tolist()
+    loss_value, norm_value, finite, *routed = torch.stack(figures).tolist()
     if finite:
         if clip is not None:
             torch.nn.utils.clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], clip, norm)
         for optimizer in optimizers:
             optimizer.step()
+        if load is not None and isinstance(load.by, Bias):
+            move_biases(model, load.tokens_NE, load.by.rate)
     model.zero_grad(set_to_none=True)
-    return Report(loss_value, norm_value, "applied" if finite else "not finite", counts)
+    experts = None
+    if load is not None:
+        largest, unused, balance = routed
+        experts = ExpertLoad(largest, int(unused), balance / load.by.coef if isinstance(load.by, Aux) else None)
+    return Report(loss_value, norm_value, "applied" if finite else "not finite", counts, experts)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import nn
 from eyeline.core.facts import PARTS, Facts, Part, part_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.models import Model
+from eyeline.models.decoder import balance
 from eyeline.models.lora import LoRA, merge, wrap
 from eyeline.train.run import Adapted, Full, Run, Stage
 
@@ -72,6 +73,7 @@ def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[
             parameter.data = parameter.data.to(torch.bfloat16)
 
     model.recompute(stage.recompute)
+    balance(model, stage.experts)
 
     rows = [_row(model, facts, stage, part) for part in PARTS if part in facts.parts]
     for row in rows:

@@ -1,0 +1,178 @@
+"""Balance of experts: the loss is transformers', biases move loads towards the mean, and what is counted is where tokens went."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from eyeline.core.batch import Batch, Budget
+from eyeline.data.batches import batch_of
+from eyeline.models.decoder import balance, decoders, take_load
+from eyeline.models.layers import MLP
+from eyeline.models.moe import Aux, Bias, Experts, Forced, MoE, biases_of, move_biases, routers
+from tests.models import twins
+from tests.models.cases.text import CASES
+from tests.models.twins import Case, close
+
+SPARSE = next(case for case in CASES if case.id == "qwen3 of experts")
+EVERY_SPARSE = pytest.mark.parametrize("case", [case for case in CASES if case.facts.experts], ids=lambda case: case.id)
+
+
+def padded(case: Case) -> Batch:
+    return batch_of(case.documents, Budget(100, 0))
+
+
+def logits_of_routers(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """Of each layer, by hooks: what every token's router sees, times its weight."""
+    seen: list[Tensor] = []
+    hooks = [r.register_forward_pre_hook(lambda m, args: seen.append(F.linear(args[0], m.weight))) for r in routers(model)]
+    model(batch)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@EVERY_SPARSE
+@pytest.mark.parametrize("recompute", [(), ("language",)])
+def test_balance_loss_is_transformers(case: Case, recompute: tuple[str, ...]):
+    """Value and gradients, over all layers together, without padding, and weighted by the pack's labels."""
+    model, batch = twins.randomised(case), padded(case)
+    experts = case.config.language.experts
+    model.recompute(recompute)
+    plain, gradients = twins.run_batch(model, batch)
+    take_load(model)
+    balance(model, Aux(coef=0.3))
+    loss, balanced = twins.run_batch(model, batch)
+    load = take_load(model)
+    assert load is not None
+    assert load.added is not None
+    close(load.added, loss - plain, "what was added", tolerance=1e-4)
+
+    model.zero_grad()
+    model.recompute(())
+    logits = tuple(logits_of_routers(model, batch))
+    mask = (torch.arange(batch.counts.slots) < batch.counts.real)[None]
+    want = load_balancing_loss_func(logits, experts.count, experts.active, mask)
+    close(load.added / 0.3 / batch.counts.supervised, want.detach(), "balance loss")
+    (0.3 * batch.counts.supervised * want).backward()
+    theirs = twins.gradients(model)
+    assert len(theirs) > 5
+    twins.all_close({n: balanced[n] - gradients[n] for n in theirs}, theirs, tolerance=2e-4)
+
+
+def test_an_even_choice_has_a_balance_loss_of_the_experts_a_token_uses():
+    model = twins.randomised(SPARSE)
+    balance(model, Aux())
+    with torch.no_grad():
+        for router in routers(model):
+            router.weight.zero_()  # all as likely: the mean of each is 1/E, whatever is chosen
+    batch = batch_of(SPARSE.documents, None)
+    model(batch)
+    load = take_load(model)
+    assert load is not None
+    assert load.added is not None
+    close(load.added / 0.001 / batch.counts.supervised, torch.tensor(2.0), "loss")
+
+
+@EVERY_SPARSE
+def test_load_counts_real_tokens_of_each_layer(case: Case):
+    model, batch = twins.randomised(case), padded(case)
+    active = case.config.language.experts.active
+    want = []
+    for logits_TE in logits_of_routers(model, batch):
+        chosen = logits_TE[: batch.counts.real].topk(active).indices
+        want.append(chosen.flatten().bincount(minlength=logits_TE.shape[1]))
+    take_load(model)
+    model(batch)
+    model(batch)
+    load = take_load(model)
+    assert load is not None
+    assert torch.equal(load.tokens_NE, 2 * torch.stack(want))
+    assert take_load(model) is None, "taken"
+    model.eval()
+    model(batch)
+    assert take_load(model) is None, "only training counts"
+
+
+def test_a_dense_model_has_no_load():
+    model = twins.randomised(CASES[0])
+    model(batch_of(CASES[0].documents, None))
+    assert take_load(model) is None
+
+
+def test_biases_bring_loads_to_the_mean():
+    """The router's own probabilities stay as they are; the busiest expert's share falls towards the mean."""
+    model, batch = twins.randomised(SPARSE), batch_of(SPARSE.documents, None)
+    balance(model, Bias(rate=0.01))
+    history = []
+    for _ in range(60):
+        model(batch)
+        load = take_load(model)
+        assert load is not None
+        history.append(float((load.tokens_NE.amax(1) / load.tokens_NE.float().mean(1)).max()))
+        before = {n: x.clone() for n, x in biases_of(model).items()}
+        move_biases(model, load.tokens_NE, 0.01)
+        for (name, x), tokens_E in zip(biases_of(model).items(), load.tokens_NE.float(), strict=True):
+            moved = x - before[name]
+            close(moved, 0.01 * torch.sign(tokens_E.mean() - tokens_E), name)
+    assert history[0] > 1.5
+    assert min(history[-5:]) < 1.2, history
+
+
+def test_a_bias_changes_the_choice_for_all_that_follows_and_a_loss_takes_its_place():
+    model, batch = twins.randomised(SPARSE), batch_of(SPARSE.documents, None)
+    plain = model(batch)
+    balance(model, Bias())
+    assert torch.equal(model(batch), plain), "biases start at zero"
+    with torch.no_grad():
+        for bias in biases_of(model).values():
+            bias[0] = 10
+    biased = model(batch)
+    assert not torch.equal(biased, plain)
+    balance(model, None)
+    assert torch.equal(model(batch), biased), "a stage without balance keeps them"
+    balance(model, Aux(coef=1e-30))
+    assert not biases_of(model)
+    close(model(batch), plain, "without them")
+
+
+def test_forced_balance_is_even():
+    model = twins.randomised(SPARSE)
+    balance(model, Forced())
+    batch = batch_of(SPARSE.documents, Budget(75, 0))
+    model(batch).backward()
+    load = take_load(model)
+    assert load is not None
+    assert int(load.tokens_NE.max() - load.tokens_NE.min()) <= 1
+    assert all(p.grad is not None for p in model.parameters()), "routers too: the weights are theirs"
+
+
+def test_shared_expert_sees_every_token():
+    """By hand: the chosen experts' sum and the shared one's, weighted by its own gate."""
+    c = Experts(count=4, active=2, feed_forward=6)
+    moe = MoE(c, 8, shared=10)
+    twins.randomise(moe)
+    x_TD, real_T = torch.randn(7, 8, generator=torch.Generator().manual_seed(0)), torch.ones(7, dtype=torch.bool)
+    got, _ = moe(x_TD, real_T)
+    alone = MoE(c, 8)
+    alone.load_state_dict({n: x for n, x in moe.state_dict().items() if not n.startswith("shared")})
+    shared, gate = moe.shared, moe.shared_gate
+    assert isinstance(shared, MLP)
+    assert gate is not None
+    close(got, alone(x_TD, real_T)[0] + torch.sigmoid(x_TD @ gate.weight.T) * shared(x_TD), "sum")
+
+
+def test_router_computes_in_float32():
+    """A choice between logits that bfloat16 cannot tell apart."""
+    moe = MoE(Experts(count=2, active=1, feed_forward=6), 8)
+    with torch.no_grad():
+        moe.router.weight.fill_(1.0)
+        moe.router.weight[1] += 2e-3
+    chosen_TA, weight_TA, _ = moe.router(torch.ones(1, 8, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bool))
+    assert chosen_TA.tolist() == [[1]]
+    assert weight_TA.dtype == torch.bfloat16
+
+
+def test_there_is_one_decoder_a_model():
+    assert all(len(decoders(twins.built(case))) == 1 for case in CASES)
