@@ -6,7 +6,7 @@ from pathlib import Path
 from eyeline.core.batch import Document
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.batches import batch_of
-from eyeline.models import Config, Model, build, facts, flops, llava, qwen2, qwen3, qwen3_vl, qwen_vision, siglip2, text
+from eyeline.models import Config, Model, build, facts, flops, llava, qwen2, qwen3, qwen3_5, qwen3_vl, qwen_vision, siglip2, text
 from eyeline.models.lora import LoRA, wrap
 from eyeline.models.moe import Experts
 from tests.models.twins import document, picture
@@ -28,6 +28,15 @@ def test_text():
     c = text.Config(language=QWEN2)
     done = counted(c, build(c, "meta"), [document("a", 9), document("b", 12)], labels=7)
     assert done == {"language": 3 * 466_944, "head": 3 * 17_808}
+
+
+def test_text_with_a_memory():
+    delta = qwen3_5.Delta(key_heads=2, value_heads=6, key_dim=8, value_dim=6)
+    sizes = {"vocabulary": 53, "width": 24, "heads": 4, "kv_heads": 2, "head_dim": 16, "rotary": 0.5, "sections": (2, 1, 1), "delta": delta}
+    kinds = ("linear_attention", "full_attention")
+    c = text.Config(language=qwen3_5.Config(**sizes, layers=2, kinds=kinds, feed_forward=40, tied=False))
+    done = counted(c, build(c, "meta"), [document("a", 9), document("b", 12)], labels=7)
+    assert done == {"language": 3 * 720_960, "head": 3 * 17_808}
 
 
 def test_llava():

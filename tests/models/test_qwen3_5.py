@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -228,8 +229,6 @@ def test_settings_come_back(c, tmp_path):
 
 @pytest.mark.parametrize("type", qwen3_5.MODEL_TYPES)
 def test_absent_settings_are_those_of_transformers(type):
-    import transformers
-
     record = transformers.AutoConfig.for_model(type)
     ours = qwen3_5.to_hf(qwen3_5.from_hf({"model_type": type}))
     theirs = record.to_dict()
@@ -237,6 +236,16 @@ def test_absent_settings_are_those_of_transformers(type):
         assert ours[key] == theirs[key], key
     for key in ("rope_type", "rope_theta", "partial_rotary_factor"):
         assert ours["rope_parameters"][key] == theirs["rope_parameters"][key]
+
+
+@pytest.mark.parametrize("type", qwen3_5.MODEL_TYPES)
+def test_default_size_is_that_of_transformers(type):
+    """9 and 35 billion parameters, nowhere in memory."""
+    record = transformers.AutoConfig.for_model(type)
+    with torch.device("meta"):
+        ours, theirs = qwen3_5.Model(qwen3_5.from_hf({"model_type": type})), transformers.AutoModelForCausalLM.from_config(record)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
+    assert sizes[0] == sizes[1] > 8e9
 
 
 @pytest.mark.parametrize(
