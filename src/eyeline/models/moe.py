@@ -18,7 +18,7 @@ Dims: T tokens  D width  E experts  A experts a token uses  F feed-forward of on
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,6 +33,12 @@ class Experts(Settings):
     active: Positive  # experts a token uses
     feed_forward: Positive  # hidden width of one expert
     normalised: bool = True  # the weights of a token's experts add up to 1
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Experts":
+        if self.active > self.count:
+            raise ValueError(f"a token cannot use active={self.active} of count={self.count} experts")
+        return self
 
 
 class Aux(Settings):

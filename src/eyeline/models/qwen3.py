@@ -122,7 +122,7 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
     width = integer(where, config_json, "hidden_size", defaults["hidden_size"])
     kv_heads = {"num_key_value_heads": defaults["num_key_value_heads"], **config_json}["num_key_value_heads"]
     head_dim = config_json.get("head_dim") or (width // heads if sparse else 128)
-    refuse_windows(where, config_json if not sparse else {"max_window_layers": 0, **config_json}, layers)
+    refuse_windows(where, {**config_json, "max_window_layers": 0} if sparse else config_json, layers)  # windows in all layers or none
     values = {
         "vocabulary": integer(where, config_json, "vocab_size", 151936),
         "width": width,
