@@ -200,7 +200,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "config is a list": ("vision", lambda f: (f / "config.json").write_text("[1]"), "holds a list"),
     "config nested without end": ("vision", lambda f: (f / "config.json").write_text("[" * 10**6), "config.json is not JSON"),
     "tower in the other's place": ("language", edit("config.json", lambda c: c.update(model_type="siglip")), "model_type='siglip'"),
-    "NaFlex tower": ("vision", edit("config.json", lambda c: c.update(model_type="siglip2")), "NaFlex"),
+    "half a NaFlex tower": ("vision", edit("config.json", lambda c: c.update(model_type="siglip2")), "model_type='siglip_vision_model'"),
     "another picture size": (
         "vision",
         edit("preprocessor_config.json", lambda c: c.update(size={"height": 32, "width": 32})),

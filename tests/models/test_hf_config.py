@@ -133,7 +133,7 @@ def test_rope_theta_in_all_its_places():
 @pytest.mark.parametrize(
     ("vision", "preprocessor", "message"),
     [
-        ({"model_type": "siglip2_vision_model"}, {}, "NaFlex"),
+        ({"model_type": "siglip2_vision_model"}, {}, "model_type='siglip2_vision_model'"),
         ({"model_type": "clip_vision_model"}, {}, "model_type='clip_vision_model'"),
         ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
         ({"num_channels": 1}, {}, "num_channels=1"),
@@ -155,9 +155,28 @@ def test_siglip2_refusals(vision, preprocessor, message):
         siglip2.from_hf(config, PREPROCESSOR | preprocessor)
 
 
-def test_naflex_model_is_refused_whole():
-    with pytest.raises(Refused, match="NaFlex"):
-        siglip2.from_hf({"model_type": "siglip2", "vision_config": {}}, None)
+@pytest.mark.parametrize(
+    ("vision", "preprocessor", "message"),
+    [
+        ({"num_patches": 200}, {}, "num_patches=200; wanted a square number"),
+        ({}, {"patch_size": 14}, "patch_size=14"),
+        ({}, {"max_num_patches": 0}, "max_num_patches=0"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
+    ],
+)
+def test_naflex_refusals(vision, preprocessor, message):
+    with pytest.raises(Refused, match=message):
+        siglip2.from_hf({"model_type": "siglip2_vision_model"} | vision, preprocessor)
+
+
+def test_naflex_as_the_hub_has_it():
+    """As google/siglip2-base-patch16-naflex: its vision_config leaves all to the class's defaults."""
+    want = siglip2.Config(image_size=256, patch=16, width=768, layers=12, heads=12, feed_forward=3072, resample="bilinear", patches=256)
+    assert siglip2.from_hf({"model_type": "siglip2", "vision_config": {"model_type": "siglip2_vision_model"}}, None) == want
+    assert siglip2.from_hf(transformers.Siglip2VisionConfig().to_dict(), transformers.Siglip2ImageProcessorPil().to_dict()) == want
+    more = want.model_copy(update={"patches": 1024, "resample": "bicubic", "mean": (0.1, 0.2, 0.3)})
+    record = transformers.Siglip2VisionConfig(**siglip2.to_hf(more)).to_dict()
+    assert siglip2.from_hf(record, siglip2.to_preprocessor(more)) == more
 
 
 @pytest.mark.parametrize(
@@ -169,7 +188,7 @@ def test_naflex_model_is_refused_whole():
         ({"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy='default'"),
         ({"vision_feature_layer": [-2, -1]}, r"vision_feature_layer=\[-2, -1\]"),
         ({"vision_feature_layer": -9}, "not among the 4 hidden states"),
-        ({"text_config": {"model_type": "llama"}}, "text_config of config.json has model_type='llama'"),
+        ({"text_config": {"model_type": "gpt2"}}, "text_config of config.json has model_type='gpt2'"),
         ({"vision_config": None}, "has no vision_config"),
     ],
 )

@@ -125,7 +125,7 @@ def test_tower_alone(keys, tmp_path):
 
     want_NPD = tower(torch.stack([llava.pixels(i, c) for i in shown])).last_hidden_state
     batch = twins.batch_of([twins.document("pictures", *shown)], None)
-    got_PD = ours(batch.patches_PC, batch.places_P2, batch.cu_N1, batch.longest_image)
+    got_PD = ours(batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     side = VISION.side
     got_NPD = torch.empty_like(want_NPD)
     got_NPD[torch.arange(3).repeat_interleave(side**2), batch.places_P2[:, 0] * side + batch.places_P2[:, 1]] = got_PD
@@ -167,7 +167,7 @@ def test_features_are_where_the_reference_takes_them():
     twins.randomise(normed)
     plain.load_state_dict(normed.state_dict())
     batch = twins.batch_of(ALL[0].pictured[:1], None)
-    args = (batch.patches_PC, batch.places_P2, batch.cu_N1, batch.longest_image)
+    args = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     x_PD = plain(*args)
     want_PD = F.layer_norm(x_PD, (VISION.width,), normed.norm.weight, normed.norm.bias, VISION.eps)
     close(normed(*args), want_PD, "normed features")

@@ -47,7 +47,9 @@ class Config(Settings):
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         r, side, layers = self.projector.shuffle, self.vision.side, self.vision.layers
-        if side % r:
+        if self.vision.patches is not None and self.vision.patches < r**2:
+            raise ValueError(f"projector.shuffle={r} joins {r}×{r} patches, and vision.patches={self.vision.patches} allows fewer")
+        if self.vision.patches is None and side % r:
             valid = [n for n in range(1, side + 1) if side % n == 0]
             raise ValueError(
                 f"projector.shuffle={r} must divide the {side}×{side} patches of an image "
@@ -133,7 +135,7 @@ class Model(nn.Module):
         """
         x_TD = self.language.embedded(batch.tokens_T)
         if len(batch.patches_PC):
-            features_PD = self.vision(batch.patches_PC, batch.places_P2, batch.cu_N1, batch.longest_image)
+            features_PD = self.vision(batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
             visual_MD = self.projector(features_PD)[batch.sources_M]
             x_TD = x_TD.index_copy(0, batch.visual_M, visual_MD)
         return self.language(x_TD, batch, cache)
@@ -211,6 +213,10 @@ def form(c: Config) -> Form:
         return Form("parts", "no class of transformers cuts pictures into such tiles")
     if c.projector.kind == "linear":
         return Form("parts", "transformers' classes have an MLP as the projector, and projector.kind is linear")
+    if c.vision.patches is not None:
+        return Form("parts", "no class takes pictures of their own shapes from this tower and prepares them as it was trained")
+    if c.vision.tiles > 1:
+        return Form("parts", "no class cuts pictures into tiles for this tower")
     if c.feature_norm and c.vision.image_size % c.vision.patch:
         return Form(
             "parts", f"LFM2-VL's pictures are whole patches, and {c.vision.image_size} pixels are not a multiple of {c.vision.patch}"
@@ -247,7 +253,7 @@ def keys(c: Config, form: Form, found: Shapes = NONE) -> tuple[KeyRule, ...]:
             inside = [replace(rule, theirs=within(rule.theirs)) for rule in prefixed(language, "language.", "")]
             return (*tower, *_projector(c, "model.multi_modal_projector."), *inside)
         case "parts":
-            tower = _tower(siglip2.KEYS, "vision/", found)
+            tower = _tower(siglip2.keys(c.vision), "vision/", found)
             own = [replace(rule, theirs=f"projector.safetensors/{rule.ours}".replace("/projector.", "/")) for rule in _projector(c, "")]
             return (*tower, *own, *prefixed(language, "language.", "language/"))
         case _:

@@ -1,9 +1,13 @@
-"""SigLIP 2 vision tower, fixed resolution (Tschannen et al. 2025; the reference's class for it is `SiglipVisionModel`).
+"""SigLIP 2 vision tower (Tschannen et al. 2025; the reference's classes are `SiglipVisionModel` and, for NaFlex, `Siglip2VisionModel`).
 
 A vision transformer: patches are embedded by a linear layer, a learned position is added, pre-norm blocks let the patches
 of one image look at each other. No class token. The pooling head of the checkpoints is for contrastive training and dropped.
 
+At fixed resolution every picture is one square, or several of them (tiles). In NaFlex mode a picture keeps its shape, and the square
+table of positions is resized to each one's grid.
+
 Dims: P patches of all images end to end  C numbers of a patch  D width  N images  H heads  K head dim  F feed-forward
+      S rows (or columns) of the table of positions
 """
 
 import math
@@ -15,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.errors import Refused
-from eyeline.core.facts import ImageRule, KeyRule, Resample, Split, Square, prefixed
+from eyeline.core.facts import ImageRule, KeyRule, Patches, Resample, Split, Square, Tiles, prefixed
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.models.flops import Tally, learns
 from eyeline.models.hf_config import Json, expect, integer, kind, made, number, section
@@ -25,7 +29,9 @@ HALF = (0.5, 0.5, 0.5)
 
 
 class Config(Settings):
-    image_size: Positive  # pixels a side; what is left over after cutting whole patches is not looked at
+    image_size: (
+        Positive  # pixels a side of the square that the table of positions is for; what is left over after whole patches is not looked at
+    )
     patch: Positive  # pixels a side
     width: Positive
     layers: Positive
@@ -35,6 +41,8 @@ class Config(Settings):
     mean: tuple[float, float, float] = HALF
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = HALF
     resample: Resample = "bicubic"
+    patches: Positive | None = None  # NaFlex: a picture keeps its shape and fills at most so many; None: it is squeezed into the square
+    tiles: Positive = 1  # images of one picture: the square alone, or with at most tiles - 1 squares cut from it at a larger size
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
@@ -42,16 +50,21 @@ class Config(Settings):
             raise ValueError(f"heads={self.heads} must divide width={self.width}")
         if self.image_size < self.patch:
             raise ValueError(f"patch={self.patch} is larger than image_size={self.image_size}; wanted at least one patch a side")
+        if self.patches is not None and self.tiles > 1:
+            raise ValueError(f"patches={self.patches} keeps a picture whole, and tiles={self.tiles} cuts it; give one of them")
         return self
 
     @property
     def side(self) -> int:
-        """Patches a side."""
+        """Patches a side of the square."""
         return self.image_size // self.patch
 
     def rule(self, merge: int) -> ImageRule:
         """What preprocessing must do for this tower when r×r = merge² patches become one token."""
-        return ImageRule(self.patch, merge, self.mean, self.std, self.resample, Square(self.image_size))
+        resize = Square(self.image_size) if self.tiles == 1 else Tiles(self.image_size, self.tiles)
+        if self.patches is not None:
+            resize = Patches(self.patches)
+        return ImageRule(self.patch, merge, self.mean, self.std, self.resample, resize)
 
 
 class Attention(nn.Module):
@@ -105,7 +118,7 @@ class Model(nn.Module):
 
     def __init__(self, c: Config, compute_dtype: torch.dtype = torch.float32, feature_layer: int = -1, feature_norm: bool = True):
         super().__init__()
-        self.mean, self.std, self.side = c.mean, c.std, c.side
+        self.mean, self.std, self.side, self.naflex = c.mean, c.std, c.side, c.patches is not None
         self.compute_dtype = compute_dtype
         self.depth = range(c.layers + 1)[feature_layer]
         self.normed = feature_norm
@@ -115,17 +128,23 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = LayerNorm(c.width, c.eps)
 
-    def forward(self, patches_PC: Tensor, places_P2: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
+    def forward(self, patches_PC: Tensor, places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
         """uint8 patches of all images, in any order within an image -> their features_PD in the same order."""
+        patches_PC = patches_PC.reshape(-1, self.embed.in_features)  # of no images there are no columns either
         x_PD = self.embed(normalised(patches_PC, self.mean, self.std).to(self.compute_dtype))
-        place_P = places_P2[:, 0] * self.side + places_P2[:, 1]
-        x_PD = x_PD + self.positions(place_P).to(x_PD.dtype)
+        if self.naflex:
+            position_PD = resized(self.positions.weight, places_P2, grids_N2, cu_N1, self.side)
+        else:
+            position_PD = self.positions(places_P2[:, 0] * self.side + places_P2[:, 1])
+        x_PD = x_PD + position_PD.to(x_PD.dtype)
         for block in self.blocks[: self.depth]:
             x_PD = run_block(block, self.recompute, x_PD, cu_N1, longest)
         return self.norm(x_PD) if self.normed else x_PD
 
     def count(self, tally: Tally) -> bool:
         reached = self.embed.count(tally, False, "patch") or learns(self.positions)
+        if self.naflex:
+            tally.product("patch", self.side**2, self.embed.out_features, False, learns(self.positions))
         for block in self.blocks[: self.depth]:
             reached = tally.block(block, self.recompute, reached)
         return reached or (self.normed and learns(self.norm))
@@ -151,6 +170,22 @@ def normalised(patches_PC: Tensor, mean: tuple[float, ...], std: tuple[float, ..
     pixels_P3c = patches_PC.unflatten(1, (3, -1)).float() / 255
     channels = [(pixels_Pc - m) / s for pixels_Pc, m, s in zip(pixels_P3c.unbind(1), mean, std, strict=True)]
     return torch.stack(channels, 1).flatten(1)
+
+
+def resized(table_SSD: Tensor, places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, side: int) -> Tensor:
+    """The square table of positions [side², D] resized to each image's grid, at every patch's place: float32.
+
+    `F.interpolate(mode="bilinear", antialias=True)`: along each axis a triangle around the place, as wide as one row of the table,
+    or of the image where that has fewer. As weights of the whole table it is one product, whatever sizes there are.
+    """
+    grid_P2 = grids_N2.repeat_interleave(cu_N1.diff(), 0, output_size=len(places_P2)).float()
+    scale_P2 = side / grid_P2
+    centre_P2 = (places_P2.float() + 0.5) * scale_P2 - 0.5
+    row_S = torch.arange(side, device=places_P2.device)
+    weight_P2S = (1 - (row_S - centre_P2[..., None]).abs() / scale_P2.clamp(min=1)[..., None]).clamp(min=0)
+    weight_P2S = weight_P2S / weight_P2S.sum(-1, keepdim=True)
+    weight_PSS = weight_P2S[:, 0, :, None] * weight_P2S[:, 1, None, :]
+    return weight_PSS.flatten(1) @ table_SSD.float()
 
 
 def sine_positions(side: int, width: int) -> Tensor:
@@ -212,8 +247,8 @@ def _channels_last(weight_DC: Tensor) -> Tensor:
     return _square(weight_DC).permute(0, 2, 3, 1).flatten(1)
 
 
-# The NaFlex class `Siglip2VisionModel`, on a grid as large as the table of positions, computes the same. It names tensors
-# alike, and is a linear layer too, on patches ordered (row, column, channel).
+# The NaFlex class `Siglip2VisionModel` names tensors alike, and is a linear layer too, on patches ordered (row, column, channel).
+# On a grid as large as the table of positions it computes what the fixed one does.
 NAFLEX_KEYS = (KeyRule("embed.weight", "embeddings.patch_embedding.weight", _flat_channels_last, _channels_last), *KEYS[1:])
 DROPPED = (  # what a checkpoint may hold beyond these, and we do not use; `**` crosses dots
     "text_model.**",
@@ -221,6 +256,11 @@ DROPPED = (  # what a checkpoint may hold beyond these, and we do not use; `**` 
     "logit_bias",
     *(prefix + name for prefix in ("", HUB_PREFIX) for name in ("head.**", "embeddings.position_ids")),
 )
+
+
+def keys(c: Config) -> tuple[KeyRule, ...]:
+    """Our tensors, and their names in a folder of the class that computes what this config does."""
+    return KEYS if c.patches is None else NAFLEX_KEYS
 
 
 # ---- Hugging Face's settings
@@ -233,57 +273,78 @@ def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
     """The tower described by a SigLIP or SigLIP 2 folder: config.json of the whole model or of the vision model alone, and
     preprocessor_config.json. Keys that a file leaves out have the defaults of transformers' classes. Raises Refused.
     """
-    where = "config.json"
-    if config_json.get("model_type") == "siglip":
+    where, whole = "config.json", config_json.get("model_type")
+    if whole in ("siglip", "siglip2"):
         where, config_json = "vision_config of config.json", section(where, config_json, "vision_config")
-        config_json = {"model_type": "siglip_vision_model", **config_json}
-    naflex = "a NaFlex tower (patches of any grid); take a fixed-resolution checkpoint such as google/siglip2-base-patch16-224"
-    kind(where, config_json, "siglip_vision_model", {"siglip2": naflex, "siglip2_vision_model": naflex})
+        config_json = {"model_type": f"{whole}_vision_model", **config_json}
+        kind(where, config_json, f"{whole}_vision_model", {})
+    if config_json.get("model_type") == "siglip2_vision_model":
+        return _naflex(where, config_json, preprocessor_json or {})
+    kind(where, config_json, "siglip_vision_model", {})
+    sizes = _sizes(where, config_json)
+    image_size = integer(where, config_json, "image_size", 224)
+    square = {"height": image_size, "width": image_size}  # another size would need positions in between the learned ones
+    prepared = _read_preprocessor(preprocessor_json or {}, {"do_center_crop": False, "do_pad": False, "size": square}, "bicubic")
+    return made(where, Config, {"image_size": image_size, **sizes, **prepared})
+
+
+def _sizes(where: str, config_json: Json) -> dict[str, Any]:
     expect(where, config_json, ACTIVATION | {"num_channels": 3, "attention_dropout": 0.0, "quantization_config": None})
-    sizes = {
-        "image_size": integer(where, config_json, "image_size", 224),
+    return {
         "patch": integer(where, config_json, "patch_size", 16),
         "width": integer(where, config_json, "hidden_size", 768),
         "layers": integer(where, config_json, "num_hidden_layers", 12),
         "heads": integer(where, config_json, "num_attention_heads", 12),
         "feed_forward": integer(where, config_json, "intermediate_size", 3072),
+        "eps": number(where, config_json, "layer_norm_eps", 1e-6),
     }
-    eps = number(where, config_json, "layer_norm_eps", 1e-6)
-    return made(where, Config, {**sizes, "eps": eps, **_read_preprocessor(preprocessor_json or {}, sizes["image_size"])})
+
+
+def _naflex(where: str, config_json: Json, preprocessor_json: Json) -> Config:
+    sizes, table = _sizes(where, config_json), integer(where, config_json, "num_patches", 256)
+    side = math.isqrt(table)
+    if side**2 != table:
+        raise Refused(f"{where} has num_patches={table}; wanted a square number, for a square table of positions. Is the file damaged?")
+    prepared = _read_preprocessor(preprocessor_json, {"patch_size": sizes["patch"]}, "bilinear")
+    patches = integer("preprocessor_config.json", preprocessor_json, "max_num_patches", 256)
+    return made(where, Config, {"image_size": side * sizes["patch"], "patches": patches, **sizes, **prepared})
 
 
 def from_hf_naflex(config_json: Json, preprocessor_json: Json | None) -> Config:
     """What `to_hf_naflex` and `to_preprocessor_naflex` wrote: a NaFlex tower that is used on its largest grid only."""
     where = "vision_config of config.json"
     kind(where, config_json, "siglip2_vision_model", {})
-    patches, patch = integer(where, config_json, "num_patches", 256), integer(where, config_json, "patch_size", 16)
-    side = math.isqrt(patches)
-    if side**2 != patches:
-        raise Refused(f"{where} has num_patches={patches}; wanted a square number, for one square grid.")
-    preprocessor = dict(preprocessor_json or {})
-    expect("preprocessor_config.json", preprocessor, {"patch_size": patch, "max_num_patches": patches})
-    return from_hf({**config_json, "model_type": "siglip_vision_model", "image_size": side * patch}, preprocessor)
+    absent = {"resample": FILTERS.index("bicubic"), "max_num_patches": config_json.get("num_patches", 256)}
+    c = _naflex(where, config_json, absent | dict(preprocessor_json or {}))
+    if c.patches != c.side**2:
+        raise Refused(f"preprocessor_config.json has max_num_patches={c.patches}; wanted {c.side**2}, for one square grid.")
+    return c.model_copy(update={"patches": None})
 
 
-def _read_preprocessor(json: Json, image_size: int) -> dict[str, Any]:
+def _read_preprocessor(json: Json, wanted: Json, resample: Resample) -> dict[str, Any]:
+    """Filter, mean and std; `wanted` is what else the file must say if it says it, `resample` the class's filter."""
     where = "preprocessor_config.json"
-    square = {"height": image_size, "width": image_size}  # another size would need positions in between the learned ones
-    always = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
-    expect(where, json, always | {"do_center_crop": False, "do_pad": False, "size": square})
+    expect(where, json, {**dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True), **wanted})
     if abs(number(where, json, "rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
         raise Refused(f"{where} has rescale_factor={json['rescale_factor']!r}; wanted 1/255. Use the model's own file.")
-    resample = json.get("resample", 3)
-    if resample not in range(len(FILTERS)):
-        raise Refused(f"{where} has resample={resample!r}; wanted one of {dict(enumerate(FILTERS))}. Use the model's own file.")
+    number_of_filter = json.get("resample", FILTERS.index(resample))
+    if number_of_filter not in range(len(FILTERS)):
+        raise Refused(f"{where} has resample={number_of_filter!r}; wanted one of {dict(enumerate(FILTERS))}. Use the model's own file.")
     three = {name: json.get(f"image_{name}", HALF) for name in ("mean", "std")}
     for name, got in three.items():
         if not isinstance(got, list | tuple) or len(got) != 3 or not all(isinstance(x, int | float) for x in got):
             raise Refused(f"{where} has image_{name}={got!r}; wanted three numbers. Use the model's own file.")
-    return {"resample": FILTERS[resample], **{name: tuple(map(float, got)) for name, got in three.items()}}
+    return {"resample": FILTERS[number_of_filter], **{name: tuple(map(float, got)) for name, got in three.items()}}
 
 
 def to_hf(c: Config) -> dict[str, Any]:
-    """config.json of a `SiglipVisionModel` without its pooling head."""
+    """config.json of the vision model alone, without its pooling head."""
+    if c.patches is not None:
+        return to_hf_naflex(c)
+    return _fixed_to_hf(c)
+
+
+def _fixed_to_hf(c: Config) -> dict[str, Any]:
     return {
         "architectures": ["SiglipVisionModel"],
         "model_type": "siglip_vision_model",
@@ -302,14 +363,20 @@ def to_hf(c: Config) -> dict[str, Any]:
 
 
 def to_hf_naflex(c: Config) -> dict[str, Any]:
-    """config.json of a `Siglip2VisionModel`, the NaFlex class, whose largest grid is this tower's only one."""
-    fixed = to_hf(c)
+    """config.json of a `Siglip2VisionModel`, the NaFlex class, also of a fixed tower: its square is then the only grid."""
+    fixed = _fixed_to_hf(c)
     del fixed["image_size"]
     return {**fixed, "architectures": ["Siglip2VisionModel"], "model_type": "siglip2_vision_model", "num_patches": c.side**2}
 
 
 def to_preprocessor(c: Config) -> dict[str, Any]:
-    """preprocessor_config.json of a `SiglipImageProcessor` that prepares pictures as the model was trained."""
+    """preprocessor_config.json of the image processor that prepares pictures as the model was trained (but for tiles)."""
+    if c.patches is not None:
+        return to_preprocessor_naflex(c)
+    return _fixed_to_preprocessor(c)
+
+
+def _fixed_to_preprocessor(c: Config) -> dict[str, Any]:
     return {
         "image_processor_type": "SiglipImageProcessor",
         "do_convert_rgb": True,
@@ -325,7 +392,8 @@ def to_preprocessor(c: Config) -> dict[str, Any]:
 
 
 def to_preprocessor_naflex(c: Config) -> dict[str, Any]:
-    """preprocessor_config.json of a `Siglip2ImageProcessor`. It keeps the shape of a picture: give it square ones."""
-    fixed = to_preprocessor(c)
+    """preprocessor_config.json of a `Siglip2ImageProcessor`. It keeps the shape of a picture: for a fixed tower give it square ones."""
+    fixed = _fixed_to_preprocessor(c)
     del fixed["size"]
-    return {**fixed, "image_processor_type": "Siglip2ImageProcessor", "patch_size": c.patch, "max_num_patches": c.side**2}
+    most = c.patches or c.side**2
+    return {**fixed, "image_processor_type": "Siglip2ImageProcessor", "patch_size": c.patch, "max_num_patches": most}
