@@ -5,6 +5,7 @@ import transformers
 
 from eyeline.core.errors import Refused
 from eyeline.models import llava, qwen2, siglip2
+from eyeline.models.languages import LANGUAGES
 from tests.models.cases.llava import CONFIGS, EVEN, TIED, VISION, config_json, language
 from tests.models.twins import twin_of
 
@@ -86,7 +87,8 @@ def test_there_and_back(case):
     assert (
         siglip2.from_hf(transformers.SiglipVisionConfig(**siglip2.to_hf(c.vision)).to_dict(), siglip2.to_preprocessor(c.vision)) == c.vision
     )
-    assert qwen2.from_hf(transformers.Qwen2Config(**qwen2.to_hf(c.language)).to_dict()) == c.language
+    module = LANGUAGES[c.language.family]
+    assert module.from_hf(transformers.AutoConfig.for_model(**module.to_hf(c.language)).to_dict()) == c.language
 
 
 def test_head_width_of_its_own_is_kept():
