@@ -293,6 +293,11 @@ QWEN3_VL = (
     "language: {family: qwen3, vocabulary: 300, width: 16, layers: 2, heads: 2, kv_heads: 1, head_dim: 8, sections: [2, 1, 1], "
     "feed_forward: 24, tied: true}}",
 )
+QWEN3_5_VL = (
+    "model.config={family: qwen3_5_vl, vision: {patch: 4, width: 16, layers: 1, heads: 2, feed_forward: 24, least: 1, most: 600}, "
+    "language: {family: qwen3_5, vocabulary: 300, width: 16, layers: 2, heads: 2, kv_heads: 1, head_dim: 8, rotary: 1, "
+    "sections: [2, 1, 1], delta: {key_heads: 1, value_heads: 2, key_dim: 8, value_dim: 8}, feed_forward: 24, tied: true}}",
+)
 QWEN_VISION: dict[str, Any] = {
     "patch": 8, "frames": 1, "merge": 1, "width": 8, "layers": 2, "heads": 1, "feed_forward": 16, "side": 4, "deep": [], "least": 500,
     "most": 100, "mean": [0.4, 0.5, 0.5], "std": [0.4, 0.5, 0.5],
@@ -361,6 +366,7 @@ CASES: dict[str, Case] = {
     },
     "model.config<qwen3_vl>.vision.film_least": turned("model.config.vision.film_least=9000", see=film, base=QWEN3_VL),
     "model.config<qwen3_vl>.vision.film_most": turned("model.config.vision.film_most=5000", see=film, base=QWEN3_VL),
+    "model.config<qwen3_5_vl>.family": turned("model.config.family=other", see=refusal, base=QWEN3_5_VL),
     "model.template": turned("model.template=qwen2.5"),
     "model.tokenizer": turned("model.tokenizer=TOKENIZER"),
     "stages[].name": turned("stages.0.name=other"),

@@ -1,6 +1,8 @@
-"""Qwen3-VL on disk: the hub's layout of experts, settings that come back, and what is refused."""
+"""Qwen3-VL and Qwen3.5 on disk: the hub's layout of experts, settings that come back, and what is refused."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,41 +13,51 @@ from eyeline.core.errors import Refused
 from eyeline.models import build, family_of, qwen3_vl
 from tests.models import twins
 from tests.models.cases import CASES
-from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, language
-from tests.models.twins import close
+from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, inputs_of, language
+from tests.models.twins import Case, close
 
-CONFIGS = [case for family in ("qwen3_vl",) for case in CASES[family]]
+CONFIGS = [case for family in ("qwen3_vl", "qwen3_5_vl") for case in CASES[family]]
 
 
 def files(c: qwen3_vl.Config) -> dict[str, dict]:
     return {name: dict(content) for name, content in qwen3_vl.to_hf(c, qwen3_vl.form(c), TOKENS).items()}
 
 
+def through_the_hubs_layout(c: Any, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Written as we write it, experts in these shapes; read by transformers' class and by ours, to the same logits."""
+    family, documents = family_of(c), CASES[c.family][0].documents
+    form, ours = family.form(c), build(c, "cpu").eval()
+    twins.randomise(ours)
+    write_folder(folder, renamed(((name, p.detach()) for name, p in ours.named_parameters()), family.keys(c, form)))
+    config = dict(family.to_hf(c, form, TOKENS)["config.json"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+    there = {name: entry.shape for name, entry in entries_in(folder).items()}
+    layer = "model.language_model.layers.1.mlp.experts."
+    assert {name.removeprefix(layer): shape for name, shape in there.items() if name.startswith(layer)} == shapes
+    reference, info = getattr(transformers, config["architectures"][0]).from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    again = build(c, "cpu").eval()
+    load_into(dict(again.named_parameters()), folder, family.keys(c, form, there))
+    case = Case("", c, lambda: reference, inputs_of(c.vision), (), documents)
+    with torch.no_grad():
+        logits = twins.logits_of(ours, twins.batch_of(documents, None))
+        close(logits, twins.reference(case, reference, documents)[1], "logits")
+        assert torch.equal(logits, twins.logits_of(again, twins.batch_of(documents, None)))
+
+
 @pytest.mark.parametrize("narrow", [8, 12, 24], ids=["I < D/2", "D = 2·I", "D = I"])
-def test_experts_as_the_hub_has_them(narrow, tmp_path):
-    """transformers and we read what we write, to the same logits; turned as on the hub, but for sides that are equal: transformers
-    takes those for its own layout."""
+def test_experts_of_qwen3_vl_as_the_hub_has_them(narrow, tmp_path):
+    """Turned, but for sides that are equal: transformers takes those for its own layout."""
     experts = SPARSE.model_copy(update={"feed_forward": narrow})
     c = qwen3_vl.Config(vision=VISION, language=language(tied=False, experts=experts))
-    case = next(case for case in CASES["qwen3_vl"] if case.id == "experts")
-    form, ours = qwen3_vl.form(c), build(c, "cpu")
-    twins.randomise(ours)
-    write_folder(tmp_path, renamed(((name, p.detach()) for name, p in ours.named_parameters()), qwen3_vl.keys(c, form)))
-    (tmp_path / "config.json").write_text(json.dumps(files(c)["config.json"]))
+    through_the_hubs_layout(c, {"gate_up_proj": (6, 24, 2 * narrow), "down_proj": (6, narrow, 24)}, tmp_path)
 
-    there = {name: entry.shape for name, entry in entries_in(tmp_path).items()}
-    layer = "model.language_model.layers.1.mlp.experts."
-    assert there[layer + "gate_up_proj"] == (6, 24, 2 * narrow)
-    assert there[layer + "down_proj"] == (6, narrow, 24)
 
-    reference, info = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    again = build(c, "cpu")
-    load_into(dict(again.named_parameters()), tmp_path, qwen3_vl.keys(c, form, there))
-    with torch.no_grad():
-        logits = twins.logits_of(ours, twins.batch_of(case.documents, None))
-        close(logits, twins.reference(case, reference, case.documents)[1], "logits")
-        assert torch.equal(logits, twins.logits_of(again, twins.batch_of(case.documents, None)))
+def test_experts_of_qwen3_5_as_the_hub_has_them(tmp_path):
+    """Its class saves them one by one; the cases of every family have them so."""
+    c = next(case.config for case in CASES["qwen3_5_vl"] if case.id == "experts")
+    through_the_hubs_layout(c, {"gate_up_proj": (6, 16, 24), "down_proj": (6, 24, 8)}, tmp_path)
 
 
 @pytest.mark.parametrize("case", CONFIGS, ids=[case.id for case in CONFIGS])

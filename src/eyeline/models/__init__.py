@@ -9,7 +9,7 @@ import torch
 from pydantic import Discriminator, Tag, TypeAdapter
 
 from eyeline.core.facts import Facts, KeyRule
-from eyeline.models import llava, qwen3_vl, qwen_vl, text
+from eyeline.models import llava, qwen3_5_vl, qwen3_vl, qwen_vl, text
 from eyeline.models.forms import NONE, Files, Form, MediaTokens, Shapes
 from eyeline.models.hf_config import Json
 
@@ -42,7 +42,7 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: dict[str, Family] = {"llava": llava, "text": text, "qwen3_vl": qwen3_vl}
+FAMILIES: dict[str, Family] = {"llava": llava, "text": text, "qwen3_vl": qwen3_vl, "qwen3_5_vl": qwen3_5_vl}
 Model = llava.Model | text.Model | qwen_vl.Model
 
 
@@ -52,7 +52,10 @@ def _family(config: Any) -> Any:
 
 
 Config = Annotated[
-    Annotated[llava.Config, Tag("llava")] | Annotated[text.Config, Tag("text")] | Annotated[qwen3_vl.Config, Tag("qwen3_vl")],
+    Annotated[llava.Config, Tag("llava")]
+    | Annotated[text.Config, Tag("text")]
+    | Annotated[qwen3_vl.Config, Tag("qwen3_vl")]
+    | Annotated[qwen3_5_vl.Config, Tag("qwen3_5_vl")],
     Discriminator(_family),
 ]
 CONFIG: TypeAdapter[Config] = TypeAdapter(Config)

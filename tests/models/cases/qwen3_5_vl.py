@@ -1,0 +1,45 @@
+"""Qwen3.5 with its tower, dense and with experts: Gated DeltaNet, gated attention, no DeepStack."""
+
+from typing import Any
+
+from eyeline.models import qwen3_5, qwen3_5_vl
+from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, inputs_of, shown
+from tests.models.twins import VOCABULARY, Case, twin_of
+
+PLAIN = VISION.model_copy(update={"deep": ()})
+
+
+def language(tied: bool, **more: Any) -> qwen3_5.Config:
+    return qwen3_5.Config(
+        vocabulary=VOCABULARY,
+        width=24,
+        layers=2,
+        kinds=("linear_attention", "full_attention"),
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        delta=qwen3_5.Delta(key_heads=2, value_heads=4, key_dim=16, value_dim=6),  # keys of few dims are alike: ill-conditioned
+        eps=2e-3,
+        rope_theta=100.0,
+        rotary=0.5,
+        sections=(2, 1, 1),
+        tied=tied,
+        **more,
+    )
+
+
+def case(id: str, c: qwen3_5_vl.Config) -> Case:
+    form = qwen3_5_vl.form(c)
+    config_json = dict(qwen3_5_vl.to_hf(c, form, TOKENS)["config.json"])
+    # what transformers 5 writes; the hub's layout has a test of its own
+    saved = {"model.language_model.layers.0.mlp.experts.0.gate_proj.weight": (8, 24)}
+    keys = qwen3_5_vl.keys(c, form, saved)
+    # norms of what a memory answers magnify its rounding, and a rounded token may choose another expert
+    half = 0.08 if c.language.experts is None else 0.15
+    return Case(id, c, lambda: twin_of(config_json), inputs_of(c.vision), keys, shown(c.vision), qwen3_5_vl.dropped(c, form), half)
+
+
+CASES = [
+    case("tied", qwen3_5_vl.Config(vision=PLAIN, language=language(tied=True, feed_forward=40))),
+    case("experts", qwen3_5_vl.Config(vision=PLAIN, language=language(tied=False, experts=SPARSE, shared=12))),
+]
