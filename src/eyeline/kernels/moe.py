@@ -92,15 +92,15 @@ def grouped_matmul_plain(x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Te
 def grouped_matmul(x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped_matmul_plain` as one opaque operator, for any ends the same graph. All rows must be some expert's: ends[-1] = N.
 
-    CPU: expert by expert. CUDA: PyTorch's grouped kernel, which never asks the device; expert by expert where a row is not a
-    multiple of 16 bytes long, which it does not take.
+    CUDA in bfloat16: PyTorch's grouped kernel, which never asks the device. CPU, float32 (comparisons), and rows that are not a
+    multiple of 16 bytes long, which that kernel does not take: expert by expert, with the ends read on the host.
     """
     dims("ND", x_ND, "EFD", weight_EFD, "E", ends_E)
     return _grouped(x_ND, weight_EFD, ends_E)
 
 
-def _takes_rows(*matrices: Tensor) -> bool:
-    return all(x.is_cuda and x.shape[-1] * x.element_size() % 16 == 0 for x in matrices)
+def _grouped_kernel_takes(*matrices: Tensor) -> bool:
+    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in matrices)
 
 
 # torch's own fake kernel of grouped_mm takes bfloat16 only, and its gradient fails on expanded ones: hence an operator of ours
@@ -110,7 +110,7 @@ def _takes_rows(*matrices: Tensor) -> bool:
 def _grouped(x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     x_ND, weight_EFD = x_ND.contiguous(), weight_EFD.contiguous()
     out_NF = x_ND.new_empty(len(x_ND), weight_EFD.shape[1])
-    if _takes_rows(x_ND, weight_EFD, out_NF):
+    if _grouped_kernel_takes(x_ND, weight_EFD, out_NF):
         return F.grouped_mm(x_ND, weight_EFD.transpose(1, 2), offs=ends_E)
     for weight_FD, (start, end) in zip(weight_EFD, pairwise([0, *ends_E.tolist()]), strict=True):
         torch.mm(x_ND[start:end], weight_FD.T, out=out_NF[start:end])
@@ -130,7 +130,7 @@ def _grouped_backward(
     dout_NF, x_ND, weight_EFD = dout_NF.contiguous(), x_ND.contiguous(), weight_EFD.contiguous()
     dx_ND = torch.empty_like(x_ND) if x_needed else x_ND.new_empty(0)
     dweight_EFD = torch.empty_like(weight_EFD) if weight_needed else weight_EFD.new_empty(0)
-    if _takes_rows(x_ND, weight_EFD, dout_NF):
+    if _grouped_kernel_takes(x_ND, weight_EFD, dout_NF):
         return [
             F.grouped_mm(dout_NF, weight_EFD, offs=ends_E) if x_needed else dx_ND,
             F.grouped_mm(dout_NF.T, x_ND, offs=ends_E) if weight_needed else dweight_EFD,
