@@ -9,6 +9,7 @@ import transformers
 from PIL import Image as Pillow
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from eyeline.checkpoint.tensors import load_into, renamed
 from eyeline.core.batch import Image, Picture
@@ -16,6 +17,7 @@ from eyeline.core.facts import Patches, Tiles
 from eyeline.core.randomness import rng_for
 from eyeline.data.images import prepare
 from eyeline.models import llava, siglip2
+from eyeline.models.flops import Tally
 from tests.models import twins
 from tests.models.cases.llava import language
 
@@ -125,3 +127,23 @@ def test_a_whole_model_runs_and_exports_as_parts(vision: siglip2.Config, tmp_pat
     together = model(twins.batch_of(documents, None))
     apart = sum(model(twins.batch_of([d], None)) for d in documents)
     torch.testing.assert_close(together, apart)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_naflex_costs_more_is_its_product_with_the_table(trains: bool, tmp_path: Path) -> None:
+
+    shown = images(VISION, tmp_path)
+    batch = twins.batch_of([twins.document("pictures", *shown)], None)
+    tallies = []
+    for c in (VISION, VISION.model_copy(update={"patches": None})):
+        model = siglip2.Model(c).requires_grad_(trains)
+        tallies.append(tally := Tally())
+        with tally.within("vision"):
+            model.count(tally)
+    table = torch.nn.Parameter(torch.randn(16, 16), requires_grad=trains)
+    with FlopCounterMode(display=False) as counter:
+        out = siglip2.resized(table, batch.places_P2, batch.grids_N2, batch.cu_N1, 4)
+        if trains:
+            out.sum().backward()
+    more = [ours.forward["vision", "patch"] + ours.backward["vision", "patch"] for ours in tallies]
+    assert (more[0] - more[1]) * batch.counts.patches == counter.get_total_flops()
