@@ -47,6 +47,17 @@ def folders(request, tmp_path) -> tuple[Path, Path, Path]:
     return vision, language, tmp_path / "model"
 
 
+def save_naflex(folder: Path) -> Path:
+    """A tower that takes pictures of any grid, its table as large as the fixed one's."""
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": PATCH}
+    config = transformers.Siglip2VisionConfig(**shape, num_patches=RATIO**2, layer_norm_eps=1e-6, vision_use_head=False)
+    model = transformers.Siglip2VisionModel(config)
+    randomise(model, 1)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.3, 0.25]}))
+    return folder
+
+
 def opened(folder: Path) -> qwen_vl.Model:
     found = open_bundle(folder)
     model = build(found.bundle.config, "cpu")
@@ -80,16 +91,35 @@ def test_text_is_computed_as_before(folders):
     torch.testing.assert_close(got_TV, want_TV, rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
-def test_the_tower_is_siglips_but_for_its_rotations(folders, monkeypatch):
-    """With the rotations off, on a picture of the tower's own size, the main merger's norm gives the tower's normed features."""
-    vision, _, folder = folders
-    reference = transformers.SiglipModel.from_pretrained(vision).vision_model
+def normed() -> tuple[Tensor, Image, list[int]]:
+    """The picture as SigLIP takes it, as the transplanted tower does, and where the patches of the one are in the other."""
     pixels, image = picture()
     mean, std = (torch.tensor(x)[:, None, None] for x in ([0.5, 0.4, 0.6], [0.5, 0.3, 0.25]))
-    normed = (torch.from_numpy(pixels).float() / 255 - mean) / std
-    want_PD = reference(normed[None]).last_hidden_state[0][[int(y) * RATIO + int(x) for y, x in image.places_P2]]
+    return (torch.from_numpy(pixels).float() / 255 - mean) / std, image, [int(y) * RATIO + int(x) for y, x in image.places_P2]
 
+
+@torch.no_grad()
+def test_the_tower_is_siglips_but_for_its_rotations(folders, monkeypatch):
+    vision, _, folder = folders
+    reference = transformers.SiglipModel.from_pretrained(vision).vision_model
+    pixels, image, places = normed()
+    compare_without_rotations(folder, image, reference(pixels[None]).last_hidden_state[0][places], monkeypatch)
+
+
+@torch.no_grad()
+def test_a_naflex_tower_is_too(tmp_path, monkeypatch):
+    vision, language = save_naflex(tmp_path / "vision"), save_qwen3(tmp_path / "language", True, 0)
+    transplant(vision, language, tmp_path / "model")
+    pixels, image, places = normed()
+    rows = pixels.unflatten(2, (RATIO, PATCH)).unflatten(1, (RATIO, PATCH)).permute(1, 3, 2, 4, 0).reshape(1, RATIO**2, -1)
+    mask, shapes = torch.ones(1, RATIO**2, dtype=torch.int64), torch.tensor([[RATIO, RATIO]])
+    reference = transformers.Siglip2VisionModel.from_pretrained(vision)
+    want_PD = reference(pixel_values=rows, pixel_attention_mask=mask, spatial_shapes=shapes).last_hidden_state[0][places]
+    compare_without_rotations(tmp_path / "model", image, want_PD, monkeypatch)
+
+
+def compare_without_rotations(folder: Path, image: Image, want_PD: Tensor, monkeypatch) -> None:
+    """With the rotations off, on a picture of the tower's own size, the main merger's norm gives the tower's normed features."""
     model, batch = opened(folder), batch_of([document((image,), 9)], None)
     inputs = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     assert (model.projector.main.norm(model.vision(*inputs)[0]) - want_PD).abs().max() > 0.1, "rotations do change it"

@@ -7,8 +7,9 @@ main merger's, which stands at the same place.
 
 What is not. Queries and keys are turned by the patch's row and column in every block, which SigLIP 2 does not do: features are those
 of another function, and the tower must be trained to be of use. Pictures keep their shape and native size, and the table is stretched
-over them; only a picture as large as SigLIP 2's meets the positions it was made for. They are resized by bicubic interpolation. The
-mergers' layers are fresh; what DeepStack's add to the language model starts at zero. The pooling head is left behind.
+over them, corner on corner (NaFlex towers resize it otherwise); only a picture as large as SigLIP 2's square meets the positions as
+they were learned. Pictures are resized by bicubic interpolation. The mergers' layers are fresh; what DeepStack's add to the language
+model starts at zero. The pooling head is left behind.
 """
 
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from eyeline.bundle.folders import read_config, read_preprocessor
 from eyeline.bundle.importing import take, with_rows
 from eyeline.checkpoint.tensors import SHARD_BYTES, entries_in, stream
 from eyeline.core.errors import Refused
+from eyeline.core.facts import prefixed
 from eyeline.core.randomness import torch_rng_for
 from eyeline.models import qwen3, qwen3_vl, qwen_vision, siglip2
 from eyeline.models.hf_config import made
@@ -94,8 +96,9 @@ def _tower(tower: siglip2.Config, c: qwen_vision.Config, folder: Path) -> Iterat
     """The tower's tensors under the names that they have in Qwen3-VL's shape."""
     with torch.device("meta"):
         shape = named(siglip2.Model(tower))
-    prefixed = any(name.startswith(siglip2.HUB_PREFIX) for name in entries_in(folder))
-    for name, x in stream(shape, folder, siglip2.HUB_KEYS if prefixed else siglip2.KEYS, siglip2.DROPPED):
+    whole = any(name.startswith(siglip2.HUB_PREFIX) for name in entries_in(folder))
+    rules = prefixed(siglip2.keys(tower), "", siglip2.HUB_PREFIX if whole else "")
+    for name, x in stream(shape, folder, rules, siglip2.DROPPED):
         if name == "embed.weight":
             x = spread(x, c.frames)
         yield f"projector.main.{name}" if name.startswith("norm.") else f"vision.{name}", x
