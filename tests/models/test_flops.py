@@ -1,5 +1,6 @@
 """FLOPs as whole numbers: equal to what torch's counter sees of the same batch, for every family and way to freeze; and by hand."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -34,10 +35,26 @@ class PairByPair(nn.Module):
         k_THK, v_THK = (x.repeat_interleave(groups, 1) for x in (k_TGK, v_TGK))
         outs = []
         for start, end in pairwise(cu_S1.tolist()):
-            for first, last in [(t, t + 1) for t in range(start, end)] if self.causal else [(start, end)]:
+            for first, last in self.queries(start, end):
                 q, k, v = (x.transpose(0, 1) for x in (q_THK[first:last], k_THK[start:last], v_THK[start:last]))
-                outs.append((torch.bmm(q, k.mT) * q.shape[-1] ** -0.5).softmax(-1).bmm(v).transpose(0, 1))
+                scores = torch.bmm(q, k.mT) * q.shape[-1] ** -0.5
+                if self.causal:
+                    scores = scores.masked_fill(
+                        torch.ones_like(scores, dtype=torch.bool).triu(1 + last - start - (last - first)), -torch.inf
+                    )
+                outs.append(scores.softmax(-1).bmm(v).transpose(0, 1))
         return torch.cat(outs)
+
+    def queries(self, start: int, end: int) -> list[tuple[int, int]]:
+        """One after another where each sees other keys than the one before."""
+        return [(t, t + 1) for t in range(start, end)] if self.causal else [(start, end)]
+
+
+class Squared(PairByPair):
+    """The same by whole squares, with what may not be seen masked out: a few products instead of many."""
+
+    def queries(self, start: int, end: int) -> list[tuple[int, int]]:
+        return [(start, end)]
 
 
 class ExpertByExpert(nn.Module):
@@ -79,11 +96,11 @@ class TokenByToken(nn.Module):
         return torch.cat(outs)
 
 
-def visible(model: nn.Module) -> nn.Module:
+def visible(model: nn.Module, attend: type[PairByPair] = PairByPair) -> nn.Module:
     """The same model with products that the counter sees in place of opaque kernels."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, Attend):
-            model.set_submodule(name, PairByPair(module.causal))
+        if isinstance(module, Attend | PairByPair):
+            model.set_submodule(name, attend(module.causal))
         if isinstance(module, Scan):
             model.set_submodule(name, TokenByToken(module))
         if isinstance(module, Dispatch):
@@ -100,6 +117,13 @@ def seen(model: nn.Module, documents: list[Document]) -> int:
     return counter.get_total_flops()
 
 
+def counted(model: nn.Module, case: Case, documents: list[Document]) -> flops.Flops:
+    """Our count of the same, with the squares that `Squared` computes in place of causal pairs."""
+    batch = batch_of(documents, None)
+    squares = sum(len(d.tokens_T) ** 2 for d in documents)
+    return flops.count(model, case.facts).of_work(replace(flops.work_of(batch, case.facts.image), pair=squares))
+
+
 def few(case: Case) -> list[Document]:
     """A short document with pictures, where there are any, and a text."""
     return [min(case.pictured or case.documents, key=lambda d: len(d.tokens_T)), case.texts[0]]
@@ -109,7 +133,8 @@ def few(case: Case) -> list[Document]:
 def test_visible_products_compute_the_same(case: Case):
     model = twins.randomised(case)
     want = twins.run(model, case.documents)
-    twins.same(twins.run(visible(model), case.documents), want)
+    for attend in (Squared, PairByPair):
+        twins.same(twins.run(visible(model, attend), case.documents), want)
 
 
 @each_case
@@ -137,23 +162,31 @@ def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
             ready(model, facts, {"vision": LoRA(rank=2, alpha=2, targets=("k",))} if facts.image else {})
         case _:
             ready(model, facts, WAYS[way])
-    for documents, parts in ((few(case), []), (few(case), list(facts.blocks)), (few(case)[1:], [])):
+    for documents, parts in ((few(case), list(facts.blocks)), (few(case)[1:], [])):
         model.recompute(parts)
-        work = flops.count(model, facts).of(batch_of(documents, None))
-        assert work.total + work.again == seen(visible(model), documents), (parts, work)
+        work = counted(model, case, documents)
+        assert work.total + work.again == seen(visible(model, Squared), documents), (parts, work)
         assert parts or work.again == 0
 
 
 @each_case
 def test_recomputing_any_part_equals_the_counter(case: Case):
     model = twins.randomised(case)
-    kept = flops.count(model, case.facts).of(batch_of(few(case), None))
+    kept = counted(model, case, few(case))
     for part in case.facts.blocks:
         model.recompute([part])
-        work = flops.count(model, case.facts).of(batch_of(few(case), None))
+        work = counted(model, case, few(case))
         assert (work.forward, work.backward) == (kept.forward, kept.backward)
         assert work.again > 0
-        assert work.total + work.again == seen(visible(model), few(case))
+        assert work.total + work.again == seen(visible(model, Squared), few(case))
+
+
+@each_case
+def test_causal_pairs_equal_the_counter(case: Case):
+    """Each token with itself and those before it, forward and backward."""
+    model = twins.randomised(case)
+    want = flops.count(model, case.facts).of(batch_of(few(case), None))
+    assert want.total == seen(visible(model), few(case))
 
 
 @each_case

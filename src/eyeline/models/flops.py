@@ -160,14 +160,16 @@ class Arithmetic:
 
     def of(self, batch: Batch) -> Flops:
         """One batch's, on the host. A batch without labels is not run."""
-        if not batch.counts.supervised:
-            return NONE
-        tally, work = self.pictured if batch.counts.patches else self.texts, vars(work_of(batch, self.image))
+        return self.of_work(work_of(batch, self.image)) if batch.counts.supervised else NONE
+
+    def of_work(self, work: Work) -> Flops:
+        """Of a batch that holds this."""
+        tally = self.pictured if work.patch else self.texts
 
         def summed(counts: Counter[tuple[Where, Rows | Pairs]]) -> dict[Where, int]:
             out = dict(NONE.forward)
             for (where, unit), flops in counts.items():
-                out[where] += flops * work[unit]
+                out[where] += flops * getattr(work, unit)
             return out
 
         return Flops(summed(tally.forward), summed(tally.backward), sum(summed(tally.again).values()))
