@@ -6,7 +6,22 @@ from pathlib import Path
 from eyeline.core.batch import Document
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.batches import batch_of
-from eyeline.models import Config, Model, build, facts, flops, llava, qwen2, qwen3, qwen3_5, qwen3_vl, qwen_vision, siglip2, text
+from eyeline.models import (
+    Config,
+    Model,
+    build,
+    facts,
+    flops,
+    llava,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_vl,
+    qwen3_vl,
+    qwen_vision,
+    siglip2,
+    text,
+)
 from eyeline.models.lora import LoRA, wrap
 from eyeline.models.moe import Experts
 from tests.models.twins import document, picture
@@ -71,3 +86,26 @@ def test_qwen3_vl():
     c = qwen3_vl.Config(vision=VISION, language=language)
     done = counted(c, build(c, "meta"), [SHOWN], labels=3)
     assert done == {"vision": 276_480, "projector": 270_336, "language": 474_240, "head": 22_896}
+
+
+def test_qwen3_5_vl():
+    language = qwen3_5.Config(
+        vocabulary=53,
+        width=24,
+        layers=2,
+        kinds=("linear_attention", "full_attention"),
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        rotary=0.5,
+        sections=(2, 1, 1),
+        delta=qwen3_5.Delta(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+        feed_forward=40,
+        tied=True,
+    )
+    c = qwen3_5_vl.Config(vision=VISION.model_copy(update={"deep": ()}), language=language)
+    model = build(c, "meta")
+    model.vision.requires_grad_(False)
+    model.projector.requires_grad_(False)
+    done = counted(c, model, [SHOWN], labels=3)
+    assert done == {"vision": 101_376, "projector": 45_056, "language": 952_320, "head": 22_896}
