@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from eyeline.core.batch import Document, Image
 from eyeline.core.randomness import rng_for
@@ -52,11 +53,14 @@ for name in ("qwen3 tied", "qwen3, some layers of experts", "llama, stretched"):
     CONFIGS[f"{name}, as LLaVA"] = llava.Config(vision=VISION, language=text.CONFIGS[name], feature_norm=False)
 for name in ("qwen3 of experts", "llama"):
     CONFIGS[f"{name}, as LFM2-VL"] = llava.Config(vision=EVEN, projector=SHUFFLED, language=text.CONFIGS[name])
+NAFLEX = EVEN.model_copy(update={"patches": 40})  # pictures keep their shape; the table of positions is stretched over them
 
 
 def shown(c: llava.Config) -> list[Image]:
-    """Three random pictures as the tower takes them."""
-    return [picture(key, c.vision.side, c.vision.side, c.vision.patch, c.projector.shuffle) for key in ("cat", "dog", "cow")]
+    """Three random pictures as the tower takes them: squares, or in NaFlex mode one larger than its table and two that are flat."""
+    square = (c.vision.side, c.vision.side)
+    grids = (square,) * 3 if c.vision.patches is None else ((6, 6), (2, 4), (2, 4))
+    return [picture(key, *grid, c.vision.patch, c.projector.shuffle) for key, grid in zip(("cat", "dog", "cow"), grids, strict=True)]
 
 
 def pixels(image: Image, c: llava.Config) -> Tensor:
@@ -72,24 +76,28 @@ def pixels(image: Image, c: llava.Config) -> Tensor:
 
 
 def inputs_of(c: llava.Config) -> Callable[[Document], dict[str, Tensor]]:
-    """Pixel values for LLaVA's class; for LFM2-VL's, patches row by row, each ordered (y, x, channel)."""
+    """Pixel values for LLaVA's class; for LFM2-VL's, padded rows of patches."""
 
     def inputs(d: Document) -> dict[str, Tensor]:
         if not d.images:
             return token_inputs(d)
-        pixels_N3hw = torch.stack([pixels(i, c) for i in d.images])
         if not c.feature_norm:
-            return token_inputs(d) | {"pixel_values": pixels_N3hw}
-        p, side = c.vision.patch, c.vision.side
-        cells = pixels_N3hw.unflatten(3, (side, p)).unflatten(2, (side, p))  # [N, channel, row, y, column, x]
-        patches = cells.permute(0, 2, 4, 3, 5, 1).reshape(len(d.images), side**2, -1)
+            return token_inputs(d) | {"pixel_values": torch.stack([pixels(i, c) for i in d.images])}
+        rows = [row_by_row(i, c) for i in d.images]
         return token_inputs(d) | {
-            "pixel_values": patches,
-            "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int64),
-            "spatial_shapes": torch.full((len(d.images), 2), side),
+            "pixel_values": pad_sequence(rows, batch_first=True),
+            "pixel_attention_mask": pad_sequence([torch.ones(len(x), dtype=torch.int64) for x in rows], batch_first=True),
+            "spatial_shapes": torch.tensor([i.grid for i in d.images]),
         }
 
     return inputs
+
+
+def row_by_row(image: Image, c: llava.Config) -> Tensor:
+    """Patches as LFM2-VL's class takes them: row by row, each ordered (y, x, channel)."""
+    patches = normalised([image], c.vision.mean, c.vision.std).unflatten(1, (3, c.vision.patch, c.vision.patch))
+    order = np.lexsort(image.places_P2.T[::-1])
+    return patches[torch.from_numpy(order)].permute(0, 2, 3, 1).flatten(1)
 
 
 def config_json(c: llava.Config) -> dict:
@@ -97,8 +105,12 @@ def config_json(c: llava.Config) -> dict:
     return llava.to_hf(c, llava.form(c), MediaTokens(IMAGE_TOKEN, "<|image_pad|>"))["config.json"]
 
 
-def case(id: str, c: llava.Config) -> Case:
-    return Case(id, c, lambda: twin_of(config_json(c)), inputs_of(c), llava.keys(c, llava.form(c)), documents(*shown(c)))
+def case(id: str, c: llava.Config, as_written: llava.Config | None = None) -> Case:
+    """`as_written`: what is exported to the twin's class, where that is not this config."""
+    w = as_written or c
+    return Case(id, c, lambda: twin_of(config_json(w)), inputs_of(c), llava.keys(w, llava.form(w)), documents(*shown(c)))
 
 
 CASES = [case(id, c) for id, c in CONFIGS.items()]
+# we do not export it so, since the class's own processor prepares pictures in another way; what the class computes is the same
+CASES += [case("NaFlex", SHUFFLING.model_copy(update={"vision": NAFLEX}), as_written=SHUFFLING)]
