@@ -341,7 +341,8 @@ class Reader:
             if not last:
                 continue
             self.rejects.seen += group.seen
-            for reject in (*group.rejects, *(Reject(*r) for part in self.gather([_listed(r) for r in found]) for r in part)):
+            everywhere = self.gather([_listed(reject) for reject in found]) if group.packs else ()
+            for reject in (*group.rejects, *(Reject(*listed) for one in everywhere for listed in one)):
                 self.rejects.add(reject)
             self.rejects.check(group.epoch_ended)
             if group.packs:

@@ -1,0 +1,225 @@
+"""The index: what it keeps is what reading and tokenising give, on disk as in memory; whatever is not true any more is noticed."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eyeline.core.batch import Budget, Sample
+from eyeline.core.errors import BadSample, StorageFailed
+from eyeline.core.facts import Area, Cost, ImageRule, Patches, Square, Tiles
+from eyeline.data import index, json_rows
+from eyeline.data.documents import Measured, Tokenised, answered, fitted, tokenised
+from eyeline.data.images import Size, size_of
+from eyeline.data.index import Index, ShardIndex
+from eyeline.data.plan import Sizing
+from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.tokenizer import Encoder
+from tests.data.test_loader import row
+
+NO_COST = Cost(0, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def rows(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Rows:
+    """Three shards of rows of every kind: shared pictures of several sizes, two pictures, text, long ones, bad ones, no JSON."""
+    monkeypatch.setattr(json_rows, "SHARD_BYTES", 1500)
+    for n in range(5):
+        draw(f"{n}.png", seed=n, width=16 + 40 * n, height=12 + 25 * n)
+    (tmp_path / "cut.png").write_bytes(b"cut")
+    lines = [json.dumps(row(f"question {n}", f"{n % 5}.png", answer=f"answer {n}") | {"kind": "abc"[n % 3]}) for n in range(12)]
+    lines += [json.dumps(row("two", "1.png", "2.png", more=("more", "yes " * 20, "again", "no " * 30))), json.dumps(row("text"))]
+    lines += ["{torn", json.dumps(row("", answer=" ")), json.dumps(row("x", "absent.png")), json.dumps(row("x", "cut.png"))]
+    lines += [json.dumps(row(f"last {n}", answer="a b " * n)) for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    return open_source(Source(path=str(tmp_path / "rows.jsonl")))
+
+
+def same(a: ShardIndex, b: ShardIndex) -> bool:
+    pairs = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(ShardIndex)]
+    return all(np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y for x, y in pairs)
+
+
+def read(found: Sample | BadSample, encoder: Encoder, rule: ImageRule) -> tuple[Tokenised | BadSample, tuple[Size, ...]]:
+    """What a row is worth, looked at alone."""
+    try:
+        if isinstance(found, BadSample):
+            raise found
+        answered(found)
+        return tokenised(found.messages, encoder, rule), tuple(size_of(medium) for medium in found.media)
+    except BadSample as bad:
+        return bad, ()
+
+
+def fitting(found: Sample, *rest: Any) -> tuple[Sample, Measured] | BadSample:
+    try:
+        return fitted(found, *rest)
+    except BadSample as bad:
+        return bad
+
+
+def opened(rows: Rows, encoder: Encoder, rule: ImageRule, folder: Path | None = None) -> Index:
+    return Index((rows,), encoder, rule, folder)
+
+
+def test_it_keeps_what_reading_gives(rows: Rows, plain: Encoder, rule: ImageRule) -> None:
+    whole = opened(rows, plain, rule)
+    assert len(rows.shards) >= 3
+    met = 0
+    for shard in range(len(rows.shards)):
+        made = whole.shard(0, shard)
+        for (place, kind, found), number in zip(rows.rows_in(shard), range(len(made)), strict=True):
+            met += 1
+            assert made.place(shard, number) == place
+            assert (None if made.kind_R[number] < 0 else made.kinds[made.kind_R[number]]) == kind
+            known, sizes = read(found, plain, rule)
+            if isinstance(known, BadSample):
+                assert made.bad_R[number]
+                assert made.rejects[number] == (known.cause, known.field, known.message)
+                continue
+            assert not made.bad_R[number]
+            assert not isinstance(found, BadSample)
+            kept = made.tokenised(number)
+            for name in ("ids_U", "trained_U", "places_W"):
+                assert np.array_equal(getattr(kept, name), getattr(known, name))
+            assert (kept.slices, made.sizes(number)) == (known.slices, sizes)
+            assert made.pictures_R[number] > 0 if found.media else made.pictures_R[number] == 0
+    assert met == 24
+
+
+RULES = {
+    "square": Square(32),
+    "area": Area(16 * 16, 48 * 48),
+    "patches": Patches(36),
+    "tiles": Tiles(32, 3),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("policy", ["reject", "shrink"])
+def test_sizes_under_a_budget_are_those_of_each_sample(rows: Rows, qwen: Encoder, plain: Encoder, name: str, policy: Any) -> None:
+    """Counted in one sweep over the arrays, and compared with `fitted` for each sample; one index serves every rule and budget."""
+    rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", RULES[name])
+    budget = Budget(60, 60)
+    sizing = Sizing(opened(rows, plain, rule), budget, 50, policy, Cost(token=3, pair=5, label=2, patch=7, patch_pair=11))
+    shrunk = rejected = 0
+    for shard in range(len(rows.shards)):
+        sized, made = sizing(0, shard), sizing.index.shard(0, shard)
+        for place, _, found in rows.rows_in(shard):
+            n = place.number
+            if n in made.rejects:
+                assert not sized.usable_R[n]
+                continue
+            assert not isinstance(found, BadSample)
+            wanted = fitting(found, made.sizes(n), 50, 60, policy, plain, rule)
+            if isinstance(wanted, BadSample):
+                assert (sized.usable_R[n], sized.rejects[n]) == (False, (wanted.cause, wanted.field, wanted.message))
+                rejected += 1
+                continue
+            kept, size = wanted
+            got = (sized.tokens_R[n], sized.visual_R[n], sized.supervised_R[n], sized.patches_R[n])
+            assert got == (size.tokens, size.visual, size.supervised, size.patches)
+            assert sized.messages.get(n, len(found.messages)) == len(kept.messages)
+            shrunk += len(kept.messages) < len(found.messages)
+            patches = [u.grid.patches for size in made.sizes(n)[: len(kept.media)] for u in rule.units(*size)]
+            assert sized.vision_R[n] == sum(7 * p + 11 * p * p for p in patches)
+            assert sized.language_R[n] == sum(3 + 5 * (t + 1) for t in range(size.tokens)) + 2 * size.supervised
+    assert rejected > 0 if policy == "reject" else name in ("patches", "tiles") or shrunk > 0
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Shards that are indexed anew from now on."""
+    calls: list[tuple[int, int]] = []
+    original = index.made
+
+    def noted(rows: Rows, shard: int, *rest: Any) -> ShardIndex:
+        calls.append((id(rows), shard))
+        return original(rows, shard, *rest)
+
+    monkeypatch.setattr(index, "made", noted)
+    return calls
+
+
+def test_it_is_made_once_and_mapped_afterwards(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch) -> None:
+    calls = counted(monkeypatch)
+    memory = [opened(rows, plain, rule).shard(0, n) for n in range(3)]
+    first = [opened(rows, plain, rule, tmp_path / "i").shard(0, n) for n in range(3)]
+    assert len(calls) == 6
+    again = [opened(rows, plain, rule, tmp_path / "i").shard(0, n) for n in range(3)]
+    assert len(calls) == 6
+    assert all(same(a, b) and same(b, c) for a, b, c in zip(memory, first, again, strict=True))
+    base = again[0].ids_U
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap)  # not loaded
+    opened(rows, plain, ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Patches(16)), tmp_path / "i").shard(0, 0)
+    assert len(calls) == 6  # how pictures are resized does not matter to it
+
+
+def test_what_it_depends_on_makes_another(rows: Rows, plain: Encoder, qwen: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch) -> None:
+    calls = counted(monkeypatch)
+    opened(rows, plain, rule, tmp_path / "i").shard(0, 0)
+    opened(rows, qwen, rule, tmp_path / "i").shard(0, 0)
+    assert len(calls) == 2
+    lines = rows.path.read_text().replace("question 0", "question X")
+    rows.path.write_text(lines)
+    opened(open_source(rows.source), plain, rule, tmp_path / "i").shard(0, 0)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("harm", ["truncated", "a bit", "empty", "another's"])
+def test_a_damaged_file_is_made_anew(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch, harm: str) -> None:
+    whole = opened(rows, plain, rule, tmp_path / "i")
+    wanted = whole.shard(0, 0)
+    path, other = (whole._path(whole.identity(0, n)) for n in (0, 1))
+    assert path is not None
+    assert other is not None
+    whole.shard(0, 1)
+    data = bytearray(path.read_bytes())
+    if harm == "a bit":
+        data[len(data) // 2] ^= 4
+    path.unlink()
+    path.write_bytes({"truncated": data[:-100], "a bit": data, "empty": b"", "another's": other.read_bytes()}[harm])
+    calls = counted(monkeypatch)
+    assert same(opened(rows, plain, rule, tmp_path / "i").shard(0, 0), wanted)
+    assert len(calls) == 1
+    opened(rows, plain, rule, tmp_path / "i").shard(0, 0)
+    assert len(calls) == 1  # and it was mended
+
+
+def test_pictures_that_changed_are_looked_at_again(rows: Rows, plain: Encoder, rule: ImageRule, draw, tmp_path: Path) -> None:
+    """A picture that was missing and is there now is not rejected for ever; another size is another size."""
+    index = opened(rows, plain, rule, tmp_path / "i")
+    shards = range(len(rows.shards))
+    lost = next((s, n) for s in shards for n, why in index.shard(0, s).rejects.items() if why[0] == "missing_image")
+    draw("absent.png")
+    draw("0.png", width=64, height=32)
+    index = opened(rows, plain, rule, tmp_path / "i")
+    assert lost[1] not in index.shard(0, lost[0]).rejects
+    assert index.shard(0, 0).sizes(0) == ((32, 64),)
+
+
+def test_without_a_folder_nothing_is_written(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
+    before = sorted(p.name for p in tmp_path.iterdir())
+    opened(rows, plain, rule).shard(0, 0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_made_is_a_failure_of_storage(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageFailed, match="Not a directory"):
+        opened(rows, plain, rule, tmp_path / "file").shard(0, 0)
+
+
+def test_the_number_of_open_files_is_bounded(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(index, "KEPT_OPEN", 2)
+    index_ = opened(rows, plain, rule, tmp_path / "i")
+    for shard in range(len(rows.shards)):
+        index_.shard(0, shard)
+        assert len(index_._open) <= 2
+    assert os.listdir(tmp_path / "i")
