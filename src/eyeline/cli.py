@@ -248,7 +248,7 @@ def env() -> None:
 @app.command(epilog="Example: eyeline bench step packed --out bench/results")
 def bench(
     cases: Annotated[
-        list[str] | None, typer.Argument(metavar="[CASE]...", help="step, packed, start, head, attention; all when none is named.")
+        list[str] | None, typer.Argument(metavar="[CASE]...", help="step, packed, start, head, attention, model; all when none is named.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("bench/results"),
 ) -> None:

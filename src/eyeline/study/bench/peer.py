@@ -6,17 +6,27 @@ Everything that a careful user would switch on is on: SDPA, the fused optimizer,
 import contextlib
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlavaForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
-from eyeline.core.batch import IGNORE, Document
+from eyeline.core.batch import IGNORE, Document, Image
+from eyeline.core.facts import ImageRule, Square
 from eyeline.study.bench.measure import Timed
 from eyeline.study.bench.work import Sized
 
@@ -122,3 +132,85 @@ def loss_of(model: LlavaForConditionalGeneration, examples: Sequence[Example]) -
         total += float(model(**collate([one])).loss) * count
         labels += count
     return total / labels
+
+
+# ---- any family, for forward and backward alone
+
+
+def twin(folder: Path) -> PreTrainedModel:
+    """The model in a folder, by the class that its config.json names."""
+    seeing = "vision_config" in (folder / "config.json").read_text()
+    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def row(document: Document) -> Example:
+    """Ids, labels at their own token's place, and which tokens are visual."""
+    tokens_T = torch.from_numpy(document.tokens_T).long()
+    labels_T = torch.full_like(tokens_T, IGNORE)
+    labels_T[1:] = torch.from_numpy(document.labels_T[:-1]).long()  # the peer shifts by one itself
+    kinds_T = torch.zeros_like(tokens_T)
+    kinds_T[torch.from_numpy(document.visual_M).long()] = 1
+    return {"input_ids": tokens_T, "labels": labels_T, "mm_token_type_ids": kinds_T}
+
+
+def pixels(images: Sequence[Image], rule: ImageRule) -> Example:
+    """Normalised: squares whole, for towers with a convolution; patches and grids for those of native size."""
+    patches_P3x = torch.from_numpy(np.concatenate([image.patches_PC for image in images])).float().unflatten(1, (3, -1)) / 255
+    mean_31, std_31 = (torch.tensor(x)[:, None] for x in (rule.mean, rule.std))
+    patches_PC = ((patches_P3x - mean_31) / std_31).flatten(1)
+    if isinstance(rule.resize, Square):
+        p, (rows, columns) = rule.patch, images[0].grid
+        cells = patches_PC.view(len(images), rows, columns, 3, p, p).permute(0, 3, 1, 4, 2, 5)
+        return {"pixel_values": cells.reshape(len(images), 3, rows * p, columns * p)}
+    return {"pixel_values": patches_PC, "image_grid_thw": torch.tensor([(1, *image.grid) for image in images])}
+
+
+def padded(documents: Sequence[Document], rule: ImageRule | None) -> Example:
+    """Documents as rows, padded on the right to the longest of them."""
+    rows = [row(d) for d in documents]
+    longest = max(len(r["input_ids"]) for r in rows)
+    fillers = {"input_ids": 0, "labels": IGNORE, "mm_token_type_ids": 0}
+    out = {
+        name: torch.stack([torch.nn.functional.pad(r[name], (0, longest - len(r[name])), value=filler) for r in rows])
+        for name, filler in fillers.items()
+    }
+    if len(rows) > 1:  # one alone has no padding to hide
+        lengths = torch.tensor([len(r["input_ids"]) for r in rows])
+        out["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+    if rule is None or rule.positions != "grid":
+        del out["mm_token_type_ids"]
+    return out if rule is None else out | pixels([image for d in documents for image in d.images], rule)
+
+
+def one_by_one(model: PreTrainedModel, documents: Sequence[Document], rule: ImageRule | None) -> Callable[[], list[float]]:
+    """Forward and backward of each document; its loss in nats a label."""
+    examples = [padded([d], rule) for d in documents]
+
+    def once() -> list[float]:
+        model.zero_grad(set_to_none=True)
+        losses = []
+        for one in examples:
+            loss = model(**one, use_cache=False).loss
+            loss.backward()
+            losses.append(float(loss))
+        return losses
+
+    return once
+
+
+def in_rows(model: PreTrainedModel, documents: Sequence[Document], rule: ImageRule | None, rows: int) -> Callable[[], list[float]]:
+    """The same in batches of so many rows, as they come; one loss, summed over all and divided once."""
+    batches = [padded(documents[i : i + rows], rule) for i in range(0, len(documents), rows)]
+    counts = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
+
+    def once() -> list[float]:
+        model.zero_grad(set_to_none=True)
+        total = 0.0
+        for batch, labels in zip(batches, counts, strict=True):
+            loss = model(**batch, use_cache=False).loss * (labels / sum(counts))
+            loss.backward()
+            total += float(loss)
+        return [total]
+
+    return once
