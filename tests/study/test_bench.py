@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from eyeline.core.errors import Refused
 from eyeline.data.batches import batch_of
+from eyeline.models.decoder import Head
 from eyeline.study import bench
-from eyeline.study.bench import attention, head, packed, peer, render, start, step
+from eyeline.study.bench import attention, head, model, packed, peer, render, start, step
 from eyeline.study.bench.measure import Comparison, Fact, Result, Stopwatch, Timed, interleaved, peak_bytes, read_result, write_result
 from eyeline.study.bench.work import Sized, documents, made
 
@@ -215,3 +216,17 @@ def test_peak_memory_is_what_was_held_at_once() -> None:
     in_turn = peak_bytes(lambda: [len(bytearray(32 * megabyte)) for _ in range(2)])
     assert 60 * megabyte < at_once < 80 * megabyte
     assert 28 * megabyte < in_turn < 48 * megabyte
+
+
+@pytest.mark.parametrize("name", list(model.CONFIGS))
+def test_families_do_the_same_work_as_their_twins(name: str) -> None:
+    """Loss and gradients of both sides, one document at a time and mixed: checked by the case itself, and refused if they differ."""
+    made_of = model.run(pairs=1, names=[name], alone=1, mixed=2)
+    assert [c.limit for c in made_of.comparisons] == [1.0, None]
+
+
+def test_a_family_that_differs_from_its_twin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Head.forward
+    monkeypatch.setattr(Head, "forward", lambda *args: forward(*args) * (1 + 1e-4))
+    with pytest.raises(Refused, match="losses differ by"):
+        model.run(pairs=1, names=["text, llama"], alone=1, mixed=1)

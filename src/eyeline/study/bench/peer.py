@@ -193,7 +193,7 @@ def one_by_one(model: PreTrainedModel, documents: Sequence[Document], rule: Imag
         for one in examples:
             loss = model(**one, use_cache=False).loss
             loss.backward()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         return losses
 
     return once
@@ -210,7 +210,7 @@ def in_rows(model: PreTrainedModel, documents: Sequence[Document], rule: ImageRu
         for batch, labels in zip(batches, counts, strict=True):
             loss = model(**batch, use_cache=False).loss * (labels / sum(counts))
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         return [total]
 
     return once
