@@ -151,21 +151,6 @@ class ImageRule:
         most = self.resize.most - 1
         return (WHOLE, *(tile_mark(row, column) for row in range(most) for column in range(most) if (row + 1) * (column + 1) <= most))
 
-    @property
-    def most_pixels(self) -> int:
-        """Pixels that a still has at most after resizing, all its images together (of longish ones a few more)."""
-        match self.resize:
-            case Square(size):
-                return size**2
-            case Area(_, most):
-                return most
-            case Patches(most):
-                return most * self.patch**2
-            case Tiles(size, most):
-                return most * size**2
-            case _:
-                assert_never(self.resize)
-
     def _unit(
         self,
         height: int,

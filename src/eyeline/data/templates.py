@@ -85,6 +85,7 @@ def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
             case Video():
                 if marks.film is None:
                     raise BadSample("unsupported", "video", "the chat template has no place for films")
+                # no marks around the whole: as the checkpoints were trained, and unlike the processor of transformers 5.24
                 for seconds in slice_seconds(part.seconds, frames):
                     out += [Content(f"<{seconds:.1f} seconds>"), *_medium(marks.film, marks)]
     return out
