@@ -12,12 +12,13 @@ from torch import Tensor
 
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.transplant import spread, transplant
-from eyeline.core.batch import Document, Grid, Image
+from eyeline.core.batch import Document, Grid, Image, Message, Picture, Text
 from eyeline.core.errors import Refused
 from eyeline.data.batches import batch_of
 from eyeline.data.templates import TEMPLATES
-from eyeline.models import build, qwen_vision, qwen_vl
-from tests.bundle.tiny import PATCH, ROWS, SIDE, randomise, save_language, save_vision, tokenizer
+from eyeline.generate.prompts import Prompts
+from eyeline.models import build, facts, qwen_vision, qwen_vl
+from tests.bundle.tiny import PATCH, ROWS, SIDE, drawing, randomise, save_language, save_vision, tokenizer
 
 RATIO = SIDE // PATCH  # patches a side
 
@@ -139,6 +140,31 @@ def test_transformers_loads_it(folders):
     _, info = cls.from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     assert config["vision_config"]["deepstack_visual_indexes"] == [0, 1, 2]
+
+
+@torch.no_grad()
+def test_a_conversation_is_read_as_transformers_reads_it(folders, tmp_path):
+    """Pictures of odd sizes through our data path, and through the processor that the folder's settings make: the same logits."""
+    _, _, folder = folders
+    found = open_bundle(folder)
+    pictures = [drawing(0, 61).crop((0, 0, 61, 33)), drawing(1, 300).crop((0, 0, 171, 300))]
+    for i, one in enumerate(pictures):
+        one.save(tmp_path / f"{i}.png")
+    first, second = (Picture(f"{i}.png", tmp_path / f"{i}.png") for i in (0, 1))
+    asked = (
+        Message("user", (first, Text("What shape is it?"))),
+        Message("assistant", (Text("A circle."),)),
+        Message("user", (Text("And here? "), second)),
+    )
+    d = Prompts(found.bundle.encoder(), facts(found.bundle.config).image).prompt(asked)
+    got_TV = opened(folder)(replace(batch_of([replace(d, labels_T=np.zeros_like(d.tokens_T))], None), labels_L=None))
+
+    prepared = transformers.AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt")
+    config = json.loads((folder / "config.json").read_text())
+    tokens_1T = torch.from_numpy(d.tokens_T).long()[None]
+    reference = getattr(transformers, config["architectures"][0]).from_pretrained(folder)
+    want_TV = reference(input_ids=tokens_1T, mm_token_type_ids=(tokens_1T == config["image_token_id"]).int(), **prepared).logits[0]
+    torch.testing.assert_close(got_TV, want_TV, rtol=1e-3, atol=1e-3)
 
 
 def test_a_still_is_embedded_as_it_was():
