@@ -359,7 +359,6 @@ CASES: dict[str, Case] = {
     },
     "model.config<llava>.feature_layer": turned("model.config.feature_layer=0", base=("model.config.feature_norm=false",)),
     "model.config<llava>.feature_norm": turned("model.config.feature_norm=false"),
-    "model.config<llava>.tiles": turned("model.config.tiles=2"),
     "model.config<text>.family": turned("model.config.family=other", see=refusal, base=TEXT),
     "model.config<qwen3_vl>.family": turned("model.config.family=other", see=refusal, base=QWEN3_VL),
     **{

@@ -28,10 +28,15 @@ from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from eyeline.generate.generate import generate
 from eyeline.generate.sampling import Sampling
-from eyeline.models import Model, build, facts
+from eyeline.models import Model, build, facts, family_of
 from eyeline.models.lora import LoRA, wrap
-from tests.models.cases import each_case
+from tests.models.cases import ALL
 from tests.models.twins import IMAGE_TOKEN, Case, randomise
+
+WHOLE = [case for case in ALL if family_of(case.config).form(case.config).name != "parts"]
+PARTED = [case for case in ALL if case not in WHOLE]
+each_whole = pytest.mark.parametrize("case", WHOLE, ids=lambda case: f"{case.config.family}: {case.id}")
+each_parted = pytest.mark.parametrize("case", PARTED, ids=lambda case: f"{case.config.family}: {case.id}")
 
 ROWS = 320  # the cases' own vocabularies are too small for a tokenizer
 VIDEO_TOKEN = IMAGE_TOKEN + 1
@@ -125,7 +130,7 @@ def same_files(one: Path, two: Path) -> None:
     assert before == after  # an import keeps tensors as they are, of whatever dtype
 
 
-@each_case
+@each_whole
 def test_out_and_back(case: Case, exported: Callable[[Case], Exported], tmp_path: Path) -> None:
     out, model = exported(case).folder, exported(case).model
     close(their_logits(loaded(out), case), our_logits(model, case.documents))
@@ -140,7 +145,7 @@ def test_out_and_back(case: Case, exported: Callable[[Case], Exported], tmp_path
     assert not any(x.dtype != torch.float32 for x in again.parameters())
 
 
-@each_case
+@each_whole
 def test_what_transformers_saved_is_taken_in(case: Case, exported: Callable[[Case], Exported], tmp_path: Path) -> None:
     """Its own layout of the same tensors, which may differ from the one that we write."""
     out = exported(case).folder
@@ -152,6 +157,22 @@ def test_what_transformers_saved_is_taken_in(case: Case, exported: Callable[[Cas
     shards = [file.name for file in out.iterdir() if ".safetensors" in file.name]
     assert len(shards) > 2
     assert filecmp.cmpfiles(out, tmp_path / "in", shards, shallow=False) == (shards, [], [])
+
+
+@each_parted
+def test_parts_out_and_back(case: Case, exported: Callable[[Case], Exported], tmp_path: Path) -> None:
+    """Where no one class of transformers computes the same: each part is loaded by its own."""
+    made = exported(case)
+    opened = open_bundle(made.folder)
+    assert opened.bundle.config == made.bundle.config
+    again = build(opened.bundle.config, "cpu")
+    opened.load(again)
+    assert all(torch.equal(x, dict(again.named_parameters())[name]) for name, x in made.model.named_parameters())
+    export(opened.bundle, again, tmp_path / "again", max_shard_bytes=20_000)
+    names = [str(p.relative_to(made.folder)) for p in made.folder.rglob("*") if p.is_file()]
+    assert filecmp.cmpfiles(made.folder, tmp_path / "again", names, shallow=False) == (names, [], [])
+    for part in ("vision", "language"):
+        loaded(made.folder / part)
 
 
 def adapted(bundle: Bundle) -> Model:
@@ -166,7 +187,7 @@ def adapted(bundle: Bundle) -> Model:
     return model
 
 
-@each_case
+@each_whole
 def test_adapters(case: Case, tmp_path: Path) -> None:
     bundle = bundle_of(case)
     model = adapted(bundle)
@@ -185,7 +206,7 @@ def test_adapters(case: Case, tmp_path: Path) -> None:
     assert (plain - want).abs().max() > 0.05, "the adapters do nothing: this test shows nothing"
 
 
-@each_case
+@each_whole
 def test_answers_are_those_of_transformers(case: Case, exported: Callable[[Case], Exported]) -> None:
     made = exported(case)
     twin, limit = loaded(made.folder), 7

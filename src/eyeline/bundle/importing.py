@@ -42,7 +42,7 @@ def import_model(
     projector: llava.ProjectorConfig | None = None,
     feature_layer: int = -1,
     feature_norm: bool = True,
-    tiles: int | None = None,
+    tiles: int = 1,
     template: str | None = None,
     seed: int = 0,
     max_shard_bytes: int = SHARD_BYTES,
@@ -56,13 +56,13 @@ def import_model(
     if preprocessor is None:
         warn(f"{vision} has no preprocessor_config.json; pictures will be prepared as SigLIP 2 does by default.")
     try:
+        tower = siglip2.from_hf(read_config(vision), preprocessor)
         config = llava.Config(
-            vision=siglip2.from_hf(read_config(vision), preprocessor),
+            vision=siglip2.Config.model_validate(tower.model_dump() | {"tiles": tiles}),
             projector=projector or llava.ProjectorConfig(),
             language=language_from_hf(read_config(language)),
             feature_layer=feature_layer,
             feature_norm=feature_norm,
-            tiles=tiles,
         )
     except ValidationError as error:
         raise Refused("; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())) from error

@@ -8,16 +8,16 @@ Dims: T tokens  D width  P patches  M visual tokens (rows of the merged tower ou
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.batch import Batch
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Facts, ImageRule, KeyRule, Part, Split, Tiles, prefixed
+from eyeline.core.facts import Facts, KeyRule, Part, Split, prefixed
 from eyeline.core.settings import Positive, Settings
 from eyeline.models import qwen3, siglip2
 from eyeline.models.decoder import Cache
@@ -42,7 +42,6 @@ class Config(Settings):
     language: LanguageConfig
     feature_layer: int = -1  # which hidden state of the tower: 0 the embedded patches, -1 after the last block, -2 before it
     feature_norm: bool = True  # apply the tower's final norm: only after its last block
-    tiles: Annotated[int, Field(ge=2)] | None = None  # most images of one picture, its whole among them; None: no tiles
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
@@ -67,12 +66,6 @@ class Config(Settings):
         if isinstance(self.language, qwen3.Config) and self.language.sections is not None:
             raise ValueError("language.sections is for positions with rows and columns, which a LLaVA does not have; remove it")
         return self
-
-    @property
-    def rule(self) -> ImageRule:
-        """What preprocessing must do."""
-        rule = self.vision.rule(self.projector.shuffle)
-        return rule if self.tiles is None else replace(rule, resize=Tiles(self.vision.image_size, self.tiles))
 
     @property
     def depth(self) -> int:
@@ -185,7 +178,7 @@ def facts(c: Config) -> Facts:
         splits=splits,
         seams=(*(f"vision.{x}" for x in siglip2.SEAMS), *(f"language.{x}" for x in language.seams(c.language))),
         keys=keys(c, form(c)),
-        image=c.rule,
+        image=c.vision.rule(c.projector.shuffle),
         vocabulary=c.language.vocabulary,
         longest=c.language.longest,
         experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
@@ -209,8 +202,6 @@ def form(c: Config) -> Form:
     InternVL's takes the same on paper, but reads every `vision_config` in config.json as InternVL's own tower (transformers
     5.17 to 5.24), so that a folder with a SigLIP tower would load as another model with random weights.
     """
-    if c.tiles is not None:
-        return Form("parts", "no class of transformers cuts pictures into such tiles")
     if c.projector.kind == "linear":
         return Form("parts", "transformers' classes have an MLP as the projector, and projector.kind is linear")
     if c.vision.patches is not None:
