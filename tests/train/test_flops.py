@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import eyeline.train.loop as loop
+from eyeline.models import flops
 from eyeline.models.flops import peak_of
 from tests.train.recipe import tiny_run
 
@@ -41,3 +42,11 @@ def test_peaks_go_by_the_drivers_names() -> None:
     assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_of("NVIDIA GB200") == 2500e12
     assert peak_of("AMD EPYC 7763 64-Core Processor × 2") is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_utilisation_is_of_the_bf16_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    monkeypatch.setattr(flops, "peak_of", lambda _name: 1e12)
+    loop.train(tiny_run(tmp_path, f"precision={precision}", "stages.whole.steps=1", "stages.adapt.steps=1"))
+    lines = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "step"]
+    assert [line["mfu"] for line in lines] == [line["flops_per_s"] / 1e12 if precision == "bf16" else None for line in lines]
