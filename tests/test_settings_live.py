@@ -1,5 +1,6 @@
 """No dead settings: every leaf of the recipe schema, turned, changes something that can be seen. A leaf without a case fails."""
 
+import errno
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import eyeline.data.containers
 import eyeline.data.fetch
 import eyeline.train.loop as loop
-from eyeline.core.errors import Refused, TooManyRejects
+from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.files import read_lines
+from eyeline.data.fetch import Fetch, Job
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import train_bpe
+from eyeline.data.workers import Workers
 from eyeline.models import decoder, facts, siglip2
 from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
@@ -148,18 +152,35 @@ def block_calls(recipe: dict[str, Any], folder: Path) -> int:
     return calls
 
 
-def processes(recipe: dict[str, Any], folder: Path) -> int:
-    """How many workers the reader asks torch's loader for; the work itself is done here."""
-    asked = 0
+def workers(recipe: dict[str, Any], folder: Path) -> Workers | None:
+    """What the reader asks of its workers, if it has any; the work itself is done here."""
+    found = None
 
-    def here(dataset, *, sampler, num_workers: int, **_: Any) -> Iterator[Any]:
-        nonlocal asked
-        asked = num_workers
-        return (dataset[index] for index in sampler)
+    def here(asked: Iterator[tuple[Any, Job]], fetch: Fetch, workers: Workers) -> Iterator[Any]:
+        nonlocal found
+        found = workers
+        return ((mark, fetch(job)) for mark, job in asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eyeline.data.fetch, "DataLoader", here)
+        patch.setattr(eyeline.data.fetch, "in_order", here)
         trained(recipe, folder)
+    return found
+
+
+def tries(recipe: dict[str, Any], folder: Path) -> int:
+    """How often a picture is asked of a store that fails."""
+    asked = 0
+
+    def failing(_: Any) -> None:
+        nonlocal asked
+        asked += 1
+        raise StorageFailed("could not read it.") from OSError(errno.EIO, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eyeline.data.containers.time, "sleep", lambda _: None)
+        patch.setattr(eyeline.data.fetch, "held", failing)
+        with pytest.raises(StorageFailed):
+            trained(recipe, folder)
     return asked
 
 
@@ -399,7 +420,11 @@ CASES: dict[str, Case] = {
     "stages[].data.too_long": turned("stages.0.data.too_long=shrink", base=(*MIXED, "stages.0.batch.tokens=64")),
     "stages[].data.augment.flip": turned("stages.0.data.augment.flip=false"),
     "stages[].data.augment.shift": turned("stages.0.data.augment.shift=3"),
-    "stages[].data.workers": turned("stages.0.data.workers=2", see=processes),
+    "stages[].data.workers": turned("stages.0.data.workers=2", see=workers),
+    "stages[].data.read_ahead": turned("stages.0.data.read_ahead=9", see=workers, base=("stages.0.data.workers=1",)),
+    "stages[].data.decode_timeout": turned("stages.0.data.decode_timeout=9", see=workers, base=("stages.0.data.workers=1",)),
+    "stages[].data.read_timeout": turned("stages.0.data.read_timeout=9", see=workers, base=("stages.0.data.workers=1",)),
+    "stages[].data.read_retries": turned("stages.0.data.read_retries=1", see=tries),
     "stages[].steps": turned("stages.0.steps=3"),
     "stages[].epochs": turned("stages.0.epochs=2", base=("stages.0.steps=null", "stages.0.epochs=1")),
     "stages[].batch.tokens": turned("stages.0.batch.tokens=200"),

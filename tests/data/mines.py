@@ -10,7 +10,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample, StorageFailed
+from eyeline.data import images
+from eyeline.data.fetch import Fetch, Fetched
 from eyeline.data.workers import At
 
 
@@ -92,3 +95,33 @@ HAPPENS: dict[str, Callable[[str], Any]] = {
     "storage": lambda _: fail(StorageFailed("the disk is gone")),
     "defect": lambda _: fail(KeyError("a defect")),
 }
+
+
+# Pictures that go wrong in a decoder
+
+
+@dataclass(frozen=True)
+class Mined:
+    """A `Fetch` whose decoder does what follows the pixels of a file: `... MINE crash`. To others such a file is sound."""
+
+    fetch: Fetch
+
+    def job(self, *args: Any) -> Any:
+        return self.fetch.job(*args)
+
+    def __call__(self, job: Any, at: At = lambda *_: None) -> Fetched:
+        real = images.decode
+
+        def decode(picture: Picture) -> images.Pixels:
+            assert isinstance(picture.source, bytes), "read before it is decoded"
+            _, _, what = picture.source.rpartition(b" MINE ")
+            if what != picture.source:
+                name, _, argument = what.decode().partition(":")
+                HAPPENS[name](argument)
+            return real(picture)
+
+        images.decode = decode
+        try:
+            return self.fetch(job, at)
+        finally:
+            images.decode = real

@@ -1,15 +1,9 @@
 """The reader: every sample as often as it should be, the same steps whoever fetches them and wherever they are resumed."""
 
 import json
-import multiprocessing
-import os
 import pickle
 import pickletools
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
@@ -32,6 +26,7 @@ from eyeline.data.index import drawn
 from eyeline.data.loader import Data, Reader, training_texts
 from eyeline.data.sources import Source
 from eyeline.data.tokenizer import Encoder
+from tests.processes import children
 
 BUDGET = Budget(90, 80)  # five pictures of 16 patches
 
@@ -251,56 +246,10 @@ def test_workers_change_nothing(open_reader, folder: Path, tmp_path: Path) -> No
     wanted = [next(here) for _ in range(9)]
     assert wanted[-1][1]["epoch"] >= 2
     assert_same_steps([next(there) for _ in range(9)], wanted)
-    assert len(multiprocessing.active_children()) == 2
+    assert len(children()) == 2
     there.close()
-    assert multiprocessing.active_children() == []
+    assert children() == set()
     assert (tmp_path / "here" / "rejects.jsonl").read_text() == (tmp_path / "there" / "rejects.jsonl").read_text()
-
-
-ORPHANS = """
-import sys
-import time
-from eyeline.core.batch import Budget
-from eyeline.core.facts import ImageRule, Square
-from eyeline.data.loader import Data, Reader
-from eyeline.data.sources import Source
-
-if __name__ == "__main__":
-    import pickle
-    with open(sys.argv[2], "rb") as file:
-        encoder = pickle.load(file)
-    rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Square(32))
-    steps = Reader(Data(sources=(Source(path=sys.argv[1]),), workers=1), encoder, rule, 0).steps(Budget(90, 80), 1, None)
-    next(steps)
-    import multiprocessing
-    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-    time.sleep(60)
-"""
-
-
-def test_workers_end_when_the_run_is_shot_dead(folder: Path, tmp_path: Path, plain: Encoder) -> None:
-    (tmp_path / "encoder").write_bytes(pickle.dumps(plain))
-    (tmp_path / "main.py").write_text(ORPHANS)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(tmp_path / "main.py"), str(folder / "rows.json"), str(tmp_path / "encoder")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        workers = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(workers) == 1
-        assert alive(workers[0])
-        process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20  # the worker looks for its parent every five seconds
-    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(alive(pid) for pid in workers)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # Rejects
@@ -386,20 +335,14 @@ def test_a_file_that_changes_under_the_run_stops_it(open_reader, folder: Path) -
         next(reader.steps(BUDGET, 1, None))
 
 
-def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, workers: int) -> None:
     """Reading /proc/self/mem at its start is an input error of the real system: no sample is to blame for it."""
     write(folder, [row("what?", "/proc/self/mem")])
-    reader = open_reader(sources=(Source(path=str(folder / "rows.json"), images="/"),))
-    with pytest.raises(StorageFailed, match=r"could not read /proc/self/mem: Input/output error"):
+    reader = open_reader(sources=(Source(path=str(folder / "rows.json"), images="/"),), read_retries=0, workers=workers)
+    with pytest.raises(StorageFailed, match=r"^could not read /proc/self/mem: Input/output error"):
         next(reader.steps(BUDGET, 1, None))
     assert reader.rejects.counts == {}
-
-    def as_workers_do(dataset: Any, sampler: Any, **_: Any) -> Any:
-        return (dataset[index] for index in sampler)
-
-    monkeypatch.setattr(fetch, "DataLoader", as_workers_do)
-    with pytest.raises(StorageFailed, match=r"^could not read /proc/self/mem"):
-        next(open_reader(sources=reader.data.sources, workers=1).steps(BUDGET, 1, None))
 
 
 # Validation

@@ -17,6 +17,7 @@ import torch
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.data.workers import Workers, in_order
 from tests.data.mines import Done, Job, Work
+from tests.processes import alive, children, gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,26 +37,6 @@ def run(jobs: Iterable[Job], how: Workers) -> list[Done]:
 
 def jobs(*parts: tuple[str, ...]) -> list[Job]:
     return [Job(n, p) for n, p in enumerate(parts)]
-
-
-def children() -> set[int]:
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def gone(pids: Iterable[int], within_s: float = 10) -> bool:
-    deadline = time.monotonic() + within_s
-    while any(alive(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @pytest.fixture(autouse=True)

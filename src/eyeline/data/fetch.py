@@ -1,30 +1,27 @@
 """A planned pack -> Batch: read, decode, lay out. Runs in this process or in workers, with the same result."""
 
-import os
-import signal
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import resource_tracker
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
 
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Image, Picture, Sample, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
+from eyeline.data.containers import persistent
 from eyeline.data.documents import Tokenised, laid_out, tokenised
-from eyeline.data.images import Augment, Resized, Size, augmented, cut, grey, medium_key, resized
+from eyeline.data.images import Augment, Resized, Size, augmented, cut, grey, held, medium_key, resized
 from eyeline.data.rejects import Reject
 from eyeline.data.sources import Place, Rows
 from eyeline.data.tokenizer import Encoder
+from eyeline.data.workers import At, Phase, Workers, in_order
 
 KEPT_PICTURE_BYTES = 256 << 20  # resized pictures that a process remembers
-PREFETCHED = 2  # packs ahead for each worker
+TOKEN_BYTES = 64  # of a token, in all index arrays of a batch together; about
 
 T = TypeVar("T")
 
@@ -40,6 +37,7 @@ class Row:
     patches: int
     tokenised: Tokenised | None  # ids that the index keeps; None: they are made again
     sizes: tuple[Size, ...]  # of its media, as the index found them
+    verdict: BadSample | None = None  # it has killed a worker alone: nothing of it is touched
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,31 @@ class Visit:
 
 
 @dataclass(frozen=True)
+class Job:
+    """A pack for a worker. Its parts are its rows."""
+
+    visits: tuple[Visit, ...]
+    bytes: int  # about what the batch will have
+
+    def only(self, part: int) -> Self:
+        visit, row = self._where()[part]
+        return replace(self, visits=(replace(self.visits[visit], rows=(self.visits[visit].rows[row],)),))
+
+    def without(self, part: int, bad: BadSample) -> Self:
+        visit, row = self._where()[part]
+        rows = self.visits[visit].rows
+        changed = replace(self.visits[visit], rows=(*rows[:row], replace(rows[row], verdict=bad), *rows[row + 1 :]))
+        return replace(self, visits=(*self.visits[:visit], changed, *self.visits[visit + 1 :]))
+
+    def _where(self) -> list[tuple[int, int]]:
+        return [(v, r) for v, visit in enumerate(self.visits) for r in range(len(visit.rows))]
+
+
+def _unwatched(part: int, phase: Phase) -> None:
+    pass
+
+
+@dataclass(frozen=True)
 class Fetched:
     batch: Batch
     rejects: tuple[Reject, ...]  # rows whose pictures turned out to be unusable: they keep their place, without labels
@@ -58,7 +81,7 @@ class Fetched:
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """`fetch(visits) -> Fetched`. A value that pickles; what it remembers changes how fast it is, never what it gives."""
+    """`fetch(job) -> Fetched`. A value that pickles; what it remembers changes how fast it is, never what it gives."""
 
     sources: tuple[Rows, ...]
     encoder: Encoder
@@ -66,28 +89,52 @@ class Fetch:
     budget: Budget | None
     seed: int
     augment: Augment | None  # None: pictures as they are
+    retries: int  # of reading a picture from a store that fails
     _kept: dict[str, Resized] = field(default_factory=dict, repr=False)
     _bytes: list[int] = field(default_factory=lambda: [0], repr=False)
 
-    def __call__(self, visits: Sequence[Visit]) -> Fetched:
+    def job(self, visits: tuple[Visit, ...], verdicts: Mapping[tuple[str, str], Reject]) -> Job:
+        """The pack as a job, without what is known to kill."""
+        if verdicts:
+            visits = tuple(replace(visit, rows=tuple(self._judged(row, verdicts) for row in visit.rows)) for visit in visits)
+        numbers = 3 * self.rule.frames * self.rule.patch**2 if self.rule else 0
+        tokens = self.budget.tokens if self.budget else sum(row.tokens for visit in visits for row in visit.rows)
+        patches = sum(max(row.patches for row in visit.rows) for visit in visits)
+        return Job(visits, tokens * TOKEN_BYTES + patches * numbers)
+
+    def _judged(self, row: Row, verdicts: Mapping[tuple[str, str], Reject]) -> Row:
+        id, file, _ = self.sources[row.source].named(row.place)
+        known = verdicts.get((file, id))
+        return row if known is None else replace(row, verdict=BadSample(known.cause, known.field, known.message))
+
+    def __call__(self, job: Job, at: At = _unwatched) -> Fetched:
         documents: list[Document] = []
         rejects: list[Reject] = []
-        for visit in visits:
+        for visit in job.visits:
             media: tuple[Picture | Video, ...] = ()
             prepared: dict[str, tuple[Image, ...] | BadSample] = {}
             for row in visit.rows:
+                part = len(documents)
+                named = self.sources[row.source].named(row.place)
+                if row.verdict is not None:
+                    rejects.append(Reject.of(*named, row.verdict))
+                    documents.append(_blank(named[0], row.tokens))
+                    continue
+                at(part, "reading")
                 known = row.tokenised
                 if known is None or len(row.sizes) > len(media):  # rows of a visit show the same: one of them is read
                     sample = self._sample(row)
                     media = max(media, sample.media, key=len)
+                    at(part, "decoding")
                     known = known or tokenised(sample.messages, self.encoder, self.rule)
-                shown = [self._images(medium, visit, prepared) for medium in media[: len(known.slices)]]
+                shown = [self._images(medium, visit, prepared, partial(at, part)) for medium in media[: len(known.slices)]]
                 bad = next((images for images in shown if isinstance(images, BadSample)), None)
                 document = self._document(row, known, shown)
                 if bad is not None:
-                    rejects.append(Reject.of(*self.sources[row.source].named(row.place), bad))
+                    rejects.append(Reject.of(*named, bad))
                     document = replace(document, labels_T=np.full_like(document.labels_T, IGNORE))
                 documents.append(document)
+        at(-1, "idle")
         return Fetched(batch_of(documents, self.budget), tuple(rejects))
 
     def _sample(self, row: Row) -> Sample:
@@ -112,13 +159,13 @@ class Fetch:
         )
 
     def _images(
-        self, medium: Picture | Video, visit: Visit, prepared: dict[str, tuple[Image, ...] | BadSample]
+        self, medium: Picture | Video, visit: Visit, prepared: dict[str, tuple[Image, ...] | BadSample], phase: Callable[[Phase], None]
     ) -> tuple[Image, ...] | BadSample:
         """The medium prepared once for all rows of the visit."""
         key = medium_key(medium)
         if key not in prepared:
             try:
-                prepared[key] = self._prepared(medium, key, visit, len(prepared))
+                prepared[key] = self._prepared(medium, key, visit, len(prepared), phase)
             except BadSample as bad:
                 prepared[key] = bad
         return prepared[key]
@@ -128,10 +175,16 @@ class Fetch:
         assert self.rule is not None, "the plan rejects pictures for a model without a tower"
         return self.rule
 
-    def _prepared(self, medium: Picture | Video, key: str, visit: Visit, number: int) -> tuple[Image, ...]:
+    def _prepared(self, medium: Picture | Video, key: str, visit: Visit, number: int, phase: Callable[[Phase], None]) -> tuple[Image, ...]:
         whole = self._kept.get(key)
         if whole is None:
-            whole = resized(medium, self._rule)
+            phase("reading")
+            encoded = persistent(partial(held, medium), self.retries)
+            phase("decoding")
+            try:
+                whole = resized(encoded, self._rule)
+            except MemoryError as error:
+                raise BadSample("decoder_memory", "image", f"{medium.name} takes more memory than a decoder may have") from error
             size = sum(canvas.nbytes for canvases in whole.canvases for canvas in canvases)
             if self._bytes[0] + size <= KEPT_PICTURE_BYTES:
                 self._kept[key] = whole
@@ -145,72 +198,22 @@ class Fetch:
         return self.__dict__ | {"_kept": {}, "_bytes": [0]}
 
 
-def fetched_in_order(asked: Iterator[tuple[T, tuple[Visit, ...]]], fetch: Fetch, workers: int) -> Iterator[tuple[T, Fetched]]:
-    """What came of each pack, in the plan's order. With workers, some packs are fetched ahead of their turn."""
-    if workers == 0:
-        for mark, visits in asked:
-            yield mark, fetch(visits)
-        return
-    waiting: deque[T] = deque()
-
-    def ahead() -> Iterator[tuple[Visit, ...]]:
-        for mark, visits in asked:
-            waiting.append(mark)
-            yield visits
-
-    loader = DataLoader(
-        _Asked(fetch),
-        batch_size=None,
-        sampler=_Once(ahead()),
-        num_workers=workers,
-        prefetch_factor=PREFETCHED,
-        multiprocessing_context="spawn",  # a fork would copy threads of torch and tokenizers in mid-flight
-        worker_init_fn=partial(_end_without, os.getpid()),
-    )
-    for fetched in _started(loader):
-        if isinstance(fetched, StorageFailed):
-            raise fetched
-        yield waiting.popleft(), fetched
+def _blank(id: str, tokens: int) -> Document:
+    """What keeps the place of a row of which nothing may be touched."""
+    nothing = np.empty(0, np.int32)
+    return Document(id, np.zeros(tokens, np.int32), np.full(tokens, IGNORE, np.int32), nothing, ())
 
 
-class _Asked(Dataset[Fetched | StorageFailed]):
-    """A map-style data set for torch's DataLoader whose index is the pack itself."""
+def fetched_in_order(
+    asked: Iterator[tuple[T, tuple[Visit, ...]]], fetch: Fetch, workers: Workers, verdicts: Mapping[tuple[str, str], Reject]
+) -> Iterator[tuple[T, Fetched]]:
+    """What came of each pack, in the plan's order. With workers, some packs are fetched ahead of their turn.
 
-    def __init__(self, fetch: Fetch):
-        self.fetch = fetch
-
-    def __getitem__(self, visits: tuple[Visit, ...]) -> Fetched | StorageFailed:
-        try:
-            return self.fetch(visits)
-        except StorageFailed as error:  # raised by a worker, it would arrive as a traceback in a string
-            return error
-
-
-@dataclass(frozen=True)
-class _Once:
-    """A sampler for torch's DataLoader."""
-
-    indices: Iterator[tuple[Visit, ...]]
-
-    def __iter__(self) -> Iterator[tuple[Visit, ...]]:
-        return self.indices
-
-
-def _end_without(parent: int, _: int) -> None:
-    """End this worker if the process that started it was killed meanwhile: torch takes whoever is the parent now for the main one."""
-    if os.getppid() != parent:
-        os._exit(0)
-
-
-def _started(loader: DataLoader) -> Iterator[Fetched | StorageFailed]:
-    """The loader's items. Its workers are deaf to SIGINT and SIGTERM from their first moment.
-
-    Ctrl-C reaches every process of a terminal, and schedulers send SIGTERM to every process of a job; the main one ends the run
-    in order, and its workers with it. They inherit what is blocked here; the main one has what came meanwhile right after.
+    `verdicts` are samples that have killed a worker before, by file and id: they are not tried again.
     """
-    resource_tracker.ensure_running()  # it unblocks both signals when it starts, which would be after the first worker's semaphores
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    jobs = ((mark, fetch.job(visits, verdicts)) for mark, visits in asked)
+    if workers.count:
+        yield from in_order(jobs, fetch, workers)
+    else:
+        for mark, job in jobs:
+            yield mark, fetch(job)

@@ -15,7 +15,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -193,6 +193,23 @@ def _stream(picture: Picture) -> BinaryIO:
             return span_file(picture.source)
         case Path():
             return _file(picture.source)
+
+
+def held(medium: Picture | Video) -> Picture | Video:
+    """The medium with its encoded bytes in memory, so that decoding it reads nothing. Raises as `decode` does for its file."""
+    if isinstance(medium, Video):
+        return replace(medium, frames=tuple(_held(frame) for frame in medium.frames))
+    return _held(medium)
+
+
+def _held(picture: Picture) -> Picture:
+    if isinstance(picture.source, bytes):
+        return picture
+    try:
+        with _stream(picture) as file:
+            return replace(picture, source=file.read())
+    except OSError as error:
+        raise storage_failed("read", Path(picture.name), error) from error
 
 
 def check_file(picture: Picture) -> None:

@@ -14,6 +14,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from eyeline.core.batch import Picture, Sample, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import make_folder, storage_failed, write_atomically
+from eyeline.data.containers import persistent
 from eyeline.data.documents import Tokenised, answered, tokenised
 from eyeline.data.images import Size, medium_key, picture_key, size_of
 from eyeline.data.sources import Place, Rows
@@ -108,7 +110,7 @@ def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> Sh
     slices, media_counts, pictures, draws, kind_numbers = [], [], [], [], []
     kinds: dict[str, int] = {}
     rejects: dict[int, tuple[str, str, str]] = {}
-    looked = _Looked(rows.root)
+    looked = _Looked(rows.root, rows.retries)
     for place, kind, found in rows.rows_in(shard):
         known, media = NOTHING, _Media((), 0, -1.0)
         try:
@@ -185,6 +187,7 @@ class _Looked:
     """What was found of the media of a shard. Each is looked at once: rows share them."""
 
     root: Path
+    retries: int
     media: dict[tuple[str, ...], _Media] = field(default_factory=dict)
     sizes: dict[str, tuple[int, int, int] | BadSample] = field(default_factory=dict)
     stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -204,7 +207,7 @@ class _Looked:
                 if isinstance(picture.source, Path):
                     self.stamps[str(picture.source)] = stamp_of(str(picture.source))
             try:
-                size = size_of(medium)
+                size = persistent(partial(size_of, medium), self.retries)
                 self.sizes[key] = size if len(size) == 3 else (0, *size)
             except BadSample as bad:
                 self.sizes[key] = bad

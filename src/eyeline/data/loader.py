@@ -26,9 +26,10 @@ from rich.progress import Progress
 from eyeline.core.batch import Batch, Budget, Sample, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import Cost, ImageRule
-from eyeline.core.settings import NotNegative, Positive, Settings, Share
+from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings, Share
 from eyeline.data import plan as planning
 from eyeline.data.blend import Cursor, Pool, Side, blended, pool_of, pools_of, whole
+from eyeline.data.containers import RETRIES
 from eyeline.data.deal import deal
 from eyeline.data.documents import TooLong
 from eyeline.data.fetch import Fetch, Row, Visit, fetched_in_order
@@ -38,6 +39,7 @@ from eyeline.data.plan import Item, Ordered, Plan, RowOf, Sizing, plan
 from eyeline.data.rejects import FIRST_VERDICT, Reject, Rejects
 from eyeline.data.sources import Place, Rows, Source, open_source
 from eyeline.data.tokenizer import Encoder
+from eyeline.data.workers import Workers
 
 VERSION = 2  # of the state
 PLAIN = Cost(token=1, pair=0, label=0, patch=1, patch_pair=0)
@@ -56,7 +58,15 @@ class Data(Settings):
     too_long: TooLong = "reject"  # or shrink: keep as many of the first exchanges as fit
     augment: Augment = Augment()
     workers: NotNegative = 0  # processes that decode; 0: this one. The batches are the same
+    read_ahead: Positive = 256  # MiB of batches that workers may make before their turn
+    decode_timeout: PositiveFloat = 60.0  # seconds for one sample, with workers; one that takes longer, and again alone, is rejected
+    read_timeout: PositiveFloat = 300.0  # seconds for reading one sample, with workers; a store that takes longer stops the run
+    read_retries: NotNegative = RETRIES  # of reading from a store that fails, ever later, before the run stops
     cache: str | None = None  # the folder of the indexes; by default one in the run folder. Runs may share one
+
+    @property
+    def fetching(self) -> Workers:
+        return Workers(self.workers, self.read_ahead << 20, self.decode_timeout, self.read_timeout)
 
     @model_validator(mode="after")
     def _one_validation(self) -> "Data":
@@ -82,8 +92,8 @@ class Data(Settings):
 # What the sources hold, looked at row by row: before there is a tokenizer, and so before there is an index
 
 
-def opened(sources: Iterable[Source]) -> tuple[Rows, ...]:
-    return tuple(open_source(source) for source in sources)
+def opened(sources: Iterable[Source], retries: int = RETRIES) -> tuple[Rows, ...]:
+    return tuple(open_source(source, retries) for source in sources)
 
 
 def held_out(rows: Rows, place: Place, found: Sample | BadSample, share: float) -> bool:
@@ -104,7 +114,7 @@ def divided(data: Data) -> Divided:
 
     Rows are read until that is known, which is soon in all data that will do.
     """
-    sources, validation = opened(data.sources), opened(data.validation)
+    sources, validation = opened(data.sources, data.read_retries), opened(data.validation, data.read_retries)
     for rows in (*sources, *validation):
         _refuse_absent_kinds(rows)
     sides = {False: False, True: not data.hold_out}
@@ -144,7 +154,7 @@ def _refuse_absent_kinds(rows: Rows) -> None:
 
 def training_samples(data: Data) -> Iterator[Sample]:
     """Every sample that training visits, once, in the sources' order. Rows that cannot be used are passed over."""
-    for rows in opened(data.sources):
+    for rows in opened(data.sources, data.read_retries):
         for place, _, found in rows.kept():
             if isinstance(found, Sample) and not held_out(rows, place, found, data.hold_out):  # bad ones are counted in training
                 yield found
@@ -303,7 +313,7 @@ class Reader:
     def _fetch(self, side: Side, budget: Budget | None, augment: Augment | None) -> Fetch:
         key = (side is self.judges, budget)
         if key not in self._fetches:
-            self._fetches[key] = Fetch(side.index.sources, self.encoder, self.rule, budget, self.seed, augment)
+            self._fetches[key] = Fetch(side.index.sources, self.encoder, self.rule, budget, self.seed, augment, self.data.read_retries)
         return self._fetches[key]
 
     # Training
@@ -333,7 +343,7 @@ class Reader:
         found: list[Reject] = []
         asked = self._asked(groups, sizing, rank, ranks)
         for (group, imbalance, last), fetched in fetched_in_order(
-            asked, self._fetch(self.training, budget, self.data.augment), self.data.workers
+            asked, self._fetch(self.training, budget, self.data.augment), self.data.fetching, self.rejects.verdicts
         ):
             if group.packs:
                 batches.append(fetched.batch)
@@ -494,7 +504,7 @@ class Reader:
         sizing, rejected = self.sizing(budget, judges=True), list[Reject]()
         usable = False
         for _, fetched in fetched_in_order(
-            self._judged(sizing, rank, ranks, rejected), self._fetch(self.judges, None, None), self.data.workers
+            self._judged(sizing, rank, ranks, rejected), self._fetch(self.judges, None, None), self.data.fetching, self.rejects.verdicts
         ):
             rejected += fetched.rejects
             if fetched.batch.counts.supervised:

@@ -46,11 +46,13 @@ CAUSES: dict[str, str] = {
     "frame_size": "frames of one film that differ in size",
     "decoder_crashed": "a worker died of it, and another one alone with it",
     "decoder_hung": "its decoding did not end in time, even alone",
+    "decoder_memory": "its decoding takes more memory than a decoder may have",
     "picture_without_tower": "the model reads text only",
     # the document
     "control_token": "text that the tokenizer would read as a control token",
     "too_long": "more tokens or patches than a batch holds, or more tokens than the model has positions",
 }
+LASTING = ("decoder_crashed", "decoder_hung")  # verdicts that are not found out again: each costs a worker
 FIRST_VERDICT = 100  # samples before the rate means anything
 
 
@@ -79,7 +81,9 @@ class Rejects:
         self.max_rate = max_rate
         self.seen = 0
         self.counts: dict[str, int] = {}
-        self._written = {(line["file"], line["row"], line["cause"]) for line in read_lines(self.path)} if self.path else set()
+        lines = [Reject(**line) for line in read_lines(self.path)] if self.path else []
+        self._written = {(line.file, line.id, line.cause) for line in lines}
+        self.verdicts = {(line.file, line.id): line for line in lines if line.cause in LASTING}  # of this run, and of it before
 
     @property
     def rejected(self) -> int:
@@ -93,7 +97,9 @@ class Rejects:
 
     def note(self, reject: Reject) -> None:
         """Write it down without counting it: for validation, which is met again and again."""
-        name = (reject.file, reject.row, reject.cause)
+        if reject.cause in LASTING:
+            self.verdicts.setdefault((reject.file, reject.id), reject)
+        name = (reject.file, reject.id, reject.cause)
         if name not in self._written and self.path is not None:
             append_line(self.path, {k: _printable(v) for k, v in vars(reject).items()})
         self._written.add(name)

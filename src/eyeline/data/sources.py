@@ -43,6 +43,7 @@ class Rows:
     root: Path  # of the images
     layout: Layout
     container: Container
+    retries: int  # of a store that fails
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -90,7 +91,7 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
     if not os.path.isdir(root):
         raise Refused(f"the folder of the images, {root}, does not exist. Set images: to the folder that picture paths start from")
     container = open_container(files, folder, retries)
-    return Rows(source, path, root, recognised(path, container), container)
+    return Rows(source, path, root, recognised(path, container), container, retries)
 
 
 def _files_of(source: Source) -> tuple[Path, Path, list[Path]]:

@@ -180,7 +180,7 @@ MAY_CHANGE = (
     "evaluation",
     "stages.*.steps",
     "stages.*.epochs",
-    "stages.*.data.workers",
+    *(f"stages.*.data.{name}" for name in ("workers", "read_ahead", "decode_timeout", "read_timeout", "read_retries")),
     "stages.*.data.cache",
     "stages.*.data.max_reject_rate",
 )

@@ -1,0 +1,220 @@
+"""Fetching: the same tensors whoever does it; pictures that kill decoders, files that vanish and stores that fail, to the end of a run."""
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyeline.core.batch import Batch
+from eyeline.core.errors import StorageFailed
+from eyeline.core.facts import ImageRule
+from eyeline.core.files import read_lines
+from eyeline.data import fetch, loader
+from eyeline.data.loader import Data, Reader
+from eyeline.data.sources import Source
+from eyeline.data.tokenizer import Encoder
+from tests.data.mines import Mined
+from tests.data.test_loader import BUDGET, assert_same, assert_same_steps, flat
+from tests.data.test_parquet import written
+from tests.data.test_tars import archive, encoded
+from tests.processes import children
+
+MINES = {3: "crash", 7: "hang", 11: "memory"}  # what the picture of a row does to its decoder
+CAUSES = {3: "decoder_crashed", 7: "decoder_hung", 11: "decoder_memory"}
+
+
+def rows(count: int, mines: dict[int, str]) -> list[tuple[str, bytes]]:
+    """(answer, picture) of each row."""
+    return [(f"answer {n}", encoded(n, "PNG") + (f" MINE {mines[n]}".encode() if n in mines else b"")) for n in range(count)]
+
+
+def as_files(folder: Path, rows: list[tuple[str, bytes]]) -> str:
+    for n, (_, data) in enumerate(rows):
+        (folder / f"{n}.png").write_bytes(data)
+    talk = [
+        {"image": f"{n}.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": text}]}
+        for n, (text, _) in enumerate(rows)
+    ]
+    (folder / "rows.json").write_text(json.dumps(talk))
+    return str(folder / "rows.json")
+
+
+def as_tar(folder: Path, rows: list[tuple[str, bytes]]) -> str:
+    members: list[tuple[str, Any]] = []
+    for n, (text, data) in enumerate(rows):
+        members += [(f"{n}.png", data), (f"{n}.txt", text)]
+    return str(archive(folder / "rows.tar", members))
+
+
+def as_parquet(folder: Path, rows: list[tuple[str, bytes]]) -> str:
+    return str(written(folder / "rows.parquet", [{"image": {"bytes": data, "path": None}, "caption": text} for text, data in rows], 5))
+
+
+FORMS: dict[str, Callable[[Path, list[tuple[str, bytes]]], str]] = {"files": as_files, "tar": as_tar, "parquet": as_parquet}
+
+
+@pytest.fixture
+def open_reader(plain: Encoder, rule: ImageRule) -> Callable[..., Reader]:
+    def make(path: str, out: Path | None = None, **settings: Any) -> Reader:
+        return Reader(Data(**{"sources": (Source(path=path),), "max_reject_rate": 1.0, **settings}), plain, rule, 0, out)
+
+    return make
+
+
+def number(id: str) -> int:
+    """The number of a row in the whole file; the groups of the Parquet file have five."""
+    name, _, row = id.partition("#")
+    return int(row) + (5 * int(name.partition("[")[2].rstrip("]")) if "[" in name else 0)
+
+
+def labelled(batch: Batch) -> dict[int, list[int]]:
+    """The targets of each row."""
+    assert batch.labels_L is not None
+    spans = zip(batch.ids, batch.cu_S1.tolist(), batch.cu_S1.tolist()[1:], strict=False)
+    inside = {number(id): (batch.rows_L >= begin) & (batch.rows_L < end) for id, begin, end in spans}
+    return {row: batch.labels_L[mask].tolist() for row, mask in inside.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_tensors_from_any_number_of_workers(open_reader, tmp_path: Path, form: str) -> None:
+    path = FORMS[form](tmp_path, rows(23, {}))
+    alone = list(open_reader(path).steps(BUDGET, 2, 2))
+    assert len(flat(alone)) >= 8
+    assert_same_steps(list(open_reader(path, workers=3, read_ahead=1).steps(BUDGET, 2, 2)), alone)
+
+
+@pytest.mark.parametrize("form", ["tar"])
+def test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes(
+    open_reader, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a resumed run knows them: it does not try them again, and makes the same batches."""
+    path = FORMS[form](tmp_path, rows(23, MINES))
+    sound = flat(open_reader(path).steps(BUDGET, 1, 2))
+    (tmp_path / "run").mkdir()
+    real = loader.fetched_in_order
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))  # type: ignore[arg-type]
+        reader = open_reader(path, tmp_path / "run", workers=2, decode_timeout=2.0, read_ahead=1)
+        steps = list(reader.steps(BUDGET, 1, 2))
+    assert children() == set()
+    assert reader.rejects.counts == dict.fromkeys(CAUSES.values(), 2)
+    lines = read_lines(tmp_path / "run" / "rejects.jsonl")
+    assert {number(line["id"]): line["cause"] for line in lines} == CAUSES
+    for one, two in zip(sound, flat(steps), strict=True):
+        assert one.ids == two.ids  # every slot is kept: each row once an epoch, as it was planned
+        assert labelled(two) == {row: [] if row in MINES else labels for row, labels in labelled(one).items()}
+        if not {number(id) for id in one.ids} & MINES.keys():
+            assert_same(one, two)
+
+    def untouched(medium: Any) -> Any:
+        assert all(f" MINE {MINES[n]}".encode() not in encoded_bytes(medium) for n in (3, 7))
+        return held(medium)
+
+    def encoded_bytes(medium: Any) -> bytes:
+        source = held(medium).source
+        assert isinstance(source, bytes)
+        return source
+
+    held = fetch.held
+    monkeypatch.setattr(fetch, "held", untouched)
+    monkeypatch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, _Starved(fetch), *rest))  # type: ignore[arg-type]
+    for at in (0, len(steps) // 2):
+        again = open_reader(path, tmp_path / "run")
+        assert_same_steps(list(again.steps(BUDGET, 1, 2, json.loads(json.dumps(steps[at][1])))), steps[at + 1 :])
+    assert read_lines(tmp_path / "run" / "rejects.jsonl") == lines
+
+
+class _Starved(Mined):
+    """In this process, which has no limit of memory: the decoder says that it has reached one."""
+
+    def __call__(self, job: Any, at: Any = lambda *_: None) -> Any:
+        from tests.data import mines
+
+        before = mines.HAPPENS["memory"]
+        mines.HAPPENS["memory"] = lambda _: mines.fail(MemoryError())
+        try:
+            return super().__call__(job, at)
+        finally:
+            mines.HAPPENS["memory"] = before
+
+
+def test_validation_survives_its_pictures_too(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = as_files(tmp_path, rows(9, {3: "crash"}))
+    real = loader.fetched_in_order
+    monkeypatch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))
+    reader = open_reader(path, validation=(Source(path=path),), workers=1)
+    for _ in range(2):  # the second time without another death
+        found = {row: labels for batch in reader.validation(BUDGET) for row, labels in labelled(batch).items()}
+        assert [row for row, labels in found.items() if not labels] == [3]
+    assert len(found) == 9
+    assert reader.rejects.counts == {}
+
+
+# Between the plan and its fetching
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_picture_that_vanishes_after_it_was_planned_keeps_its_place(open_reader, tmp_path: Path, workers: int) -> None:
+    path = as_files(tmp_path, rows(9, {}))
+    reader = open_reader(path, workers=workers)
+    steps = reader.steps(BUDGET, 1, 1)
+    done = [next(steps)]
+    gone = next(n for n in range(9) if not {n} & {number(id) for id in done[0].batches[0].ids})
+    steps.close()
+    (tmp_path / f"{gone}.png").unlink()
+    rest = list(reader.steps(BUDGET, 1, 1, done[0].state))
+    assert {row for batch in flat([*done, *rest]) for row, labels in labelled(batch).items() if labels} == set(range(9)) - {gone}
+    assert reader.rejects.counts == {"missing_image": 1}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("form", ["tar", "parquet"])
+def test_an_archive_that_is_cut_while_it_is_used_stops_the_run(open_reader, tmp_path: Path, form: str, workers: int) -> None:
+    path = Path(FORMS[form](tmp_path, rows(23, {})))
+    reader = open_reader(str(path), workers=workers)
+    first = next(reader.steps(BUDGET, 1, None))
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(StorageFailed, match=rf"{path.name} has changed since it was opened"):
+        list(open_reader_again(reader).steps(BUDGET, 1, 2, first.state))
+
+
+def open_reader_again(reader: Reader) -> Reader:
+    """The same reader with nothing decoded remembered."""
+    reader._fetches.clear()
+    for rows in reader.training.index.sources:
+        if hasattr(rows.container, "_kept"):
+            rows.container._kept.clear()  # type: ignore[attr-defined]
+    return reader
+
+
+def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = as_files(tmp_path, rows(9, {}))
+    wanted = list(open_reader(path).steps(BUDGET, 1, 1))
+    real, asked, waits = fetch.held, 0, []
+
+    def held(medium: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked % 3:
+            raise StorageFailed("could not read it") from OSError(5, "Input/output error")
+        return real(medium)
+
+    monkeypatch.setattr(fetch, "held", held)
+    monkeypatch.setattr("eyeline.data.containers.time.sleep", waits.append)
+    assert_same_steps(list(open_reader(path, read_retries=2).steps(BUDGET, 1, 1)), wanted)
+    assert len(waits) == 18
+    with pytest.raises(StorageFailed, match="tried 2 times"):
+        list(open_reader(path, read_retries=1).steps(BUDGET, 1, 1))
+
+
+def test_what_travels_to_a_worker_is_small(open_reader, tmp_path: Path) -> None:
+    """Places, not rows: a worker reads them itself."""
+    path = as_parquet(tmp_path, rows(23, {}))
+    reader = open_reader(path)
+    next(reader.steps(BUDGET, 1, None))
+    [made] = reader._fetches.values()
+    assert len(pickle.dumps(dataclasses.replace(made, encoder=None))) < 5000  # type: ignore[arg-type]
