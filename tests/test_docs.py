@@ -80,7 +80,12 @@ def test_rows_of_every_documented_layout_are_read(tmp_path: Path) -> None:
         (tmp_path / "cats").mkdir(exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"{name}.jpg")
     found = blocks((ROOT / "docs/data.md").read_text())
-    wanted = (("json", "llava", [1, 2, 0]), ("jsonl", "openai", [1, 0]), ("jsonl", "llava", [2, 3]))  # pictures, frames of films too
+    wanted = (
+        ("json", "llava", [1, 2, 0]),
+        ("jsonl", "openai", [1, 0]),
+        ("jsonl", "captions", [1, 1]),
+        ("jsonl", "llava", [2, 3]),
+    )  # pictures, frames of films too
     for block, (suffix, layout, pictures) in zip(found, wanted, strict=True):
         (tmp_path / f"rows.{suffix}").write_text(block)
         rows = open_source(Source(path=str(tmp_path / f"rows.{suffix}")))

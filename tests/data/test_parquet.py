@@ -143,7 +143,7 @@ def test_only_groups_in_bounded_memory_are_kept_and_only_needed_columns_are_read
         return sum(asked)
 
     monkeypatch.setattr(parquet, "KEPT_BYTES", 90_000)  # two groups
-    found = opened(path)
+    found = pickle.loads(pickle.dumps(found))  # keeps no group
     assert 0 < cost([0, 0, 0]) < 150_000 < path.stat().st_size / 10
     assert cost([0, 1, 0, 1]) < 150_000
     assert cost([0, 1, 0, 1]) == 0
