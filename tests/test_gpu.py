@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from eyeline.checkpoint import store
+from eyeline.core.batch import Budget, Document, Grid, Image
 from eyeline.core.files import read_lines, write_json
+from eyeline.data.batches import batch_of
 from eyeline.kernels.attention import packed_attention
+from eyeline.parallel.copies import on_device
 from eyeline.parallel.launch import machine
 from eyeline.train.environment import environment
 from tests.bundle.tiny import save_language, save_vision
@@ -68,6 +72,31 @@ def test_easyvqa_recipe_on_the_gpu(eyeline: Command, tmp_path: Path, monkeypatch
     assert eyeline("eval", "bf16", "--limit", "500").code == 0
     steps = [line for line in read_lines(tmp_path / "bf16" / "metrics.jsonl") if line["kind"] == "step"]
     record("easyvqa-tiny", losses=losses, ms_a_step=[round(1000 * line["step_s"], 1) for line in steps[5:]])
+
+
+def test_batches_arrive_whole_while_others_compute() -> None:
+    """Copies run beside kernels that take far longer; what is summed on the device is what the host has."""
+    rng = np.random.default_rng(0)
+    made = [batch_of([document(rng, n)], Budget(4096, 1 << 15)) for n in range(12)]
+    busy = torch.randn(4096, 4096, device="cuda")
+    sums = []
+    for batch in on_device(made, torch.device("cuda")):
+        for _ in range(20):
+            busy = (busy @ busy).clamp(-1, 1)
+        sums.append([batch.patches_PC.long().sum(), batch.tokens_T.sum(), (batch.places_P2 * batch.places_P2).sum()])
+        del batch
+    for batch, (patches, tokens, places) in zip(made, sums, strict=True):
+        assert patches == batch.patches_PC.long().sum()
+        assert tokens == batch.tokens_T.sum()
+        assert places == (batch.places_P2 * batch.places_P2).sum()
+
+
+def document(rng: np.random.Generator, n: int) -> Document:
+    rows = 64 + n
+    places_P2 = np.stack(np.divmod(np.arange(rows * 64, dtype=np.int32), 64), 1).astype(np.int32)
+    image = Image(str(n), rng.integers(0, 256, (rows * 64, 768), dtype=np.uint8), places_P2, Grid(rows, 64), 8)
+    tokens_T = rng.integers(1, 1000, 4000 - n).astype(np.int32)
+    return Document(str(n), tokens_T, tokens_T, np.arange(rows, dtype=np.int32) + 5, (image,))
 
 
 def test_llava_recipe_on_the_gpu(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,7 +334,7 @@ def test_a_signal_to_the_whole_job_ends_it_in_order(uninterrupted, tmp_path: Pat
     )
     assert child.stdout is not None
     assert any(line.startswith("└" if when != "in mid-stage" else "adapt 2/") for line in child.stdout)
-    while not any("spawn_main" in command and "resource_tracker" not in command for command in commands_of_children(child.pid)):
+    while not any("eyeline.data.workers" in command for command in commands_of_children(child.pid)):
         time.sleep(0.002)
     os.killpg(child.pid, number)
     rest = child.stdout.read()  # ends when the last process has closed it
@@ -455,7 +455,7 @@ def test_a_worker_whose_run_is_killed_as_it_starts_ends(uninterrupted, tmp_path:
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    while not any("spawn_main" in command and "resource_tracker" not in command for command in commands_of_children(child.pid)):
+    while not any("eyeline.data.workers" in command for command in commands_of_children(child.pid)):
         time.sleep(0.002)
     time.sleep(0.3)  # the worker has been told what to do
     child.kill()

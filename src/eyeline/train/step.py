@@ -11,6 +11,7 @@ from eyeline.core.batch import Batch, Counts
 from eyeline.core.randomness import seed_for
 from eyeline.models.decoder import take_load
 from eyeline.models.moe import Aux, Bias, move_biases
+from eyeline.parallel.copies import on_device
 
 Outcome = Literal["applied", "not finite", "no targets"]
 
@@ -56,11 +57,11 @@ def update(
 
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
-    for i, batch in enumerate(micro_batches):
+    for i, batch in enumerate(on_device(micro_batches, device)):
         if batch.counts.supervised == 0:
             continue
         torch.manual_seed(seed_for(seed, "dropout", step, i))
-        loss = model(batch.to(device)) / counts.supervised
+        loss = model(batch) / counts.supervised
         if loss.requires_grad:  # text alone never reaches a projector or tower that learns alone
             loss.backward()
         total += loss.detach()
