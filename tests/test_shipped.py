@@ -1,0 +1,318 @@
+"""Every shipped recipe from import to export, by the commands of its own head, on tiny checkpoints of the classes that they name.
+
+A head's commands, from one `eyeline import` to the next, are a way to use the recipe, and a case here: a recipe that comes along
+tomorrow is found by itself. The checkpoints are transformers' own, every tensor random, in folders of the models' names.
+"""
+
+import io
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import SiglipVisionModel
+
+from eyeline.bundle.bundle import Bundle, open_bundle
+from eyeline.core.batch import Document
+from eyeline.core.facts import PARTS, matches, part_of
+from eyeline.core.files import read_lines
+from eyeline.data.templates import TEMPLATES
+from eyeline.models import Model, build, facts, llava
+from eyeline.recipes.read import read_recipe, shipped
+from eyeline.train.run import Adapted, Full, Run
+from tests.bundle.tiny import asked, our_logits, randomise, save_language, save_vision, tokenizer, without_image_token
+from tests.command import Command, Done
+from tests.models.cases.llava import inputs_of as llava_inputs
+from tests.models.cases.llava import pixels
+from tests.models.cases.qwen3_vl import inputs_of as qwen_inputs
+from tests.test_end_to_end import write_llava_pretrain
+
+# ---- the hub, tiny
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 24, "depth": 4, "num_heads": 2, "patch_size": 4, "out_hidden_size": 24,
+    "num_position_embeddings": 25,
+}  # fmt: skip
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+PIXELS = {
+    "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    "size": {"shortest_edge": 256**2, "longest_edge": 4096**2},
+}  # fmt: skip
+
+
+def save_qwen_vl(kind: str, template: str, text: dict[str, Any], vision: dict[str, Any]) -> Callable[[Path], Path]:
+    """A folder of `Qwen3VL...` or `Qwen3_5...ForConditionalGeneration`, in bfloat16 as published."""
+
+    def save(folder: Path) -> Path:
+        made = tokenizer(TEMPLATES[template])
+        names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
+        names |= {"vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}
+        ids = {name: made.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
+        tied = "num_experts" not in text
+        config = getattr(transformers, f"{kind}Config")(
+            text_config=TEXT | {"vocab_size": 384} | text, vision_config=VISION | vision, tie_word_embeddings=tied, **ids
+        )
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+        randomise(model, 3)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        made.save_pretrained(str(folder))
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessorFast"} | PIXELS))
+        (folder / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": "Qwen3VLVideoProcessor"} | PIXELS))
+        return folder
+
+    return save
+
+
+QWEN3 = {"head_dim": 8, "rope_parameters": SECTIONS}
+QWEN3_5 = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2, **DELTA}
+QWEN3_5 |= {"rope_parameters": SECTIONS | {"partial_rotary_factor": 0.5}}
+SHARED = {"shared_expert_intermediate_size": 12}
+
+
+def save_text(kind: str, template: str, whole: bool = True, **more: Any) -> Callable[[Path], Path]:
+    """A folder of a `...ForCausalLM`; one that is not `whole` has neither a token for pictures nor a row to spare."""
+
+    def save(folder: Path) -> Path:
+        known = TEMPLATES[template]
+        made = tokenizer(known if whole else without_image_token(known))
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+        config = getattr(transformers, f"{kind}Config")(
+            **TEXT | {"vocab_size": 384 if whole else len(made), "rope_parameters": rope, "tie_word_embeddings": True} | more
+        )
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        randomise(model, 2)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        made.save_pretrained(str(folder))
+        return folder
+
+    return save
+
+
+def save_siglip2(folder: Path) -> Path:
+    return save_vision(folder, layer_norm_eps=1e-6, num_hidden_layers=4)
+
+
+HUB: dict[str, Callable[[Path], Path]] = {
+    "google/siglip2-base-patch16-224": save_siglip2,
+    "google/siglip2-base-patch16-512": save_siglip2,
+    "google/siglip2-so400m-patch16-384": save_siglip2,
+    "Qwen/Qwen2.5-0.5B-Instruct": save_language,
+    "Qwen/Qwen3-1.7B": save_text("Qwen3", "qwen3-thinking", head_dim=16),
+    "HuggingFaceTB/SmolLM2-360M-Instruct": save_text("Llama", "smollm2", whole=False),
+    "Qwen/Qwen3-VL-2B-Instruct": save_qwen_vl("Qwen3VL", "qwen3", QWEN3, {"deepstack_visual_indexes": [0, 2]}),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": save_qwen_vl("Qwen3VLMoe", "qwen3", QWEN3 | EXPERTS, {"deepstack_visual_indexes": [0, 2]}),
+    "Qwen/Qwen3.5-2B": save_qwen_vl("Qwen3_5", "qwen3.5", QWEN3_5, {}),
+    "Qwen/Qwen3.5-35B-A3B": save_qwen_vl("Qwen3_5Moe", "qwen3.5-thinking", QWEN3_5 | EXPERTS | SHARED, {}),
+}
+
+# ---- the data sets, tiny
+
+
+def write_instruct(folder: Path) -> None:
+    """LLaVA-Instruct-150K and the pictures of COCO: several turns on one picture, of several shapes."""
+    rng = np.random.default_rng(1)
+    (folder / "coco/train2017").mkdir(parents=True)
+    (folder / "LLaVA-Instruct-150K").mkdir()
+    rows = []
+    for n in range(30):
+        pixels = rng.integers(0, 256, (1, 1, 3)) * np.ones((12 + 5 * (n % 3), 14 + 3 * (n % 5), 1))
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"coco/train2017/{n:012d}.jpg", quality=90)
+        said = ["What is it?\n<image>", "A plain picture.", "Which number?", f"Number {n}."]
+        turns = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(said)]
+        rows.append({"id": f"{n:012d}", "image": f"{n:012d}.jpg", "conversations": turns})
+    (folder / "LLaVA-Instruct-150K/llava_instruct_150k.json").write_text(json.dumps(rows))
+
+
+def write_cauldron(folder: Path) -> None:
+    """The Cauldron: a folder of Parquet a set; some pictures are larger than the tower's square, some rows have none."""
+    for name in ("ai2d", "vqav2"):
+        rng = np.random.default_rng(len(name))
+        rows = []
+        for n in range(24):
+            file = io.BytesIO()
+            pixels = rng.integers(0, 256, (1, 1, 3)) * np.ones((12 + 9 * (n % 4), 16 + 8 * (n % 3), 1))
+            Image.fromarray(pixels.astype(np.uint8)).save(file, "png")
+            pictures = [{"bytes": file.getvalue(), "path": None}] if n % 6 else []
+            rows.append({"images": pictures, "texts": [{"user": f"Which number, {n}?", "assistant": f"It is {n}.", "source": name}]})
+        (folder / "the_cauldron" / name).mkdir(parents=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "the_cauldron" / name / "train-00000-of-00001.parquet")
+
+
+# ---- the commands
+
+
+def ways(recipe: str) -> list[list[list[str]]]:
+    """The commands in a recipe's head, from one import to the next."""
+    head = shipped()[recipe].read_text().split("\n\nname:")[0].replace("\\\n#", "")
+    commands = [shlex.split(line[1:])[1:] for line in head.splitlines() if line.startswith("#   eyeline ")]
+    starts = [n for n, words in enumerate(commands) if words[0] == "import"] or [0]
+    return [commands[a:b] for a, b in zip(starts, [*starts[1:], len(commands)], strict=True)]
+
+
+CASES = [(recipe, n) for recipe in shipped() for n in range(len(ways(recipe)))]
+
+
+def shortened(run: Run) -> list[str]:
+    """Overrides with which a recipe fits a test: its stages, data, precision and evaluation stay what they are."""
+    out = ["device=cpu", "threads=1", "validate_every=4", "save_every=100", "evaluation.sources.0.limit=3", "evaluation.max_tokens=3"]
+    for stage in run.stages:
+        out += [f"stages.{stage.name}.{change}" for change in ("steps=8", "epochs=null", "data.hold_out=0.2", "data.workers=0")]
+        out += [f"stages.{stage.name}.data.sources.{n}.limit=40" for n in range(len(stage.data.sources))]
+        out.append(f"stages.{stage.name}.batch={{tokens: 320, patches: 400, micro_batches: 2}}")
+        out += [f"stages.{stage.name}.trains.{part}.lr=0.01" for part in stage.trains]  # few steps must show
+    return out
+
+
+def resize(preprocessor: Path) -> None:
+    """Tiny pictures, set in the model folder as a head says, where they have no size of their own."""
+    if preprocessor.exists():
+        settings = json.loads(preprocessor.read_text())
+        if "longest_edge" in settings["size"]:
+            preprocessor.write_text(json.dumps(settings | {"size": {"shortest_edge": 8**2, "longest_edge": 40**2}}))
+
+
+def passed(done: Done) -> Done:
+    assert done.code == 0, done.out + done.err
+    return done
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> None:
+    """Every data set."""
+    write_llava_pretrain(tmp_path / "data/LLaVA-Pretrain")
+    write_instruct(tmp_path / "data")
+    write_cauldron(tmp_path / "data")
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("recipe", "way"), CASES, ids=[f"{recipe}-{way}" for recipe, way in CASES])
+def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path: Path) -> None:
+    commands = ways(recipe)[way]
+    for name in {word for words in commands for word in words if word in HUB}:
+        HUB[name](tmp_path / name)
+    [overrides] = [words[2:] for words in commands if words[:2] == ["train", recipe]]
+    run = read_recipe(recipe, overrides)
+    short = shortened(run)
+    run = read_recipe(recipe, [*overrides, *short])
+
+    for words in commands:
+        if words[0] == "import":
+            passed(eyeline(*words))
+            resize(tmp_path / words[1] / "preprocessor_config.json")
+    assert "no problems" in passed(eyeline("check", recipe, *overrides, *short)).out
+    passed(eyeline("train", recipe, *overrides, *short))
+    folder = tmp_path / "runs" / run.name
+    learned(folder, run)
+    if run.model.path is not None:
+        changed(loaded(tmp_path / run.model.path), loaded(folder), run)
+
+    passed(eyeline("eval", f"runs/{run.name}"))
+    assert json.loads((folder / "eval.json").read_text())["questions"] == 3
+    passed(eyeline("export", f"runs/{run.name}", "exported"))
+    picture = ["--image", "data/coco/train2017/000000000000.jpg", "--ask", "What is it?", "--max-tokens", "5"]
+    assert passed(eyeline("chat", f"runs/{run.name}", *picture)).out == passed(eyeline("chat", "exported", *picture)).out
+
+    bundle, model = loaded(folder)
+    document = asked(bundle, facts(bundle.config).image, tmp_path, size=24)
+    assert len(document.images) >= 2
+    ours, theirs = our_logits(model, document), their_logits(tmp_path / "exported", bundle, document)
+    assert (ours - theirs).abs().max() / theirs.abs().max() < 5e-5
+
+
+def test_a_heads_commands_are_found() -> None:
+    """Two ways of a recipe for both kinds of a family; a line that goes on is one command."""
+    first, second = ways("llava-siglip2-smollm2")
+    assert [words[0] for words in first] == ["import", "check", "train"]
+    assert [words[0] for words in second] == ["import", "train"]
+    assert second[0][-4:] == ["--projector", "linear", "--tiles", "5"]
+
+
+@pytest.mark.parametrize("recipe", shipped())
+def test_documents_list_it(recipe: str) -> None:
+    root = Path(__file__).parent.parent
+    for document in ("README.md", "docs/recipes.md"):
+        assert f"{recipe}.yaml)" in (root / document).read_text(), document
+
+
+# ---- what came of it
+
+
+def learned(folder: Path, run: Run) -> None:
+    """In every stage the loss is finite and falls, and validation sees it."""
+    lines = read_lines(folder / "metrics.jsonl")
+    for stage in run.stages:
+        losses = [line["loss"] for line in lines if line["kind"] == "step" and line["stage"] == stage.name]
+        assert np.isfinite(losses).all()
+        assert len(losses) == 8
+        assert np.mean(losses[-3:]) < losses[0]
+        assert any(line["kind"] == "validation" and line["stage"] == stage.name for line in lines)
+
+
+def loaded(folder: Path) -> tuple[Bundle, Model]:
+    """In float32, adapters merged."""
+    found = open_bundle(folder)
+    model = build(found.bundle.config, "cpu")
+    found.load(model)
+    return found.bundle, model.eval()
+
+
+def changed(before: tuple[Bundle, Model], after: tuple[Bundle, Model], run: Run) -> None:
+    """Weights that were to learn are others now, and all that were not are what they were, in bfloat16 where that is kept."""
+    stated = facts(before[0].config)
+    how = {part: [stage.trains[part] for stage in run.stages if part in stage.trains] for part in PARTS}
+    old, new = dict(before[1].named_parameters()), dict(after[1].named_parameters())
+    assert old.keys() == new.keys()
+    for name, x in old.items():
+        part = part_of(stated, name)
+        learns = any(isinstance(trained, Full) or _adapts(trained, stated.linears[part], name) for trained in how[part])
+        kept = torch.equal(new[name], x) or torch.equal(new[name], x.bfloat16().float())
+        assert kept != learns, f"{name}: {'unchanged' if kept else 'changed'}, against the recipe"
+
+
+def _adapts(trained: Adapted, linears: Mapping[str, str], name: str) -> bool:
+    names = linears if isinstance(trained.targets, str) else trained.targets
+    return any(matches(f"{linears[target]}.weight", name) for target in names)
+
+
+@torch.no_grad()
+def their_logits(folder: Path, bundle: Bundle, document: Document) -> Tensor:
+    """Of the export, by the class of transformers that it names; or by those of its parts, joined by hand."""
+    c = bundle.config
+    if (folder / "vision").exists():
+        assert isinstance(c, llava.Config)
+        return of_parts(folder, c, document)
+    cls = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    model, report = cls.from_pretrained(folder, attn_implementation="eager", output_loading_info=True, local_files_only=True)
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    inputs = llava_inputs(c) if isinstance(c, llava.Config) else qwen_inputs(c.vision)
+    return model.eval()(**inputs(document)).logits[0]
+
+
+def of_parts(folder: Path, c: llava.Config, document: Document) -> Tensor:
+    tower = SiglipVisionModel.from_pretrained(folder / "vision").eval()
+    language = transformers.AutoModelForCausalLM.from_pretrained(folder / "language").eval()
+    features_NPD = tower(torch.stack([pixels(image, c) for image in document.images])).last_hidden_state
+    r, cells = c.projector.shuffle, c.vision.side // c.projector.shuffle
+    grid = features_NPD.unflatten(1, (cells, r, cells, r)).transpose(2, 3)  # [N, cell's row, cell's column, y, x, D]
+    linear = load_file(folder / "projector.safetensors")
+    visual_MD = F.linear(grid.reshape(len(document.images) * cells**2, -1), linear["out.weight"], linear["out.bias"])
+    embedded_TD = language.get_input_embeddings()(torch.from_numpy(document.tokens_T).long())
+    embedded_TD[torch.from_numpy(document.visual_M).long()] = visual_MD
+    return language(inputs_embeds=embedded_TD[None]).logits[0]
