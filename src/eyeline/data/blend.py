@@ -90,16 +90,19 @@ class Pool:
     share: int  # rows of a picture that come together
     seed: int | None  # None: as listed
 
-    def window(self, cursor: Cursor) -> Window:
-        sources = self.side.index.sources
+    def shards(self, cursor: Cursor) -> list[tuple[int, int]]:
+        """Source and shard of all that the cursor's window is made of."""
 
         def held(entry: int) -> int:
             source, shard = self.entries[entry]
-            return sources[source].shards[shard].held
+            return self.side.index.sources[source].shards[shard].held
 
-        chosen = shards_of(len(self.entries), self.seed, cursor.epoch, cursor.first, cursor.window, held)
+        return [self.entries[n] for n in shards_of(len(self.entries), self.seed, cursor.epoch, cursor.first, cursor.window, held)]
+
+    def window(self, cursor: Cursor) -> Window:
+        chosen = self.shards(cursor)
         rows, pictures = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint64)]
-        for source, shard in (self.entries[n] for n in chosen):
+        for source, shard in chosen:
             number_R = np.flatnonzero(self.side.kept(source, shard))
             rows.append(np.stack([np.full_like(number_R, source), np.full_like(number_R, shard), number_R], 1))
             pictures.append(self.side.index.shard(source, shard).pictures_R[number_R])

@@ -121,7 +121,22 @@ def laid_out(id: str, known: Tokenised, media: Sequence[Sequence[Image]], encode
     """Ids, aligned labels and positions of a conversation whose media are prepared: `media` has the images of each, in order.
 
     Label t is the token at t+1 where that one is trained. A still has all its images (tiles) in one place, a film one in each.
+    The arrays of short ones are remembered by the encoder, and shared: never change them.
     """
+    shown = tuple(image for images in media for image in images)
+    forms = tuple((image.grid, image.merge, image.mark) for image in shown)
+    grids = rule is not None and rule.positions == "grid"
+    key = (known.ids_U.tobytes(), known.trained_U.tobytes(), known.places_W.tobytes(), known.slices, forms, grids)
+    arrays = encoder.remembered(key)
+    if arrays is None:
+        arrays = _arrays(known, media, encoder, grids)
+        arrays = encoder.remember(key, arrays, size=len(arrays[0]))
+    tokens_T, labels_T, visual_M, positions_T3 = arrays
+    return Document(id, tokens_T, labels_T, visual_M, shown, positions_T3)
+
+
+def _arrays(known: Tokenised, media: Sequence[Sequence[Image]], encoder: Encoder, grids: bool) -> tuple[Ints, Ints, Ints, Ints | None]:
+    """Tokens, labels, places of visual tokens, and positions where rows and columns are some."""
     spans: list[Sequence[Image]] = []  # the images at each place
     for images, slices in zip(media, known.slices, strict=True):
         spans += [images] if slices == 1 else [(image,) for image in images]
@@ -141,8 +156,10 @@ def laid_out(id: str, known: Tokenised, media: Sequence[Sequence[Image]], encode
             starts.append(begin)
             begin += image.tokens
     visual_M = np.concatenate([np.arange(s, s + i.tokens, dtype=np.int32) for s, i in zip(starts, shown, strict=True)] or [EMPTY])
-    positions_T3 = _positions(len(tokens_T), starts, shown) if rule is not None and rule.positions == "grid" else None
-    return Document(id, tokens_T, labels_T, visual_M, tuple(shown), positions_T3)
+    positions_T3 = _positions(len(tokens_T), starts, shown) if grids else None
+    for array in (tokens_T, labels_T, visual_M, *(() if positions_T3 is None else (positions_T3,))):
+        array.flags.writeable = False
+    return tokens_T, labels_T, visual_M, positions_T3
 
 
 EMPTY = np.empty(0, np.int32)

@@ -416,7 +416,10 @@ class Reader:
             ended = self.data.blend == "once" and after[0].epoch > at.cursors[0].epoch
             at = Position(after, at.number + 1, 0, Carried(tuple(map(tuple, made.bins))))
             rest = list(_packs_and_rests(made))
+            coming = [entry for pool, cursor in zip(pools, after, strict=True) for entry in pool.shards(cursor)]
             for n, (pack, seen, rejects) in enumerate(rest[here.done :], here.done):
+                for source, shard in coming[max(n - 1, 0) * len(coming) // len(rest) : n * len(coming) // len(rest)]:
+                    self.training.index.shard(source, shard)  # one now and then, so that no step waits for all of the next window
                 last = n + 1 == len(rest)
                 found = None if pack is None else Pack(made.items(pack), made.cost(pack))
                 yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), last and ended)
