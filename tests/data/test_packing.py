@@ -53,7 +53,9 @@ def by_hand(sizes: list[tuple[int, int]], open_bins: int) -> list[list[int]]:
             packs.append(best)
             bins = [bin for bin in bins if bin is not best]
         elif len(bins) > open_bins:
-            packs.append(min(bins, key=left))
+            tokens, patches = (sum(free(bin)[of] for bin in bins) for of in (0, 1))
+            of = 0 if tokens / BUDGET.tokens <= patches / BUDGET.patches + 1e-12 else 1
+            packs.append(min(sorted(bins, key=left), key=lambda bin: free(bin)[of]))
             bins = [bin for bin in bins if bin is not packs[-1]]
     return packs + sorted(bins, key=left)
 
@@ -89,6 +91,14 @@ def test_patches_bind_too() -> None:
 def test_the_fullest_goes_first() -> None:
     """How full a bin is says the fuller of its two capacities."""
     assert pack([("a", 60, 5), ("b", 45, 39), ("c", 95, 2)]) == [["b"], ["c"], ["a"]]
+
+
+def test_a_bin_without_room_for_pictures_waits_for_text() -> None:
+    """One bin too many: tokens are left 50 + 90 = 140 of 200, patches 0 + 40 of 80. Patches are scarcer, and a has none left. Then
+    tokens are: 50 + 40 = 90 of 200, and patches 40 + 10 of 80."""
+    assert pack([("a", 50, 40), ("b", 10, 1)], open_bins=1) == [["a"], ["b"]]
+    items = [("a", 50, 40), ("b", 80, 0), ("c", 50, 0)]
+    assert pack(items, open_bins=1) == [["b"], ["a", "c"]]  # though a's bin is the fuller one, by its patches
 
 
 def test_without_patches_tokens_alone_count() -> None:

@@ -31,9 +31,10 @@ Bins = list[Bin]  # sorted
 def packed(items: Iterable[tuple[Item, int, int]], bins: Bins, budget: Budget, open_bins: int = OPEN_BINS) -> Iterator[list[Item]]:
     """Packs of items that are given as (item, tokens, patches); `bins` is changed in place and holds what is left open.
 
-    An item goes to the bin that it fills best. If it fits nowhere it opens one, and when that is one too many the fullest is a
-    pack; a bin with no token left is one at once. So at most one pack follows an item, before the next item is taken. An item
-    that alone is over the budget is a defect of the caller.
+    An item goes to the bin that it fills best. If it fits nowhere it opens one, and when that is one too many a bin is a pack: the one
+    with the least left of what the bins together have less of, so that one without room for pictures still waits for text. A bin with
+    no token left is a pack at once. So at most one pack follows an item, before the next item is taken. An item that alone is over
+    the budget is a defect of the caller.
     """
     T, P = budget.tokens, budget.patches
     age = len(bins)
@@ -55,13 +56,19 @@ def packed(items: Iterable[tuple[Item, int, int]], bins: Bins, budget: Budget, o
             continue
         insort(bins, Bin(_scarcer(free, room, budget), born, free, room, inside))
         if len(bins) > open_bins:
-            yield bins.pop(0).items
+            yield bins.pop(_ripest(bins, budget)).items
 
 
 def flushed(bins: Bins) -> Iterator[list[Item]]:
     """Close what is open, the fullest first."""
     while bins:
         yield bins.pop(0).items
+
+
+def _ripest(bins: Bins, budget: Budget) -> int:
+    tokens, patches = [bin.tokens for bin in bins], [bin.patches for bin in bins]
+    left = tokens if sum(tokens) * budget.patches <= sum(patches) * budget.tokens else patches
+    return left.index(min(left))  # where several have as little, the one that sorts first
 
 
 def _scarcer(tokens: int, patches: int, budget: Budget) -> int:

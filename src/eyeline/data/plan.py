@@ -28,7 +28,7 @@ from eyeline.data.order import Longs
 from eyeline.data.packing import Bin, Bins, packed
 from eyeline.data.rejects import Reject
 
-VERSION = 1  # of the plan: another one may pack otherwise. Golden digests in tests/data/test_plan.py belong to it
+VERSION = 2  # of the plan: another one may pack otherwise. Golden digests in tests/data/test_plan.py belong to it
 
 RowOf = tuple[int, int, int]  # source, shard, number in the shard
 
