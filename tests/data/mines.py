@@ -12,7 +12,7 @@ import torch
 
 from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample, StorageFailed
-from eyeline.data import images
+from eyeline.data import fetch, images
 from eyeline.data.fetch import Fetch, Fetched
 from eyeline.data.workers import At
 
@@ -110,18 +110,25 @@ class Mined:
         return self.fetch.job(*args)
 
     def __call__(self, job: Any, at: At = lambda *_: None) -> Fetched:
-        real = images.decode
+        real_decode, real_held = images.decode, fetch.held
+
+        def happens(picture: Any, slow: bool) -> None:
+            assert isinstance(picture.source, bytes), "read before it is decoded"
+            _, mine, what = picture.source.rpartition(b" MINE ")
+            name, _, argument = what.decode().partition(":") if mine else ("fine", "", "")
+            if (name == "slow store") == slow:
+                HAPPENS[name](argument)
 
         def decode(picture: Picture) -> images.Pixels:
-            assert isinstance(picture.source, bytes), "read before it is decoded"
-            _, _, what = picture.source.rpartition(b" MINE ")
-            if what != picture.source:
-                name, _, argument = what.decode().partition(":")
-                HAPPENS[name](argument)
-            return real(picture)
+            happens(picture, slow=False)
+            return real_decode(picture)
 
-        images.decode = decode
+        def held(medium: Any) -> Any:
+            happens(real_held(medium), slow=True)
+            return real_held(medium)
+
+        images.decode, fetch.held = decode, held
         try:
             return self.fetch(job, at)
         finally:
-            images.decode = real
+            images.decode, fetch.held = real_decode, real_held

@@ -154,6 +154,20 @@ def test_validation_survives_its_pictures_too(open_reader, tmp_path: Path, monke
     assert reader.rejects.counts == {}
 
 
+def test_a_store_that_does_not_answer_stops_the_run(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is only slow does not, however short decoding may take."""
+    real = loader.fetched_in_order
+    monkeypatch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))
+    path = as_files(tmp_path, rows(9, {3: "slow store:4"}))
+    settings = {"workers": 1, "decode_timeout": 2.0}
+    slow = open_reader(path, **settings)
+    assert len(flat(slow.steps(BUDGET, 1, 1))) >= 2
+    assert slow.rejects.counts == {}
+    with pytest.raises(StorageFailed, match="could not be read within 2 s"):
+        list(open_reader(path, read_timeout=2.0, **settings).steps(BUDGET, 1, 1))
+    assert children() == set()
+
+
 # Between the plan and its fetching
 
 
