@@ -388,17 +388,47 @@ def test_a_picture_that_changes_after_it_was_planned_stops_the_run(make, folder:
 
 
 def test_ranks_that_plan_differently_stop(make) -> None:
-    steps = make(gather=lambda value: [value, value if isinstance(value, list) else "another"]).steps(BUDGET, 1, None, None, 0, 2)
-    with pytest.raises(StorageFailed, match="ranks plan window 0 differently"):
+    steps = make(gather=lambda value: [value, [["another"], []]]).steps(BUDGET, 1, None, None, 0, 2)
+    with pytest.raises(StorageFailed, match="ranks plan differently, by window 1"):
         next(steps)
 
 
 def test_rejects_of_other_ranks_count_here(make, folder: Path) -> None:
     """All ranks decide alike: what one finds while it fetches is told to the others before the rate is looked at."""
-    there = [["rows.jsonl#0", "rows.jsonl", 0, "image", "broken_image", "cut"]]
-    steps = make(gather=lambda value: [value, there if isinstance(value, list) else value]).steps(BUDGET, 2, None, None, 0, 2)
-    assert next(steps).state["rejects"]["counts"]["broken_image"] == 1
-    assert next(steps).state["rejects"]["counts"]["broken_image"] == 2
+    there = ["rows.jsonl#0", "rows.jsonl", 0, "image", "broken_image", "cut"]
+    told = []
+
+    def gather(value: Any) -> list[Any]:
+        told.append(there)
+        return [value, [value[0], [there]]]
+
+    steps = make(gather=gather).steps(BUDGET, 2, None, None, 0, 2)
+    for _ in range(3):
+        assert next(steps).state["rejects"]["counts"]["broken_image"] == len(told)
+
+
+def test_ranks_ask_one_another_in_the_same_order_however_far_they_read_ahead(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers take packs before their turn, as many as there is room for, which differs by rank: a question asked then would meet
+    another one, and the run would hang."""
+
+    def asked(ahead: int) -> list[Any]:
+        seen: list[Any] = []
+
+        def hasty(asked: Any, fetch: Any, workers: Any, verdicts: Any) -> Any:
+            waiting: list[Any] = []
+            for mark, visits in asked:
+                waiting.append((mark, fetch(fetch.job(visits, verdicts))))
+                if len(waiting) > ahead:
+                    yield waiting.pop(0)
+            yield from waiting
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loader, "fetched_in_order", hasty)
+            list(make(gather=lambda value: seen.append(value) or [value]).steps(BUDGET, 3, 2))
+        return seen
+
+    assert len(asked(0)) > 8
+    assert asked(0) == asked(3) == asked(20)
 
 
 # Blends

@@ -245,6 +245,7 @@ class Met:
     seen: int  # rows since the last Met
     rejects: tuple[Reject, ...]  # of these, the ones that are not planned
     after: Position
+    digest: str  # of the plan that it belongs to
     epoch_ended: bool = False
 
 
@@ -256,6 +257,7 @@ class Group:
     seen: int
     rejects: tuple[Reject, ...]
     after: Position
+    digests: tuple[str, ...]  # of the plans that it takes from
     epoch_ended: bool
 
 
@@ -351,7 +353,12 @@ class Reader:
             if not last:
                 continue
             self.rejects.seen += group.seen
-            everywhere = self.gather([_listed(reject) for reject in found]) if group.packs else ()
+            # asked here and not where the plan is made: that runs ahead of the steps, and not equally far on all ranks
+            digests, everywhere = zip(*self.gather([list(group.digests), [_listed(reject) for reject in found]]), strict=True)
+            if any(other != digests[0] for other in digests):
+                raise StorageFailed(
+                    f"ranks plan differently, by window {group.after.number}: their data or versions differ. Make them equal"
+                )
             for reject in (*group.rejects, *(Reject(*listed) for one in everywhere for listed in one)):
                 self.rejects.add(reject)
             self.rejects.check(group.epoch_ended)
@@ -368,10 +375,10 @@ class Reader:
     def count_steps(self, budget: Budget, micro_batches: int, epochs: int) -> int:
         """How many steps so many epochs are. Every row is indexed for it, once, behind a bar when that takes long."""
         self._index_all()
-        packs = seen = 0
-        for met in self._met(self.sizing(budget), epochs, None, counting=True):
-            packs, seen = packs + (met.pack is not None), seen + met.seen
-            if met.epoch_ended and not packs:
+        packs = seen = rejected = 0
+        for met in self._met(self.sizing(budget), epochs, None):
+            packs, seen, rejected = packs + (met.pack is not None), seen + met.seen, rejected + len(met.rejects)
+            if met.epoch_ended and rejected == seen:
                 raise Refused(f"no sample can be used: all {seen} were rejected. `eyeline check` says why")
         return -(-packs // micro_batches)
 
@@ -397,22 +404,22 @@ class Reader:
             return (pool_of(self.training, self.data.share_images, self.seed),)
         return pools_of(self.training, self.data.share_images, self.seed)
 
-    def _met(self, sizing: Sizing, epochs: int | None, position: Position | None, counting: bool = False) -> Iterator[Met]:
+    def _met(self, sizing: Sizing, epochs: int | None, position: Position | None) -> Iterator[Met]:
         """The plan from a position on. Besides packs there is a Met without one at the end of each window, and wherever many rejects
         came without one, so that a stream of bad samples is noticed."""
         pools = self._pools()
         at = position or Position(tuple(Cursor() for _ in pools))
+        digest = ""
         while epochs is None or at.cursors[0].epoch < epochs:
             ordered, after = self._window(pools, at, sizing)
             made = plan(ordered, at.bins.bins, sizing)
-            if not counting and len(set(self.gather(made.digest))) > 1:
-                raise StorageFailed(f"ranks plan window {at.number} differently: their data or versions differ. Give all of them the same")
             if at.digest not in (None, made.digest):
                 raise Refused(
                     f"the rows of window {at.number} are no longer those that were planned (plan {made.digest}, saved with {at.digest}): "
                     "files or pictures have changed. Restore them, or begin a new run"
                 )
-            here = replace(at, digest=made.digest)
+            digest = made.digest
+            here = replace(at, digest=digest)
             ended = self.data.blend == "once" and after[0].epoch > at.cursors[0].epoch
             at = Position(after, at.number + 1, 0, Carried(tuple(map(tuple, made.bins))))
             rest = list(_packs_and_rests(made))
@@ -422,9 +429,9 @@ class Reader:
                     self.training.index.shard(source, shard)  # one now and then, so that no step waits for all of the next window
                 last = n + 1 == len(rest)
                 found = None if pack is None else Pack(made.items(pack), made.cost(pack))
-                yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), last and ended)
+                yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), digest, last and ended)
         for n, bin in enumerate(at.bins.bins):
-            yield Met(Pack(list(bin), _cost(bin, sizing)), 0, (), replace(at, bins=Carried(at.bins.bins[n + 1 :])))
+            yield Met(Pack(list(bin), _cost(bin, sizing)), 0, (), replace(at, bins=Carried(at.bins.bins[n + 1 :])), digest)
 
     def _window(self, pools: tuple[Pool, ...], at: Position, sizing: Sizing) -> tuple[Ordered, tuple[Cursor, ...]]:
         if self.data.blend == "once":
@@ -435,20 +442,24 @@ class Reader:
     @staticmethod
     def _groups(plan: Iterator[Met], packs: int) -> Iterator[Group]:
         """The packs of each step together. What comes without a pack goes on by itself, at once."""
-        waiting: list[Pack] = []
-        seen, rejects, after = 0, (), None
+        waiting: list[Met] = []
+
+        def step() -> Group:
+            given = tuple(met.pack for met in waiting if met.pack is not None)
+            rejects = tuple(reject for met in waiting for reject in met.rejects)
+            digests = tuple(dict.fromkeys(met.digest for met in waiting))
+            return Group(given, sum(met.seen for met in waiting), rejects, waiting[-1].after, digests, False)
+
         for met in plan:
             if met.pack is None:
-                yield Group((), met.seen, met.rejects, met.after, met.epoch_ended)
+                yield Group((), met.seen, met.rejects, met.after, (met.digest,), met.epoch_ended)
                 continue
-            waiting.append(met.pack)
-            seen, rejects, after = seen + met.seen, (*rejects, *met.rejects), met.after
+            waiting.append(met)
             if len(waiting) == packs:
-                yield Group(tuple(waiting), seen, rejects, after, False)
-                waiting, seen, rejects = [], 0, ()
+                yield step()
+                waiting.clear()
         if waiting:
-            assert after is not None
-            yield Group(tuple(waiting), seen, rejects, after, False)
+            yield step()
 
     def _asked(
         self, groups: Iterator[Group], sizing: Sizing, rank: int, ranks: int

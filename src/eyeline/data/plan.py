@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyeline.core.batch import Budget
-from eyeline.core.errors import BadSample
+from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import Cost
 from eyeline.data.documents import TooLong, fitted
 from eyeline.data.images import units_of
@@ -176,8 +176,11 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[Item]], sizing: Sizing) ->
     at_G = np.flatnonzero(usable_R)
     begins_I, tokens_I, patches_I, vision_I, language_I = _items(columns_R6[at_G], _visit_of(ordered.bounds_V1)[at_G], sizing.budget)
     old_G5, old_bounds, old = _unpacked(carried)
-    old_columns, still = _columns(old_G5, sizing)
-    assert still.all(), "a row that was planned can no longer be used"
+    old_columns, still_G = _columns(old_G5, sizing)
+    if not still_G.all():
+        _, _, *lost = old_G5[np.flatnonzero(~still_G)[0]].tolist()
+        why = reject_of(sizing, (lost[0], lost[1], lost[2]))
+        raise StorageFailed(f"{why.file} row {why.row} is planned, and can no longer be used: {why.message}. Put it back as it was")
     row_G5 = np.concatenate([old_G5, ordered.row_R5[at_G]])
     first = len(old_bounds) - 1  # items of this window are numbered behind those that were carried in
     bounds_I1 = np.concatenate([old_bounds[:-1], len(old_G5) + begins_I, [len(row_G5)]]).astype(np.int64)
