@@ -1,7 +1,4 @@
-"""What the data engine promises as a whole, on random data and settings, in real processes, and with a model behind it.
-
-P2 against an oracle that looks at one row after another · P7 in processes that really wait for one another · P12 packed = unpacked from files.
-"""
+"""What the data engine promises as a whole, on random data and settings, in real processes, and with a model behind it."""
 
 import json
 from collections import Counter
