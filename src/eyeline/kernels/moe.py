@@ -60,16 +60,22 @@ class _Permuted(torch.autograd.Function):
         return gradients[0][inverse_N].unflatten(0, (-1, ctx.active)).sum(1), None, None
 
 
-class _Restored(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-        ctx.save_for_backward(order_N)
-        return x_ND[inverse_N]
+class _Weighted(torch.autograd.Function):
+    # by hand too: the gradient of a product of one row by A is an outer product, which matrix kernels are slow at
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (order_N,) = ctx.saved_tensors
-        return gradients[0][order_N], None, None
+    def forward(ctx: Any, y_ND: Tensor, weight_TA: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+        y_TAD = y_ND[inverse_N].unflatten(0, weight_TA.shape)
+        ctx.save_for_backward(y_TAD, weight_TA, order_N)
+        return torch.bmm(weight_TA[:, None], y_TAD)[:, 0]  # A sums, accumulated in float32
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        y_TAD, weight_TA, order_N = ctx.saved_tensors
+        (dout_TD,), (y_needed, weight_needed, *_) = gradients, ctx.needs_input_grad
+        dy_ND = (weight_TA[:, :, None] * dout_TD[:, None]).flatten(0, 1)[order_N] if y_needed else None
+        dweight_TA = torch.bmm(y_TAD, dout_TD[:, :, None])[:, :, 0] if weight_needed else None
+        return dy_ND, dweight_TA, None, None
 
 
 def permute(x_TD: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
@@ -79,8 +85,7 @@ def permute(x_TD: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
 
 def unpermute(y_ND: Tensor, weight_TA: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
     """y_TD: the weighted sum of what each token's experts gave."""
-    y_TAD = _Restored.apply(y_ND, order_N, inverse_N).unflatten(0, weight_TA.shape)
-    return torch.bmm(weight_TA[:, None].to(y_TAD.dtype), y_TAD)[:, 0]  # A sums, accumulated in float32
+    return _Weighted.apply(y_ND, weight_TA.to(y_ND.dtype), order_N, inverse_N)
 
 
 def grouped_matmul_plain(x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
