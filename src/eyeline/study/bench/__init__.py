@@ -5,13 +5,14 @@ from pathlib import Path
 
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.log import say
-from eyeline.study.bench import attention, head, model, packed, start, step
+from eyeline.study.bench import attention, head, model, packed, packer, start, step
 from eyeline.study.bench.measure import LEAST_PAIRS, Result, write_result
 from eyeline.study.bench.render import overview, write_page
 
 CASES: dict[str, Callable[[int], Result]] = {  # each takes the number of pairs
     "step": step.run,
     "packed": packed.run,
+    "packer": packer.run,
     "start": start.run,
     "head": head.run,
     "attention": attention.run,
