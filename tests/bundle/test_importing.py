@@ -343,6 +343,13 @@ def test_a_whole_model_or_two_parts(eyeline: Command, options: tuple[str, ...], 
     assert (done.code, message in done.err) == (2, True), done.err
 
 
+def test_a_folder_of_parts_needs_no_import(hub: Path, tmp_path: Path, eyeline: Command) -> None:
+    import_model(hub / "siglip", hub / "tied", tmp_path / "parts", tiles=5)
+    done = eyeline("import", "again", "--model", str(tmp_path / "parts"))
+    assert done.code == 2
+    assert "Use it as it is" in done.err
+
+
 def test_a_transplant_by_the_command_line(hub: Path, tmp_path: Path, eyeline: Command) -> None:
     vision = save_vision(tmp_path / "vision", layer_norm_eps=1e-6, num_hidden_layers=4)
     language = Qwen3ForCausalLM(Qwen3Config(**QWEN3))

@@ -11,13 +11,13 @@ import transformers
 from torch import Tensor
 
 from eyeline.bundle.bundle import open_bundle
-from eyeline.bundle.transplant import spread, transplant
+from eyeline.bundle.transplant import spread, transplant, transplanted
 from eyeline.core.batch import Document, Grid, Image, Message, Picture, Text
 from eyeline.core.errors import Refused
 from eyeline.data.batches import batch_of
 from eyeline.data.templates import TEMPLATES
 from eyeline.generate.prompts import Prompts
-from eyeline.models import build, facts, qwen_vision, qwen_vl
+from eyeline.models import build, facts, qwen3, qwen_vision, qwen_vl, siglip2
 from tests.bundle.tiny import PATCH, ROWS, SIDE, drawing, randomise, save_language, save_vision, tokenizer
 
 RATIO = SIDE // PATCH  # patches a side
@@ -174,6 +174,13 @@ def test_a_still_is_embedded_as_it_was():
     for frames in (1, 2, 3):
         still = patch.expand(-1, -1, frames, -1).flatten(1)
         torch.testing.assert_close(still @ spread(weight, frames).T, want)
+
+
+@pytest.mark.parametrize(("blocks", "layers", "deep"), [(27, 36, (5, 12, 19)), (3, 3, (0, 1)), (2, 3, (0,)), (1, 3, ()), (4, 2, (0, 1))])
+def test_deepstack_takes_evenly_spread_blocks_and_no_more_than_there_are(blocks, layers, deep):
+    tower = siglip2.Config(image_size=16, patch=4, width=16, layers=blocks, heads=2, feed_forward=24)
+    text = qwen3.Config(vocabulary=9, width=8, layers=layers, heads=2, kv_heads=1, head_dim=16, feed_forward=8, tied=True)
+    assert transplanted(tower, text).vision.deep == deep
 
 
 def test_parts_that_cannot_become_one_are_refused(tmp_path):

@@ -4,8 +4,10 @@ import pytest
 import transformers
 
 from eyeline.core.errors import Refused
-from eyeline.models import llava, qwen2, siglip2
+from eyeline.models import family_of, llava, qwen2, siglip2
+from eyeline.models.forms import MediaTokens
 from eyeline.models.languages import LANGUAGES
+from tests.models.cases import each_case
 from tests.models.cases.llava import CONFIGS, EVEN, TIED, VISION, config_json, language
 from tests.models.twins import twin_of
 
@@ -251,3 +253,36 @@ def test_tied_where_the_reference_ties(case, outer, inner):
     reference = twin_of(config | {"text_config": dict(config["text_config"])})
     tied = reference.get_output_embeddings().weight is reference.get_input_embeddings().weight
     assert llava.from_hf(config, None if c.vision is EVEN else siglip2.to_preprocessor(c.vision)).language.tied == tied
+
+
+ODD = (None, [], {}, "x", "", -1, 0, 1.5, True, float("inf"), 10**18, [1], [[]], {"a": 1}, ["sliding_attention"])
+ADDED = ("rope_scaling", "rope_parameters", "layer_types", "mlp_only_layers", "deepstack_visual_indexes", "num_local_experts")
+
+
+def altered(files):
+    """The files with one key, also of a section, holding something odd, or gone."""
+    for name, content in files.items():
+        sections = [((), content), *(((key,), value) for key, value in content.items() if isinstance(value, dict))]
+        for path, section in sections:
+            for key in (*section, *ADDED):
+                for changed in (*({**section, key: odd} for odd in ODD), {k: v for k, v in section.items() if k != key}):
+                    yield f"{name}: {'.'.join((*path, key))}", files | {name: {**content, path[0]: changed} if path else changed}
+
+
+@each_case
+def test_whatever_a_file_says_is_understood_or_refused(case):
+    """Never an error of Python's, nor an endless list of layers."""
+    family = family_of(case.config)
+    form = family.form(case.config)
+    if form.name == "parts":
+        pytest.skip("has no config.json of its own")
+    files = dict(family.to_hf(case.config, form, MediaTokens(1, "<image>", 2, 3, 4)))
+    tried = 0
+    for what, content in altered(files):
+        try:
+            family.from_hf(*(content.get(name) for name in ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")))
+        except Refused:
+            tried += 1
+        except Exception as error:
+            raise AssertionError(what) from error
+    assert tried > 100

@@ -360,6 +360,6 @@ def _warn_if_read_otherwise(bundle: Bundle, folder: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     if theirs.encode(PROBE) != bundle.tokenizer.encode(PROBE):
         warn(
-            f"transformers' AutoTokenizer splits text in {folder.name}/ as its class for this model does, unlike this model's tokenizer; "
+            "transformers' AutoTokenizer splits text as its class for this model does, unlike this model's tokenizer; "
             "load it there with PreTrainedTokenizerFast.from_pretrained."
         )

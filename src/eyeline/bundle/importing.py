@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from eyeline.bundle.bundle import (
+    DESCRIPTION,
     Bundle,
     classes,
     named,
@@ -79,6 +80,8 @@ def import_whole(model: Path, out: Path, *, template: str | None = None, max_sha
 
     Raises Refused, and writes nothing, when the folder is not what it should be.
     """
+    if (model / DESCRIPTION).exists():
+        raise Refused(f"{model} is a folder that Eyeline made, of parts. Use it as it is: train from it (model.path), or talk to it.")
     config, form = read_shape(model)
     weights = partial(_weights, config, form, dict.fromkeys(places(config, form), model), 0)
     return take(config, form, weights, model, template, out, max_shard_bytes)

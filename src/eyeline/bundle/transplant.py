@@ -74,7 +74,7 @@ def transplanted(tower: siglip2.Config, text: LanguageConfig, deep: tuple[int, .
         "heads": tower.heads,
         "feed_forward": tower.feed_forward,
         "side": tower.side,
-        "deep": tuple(tower.layers * k // 4 - 1 for k in (1, 2, 3)) if deep is None else deep,
+        "deep": _spread(tower.layers, text.layers) if deep is None else deep,
         "mean": tower.mean,
         "std": tower.std,
     }
@@ -90,6 +90,11 @@ def transplanted(tower: siglip2.Config, text: LanguageConfig, deep: tuple[int, .
             "language": made(where, qwen3.Config, text.model_dump() | sections),
         },
     )
+
+
+def _spread(blocks: int, layers: int) -> tuple[int, ...]:
+    """Three of a tower's blocks at even distances; fewer where it, or the language model, has too few."""
+    return tuple(sorted({i for k in (1, 2, 3) if (i := blocks * k // 4 - 1) >= 0}))[:layers]
 
 
 def _tower(tower: siglip2.Config, c: qwen_vision.Config, folder: Path) -> Iterator[tuple[str, Tensor]]:

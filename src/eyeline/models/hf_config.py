@@ -1,6 +1,6 @@
 """Reading Hugging Face's config.json with suspicion: what would change the mathematics is understood or refused, by name."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -9,7 +9,9 @@ from eyeline.core.errors import Refused
 from eyeline.core.settings import Settings
 
 Json = Mapping[str, Any]
+LAYERS = 10_000  # a file that says more is damaged; a model of so many would never be built
 S = TypeVar("S", bound=Settings)
+K = TypeVar("K", bound=str)
 
 
 def expect(where: str, config: Json, wanted: Mapping[str, Any]) -> None:
@@ -20,13 +22,13 @@ def expect(where: str, config: Json, wanted: Mapping[str, Any]) -> None:
             raise Refused(f"{where} has {key}={got!r}; Eyeline computes with {value!r} only. Use a checkpoint that has that.")
 
 
-def integer(where: str, config: Json, key: str, default: int) -> int:
+def integer(where: str, config: Json, key: str, default: int, most: int = 2**31 - 1) -> int:
     """A positive whole number; a pair of equal ones counts as one (image and patch sizes). Raises Refused."""
     got = config.get(key, default)
     if isinstance(got, list | tuple) and len(got) == 2 and got[0] == got[1]:
         got = got[0]
-    if not isinstance(got, int) or isinstance(got, bool) or got <= 0:
-        raise Refused(f"{where} has {key}={got!r}; wanted one positive whole number. Is the file damaged?")
+    if not isinstance(got, int) or isinstance(got, bool) or not 0 < got <= most:
+        raise Refused(f"{where} has {key}={got!r}; wanted one positive whole number, at most {most:,}. Is the file damaged?")
     return got
 
 
@@ -46,9 +48,27 @@ def flag(where: str, config: Json, key: str, default: bool) -> bool:
     return got
 
 
+def mapping(where: str, config: Json, key: str) -> Json:
+    """Settings by name; none where the key is absent, null or empty. Raises Refused."""
+    got = config.get(key) or {}
+    if not isinstance(got, Mapping):
+        raise Refused(f"{where} has {key}={got!r}; wanted settings by name. Is the file damaged?")
+    return got
+
+
+def layer_types(where: str, config: Json, layers: int, known: Collection[K]) -> list[K]:
+    """The kind of each layer, from `layer_types`; none where the key is absent, null or empty. Raises Refused for an unknown kind."""
+    got = config.get("layer_types") or []
+    if not isinstance(got, list) or (got and len(got) != layers) or not all(isinstance(one, str) and one in known for one in got):
+        raise Refused(
+            f"{where} has layer_types={got!r}; Eyeline computes {' and '.join(known)}, and wanted one for each of {layers} layers."
+        )
+    return got
+
+
 def rope(where: str, config: Json, default_theta: float) -> tuple[float, str, dict[str, Any]]:
     """Base, type and other settings of rotary positions: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
-    scaled = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    scaled = {**mapping(where, config, "rope_scaling"), **mapping(where, config, "rope_parameters")}
     theta = number(where, {**config, **scaled}, "rope_theta", default_theta)
     type = scaled.get("rope_type", scaled.get("type", "default"))
     expect(f"rotary positions in {where}", scaled, {"type": type})
@@ -67,11 +87,9 @@ def plain_rope(where: str, config: Json, default_theta: float) -> float:
 
 def refuse_windows(where: str, config: Json, layers: int) -> None:
     """Raise Refused where a layer would see a window of its document only."""
-    types = config.get("layer_types") or ["full_attention"] * layers
-    if set(types) != {"full_attention"} or len(types) != layers:
-        raise Refused(f"{where} has layer_types={types!r}; Eyeline computes {layers} layers of full attention only.")
+    types = layer_types(where, config, layers, ("full_attention",))
     window = config.get("use_sliding_window", False) and config.get("sliding_window", 4096)
-    if window and not config.get("layer_types") and config.get("max_window_layers", 28) < layers:
+    if window and not types and config.get("max_window_layers", 28) < layers:
         raise Refused(f"{where} has use_sliding_window=True with a window of {window} tokens; Eyeline attends to whole documents only.")
 
 
@@ -96,5 +114,8 @@ def made(where: str, record: type[S], values: Json) -> S:
     try:
         return record(**values)
     except ValidationError as error:
-        faults = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
+        faults = "; ".join(
+            ".".join(map(str, fault["loc"])) + (": " if fault["loc"] else "") + fault["msg"].removeprefix("Value error, ")
+            for fault in error.errors()
+        )
         raise Refused(f"{where} describes no model: {faults}. Is the file damaged?") from error

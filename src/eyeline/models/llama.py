@@ -14,7 +14,7 @@ from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import Stretch, rope_tables
 from eyeline.models import decoder
-from eyeline.models.hf_config import Json, expect, flag, integer, kind, made, number, rope
+from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, kind, made, number, rope
 from eyeline.models.layers import MLP, RMSNorm
 
 
@@ -110,7 +110,7 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
     values = {
         "vocabulary": integer(where, config_json, "vocab_size", 32000),
         "width": width,
-        "layers": integer(where, config_json, "num_hidden_layers", 32),
+        "layers": integer(where, config_json, "num_hidden_layers", 32, LAYERS),
         "heads": heads,
         "kv_heads": heads if config_json.get("num_key_value_heads") is None else integer(where, config_json, "num_key_value_heads", 0),
         "head_dim": None if head_dim == width // heads else head_dim,

@@ -14,7 +14,7 @@ from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import decoder
-from eyeline.models.hf_config import Json, expect, flag, integer, kind, made, number, plain_rope, refuse_windows
+from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, kind, made, number, plain_rope, refuse_windows
 from eyeline.models.layers import MLP, RMSNorm
 
 
@@ -88,7 +88,8 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
     kind(where, config_json, "qwen2", {"qwen3": "a Qwen3 model, which norms its queries and keys"})
     # attention_bias is not one of Qwen2's keys: q, k and v always have one, and a file that denies it means another model
     expect(where, config_json, {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": True, "quantization_config": None})
-    layers, heads = integer(where, config_json, "num_hidden_layers", 32), integer(where, config_json, "num_attention_heads", 32)
+    layers = integer(where, config_json, "num_hidden_layers", 32, LAYERS)
+    heads = integer(where, config_json, "num_attention_heads", 32)
     width = integer(where, config_json, "hidden_size", 4096)
     head_dim = None if config_json.get("head_dim") is None else integer(where, config_json, "head_dim", 0)
     kv_heads = heads if config_json.get("num_key_value_heads", 32) is None else integer(where, config_json, "num_key_value_heads", 32)

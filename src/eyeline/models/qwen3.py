@@ -17,7 +17,7 @@ from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import decoder
-from eyeline.models.hf_config import Json, expect, flag, integer, made, number, plain_rope, refuse_windows, rope
+from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, made, number, plain_rope, refuse_windows, rope
 from eyeline.models.layers import MLP, RMSNorm
 from eyeline.models.moe import DISPATCH, EXPERT_NAMES, EXPERTS, ROUTER_NAMES, Experts, MoE
 
@@ -118,7 +118,8 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
     visual, sparse = "_vl_" in type, "moe" in type
     expect(where, config_json, {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "quantization_config": None})
     defaults = _DEFAULTS[type]
-    layers, heads = (integer(where, config_json, key, defaults[key]) for key in ("num_hidden_layers", "num_attention_heads"))
+    layers = integer(where, config_json, "num_hidden_layers", defaults["num_hidden_layers"], LAYERS)
+    heads = integer(where, config_json, "num_attention_heads", defaults["num_attention_heads"])
     width = integer(where, config_json, "hidden_size", defaults["hidden_size"])
     kv_heads = {"num_key_value_heads": defaults["num_key_value_heads"], **config_json}["num_key_value_heads"]
     head_dim = config_json.get("head_dim") or (width // heads if sparse else 128)

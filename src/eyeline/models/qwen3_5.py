@@ -29,7 +29,7 @@ from eyeline.kernels.rope import rope_tables, rotate
 from eyeline.models import decoder
 from eyeline.models.decoder import Layout
 from eyeline.models.flops import Tally, learns
-from eyeline.models.hf_config import Json, expect, flag, integer, made, number, rope
+from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, layer_types, made, number, rope
 from eyeline.models.layers import MLP, Attend, Linear
 from eyeline.models.moe import DISPATCH, EXPERT_NAMES, EXPERTS, ROUTER_NAMES, Experts, MoE, Routed
 
@@ -380,7 +380,7 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
     def whole(key: str, default: int) -> int:
         return integer(where, config_json, key, default)
 
-    layers = whole("num_hidden_layers", 40 if sparse else 32)
+    layers = integer(where, config_json, "num_hidden_layers", 40 if sparse else 32, LAYERS)
     values = {
         "vocabulary": whole("vocab_size", 248320),
         "width": whole("hidden_size", 2048 if sparse else 4096),
@@ -412,9 +412,8 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
 
 
 def _kinds(where: str, config_json: Json, layers: int) -> tuple[Kind, ...] | None:
-    types = config_json.get("layer_types") or published(layers, integer(where, config_json, "full_attention_interval", 4))
-    if len(types) != layers or not set(types) <= {"linear_attention", "full_attention"}:
-        raise Refused(f"{where} has layer_types={types!r}; wanted linear_attention or full_attention for each of {layers} layers.")
+    known: tuple[Kind, ...] = ("linear_attention", "full_attention")
+    types = layer_types(where, config_json, layers, known) or published(layers, integer(where, config_json, "full_attention_interval", 4))
     return None if tuple(types) == published(layers, 4) else tuple(types)
 
 

@@ -24,7 +24,7 @@ from eyeline.core.facts import Area, Film, ImageRule, KeyRule, Split
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
-from eyeline.models.hf_config import Json, expect, integer, made, number
+from eyeline.models.hf_config import LAYERS, Json, expect, integer, made, mapping, number
 from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
 from eyeline.models.siglip2 import FILTERS, HALF, normalised, sine_positions
 
@@ -371,7 +371,7 @@ def from_hf(json: Json, preprocessor: Json | None, video: Json | None, where: st
     """The tower of a `vision_config`, preprocessor_config.json and video_preprocessor_config.json. Keys that a file leaves out have
     the defaults of transformers' classes, `deep` among them; a file that is not there has those of Qwen3-VL's. Raises Refused."""
     expect(where, json, {**FIXED, "quantization_config": None})
-    expect(f"rope_parameters in {where}", json.get("rope_parameters") or {}, {"rope_type": "axial", "rope_theta": THETA})
+    expect(f"rope_parameters in {where}", mapping(where, json, "rope_parameters"), {"rope_type": "axial", "rope_theta": THETA})
     positions = integer(where, json, "num_position_embeddings", 2304)
     side = math.isqrt(positions)
     if side**2 != positions:
@@ -381,7 +381,7 @@ def from_hf(json: Json, preprocessor: Json | None, video: Json | None, where: st
         "frames": integer(where, json, "temporal_patch_size", 2),
         "merge": integer(where, json, "spatial_merge_size", 2),
         "width": integer(where, json, "hidden_size", 1152),
-        "layers": integer(where, json, "depth", 27),
+        "layers": integer(where, json, "depth", 27, LAYERS),
         "heads": integer(where, json, "num_heads", 16),
         "feed_forward": integer(where, json, "intermediate_size", 4304),
         "side": side,
@@ -413,7 +413,7 @@ def _from_processor(
         raise Refused(f"{where} has cap_pixels_per_frame=true; Eyeline limits the pixels of a whole film only. Set it to false.")
     if abs(number(where, json, "rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
         raise Refused(f"{where} has rescale_factor={json['rescale_factor']!r}; wanted 1/255. Use the model's own file.")
-    size = {**dict(zip(("shortest_edge", "longest_edge"), limits, strict=True)), **(json.get("size") or {})}
+    size = {**dict(zip(("shortest_edge", "longest_edge"), limits, strict=True)), **mapping(where, json, "size")}
     if names[0] == "least":  # older names, which go before those; the class for films does not read them
         older = {"shortest_edge": json.get("min_pixels"), "longest_edge": json.get("max_pixels")}
         size |= {key: value for key, value in older.items() if value is not None}

@@ -22,7 +22,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.facts import ImageRule, KeyRule, Patches, Resample, Split, Square, Tiles, prefixed
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.models.flops import Tally, learns
-from eyeline.models.hf_config import Json, expect, integer, kind, made, number, section
+from eyeline.models.hf_config import LAYERS, Json, expect, integer, kind, made, number, section
 from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
 
 HALF = (0.5, 0.5, 0.5)
@@ -293,7 +293,7 @@ def _sizes(where: str, config_json: Json) -> dict[str, Any]:
     return {
         "patch": integer(where, config_json, "patch_size", 16),
         "width": integer(where, config_json, "hidden_size", 768),
-        "layers": integer(where, config_json, "num_hidden_layers", 12),
+        "layers": integer(where, config_json, "num_hidden_layers", 12, LAYERS),
         "heads": integer(where, config_json, "num_attention_heads", 12),
         "feed_forward": integer(where, config_json, "intermediate_size", 3072),
         "eps": number(where, config_json, "layer_norm_eps", 1e-6),
