@@ -7,7 +7,7 @@ tomorrow is found by itself. The checkpoints are transformers' own, every tensor
 import io
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ import torch
 import transformers
 from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import SiglipVisionModel
 
 from eyeline.bundle.bundle import Bundle, open_bundle
 from eyeline.core.batch import Document
-from eyeline.core.facts import PARTS, matches, part_of
+from eyeline.core.facts import PARTS, part_of
 from eyeline.core.files import read_lines
 from eyeline.data.templates import TEMPLATES
 from eyeline.models import Model, build, facts, llava
@@ -280,15 +280,16 @@ def changed(before: tuple[Bundle, Model], after: tuple[Bundle, Model], run: Run)
     old, new = dict(before[1].named_parameters()), dict(after[1].named_parameters())
     assert old.keys() == new.keys()
     for name, x in old.items():
-        part = part_of(stated, name)
-        learns = any(isinstance(trained, Full) or _adapts(trained, stated.linears[part], name) for trained in how[part])
+        layer, _, leaf = name.rpartition(".")
+        linear = leaf == "weight" and isinstance(before[1].get_submodule(layer), nn.Linear)
+        learns = any(isinstance(trained, Full) or (linear and _adapts(trained, layer)) for trained in how[part_of(stated, name)])
         kept = torch.equal(new[name], x) or torch.equal(new[name], x.bfloat16().float())
         assert kept != learns, f"{name}: {'unchanged' if kept else 'changed'}, against the recipe"
 
 
-def _adapts(trained: Adapted, linears: Mapping[str, str], name: str) -> bool:
-    names = linears if isinstance(trained.targets, str) else trained.targets
-    return any(matches(f"{linears[target]}.weight", name) for target in names)
+def _adapts(trained: Adapted, layer: str) -> bool:
+    short = layer.rpartition(".")[2]
+    return short != "shared_gate" if trained.targets == "all-linear" else short in trained.targets  # the gate routes, to one expert
 
 
 @torch.no_grad()
