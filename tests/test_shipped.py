@@ -229,6 +229,9 @@ def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path
     picture = ["--image", "data/coco/train2017/000000000000.jpg", "--ask", "What is it?", "--max-tokens", "5"]
     assert passed(eyeline("chat", f"runs/{run.name}", *picture)).out == passed(eyeline("chat", "exported", *picture)).out
 
+    if any(isinstance(trained, Adapted) for trained in run.stages[-1].trains.values()):
+        passed(eyeline("export", f"runs/{run.name}", "apart", "--adapter"))
+
     bundle, model = loaded(folder)
     document = asked(bundle, facts(bundle.config).image, tmp_path, size=24)
     assert len(document.images) >= 2

@@ -10,7 +10,7 @@ import torch
 import eyeline.train.loop as loop
 from eyeline import models
 from eyeline.bundle.bundle import open_bundle
-from eyeline.bundle.exporting import weights
+from eyeline.bundle.exporting import export, weights
 from eyeline.checkpoint import store
 from eyeline.core.facts import PARTS
 from eyeline.parallel.launch import machine
@@ -152,3 +152,28 @@ def test_bf16_keeps_what_a_later_stage_trains_in_fp32(start: Path, tmp_path: Pat
     assert {x.dtype for tensors in frozen for _, x in tensors if x.ndim == 1} == {torch.float32}
     half, single = torch.bfloat16, torch.float32
     assert dtypes == [{"projector": single, "vision": single, "language": half}, {"projector": half, "vision": single, "language": half}]
+
+
+def test_a_model_that_is_only_adapted_is_never_whole_in_fp32(start: Path, tmp_path: Path) -> None:
+    """Neither where it begins from a folder nor where it is resumed: a large one would not fit. The values are those of rounding once."""
+    opened = open_bundle(start / "run")
+    whole = models.build(opened.bundle.config, "cpu")
+    opened.load(whole)
+    export(opened.bundle, whole, tmp_path / "folder")
+    run = from_start(start, tmp_path / "run", (None, FULL, LORA), "precision=bf16")
+    run = run.model_copy(update={"model": run.model.model_copy(update={"path": str(tmp_path / "folder")})})
+    (tmp_path / "run").mkdir()
+    home = begin(run, tmp_path / "run")
+    model, *_ = build(run, home, machine("cpu", 1), None)
+    for name, p in model.named_parameters():
+        half = p.ndim > 1 and not name.startswith("projector.")
+        assert p.dtype == (torch.bfloat16 if half else torch.float32), name
+        assert torch.equal(p, whole.get_parameter(name).to(p.dtype)), name
+
+    loop.train(run)
+    checkpoint = store.newest(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None
+    resumed, *_ = build(run, home, machine("cpu", 1), checkpoint)
+    stored = checkpoint.load("model", "frozen")
+    assert {name: p.dtype for name, p in resumed.named_parameters()} == {name: x.dtype for name, x in stored.items()}
+    assert all(torch.equal(p, stored[name]) for name, p in resumed.named_parameters())

@@ -3,12 +3,13 @@
 A family is a module of the interface `Family`. To add one: write it, and add it to `FAMILIES` and to `Config` and `Model`.
 """
 
+from collections.abc import Collection
 from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Discriminator, Tag, TypeAdapter
 
-from eyeline.core.facts import Facts, KeyRule
+from eyeline.core.facts import Facts, KeyRule, Part, part_of
 from eyeline.models import llava, qwen3_5_vl, qwen3_vl, qwen_vl, text
 from eyeline.models.forms import NONE, Files, Form, MediaTokens, Shapes
 from eyeline.models.hf_config import Json
@@ -70,10 +71,22 @@ def facts(c: Config) -> Facts:
     return family_of(c).facts(c)
 
 
-def build(c: Config, device: torch.device | str, dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype = torch.float32) -> Model:
-    """A model on `device` whose weights, of `dtype`, are not yet filled: no time is spent on numbers that are overwritten."""
+def build(
+    c: Config,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.float32,
+    half: Collection[Part] = (),
+) -> Model:
+    """A model on `device` whose weights, of `dtype`, are not yet filled: no time is spent on numbers that are overwritten. Matrices
+    of the parts in `half` are bfloat16."""
     with torch.device("meta"):
         model = family_of(c).Model(c, compute_dtype).to(dtype)
+    if half:
+        stated = facts(c)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and part_of(stated, name) in half:
+                parameter.data = parameter.data.to(torch.bfloat16)
     model.to_empty(device=device)
     model.tie()  # to_empty made two tensors of a tied one
     return model

@@ -20,6 +20,7 @@ from eyeline.parallel.launch import machine
 from eyeline.train.environment import environment
 from eyeline.train.run import from_yaml
 from eyeline.train.start import COMPUTE
+from eyeline.train.trainable import halved
 
 
 def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoint: Literal["newest", "best"] = "newest") -> Result:
@@ -39,7 +40,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     here = machine(run.device, run.threads)
     found = open_bundle(folder, checkpoint)
     assert found.checkpoint is not None, "a run has one"
-    model = build(found.bundle.config, here.device, compute_dtype=COMPUTE[run.precision])
+    model = build(found.bundle.config, here.device, compute_dtype=COMPUTE[run.precision], half=halved(run))
     found.load(model)
     asked = opened(run.evaluation.sources)
     prior = prior_of(dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data)))  # stages share samples

@@ -27,6 +27,7 @@ from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
 from eyeline.train.environment import environment
 from eyeline.train.run import Run, differences, from_yaml, to_yaml
+from eyeline.train.trainable import halved
 
 # What a start that was killed leaves beside the files that it was writing. Reports and evaluations are others' to clear away.
 _LEFTOVER = re.compile(r"\.(recipe\.yaml|env\.json|model)\.[0-9a-f]{8}\.tmp")
@@ -161,18 +162,21 @@ def description(run: Run) -> Bundle:
 
 
 def build(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> tuple[Model, Facts, Mapping[Part, LoRA]]:
-    """The model as the checkpoint has it, with its adapters; without a checkpoint, as the recipe's model begins."""
+    """The model as the checkpoint has it, with its adapters; without a checkpoint, as the recipe's model begins. What a bf16 run
+    never trains in full is bfloat16 from the beginning: a large model that is only adapted is never whole in float32."""
     config = home.bundle.config
-    model = models.build(config, here.device, compute_dtype=COMPUTE[run.precision])
+    path = None if checkpoint is not None or run.model.path is None else open_bundle(Path(run.model.path))
+    exact = checkpoint is None and (path is None or path.form is None)  # fresh weights are drawn, and adapters merged, in float32
+    model = models.build(config, here.device, compute_dtype=COMPUTE[run.precision], half=() if exact else halved(run))
     facts = models.facts(config)
-    if checkpoint is None:
-        if run.model.path is not None:
-            open_bundle(Path(run.model.path)).load(model)
-        else:
-            model.initialise(torch_rng_for(run.seed, "weights"))
-        return model, facts, {}
-    load_checkpoint(model, config, checkpoint)
-    return model, facts, {part: LoRA(**settings) for part, settings in checkpoint.state["lora"].items()}
+    if checkpoint is not None:
+        load_checkpoint(model, config, checkpoint)
+        return model, facts, {part: LoRA(**settings) for part, settings in checkpoint.state["lora"].items()}
+    if path is not None:
+        path.load(model)
+    else:
+        model.initialise(torch_rng_for(run.seed, "weights"))
+    return model, facts, {}
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Any]:

@@ -44,6 +44,12 @@ def wrap_all(model: nn.Module, facts: Facts, adapters: Mapping[Part, LoRA], seed
         wrap(model, facts, part, lora, torch_rng_for(seed, f"lora {part}"))
 
 
+def halved(run: Run, index: int = 0) -> set[Part]:
+    """Parts that no stage from `index` on trains in full, of a bf16 run: what is frozen of them is bfloat16."""
+    full = {part for stage in run.stages[index:] for part, trained in stage.trains.items() if isinstance(trained, Full)}
+    return set(PARTS) - full if run.precision == "bf16" else set()
+
+
 def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[Part, LoRA]) -> list[Row]:
     """Make stage `index`'s parameters trainable and all others not, set which blocks are recomputed, and return the table.
     `adapters` are those on the model now.
@@ -57,7 +63,7 @@ def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[
         merge(model)
         wrap_all(model, facts, wanted, run.seed)
 
-    later = {part for s in run.stages[index:] for part, trained in s.trains.items() if isinstance(trained, Full)}
+    half = halved(run, index)
     for name, parameter in model.named_parameters():
         part = part_of(facts, name)
         match stage.trains.get(part):
@@ -69,7 +75,7 @@ def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[
                 learns = name.rpartition(".")[2] in ("lora_A", "lora_B")
         parameter.requires_grad_(learns)
         # norms, biases and a memory's rates of forgetting are few numbers, which some checkpoints keep in float32
-        if run.precision == "bf16" and not learns and part not in later and parameter.ndim > 1:
+        if not learns and part in half and parameter.ndim > 1:
             parameter.data = parameter.data.to(torch.bfloat16)
 
     model.recompute(stage.recompute)
