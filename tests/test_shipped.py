@@ -205,7 +205,7 @@ def world(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("recipe", "way"), CASES, ids=[f"{recipe}-{way}" for recipe, way in CASES])
 def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path: Path) -> None:
     commands = ways(recipe)[way]
-    for name in {word for words in commands for word in words if word in HUB}:
+    for name in {words[n + 1] for words in commands for n, word in enumerate(words) if word in ("--model", "--vision", "--language")}:
         HUB[name](tmp_path / name)
     [overrides] = [words[2:] for words in commands if words[:2] == ["train", recipe]]
     run = read_recipe(recipe, overrides)
