@@ -1,23 +1,37 @@
 """What the data engine promises as a whole, on random data and settings, in real processes, and with a model behind it."""
 
 import json
+import os
+import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image as Pillow
+from transformers import PreTrainedTokenizerFast
 
-from eyeline.core.batch import Budget
+from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.data import json_rows
+from eyeline.data.batches import batch_of
+from eyeline.data.documents import document_of
+from eyeline.data.images import prepare
 from eyeline.data.loader import Data, Reader, held_out
-from eyeline.data.sources import Source, open_source
+from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import Encoder
+from eyeline.models import build, qwen3, qwen3_vl, qwen_vision
 from tests.data.test_loader import row
+from tests.models import twins
 
 # P2: any data and any settings
 
@@ -154,3 +168,167 @@ def test_a_carried_row_that_can_no_longer_be_used_is_named(pictures: Path, plain
         (pictures / f"{n}.png").unlink()
     with pytest.raises(StorageFailed, match=r"rows\.jsonl row \d+ is planned, and can no longer be used: .*\.png does not exist"):
         next(Reader(data, plain, rule, 0).steps(Budget(90, 80), 1, None, state))
+
+
+# P7: processes that wait for one another
+
+RANK = """
+import json, pickle, sys
+import torch.distributed as dist
+from eyeline.core.batch import Budget
+from eyeline.core.errors import StorageFailed, TooManyRejects
+from eyeline.core.facts import ImageRule, Square
+from eyeline.data import json_rows, loader
+from eyeline.data.loader import Data, Reader
+from eyeline.data.sources import Source
+
+folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+json_rows.SHARD_BYTES = 500
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+
+def ahead(asked, fetch, workers, verdicts):  # as workers do, and each rank another number of packs
+    waiting = []
+    for mark, visits in asked:
+        waiting.append((mark, fetch(fetch.job(visits, verdicts))))
+        if len(waiting) > 3 * rank:
+            yield waiting.pop(0)
+    yield from waiting
+
+loader.fetched_in_order = ahead
+
+def gather(value):
+    out = [None] * ranks
+    dist.all_gather_object(out, value)
+    return out
+
+def run(name, **settings):
+    with open(f"{folder}/encoder", "rb") as file:
+        encoder = pickle.load(file)
+    data = Data(sources=(Source(path=f"{folder}/set/{name}.jsonl"),), share_images=2, **settings)
+    rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Square(32))
+    reader, steps, end = Reader(data, encoder, rule, 0, gather=gather), [], ""
+    try:
+        for step in reader.steps(Budget(90, 80), 2 * ranks + 1, 2, None, rank, ranks):
+            steps.append([[batch.ids for batch in step.batches], step.state])
+    except (StorageFailed, TooManyRejects) as error:
+        end = type(error).__name__
+    return [steps, end]
+
+wrong = "other" if rank == 1 else "rows"
+print(json.dumps([run("rows", max_reject_rate=1.0), run("rows", max_reject_rate=0.02), run(wrong, max_reject_rate=1.0)]))
+dist.destroy_process_group()
+"""
+
+
+def test_processes_that_wait_for_one_another_have_as_many_steps(pictures: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
+    """Rows that cannot be used, pictures that only the rank learns of which decodes them, another read-ahead on each rank. Then a
+    rate of rejects that ends the run, and a rank with other data: all end in the same step, and nobody hangs."""
+    kinds = ["picture", "text", "missing", "two pictures", "same picture", "text", "no row"]
+    lines = [line_of(n, kinds[n % len(kinds)], "a") for n in range(150)]
+    (pictures / "3.png").write_bytes((pictures / "3.png").read_bytes()[:200])
+    (pictures / "rows.jsonl").write_text("\n".join(lines))
+    (pictures / "other.jsonl").write_text("\n".join(lines[:-1]))
+    (tmp_path / "encoder").write_bytes(pickle.dumps(plain))
+    (tmp_path / "rank.py").write_text(RANK)
+    environment = {**os.environ, "PYTHONPATH": str(Path(json_rows.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "rank.py"), str(tmp_path), str(rank), "3"], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in range(3)
+    ]
+    try:
+        ends = [json.loads(process.communicate(timeout=120)[0]) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    usable, capped, different = zip(*ends, strict=True)
+    alone = Reader(Data(sources=(Source(path=str(pictures / "rows.jsonl")),), share_images=2, max_reject_rate=1.0), plain, rule, 0)
+    wanted = list(alone.steps(Budget(90, 80), 7, 2))
+    assert len(wanted) > 5
+    assert wanted[-1].state["rejects"]["counts"]["broken_image"] > 3
+    for steps, end in usable:
+        assert end == ""
+        assert [state for _, state in steps] == [step.state for step in wanted]
+        assert [len(batches) for batches, _ in steps] == [3] * (len(steps) - 1) + [-(-len(wanted[-1].batches) // 3)]
+    for n, step in enumerate(wanted):
+        given = [ids for steps, _ in usable for ids in steps[n][0] if ids]
+        assert sorted(given) == sorted(list(batch.ids) for batch in step.batches)
+    assert {end for _, end in capped} == {"TooManyRejects"}
+    assert len({len(steps) for steps, _ in capped}) == 1
+    assert {end for _, end in different} == {"StorageFailed"}
+    assert len({len(steps) for steps, _ in different}) == 1  # as many as came before what differs
+
+
+# P12: from files through a model
+
+SIZES = {"small.png": (10, 14), "wide.jpg": (20, 90), "a.png": (24, 30), "b.png": (24, 30)}
+SHOWN = [
+    row("one?", "small.png"),
+    row("and what is this?", "small.png", answer="a red circle"),
+    row("is it blue?", "wide.jpg", more=("sure?", "no")),
+    row("which?", "wide.jpg"),
+    row("both?", "wide.jpg", "small.png", answer="yes yes"),
+    row("no picture?", answer="no"),
+    row("and now?", "wide.jpg"),
+    {"video": ["a.png", "b.png", "a.png"], "fps": 1} | {"conversations": row("<video>film?")["conversations"]},
+    row("other?", "a.png"),
+]
+
+
+def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
+    """Loss and every gradient of an epoch, read by the reader in packs where rows share pictures of native sizes, are those of each
+    row alone, its pictures prepared for itself."""
+    for n, (name, (height, width)) in enumerate(SIZES.items()):
+        Pillow.fromarray(np.random.default_rng(n).integers(0, 256, (height, width, 3), dtype=np.uint8)).save(tmp_path / name)
+    (tmp_path / "rows.json").write_text(json.dumps(SHOWN))
+    encoder = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"])
+    vision = qwen_vision.Config(
+        patch=4, width=16, layers=2, heads=2, feed_forward=24, side=5, deep=(0,), least=64, most=2000, film_least=64
+    )
+    language = qwen3.Config(
+        vocabulary=len(tokenizers["qwen3"]),
+        width=24,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        feed_forward=40,
+        sections=(2, 1, 1),
+        tied=True,
+    )
+    model = build(qwen3_vl.Config(vision=vision, language=language), "cpu", compute_dtype=torch.float32)
+    twins.randomise(model)
+    rule = vision.rule()
+    reader = Reader(Data(sources=(Source(path=str(tmp_path / "rows.json")),), share_images=3), encoder, rule, 0)
+    batches = [batch for step in reader.steps(Budget(150, 400), 1, 1) for batch in step.batches]
+    assert len(batches) > 1
+    assert any(batch.counts.images < sum(len(SHOWN[int(id.partition("#")[2])].get("image") or ()) for id in batch.ids) for batch in batches)
+    alone = []
+    for place, _, sample in reader.training.index.sources[0].kept():
+        assert isinstance(sample, Sample), place
+        media = [prepare(medium, rule) for medium in sample.media]
+        alone.append(batch_of([document_of(sample, encoder, rule, media)], None))
+    assert sum(batch.counts.documents for batch in batches) == len(alone) == len(SHOWN)
+
+    def run(some: list[Any]) -> twins.Run:
+        model.zero_grad()
+        losses = torch.stack([model(batch) for batch in some])
+        losses.sum().backward()
+        return losses.sum().detach(), twins.gradients(model)
+
+    twins.same(run(batches), run(alone))
+
+
+# What is in the index is not read again
+
+
+def test_what_is_too_long_is_known_without_reading_it(pictures: Path, plain: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a set with many such rows would be read and tokenised again at every resume."""
+    (pictures / "rows.json").write_text(json.dumps([text(0), ANY["too long"](1), text(2)]))
+    reader = Reader(Data(sources=(Source(path=str(pictures / "rows.json")),), max_reject_rate=1.0), plain, None, 0)
+    reader.training.index.shard(0, 0)
+    monkeypatch.setattr(Rows, "read", lambda *_: pytest.fail("it was read"))
+    sized = reader.sizing(Budget(90, 0))(0, 0)
+    assert sized.usable_R.tolist() == [True, False, True]
+    assert sized.rejects[1][0] == "too_long"

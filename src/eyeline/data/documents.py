@@ -239,8 +239,7 @@ def fitted(
     alone = ends[0] if policy == "shrink" and len(ends) > 1 else len(sample.messages)
     size = measure_until(alone)
     if not fits(size):
-        what = f"{size.tokens} tokens (of at most {tokens}) and {size.patches} patches (of at most {patches})"
-        raise BadSample("too_long", "messages", f"{'it' if alone == len(sample.messages) else 'its first exchange'} needs {what}")
+        raise too_long(size.tokens, tokens, size.patches, patches, "it" if alone == len(sample.messages) else "its first exchange")
     # the most exchanges that fit lie in [few, many): halved, since a conversation may have thousands and each look reads it all
     few, many = 1, len(ends)
     while many - few > 1:
@@ -250,6 +249,11 @@ def fitted(
         else:
             many = middle
     return _until(sample, ends[few - 1]), measure_until(ends[few - 1])
+
+
+def too_long(tokens: int, most_tokens: int, patches: int, most_patches: int, what: str = "it") -> BadSample:
+    needs = f"{tokens} tokens (of at most {most_tokens}) and {patches} patches (of at most {most_patches})"
+    return BadSample("too_long", "messages", f"{what} needs {needs}")
 
 
 def _until(sample: Sample, messages: int) -> Sample:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import Cost
-from eyeline.data.documents import TooLong, fitted
+from eyeline.data.documents import TooLong, fitted, too_long
 from eyeline.data.images import units_of
 from eyeline.data.index import KEPT_OPEN, Index, ShardIndex
 from eyeline.data.order import Longs
@@ -86,6 +86,8 @@ class Sizing:
             if row in rejects:
                 continue
             try:
+                if self.too_long == "reject":
+                    raise too_long(int(tokens_R[row]), self.longest, int(patches_R[row]), self.budget.patches)
                 sample = self.index.sources[source].read(index.place(shard, row))
                 kept, size = fitted(
                     sample, index.sizes(row), self.longest, self.budget.patches, self.too_long, self.index.encoder, self.index.rule
