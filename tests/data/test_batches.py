@@ -94,6 +94,14 @@ def test_more_than_the_budget_is_a_defect() -> None:
         batch_of(DOCUMENTS, Budget(12, 11))
 
 
+def test_token_zero_is_a_token() -> None:
+    """In some tokenizers it is "!". What is padding is told by lengths alone."""
+    batch = batch_of([document("!", [5, 0, 0], [0, 0, X], [])], Budget(6, 0))
+    assert (batch.cu_S1.tolist(), batch.counts.real, batch.counts.supervised) == ([0, 3, 6], 3, 2)
+    assert batch.labels_L is not None
+    assert (batch.rows_L.tolist(), batch.labels_L.tolist()) == ([0, 1], [0, 0])
+
+
 def test_random_documents_point_at_their_own_pixels() -> None:
     """Every visual token finds the patches of its picture, every labelled row its label."""
     rng = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import ImageRule
-from eyeline.data import json_rows
+from eyeline.data import blend, fetch, images, index, json_rows
 from eyeline.data.batches import batch_of
 from eyeline.data.documents import document_of
 from eyeline.data.images import prepare
@@ -327,8 +327,45 @@ def test_what_is_too_long_is_known_without_reading_it(pictures: Path, plain: Enc
     """Else a set with many such rows would be read and tokenised again at every resume."""
     (pictures / "rows.json").write_text(json.dumps([text(0), ANY["too long"](1), text(2)]))
     reader = Reader(Data(sources=(Source(path=str(pictures / "rows.json")),), max_reject_rate=1.0), plain, None, 0)
-    reader.training.index.shard(0, 0)
+    shards = [(0, shard) for shard in range(len(reader.training.index.sources[0].shards))]
+    for shard in shards:
+        reader.training.index.shard(*shard)
     monkeypatch.setattr(Rows, "read", lambda *_: pytest.fail("it was read"))
-    sized = reader.sizing(Budget(90, 0))(0, 0)
-    assert sized.usable_R.tolist() == [True, False, True]
-    assert sized.rejects[1][0] == "too_long"
+    sized = [reader.sizing(Budget(90, 0))(*shard) for shard in shards]
+    assert [usable for one in sized for usable in one.usable_R.tolist()] == [True, False, True]
+    assert [cause for one in sized for cause, *_ in one.rejects.values()] == ["too_long"]
+
+
+def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(pictures: Path, plain: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The windows of all sources are open at once; were they together more than what is remembered, every row would open its shard anew."""
+    for n in range(8):
+        (pictures / f"{n}.jsonl").write_text("\n".join(json.dumps(text(m)) for m in range(200)))
+    made, opened = index.made, Counter[tuple[str, int]]()
+
+    def noted(rows: Rows, shard: int, *rest: Any) -> Any:
+        opened[str(rows.path), shard] += 1
+        return made(rows, shard, *rest)
+
+    monkeypatch.setattr(index, "made", noted)
+    monkeypatch.setattr(blend, "MIXED_ROWS", (20, 160))  # as many as those windows have
+    sources = tuple(Source(path=str(pictures / f"{n}.jsonl")) for n in range(8))
+    steps = Reader(Data(sources=sources, blend="shares"), plain, None, 0).steps(Budget(90, 0), 2, None)
+    for _ in range(150):
+        next(steps)
+    assert len(opened) > 8 * 32
+    assert sum(opened.values()) < 1.5 * len(opened)  # some come in two epochs
+
+
+def test_pictures_are_decoded_when_their_pack_is_fetched_and_not_before(
+    pictures: Path, plain: Encoder, rule: ImageRule, monkeypatch
+) -> None:
+    rows = [row(f"question {n}", f"{n % 4}.png") for n in range(300)]
+    (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    decode, decoded = images.decode, []
+    monkeypatch.setattr(images, "decode", lambda picture: decoded.append(picture) or decode(picture))
+    monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)
+    reader = Reader(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0)
+    reader.count_steps(Budget(90, 80), 1, 1)
+    assert decoded == []
+    [batch] = next(reader.steps(Budget(90, 80), 1, 1)).batches
+    assert len(decoded) == batch.counts.documents > 1

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import seed_for
 from eyeline.data.index import Index, ShardIndex
-from eyeline.data.order import Longs, shards_of, visits_of
+from eyeline.data.order import WINDOW_SHARDS, Longs, shards_of, visits_of
 from eyeline.data.plan import Ordered, Sizing
 
 MIXED_ROWS = (2_048, 65_536)  # rows of the first window of a blend by shares, and of the largest: they double
@@ -89,6 +89,7 @@ class Pool:
     entries: tuple[tuple[int, int], ...]  # source and shard; one that is visited twice an epoch is there twice
     share: int  # rows of a picture that come together
     seed: int | None  # None: as listed
+    most: int = WINDOW_SHARDS  # of a window
 
     def shards(self, cursor: Cursor) -> list[tuple[int, int]]:
         """Source and shard of all that the cursor's window is made of."""
@@ -97,7 +98,8 @@ class Pool:
             source, shard = self.entries[entry]
             return self.side.index.sources[source].shards[shard].held
 
-        return [self.entries[n] for n in shards_of(len(self.entries), self.seed, cursor.epoch, cursor.first, cursor.window, held)]
+        chosen = shards_of(len(self.entries), self.seed, cursor.epoch, cursor.first, cursor.window, held, self.most)
+        return [self.entries[n] for n in chosen]
 
     def window(self, cursor: Cursor) -> Window:
         chosen = self.shards(cursor)
@@ -129,9 +131,10 @@ def pool_of(side: Side, share: int, seed: int | None, repeated: bool = True) -> 
 
 
 def pools_of(side: Side, share: int, seed: int) -> tuple[Pool, ...]:
-    """A pool for each source."""
+    """A pool for each source. Their windows are open at the same time, so each is the smaller: what is open does not grow with them."""
+    most = max(WINDOW_SHARDS // len(side.index.sources), 1)
     return tuple(
-        Pool(side, tuple((source, shard) for shard in range(side.shards(source))), share, seed_for(seed, "source", source))
+        Pool(side, tuple((source, shard) for shard in range(side.shards(source))), share, seed_for(seed, "source", source), most)
         for source in range(len(side.index.sources))
     )
 

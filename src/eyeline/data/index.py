@@ -32,7 +32,7 @@ from eyeline.data.tokenizer import Encoder
 
 VERSION = 1
 MAGIC = b"eyeline index\n"
-KEPT_OPEN = 80  # shards whose index stays open: those of two windows, and some that open bins still refer to
+KEPT_OPEN = 128  # shards whose index stays open: those of a window and of the ones beside it, and some that open bins still refer to
 LONGEST_MESSAGE = 400  # characters of a reject's message that are kept
 
 Longs = NDArray[np.int64]

@@ -18,7 +18,7 @@ Longs = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
 RAMP = (1, 1, 2, 4, 8, 16)  # shards of the first windows of the first epoch: the first step waits for one shard to be indexed
-WINDOW_SHARDS = 32  # of every other window
+WINDOW_SHARDS = 32  # of every other window, or of all the windows together that are open at once
 WINDOW_HELD = 256 << 20  # bytes that reading the window's rows in any order may keep in memory
 ROUNDS = 6
 
@@ -60,12 +60,14 @@ def _feistel(x_N: Hashes, half: np.uint64, keys: Hashes) -> Hashes:
     return (left_N << half) | right_N
 
 
-def shards_of(size: int, seed: int | None, epoch: int, first: int, window: int, held: Callable[[int], int]) -> list[int]:
+def shards_of(
+    size: int, seed: int | None, epoch: int, first: int, window: int, held: Callable[[int], int], most: int = WINDOW_SHARDS
+) -> list[int]:
     """The shards of a window that begins at position `first` of the epoch's order: of `size`, in the order in which they come.
 
     `held(n)` are the bytes that shard n keeps in memory. Without a seed, shards come as they are listed.
     """
-    most = RAMP[window] if epoch == 0 and window < len(RAMP) else WINDOW_SHARDS
+    most = min(most, RAMP[window]) if epoch == 0 and window < len(RAMP) else most
     positions = np.arange(first, min(first + most, size))
     chosen = positions if seed is None else Permutation(size, seed_for(seed, "shards", epoch))(positions)
     total = np.cumsum([held(n) for n in chosen.tolist()])
