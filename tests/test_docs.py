@@ -11,10 +11,11 @@ import yaml
 from PIL import Image
 
 from eyeline.core.batch import Sample
-from eyeline.core.files import read_lines
+from eyeline.core.files import read_lines, read_object, write_json
 from eyeline.data.sources import Source, open_source
 from eyeline.recipes.read import shipped
 from eyeline.train.run import MAY_CHANGE
+from tests.bundle.test_transplant import save_qwen3
 from tests.bundle.tiny import save_language, save_vision
 from tests.command import Command
 from tests.test_end_to_end import write_llava_pretrain
@@ -101,7 +102,7 @@ def run_block(text: str, folder: Path) -> str:
 
 def test_exports_are_used_as_documented(eyeline: Command, tmp_path: Path) -> None:
     """docs/exports.md's blocks, run as they are; their answers are Eyeline's own."""
-    llava, lfm2 = (block for block in blocks((ROOT / "docs/exports.md").read_text()) if "from_pretrained" in block)
+    llava, lfm2, qwen = (block for block in blocks((ROOT / "docs/exports.md").read_text()) if "from_pretrained" in block)
     save_vision(tmp_path / "siglip")
     save_language(tmp_path / "qwen")
     assert eyeline("import", "start", "--vision", "siglip", "--language", "qwen", "--no-feature-norm").code == 0
@@ -116,6 +117,17 @@ def test_exports_are_used_as_documented(eyeline: Command, tmp_path: Path) -> Non
     Image.new("RGB", (64, 64), "red").save(tmp_path / "picture.png")
     ours = eyeline("chat", "run", "--image", "picture.png", "--ask", "what shape is in the image?", "--max-tokens", "8")
     assert run_block(lfm2, tmp_path) == ours.out.strip()
+
+    (tmp_path / "exported").rename(tmp_path / "exported-lfm2")
+    save_vision(tmp_path / "tower", layer_norm_eps=1e-6)
+    shape = save_qwen3(tmp_path / "qwen3", tied=True, experts=0) / "config.json"
+    write_json(shape, read_object(shape) | {"max_position_embeddings": 2048})  # a picture has at least 1024 tokens of these small patches
+    assert eyeline("import", "shaped", "--vision", "tower", "--language", "qwen3", "--transplant").code == 0
+    assert eyeline("export", "shaped", "exported").code == 0
+    Image.effect_noise((90, 40), 80).convert("RGB").save(tmp_path / "picture.png")
+    ours = eyeline("chat", "shaped", "--image", "picture.png", "--ask", "what shape is in the image?", "--max-tokens", "8")
+    assert run_block(qwen, tmp_path) == ours.out.strip()
+    assert ours.out.strip()
 
 
 def test_the_two_commands_are_targets() -> None:

@@ -128,8 +128,12 @@ def test_jinja_takes_lists_of_parts(name: str, tokenizers: Tokenizers) -> None:
     assert found == ours(encoder, messages[:-1], True)
 
 
-_text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12) | st.sampled_from(
-    ["<|im", "end|>", "user\n", " a", "\n\n", "'ll", "🙂"]
+_CONTROLS = {control for template in TEMPLATES.values() for control in template.controls}
+_text = (
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+    # Hypothesis tries strings that it finds in the code; of control strings the reference makes control tokens, and we do not
+    .filter(lambda text: not any(control in text for control in _CONTROLS))
+    | st.sampled_from(["<|im", "end|>", "user\n", " a", "\n\n", "'ll", "🙂"])
 )
 _question = st.lists(_text | st.just(DOT), min_size=1, max_size=4).map(tuple)
 _answer = _text.filter(lambda text: not text[0].isspace())  # a space there may merge with the newline before it: the one exception

@@ -84,7 +84,11 @@ def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
                 out += _medium(marks.image, marks)
             case Video():
                 if marks.film is None:
-                    raise BadSample("unsupported", "video", "the chat template has no place for films")
+                    raise BadSample(
+                        "unsupported",
+                        "video",
+                        "the chat template has no place for films; import the model with one that has: --template qwen3",
+                    )
                 # no marks around the whole: as the checkpoints were trained, and unlike the processor of transformers 5.24
                 for seconds in slice_seconds(part.seconds, frames):
                     out += [Content(f"<{seconds:.1f} seconds>"), *_medium(marks.film, marks)]
