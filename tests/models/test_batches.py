@@ -83,6 +83,8 @@ def test_text_only_equals_a_dummy_pass_of_the_tower(case: Case):
     assert {n.split(".")[0] for n in gradients} == {"language"}
     got, others = twins.run_batch(model, beside(batch, batch_of(case.pictured, None)))
     close(got, want, "loss")
+    reached = twins.run_batch(model, batch_of(case.pictured, None))[1].keys()
+    assert others.keys() == reached, "the dummy pass goes through all that pictures go through, DeepStack included"
     twins.all_close({n: x for n, x in others.items() if n.startswith("language.")}, gradients)
     assert not any(x.any() for n, x in others.items() if not n.startswith("language."))
 

@@ -22,9 +22,10 @@ from eyeline.checkpoint import store
 from eyeline.core.errors import NotFinite, Refused, RunLocked, Stopped, TooManyRejects
 from eyeline.core.files import read_lines
 from eyeline.models import build
+from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run, to_yaml
 from eyeline.train.stop import sole_owner
-from tests.train.recipe import tiny_run
+from tests.train.recipe import tiny_recipe, tiny_run
 
 STEPS = 8
 
@@ -95,6 +96,53 @@ def test_stopped_and_resumed_is_bit_equal(uninterrupted, tmp_path: Path, monkeyp
     loop.train(run)
     assert end_of(run) == whole
     assert losses(run) == whole_losses
+
+
+TOWER = {"patch": 4, "width": 16, "layers": 2, "heads": 2, "feed_forward": 24, "side": 4, "least": 64, "most": 512}
+ROUTED = {"count": 4, "active": 2, "feed_forward": 8}
+SMALL = {"vocabulary": 300, "width": 16, "layers": 2, "heads": 2, "kv_heads": 1}
+SECTIONS = {"head_dim": 8, "sections": [2, 1, 1]}
+DELTA = {"key_heads": 1, "value_heads": 2, "key_dim": 8, "value_dim": 4}
+HYBRID = {"head_dim": 16, "rotary": 0.5, "sections": [2, 1, 1], "kinds": ["linear_attention", "full_attention"], "delta": DELTA}
+SHAPES = {
+    "qwen3_vl of experts": {
+        "family": "qwen3_vl",
+        "vision": {**TOWER, "deep": [0]},
+        "language": {"family": "qwen3", **SMALL, **SECTIONS, "feed_forward": 24, "experts": ROUTED, "tied": False},
+    },
+    "qwen3_5_vl of experts": {
+        "family": "qwen3_5_vl",
+        "vision": TOWER,
+        "language": {"family": "qwen3_5", **SMALL, **HYBRID, "experts": ROUTED, "shared": 8, "tied": True},
+    },
+    "llava, naflex and llama": {
+        "family": "llava",
+        "vision": {"image_size": 16, "patch": 4, "width": 16, "layers": 1, "heads": 2, "feed_forward": 24, "patches": 12},
+        "language": {"family": "llama", **SMALL, "feed_forward": 24, "tied": True},
+    },
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_family_resumes_bit_for_bit(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, stopped at the stage border and on both sides of it; experts with biases that the second stage keeps and moves."""
+    recipe = tiny_recipe(tmp_path)
+    recipe["precision"], recipe["model"]["config"] = "bf16", SHAPES[shape]
+    for stage in recipe["stages"]:
+        stage |= {"steps": 2, "recompute": ["vision", "language"]}
+        stage |= {"experts": {"balance": "bias", "rate": 0.01}} if "experts" in shape else {}
+    recipe["stages"][1]["trains"]["language"]["targets"] = "all-linear"
+    whole = run_of(override(recipe, [f"out={tmp_path / 'whole'}"]), "tiny")
+    loop.train(whole)
+    run = run_of(override(recipe, [f"out={tmp_path / 'parts'}"]), "tiny")
+    with monkeypatch.context() as patch:
+        stopped_at(patch, {1, 2, 3})
+        for _ in range(3):
+            with pytest.raises(Stopped):
+                loop.train(run)
+        loop.train(run)
+    assert end_of(run) == end_of(whole)
+    assert losses(run) == losses(whole)
 
 
 def test_killed_in_mid_accumulation_is_bit_equal(uninterrupted, tmp_path: Path) -> None:
