@@ -1,9 +1,19 @@
 """Benchmarks of packing and of reading data: the arithmetic by hand, and that all sides do the same work. No time is asserted."""
 
+import importlib.util
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
 import pytest
+from PIL import Image as Pillow
 
 from eyeline.core.errors import Refused
-from eyeline.study.bench import packer
+from eyeline.study.bench import data, data_peers, data_work, packer
+from eyeline.study.bench.data_work import BUDGET, Packed, Setup
+from eyeline.study.bench.measure import needs
 
 
 def test_decreasing_packs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +43,87 @@ def test_all_sides_pack_everything_and_lost_samples_are_refused() -> None:
         packer.check("made-up", [[0], [0]], [(1, 0), (1, 0)])
     with pytest.raises(Refused, match="10000 tokens"):
         packer.check("made-up", [[0, 1]], [(5000, 0), (5000, 0)])
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("work") / "set"
+    data_work.make(folder, shards=3, part=2)
+    return folder
+
+
+def test_the_work_is_the_same_everywhere_and_of_real_sizes(work: Path, tmp_path: Path) -> None:
+    data_work.make(tmp_path / "again", shards=1, part=1)
+    assert (tmp_path / "again" / "full" / "00.tar").read_bytes() == (work / "full" / "00.tar").read_bytes()
+    assert [len(Setup(work, name).paths) for name in ("full", "part", "tiny")] == [3, 2, 1]
+    with tarfile.open(work / "full" / "02.tar") as archive:
+        content = {info.name: archive.extractfile(info).read() for info in archive}  # type: ignore[union-attr]
+    assert len(content) == 2 * data_work.PER_SHARD
+    pictures = [value for name, value in content.items() if name.endswith("jpg")]
+    assert 30_000 < sum(map(len, pictures)) / len(pictures) < 60_000
+    assert 320 <= min(Pillow.open(io.BytesIO(pictures[0])).size) <= 448
+    assert json.loads(content["02-03.json"])["conversations"][0]["value"].startswith("<image>\n")
+
+
+@pytest.mark.parametrize("peer", data_peers.PEERS)
+def test_peers_read_what_ours_reads(work: Path, tmp_path: Path, peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens and pixels, every sample once; two of three ranks share nothing; and the state goes on, where it can."""
+    package = data_peers.PACKAGES[peer]
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"{package} is not installed")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    setup = Setup(work, "part")
+    if peer == "energon":
+        for name in ("full", "part"):
+            data_peers.prepare_energon(Setup(work, name))
+    seen = {side: [pack for pack, _ in data.stream(side, setup, tmp_path / "index")] for side in ("ours", peer)}
+    assert data.agree(seen, setup) == 2 * data_work.PER_SHARD
+    of_rank = [{id for pack, _ in data.stream(peer, Setup(work, "full"), tmp_path, None, n, 3) for id in pack.ids} for n in range(3)]
+    assert all(of_rank) and sum(map(len, of_rank)) == 3 * data_work.PER_SHARD == len(set.union(*of_rank))
+
+
+@pytest.mark.parametrize("side", ["ours", "DataLoader"])
+def test_nothing_is_lost_or_repeated_over_two_processes(work: Path, side: str) -> None:
+    """In processes of their own, as the benchmark does it; what they read, too."""
+    first = data.probe(side, work, "first")
+    resumed = data.probe(side, work, "resume")
+    assert len(first["ids"]) >= data_work.PER_SHARD
+    assert data.missing({"before": first["ids"], "after": resumed["ids"]}, data.setup_ids(3)) == (0, 0)
+    assert resumed["bytes"] > 50_000  # the tokenizer and some pictures at least
+    assert first["peak_bytes"] > 0
+
+
+def pack(ids: tuple[str, ...], tokens: list[int], labelled: int = 1) -> Packed:
+    cu = np.arange(len(ids) + 1)
+    return Packed(ids, np.array(tokens), labelled, cu, np.zeros((len(ids), 4), np.uint8), cu)
+
+
+def test_sides_that_read_otherwise_are_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "PER_SHARD", 2)
+    setup = Setup(work, "tiny")
+    ours = [pack(("00-00", "00-01"), [5, 6])]
+    assert data.agree({"ours": ours, "peer": [pack(("00-01",), [6], 0), pack(("00-00",), [5])]}, setup) == 2
+    for peer, why in (
+        ([pack(("00-00",), [5])], "not give every sample"),
+        ([pack(("00-00", "00-01", "00-01"), [5, 6, 6])], "not give every sample"),
+        ([pack(("00-00", "00-01"), [5, 7])], "other tokens or pixels for 1 samples, such as 00-01"),
+        ([pack(("00-00", "00-01"), [5, 6], 2)], "learns from other tokens"),
+    ):
+        with pytest.raises(Refused, match=why):
+            data.agree({"ours": ours, "peer": peer}, setup)
+    assert data.missing({"before": ["a", "b"], "after": ["b", "d"]}, ["a", "b", "c", "d"]) == (1, 1)
+
+
+def test_the_usual_packing_by_hand() -> None:
+    """As they come, until one does not fit: half, a quarter | half and one token, half less one."""
+    lengths = [BUDGET.tokens // 2, BUDGET.tokens // 4, BUDGET.tokens // 2 + 1, BUDGET.tokens // 2 - 1]
+    samples = [data_peers.Ready(str(n), np.ones(k, int), np.ones(k, int), np.zeros((4, 4), np.uint8)) for n, k in enumerate(lengths)]
+    packs = list(data_peers.greedy(samples, lambda n: n))
+    assert [p.ids for p, _ in packs] == [("0", "1"), ("2", "3")]
+    assert [state() for _, state in packs] == [2, 4]
+    assert packs[0][0].cu_S1.tolist() == [0, lengths[0], lengths[0] + lengths[1]]
+
+
+def test_peers_that_are_missing_are_refused_with_the_command() -> None:
+    with pytest.raises(Refused, match=r"\(nowhere_at_all.loader\). Try: pip install 'eyeline\[bench-data\]'"):
+        needs("bench-data", ["json", "nowhere_at_all.loader"])

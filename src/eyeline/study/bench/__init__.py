@@ -5,7 +5,7 @@ from pathlib import Path
 
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.log import say
-from eyeline.study.bench import attention, head, model, packed, packer, start, step
+from eyeline.study.bench import attention, data, head, model, packed, packer, start, step
 from eyeline.study.bench.measure import LEAST_PAIRS, Result, write_result
 from eyeline.study.bench.render import overview, write_page
 
@@ -13,6 +13,7 @@ CASES: dict[str, Callable[[int], Result]] = {  # each takes the number of pairs
     "step": step.run,
     "packed": packed.run,
     "packer": packer.run,
+    "data": data.run,
     "start": start.run,
     "head": head.run,
     "attention": attention.run,

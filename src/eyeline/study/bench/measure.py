@@ -1,11 +1,12 @@
 """Interleaved pairs of two sides on the same work, and the record that keeps what came out."""
 
 import ctypes
+import importlib.util
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -157,12 +158,22 @@ def _accelerate() -> str:
 
 
 def needs_peers() -> None:
-    """Refused where the extra is missing: a benchmark without its peer is none."""
-    import importlib.util
+    """Refused where the Trainer is missing."""
+    needs("bench", ("transformers", "accelerate"))
 
-    missing = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+
+def needs(extra: str, modules: Sequence[str]) -> None:
+    """Refused where a module of the extra is missing: a benchmark without its peer is none."""
+    missing = [name for name in modules if not _installed(name)]
     if missing:
-        raise Refused(f"the peer of this benchmark is not installed ({', '.join(missing)}). Try: pip install 'eyeline[bench]'")
+        raise Refused(f"a peer of this benchmark is not installed ({', '.join(missing)}). Try: pip install 'eyeline[{extra}]'")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
 
 
 def write_result(folder: Path, result: Result) -> Path:
