@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -341,6 +342,12 @@ def test_a_whole_model_is_taken_in_with_the_controls_of_its_template(hub: Path, 
 def test_a_whole_model_or_two_parts(eyeline: Command, options: tuple[str, ...], message: str) -> None:
     done = eyeline("import", "out", *options)
     assert (done.code, message in done.err) == (2, True), done.err
+
+
+def test_a_refusal_names_the_folder_that_it_is_about(hub: Path, tmp_path: Path) -> None:
+    for vision, language, named in ((hub / "tied", hub / "tied", hub / "tied"), (hub / "siglip", hub / "siglip", hub / "siglip")):
+        with pytest.raises(Refused, match=f"^{re.escape(str(named))}: config.json has model_type"):
+            import_model(vision, language, tmp_path / "out")
 
 
 def test_a_folder_of_parts_needs_no_import(hub: Path, tmp_path: Path, eyeline: Command) -> None:

@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from pydantic import ValidationError
 from torch import Tensor
 
-from eyeline.bundle.folders import new_folder, read_config, read_preprocessor, read_video_preprocessor
+from eyeline.bundle.folders import about, new_folder, read_config, read_preprocessor, read_video_preprocessor
 from eyeline.checkpoint import store
 from eyeline.checkpoint.tensors import entries_in, key_of, stream
 from eyeline.core.errors import Refused, nearest
@@ -235,7 +235,9 @@ def read_shape(folder: Path) -> tuple[Config, Form]:
     kind = hf.get("model_type")
     for family in FAMILIES.values():
         if kind in family.MODEL_TYPES:
-            config = family.from_hf(hf, read_preprocessor(folder), read_video_preprocessor(folder))
+            stills, films = read_preprocessor(folder), read_video_preprocessor(folder)
+            with about(folder):
+                config = family.from_hf(hf, stills, films)
             form = family.form(config)
             if form.name == "parts":
                 raise Refused(f"{folder} holds a {kind} model that Eyeline would not compute as transformers does: {form.reason}.")

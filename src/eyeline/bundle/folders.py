@@ -53,6 +53,15 @@ def _refuse_occupied(target: Path) -> None:
         raise Refused(f"{target} exists already and is not an empty folder. Choose another one, or remove it.")
 
 
+@contextmanager
+def about(folder: Path) -> Iterator[None]:
+    """A refusal inside names the folder whose files it is about."""
+    try:
+        yield
+    except Refused as error:
+        raise Refused(f"{folder}: {error}") from error
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """A model's config.json. Code that it names (`auto_map`) is never run: Eyeline has its own models, and says so."""
     config = read_object(folder / "config.json")

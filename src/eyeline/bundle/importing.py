@@ -21,7 +21,7 @@ from eyeline.bundle.bundle import (
     write_settings,
 )
 from eyeline.bundle.exporting import write_model
-from eyeline.bundle.folders import new_folder, read_config, read_preprocessor
+from eyeline.bundle.folders import about, new_folder, read_config, read_preprocessor
 from eyeline.checkpoint.tensors import SHARD_BYTES
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, warn
@@ -56,12 +56,16 @@ def import_model(
     preprocessor = read_preprocessor(vision)
     if preprocessor is None:
         warn(f"{vision} has no preprocessor_config.json; pictures will be prepared as SigLIP 2 does by default.")
+    towers, texts = read_config(vision), read_config(language)
+    with about(vision):
+        tower = siglip2.from_hf(towers, preprocessor)
+    with about(language):
+        text = language_from_hf(texts)
     try:
-        tower = siglip2.from_hf(read_config(vision), preprocessor)
         config = llava.Config(
             vision=siglip2.Config.model_validate(tower.model_dump() | {"tiles": tiles}),
             projector=projector or llava.ProjectorConfig(),
-            language=language_from_hf(read_config(language)),
+            language=text,
             feature_layer=feature_layer,
             feature_norm=feature_norm,
         )

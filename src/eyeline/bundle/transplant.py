@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eyeline.bundle.bundle import Bundle, named
-from eyeline.bundle.folders import read_config, read_preprocessor
+from eyeline.bundle.folders import about, read_config, read_preprocessor
 from eyeline.bundle.importing import take, with_rows
 from eyeline.checkpoint.tensors import SHARD_BYTES, entries_in, stream
 from eyeline.core.errors import Refused
@@ -45,8 +45,11 @@ def transplant(
 
     Raises Refused, and writes nothing, when a folder is not what it should be or the parts do not fit.
     """
-    tower = siglip2.from_hf(read_config(vision), read_preprocessor(vision))
-    text = language_from_hf(read_config(language))
+    towers, preprocessor, texts = read_config(vision), read_preprocessor(vision), read_config(language)
+    with about(vision):
+        tower = siglip2.from_hf(towers, preprocessor)
+    with about(language):
+        text = language_from_hf(texts)
     config = transplanted(tower, text, deep)
 
     def weights(rows: int) -> Iterator[tuple[str, Tensor]]:
