@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import Refused, StorageFailed
-from eyeline.core.facts import ImageRule
+from eyeline.core.facts import Area, ImageRule
 from eyeline.data import blend, fetch, images, index, json_rows
 from eyeline.data.batches import batch_of
 from eyeline.data.documents import document_of
@@ -369,3 +370,25 @@ def test_pictures_are_decoded_when_their_pack_is_fetched_and_not_before(
     assert decoded == []
     [batch] = next(reader.steps(Budget(90, 80), 1, 1)).batches
     assert len(decoded) == batch.counts.documents > 1
+
+
+def test_pictures_of_other_sizes_are_noticed_wherever_a_run_is_taken_up(pictures: Path, plain: Encoder, draw: Callable[..., Path]) -> None:
+    """Even where the same rows would still be packed together; and never by a pack that is too full."""
+    rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 4096))
+    rows = [row(f"question {n}", f"{n % 4}.png") for n in range(60)]
+    (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+
+    def steps(state: Any = None) -> Any:
+        return Reader(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0).steps(Budget(90, 80), 1, 2, state)
+
+    states = [step.state for step in steps()]
+    assert any(state["digest"] is None and state["bins"] for state in states)  # where a window begins
+    for n, (width, height) in enumerate([(20, 12), (20, 36), (36, 12), (52, 44)]):
+        draw(f"set/{n}.png", seed=n, width=width, height=height)
+    for state in states[:-1]:
+        if state["digest"] is not None:
+            with pytest.raises((Refused, StorageFailed), match=r"no longer those that were planned|have grown"):
+                next(steps(state))
+        else:
+            with suppress(StorageFailed):
+                list(steps(state))

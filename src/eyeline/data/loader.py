@@ -430,6 +430,7 @@ class Reader:
                 last = n + 1 == len(rest)
                 found = None if pack is None else Pack(made.items(pack), made.cost(pack))
                 yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), digest, last and ended)
+        planning.reopened(at.bins.bins, sizing)  # are they still what was planned?
         for n, bin in enumerate(at.bins.bins):
             yield Met(Pack(list(bin), _cost(bin, sizing)), 0, (), replace(at, bins=Carried(at.bins.bins[n + 1 :])), digest)
 

@@ -169,30 +169,19 @@ class Plan:
 
 def plan(ordered: Ordered, carried: Sequence[Sequence[Item]], sizing: Sizing) -> Plan:
     """Pack the rows of a window behind the bins that the one before left open."""
-    columns_R6, usable_R = _columns(ordered.row_R5, sizing)
+    columns_R4, usable_R = _columns(ordered.row_R5, sizing)
     rejects = [
         (int(n), reject_of(sizing, (source, shard, number)))
         for n in np.flatnonzero(~usable_R)
         for _, _, source, shard, number in [ordered.row_R5[n].tolist()]
     ]
     at_G = np.flatnonzero(usable_R)
-    begins_I, tokens_I, patches_I, vision_I, language_I = _items(columns_R6[at_G], _visit_of(ordered.bounds_V1)[at_G], sizing.budget)
-    old_G5, old_bounds, old = _unpacked(carried)
-    old_columns, still_G = _columns(old_G5, sizing)
-    if not still_G.all():
-        _, _, *lost = old_G5[np.flatnonzero(~still_G)[0]].tolist()
-        why = reject_of(sizing, (lost[0], lost[1], lost[2]))
-        raise StorageFailed(f"{why.file} row {why.row} is planned, and can no longer be used: {why.message}. Put it back as it was")
+    begins_I, tokens_I, patches_I, vision_I, language_I = _items(columns_R4[at_G], _visit_of(ordered.bounds_V1)[at_G], sizing.budget)
+    old_G5, old_bounds, old_columns, bins = reopened(carried, sizing)
     row_G5 = np.concatenate([old_G5, ordered.row_R5[at_G]])
     first = len(old_bounds) - 1  # items of this window are numbered behind those that were carried in
     bounds_I1 = np.concatenate([old_bounds[:-1], len(old_G5) + begins_I, [len(row_G5)]]).astype(np.int64)
-    old_tokens, old_patches, old_vision, old_language = _sums(old_columns, old_bounds[:-1])
-    bins: Bins = []
-    for numbers in old:
-        bin = Bin(
-            0, 0, sizing.budget.tokens - int(old_tokens[numbers].sum()), sizing.budget.patches - int(old_patches[numbers].sum()), [*numbers]
-        )
-        bins.append(bin.ranked(len(bins), sizing.budget))
+    *_, old_vision, old_language = _sums(old_columns, old_bounds[:-1])
     last_I = np.append(begins_I, len(at_G))[1:] - 1
     passed_I = (at_G[last_I] + 1).tolist() if len(begins_I) else []
     met = 0
@@ -208,11 +197,31 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[Item]], sizing: Sizing) ->
         packs.append(done)
         passed.append(met)
     cost_I2 = np.stack([np.concatenate([old_language, language_I]), np.concatenate([old_vision, vision_I])], 1).astype(np.int64)
-    made = Plan(
-        row_G5, bounds_I1, packs, np.array(passed, np.int64), len(ordered.row_R5), rejects, [], cost_I2, _digest(packs, bounds_I1, row_G5)
-    )
+    digest = _digest(packs, bounds_I1, np.concatenate([row_G5, np.concatenate([old_columns, columns_R4[at_G]])[:, :2]], 1))
+    made = Plan(row_G5, bounds_I1, packs, np.array(passed, np.int64), len(ordered.row_R5), rejects, [], cost_I2, digest)
     made.bins.extend([made.item(n) for n in bin.items] for bin in bins)
     return made
+
+
+def reopened(carried: Sequence[Sequence[Item]], sizing: Sizing) -> tuple[Longs, Longs, Longs, Bins]:
+    """Rows of carried items, bounds of the items in them, their columns, and the bins with the numbers of their items. StorageFailed
+    when a row is no longer what was planned."""
+    row_G5, bounds, numbers = _unpacked(carried)
+    columns_G4, usable_G = _columns(row_G5, sizing)
+    if not usable_G.all():
+        *_, source, shard, number = row_G5[np.flatnonzero(~usable_G)[0]].tolist()
+        why = reject_of(sizing, (source, shard, number))
+        raise StorageFailed(f"{why.file} row {why.row} is planned, and can no longer be used: {why.message}. Put it back as it was")
+    tokens_I, patches_I, *_ = _sums(columns_G4, bounds[:-1])
+    bins: Bins = []
+    for inside in numbers:
+        tokens, patches = sizing.budget.tokens - int(tokens_I[inside].sum()), sizing.budget.patches - int(patches_I[inside].sum())
+        if min(tokens, patches) < 0:
+            raise StorageFailed(
+                "rows that are planned together have grown, and their pack is too small now. Put their pictures back as they were"
+            )
+        bins.append(Bin(0, 0, tokens, patches, [*inside]).ranked(len(bins), sizing.budget))
+    return row_G5, bounds, columns_G4, bins
 
 
 def _columns(row_R5: Longs, sizing: Sizing) -> tuple[Longs, NDArray[np.bool_]]:
@@ -277,12 +286,12 @@ def _unpacked(carried: Sequence[Sequence[Item]]) -> tuple[Longs, Longs, list[lis
     return np.array(rows, np.int64).reshape(-1, 5), bounds, [list(range(a, b)) for a, b in pairwise(ends)]
 
 
-def _digest(packs: list[list[int]], bounds_I1: Longs, row_G5: Longs) -> str:
-    """A hash of which rows are in which pack, in order."""
+def _digest(packs: list[list[int]], bounds_I1: Longs, row_G7: Longs) -> str:
+    """A hash of which rows are in which pack, in order, and of their tokens and patches."""
     flat = np.array([n for pack in packs for n in pack], np.int64)
     lengths = np.diff(bounds_I1)[flat]
     ends = np.cumsum(lengths)
     rows = np.arange(int(lengths.sum())) + np.repeat(bounds_I1[flat] - (ends - lengths), lengths)
     hashed = hashlib.sha256(np.array([len(pack) for pack in packs], "<i8").tobytes())
-    hashed.update(row_G5[rows].astype("<i8").tobytes())
+    hashed.update(row_G7[rows].astype("<i8").tobytes())
     return hashed.hexdigest()[:16]
