@@ -23,7 +23,6 @@ from eyeline.data.images import (
     Augment,
     Resized,
     augmented,
-    check_file,
     decode,
     grey,
     oddities,
@@ -231,7 +230,7 @@ def test_what_names_no_picture_file_is_rejected(tmp_path: Path) -> None:
         ".": "not_a_file",
     }
     for name, cause in cases.items():
-        for look in (decode, open_picture, check_file):
+        for look in (decode, open_picture):
             with pytest.raises(BadSample) as caught:
                 look(Picture(name, tmp_path / name))
             assert caught.value.cause == cause, (name, look)

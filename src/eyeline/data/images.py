@@ -212,12 +212,6 @@ def _held(picture: Picture) -> Picture:
         raise storage_failed("read", Path(picture.name), error) from error
 
 
-def check_file(picture: Picture) -> None:
-    """What can be said without opening it: BadSample when the file is missing, no regular file, or too large."""
-    if isinstance(picture.source, Path):
-        _examined(picture.source)
-
-
 def _file(path: Path) -> io.BufferedReader:
     _examined(path)
     try:
