@@ -392,3 +392,16 @@ def test_pictures_of_other_sizes_are_noticed_wherever_a_run_is_taken_up(pictures
         else:
             with suppress(StorageFailed):
                 list(steps(state))
+
+
+def test_the_rate_at_the_end_of_an_epoch_is_of_all_of_it(pictures: Path, plain: Encoder, rule: ImageRule) -> None:
+    """Even where its packs wait for a step that is larger than an epoch: one bad row in thirty is not more than 5 %."""
+    rows = [ANY["missing"](0), *(row(f"question {n}", "0.png") for n in range(29))]
+    (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    for seed in range(4):
+        data = Data(sources=(Source(path=str(pictures / "rows.jsonl")),), max_reject_rate=0.05)
+        whole = list(Reader(data, plain, rule, seed).steps(Budget(90, 80), 64, 3))
+        assert whole[-1].state["rejects"] == {"seen": 90, "counts": {"missing_image": 3}}
+        reader = Reader(data, plain, rule, seed)
+        assert list(reader.steps(Budget(90, 80), 64, 3, whole[-1].state)) == []
+        assert reader.rejects.state() == whole[-1].state["rejects"]  # the end is not counted twice

@@ -442,25 +442,30 @@ class Reader:
 
     @staticmethod
     def _groups(plan: Iterator[Met], packs: int) -> Iterator[Group]:
-        """The packs of each step together. What comes without a pack goes on by itself, at once."""
-        waiting: list[Met] = []
+        """The packs of each step together. What comes without a pack goes on by itself, at once, with the counts of the packs that wait
+        for their step: a rate of rejects is of all that was met."""
+        waiting: list[Pack] = []
+        uncounted: list[Met] = []
+        met = None
 
-        def step() -> Group:
-            given = tuple(met.pack for met in waiting if met.pack is not None)
-            rejects = tuple(reject for met in waiting for reject in met.rejects)
-            digests = tuple(dict.fromkeys(met.digest for met in waiting))
-            return Group(given, sum(met.seen for met in waiting), rejects, waiting[-1].after, digests, False)
+        def group(given: Sequence[Pack], after: Met) -> Group:
+            rejects = tuple(reject for met in uncounted for reject in met.rejects)
+            digests = tuple(dict.fromkeys(met.digest for met in uncounted))
+            return Group(tuple(given), sum(met.seen for met in uncounted), rejects, after.after, digests, after.epoch_ended)
 
         for met in plan:
+            uncounted.append(met)
             if met.pack is None:
-                yield Group((), met.seen, met.rejects, met.after, (met.digest,), met.epoch_ended)
+                yield group((), met)
+                uncounted.clear()
                 continue
-            waiting.append(met)
+            waiting.append(met.pack)
             if len(waiting) == packs:
-                yield step()
+                yield group(waiting, met)
+                uncounted.clear()
                 waiting.clear()
-        if waiting:
-            yield step()
+        if met is not None and waiting:
+            yield group(waiting, met)
 
     def _asked(
         self, groups: Iterator[Group], sizing: Sizing, rank: int, ranks: int
