@@ -139,7 +139,7 @@ def film_of(frames: Any, timing: dict[str, Any], root: Path, field: str, timed: 
             raise BadSample("film", timed, f"frames a second from 0.001 to 1,000 were wanted, got {_shown(fps)}")
         times = [n / fps for n in range(len(pictures))]
     if not isinstance(times, list) or len(times) != len(pictures) or not all(_is_number(t) and 0 <= t <= 1e6 for t in times):
-        raise BadSample("film", timed, f"a time in seconds for each of {len(pictures)} frames was wanted, got {_shown(times)}")
+        raise BadSample("film", timed, f"a time in seconds, 0 or more, for each of {len(pictures)} frames was wanted, got {_shown(times)}")
     if any(later < earlier for earlier, later in pairwise(times)):
         raise BadSample("film", timed, "the times of the frames do not grow. Put the frames in order")
     return Video(f"{pictures[0].name} and {len(pictures) - 1} more", pictures, tuple(map(float, times)))
