@@ -342,7 +342,8 @@ def test_a_run_does_not_write_over_a_model(uninterrupted, tmp_path: Path) -> Non
     export(found.bundle, made, tmp_path / "run" / "model", form="parts")
     with pytest.raises(Refused, match="holds a model, which would be replaced"):
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
-    assert open_bundle(tmp_path / "run" / "model").kind == "parts"
+    kept = open_bundle(tmp_path / "run" / "model").form
+    assert kept is not None and kept.name == "parts"
 
 
 @pytest.mark.parametrize("content", [None, "{}", "[]", "nothing"])
