@@ -110,7 +110,7 @@ class Mined:
         return self.fetch.job(*args)
 
     def __call__(self, job: Any, at: At = lambda *_: None) -> Fetched:
-        real_decode, real_held = images.decode, fetch.held
+        real_decode, real_held = images.upright, fetch.held
 
         def happens(picture: Any, slow: bool) -> None:
             assert isinstance(picture.source, bytes), "read before it is decoded"
@@ -127,8 +127,8 @@ class Mined:
             happens(real_held(medium), slow=True)
             return real_held(medium)
 
-        images.decode, fetch.held = decode, held
+        images.upright, fetch.held = decode, held
         try:
             return self.fetch(job, at)
         finally:
-            images.decode, fetch.held = real_decode, real_held
+            images.upright, fetch.held = real_decode, real_held

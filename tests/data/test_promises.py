@@ -362,8 +362,8 @@ def test_pictures_are_decoded_when_their_pack_is_fetched_and_not_before(
 ) -> None:
     rows = [row(f"question {n}", f"{n % 4}.png") for n in range(300)]
     (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
-    decode, decoded = images.decode, []
-    monkeypatch.setattr(images, "decode", lambda picture: decoded.append(picture) or decode(picture))
+    upright, decoded = images.upright, []
+    monkeypatch.setattr(images, "upright", lambda picture: decoded.append(picture) or upright(picture))
     monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)
     reader = Reader(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0)
     reader.count_steps(Budget(90, 80), 1, 1)

@@ -22,6 +22,7 @@ from eyeline.core.files import storage_failed
 HASHED = 64 << 20  # files up to this size are known by their content, larger ones by size and time
 SHARD_BYTES = 16 << 20  # of text: enough rows that a shard is worth a request, few enough that a window of shards is soon read
 SHARD_ROWS = 2048
+HEADER_BYTES = 4096  # of a picture in an archive are read at first: most say their size there
 RETRIES = 3
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 PASSING = {  # errors of a store that may be gone the next time
@@ -169,7 +170,7 @@ def span_file(span: Span) -> io.BytesIO | io.BufferedReader:
     """The bytes of a span, as a file that reads as far as it is asked."""
     if span.data is not None:
         return io.BytesIO(span.data)
-    return io.BufferedReader(Window(File(span.path, span.stamp, 0), span.begin, span.length), 1 << 16)
+    return io.BufferedReader(Window(File(span.path, span.stamp, 0), span.begin, span.length), HEADER_BYTES)
 
 
 def fingerprints(files: Sequence[File]) -> list[str]:

@@ -126,6 +126,11 @@ def decode(picture: Picture) -> Pixels:
     BadSample causes: missing_image, not_a_file, file_too_large, image_format, too_many_pixels, empty_image, broken_image.
     A file that exists and cannot be read is StorageFailed: it says nothing about the sample.
     """
+    return np.asarray(upright(picture))
+
+
+def upright(picture: Picture) -> Pillow.Image:
+    """As `decode`, in Pillow's memory: resizing from there saves two copies."""
     with _opened(picture) as image:
         if ImageFile.LOAD_TRUNCATED_IMAGES:
             raise Refused("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set, which invents the missing part of cut files. Leave it False")
@@ -134,7 +139,7 @@ def decode(picture: Picture) -> Pixels:
         rgb = _rgb(image)
         if orientation in _TRANSPOSE:
             rgb = rgb.transpose(_TRANSPOSE[orientation])
-        return np.asarray(rgb)
+        return rgb
 
 
 def oddities(picture: Picture) -> list[str]:
@@ -323,22 +328,20 @@ class Resized:
 def resized(medium: Picture | Video, rule: ImageRule) -> Resized:
     """Pixels as transformers' image processors resize them (tested on those that use Pillow). Raises as `decode` does."""
     if isinstance(medium, Picture):
-        rgb = decode(medium)
-        units = rule.units(*rgb.shape[:2])
+        rgb = upright(medium)
+        units = rule.units(rgb.height, rgb.width)
         sizes = {unit.canvas: _scaled(rgb, unit.canvas, rule) for unit in units}
         return Resized(units, tuple((sizes[unit.canvas],) for unit in units))
-    frames = [decode(frame) for frame in medium.frames]
-    units = rule.slices(len(frames), *_same(medium, [frame.shape[:2] for frame in frames]))
+    frames = [upright(frame) for frame in medium.frames]
+    units = rule.slices(len(frames), *_same(medium, [(frame.height, frame.width) for frame in frames]))
     scaled = [_scaled(frame, units[0].canvas, rule) for frame in frames]
     scaled += scaled[-1:] * (-len(scaled) % rule.frames)
     return Resized(units, tuple(tuple(scaled[n : n + rule.frames]) for n in range(0, len(scaled), rule.frames)))
 
 
-def _scaled(rgb: Pixels, canvas: tuple[int, int], rule: ImageRule) -> Pixels:
-    if rgb.shape[:2] == canvas:
-        return rgb
+def _scaled(rgb: Pillow.Image, canvas: tuple[int, int], rule: ImageRule) -> Pixels:
     height, width = canvas
-    return np.asarray(Pillow.fromarray(rgb).resize((width, height), _RESAMPLE[rule.resample]))
+    return np.asarray(rgb if rgb.size == (width, height) else rgb.resize((width, height), _RESAMPLE[rule.resample]))
 
 
 def augmented(medium: Resized, augment: Augment, rng: Callable[[], np.random.Generator]) -> Resized:
@@ -369,7 +372,7 @@ def cut(medium: Resized, rule: ImageRule, key: str) -> tuple[Image, ...]:
 def _cut(unit: Unit, canvases: tuple[Pixels, ...], rule: ImageRule, key: str) -> Image:
     (rows, columns), (top, left), p, r = unit.grid, unit.corner, rule.patch, rule.merge
     kept = [canvas[top : top + rows * p, left : left + columns * p] for canvas in canvases]
-    frames = np.stack(kept if len(kept) == rule.frames else kept * rule.frames)  # a still is repeated
+    frames = kept[0][None] if rule.frames == 1 else np.stack(kept if len(kept) == rule.frames else kept * rule.frames)  # a still repeats
     cells = frames.reshape(rule.frames, rows // r, r, p, columns // r, r, p, 3)
     patches_PC = cells.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(unit.grid.patches, 3 * rule.frames * p * p)
     return Image(key, patches_PC, _places(rows, columns, r), unit.grid, r, unit.mark)
