@@ -11,9 +11,10 @@ import pytest
 from PIL import Image as Pillow
 
 from eyeline.core.errors import Refused
+from eyeline.study import bench
 from eyeline.study.bench import data, data_peers, data_work, packer
 from eyeline.study.bench.data_work import BUDGET, Packed, Setup
-from eyeline.study.bench.measure import needs
+from eyeline.study.bench.measure import NoPeer, Result, needs
 
 
 def test_decreasing_packs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +128,17 @@ def test_the_usual_packing_by_hand() -> None:
 def test_peers_that_are_missing_are_refused_with_the_command() -> None:
     with pytest.raises(Refused, match=r"\(nowhere_at_all.loader\). Try: pip install 'eyeline\[bench-data\]'"):
         needs("bench-data", ["json", "nowhere_at_all.loader"])
+
+
+def test_cases_without_their_peer_are_left_out_unless_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacking(pairs: int) -> Result:
+        raise NoPeer("no peer here")
+
+    monkeypatch.setattr(bench, "CASES", {"lacking": lacking, "packer": lambda pairs: packer.run(pairs, count=200)})
+    bench.run_cases([], tmp_path, pairs=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["packer.json"]
+    assert "lacking is left out: no peer here" in capsys.readouterr().err
+    with pytest.raises(Refused, match="no peer here"):
+        bench.run_cases(["lacking"], tmp_path, pairs=1)

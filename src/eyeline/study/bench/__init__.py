@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.log import say
+from eyeline.core.log import say, warn
 from eyeline.study.bench import attention, data, head, model, packed, packer, start, step
-from eyeline.study.bench.measure import LEAST_PAIRS, Result, write_result
+from eyeline.study.bench.measure import LEAST_PAIRS, NoPeer, Result, write_result
 from eyeline.study.bench.render import overview, write_page
 
 CASES: dict[str, Callable[[int], Result]] = {  # each takes the number of pairs
@@ -22,7 +22,7 @@ CASES: dict[str, Callable[[int], Result]] = {  # each takes the number of pairs
 
 
 def run_cases(names: Sequence[str], out: Path, pairs: int = LEAST_PAIRS) -> None:
-    """Run the named cases (all, when none is named), write OUT/CASE.json, and say the ratios.
+    """Run the named cases (all whose peers are installed, when none is named), write OUT/CASE.json, and say the ratios.
 
     Where OUT is the `bench/results` of a checkout, its docs/benchmarks.md is made anew. Refused for an unknown name.
     """
@@ -30,7 +30,13 @@ def run_cases(names: Sequence[str], out: Path, pairs: int = LEAST_PAIRS) -> None
     if unknown:
         raise Refused(f"there is no benchmark {unknown[0]!r}; there are {', '.join(CASES)}.{nearest(unknown[0], list(CASES))}")
     for name in names or CASES:
-        result = CASES[name](pairs)
+        try:
+            result = CASES[name](pairs)
+        except NoPeer as absent:
+            if names:
+                raise
+            warn(f"{name} is left out: {absent}")
+            continue
         say(f"{write_result(out, result)}\n{overview([result])}")
     docs = out.absolute().parent.parent / "docs"
     if docs.is_dir():

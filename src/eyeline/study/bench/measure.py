@@ -157,16 +157,20 @@ def _accelerate() -> str:
         return "not installed"
 
 
+class NoPeer(Refused):
+    """A peer is not installed."""
+
+
 def needs_peers() -> None:
-    """Refused where the Trainer is missing."""
+    """NoPeer where the Trainer is missing."""
     needs("bench", ("transformers", "accelerate"))
 
 
 def needs(extra: str, modules: Sequence[str]) -> None:
-    """Refused where a module of the extra is missing: a benchmark without its peer is none."""
+    """NoPeer where a module of the extra is missing: a benchmark without its peer is none."""
     missing = [name for name in modules if not _installed(name)]
     if missing:
-        raise Refused(f"a peer of this benchmark is not installed ({', '.join(missing)}). Try: pip install 'eyeline[{extra}]'")
+        raise NoPeer(f"a peer of this benchmark is not installed ({', '.join(missing)}). Try: pip install 'eyeline[{extra}]'")
 
 
 def _installed(module: str) -> bool:

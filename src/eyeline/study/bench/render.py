@@ -13,7 +13,7 @@ HEAD = """# Benchmarks
 
 Made from `bench/results/*.json` by `eyeline bench`; each result is made by the command beside it. The rules:
 
-- Both sides run in one process or one script, on the same samples, after their losses were found equal.
+- Both sides run in one process or one script, on the same samples, after their losses (of data: tokens and pixels) were found equal.
 - Ours and the peer's take turns (after one round that is thrown away), at least five times; a ratio is the median of the pairs'
   ratios, with the least and the greatest. CPU time first: wall time depends on what else the machine does.
 - One thread, float32, on a CPU. A time ratio is ours ÷ peer (smaller is better), a rate ratio too (greater is better).
