@@ -136,26 +136,28 @@ def energon(setup: Setup, state: Any = None, rank: int = 0, ranks: int = 1) -> S
         decoder = None  # bytes: all sides decode alike
 
         @stateless
-        def encode_sample(self, sample: Any) -> Ready:
+        def encode_sample(self, sample: Any) -> dict[str, Any]:
             row = sample["json"]
             key = sample["__key__"].rpartition("/")[2]
-            return prepare(key, sample["jpg"], json.loads(row) if isinstance(row, bytes | str) else row)
+            ready = prepare(key, sample["jpg"], json.loads(row) if isinstance(row, bytes | str) else row)
+            return {name: value for name, value in sample.items() if name.startswith("__")} | {"ready": ready}
 
-        def select_samples_to_pack(self, samples: list[Ready]) -> list[list[Ready]]:
-            packs: list[list[Ready]] = []
+        def select_samples_to_pack(self, samples: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+            packs: list[list[dict[str, Any]]] = []
             free: list[int] = []
-            for sample in sorted(samples, key=lambda s: -len(s.tokens_T)):
-                at = next((n for n, left in enumerate(free) if left >= len(sample.tokens_T)), len(packs))
+            for sample in sorted(samples, key=lambda s: -len(s["ready"].tokens_T)):
+                length = len(sample["ready"].tokens_T)
+                at = next((n for n, left in enumerate(free) if left >= length), len(packs))
                 if at == len(packs):
                     packs.append([])
                     free.append(BUDGET.tokens)
                 packs[at].append(sample)
-                free[at] -= len(sample.tokens_T)
+                free[at] -= length
             return packs
 
         @stateless
-        def pack_selected_samples(self, samples: list[Ready]) -> Packed:
-            return joined(samples)
+        def pack_selected_samples(self, samples: list[dict[str, Any]]) -> Packed:
+            return joined([sample["ready"] for sample in samples])
 
     dataset = get_train_dataset(
         str(setup.archives), worker_config=WorkerConfig(rank=rank, world_size=ranks, num_workers=0), batch_size=None,

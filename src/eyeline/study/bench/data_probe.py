@@ -8,6 +8,7 @@ import pickle
 import sys
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ def first(side: str, folder: Path) -> dict[str, object]:
                 # some peers' states are objects, which only pickle writes; ours is JSON
                 content = json.dumps(written).encode() if side == "ours" else pickle.dumps(written)
                 (folder / f"state {side}").write_bytes(content)
+                (folder / f"left {side}").write_text(str(setup.samples - len(ids)))
                 kept["state_bytes"] = len(content)
                 return
 
@@ -54,11 +56,12 @@ def resume(side: str, folder: Path) -> dict[str, object]:
     state = json.loads(content) if side == "ours" else pickle.loads(content)  # what this benchmark wrote itself
     begin, before = time.perf_counter(), counted()
     stream = data.stream(side, Setup(folder, "full"), folder / f"index {side}", state)
-    ids = list(next(stream)[0].ids)
+    ids = [id for pack, _ in islice(stream, 1) for id in pack.ids]  # none, where a peer has lost the rest
     took, after = time.perf_counter() - begin, counted()
     samples = len(ids)
-    for pack, _ in stream:
-        ids += pack.ids
+    left = int((folder / f"left {side}").read_text())
+    while len(ids) < left and (more := next(stream, None)):  # Energon begins another epoch after a restored one
+        ids += more[0].ids
     return {
         "resume_s": took,
         "bytes": after[0] - before[0],
