@@ -248,11 +248,12 @@ def env() -> None:
 @app.command(epilog="Example: eyeline bench step packed --out bench/results")
 def bench(
     cases: Annotated[
-        list[str] | None, typer.Argument(metavar="[CASE]...", help="step, packed, start, head, attention, model; all when none is named.")
+        list[str] | None,
+        typer.Argument(metavar="[CASE]...", help="step, packed, start, head, attention, model, packer, data; all if none is named."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("bench/results"),
 ) -> None:
-    """Measure against transformers, both sides in one go. Needs the extra `bench`."""
+    """Measure against peers, both sides in one go. Needs the extra `bench`, and `bench-data` for the case data."""
     _calm()
     from eyeline.study.bench import run_cases
 
