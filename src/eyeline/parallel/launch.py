@@ -25,11 +25,6 @@ class Machine:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
-    def synchronise(self) -> None:
-        """Wait until the device has done what it was given, so that a clock read afterwards is honest."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
 
 def machine(device: str = "auto", threads: int | None = None) -> Machine:
     """Choose the device ("auto", "cpu", "cuda") and set the number of threads. Refuses what is not there."""

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import torch_rng_for
 from eyeline.kernels.attention import packed_attention
-from eyeline.study.bench.head import difference, timed
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Result, interleaved
+from eyeline.study.bench.head import difference
+from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Result, interleaved, timed
 
 LENGTHS = (640, 448, 320, 224, 160, 128, 80, 48)  # 2,048 tokens, the longest 2.5 times the mean, as data sets have it
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64

@@ -10,7 +10,7 @@ from eyeline.core.batch import IGNORE
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import torch_rng_for
 from eyeline.kernels.cross_entropy import summed_cross_entropy
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, peak_bytes
+from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, interleaved, peak_bytes, timed
 
 ROWS, VOCABULARY, WIDTH = 2048, 32_768, 256
 LIMITS = {0.25: {"time": 0.35, "memory": 0.35}, 1.0: {"time": 2.0, "memory": 0.40}}  # by the share of rows that have a label
@@ -82,14 +82,3 @@ def sides(share: float, rows: int, vocabulary: int) -> tuple[Side, Side]:
 def difference(mine: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
     """The largest difference of any value, as a share of the largest value beside it."""
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, theirs, strict=True))
-
-
-def timed(side: Callable[[], object]) -> Callable[[], Timed]:
-    """The side as something to time."""
-
-    def once() -> Timed:
-        watch = Stopwatch()
-        side()
-        return watch.read()
-
-    return once

@@ -117,6 +117,17 @@ class Stopwatch:
         return Timed(cpu_s=time.process_time() - self.cpu, wall_s=time.perf_counter() - self.wall)
 
 
+def timed(side: Callable[[], object]) -> Callable[[], Timed]:
+    """The side as something that `interleaved` can time."""
+
+    def once() -> Timed:
+        watch = Stopwatch()
+        side()
+        return watch.read()
+
+    return once
+
+
 def peak_bytes(side: Callable[[], object]) -> int:
     """The most resident memory of this process while `side` runs, above what it has before. Linux counts it; Refused elsewhere.
 

@@ -4,7 +4,6 @@ Twice: one document at a time, which is equal work to the last token; and a mix 
 """
 
 import io
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,18 +18,19 @@ from eyeline.core.batch import Budget, Document, Message, Picture, Sample, Text
 from eyeline.core.errors import Refused
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import write_json
-from eyeline.core.randomness import rng_for, torch_rng_for
+from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
 from eyeline.data.documents import document_of
 from eyeline.data.images import prepare
 from eyeline.data.packing import packed
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import Encoder, train_bpe
-from eyeline.models import Config, Model, build, facts, family_of, llama, llava, qwen2, qwen3, qwen3_5, qwen3_5_vl, qwen3_vl, siglip2, text
+from eyeline.models import Config, Model, facts, family_of, llama, llava, qwen2, qwen3, qwen3_5, qwen3_5_vl, qwen3_vl, siglip2, text
 from eyeline.models.forms import MediaTokens
 from eyeline.models.moe import Experts
 from eyeline.models.qwen_vision import Config as QwenVision
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved
+from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, interleaved, timed
+from eyeline.study.bench.work import log_normal, random_model
 
 VOCABULARY = 1024
 SHAPE = {"vocabulary": VOCABULARY, "width": 192, "layers": 4, "heads": 6, "kv_heads": 2, "longest": 4096, "tied": True}
@@ -113,12 +113,7 @@ def run(pairs: int = LEAST_PAIRS, names: Sequence[str] = tuple(CONFIGS), alone: 
 
 def made(c: Config, encoder: Encoder, folder: Path) -> Model:
     """A model with random weights, also as a folder that transformers loads. No weight is zero: zeros would hide a difference."""
-    model = build(c, "cpu")
-    model.initialise(torch_rng_for(0, "bench weights"))
-    rng = torch_rng_for(0, "bench noise")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=rng))
+    model = random_model(c)
     family = family_of(c)
     form = family.form(c)
     write_folder(folder, renamed(weights(model, merged=True, dtype=torch.float32), family.keys(c, form)))
@@ -132,9 +127,7 @@ def made(c: Config, encoder: Encoder, folder: Path) -> Model:
 
 def lengths(documents: int) -> list[int]:
     """Log-normal lengths of the given median and 95th percentile."""
-    sigma = math.log(P95 / MEDIAN) / 1.6449  # the 95th percentile of the standard normal distribution
-    drawn = np.exp(math.log(MEDIAN) + sigma * rng_for(0, "bench mix").standard_normal(documents))
-    return np.clip(np.rint(drawn), 64, 1024).astype(int).tolist()
+    return log_normal("bench mix", documents, MEDIAN, P95, 64, 1024)
 
 
 def document(encoder: Encoder, rule: ImageRule | None, tokens: int, number: int) -> Document:
@@ -203,12 +196,3 @@ def agreement(name: str, ours: tuple[list[float], float], theirs: tuple[list[flo
             f"{norm:.2g} (at most {GRADIENTS})."
         )
     return worst
-
-
-def timed(side: Side) -> Callable[[], Timed]:
-    def once() -> Timed:
-        watch = Stopwatch()
-        side()
-        return watch.read()
-
-    return once

@@ -1,22 +1,19 @@
 """Case `packed`: one epoch over samples of very different lengths, packed (ours) against padded to the longest (Trainer)."""
 
-import math
 import tempfile
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from eyeline.core.batch import Budget, Document
 from eyeline.core.errors import Refused
-from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
 from eyeline.data.packing import Bins, flushed, packed
 from eyeline.models import Config, Model, facts
 from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
-from eyeline.study.bench.work import Sized, documents, made
+from eyeline.study.bench.work import Sized, documents, log_normal, made
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
 from eyeline.train.step import update
 
@@ -30,9 +27,7 @@ TOLERANCE = 1e-5
 
 def lengths(samples: int = SAMPLES) -> list[int]:
     """Log-normal lengths of the given median and 95th percentile, cut to what the model has positions for."""
-    sigma = math.log(P95 / MEDIAN) / 1.6449  # the 95th percentile of the standard normal distribution
-    drawn = np.exp(math.log(MEDIAN) + sigma * rng_for(0, "bench lengths").standard_normal(samples))
-    return np.clip(np.rint(drawn), SHORTEST, LONGEST).astype(int).tolist()
+    return log_normal("bench lengths", samples, MEDIAN, P95, SHORTEST, LONGEST)
 
 
 def run(pairs: int = LEAST_PAIRS, samples: int = SAMPLES) -> Result:

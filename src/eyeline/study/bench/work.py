@@ -1,5 +1,6 @@
 """The same tiny model and the same samples for both sides."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from eyeline.core.batch import IGNORE, Document, Grid, Image
 from eyeline.core.randomness import rng_for, torch_rng_for
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import train_bpe
-from eyeline.models import Model, build, llava, qwen2, siglip2
+from eyeline.models import Config, Model, build, llava, qwen2, siglip2
 
 TEMPLATE = "plain"
 
@@ -51,14 +52,27 @@ def made(sized: Sized, folder: Path) -> tuple[Bundle, Model]:
     """A model with random weights, also as a folder that transformers loads. No weight is zero: zeros would hide a difference."""
     template = template_named(TEMPLATE)
     bundle = Bundle(sized.config, train_bpe(["what is in the picture? a red circle"], 300, template), TEMPLATE)
-    model = build(sized.config, "cpu")
+    model = random_model(sized.config)
+    export(bundle, model, folder)
+    return bundle, model
+
+
+def random_model(c: Config) -> Model:
+    """Of random weights, none of which is zero: zeros would hide a difference."""
+    model = build(c, "cpu")
     model.initialise(torch_rng_for(0, "bench weights"))
     rng = torch_rng_for(0, "bench noise")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=rng))
-    export(bundle, model, folder)
-    return bundle, model
+    return model
+
+
+def log_normal(name: str, count: int, median: int, p95: int, least: int, most: int) -> list[int]:
+    """So many lengths of the given median and 95th percentile, cut to what is between `least` and `most`."""
+    sigma = math.log(p95 / median) / 1.6449  # the 95th percentile of the standard normal distribution
+    drawn = np.exp(math.log(median) + sigma * rng_for(0, name).standard_normal(count))
+    return np.clip(np.rint(drawn), least, most).astype(int).tolist()
 
 
 def documents(sized: Sized, image_token: int, lengths: Sequence[int], answer: float = 0.5) -> list[Document]:
