@@ -14,7 +14,8 @@ from eyeline.core.errors import StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import read_lines
 from eyeline.data import fetch, loader
-from eyeline.data.loader import Data, Reader
+from eyeline.data.loader import Reader
+from eyeline.data.sets import Data
 from eyeline.data.sources import Source
 from eyeline.data.tokenizer import Encoder
 from tests.data.mines import Mined

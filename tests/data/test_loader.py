@@ -23,7 +23,8 @@ from eyeline.data import fetch
 from eyeline.data.blend import Side
 from eyeline.data.images import Augment
 from eyeline.data.index import drawn
-from eyeline.data.loader import Data, Reader, training_texts
+from eyeline.data.loader import Reader
+from eyeline.data.sets import Data, training_texts
 from eyeline.data.sources import Source
 from eyeline.data.tokenizer import Encoder
 from tests.processes import children

@@ -12,7 +12,8 @@ from eyeline.core.batch import IGNORE, Batch, Budget
 from eyeline.core.facts import Area, Film, ImageRule
 from eyeline.data.documents import document_of
 from eyeline.data.images import prepare
-from eyeline.data.loader import Data, Reader
+from eyeline.data.loader import Reader
+from eyeline.data.sets import Data
 from eyeline.data.sources import Source, open_source
 from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import Encoder

@@ -25,9 +25,10 @@ from eyeline.core.facts import Area, Cost, ImageRule
 from eyeline.data import blend, containers, index, json_rows, loader, plan
 from eyeline.data.blend import Cursor, Pool, Side, blended, pools_of
 from eyeline.data.images import Augment
-from eyeline.data.loader import Data, Reader, Step
+from eyeline.data.loader import Reader, Step
 from eyeline.data.order import WINDOW_SHARDS
 from eyeline.data.plan import Item, Ordered, Sized
+from eyeline.data.sets import Data
 from eyeline.data.sources import Source, open_source
 from eyeline.data.tokenizer import Encoder
 from tests.data.test_loader import assert_same, row

@@ -26,7 +26,8 @@ from eyeline.data import blend, fetch, images, index, json_rows
 from eyeline.data.batches import batch_of
 from eyeline.data.documents import document_of
 from eyeline.data.images import prepare
-from eyeline.data.loader import Data, Reader, held_out
+from eyeline.data.loader import Reader
+from eyeline.data.sets import Data, held_out
 from eyeline.data.sources import Rows, Source, open_source
 from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import Encoder
@@ -180,7 +181,8 @@ from eyeline.core.batch import Budget
 from eyeline.core.errors import StorageFailed, TooManyRejects
 from eyeline.core.facts import ImageRule, Square
 from eyeline.data import json_rows, loader
-from eyeline.data.loader import Data, Reader
+from eyeline.data.loader import Reader
+from eyeline.data.sets import Data
 from eyeline.data.sources import Source
 
 folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

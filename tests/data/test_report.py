@@ -11,8 +11,9 @@ from eyeline.core.batch import Budget
 from eyeline.core.facts import ImageRule
 from eyeline.data.documents import document_of
 from eyeline.data.images import grey
-from eyeline.data.loader import Data, Reader
+from eyeline.data.loader import Reader
 from eyeline.data.report import TRAINED, Spread, data_report, first_documents, render_sample
+from eyeline.data.sets import Data
 from eyeline.data.sources import Source
 from eyeline.data.tokenizer import Encoder
 from tests.data.made import DOT, sample

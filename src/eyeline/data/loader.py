@@ -1,6 +1,6 @@
 """Plan, then fetch: the whole road from a recipe's `data` to batches. Read this file first.
 
-    open_source          files -> shards of rows                                                    sources.py
+    divided              a recipe's data -> opened sources: shards of rows                         sets.py, sources.py
     Index                a shard -> places, token ids, sizes of pictures: once, when a window needs it     index.py
     Pool, blended        shards -> windows of rows in an order                                      order.py, blend.py: pure
     plan                 a window -> packs within the budget; open bins go on into the next         plan.py, packing.py: pure
@@ -13,162 +13,32 @@ plan stands: a window, how much of it is done, and the bins that were open where
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field, model_validator
 from rich.console import Console
 from rich.progress import Progress
 
-from eyeline.core.batch import Batch, Budget, Sample, Text
-from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.core.batch import Batch, Budget
+from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Cost, ImageRule
-from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings, Share
 from eyeline.data import plan as planning
 from eyeline.data.blend import Cursor, Pool, Side, blended, pool_of, pools_of, whole
-from eyeline.data.containers import RETRIES
 from eyeline.data.deal import deal
-from eyeline.data.documents import TooLong
 from eyeline.data.fetch import Fetch, Row, Visit, fetched_in_order
 from eyeline.data.images import Augment
-from eyeline.data.index import Index, drawn, names_of
+from eyeline.data.index import Index
 from eyeline.data.plan import Item, Ordered, Plan, RowOf, Sizing, plan
 from eyeline.data.rejects import FIRST_VERDICT, Reject, Rejects
-from eyeline.data.sources import Place, Rows, Source, open_source
+from eyeline.data.sets import Data, divided
 from eyeline.data.tokenizer import Encoder
-from eyeline.data.workers import Workers
 
 VERSION = 2  # of the state
 PLAIN = Cost(token=1, pair=0, label=0, patch=1, patch_pair=0)
 PATIENCE = 2.0  # seconds of indexing before a bar appears
-
-
-class Data(Settings):
-    """What a stage learns from."""
-
-    sources: tuple[Source, ...] = Field(min_length=1)
-    blend: Literal["once", "shares"] = "once"  # every row once an epoch (a source's `repeat` times); or by the sources' `weight`
-    share_images: Positive = 1  # rows of one picture that are packed together and share its encoding
-    hold_out: Share = 0.0  # share of the pictures that is kept from training, to validate on; the same in every stage and run
-    validation: tuple[Source, ...] = ()  # or sources of their own to validate on
-    max_reject_rate: Share = 0.01
-    too_long: TooLong = "reject"  # or shrink: keep as many of the first exchanges as fit
-    augment: Augment = Augment()
-    workers: NotNegative = 0  # processes that decode; 0: this one. The batches are the same
-    read_ahead: Positive = 256  # MiB of batches that workers may make before their turn
-    decode_timeout: PositiveFloat = 60.0  # seconds for one sample, with workers; one that takes longer, and again alone, is rejected
-    read_timeout: PositiveFloat = 300.0  # seconds for reading one sample, with workers; a store that takes longer stops the run
-    read_retries: NotNegative = RETRIES  # of reading from a store that fails, ever later, before the run stops
-    cache: str | None = None  # the folder of the indexes; by default one in the run folder. Runs may share one
-
-    @property
-    def fetching(self) -> Workers:
-        return Workers(self.workers, self.read_ahead << 20, self.decode_timeout, self.read_timeout)
-
-    @model_validator(mode="after")
-    def _one_validation(self) -> "Data":
-        if self.hold_out and self.validation:
-            raise ValueError("hold_out and validation both say what to validate on; give one of them")
-        if any(source.repeat > 1 for source in self.validation):
-            raise ValueError("repeat says how often an epoch visits a source, and validation looks at each sample once. Leave it out there")
-        if self.hold_out == 1:
-            raise ValueError("hold_out: 1 leaves nothing to learn from; it is the share of pictures kept for validation, such as 0.02")
-        return self
-
-    @model_validator(mode="after")
-    def _one_rule(self) -> "Data":
-        if self.blend == "once" and any(source.weight != 1 for source in (*self.sources, *self.validation)):
-            raise ValueError("weight is a share, and blend: once visits every row once. Set blend: shares, or use repeat")
-        if self.blend == "shares" and any(source.repeat > 1 for source in self.sources):
-            raise ValueError("repeat belongs to blend: once; with blend: shares, weight says how much of a source there is")
-        if any(source.weight != 1 for source in self.validation):
-            raise ValueError("validation looks at each sample once; leave weight out there")
-        return self
-
-
-# What the sources hold, looked at row by row: before there is a tokenizer, and so before there is an index
-
-
-def opened(sources: Iterable[Source], retries: int = RETRIES) -> tuple[Rows, ...]:
-    return tuple(open_source(source, retries) for source in sources)
-
-
-def held_out(rows: Rows, place: Place, found: Sample | BadSample, share: float) -> bool:
-    """Whether a row is kept for validation: when any of its pictures is drawn, so that training never sees one of those."""
-    return share > 0 and drawn(names_of(found, rows.named(place)[0], rows.root)) < share
-
-
-@dataclass(frozen=True, eq=False)
-class Divided:
-    """The sources of a stage, opened."""
-
-    sources: tuple[Rows, ...]
-    judges: tuple[Rows, ...]  # what is validated on: the same ones where a part of them is held out; empty when nothing is
-
-
-def divided(data: Data) -> Divided:
-    """Open the sources. Refused for kinds that are not there, and when nothing is left on a side that is asked for.
-
-    Rows are read until that is known, which is soon in all data that will do.
-    """
-    sources, validation = opened(data.sources, data.read_retries), opened(data.validation, data.read_retries)
-    for rows in (*sources, *validation):
-        _refuse_absent_kinds(rows)
-    sides = {False: False, True: not data.hold_out}
-    looked = 0
-    for rows in sources:
-        for place, _, found in rows.kept():
-            looked += 1
-            sides[held_out(rows, place, found, data.hold_out)] = True
-            if all(sides.values()):
-                break
-        if all(sides.values()):
-            break
-    if not looked:
-        raise Refused("no sample is left to learn from: " + ", ".join(f"{r.path} has 0 that the settings leave" for r in sources))
-    if not sides[False]:
-        raise Refused(f"hold_out={data.hold_out} holds back all {looked} samples, and none is left to learn from. Lower it")
-    if not sides[True]:
-        raise Refused(f"hold_out={data.hold_out} holds back nothing of {looked} samples. Raise it")
-    return Divided(sources, validation or (sources if data.hold_out else ()))
-
-
-def _refuse_absent_kinds(rows: Rows) -> None:
-    source = rows.source
-    if source.kinds is None or source.limit is not None:
-        return
-    missing, others = set(source.kinds), set()
-    for shard in range(len(rows.shards)):
-        for _, kind, _ in rows.rows_in(shard):
-            missing.discard(kind or "")
-            if kind is not None:
-                others.add(kind)
-            if not missing:
-                return
-    absent = [kind for kind in source.kinds if kind in missing]
-    raise Refused(f"{source.path} has no samples of kind {', '.join(absent)}; it has {', '.join(sorted(k or '(none)' for k in others))}")
-
-
-def training_samples(data: Data) -> Iterator[Sample]:
-    """Every sample that training visits, once, in the sources' order. Rows that cannot be used are passed over."""
-    for rows in opened(data.sources, data.read_retries):
-        for place, _, found in rows.kept():
-            if isinstance(found, Sample) and not held_out(rows, place, found, data.hold_out):  # bad ones are counted in training
-                yield found
-
-
-def training_texts(data: Data) -> Iterator[str]:
-    """Every text that training shows, for a tokenizer to be made from."""
-    for sample in training_samples(data):
-        yield from texts(sample)
-
-
-def texts(sample: Sample) -> Iterator[str]:
-    """The texts of a conversation in order."""
-    return (part.text for message in sample.messages for part in message.parts if isinstance(part, Text))
 
 
 # Where a plan stands

@@ -14,9 +14,10 @@ from eyeline.core.log import visible
 from eyeline.data.blend import Side
 from eyeline.data.documents import document_of
 from eyeline.data.images import oddities, picture_key, prepare
-from eyeline.data.loader import Reader, texts, training_samples
+from eyeline.data.loader import Reader
 from eyeline.data.plan import RowOf, reject_of
 from eyeline.data.rejects import Reject
+from eyeline.data.sets import texts, training_samples
 from eyeline.data.tokenizer import Encoder
 
 EXAMINED_SHARDS = 32  # of each source at most, evenly spread

@@ -14,8 +14,9 @@ from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import Facts
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
-from eyeline.data.loader import Reader, divided, opened
+from eyeline.data.loader import Reader
 from eyeline.data.report import DataReport, Spread, data_report, first_documents, render_sample
+from eyeline.data.sets import divided, opened
 from eyeline.models import facts as facts_of
 from eyeline.models import family_of
 from eyeline.models.moe import Bias

@@ -12,7 +12,7 @@ from rich.text import Text
 from eyeline.bundle.bundle import open_bundle
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, visible
-from eyeline.data.loader import opened, training_samples
+from eyeline.data.sets import opened, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
 from eyeline.evals.result import Result, write_result
 from eyeline.models import build, facts

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from eyeline.core.batch import Budget
 from eyeline.core.facts import Part
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
-from eyeline.data.loader import Data
+from eyeline.data.sets import Data
 from eyeline.data.sources import Source
 from eyeline.models import Config
 from eyeline.models.lora import LoRA

@@ -17,7 +17,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, Part
 from eyeline.core.files import read_json, read_lines, read_object, write_atomically, write_json
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.loader import training_texts
+from eyeline.data.sets import training_texts
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import Encoder, add_tokens, load_tokenizer, train_bpe
 from eyeline.models import Model

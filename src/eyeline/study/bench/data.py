@@ -11,7 +11,8 @@ from typing import Any
 from eyeline.core.batch import Batch
 from eyeline.core.errors import Refused
 from eyeline.core.log import say
-from eyeline.data.loader import Data, Reader
+from eyeline.data.loader import Reader
+from eyeline.data.sets import Data
 from eyeline.data.sources import Source
 from eyeline.study.bench import data_work
 from eyeline.study.bench.data_work import BUDGET, BUFFER, PER_SHARD, RULE, Packed, Setup, hashes
