@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eyeline.core.errors import BadSample, TooManyRejects
-from eyeline.data.rejects import CAUSES, Reject, Rejects
+from eyeline.data.rejects import CAUSES, REMEDIES, Reject, Rejects
 
 
 def reject(row: int, cause: str = "missing_image", message: str = "a.png does not exist") -> Reject:
@@ -73,3 +73,8 @@ def test_causes_in_the_code_are_all_known() -> None:
     files = [*sources.glob("data/*.py"), *sources.glob("core/*.py")]
     used = {c for path in files for c in re.findall(r'(?:BadSample|Broken)\(\s*"(\w+)"', path.read_text())}
     assert used == set(CAUSES)
+
+
+def test_every_cause_has_a_remedy_of_one_sentence() -> None:
+    assert REMEDIES.keys() == CAUSES.keys()
+    assert all(remedy[0].isupper() and remedy[-1] == "." and len(remedy) < 140 for remedy in REMEDIES.values())

@@ -52,6 +52,51 @@ CAUSES: dict[str, str] = {
     "control_token": "text that the tokenizer would read as a control token",
     "too_long": "more tokens or patches than a batch holds, or more tokens than the model has positions",
 }
+REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.md lists the same
+    # the row
+    "not_json": "Write one JSON value a line with a JSON library, and end lines with newlines alone.",
+    "not_finite": "Write null, or leave the field out: only Python's json writes NaN.",
+    "duplicate_key": "Keep one of the two; which is meant cannot be told.",
+    "huge_number": "Write long ids as text, in quotes.",
+    "nesting": "Flatten the row: a conversation needs five levels.",
+    "line_too_long": "Put pictures into files and name them by path, or use Parquet or WebDataset archives.",
+    "damaged_tar": "Fetch or write the archive again, and compare its size with the original's.",
+    "tar_member": "Write regular files only, and name pictures in the JSON as the archive does.",
+    "tar_key": "Write the members of a sample one after another, and give each sample a key of its own.",
+    "damaged_parquet": "Fetch or write the file again; a row group that cannot be decoded is lost.",
+    "bad_unicode": "Write the file as UTF-8, and replace halves of surrogate pairs.",
+    "wrong_type": "Look at the field that the message names, and write it as docs/your-data.md shows its layout.",
+    "role": "Rename the role to user, assistant or system (human and gpt in LLaVA's layout).",
+    "role_order": "Let user and assistant take turns, the user first, and end with an answer.",
+    "placeholder_count": "Write as many <image> (or <video>) as the row has pictures (or films), or none where the layout allows it.",
+    "image_in_answer": "Move the picture into the turn before; models that draw are not trained here.",
+    "no_target": "Give the row an answer that is not empty, or leave it out.",
+    "tool_turn": "Leave such conversations out, or write calls and results as plain text.",
+    "unsupported": "Leave the part out, or write as text what it says.",
+    # the picture
+    "remote_url": "Download the pictures first, and name the files: training never waits for the web.",
+    "bad_path": "Write the path of a file, without control characters.",
+    "outside_root": "Set images: of the source to the folder that holds all pictures, and write paths that start there.",
+    "data_url": "Write data:image/png;base64, and the whole picture, or put it into a file.",
+    "missing_image": "Set images: of the source to the folder that paths start from, or fetch what is missing.",
+    "not_a_file": "Name the picture itself, not the folder that it lies in.",
+    "file_too_large": "Save the picture smaller: the model sees it resized in any case.",
+    "image_format": "Convert it to JPEG, PNG or WebP.",
+    "too_many_pixels": "Resize it: 89 million pixels are the most.",
+    "empty_image": "Save the picture again from its source.",
+    "broken_image": "Fetch the file again, and compare its size with the original's.",
+    "aspect_ratio": "Cut the picture into pieces, or pad its short side.",
+    "film": "Give the frames as a list, and a time in seconds for each, growing.",
+    "video_file": "Extract the frames: ffmpeg -i clip.mp4 -vf fps=2 clip/%05d.jpg, and list them.",
+    "frame_size": "Extract the frames again, all at one size.",
+    "decoder_crashed": "Save the picture again with another program, or leave it out.",
+    "decoder_hung": "Save the picture again, or raise data.decode_timeout if it is only large.",
+    "decoder_memory": "Save the picture smaller, or without what else its file holds.",
+    "picture_without_tower": "Train a model with a vision tower, or leave out rows with pictures.",
+    # the document
+    "control_token": "Take the text out; a tokenizer that reads it so cannot be told otherwise.",
+    "too_long": "Raise batch.tokens or batch.patches (up to the model's positions), or set data.too_long: shrink for many turns.",
+}
 LASTING = ("decoder_crashed", "decoder_hung")  # verdicts that are not found out again: each costs a worker
 FIRST_VERDICT = 100  # samples before the rate means anything
 
