@@ -1,0 +1,243 @@
+"""Data that lies ready for another trainer trains here as it is: the layouts that LLaMA-Factory, ms-swift, Qwen3-VL's finetuning code,
+TRL and nanoVLM document, in small files of our own. What must come out is written as what was trained: pictures by colour, in «» what is
+learned.
+
+What they document and Eyeline does not train on is rejected by name: no field is dropped in silence where that changes what is learned.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.trained import causes, draw, one
+
+Rows = list[dict[str, Any]]
+PICTURES = ("red.png", "images/green.jpg", "images/blue.jpg")
+FILM = ("frames/black-1.jpg", "frames/black-2.jpg", "frames/white-3.jpg")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in (*PICTURES, *FILM):
+        draw(tmp_path / name)
+    return tmp_path
+
+
+def as_list(path: Path, rows: Any) -> Path:
+    path.write_text(json.dumps(rows, indent=2, ensure_ascii=False))
+    return path
+
+
+def as_lines(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def as_parquet(path: Path, rows: Rows) -> Path:
+    pq.write_table(arrow.Table.from_pylist(rows), path)
+    return path
+
+
+def said(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def talk(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"from": role, "value": value} for role, value in turns]
+
+
+def stored(folder: Path, name: str) -> dict[str, Any]:
+    """A picture as Hugging Face's `datasets` stores it in Parquet."""
+    return {"bytes": (folder / name).read_bytes(), "path": None}
+
+
+# LLaMA-Factory (data/README.md, data/mllm_demo.json, data/mllm_video_demo.json)
+
+
+def test_llama_factory_pictures(folder: Path) -> None:
+    """mllm_demo: `messages` with <image> in the text, `images` beside."""
+    rows = [
+        {
+            "messages": said(("user", "<image>Who is it?"), ("assistant", "A cat."), ("user", "And now?"), ("assistant", "它睡了。")),
+            "images": ["images/green.jpg"],
+        },
+        {"messages": said(("user", "<image><image>Alike?"), ("assistant", "No.")), "images": ["images/blue.jpg", "red.png"]},
+    ]
+    assert one(as_list(folder / "mllm_demo.json", rows)) == [
+        ["user: [green]Who is it?", "assistant: «A cat.»", "user: And now?", "assistant: «它睡了。»"],
+        ["user: [blue][red]Alike?", "assistant: «No.»"],
+    ]
+
+
+def test_llama_factory_films(folder: Path) -> None:
+    """mllm_video_demo: a film file is refused with the way to its frames; with these in its place the row trains as it is."""
+    row = {"messages": said(("user", "<video>Why is it funny?"), ("assistant", "It falls."))}
+    assert causes(as_list(folder / "film.json", [row | {"videos": ["mllm_demo_data/1.mp4"]}])) == [("video_file", "videos[0]")]
+    assert one(as_list(folder / "frames.json", [row | {"videos": [list(FILM)]}])) == [
+        ["user: <0.2 seconds>[black]<1.0 seconds>[white]Why is it funny?", "assistant: «It falls.»"]
+    ]
+
+
+# ms-swift (docs: Custom-dataset)
+
+
+def test_ms_swift_messages(folder: Path) -> None:
+    """Its standard form, JSON lines: pictures by absolute path, a film and pictures in one turn, text alone."""
+    rows = [
+        {"messages": said(("user", "Where is it?"), ("assistant", "There."))},
+        {
+            "messages": said(("user", "<image><image>What differs?"), ("assistant", "The colour.")),
+            "images": [str(folder / "images/green.jpg"), str(folder / "red.png")],
+        },
+        {
+            "messages": said(("system", "Be kind."), ("user", "<image>What is here, <video>and here?"), ("assistant", "Cats.")),
+            "images": ["images/blue.jpg"],
+            "videos": [list(FILM)],
+        },
+    ]
+    assert one(as_lines(folder / "train.jsonl", rows)) == [
+        ["user: Where is it?", "assistant: «There.»"],
+        ["user: [green][red]What differs?", "assistant: «The colour.»"],
+        [
+            "system: Be kind.",
+            "user: [blue]What is here, <0.2 seconds>[black]<1.0 seconds>[white]and here?",
+            "assistant: «Cats.»",
+        ],
+    ]
+
+
+# Qwen3-VL's finetuning code (qwen-vl-finetune/README.md, demo/single_images.json)
+
+QWEN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "one picture": (
+        {"image": "images/green.jpg", "conversations": talk(("human", "<image>\nWhat is it?"), ("gpt", "An apple."))},
+        ["user: [green]What is it?", "assistant: «An apple.»"],
+    ),
+    "a picture behind the question": (
+        {"image": "red.png", "conversations": talk(("human", "What is it?\n<image>"), ("gpt", "An apple."))},
+        ["user: What is it?[red]", "assistant: «An apple.»"],
+    ),
+    "pictures in `images`": (
+        {"images": ["red.png", "images/blue.jpg"], "conversations": talk(("human", "<image>\n<image>\nAlike?"), ("gpt", "No."))},
+        ["user: [red][blue]Alike?", "assistant: «No.»"],
+    ),
+    "pictures in `image`, text between": (
+        {"image": ["red.png", "images/blue.jpg"], "conversations": talk(("human", "Which?\n<image> or \n<image>"), ("gpt", "Blue."))},
+        ["user: Which?[red] or [blue]", "assistant: «Blue.»"],
+    ),
+    "a box": (
+        {"image": "red.png", "conversations": talk(("human", "<image>\nLocate it, in JSON."), ("gpt", '{\n"bbox_2d": [1, 2, 5, 6]\n}'))},
+        ["user: [red]Locate it, in JSON.", 'assistant: «{\n"bbox_2d": [1, 2, 5, 6]\n}»'],
+    ),
+    "a film by its frames": (
+        {"video": list(FILM), "conversations": talk(("human", "<video>\nWhat happens?\n(A) All\n(B) Nothing"), ("gpt", "(B)"))},
+        ["user: <0.2 seconds>[black]<1.0 seconds>[white]What happens?\n(A) All\n(B) Nothing", "assistant: «(B)»"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("write", "name"), [(as_list, "annotations.json"), (as_lines, "annotations.jsonl")])
+def test_qwen_vl_finetune(folder: Path, write: Callable[[Path, Rows], Path], name: str) -> None:
+    """`annotation_path` and `data_path` are our `path` and `images`."""
+    (folder / "annotations").mkdir()
+    path = write(folder / "annotations" / name, [row for row, _ in QWEN.values()])
+    assert one(path, images=str(folder)) == [told for _, told in QWEN.values()]
+
+
+# TRL (docs: dataset formats, SFT trainer), which reads Hugging Face's Parquet
+
+
+def test_trl_vision_messages(folder: Path) -> None:
+    """Parts of type image take theirs from `images`, in order; Parquet gives every part every field."""
+    rows = [
+        {
+            "messages": said(
+                ("user", [{"type": "image", "text": None}, {"type": "text", "text": "What colour?"}]),
+                ("assistant", [{"type": "text", "text": "Red."}]),
+            ),
+            "images": [stored(folder, "red.png")],
+        },
+        {
+            "messages": said(
+                ("user", [{"type": "text", "text": "Is "}, {"type": "image", "text": None}, {"type": "image", "text": None}]),
+                ("assistant", [{"type": "text", "text": "No."}]),
+            ),
+            "images": [stored(folder, "images/blue.jpg"), stored(folder, "images/green.jpg")],
+        },
+    ]
+    assert one(as_parquet(folder / "train-00000-of-00001.parquet", rows)) == [
+        ["user: [red]What colour?", "assistant: «Red.»"],
+        ["user: Is [blue][green]", "assistant: «No.»"],
+    ]
+
+
+def test_trl_text(folder: Path) -> None:
+    rows = [{"messages": said(("user", "What colour?"), ("assistant", "Blue."))}]
+    assert one(as_parquet(folder / "messages.parquet", rows)) == [["user: What colour?", "assistant: «Blue.»"]]
+
+
+# nanoVLM: The Cauldron, and FineVision with its ratings
+
+RATINGS = {
+    f"{what}_{how}": value
+    for what in ("relevance", "image_correspondence", "visual_dependency", "formatting")
+    for how, value in (("ratings", [5, 4]), ("min", 4))
+}
+
+
+def test_nanovlm_the_cauldron(folder: Path) -> None:
+    turns = [
+        {"user": "What colour?\nShort.", "assistant": "Red.", "source": "VQA"},
+        {"user": "Sure?", "assistant": "Yes.", "source": "VQA"},
+    ]
+    rows = [{"images": [stored(folder, "red.png")], "texts": [turn | {"source": "VQA"} for turn in turns]}]
+    assert one(as_parquet(folder / "train-00000-of-00001-abc.parquet", rows)) == [
+        ["user: [red]What colour?\nShort.", "assistant: «Red.»", "user: Sure?", "assistant: «Yes.»"]
+    ]
+
+
+def test_nanovlm_finevision(folder: Path) -> None:
+    """A folder for each subset with files of its split."""
+    turns = [{"user": "Which is blue?", "assistant": "The first."}, {"user": "Sure?", "assistant": "Yes."}]
+    rows = [{"images": [stored(folder, "images/blue.jpg"), stored(folder, "red.png")], "texts": turns, "source": "mine", **RATINGS}]
+    (folder / "ai2d").mkdir()
+    as_parquet(folder / "ai2d" / "train-00000-of-00002.parquet", rows)
+    as_parquet(folder / "ai2d" / "train-00001-of-00002.parquet", rows)
+    wanted = ["user: [blue][red]Which is blue?", "assistant: «The first.»", "user: Sure?", "assistant: «Yes.»"]
+    assert one(folder / "ai2d") == [wanted, wanted]
+
+
+# What is for other kinds of training: by name, never half
+
+REJECTED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
+    "ms-swift: pretraining": (
+        {"messages": said(("assistant", "<image>is a puppy")), "images": ["red.png"]},
+        ("image_in_answer", "messages[0].content"),
+    ),
+    "ms-swift: prompts alone": ({"messages": said(("user", "What is 1 + 1?"))}, ("no_target", "messages")),
+    "ms-swift: a picture to draw": (
+        {"messages": said(("user", "Draw it."), ("assistant", "<image>")), "images": ["red.png"]},
+        ("image_in_answer", "messages[1].content"),
+    ),
+    "TRL: tools": (
+        {
+            "messages": [
+                *said(("user", "Light!")),
+                {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "light", "arguments": {}}}]},
+                *said(("tool", "On."), ("assistant", "Done.")),
+            ]
+        },
+        ("tool_turn", "messages[1].tool_calls"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_what_is_not_trained_is_named(folder: Path, case: str) -> None:
+    row, wanted = REJECTED[case]
+    assert causes(as_list(folder / "data.json", [row])) == [wanted]
