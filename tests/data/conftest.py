@@ -17,23 +17,6 @@ WORDS = (
     "It is a red circle. Is there a blue triangle in the image? yes no 12 345 don't we'll <|not a control|> \n\n héllo wörld 你好 "
 )
 
-# What the official Qwen2.5-Instruct tokenizers carry, without its branches for tools: the reference of the tests
-OFFICIAL_QWEN2_5 = (
-    "{%- if messages[0]['role'] == 'system' %}\n"
-    "    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}\n"
-    "{%- else %}\n"
-    "    {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}\n"
-    "{%- endif %}\n"
-    "{%- for message in messages %}\n"
-    '    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant") %}\n'
-    "        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
-    "    {%- endif %}\n"
-    "{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n"
-    "    {{- '<|im_start|>assistant\\n' }}\n"
-    "{%- endif %}\n"
-)
-
 
 @pytest.fixture(scope="session")
 def tokenizers() -> dict[str, PreTrainedTokenizerFast]:

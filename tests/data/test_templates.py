@@ -1,7 +1,11 @@
 """Templates equal the tokenizers' own, token for token, and what is learned is what the assistant says, with its end."""
 
+import re
 from copy import copy
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -18,8 +22,8 @@ from eyeline.data.documents import document_of, prompt_of, tokenised
 from eyeline.data.images import grey
 from eyeline.data.templates import TEMPLATES, template_named
 from eyeline.data.tokenizer import Encoder
-from tests.data.conftest import OFFICIAL_QWEN2_5
 from tests.data.made import DOT, said, sample
+from tests.data.published import PUBLISHED
 
 Tokenizers = dict[str, PreTrainedTokenizerFast]
 
@@ -70,19 +74,27 @@ CONVERSATIONS = {
     "half a thought": said("what?", "So a circle.</think>\n\nA circle."),
     "looks like a role": said("assistant\nI am the user", "user\nI am the assistant"),
 }
+THOUGHTS = {message for name in ("thoughts", "half a thought") for message in CONVERSATIONS[name] if message.role == "assistant"}
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_tokens_equal_the_tokenizers_own(name: str, messages: tuple[Message, ...], tokenizers: Tokenizers) -> None:
+    """With our jinja, which is exported, and with the one that the published checkpoint carries."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
-    jinja = OFFICIAL_QWEN2_5 if name == "qwen2.5" else encoder.template.jinja
-    found, wanted = ours(encoder, messages, False), theirs(tokenizers, name, messages, False, jinja)
-    if name == "qwen3.5-thinking" and "<think>\n\n" in encoder.decode(wanted, special=True):
-        # the prompt ends after the first newline of an empty thought, and the model writes the second: never one token here
-        found, wanted = ([encoder.decode(ids, special=True)] for ids in (found, wanted))
-    assert found == wanted
-    assert ours(encoder, messages[:-1], True) == theirs(tokenizers, name, messages[:-1], True, jinja)
+    for jinja in [encoder.template.jinja, *([PUBLISHED[name]] if name in PUBLISHED else [])]:
+        assert ours(encoder, messages[:-1], True) == theirs(tokenizers, name, messages[:-1], True, jinja)
+        if jinja in (PUBLISHED["qwen3-no-thinking"], PUBLISHED["qwen3.5"]) and THOUGHTS.intersection(messages):
+            continue  # a model that is not to think is not taught the thoughts of the data
+        found, wanted = ours(encoder, messages, False), theirs(tokenizers, name, messages, False, jinja)
+        if TEMPLATES[name].jinja.endswith("<think>\\n' }}{%- endif %}") and "<think>\n\n" in encoder.decode(wanted, special=True):
+            # the prompt ends after the first newline of an empty thought, and the model writes the second: never one token here
+            found, wanted = ([encoder.decode(ids, special=True)] for ids in (found, wanted))
+        assert found == wanted
+
+
+def test_every_template_but_our_own_is_a_published_one() -> None:
+    assert [name for name in TEMPLATES if name not in PUBLISHED] == ["plain"]
 
 
 THOUGHT = "<think>\nA square?\n</think>\n\n"
@@ -109,12 +121,6 @@ def test_a_template_without_films_rejects_them(plain: Encoder) -> None:
         tokenised(said((FILM, "what?"), "a"), plain, replace(RULE, frames=2))
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
-def test_exported_jinja_equals_the_official_one(tokenizers: Tokenizers, messages: tuple[Message, ...]) -> None:
-    ours = TEMPLATES["qwen2.5"].jinja
-    assert theirs(tokenizers, "qwen2.5", messages, True, ours) == theirs(tokenizers, "qwen2.5", messages, True, OFFICIAL_QWEN2_5)
-
-
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_jinja_takes_lists_of_parts(name: str, tokenizers: Tokenizers) -> None:
     """As processors and servers pass pictures."""
@@ -135,27 +141,58 @@ _text = (
     .filter(lambda text: not any(control in text for control in _CONTROLS))
     | st.sampled_from(["<|im", "end|>", "user\n", " a", "\n\n", "'ll", "🙂"])
 )
+_any_text = _text | st.sampled_from(sorted(_CONTROLS)).flatmap(lambda control: _text.map(lambda text: text + control + "!"))
 _question = st.lists(_text | st.just(DOT), min_size=1, max_size=4).map(tuple)
 _answer = _text.filter(lambda text: not text[0].isspace())  # a space there may merge with the newline before it: the one exception
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(_question, _answer), min_size=1, max_size=3), st.none() | _text)
-def test_any_conversation_equals_the_tokenizers_own(qwen: Encoder, tokenizers: Tokenizers, exchanges: list, system: str | None) -> None:
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(PUBLISHED)), st.lists(st.tuples(_question, _answer), min_size=1, max_size=3), st.none() | _text)
+def test_any_conversation_equals_the_tokenizers_own(tokenizers: Tokenizers, name: str, exchanges: list, system: str | None) -> None:
     messages = said(*(turn for exchange in exchanges for turn in exchange), system=system)
-    assert ours(qwen, messages, False) == theirs(tokenizers, "qwen2.5", messages, False, OFFICIAL_QWEN2_5)
+    encoder = Encoder(tokenizers[name], TEMPLATES[name])
+    for jinja in (encoder.template.jinja, PUBLISHED[name]):
+        found, wanted = ours(encoder, messages, False), theirs(tokenizers, name, messages, False, jinja)
+        if "<think>" in encoder.controls:  # an empty thought's second newline, and one that an answer begins with
+            found, wanted = ([encoder.decode(ids, special=True)] for ids in (found, wanted))
+        assert found == wanted
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(_question, _text.filter(str.strip)), min_size=1, max_size=3))
-def test_targets_decode_to_the_answers_and_their_ends(qwen: Encoder, rule, exchanges: list) -> None:
-    """Labels are aligned: label t belongs to the row whose next token it is."""
-    conversation = sample(*(turn for exchange in exchanges for turn in exchange))
-    document = document_of(conversation, qwen, rule, [grey(rule)] * len(conversation.pictures))
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(sorted(TEMPLATES)),
+    st.lists(st.tuples(_question, _any_text.filter(str.strip)), min_size=1, max_size=3),
+    st.none() | _any_text,
+)
+def test_targets_decode_to_the_answers_and_their_ends(
+    tokenizers: Tokenizers, rule: ImageRule, name: str, exchanges: list, system: str | None
+) -> None:
+    """Labels are aligned: label t belongs to the row whose next token it is. Whatever the texts say, controls' names too."""
+    encoder = Encoder(tokenizers[name], TEMPLATES[name])
+    conversation = sample(*(turn for exchange in exchanges for turn in exchange), system=system)
+    document = document_of(conversation, encoder, rule, [grey(rule)] * len(conversation.pictures))
     rows = (document.labels_T != IGNORE).nonzero()[0]
     assert (document.labels_T[rows] == document.tokens_T[rows + 1]).all()
-    wanted = [i for _, answer in exchanges for i in (*qwen.ids(answer), qwen.controls["<|im_end|>"])]
-    assert document.labels_T[rows].tolist() == wanted
+    answers = [answer for _, answer in exchanges][-1 if encoder.template.learns == "the last answer" else 0 :]
+    assert encoder.decode(document.labels_T[rows].tolist(), special=True) == "".join(map(partial(written, name), answers))
+    ends = document.labels_T[rows] == encoder.controls[encoder.template.terminator]
+    assert (ends.sum(), ends[-1]) == (len(answers), True)
+
+
+def written(name: str, answer: str) -> str:
+    """What the model should write for an answer of the data."""
+    template = TEMPLATES[name]
+    if name.startswith("llama3") or name.startswith("qwen3.5"):
+        answer = answer.strip()
+    if template.learns == "the last answer":
+        thought, _, said = answer.rpartition("</think>")
+        thought = thought.split("</think>")[0].split("<think>")[-1]
+        thought = thought.strip() if name.startswith("qwen3.5") else thought.strip("\n")
+        opened = name in ("qwen3.5-thinking", "qwen3-vl-thinking")
+        answer = said.lstrip("\n")
+        if name not in ("qwen3.5", "qwen3-no-thinking"):
+            answer = ("" if opened else "<think>\n") + f"{thought}\n</think>\n\n{answer}"
+    return normalize("NFC", answer) + template.terminator  # as these tokenizers do
 
 
 def test_pictures_are_numbered_over_the_conversation(qwen: Encoder) -> None:
@@ -177,11 +214,13 @@ LEARNED = {  # of answers without thoughts, and with them
     "qwen2.5": ("A.<|im_end|>B.<|im_end|>", f"{THOUGHT}A.<|im_end|>{THOUGHT}B.<|im_end|>"),
     "qwen3": ("A.<|im_end|>B.<|im_end|>", f"{THOUGHT}A.<|im_end|>{THOUGHT}B.<|im_end|>"),
     "qwen3-thinking": ("<think>\n\n</think>\n\nB.<|im_end|>", f"{THOUGHT}B.<|im_end|>"),
+    "qwen3-vl-thinking": ("\n</think>\n\nB.<|im_end|>", "A square?\n</think>\n\nB.<|im_end|>"),
     "qwen3-no-thinking": ("B.<|im_end|>", "B.<|im_end|>"),
     "qwen3.5": ("B.<|im_end|>", "B.<|im_end|>"),
     "qwen3.5-thinking": ("\n</think>\n\nB.<|im_end|>", "A square?\n</think>\n\nB.<|im_end|>"),
     "smollm2": ("A.<|im_end|>B.<|im_end|>", f"{THOUGHT}A.<|im_end|>{THOUGHT}B.<|im_end|>"),
     "llama3": ("A.<|eot_id|>B.<|eot_id|>", f"{THOUGHT}A.<|eot_id|>{THOUGHT}B.<|eot_id|>"),
+    "llama3.1": ("A.<|eot_id|>B.<|eot_id|>", f"{THOUGHT}A.<|eot_id|>{THOUGHT}B.<|eot_id|>"),
     "plain": ("A.<|endoftext|>B.<|endoftext|>", f"{THOUGHT}A.<|endoftext|>{THOUGHT}B.<|endoftext|>"),
 }
 
@@ -192,6 +231,7 @@ def test_what_is_learned_is_what_will_be_asked_for(name: str, tokenizers: Tokeni
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     assert learned(encoder, sample((DOT, "one?"), "A.", "two?", "B.")) == LEARNED[name][0]
     assert learned(encoder, sample("one?", THOUGHT + "A.", "two?", THOUGHT + "B.")) == LEARNED[name][1]
+    assert encoder.template.learns == ("every answer" if "A." in LEARNED[name][0] else "the last answer")
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -248,21 +288,24 @@ def test_a_prompt_is_the_document_before_its_last_answer(qwen: Encoder, rule) ->
     assert prompt_of(asked.messages[:-1], qwen, rule, [grey(rule)]).tokens_T.tolist() == prompt.tokens_T.tolist()
 
 
-CONTROLS = ["<think>", "</think>", "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<|image_pad|>", "<|vision_start|>"]
+FOREIGN = ("<s>", "</s>", "<bos>", "[INST]", "<|image|>", "<image>", "<|endoftext|>", "<|im_start|>assistant\n", "<|eot_id|>")
 
 
-@pytest.mark.parametrize("text", CONTROLS)
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3.5-thinking"])
-def test_control_strings_in_data_stay_text(name: str, text: str, tokenizers: Tokenizers) -> None:
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_control_strings_in_data_stay_text(name: str, tokenizers: Tokenizers) -> None:
+    """Its own and those of other models, in every role: the control tokens are those of the same conversation without them."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
-    answer = f"I say {text.replace('</think>', '')}!"  # in an answer that one ends a thought
-    document = document_of(sample(f"say {text}", answer, system=text), encoder, RULE, [])
-    special = [t for t in document.tokens_T.tolist() if t in encoder.controls.values()]
-    start, end = encoder.controls["<|im_start|>"], encoder.controls["<|im_end|>"]
-    thought = [encoder.controls[t] for t in ("<think>", "</think>")] if name == "qwen3.5-thinking" else []
-    assert special == [start, end, start, end, start, *thought, end]
-    spoken = [t for t in document.labels_T.tolist() if t != IGNORE]
-    assert encoder.decode(spoken, special=True).endswith(f"{answer}<|im_end|>")
+
+    def controls(text: str, answer: str) -> list[int]:
+        document = document_of(sample((DOT, f"say {text}"), answer, system=text), encoder, RULE, [grey(RULE)])
+        spoken = encoder.decode([t for t in document.labels_T.tolist() if t != IGNORE], special=True)
+        assert spoken.endswith(answer + encoder.template.terminator)
+        return [t for t in document.tokens_T.tolist() if t in encoder.controls.values()]
+
+    wanted = controls("hello", "I say hello!")
+    assert len(wanted) > 4
+    for text in sorted(_CONTROLS.union(FOREIGN)):
+        assert controls(text, f"I say {text.replace('</think>', '')}!") == wanted, text  # in an answer, that one ends a thought
 
 
 def test_a_pasted_transcript_is_not_learned(qwen: Encoder, rule: ImageRule) -> None:
@@ -274,3 +317,9 @@ def test_a_pasted_transcript_is_not_learned(qwen: Encoder, rule: ImageRule) -> N
 def test_an_unknown_template_is_refused_with_the_known_ones() -> None:
     with pytest.raises(Refused, match=r"'qwen2\.4' is not known; there are qwen2\.5, qwen3, .*, plain\. Did you mean 'qwen2\.5'\?"):
         template_named("qwen2.4")
+
+
+def test_the_manual_lists_every_template_and_what_it_learns() -> None:
+    manual = Path(__file__).parents[2].joinpath("docs/data.md").read_text()
+    rows = re.findall(r"^\| `([\w.-]+)` \| .* \| (every answer|the last answer)\b.* \|$", manual, re.MULTILINE)
+    assert dict(rows) == {name: template.learns for name, template in TEMPLATES.items()}

@@ -27,7 +27,7 @@ from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import read_object, write_json
 from eyeline.core.log import warn
-from eyeline.data.templates import FILM, TEMPLATES, template_named
+from eyeline.data.templates import FILM, LLAMA_DATE, TEMPLATES, template_named
 from eyeline.data.tokenizer import Encoder, load_tokenizer, save_tokenizer
 from eyeline.models import CONFIG, FAMILIES, Config, Model, facts, family_of
 from eyeline.models.forms import Files, Form, MediaTokens
@@ -307,10 +307,9 @@ def recognised(tokenizer: "PreTrainedTokenizerBase", where: Path) -> str:
 
 
 def _rendered(tokenizer: "PreTrainedTokenizerBase", jinja: str) -> list[str] | None:
+    asked: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "date_string": LLAMA_DATE}  # else 3.2's writes today's
     try:
-        return [
-            str(tokenizer.apply_chat_template(probe, chat_template=jinja, tokenize=False, add_generation_prompt=True)) for probe in _PROBES
-        ]
+        return [str(tokenizer.apply_chat_template(probe, chat_template=jinja, **asked)) for probe in _PROBES]
     except (TemplateError, ValueError, TypeError, KeyError):  # a template that does not take such a conversation is another one
         return None
 

@@ -7,6 +7,7 @@ along with every export. Tests hold the two equal, token for token.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from eyeline.core.batch import Message, Picture, Text, Video
 from eyeline.core.errors import BadSample, Refused, nearest
@@ -52,6 +53,7 @@ class Template:
     jinja: str  # the same template for `tokenizer.apply_chat_template`, one image token a picture
     render: Callable[[Sequence[Message], bool, int], list[Segment]]
     end: str = "<|endoftext|>"  # ends a text in the tokenizer's own terms: pads, and stops generation too
+    learns: Literal["every answer", "the last answer"] = "every answer"  # the last, where earlier ones are shown without thoughts
 
     def segments(self, messages: Sequence[Message], prompt: bool = False, frames: int = 1) -> list[Segment]:
         """The conversation as segments. `prompt` opens an assistant turn at the end, for generation; `frames` of a film are
@@ -236,6 +238,7 @@ def _thinking_template(name: str, thinking: Thinking) -> Template:
         "{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n" + opening + "' }}{%- endif %}",
         render=partial(_thinking, thinking=thinking),
+        learns="the last answer",
     )
 
 
@@ -254,12 +257,19 @@ def _trimmed(message: Message) -> Message:
     return Message(message.role, tuple(parts))
 
 
-def _llama3(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segment]:
-    """Llama-3-Instruct's template. It begins with the only BOS that there is: the encoder adds none."""
+LLAMA_DATE = "26 Jul 2024"  # what Llama 3.1's template says today is, and 3.2's where nobody tells it the day
+LLAMA_PREAMBLE = f"Cutting Knowledge Date: December 2023\nToday Date: {LLAMA_DATE}\n\n"
+
+
+def _llama3(messages: Sequence[Message], prompt: bool, frames: int, preamble: str) -> list[Segment]:
+    """Llama-3-Instruct's template. It begins with the only BOS that there is: the encoder adds none. A `preamble` begins the system
+    message, which is there even if a conversation has none of its own."""
     out: list[Segment] = [Control("<|begin_of_text|>")]
-    for message in messages:
-        out += [*_header(message.role), *_parts(_trimmed(message), Marks(IMAGE), frames)]
-        out.append(Control("<|eot_id|>", message.role == "assistant"))
+    if preamble and (not messages or messages[0].role != "system"):
+        messages = [Message("system", ()), *messages]
+    for n, message in enumerate(messages):
+        out += [*_header(message.role), Content(preamble if n == 0 and message.role == "system" else "")]
+        out += [*_parts(_trimmed(message), Marks(IMAGE), frames), Control("<|eot_id|>", message.role == "assistant")]
     return [*out, *_header("assistant")] if prompt else out
 
 
@@ -267,13 +277,26 @@ def _header(role: str) -> list[Segment]:
     return [Control("<|start_header_id|>"), Content(role), Control("<|end_header_id|>"), Content("\n\n")]
 
 
-LLAMA3_JINJA = (
-    _said_jinja(Marks(IMAGE)) + "{{- '<|begin_of_text|>' }}"
-    "{%- for message in messages %}"
-    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + (said(message['content']) | trim) + '<|eot_id|>' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
-)
+def _llama3_template(name: str, preamble: str) -> Template:
+    begins = "{%- macro begin(role) %}{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}{%- endmacro %}"
+    said = "(said(message['content']) | trim) + '<|eot_id|>'"
+    first = ""
+    if preamble:
+        begins += "{%- set preamble = '" + preamble.replace("\n", "\\n") + "' %}"
+        said = "(preamble if loop.first and message['role'] == 'system' else '') + " + said
+        first = "{%- if messages[0]['role'] != 'system' %}{{- begin('system') + preamble + '<|eot_id|>' }}{%- endif %}"
+    return Template(
+        name=name,
+        controls=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>", IMAGE),
+        image=IMAGE,
+        terminator="<|eot_id|>",
+        jinja=_said_jinja(Marks(IMAGE)) + begins + "{{- '<|begin_of_text|>' }}" + first + "{%- for message in messages %}"
+        "{{- begin(message['role']) + " + said + " }}"
+        "{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- begin('assistant') }}{%- endif %}",
+        render=partial(_llama3, preamble=preamble),
+        end="<|end_of_text|>",
+    )
 
 
 def _plain(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segment]:  # noqa: ARG001 - the question's newline opens the answer
@@ -295,19 +318,14 @@ _ALL = (
     _chatml_template("qwen2.5", replace(QWEN_MARKS, film=None), QWEN_SYSTEM),
     _chatml_template("qwen3", QWEN_MARKS, None),  # Qwen3-VL-Instruct and Qwen3-Instruct (2507), which do not think
     _thinking_template("qwen3-thinking", Thinking(on=True, opened=False, trimmed=False)),  # Qwen3 (2025-04) as it comes
+    # Qwen3-VL-Thinking and Qwen3-Thinking (2507)
+    _thinking_template("qwen3-vl-thinking", Thinking(on=True, opened=True, trimmed=False)),
     _thinking_template("qwen3-no-thinking", Thinking(on=False, opened=False, trimmed=False)),  # the same with enable_thinking=False
     _thinking_template("qwen3.5", Thinking(on=False, opened=True, trimmed=True)),  # with enable_thinking=False, the small ones' default
     _thinking_template("qwen3.5-thinking", Thinking(on=True, opened=True, trimmed=True)),
     _chatml_template("smollm2", Marks(IMAGE), SMOL_SYSTEM),
-    Template(
-        name="llama3",
-        controls=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>", IMAGE),
-        image=IMAGE,
-        terminator="<|eot_id|>",
-        jinja=LLAMA3_JINJA,
-        render=_llama3,
-        end="<|end_of_text|>",
-    ),
+    _llama3_template("llama3", ""),
+    _llama3_template("llama3.1", LLAMA_PREAMBLE),  # and 3.2's and 3.3's
     Template("plain", ("<|endoftext|>", IMAGE), IMAGE, "<|endoftext|>", PLAIN_JINJA, _plain),
 )
 TEMPLATES: dict[str, Template] = {template.name: template for template in _ALL}
