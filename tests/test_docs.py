@@ -10,9 +10,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from eyeline.core.batch import Sample
 from eyeline.core.files import read_lines, read_object, write_json
-from eyeline.data.sources import Source, open_source
 from eyeline.recipes.read import shipped
 from eyeline.train.run import MAY_CHANGE
 from tests.bundle.test_transplant import save_qwen3
@@ -73,25 +71,6 @@ def test_your_own_data_in_five_lines(tmp_path: Path) -> None:
     bash(f"{chat.replace('NAME', 'llava-siglip2-qwen2.5')} --ask hello --max-tokens 4", tmp_path)
     bash(export.replace("NAME", "llava-siglip2-qwen2.5"), tmp_path)
     assert (tmp_path / "exported" / "config.json").exists()
-
-
-def test_rows_of_every_documented_layout_are_read(tmp_path: Path) -> None:
-    """docs/data.md's own blocks, as files."""
-    for name in ("1", "2"):
-        (tmp_path / "cats").mkdir(exist_ok=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"{name}.jpg")
-    found = blocks((ROOT / "docs/data.md").read_text())
-    wanted = (
-        ("json", "llava", [1, 2, 0]),
-        ("jsonl", "openai", [1, 0]),
-        ("jsonl", "captions", [1, 1]),
-        ("jsonl", "llava", [2, 3]),
-    )  # pictures, frames of films too
-    for block, (suffix, layout, pictures) in zip(found, wanted, strict=True):
-        (tmp_path / f"rows.{suffix}").write_text(block)
-        rows = open_source(Source(path=str(tmp_path / f"rows.{suffix}")))
-        assert rows.layout.name == layout
-        assert [len(found.pictures) for _, _, found in rows.kept() if isinstance(found, Sample)] == pictures
 
 
 def run_block(text: str, folder: Path) -> str:

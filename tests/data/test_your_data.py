@@ -1,0 +1,107 @@
+"""docs/your-data.md is true: a step is trained on every example of it, and every cause of a reject is explained."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eyeline.data.rejects import CAUSES, REMEDIES
+from eyeline.data.sources import Source
+from tests.data.trained import draw, trained
+
+PAGE = (Path(__file__).parents[2] / "docs" / "your-data.md").read_text()
+
+
+@dataclass
+class Example:
+    """The blocks of one section: files by name, programs that write some, and the sources of a recipe."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    programs: list[str] = field(default_factory=list)
+    sources: list[dict[str, object]] = field(default_factory=list)
+
+    def make(self, folder: Path) -> tuple[Source, ...]:
+        """Write everything, with every picture that is named, below a folder, and the sources that read it."""
+        for source in self.sources or [{"path": name} for name in self.files]:
+            for name, text in self.files.items():
+                root = folder / str(source.get("images") or Path(name).parent)
+                for picture in re.findall(r'"([\w/-]+\.(?:jpg|png))"', text):
+                    draw(root / picture)
+        for name, text in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        for program in self.programs:
+            for picture in re.findall(r'(?:Path|open)\("([\w/-]+\.(?:jpg|png))"', program):
+                draw(folder / picture)
+            exec(compile(program, "docs/your-data.md", "exec"), {})  # the page's own text
+        found = self.sources or [{"path": name} for name in self.files]
+        return tuple(Source.model_validate(source) for source in found)
+
+
+def examples() -> dict[str, Example]:
+    found: dict[str, Example] = {}
+    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
+        example = found.setdefault(section.splitlines()[0], Example())
+        for kind, name, text in re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
+            match kind:
+                case "python":
+                    example.programs.append(text)
+                case "yaml":
+                    example.sources += yaml.safe_load(text)["sources"]
+                case _:
+                    assert name, f"a block of {kind} has no file name"
+                    example.files[name] = text
+    return {title: example for title, example in found.items() if example.files or example.programs}
+
+
+EXAMPLES = examples()
+A_CAT = ["user: [black]What is it?", "assistant: «A cat.»"]
+CAPTIONS = [
+    ["user: [black]Describe the image.", "assistant: «A black cat on a wall.»"],
+    ["user: [white]Describe the image.", "assistant: «A cat asleep.»"],
+]
+TRAINED: dict[str, list[list[str]]] = {
+    "Conversations": [
+        [*A_CAT, "user: What colour?", "assistant: «Black.»"],
+        ["user: [black] [white] Which one sleeps?", "assistant: «The second.»"],
+        ["user: Say hello.", "assistant: «Hello.»"],
+    ],
+    "Messages": [
+        ["system: Be brief.", *A_CAT],
+        ["user: [white]What colour?", "assistant: «White.»"],
+        ["user: [white]Alike?[black]", "assistant: «No.»"],
+        ["user: Say hello.", "assistant: «Hello.»"],
+    ],
+    "The Cauldron and FineVision": [
+        [*A_CAT, "user: What colour?", "assistant: «Black.»"],
+        ["user: [black][white]Which one sleeps?", "assistant: «The second.»"],
+    ],
+    "Captions": CAPTIONS,
+    "Parquet": [A_CAT],
+    "WebDataset": [["user: [white][black]Alike?", "assistant: «No.»"]],
+    "Films": [
+        ["user: <0.5 seconds>[black/white]Does it move?", "assistant: «No.»"],
+        ["user: <0.2 seconds>[black] or <0.0 seconds>[white]?", "assistant: «Both.»"],
+    ],
+    "Where pictures lie": CAPTIONS,
+    "Several sources": [CAPTIONS[1], A_CAT],
+}
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_every_example_is_trained_on(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert list(trained(*EXAMPLES[title].make(tmp_path)).values()) == TRAINED[title]
+
+
+def test_every_link_of_the_table_is_a_section() -> None:
+    titles = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^## (.+)$", PAGE, re.MULTILINE)}
+    assert set(re.findall(r"\]\(#([\w-]+)\)", PAGE)) <= titles
+
+
+def test_the_documented_causes_are_those_of_the_code() -> None:
+    """A row a cause: what it means and what to do are the code's own words."""
+    listed = {cause: (meaning, remedy) for cause, meaning, remedy in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)}
+    assert listed == {cause: (CAUSES[cause], REMEDIES[cause]) for cause in CAUSES}
