@@ -14,9 +14,12 @@ from eyeline.core.errors import StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import read_lines
 from eyeline.data import fetch, loader
+from eyeline.data.containers import File
+from eyeline.data.index import ShardIndex
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source
+from eyeline.data.tars import Tars
 from eyeline.data.tokenizer import Encoder
 from tests.data.mines import Mined
 from tests.data.test_loader import BUDGET, assert_same, assert_same_steps, flat
@@ -224,6 +227,28 @@ def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: 
     assert len(waits) == 18
     with pytest.raises(StorageFailed, match="tried 2 times"):
         list(open_reader(path, read_retries=1).steps(BUDGET, 1, 1))
+
+
+@pytest.mark.parametrize("share", [1, 3])
+def test_with_an_index_nothing_is_read_but_pictures(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: int) -> None:
+    """Those of a sample in one request, though texts lie between them; and the tensors are those of rows that are read."""
+    members: list[tuple[str, Any]] = []
+    for n in range(12):
+        said = [{"from": "human", "value": "<image> <image>?"}, {"from": "gpt", "value": f"answer {n}"}]
+        row = json.dumps({"images": ["b.png", "a.png"], "conversations": said})
+        members += [(f"{n}.a.png", encoded(n, "PNG")), (f"{n}.json", row), (f"{n}.b.png", encoded(40 + n, "PNG"))]
+    path = str(archive(tmp_path / "rows.tar", members))
+    settings = {"share_images": share, "cache": str(tmp_path / "index")}
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardIndex, "media", lambda *_: None)
+        wanted = list(open_reader(path, **settings).steps(BUDGET, 1, 1))
+    reader = open_reader(path, **settings)
+    reader.count_steps(BUDGET, 1, 1)
+    read, asked = File.read, list[tuple[int, int]]()
+    monkeypatch.setattr(Tars, "row", lambda *_: pytest.fail("a row was read"))
+    monkeypatch.setattr(File, "read", lambda self, begin, length: asked.append((begin, length)) or read(self, begin, length))
+    assert_same_steps(list(reader.steps(BUDGET, 1, 1)), wanted)
+    assert len(asked) == len(set(asked)) == 12
 
 
 def test_what_travels_to_a_worker_is_small(open_reader, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The index: what it keeps is what reading and tokenising give, on disk as in memory; whatever is not true any more is noticed."""
 
+import base64
 import json
 import os
 from collections.abc import Callable
@@ -10,17 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eyeline.core.batch import Budget, Sample
+from eyeline.core.batch import Budget, Picture, Sample, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import Area, Cost, ImageRule, Patches, Square, Tiles
-from eyeline.data import index, json_rows
+from eyeline.data import images, index, json_rows
 from eyeline.data.documents import Measured, Tokenised, answered, fitted, tokenised
-from eyeline.data.images import Size, size_of
-from eyeline.data.index import Index, ShardIndex
+from eyeline.data.images import Size, frames_of, picture_key, size_of
+from eyeline.data.index import Index, ShardIndex, identity_of
 from eyeline.data.plan import Sizing
 from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import Encoder
 from tests.data.test_loader import row
+from tests.data.test_native import RULE as NATIVE
+from tests.data.test_parquet import written
+from tests.data.test_tars import archive, encoded
 
 NO_COST = Cost(0, 0, 0, 0, 0)
 
@@ -88,8 +93,54 @@ def test_it_keeps_what_reading_gives(rows: Rows, plain: Encoder, rule: ImageRule
             for name in ("ids_U", "trained_U", "places_W"):
                 assert np.array_equal(getattr(kept, name), getattr(known, name))
             assert (kept.slices, made.sizes(number)) == (known.slices, sizes)
+            assert looks(made.media(number, rows.lies_in(shard))) == looks(found.media)
             assert made.pictures_R[number] > 0 if found.media else made.pictures_R[number] == 0
     assert met == 24
+
+
+def looks(media: tuple[Picture | Video, ...] | None) -> list[list[tuple[str, Any]]] | None:
+    """Key and encoded bytes of every picture of some media."""
+    return None if media is None else [[(picture_key(p), held(p)) for p in frames_of(medium)] for medium in media]
+
+
+def held(picture: Picture) -> Any:
+    return images.held(Picture("", picture.source))
+
+
+@pytest.mark.parametrize("form", ["tar", "json", "parquet"])
+def test_it_keeps_where_pictures_lie(tokenizers, tmp_path: Path, form: str) -> None:
+    """Stills and films, in the file of the shard or in their own; a row that has bytes itself has to be read."""
+    said = [{"from": "human", "value": "<image><video><image>?"}, {"from": "gpt", "value": "yes"}]
+    names = [f"{n}.png" for n in range(5)]
+    for n, name in enumerate(names):
+        (tmp_path / name).write_bytes(encoded(n, "PNG"))
+    film: dict[str, Any] = {"video": names[2:5], "images": names[:2], "conversations": said}
+    url = {
+        "image": f"data:image/png;base64,{base64.b64encode(encoded(7, 'PNG')).decode()}",
+        "conversations": [{**said[0], "value": "<image>?"}, said[1]],
+    }
+    match form:
+        case "tar":
+            still = {"images": ["b.png", "a.png"], "conversations": [{**said[0], "value": "<image><image>"}, said[1]]}
+            pairs = [("a.png", encoded(1, "PNG")), ("json", json.dumps(still)), ("b.png", encoded(2, "PNG"))]
+            path = archive(tmp_path / "x.tar", [(f"{key}.{part}", data) for key in ("one", "two") for part, data in pairs])
+            wanted = [2, 2]
+        case "json":
+            path, wanted = tmp_path / "x.json", [4, None, 4]
+            path.write_text(json.dumps([film, url, film]))
+        case _:
+            inside = film | {"images": [{"bytes": encoded(8, "PNG"), "path": None}, {"bytes": None, "path": names[1]}]}
+            outside = film | {"images": [{"bytes": None, "path": name} for name in names[:2]]}
+            path, wanted = written(tmp_path / "x.parquet", [inside, outside], 2), [None, 4]
+    rows = open_source(Source(path=str(path)))
+    made = opened(rows, Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"]), NATIVE, tmp_path / "i").shard(0, 0)
+    assert not made.rejects
+    for place, _, found in rows.rows_in(0):
+        assert isinstance(found, Sample)
+        media = made.media(place.number, rows.lies_in(0))
+        assert media is None if wanted[place.number] is None else len(found.pictures) >= 2
+        assert looks(media) in (None, looks(found.media))
+        assert media is None or [isinstance(m, Video) for m in media] == [isinstance(m, Video) for m in found.media]
 
 
 RULES = {
@@ -176,7 +227,7 @@ def test_what_it_depends_on_makes_another(rows: Rows, plain: Encoder, qwen: Enco
 def test_a_damaged_file_is_made_anew(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch, harm: str) -> None:
     whole = opened(rows, plain, rule, tmp_path / "i")
     wanted = whole.shard(0, 0)
-    path, other = (whole._path(whole.identity(0, n)) for n in (0, 1))
+    path, other = (whole._path(identity_of(rows, n, plain, rule)) for n in (0, 1))
     assert path is not None
     assert other is not None
     whole.shard(0, 1)

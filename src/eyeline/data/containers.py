@@ -74,6 +74,10 @@ class Container(Protocol):
         """(its id, the file it lies in, its number there)."""
         ...
 
+    def lies_in(self, shard: int) -> "File":
+        """The file of a shard, and of every `Span` in its rows."""
+        ...
+
 
 @dataclass(frozen=True)
 class File:
@@ -94,6 +98,10 @@ class File:
     @property
     def size(self) -> int:
         return self.stamp[0]
+
+    def check(self) -> None:
+        """StorageFailed when the file is not the one that was opened."""
+        Window(self, 0, 0).close()
 
     def read(self, begin: int, length: int) -> bytes:
         """Exactly so many bytes. StorageFailed when the store fails, or when the file is not the one that was opened."""

@@ -7,20 +7,21 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from eyeline.core.batch import IGNORE, Batch, Budget, Document, Image, Picture, Sample, Video
+from eyeline.core.batch import IGNORE, Batch, Budget, Document, Image, Picture, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
-from eyeline.data.containers import persistent
+from eyeline.data.containers import File, persistent
 from eyeline.data.documents import Tokenised, laid_out, tokenised
-from eyeline.data.images import Augment, Resized, Size, augmented, cut, grey, held, medium_key, resized
+from eyeline.data.images import Augment, Resized, Size, augmented, cut, frames_of, grey, held, medium_key, resized
 from eyeline.data.rejects import Reject
 from eyeline.data.sources import Place, Rows
 from eyeline.data.tokenizer import Encoder
 from eyeline.data.workers import At, Phase, Workers, in_order
 
 KEPT_PICTURE_BYTES = 256 << 20  # resized pictures that a process remembers
+NEAR_BYTES = 64 << 10  # between two pictures in one file: so many are read in vain rather than asking twice
 TOKEN_BYTES = 64  # of a token, in all index arrays of a batch together; about
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Visit:
 
     address: tuple[int, ...]  # of its randomness
     rows: tuple[Row, ...]
+    media: tuple[Picture | Video, ...] | None  # by where they lie; None: a row has them
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,12 @@ class Fetch:
     def __call__(self, job: Job, at: At = _unwatched) -> Fetched:
         documents: list[Document] = []
         rejects: list[Reject] = []
+        if job.visits:  # rows are seldom read again; still a file that changes stops the run
+            first = job.visits[0].rows[0]
+            at(0, "reading")
+            self.sources[first.source].lies_in(first.place.shard).check()
         for visit in job.visits:
-            media: tuple[Picture | Video, ...] = ()
+            media: tuple[Picture | Video, ...] | None = None
             prepared: dict[str, tuple[Image, ...] | BadSample] = {}
             for row in visit.rows:
                 part = len(documents)
@@ -121,12 +127,15 @@ class Fetch:
                     documents.append(_blank(named[0], row.tokens))
                     continue
                 at(part, "reading")
+                if media is None and visit.media:
+                    media = self._together(visit.media)
                 known = row.tokenised
-                if known is None or len(row.sizes) > len(media):  # rows of a visit show the same: one of them is read
+                if known is None or len(row.sizes) > len(media or ()):  # rows of a visit show the same: one of them is read
                     sample = self._sample(row)
-                    media = max(media, sample.media, key=len)
+                    media = max(media or (), sample.media, key=len)
                     at(part, "decoding")
                     known = known or tokenised(sample.messages, self.encoder, self.rule)
+                media = media or ()
                 shown = [self._images(medium, visit, prepared, partial(at, part)) for medium in media[: len(known.slices)]]
                 bad = next((images for images in shown if isinstance(images, BadSample)), None)
                 document = self._document(row, known, shown)
@@ -136,6 +145,30 @@ class Fetch:
                 documents.append(document)
         at(-1, "idle")
         return Fetched(batch_of(documents, self.budget), tuple(rejects))
+
+    def _together(self, media: tuple[Picture | Video, ...]) -> tuple[Picture | Video, ...]:
+        """The same media, with the bytes of those that lie in one file and near to each other, in one request."""
+        wanted = [medium for medium in media if medium_key(medium) not in self._kept]
+        spans = {picture.source for medium in wanted for picture in frames_of(medium) if isinstance(picture.source, Span)}
+        runs: list[list[Span]] = []
+        for span in sorted(spans, key=lambda span: (str(span.path), span.begin)):
+            last = runs[-1][-1] if runs else None
+            if last is None or last.path != span.path or not 0 <= span.begin - last.begin - last.length <= NEAR_BYTES:
+                runs.append([])
+            runs[-1].append(span)
+        data: dict[Span, bytes] = {}
+        for run in runs:
+            begin, end = run[0].begin, run[-1].begin + run[-1].length
+            read = File(run[0].path, run[0].stamp, self.retries).read(begin, end - begin)
+            data |= {span: read[span.begin - begin : span.begin - begin + span.length] for span in run}
+
+        def filled(picture: Picture) -> Picture:
+            source = picture.source
+            return replace(picture, source=replace(source, data=data[source])) if isinstance(source, Span) and source in data else picture
+
+        return tuple(
+            replace(medium, frames=tuple(map(filled, medium.frames))) if isinstance(medium, Video) else filled(medium) for medium in media
+        )
 
     def _sample(self, row: Row) -> Sample:
         """The row, as much of it as is kept."""

@@ -292,6 +292,10 @@ def medium_key(medium: Picture | Video) -> str:
     return "film:" + hashlib.sha256("\n".join(picture_key(frame) for frame in medium.frames).encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def frames_of(medium: Picture | Video) -> tuple[Picture, ...]:
+    return medium.frames if isinstance(medium, Video) else (medium,)
+
+
 def size_of(medium: Picture | Video) -> Size:
     """Height and width of an upright still, before them the number of frames of a film; from headers alone. Raises as
     `open_picture` does, and BadSample `frame_size` where frames differ."""

@@ -5,7 +5,7 @@ tokenizer, not on budgets or on how pictures are resized, so that other settings
 mapped rather than loaded, so memory does not grow with the data. A file that is damaged, or whose pictures have changed, is made
 anew; two processes that make the same one do not disturb each other.
 
-Dims: R rows of a shard  U token ids, rows end to end  W placeholders of media  M media
+Dims: R rows of a shard  U token ids, rows end to end  W placeholders of media  M media  N pictures: stills and frames  F files
 """
 
 import hashlib
@@ -20,20 +20,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eyeline.core.batch import Picture, Sample, Video
+from eyeline.core.batch import Picture, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import make_folder, storage_failed, write_atomically
-from eyeline.data.containers import persistent
+from eyeline.data.containers import File, persistent
 from eyeline.data.documents import Tokenised, answered, tokenised
-from eyeline.data.images import Size, medium_key, picture_key, size_of
+from eyeline.data.images import Size, frames_of, medium_key, picture_key, size_of
 from eyeline.data.sources import Place, Rows
 from eyeline.data.tokenizer import Encoder
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"eyeline index\n"
 KEPT_OPEN = 128  # shards whose index stays open: those of a window and of the ones beside it, and some that open bins still refer to
 LONGEST_MESSAGE = 400  # characters of a reject's message that are kept
+OWN, INSIDE = -1, -2  # in `file_N`: the file that the shard lies in; the row, which has the bytes of the picture
+WHOLE = -1  # in `length_N`
 
 Longs = NDArray[np.int64]
 
@@ -52,6 +54,10 @@ class ShardIndex:
     sizes_M3: NDArray[np.int32]  # frames (0: a still), height, width
     slices_M: NDArray[np.int32]  # placeholders that the medium has
     media_R1: Longs  # bounds of each row in M
+    file_N: NDArray[np.int32]  # where each picture lies: number of its file, OWN or INSIDE
+    begin_N: Longs
+    length_N: Longs  # WHOLE: of a file of its own
+    frames_M1: Longs  # bounds of each medium in N
     pictures_R: NDArray[np.uint64]  # equal for rows that look at the same media; 0 for none
     drawn_R: NDArray[np.float64]  # 0 to 1, by the names of the pictures alone: a row is held out when this is below the share
     kind_R: NDArray[np.int32]  # which of `kinds`; -1: the row cannot be parsed at all
@@ -74,6 +80,28 @@ class ShardIndex:
     def sizes(self, row: int) -> tuple[Size, ...]:
         """Of each medium of a row."""
         return tuple(_size(s) for s in self.sizes_M3[self.media_R1[row] : self.media_R1[row + 1]].tolist())
+
+    def media(self, row: int, own: File) -> tuple[Picture | Video, ...] | None:
+        """What a row shows, by where it lies; `own` is the file of the shard. None: the row has to be read. Films come without times:
+        the ids say them already."""
+        begin, end = self.media_R1[row : row + 2].tolist()
+        bounds = self.frames_M1[begin : end + 1].tolist()
+        if (self.file_N[bounds[0] : bounds[-1]] == INSIDE).any():
+            return None
+        frames = [self._picture(n, own) for n in range(bounds[0], bounds[-1])]
+        media: list[Picture | Video] = []
+        for first, last, still in zip(bounds, bounds[1:], (self.sizes_M3[begin:end, 0] == 0).tolist(), strict=False):
+            of = frames[first - bounds[0] : last - bounds[0]]
+            media.append(of[0] if still else Video(of[0].name, tuple(of), (0.0,) * len(of)))
+        return tuple(media)
+
+    def _picture(self, number: int, own: File) -> Picture:
+        file, begin, length = int(self.file_N[number]), int(self.begin_N[number]), int(self.length_N[number])
+        path = own.path if file == OWN else Path(self.files[file])
+        if length == WHOLE:
+            return Picture(str(path), path)
+        size, changed = own.stamp if file == OWN else self.stamps_F2[file].tolist()
+        return Picture(f"{path}@{begin}+{length}", Span(path, begin, length, (size, changed)))
 
     def kept(self, kinds: Sequence[str] | None) -> NDArray[np.bool_]:
         """Which rows are of these kinds. One that cannot be parsed is of any: it is to be counted."""
@@ -108,11 +136,12 @@ def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> Sh
     begin, length, ids, trained, counts, places, place_counts = [], [], [], [], [], [], []
     sizes: list[tuple[int, int, int]] = []
     slices, media_counts, pictures, draws, kind_numbers = [], [], [], [], []
+    lies: list[tuple[int, int, int]] = []
     kinds: dict[str, int] = {}
     rejects: dict[int, tuple[str, str, str]] = {}
-    looked = _Looked(rows.root, rows.retries)
+    looked = _Looked(rows.root, rows.lies_in(shard).path, rows.retries)
     for place, kind, found in rows.rows_in(shard):
-        known, media = NOTHING, _Media((), 0, -1.0)
+        known, media = NOTHING, _Media((), (), 0, -1.0)
         try:
             if isinstance(found, BadSample):
                 raise found
@@ -134,12 +163,14 @@ def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> Sh
         place_counts.append(len(known.places_W))
         if known is not NOTHING:
             sizes += media.sound()
+            lies += media.lies
         slices += known.slices
         media_counts.append(len(known.slices))
         pictures.append(media.key)
         draws.append(media.drawn if media.drawn >= 0 else drawn([rows.named(place)[0]]))
         kind_numbers.append(-1 if kind is None else kinds.setdefault(kind, len(kinds)))
     bad_R = np.zeros(len(begin), bool)
+    sizes_M3, lies_N3 = np.array(sizes, np.int32).reshape(-1, 3), np.array(lies, np.int64).reshape(-1, 3)
     bad_R[list(rejects)] = True
     return ShardIndex(
         begin_R=np.array(begin, np.int64),
@@ -149,9 +180,13 @@ def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> Sh
         bounds_R1=np.cumsum([0, *counts]),
         places_W=np.concatenate([NOTHING.places_W, *places]),
         places_R1=np.cumsum([0, *place_counts]),
-        sizes_M3=np.array(sizes, np.int32).reshape(-1, 3),
+        sizes_M3=sizes_M3,
         slices_M=np.array(slices, np.int32),
         media_R1=np.cumsum([0, *media_counts]),
+        file_N=lies_N3[:, 0].astype(np.int32),
+        begin_N=lies_N3[:, 1].copy(),
+        length_N=lies_N3[:, 2].copy(),
+        frames_M1=np.concatenate([[0], np.cumsum(np.maximum(sizes_M3[:, 0], 1, dtype=np.int64))]),
         pictures_R=np.array(pictures, np.uint64),
         drawn_R=np.array(draws, np.float64),
         kind_R=np.array(kind_numbers, np.int32),
@@ -171,6 +206,7 @@ class _Media:
     """The pictures and films of a row."""
 
     sizes: tuple[tuple[int, int, int] | BadSample, ...]  # as in `sizes_M3`
+    lies: tuple[tuple[int, int, int], ...]  # of each picture: as in `file_N`, `begin_N` and `length_N`
     key: int
     drawn: float  # below 0: there are none
 
@@ -187,31 +223,53 @@ class _Looked:
     """What was found of the media of a shard. Each is looked at once: rows share them."""
 
     root: Path
+    own: Path  # the file that the shard lies in
     retries: int
     media: dict[tuple[str, ...], _Media] = field(default_factory=dict)
     sizes: dict[str, tuple[int, int, int] | BadSample] = field(default_factory=dict)
     stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)  # of `stamps`
 
     def at(self, media: tuple[Picture | Video, ...]) -> _Media:
         keys = tuple(medium_key(medium) for medium in media)
         if keys not in self.media:
             sizes = tuple(self._size(key, medium) for key, medium in zip(keys, media, strict=True))
             hashed = hashlib.blake2b("\n".join(keys).encode("utf-8", "surrogatepass"), digest_size=8).digest()
-            names = [picture_key(p).removeprefix(str(self.root)) for m in media for p in (m.frames if isinstance(m, Video) else (m,))]
-            self.media[keys] = _Media(sizes, (int.from_bytes(hashed, "big") or 1) if keys else 0, drawn(names) if names else -1.0)
+            pictures = [p for m in media for p in frames_of(m)]
+            names = [picture_key(p).removeprefix(str(self.root)) for p in pictures]
+            lies = tuple(map(self._lies, pictures))
+            self.media[keys] = _Media(sizes, lies, (int.from_bytes(hashed, "big") or 1) if keys else 0, drawn(names) if names else -1.0)
         return self.media[keys]
 
     def _size(self, key: str, medium: Picture | Video) -> tuple[int, int, int] | BadSample:
         if key not in self.sizes:
-            for picture in medium.frames if isinstance(medium, Video) else (medium,):
+            for picture in frames_of(medium):
                 if isinstance(picture.source, Path):
-                    self.stamps[str(picture.source)] = stamp_of(str(picture.source))
+                    self._numbered(picture.source)
             try:
                 size = persistent(partial(size_of, medium), self.retries)
                 self.sizes[key] = size if len(size) == 3 else (0, *size)
             except BadSample as bad:
                 self.sizes[key] = bad
         return self.sizes[key]
+
+    def _lies(self, picture: Picture) -> tuple[int, int, int]:
+        match picture.source:
+            case bytes():
+                return INSIDE, 0, 0
+            case Span(path, begin, length):
+                assert path == self.own, f"{picture.name} lies in {path}, and its row in {self.own}"
+                return OWN, begin, length
+            case Path():
+                return self._numbered(picture.source), 0, WHOLE
+
+    def _numbered(self, path: Path) -> int:
+        """The number of a file, which is looked at when it is met first."""
+        name = str(path)
+        if name not in self.stamps:
+            self.numbers[name] = len(self.stamps)
+            self.stamps[name] = stamp_of(name)
+        return self.numbers[name]
 
 
 def stamp_of(path: str) -> tuple[int, int]:
@@ -265,6 +323,14 @@ def from_bytes(data: NDArray[np.uint8], identity: str) -> ShardIndex:
     return ShardIndex(**arrays, kinds=tuple(header["kinds"]), rejects=rejects, files=tuple(header["files"]))
 
 
+def identity_of(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> str:
+    """What an index depends on. Of the image rule that is whether pictures are taken at all, and how many frames one slice has."""
+    taken = None if rule is None else (rule.frames, rule.film is not None)
+    about = rows.shards[shard]
+    said = [VERSION, about.fingerprint, rows.layout.name, str(rows.root), about.name, encoder.identity, taken]
+    return hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
 @dataclass(frozen=True, eq=False)
 class Index:
     """The indexes of all shards of some sources, each made when it is first asked for."""
@@ -286,27 +352,12 @@ class Index:
             self._open.move_to_end((source, shard))
         return known
 
-    def identity(self, source: int, shard: int) -> str:
-        """What an index depends on. Of the image rule that is whether pictures are taken at all, and how many frames one slice has."""
-        rows = self.sources[source]
-        taken = None if self.rule is None else (self.rule.frames, self.rule.film is not None)
-        said = [
-            VERSION,
-            rows.shards[shard].fingerprint,
-            rows.layout.name,
-            str(rows.root),
-            rows.shards[shard].name,
-            self.encoder.identity,
-            taken,
-        ]
-        return hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
     def _path(self, identity: str) -> Path | None:
         return self.folder / identity[:2] / f"{identity}.index" if self.folder else None
 
     def _read(self, source: int, shard: int) -> ShardIndex | None:
         """The index on disk, if there is one that is sound and still true."""
-        identity = self.identity(source, shard)
+        identity = identity_of(self.sources[source], shard, self.encoder, self.rule)
         path = self._path(identity)
         if path is None:
             return None
@@ -322,7 +373,7 @@ class Index:
 
     def _made(self, source: int, shard: int) -> ShardIndex:
         index = made(self.sources[source], shard, self.encoder, self.rule)
-        identity = self.identity(source, shard)
+        identity = identity_of(self.sources[source], shard, self.encoder, self.rule)
         path = self._path(identity)
         if path is None:
             return index

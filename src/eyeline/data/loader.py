@@ -351,7 +351,9 @@ class Reader:
 
     def _visit(self, item: Item, sizing: Sizing) -> Visit:
         """What a worker needs to make the documents of an item."""
-        return Visit((item.epoch, item.window, *item.rows[0]), tuple(self._row(row, sizing) for row in item.rows))
+        source, shard, number = item.rows[0]
+        media = sizing.index.shard(source, shard).media(number, sizing.index.sources[source].lies_in(shard))
+        return Visit((item.epoch, item.window, *item.rows[0]), tuple(self._row(row, sizing) for row in item.rows), media)
 
     def _row(self, row: RowOf, sizing: Sizing) -> Row:
         source, shard, number = row

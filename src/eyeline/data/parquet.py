@@ -44,6 +44,9 @@ class Parquet:
             raise row
         return row
 
+    def lies_in(self, shard: int) -> File:
+        return self.files[self.groups[shard][0]]
+
     def named(self, place: Place) -> tuple[str, str, int]:
         file, _, first, _ = self.groups[place.shard]
         path = self.files[file].path

@@ -13,7 +13,7 @@ from typing import Any
 from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.settings import Positive, PositiveFloat, Settings
-from eyeline.data.containers import RETRIES, Container, Place, Shard
+from eyeline.data.containers import RETRIES, Container, File, Place, Shard
 from eyeline.data.json_rows import open_lines, open_list
 from eyeline.data.layouts import COLUMNS, Layout, recognised
 from eyeline.data.parquet import open_parquet
@@ -73,6 +73,10 @@ class Rows:
     def named(self, place: Place) -> tuple[str, str, int]:
         """Id, file and row number in the file (in its shard, where nobody has counted the rows before), for messages."""
         return self.container.named(place)
+
+    def lies_in(self, shard: int) -> File:
+        """The file of a shard."""
+        return self.container.lies_in(shard)
 
     def _sample(self, place: Place, row: Any) -> Sample | BadSample:
         try:

@@ -72,6 +72,9 @@ class Tars:
         assert not isinstance(group, BadSample), f"{file.path} is as it was, and {place} is unusable now"
         return _row(group, file, data, place.begin)
 
+    def lies_in(self, shard: int) -> File:
+        return self.files[shard]
+
     def named(self, place: Place) -> tuple[str, str, int]:
         path = self.files[place.shard].path
         return f"{self.shards[place.shard].name}#{place.number}", str(path), place.number
