@@ -236,6 +236,21 @@ def test_what_names_no_picture_file_is_rejected(tmp_path: Path) -> None:
             assert caught.value.cause == cause, (name, look)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("my photos/b.png", r"/my photos/b\.png does not exist$"),
+        ("my fotos/new/b.png", r"nor does the folder .*/my fotos\. Did you mean 'my photos'\?$"),
+        ("elsewhere/b.png", r"nor does the folder .*/elsewhere$"),
+        ("my photos\\a.png", "It has backslashes, and / is what sets folders apart"),
+    ],
+)
+def test_a_missing_picture_says_what_is_missing(draw: Callable[..., Path], tmp_path: Path, name: str, said: str) -> None:
+    draw("my photos/a.png")
+    with pytest.raises(BadSample, match=said):
+        decode(Picture(name, tmp_path / name))
+
+
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "huge.png", "wb") as file:
         file.truncate(300 << 20)  # sparse

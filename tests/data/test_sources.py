@@ -252,7 +252,10 @@ def test_deep_nesting_inside_a_row(opened) -> None:
 
 
 REFUSED = {
-    "torn list": (b"[" + SOUND + b",", r"is not JSON"),
+    "torn list": (b"[" + SOUND + b",", r"is not JSON: .*: it ends in the middle"),
+    "list torn in a string": (b'[{"a": "b', r"Unterminated string starting at byte 7, in line 1: it ends in the middle"),
+    "a comma too many": (b"[\n" + SOUND + b",\n]", r"in line 3: there is a comma before the bracket"),
+    "written by Python's print": (b"[{'a': 1}]", "at byte 2, in line 1: JSON has double quotes"),
     "list nested too deep": (b"[" * 100_000, "nested too deep"),
     "empty": (b"", "is empty"),
     "blank": (b" \n ", "begins with|is empty"),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +27,7 @@ from PIL import Image as Pillow
 from PIL import ImageFile
 
 from eyeline.core.batch import Image, Ints, Picture, Span, Video
-from eyeline.core.errors import BadSample, Refused
+from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.facts import ImageRule, Unit
 from eyeline.core.files import storage_failed
 from eyeline.core.settings import NotNegative, Settings
@@ -234,8 +235,27 @@ def _examined(path: Path) -> None:
             raise BadSample("file_too_large", "image", f"{path} has {about.st_size:,} bytes, over {MAX_FILE_BYTES:,}")
     except OSError as error:
         if error.errno in _NO_SUCH_FILE:
-            raise BadSample("missing_image", "image", f"{path} does not exist") from error
+            raise BadSample("missing_image", "image", f"{path} does not exist{_lost(path)}") from error
         raise storage_failed("read", path, error) from error
+
+
+def _lost(path: Path) -> str:
+    """Why a file is probably not where it was looked for, as the end of a sentence."""
+    if "\\" in str(path):
+        return ". It has backslashes, and / is what sets folders apart"
+    return "" if os.path.isdir(path.parent) else _no_folder(path.parent)
+
+
+@lru_cache(maxsize=64)  # a folder that is missing is missing for all its pictures
+def _no_folder(folder: Path) -> str:
+    while not os.path.isdir(folder.parent):
+        folder = folder.parent
+    try:
+        beside = [entry.name for entry in islice(os.scandir(folder.parent), 1_000) if entry.is_dir()]
+    except OSError:  # not ours to read
+        beside = []
+    guess = nearest(folder.name, beside)
+    return f", nor does the folder {folder}" + (f".{guess}" if guess else "")
 
 
 def _what(head: bytes) -> str:

@@ -174,13 +174,28 @@ def open_list(path: Path, retries: int) -> JsonList:
                 runs.append([begin, begin, number, 0])
             runs[-1][1], runs[-1][3] = begin + length, runs[-1][3] + 1
     except json.JSONDecodeError as error:
-        raise Refused(f"{path} is not JSON: {error.msg} at byte {error.pos}. It starts with [, so one list of rows was expected") from error
+        raise Refused(f"{path} is not JSON: {_broken(error, data)}. It starts with [, so one list of rows was expected") from error
     except RecursionError as error:
         raise Refused(f"{path} is not JSON: brackets are nested too deep") from error
     shards = tuple(
         Shard(f"{path.name}#{first}", hashlib.sha256(memoryview(data)[begin:end]).hexdigest(), end - begin) for begin, end, first, _ in runs
     )
     return JsonList(file, shards, tuple(run[2] for run in runs), tuple(run[0] for run in runs))
+
+
+def _broken(error: json.JSONDecodeError, data: bytes) -> str:
+    """Where a list breaks off, and why if that is plain to see."""
+    line = 1 + data.count(b"\n", 0, error.pos)
+    where = f"{error.msg.removesuffix(' at')} at byte {error.pos:,}, in line {line:,}"
+    if error.msg.startswith("Unterminated") or error.pos >= len(data.rstrip()):
+        return f"{where}: it ends in the middle, as if it was cut"
+    match data[error.pos : error.pos + 1], data[: error.pos].rstrip()[-1:]:
+        case b"'", _:
+            return f"{where}: JSON has double quotes. Write it with json.dump, not with print or str"
+        case b"]" | b"}", b",":
+            return f"{where}: there is a comma before the bracket that closes"
+        case _:
+            return where
 
 
 # Lines: a shard is the lines that begin in its range of bytes, so that nothing has to be read to list them
