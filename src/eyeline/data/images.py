@@ -255,7 +255,7 @@ def _no_folder(folder: Path) -> str:
     except OSError:  # not ours to read
         beside = []
     guess = nearest(folder.name, beside)
-    return f", nor does the folder {folder}" + (f".{guess}" if guess else "")
+    return f", nor does the folder {folder}" + (f" ({guess.strip()})" if guess else "")
 
 
 def _what(head: bytes) -> str:
