@@ -402,6 +402,11 @@ CASES: dict[str, Case] = {
     "stages[].trains.*<Adapted>.targets": turned("stages.0.trains.language.targets=all-linear", base=LORA),
     "stages[].data.sources[].path": turned("stages.0.data.sources.0.path=MIXED", base=("stages.0.data.max_reject_rate=1",)),
     "stages[].data.sources[].images": turned("stages.0.data.sources.0.images=OTHER"),
+    "stages[].data.sources[].layout": turned("stages.0.data.sources.0.layout=openai", see=refusal),
+    "stages[].data.sources[].columns.*": turned(
+        "stages.0.data.sources.0.columns={kind: id}", see=refusal, base=("stages.0.data.sources.0.kinds=[red]",)
+    ),
+    "stages[].data.sources[].roles.*": turned("stages.0.data.sources.0.roles={user: guest}", see=refusal),
     "stages[].data.sources[].kinds": turned("stages.0.data.sources.0.kinds=[red]", base=("stages.0.data.hold_out=0",)),
     "stages[].data.sources[].repeat": turned("stages.0.data.sources.0.repeat=2"),
     "stages[].data.sources[].limit": turned("stages.0.data.sources.0.limit=9", base=("stages.0.data.hold_out=0",)),
@@ -412,6 +417,9 @@ CASES: dict[str, Case] = {
     "stages[].data.hold_out": turned("stages.0.data.hold_out=0.5"),
     "stages[].data.validation[].path": turned("stages.0.data.validation.0.path=MIXED", see=validations, base=OWN_JUDGES),
     "stages[].data.validation[].images": turned("stages.0.data.validation.0.images=OTHER", see=validations, base=OWN_JUDGES),
+    "stages[].data.validation[].layout": turned("stages.0.data.validation.0.layout=openai", see=refusal, base=OWN_JUDGES),
+    "stages[].data.validation[].columns.*": turned("stages.0.data.validation.0.columns={kind: id}", see=refusal, base=OWN_JUDGES),
+    "stages[].data.validation[].roles.*": turned("stages.0.data.validation.0.roles={user: guest}", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].kinds": turned("stages.0.data.validation.0.kinds=[red]", see=validations, base=OWN_JUDGES),
     "stages[].data.validation[].repeat": turned("stages.0.data.validation.0.repeat=2", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].weight": turned("stages.0.data.validation.0.weight=2", see=refusal, base=OWN_JUDGES),
@@ -466,6 +474,11 @@ CASES: dict[str, Case] = {
     "stages[].recompute": turned("stages.0.recompute=[vision]", see=block_calls),
     "evaluation.sources[].path": turned("evaluation.sources.0.path=MIXED", see=evaluated, base=("evaluation.sources.0.limit=30",)),
     "evaluation.sources[].images": turned("evaluation.sources.0.images=NOWHERE", see=refusal),
+    "evaluation.sources[].layout": turned("evaluation.sources.0.layout=openai", see=refusal),
+    "evaluation.sources[].columns.*": turned(
+        "evaluation.sources.0.columns={kind: id}", see=refusal, base=("evaluation.sources.0.kinds=[red]",)
+    ),
+    "evaluation.sources[].roles.*": turned("evaluation.sources.0.roles={user: guest}", see=refusal),
     "evaluation.sources[].kinds": turned("evaluation.sources.0.kinds=[red]", see=evaluated, base=("evaluation.sources.0.limit=30",)),
     "evaluation.sources[].repeat": turned("evaluation.sources.0.repeat=2", see=refusal),
     "evaluation.sources[].weight": turned("evaluation.sources.0.weight=2", see=refusal),

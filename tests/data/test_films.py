@@ -10,7 +10,7 @@ import pytest
 from eyeline.core.batch import Picture, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.data.images import picture_key
-from eyeline.data.layouts import MAX_FRAMES
+from eyeline.data.media import MAX_FRAMES
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sources import Rows, Source, open_source
 from tests.data.made import row_of

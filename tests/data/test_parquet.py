@@ -61,7 +61,7 @@ def test_messages_and_pictures_as_structs(tmp_path: Path) -> None:
         assert sample.messages[1].parts == (Text(f"answer {n}"),)
     last = [place for place, _, _ in found.rows_in(2)][-1]
     assert found.named(last)[1:] == (str(tmp_path / "x.parquet"), 7)
-    assert found.container.columns == ("messages", "kind", "images")  # type: ignore[attr-defined]  # what nobody reads is not read
+    assert found.container.columns == ("images", "kind", "messages")  # type: ignore[attr-defined]  # what nobody reads is not read
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_several_files_are_one_source(tmp_path: Path) -> None:
         written(tmp_path / f"{n}.parquet", [{"messages": talk(10 * n + k), "images": [encoded(k)]} for k in range(4)])
     assert [s.messages[1].parts[0].text for s in samples(opened(tmp_path))] == [f"answer {n}" for n in (0, 1, 2, 3, 10, 11, 12, 13)]
     written(tmp_path / "2.parquet", [{"messages": talk(0)}])
-    with pytest.raises(Refused, match=r"2\.parquet has the columns messages, and .*0\.parquet has messages, images"):
+    with pytest.raises(Refused, match=r"2\.parquet has the columns messages, and .*0\.parquet has images, messages"):
         opened(tmp_path)
 
 
@@ -157,8 +157,8 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "cut.parquet").write_bytes(whole[:-20])
     with pytest.raises(Refused, match=r"cut\.parquet is no whole Parquet file"):
         opened(tmp_path / "cut.parquet")
-    written(tmp_path / "strange.parquet", [{"prompt": "a", "answer": "b"}])
-    with pytest.raises(Refused, match=r"no known columns\. It has prompt, answer\. Wanted some of: conversations, messages"):
+    written(tmp_path / "strange.parquet", [{"foto": "a", "title": "b"}])
+    with pytest.raises(Refused, match=r"no known columns\. It has foto, title\. Wanted some of: conversations, image"):
         opened(tmp_path / "strange.parquet")
     monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 1000)
     with pytest.raises(Refused, match=r"row group 0 has 3 rows of .* row_group_size"):

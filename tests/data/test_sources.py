@@ -177,10 +177,29 @@ def test_openai_strings_and_bare_parts_take_pictures_from_a_column(opened) -> No
     assert parts(rows, 1) == [["<a.png>", "what?", "<b.png>"], ["b"]]
 
 
+def test_openai_without_any_placeholder_has_the_pictures_first(opened) -> None:
+    """As TRL and ms-swift take such rows."""
+    rows = opened([
+        {"messages": [{"role": "system", "content": "s"}, *chat("what?", "a", "and?", "b")], "images": ["a.png", "b.png"]},
+        {"messages": chat([{"type": "text", "text": "what?"}], "a"), "images": ["a.png"]},
+    ])  # fmt: skip
+    assert parts(rows, 0) == [["s"], ["<a.png>", "<b.png>", "what?"], ["a"], ["and?"], ["b"]]
+    assert parts(rows, 1) == [["<a.png>", "what?"], ["a"]]
+
+
 BAD_OPENAI: dict[str, tuple[Any, str, str]] = {
     "messages is a string": ({"messages": "hi"}, "wrong_type", "messages"),
     "images is a number": ({"messages": chat("a", "b"), "images": 3}, "wrong_type", "images"),
-    "pictures nobody shows": ({"messages": chat("a", "b"), "images": ["a"]}, "placeholder_count", "messages"),
+    "more pictures than parts": (
+        {"messages": chat([{"type": "image"}, {"type": "text", "text": "a"}], "b"), "images": ["a", "b"]},
+        "placeholder_count",
+        "messages",
+    ),
+    "a picture in a part and others": (
+        {"messages": chat([{"type": "image", "image": "a"}], "b"), "images": ["b"]},
+        "placeholder_count",
+        "messages",
+    ),
     "placeholder without picture": ({"messages": chat("<image>", "b")}, "placeholder_count", "messages"),
     "placeholder in a part": (
         {"messages": chat([{"type": "text", "text": "<image>"}], "b")},
@@ -263,7 +282,7 @@ REFUSED = {
     "Parquet": (b"PAR1xxxx", "is no whole Parquet file"),
     "gzip": (b"\x1f\x8bxxxx", "gzip"),
     "CSV": (b"image,text\na.png,hi\n", "begins with b'image,text"),
-    "unknown columns": (b'[{"img": "a", "caption": "b"}]', r"its rows have img, caption\. Wanted: conversations \(LLaVA\), messages"),
+    "unknown columns": (b'[{"img": "a", "caption": "b"}]', r"its rows have img, caption\. Wanted: conversations \(llava\); messages"),
     "rows of strings": (b'["a", "b"]', "none of its first rows is an object"),
 }
 
@@ -327,8 +346,8 @@ def test_odd_names_that_are_exact(opened, tmp_path: Path, name: str) -> None:
 
 
 def test_a_data_url_over_the_cap(opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyeline.data.layouts.MAX_DATA_URL", 100)
-    assert complaint(opened([{"image": "data:image/png;base64," + "A" * 100, "conversations": ASKED}])) == ("data_url", "image")
+    monkeypatch.setattr("eyeline.data.media.MAX_DATA_URL", 100)
+    assert complaint(opened([{"image": "data:image/png;base64," + "A" * 104, "conversations": ASKED}])) == ("data_url", "image")
 
 
 def test_the_folder_of_the_images_can_be_another(opened, tmp_path: Path) -> None:

@@ -60,6 +60,9 @@ class Container(Protocol):
     def what(self) -> str: ...  # "JSON list"
 
     @property
+    def header(self) -> tuple[str, ...]: ...  # names of all columns, where it has them once for all rows
+
+    @property
     def shards(self) -> tuple[Shard, ...]: ...  # in the order of the files
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:

@@ -327,7 +327,7 @@ def identity_of(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None
     """What an index depends on. Of the image rule that is whether pictures are taken at all, and how many frames one slice has."""
     taken = None if rule is None else (rule.frames, rule.film is not None)
     about = rows.shards[shard]
-    said = [VERSION, about.fingerprint, rows.layout.name, str(rows.root), about.name, encoder.identity, taken]
+    said = [VERSION, about.fingerprint, rows.layout.identity, str(rows.root), about.name, encoder.identity, taken]
     return hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 

@@ -108,6 +108,7 @@ class JsonList:
     firsts: tuple[int, ...]  # number in the file of each shard's first row
     begins: tuple[int, ...]  # where it lies
     what: str = "JSON list"
+    header: tuple[str, ...] = ()
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         data = self.file.read(self.begins[shard], self.shards[shard].bytes)
@@ -209,6 +210,7 @@ class JsonLines:
     shards: tuple[Shard, ...]
     step: int  # bytes of a range
     what: str = "JSON lines"
+    header: tuple[str, ...] = ()
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         number = 0

@@ -376,7 +376,7 @@ class Reader:
         order = [self.seed, data.blend, data.share_images, data.hold_out, choice]
         return {
             "data": [_hash([shard.fingerprint for shard in rows.shards]) for rows in self.training.index.sources],
-            "layout": [rows.layout.name for rows in self.training.index.sources],
+            "layout": [rows.layout.identity for rows in self.training.index.sources],
             "order (seed, blend, share_images, hold_out, sources)": _hash(order),
             "budget (tokens, patches, longest, too_long)": [budget.tokens, budget.patches, self.longest, data.too_long],
             "tokenizer": self.encoder.identity,

@@ -27,6 +27,7 @@ class Parquet:
     groups: tuple[tuple[int, int, int, int], ...]  # of each shard: file, row group, number of its first row in the file, rows
     columns: tuple[str, ...]
     shards: tuple[Shard, ...]
+    header: tuple[str, ...]
     what: str = "Parquet"
     _kept: "OrderedDict[int, arrow.Table]" = field(default_factory=OrderedDict, repr=False, compare=False)
 
@@ -100,6 +101,7 @@ def open_parquet(paths: list[Path], base: Path, wanted: tuple[str, ...], retries
     groups: list[tuple[int, int, int, int]] = []
     shards: list[Shard] = []
     columns: tuple[str, ...] | None = None
+    names: list[str] = []
     for number, path in enumerate(paths):
         file = File.of(path, retries)
         try:
@@ -108,9 +110,12 @@ def open_parquet(paths: list[Path], base: Path, wanted: tuple[str, ...], retries
                 names = about.schema.to_arrow_schema().names
         except (OSError, ValueError) as error:
             raise Refused(f"{path} is no whole Parquet file: {str(error)[:300]}. Download it again") from error
-        has = tuple(name for name in wanted if name in names)
+        has = tuple(sorted({name for name in wanted if name in names}))
         if not has:
-            raise Refused(f"{path}: no known columns. It has {', '.join(names[:20])}. Wanted some of: {', '.join(wanted)}. Rename them")
+            raise Refused(
+                f"{path}: no known columns. It has {', '.join(names[:20])}. Wanted some of: {', '.join(wanted)}. Say by columns: "
+                "{OURS: THEIRS} how they are called"
+            )
         if columns is not None and has != columns:
             raise Refused(
                 f"{path} has the columns {', '.join(has)}, and {paths[0]} has {', '.join(columns)}. Give them as sources of their own"
@@ -135,4 +140,4 @@ def open_parquet(paths: list[Path], base: Path, wanted: tuple[str, ...], retries
         Shard(shard.name, f"{content[file]}[{group}]", shard.bytes, shard.held)
         for shard, (file, group, *_) in zip(shards, groups, strict=True)
     )
-    return Parquet(tuple(files), tuple(groups), columns or (), named)
+    return Parquet(tuple(files), tuple(groups), columns or (), named, tuple(names))

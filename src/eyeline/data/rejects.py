@@ -32,7 +32,7 @@ CAUSES: dict[str, str] = {
     "remote_url": "a URL where a file is wanted",
     "bad_path": "a path that cannot name a file",
     "outside_root": "a path that leaves the folder of the images",
-    "data_url": "a data: URL that is not a picture, or is too long",
+    "data_url": "a data: URL or base64 that is not a picture, or is too long",
     "missing_image": "the file does not exist",
     "not_a_file": "a folder, device or pipe",
     "file_too_large": "a file over the cap",

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyeline.core.batch import Sample
+from pydantic import Field
+
+from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.data.containers import RETRIES, Container, File, Place, Shard
 from eyeline.data.json_rows import open_lines, open_list
-from eyeline.data.layouts import COLUMNS, Layout, recognised
+from eyeline.data.layouts import COLUMNS, Layout, Mapping, Name, recognised
 from eyeline.data.parquet import open_parquet
 from eyeline.data.tars import energon_shards, open_tars
 
@@ -25,6 +27,9 @@ class Source(Settings):
 
     path: str  # a file, a folder, a pattern of files (a/*.tar), or package:NAME/folder for one inside an installed Python package
     images: str | None = None  # the folder that picture paths start from; by default the one that the file lies in
+    layout: Name | None = None  # by default detected
+    columns: dict[str, str] = Field(default={})  # where they have other names, ours: theirs: {image: photo, caption: meta.title}
+    roles: dict[Role, str] = Field(default={})  # the same of who speaks: {assistant: bot}
     kinds: tuple[str, ...] | None = None  # keep only samples of these kinds
     repeat: Positive = 1  # visits an epoch
     limit: Positive | None = None  # keep only the first so many
@@ -94,8 +99,9 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
     root = Path(os.path.abspath(source.images)) if source.images is not None else folder
     if not os.path.isdir(root):
         raise Refused(f"the folder of the images, {root}, does not exist. Set images: to the folder that picture paths start from")
-    container = open_container(files, folder, retries)
-    return Rows(source, path, root, recognised(path, container), container, retries)
+    mapping = Mapping(tuple(sorted(source.columns.items())), tuple(sorted(source.roles.items())))
+    container = open_container(files, folder, mapping, retries)
+    return Rows(source, path, root, recognised(path, container, source.layout, mapping), container, retries)
 
 
 def _files_of(source: Source) -> tuple[Path, Path, list[Path]]:
@@ -164,7 +170,7 @@ def _located(path: str) -> Path:
     return found
 
 
-def open_container(files: list[Path], folder: Path, retries: int) -> Container:
+def open_container(files: list[Path], folder: Path, mapping: Mapping, retries: int) -> Container:
     """What the files are, told by their first bytes. Refused when they hold no rows that can be read."""
     first = files[0]
     try:
@@ -173,7 +179,7 @@ def open_container(files: list[Path], folder: Path, retries: int) -> Container:
     except OSError as error:
         raise Refused(f"{first} cannot be read: {error.strerror or error}") from error
     if head.startswith(b"PAR1"):
-        return open_parquet(files, folder, COLUMNS, retries)
+        return open_parquet(files, folder, (*COLUMNS, *mapping.taken), retries)
     if head[257:262] == b"ustar" or ".tar" in first.suffixes or first.suffix == ".tgz":
         return open_tars(files, folder, retries)
     if len(files) > 1:

@@ -41,6 +41,7 @@ class Tars:
     files: tuple[File, ...]
     shards: tuple[Shard, ...]
     what: str = "WebDataset"
+    header: tuple[str, ...] = ()
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         file = self.files[shard]

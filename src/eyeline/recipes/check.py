@@ -100,7 +100,7 @@ def _source_problems(run: Run) -> Iterator[str]:
     for index, stage in enumerate(run.stages):
         try:
             found = divided(stage.data)
-            for rows in dict.fromkeys((*found.sources, *found.judges)):
+            for rows in (*found.sources, *(() if found.judges is found.sources else found.judges)):
                 if not any(True for _ in rows.kept()):
                     yield f"stages.{index}.data: {rows.source.path} holds no sample that the settings leave"
             blind = [part for part in stage.trains if part != "language"]

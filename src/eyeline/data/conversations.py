@@ -1,0 +1,343 @@
+"""Conversations: a function `row -> Sample` for each layout. BadSample says what a row has that cannot be used."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
+from eyeline.core.errors import BadSample
+from eyeline.data.media import IMAGE, PLACEHOLDERS, VIDEO, clean, film_of, media_of, picture_of, pictures_of, shown, unpacked
+
+ANSWERS = ("answer", "multiple_choice_answer", "answers")  # columns of answers: the first of these that a row has is used
+CAPTIONS = ("caption", "captions", "text")  # of captions
+CAPTION_PROMPT = "Describe the image."  # what they are answers to
+
+
+def named_kind(row: Any) -> str:
+    kind = row.get("kind", row.get("category", "")) if isinstance(row, dict) else ""
+    return kind if isinstance(kind, str) else ""
+
+
+# Turns
+
+
+def _checked(id: str, messages: list[Message], kind: str) -> Sample:
+    """The sample, if its turns are: perhaps one system message, then user and assistant in turn, an answer last."""
+    begin = 1 if messages and messages[0].role == "system" else 0
+    if not any(m.role == "assistant" for m in messages):
+        raise BadSample("no_target", "messages", "there is no answer to learn")
+    for n, message in enumerate(messages[begin:], begin):
+        wanted = ("user", "assistant")[(n - begin) % 2]
+        if message.role == "system":
+            raise BadSample("role_order", f"messages[{n}]", "a system message is only allowed once, at the start")
+        if message.role != wanted:
+            raise BadSample("role_order", f"messages[{n}]", f"user and assistant must take turns, user first; got {message.role}")
+        if wanted == "assistant" and not all(isinstance(p, Text) for p in message.parts):
+            raise BadSample("image_in_answer", f"messages[{n}]", "an answer is text; the model cannot draw")
+    if messages[-1].role != "assistant":
+        raise BadSample("role_order", f"messages[{len(messages) - 1}]", "the last turn asks and is not answered")
+    return Sample(id, tuple(messages), kind)
+
+
+Media = dict[str, Iterator[Picture | Video]]  # placeholder -> what stands there, in order
+
+
+def _split(text: str, role: Role, media: Media, field: str) -> tuple[Text | Picture | Video, ...]:
+    """Text with its placeholders replaced, wherever they stand. Newlines that set a placeholder off are dropped: the template
+    says what surrounds a picture."""
+    pieces = re.split(f"({'|'.join(PLACEHOLDERS)})", text)
+    if role == "assistant" and len(pieces) > 1:
+        raise BadSample("image_in_answer", field, f"{pieces[1]} in an answer")
+    parts: list[Text | Picture | Video] = []
+    for n, piece in enumerate(pieces):
+        if n % 2:
+            parts.append(next(media[piece]))
+            continue
+        piece = piece.removeprefix("\n") if n else piece
+        piece = piece.removesuffix("\n") if n < len(pieces) - 1 else piece
+        if piece:
+            parts.append(Text(piece))
+    return tuple(parts)
+
+
+def _counted(places: dict[str, int], media: dict[str, list[Picture | Video]], field: str) -> Media:
+    """The media in order, if there are exactly as many as places for them."""
+    for placeholder, what in PLACEHOLDERS.items():
+        if places[placeholder] != len(media[placeholder]):
+            count = f"{places[placeholder]} {placeholder} in the text for {len(media[placeholder])} {what}"
+            raise BadSample("placeholder_count", field, count)
+    return {placeholder: iter(found) for placeholder, found in media.items()}
+
+
+def _object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise BadSample("wrong_type", "row", f"an object was wanted, got {shown(row)}")
+    return row
+
+
+def _objects(row: Any, field: str) -> list[dict[str, Any]]:
+    """The row's list of messages, each an object."""
+    turns = unpacked(_object(row).get(field), field)
+    if not isinstance(turns, list):
+        raise BadSample("wrong_type", field, f"a list of messages was wanted, got {shown(turns)}")
+    for n, turn in enumerate(turns):
+        if not isinstance(turn, dict):
+            raise BadSample("wrong_type", f"{field}[{n}]", f"an object was wanted, got {shown(turn)}")
+    return turns
+
+
+def _role(value: Any, roles: dict[str, Role], field: str) -> Role:
+    if value in TOOL_ROLES:
+        raise BadSample("tool_turn", field, f"{value!r}: turns of tools are not read. Leave such conversations out, or tell them in text")
+    if not isinstance(value, str) or value not in roles:
+        raise BadSample("role", field, f"got {shown(value)}, wanted one of {', '.join(roles)}")
+    return roles[value]
+
+
+TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
+Turn = tuple[Role, str, str]  # who speaks, what, and the field that says so
+
+
+def _told(row: dict[str, Any], id: str, root: Path, turns: Sequence[Turn], column: str, implied: bool = True) -> Sample:
+    """The sample of turns that are text with placeholders for what the columns have. Where `implied`, and there is no placeholder at
+    all, pictures and films come before the first question."""
+    media = media_of(row, root)
+    places = {p: sum(text.count(p) for _, text, _ in turns) for p in PLACEHOLDERS}
+    first: list[Text | Picture | Video] = []
+    if implied and not any(places.values()):
+        first = [medium for found in media.values() for medium in found]
+        media = {p: [] for p in PLACEHOLDERS}
+    standing = _counted(places, media, column)
+    messages = _system(row)
+    for role, text, field in turns:
+        parts = _split(text, role, standing, field)
+        if first and role == "user":
+            parts, first = (*first, *parts), []
+        messages.append(Message(role, parts))
+    return _checked(id, messages, named_kind(row))
+
+
+def _system(row: dict[str, Any]) -> list[Message]:
+    """The system message of a row that has it in a column of its own. A row with tools is rejected: nobody would say what they are."""
+    if row.get("tools") not in (None, "", "[]", []):
+        raise BadSample("tool_turn", "tools", "conversations that use tools are not read. Leave such rows out")
+    return [Message("system", (Text(_text_of(row, "system", "row")),))] if row.get("system") else []
+
+
+def _text_of(value: dict[str, Any], key: str, field: str) -> str:
+    text = value.get(key)
+    if not isinstance(text, str):
+        raise BadSample("wrong_type", f"{field}.{key}", f"text was wanted, got {shown(text)}")
+    return clean(text, f"{field}.{key}")
+
+
+# Layouts
+
+
+LLAVA_ROLES: dict[str, Role] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+def llava_sample(row: Any, id: str, root: Path) -> Sample:
+    """LLaVA: {image: path or paths, video: frames, conversations: [{from: human|gpt|system, value: text with <image>, <video>}]}."""
+    turns: list[Turn] = []
+    for n, turn in enumerate(_objects(row, "conversations")):
+        role = _role(turn.get("from"), LLAVA_ROLES, f"conversations[{n}].from")
+        turns.append((role, _text_of(turn, "value", f"conversations[{n}]"), f"conversations[{n}].value"))
+    return _told(row, id, root, turns, "conversations", implied=False)
+
+
+TEXT_PARTS = ("text", "input_text")
+OPENAI_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+def openai_sample(row: Any, id: str, root: Path) -> Sample:
+    """OpenAI messages: {messages: [{role, content}]}, content a string or a list of text, image and video parts.
+
+    Strings may hold `<image>` and `<video>` for what the columns have; parts of these types that do not say which take theirs
+    from there too. Where there is neither, pictures and films of the columns come before the first question.
+    """
+    return _talked(row, id, root, [("messages", n, turn) for n, turn in enumerate(_objects(row, "messages"))])
+
+
+def _talked(row: dict[str, Any], id: str, root: Path, turns: list[tuple[str, int, dict[str, Any]]]) -> Sample:
+    """The sample of OpenAI's messages; with each, the column and its number there."""
+    contents = [turn.get("content") for _, _, turn in turns]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    places = {p: sum(c.count(p) for c in contents if isinstance(c, str)) + sum(_bare(part) == p for part in parts) for p in PLACEHOLDERS}
+    columns = media_of(row, root)
+    first: list[Text | Picture | Video] = []
+    if not any(places.values()) and not any(isinstance(part, dict) and part.get("type") not in TEXT_PARTS for part in parts):
+        first = [medium for found in columns.values() for medium in found]
+        columns = {p: [] for p in PLACEHOLDERS}
+    media = _counted(places, columns, turns[0][0] if turns else "messages")
+    messages = _system(row)
+    for column, n, turn in turns:
+        role = _role(turn.get("role"), OPENAI_ROLES, f"{column}[{n}].role")
+        field = f"{column}[{n}].content"
+        content = turn.get("content")
+        if turn.get("tool_calls"):
+            raise BadSample("tool_turn", f"{column}[{n}].tool_calls", "calls of tools are not read. Leave such conversations out")
+        match content:
+            case str():
+                said = _split(clean(content, field), role, media, field)
+            case list():
+                said = tuple(_openai_part(part, root, media, f"{field}[{m}]") for m, part in enumerate(content))
+            case _:
+                raise BadSample("wrong_type", field, f"text or a list of parts was wanted, got {shown(content)}")
+        if first and role == "user":
+            said, first = (*first, *said), []
+        messages.append(Message(role, said))
+    return _checked(id, messages, named_kind(row))
+
+
+def _bare(part: Any) -> str | None:
+    """The placeholder that a part is equal to: an image or video part that does not say which."""
+    match part:
+        case {"type": "image"} if all(part.get(k) is None for k in ("image", "path", "url")):
+            return IMAGE
+        case {"type": "video"} if part.get("video") is None:
+            return VIDEO
+        case _:
+            return None
+
+
+def _openai_part(part: Any, root: Path, media: Media, field: str) -> Text | Picture | Video:
+    if not isinstance(part, dict):
+        raise BadSample("wrong_type", field, f"an object was wanted, got {shown(part)}")
+    bare = _bare(part)
+    if bare is not None:
+        return next(media[bare])
+    match part.get("type"):
+        case "text" | "input_text":
+            text = part.get("text")
+            if not isinstance(text, str):
+                raise BadSample("wrong_type", f"{field}.text", f"text was wanted, got {shown(text)}")
+            for placeholder, what in PLACEHOLDERS.items():
+                if placeholder in text:
+                    why = f"{placeholder} inside a text part; {what} are parts of their own here"
+                    raise BadSample("placeholder_count", f"{field}.text", why)
+            return Text(clean(text, f"{field}.text"))
+        case "image_url" | "input_image":
+            url = part.get("image_url")
+            return picture_of(url.get("url") if isinstance(url, dict) else url, root, f"{field}.image_url")
+        case "image":
+            return picture_of(next(part[k] for k in ("image", "path", "url") if part.get(k) is not None), root, f"{field}.image")
+        case "video":
+            return film_of(part["video"], part, root, f"{field}.video", field)
+        case "video_url":
+            url = part.get("video_url")
+            return film_of(url.get("url") if isinstance(url, dict) else url, part, root, f"{field}.video_url", field)
+        case other:
+            raise BadSample("unsupported", f"{field}.type", f"got {shown(other)}, wanted text, image_url, image or video")
+
+
+def cauldron_sample(row: Any, id: str, root: Path) -> Sample:
+    """The Cauldron and FineVision: {images: pictures, texts: [{user, assistant}]}; all pictures come before the first question."""
+    turns = _objects(row, "texts")
+    parts: list[Text | Picture | Video] = list(pictures_of(row, root))
+    messages: list[Message] = []
+    for n, turn in enumerate(turns):
+        said = [_text_of(turn, key, f"texts[{n}]") for key in ("user", "assistant")]
+        messages.append(Message("user", (*parts, Text(said[0]))))
+        messages.append(Message("assistant", (Text(said[1]),)))
+        parts = []
+    return _checked(id, messages, named_kind(row))
+
+
+def prompt_completion_sample(row: Any, id: str, root: Path) -> Sample:
+    """TRL: {prompt, completion}, both text or both lists of OpenAI's messages."""
+    columns = ("prompt", "completion")
+    if all(_lists_objects(_object(row).get(column)) for column in columns):
+        return _talked(row, id, root, [(column, n, turn) for column in columns for n, turn in enumerate(_objects(row, column))])
+    return _told(row, id, root, _exchange(row, *columns), "prompt")
+
+
+def _lists_objects(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, str) and value.startswith(("[{", "[ {")))
+
+
+def alpaca_sample(row: Any, id: str, root: Path) -> Sample:
+    """Alpaca: {instruction, input, output, history: [[question, answer]], system}; an input is asked below its instruction."""
+    turns = [*_history(_object(row)), *_exchange(row, "instruction", "output")]
+    if row.get("input"):
+        role, asked, field = turns[-2]
+        turns[-2] = (role, f"{asked}\n{_text_of(row, 'input', 'row')}", field)
+    return _told(row, id, root, turns, "instruction")
+
+
+def query_response_sample(row: Any, id: str, root: Path) -> Sample:
+    """ms-swift: {query, response, history: [[question, answer]], system}."""
+    return _told(row, id, root, [*_history(_object(row)), *_exchange(row, "query", "response")], "query")
+
+
+def _exchange(row: dict[str, Any], asked: str, answer: str) -> list[Turn]:
+    return [("user", _text_of(row, asked, "row"), f"row.{asked}"), ("assistant", _text_of(row, answer, "row"), f"row.{answer}")]
+
+
+def _history(row: dict[str, Any]) -> list[Turn]:
+    """The turns before: pairs of a question and its answer."""
+    pairs = unpacked(row.get("history") or [], "history")
+    if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 and all(isinstance(t, str) for t in p) for p in pairs):
+        raise BadSample("wrong_type", "history", f"a list of [question, answer] was wanted, got {shown(pairs)}")
+    roles: tuple[Role, Role] = ("user", "assistant")
+    return [(role, clean(text, f"history[{n}]"), f"history[{n}]") for n, p in enumerate(pairs) for role, text in zip(roles, p, strict=True)]
+
+
+def question_answer_sample(row: Any, id: str, root: Path) -> Sample:
+    """Visual questions: {question, answer}. Of a list of answers, which items {answer} may be, too, the most frequent is learned; of
+    equals the first."""
+    if _object(row).get("choices") is not None:
+        why = "questions with choices are not read: nobody would say how they are asked. Write them into the question, and drop the column"
+        raise BadSample("unsupported", "choices", why)
+    column = next((c for c in ANSWERS if row.get(c) is not None), ANSWERS[0])
+    answer = row.get(column) if column == "answer" else unpacked(row.get(column), column)
+    if isinstance(answer, list):
+        given = [item.get("answer") if isinstance(item, dict) else item for item in answer]
+        if not given:
+            raise BadSample("no_target", column, "the list of answers is empty")
+        if not all(isinstance(item, str) for item in given):
+            raise BadSample("wrong_type", column, f"a list of texts was wanted, got {shown(answer)}")
+        answer = Counter(given).most_common(1)[0][0]
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str):
+        raise BadSample("wrong_type", column, f"text was wanted, got {shown(answer)}")
+    asked: Turn = ("user", _text_of(row, "question", "row"), "row.question")
+    return _told(row, id, root, [asked, ("assistant", clean(answer, column), column)], "question")
+
+
+def caption_sample(row: Any, id: str, root: Path) -> Sample:
+    """A picture (or several) and a caption (of a list, the first): nothing is asked but CAPTION_PROMPT."""
+    pictures = pictures_of(_object(row), root)
+    if not pictures:
+        raise BadSample("placeholder_count", "image", "a caption without a picture")
+    column = next((c for c in CAPTIONS if row.get(c) is not None), CAPTIONS[0])
+    caption = unpacked(row.get(column), column) if column == "captions" else row.get(column)
+    caption = _text_of({column: caption[0] if isinstance(caption, list) and caption else caption}, column, "row")
+    return _checked(
+        id, [Message("user", (*pictures, Text(CAPTION_PROMPT))), Message("assistant", (Text(caption.strip()),))], named_kind(row)
+    )
+
+
+# easy-VQA
+
+_SHAPES = {"circle", "rectangle", "triangle"}
+
+
+def easy_vqa_sample(row: Any, id: str, root: Path) -> Sample:
+    """easy-VQA: [question, answer, number of the picture], the picture at images/NUMBER.png."""
+    match row:
+        case [str(question), str(answer), int(number)] if not isinstance(number, bool):
+            picture = picture_of(f"images/{number}.png", root, "image")
+            asked = Message("user", (picture, Text(clean(question, "question"))))
+            return _checked(id, [asked, Message("assistant", (Text(clean(answer, "answer")),))], vqa_kind(row))
+        case _:
+            raise BadSample("wrong_type", "row", f"[question, answer, number of the picture] was wanted, got {shown(row)}")
+
+
+def vqa_kind(row: Any) -> str:
+    """yes/no, shape or color: what easy-VQA's 13 answers are."""
+    answer = row[1] if isinstance(row, list) and len(row) == 3 else ""
+    return "yes/no" if answer in ("yes", "no") else "shape" if answer in _SHAPES else "color"

@@ -1,0 +1,192 @@
+"""What the values of a row are: pictures, films and texts. Nothing is opened, and no URL is fetched."""
+
+import base64
+import binascii
+import os
+import re
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from eyeline.core.batch import Picture, Video
+from eyeline.core.errors import BadSample
+from eyeline.data.json_rows import parse, sound
+
+MAX_DATA_URL = 64 << 20  # characters
+IMAGE, VIDEO = "<image>", "<video>"  # where a picture or a film of a column stands in a text
+PLACEHOLDERS = {IMAGE: "pictures", VIDEO: "films"}
+SAMPLED_FPS = 2.0  # of frames that are given without times, as qwen-vl-utils takes them (vision_process.py: FPS)
+MAX_FRAMES = 2_048
+
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*:(//|\\\\)|(https?|ftp|file|s3|gs|hf):", re.IGNORECASE)
+
+
+def picture_of(name: Any, root: Path, field: str) -> Picture:
+    """A picture as a row gives it: a path inside `root`, a data: URL, base64, its bytes, or {bytes, path} as Hugging Face stores it."""
+    match name:
+        case Picture():
+            return name  # a member of an archive
+        case bytes():
+            return Picture(field, name)
+        case {"bytes": bytes(data)}:
+            return Picture(name["path"] if isinstance(name.get("path"), str) else field, data)
+        case {"path": str(path)}:
+            name = path
+        case _:
+            pass
+    if not isinstance(name, str):
+        raise BadSample("wrong_type", field, f"a path was wanted, got {shown(name)}")
+    clean(name, field)
+    if name[:5].lower() == "data:":
+        return _data_url(name, field)
+    if (encoded := _encoded(name)) is not None:
+        return _decoded("base64", encoded, field)
+    return _file_of(name, str(root), field)
+
+
+@lru_cache(maxsize=1 << 13)  # many rows show the same picture, and pathlib is slow
+def _file_of(name: str, root: str, field: str) -> Picture:
+    if _URL.match(name):
+        what = f"{name[:100]!r} is a URL; nothing is fetched while training"
+        raise BadSample("remote_url", field, f"{what}. Download it first and give the path of the file")
+    if not name or "\0" in name or len(name.encode()) > 4096:
+        raise BadSample("bad_path", field, f"{name[:40]!r} cannot name a file")
+    path = os.path.normpath(os.path.join(root, name))
+    if not path.startswith(root if root.endswith("/") else root + "/"):
+        raise BadSample("outside_root", field, f"{name[:200]!r} is not inside {root}. Set images: to a folder that holds all pictures")
+    return Picture(name, Path(path))
+
+
+def film_of(frames: Any, timing: dict[str, Any], root: Path, field: str, timed: str) -> Video:
+    """A film by the list of its frames, each named as `picture_of` takes it. Every frame is used.
+
+    `timing` may say when they are shown: `timestamps` in seconds, one a frame, or `sample_fps` or `fps`, how many frames there are
+    to a second; 2 if nothing does. A film file is BadSample `video_file`. `timed` is the field that a fault of the times is laid to.
+    """
+    if isinstance(frames, str):
+        raise BadSample(
+            "video_file", field, f"{frames[:100]!r} is a film in one file, and films are read as frames. Extract them first, for example "
+            "with: ffmpeg -i clip.mp4 -vf fps=2 clip/%05d.jpg, and give the list of their paths"
+        )  # fmt: skip
+    if not isinstance(frames, list) or not frames:
+        raise BadSample("film", field, f"a list of frames was wanted, got {shown(frames)}")
+    if len(frames) > MAX_FRAMES:
+        raise BadSample("film", field, f"{len(frames):,} frames, over {MAX_FRAMES:,}. Take fewer of them")
+    pictures = tuple(picture_of(frame, root, f"{field}[{n}]") for n, frame in enumerate(frames))
+    times = timing.get("timestamps")
+    if times is None:
+        fps = next((timing[key] for key in ("sample_fps", "fps") if timing.get(key) is not None), SAMPLED_FPS)
+        if not _is_number(fps) or not 1e-3 <= fps <= 1e3:
+            raise BadSample("film", timed, f"frames a second from 0.001 to 1,000 were wanted, got {shown(fps)}")
+        times = [n / fps for n in range(len(pictures))]
+    if not isinstance(times, list) or len(times) != len(pictures) or not all(_is_number(t) and 0 <= t <= 1e6 for t in times):
+        raise BadSample("film", timed, f"a time in seconds, 0 or more, for each of {len(pictures)} frames was wanted, got {shown(times)}")
+    if any(later < earlier for earlier, later in pairwise(times)):
+        raise BadSample("film", timed, "the times of the frames do not grow. Put the frames in order")
+    return Video(f"{pictures[0].name} and {len(pictures) - 1} more", pictures, tuple(map(float, times)))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _data_url(url: str, field: str) -> Picture:
+    head, comma, body = url.partition(",")
+    if not comma or not re.fullmatch(r"data:image/[\w.+-]+(;[\w=.-]+)*;base64", head, re.IGNORECASE):
+        raise BadSample("data_url", field, f"{head[:60]!r}: wanted data:image/...;base64,...")
+    return _decoded(head, body, field)
+
+
+def _decoded(name: str, encoded: str, field: str) -> Picture:
+    if len(encoded) > MAX_DATA_URL:
+        raise BadSample("data_url", field, f"a picture in {len(encoded):,} characters, over {MAX_DATA_URL:,}")
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadSample("data_url", field, f"its base64 is damaged: {error}") from error
+    return Picture(name + ",…", data)
+
+
+SHORTEST_BASE64 = 64  # characters; no picture is smaller
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
+_MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")  # JPEG, PNG, GIF, WebP, BMP, TIFF
+
+
+def _encoded(text: str) -> str | None:
+    """The text without its line breaks, if it is base64 of a picture and no path: it has no dot, and begins as pictures do."""
+    if len(text) < SHORTEST_BASE64 or not _BASE64.fullmatch(text):
+        return None
+    return "".join(text.split()) if base64.b64decode(text.lstrip()[:8]).startswith(_MAGIC) else None
+
+
+def clean(text: str, field: str) -> str:
+    """The text, if it is all Unicode. Invalid UTF-8 and escaped halves of surrogate pairs both arrive as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadSample("bad_unicode", field, f"character {error.start} is half of a surrogate pair, or not UTF-8") from error
+    return text
+
+
+_JSON_TYPES = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return f"{_JSON_TYPES.get(type(value), 'null')} ({text[:40]}{'…' if len(text) > 40 else ''})"
+
+
+# Columns
+
+
+PICTURES = (  # columns of pictures: the first of these that a row has is used
+    *("image", "images", "file_name", "file_names", "image_file_name", "image_file_names", "image_path", "image_paths"),
+)
+FILMS = ("video", "videos")
+TIMES = ("timestamps", "sample_fps", "fps")
+
+
+def unpacked(value: Any, field: str) -> Any:
+    """A list that is written as JSON text, as a cell of a table holds it; anything else as it is."""
+    if not (isinstance(value, str) and value[:1] == "[" and value.rstrip()[-1:] == "]"):
+        return value
+    try:
+        found, flawed = parse(value)
+        return sound(found) if flawed else found
+    except BadSample as bad:
+        hint = ". It looks as Python prints lists; write the column with json.dumps" if value[1:2] in ("'", "{") else ""
+        raise BadSample(bad.cause, field, f"a list in JSON was wanted: {bad.message}{hint}") from bad
+
+
+def media_of(row: dict[str, Any], root: Path) -> dict[str, list[Picture | Video]]:
+    """What stands at each kind of placeholder: pictures from one of the columns PICTURES (absent, null, one picture, or a list),
+    films from `video` (the list of its frames, or a list of such lists) or `videos` (a list of such lists)."""
+    return {IMAGE: pictures_of(row, root), VIDEO: films_of(row, root)}
+
+
+def pictures_of(row: dict[str, Any], root: Path) -> list[Picture | Video]:
+    for field in PICTURES:
+        value = unpacked(row.get(field), field)
+        if value is None:
+            continue
+        if isinstance(value, str | bytes | dict | Picture):
+            return [picture_of(value, root, field)]
+        if isinstance(value, list):
+            return [picture_of(name, root, f"{field}[{n}]") for n, name in enumerate(value)]
+        raise BadSample("wrong_type", field, f"a path or a list of paths was wanted, got {shown(value)}")
+    return []
+
+
+def films_of(row: dict[str, Any], root: Path) -> list[Picture | Video]:
+    for field in FILMS:
+        value = unpacked(row.get(field), field)
+        if value is None:
+            continue
+        if isinstance(value, list) and (field == "videos" or (value and isinstance(value[0], list))):
+            each = {key: row[key] for key in TIMES if row.get(key) is not None}
+            timing = [{k: v[n] if isinstance(v, list) and n < len(v) else v for k, v in each.items()} for n in range(len(value))]
+            return [film_of(v, timing[n], root, f"{field}[{n}]", "timestamps, sample_fps or fps") for n, v in enumerate(value)]
+        return [film_of(value, row, root, field, "timestamps, sample_fps or fps")]
+    return []

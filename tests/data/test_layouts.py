@@ -1,0 +1,302 @@
+"""What rows are: every layout, what is declared against what is detected, and every way in which a row may hold a picture."""
+
+import base64
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyeline.core.batch import Picture
+from eyeline.core.errors import Refused
+from eyeline.data.layouts import SHAPES
+from eyeline.data.sources import Rows, Source, open_source
+from tests.data.test_sources import chat, complaint, parts, turns
+from tests.data.test_tars import encoded
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., Rows]:
+    """`opened([rows], **settings)` writes them as a JSON list and opens it."""
+
+    def write(content: Any, **settings: Any) -> Rows:
+        (tmp_path / "rows.json").write_text(json.dumps(content))
+        return open_source(Source(path=str(tmp_path / "rows.json"), **settings))
+
+    return write
+
+
+# Layouts
+
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
+    "question and answer": ("question-answer", {"image": "a", "question": "what?", "answer": "a dot"}, [["<a>", "what?"], ["a dot"]]),
+    "where the picture stands": (
+        "question-answer",
+        {"image": "a", "question": "in <image>\nwhat?", "answer": "a dot"},
+        [["in ", "<a>", "what?"], ["a dot"]],
+    ),
+    "text alone": ("question-answer", {"question": "what?", "answer": "a dot"}, [["what?"], ["a dot"]]),
+    "several pictures": (
+        "question-answer",
+        {"images": ["a", "b"], "question": "which?", "answer": "b", "system": "Be brief."},
+        [["Be brief."], ["<a>", "<b>", "which?"], ["b"]],
+    ),
+    "VQAv2": (
+        "question-answer",
+        {"question": "what?", "image": "a", "multiple_choice_answer": "net", "answers": [{"answer": "nets", "answer_id": 1}]},
+        [["<a>", "what?"], ["net"]],
+    ),
+    "the most frequent answer": (
+        "question-answer",
+        {"question": "what?", "image": "a", "answers": ["x", "net", "y", "net"]},
+        [["<a>", "what?"], ["net"]],
+    ),
+    "of equals the first": (
+        "question-answer",
+        {"question": "what?", "answers": [{"answer": "b"}, {"answer": "a"}, {"answer": "a"}, {"answer": "b"}]},
+        [["what?"], ["b"]],
+    ),
+    "a number": ("question-answer", {"question": "how many?", "answer": 3}, [["how many?"], ["3"]]),
+    "an answer in brackets": ("question-answer", {"question": "which box?", "answer": "[1, 2]"}, [["which box?"], ["[1, 2]"]]),
+    "prompt and completion": (
+        "prompt-completion",
+        {"prompt": "[INST] <image>what?", "completion": "a dot", "image": "a"},
+        [["[INST] ", "<a>", "what?"], ["a dot"]],
+    ),
+    "messages in prompt and completion": (
+        "prompt-completion",
+        {"prompt": chat("what?", "a", "and?"), "completion": [{"role": "assistant", "content": "b"}], "images": ["a"]},
+        [["<a>", "what?"], ["a"], ["and?"], ["b"]],
+    ),
+    "Alpaca": (
+        "alpaca",
+        {"instruction": "Name it.", "input": "<image>", "output": "a dot", "image": "a", "history": [["hi", "ho"]], "system": "s"},
+        [["s"], ["hi"], ["ho"], ["Name it.", "<a>"], ["a dot"]],
+    ),
+    "Alpaca without an input": ("alpaca", {"instruction": "Say ho.", "input": "", "output": "ho"}, [["Say ho."], ["ho"]]),
+    "ms-swift": (
+        "query-response",
+        {"query": "<image>what?", "response": "a dot", "images": "a", "history": [["<image>hi", "ho"]]} | {"images": ["a", "b"]},
+        [["<a>", "hi"], ["ho"], ["<b>", "what?"], ["a dot"]],
+    ),
+    "ShareGPT": (
+        "llava",
+        {"conversations": turns("<image>hi", "ho"), "images": ["a"], "system": "s", "tools": "[]"},
+        [["s"], ["<a>", "hi"], ["ho"]],
+    ),
+    "several captions": ("captions", {"image": "a", "captions": ["one", "two"]}, [["<a>", "Describe the image."], ["one"]]),
+    "imagefolder's table": ("captions", {"file_name": "a", "text": "one"}, [["<a>", "Describe the image."], ["one"]]),
+    "turns as JSON text": (
+        "llava",
+        {"conversations": json.dumps(turns("<image><image>hi", "ho")), "image": '["a", "b"]'},
+        [["<a>", "<b>", "hi"], ["ho"]],
+    ),
+    "messages as JSON text": ("openai", {"messages": json.dumps(chat("hi", "ho"))}, [["hi"], ["ho"]]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(opened, name: str) -> None:
+    layout, row, wanted = LAYOUTS[name]
+    rows = opened([row])
+    assert rows.layout.name == layout
+    assert parts(rows) == wanted
+    declared = opened([row], layout=layout)
+    assert parts(declared) == wanted
+    assert "declared" in declared.layout.why
+
+
+SOUND = {"question": "what?", "answer": "a dot"}
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "two pictures, one place": (SOUND, {"image": ["a", "b"], "question": "<image>", "answer": "x"}, "placeholder_count", "question"),
+    "a place, no picture": (SOUND, {"question": "<image>", "answer": "x"}, "placeholder_count", "question"),
+    "no answers": (SOUND, {"question": "q", "answers": []}, "no_target", "answers"),
+    "answers that are no texts": (SOUND, {"question": "q", "answers": [{"a": 1}]}, "wrong_type", "answers"),
+    "an answer that is true": (SOUND, {"question": "q", "answer": True}, "wrong_type", "answer"),
+    "no answer": (SOUND, {"question": "q"}, "wrong_type", "answer"),
+    "no question": (SOUND, {"question": None, "answer": "a"}, "wrong_type", "row.question"),
+    "choices": (SOUND, SOUND | {"answer": 1, "choices": ["a", "b"]}, "unsupported", "choices"),
+    "tools": (SOUND, SOUND | {"tools": "[{}]"}, "tool_turn", "tools"),
+    "a system that is no text": (SOUND, SOUND | {"system": 3}, "wrong_type", "row.system"),
+    "history of strings": ({"query": "a", "response": "b"}, {"query": "a", "response": "b", "history": ["x"]}, "wrong_type", "history"),
+    "half a prompt in messages": (
+        {"prompt": "a", "completion": "b"},
+        {"prompt": chat("a"), "completion": "b"},
+        "wrong_type",
+        "row.prompt",
+    ),
+    "Python's lists": ({"messages": chat("a", "b")}, {"messages": "[{'role': 'user', 'content': 'a'}]"}, "not_json", "messages"),
+    "NaN in JSON text": ({"messages": chat("a", "b")}, {"messages": '[{"role": NaN}]'}, "not_finite", "messages"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows(opened, name: str) -> None:
+    sound, row, cause, field = BAD[name]
+    assert complaint(opened([sound, sound, row]), 2) == (cause, field)
+
+
+# What is detected
+
+
+def test_most_rows_decide_and_of_equals_the_order(opened) -> None:
+    talk, caption = {"conversations": turns("a", "b")}, {"image": "a", "caption": "c"}
+    rows = opened([caption, talk, talk])
+    assert rows.layout.name == "llava"
+    assert rows.layout.why == "JSON list; row 1 has conversations; 2 of the first 3 rows do; captions would fit too: layout: NAME chooses"
+    assert opened([caption, caption, talk]).layout.name == "captions"
+    assert opened([talk | caption] * 2).layout.name == "llava"
+    both = opened([talk | caption] * 2, layout="captions")
+    assert (both.layout.name, parts(both)) == ("captions", [["<a>", "Describe the image."], ["c"]])
+
+
+def test_what_fits_nothing_is_told_what_was_found(opened) -> None:
+    with pytest.raises(Refused, match=r"no known layout\. Found: JSON list; its rows have foto, titel\. Wanted: conversations \(llava\)"):
+        opened([{"foto": "a", "titel": "b"}])
+    with pytest.raises(
+        Refused, match=r"none of its first rows is of the layout openai\. Found: .*; its rows have conversations\. Wanted: messages"
+    ):
+        opened([{"conversations": turns("a", "b")}], layout="openai")
+
+
+# What is declared
+
+
+def test_columns_are_called_otherwise(opened) -> None:
+    rows = opened(
+        [{"meta": {"foto": "a", "n": 1}, "frage": "<image>was?", "antwort": ["ein Punkt"], "gruppe": "k", "image": "a thumbnail"}],
+        columns={"image": "meta.foto", "question": "frage", "answers": "antwort", "kind": "gruppe"},
+    )
+    assert parts(rows) == [["<a>", "was?"], ["ein Punkt"]]
+    assert [kind for _, kind, _ in rows.kept()] == ["k"]
+    assert rows.layout.why == "JSON list; row 0 has question (frage) and answers (antwort)"
+    again = pickle.loads(pickle.dumps(rows))
+    assert parts(again) == parts(rows)
+
+
+def test_a_renamed_column_is_not_taken_as_what_it_was_called(opened) -> None:
+    swapped = opened([{"question": "a dot", "answer": "what?"}], columns={"question": "answer", "answer": "question"})
+    assert parts(swapped) == [["what?"], ["a dot"]]
+    other = opened([{"image": "a", "text": "long", "short": "one"}], columns={"caption": "short"})
+    assert parts(other) == [["<a>", "Describe the image."], ["one"]]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_turns_and_speakers_are_called_otherwise(opened, as_text: bool) -> None:
+    said = [
+        {"wer": "guest", "was": "<image>hi"},
+        {"wer": "bot", "was": "ho"},
+        {"wer": "gpt", "was": "hm"},
+        {"wer": "assistant", "was": "ha"},
+    ]
+    rows = opened(
+        [{"dialog": json.dumps(said) if as_text else said, "image": "a"}],
+        columns={"conversations": "dialog", "from": "wer", "value": "was"},
+        roles={"user": "guest", "assistant": "bot"},
+    )
+    assert complaint(rows)[0] == "role_order"  # the third turn is an assistant's as well
+    del said[2:]
+    rows = opened([{"dialog": said, "image": "a"}], layout="llava", columns=dict(rows.source.columns), roles=dict(rows.source.roles))
+    assert parts(rows) == [["<a>", "hi"], ["ho"]]
+    swapped = opened([{"conversations": turns("ho", "hi", roles=("gpt", "human"))}], roles={"user": "gpt", "assistant": "human"})
+    assert [m.role for m in swapped.read(next(swapped.rows_in(0))[0]).messages] == ["user", "assistant"]
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "ours is unknown": (SOUND, {"columns": {"imgae": "x"}}, r"imgae is no column of any layout\. Did you mean 'image'\?"),
+    "ours is another layout's": (
+        SOUND,
+        {"layout": "question-answer", "columns": {"completion": "answer"}},
+        r"completion is no column of the layout question-answer\.",
+    ),
+    "ours is not read": (SOUND, {"columns": {"instruction": "answer"}}, r"no known layout|instruction means nothing in the layout"),
+    "theirs is not there": (
+        {"foto": "a", "titel": "b"},
+        {"columns": {"image": "fotos", "caption": "titel"}},
+        r"image: fotos, but its rows have foto, titel\. Did you mean 'foto'\?",
+    ),
+    "theirs is not there, inside": (
+        {"meta": {"foto": "a"}, "text": "b"},
+        {"columns": {"image": "meta.photo"}},
+        r"image: meta\.photo, but its rows have meta, text\. Did you mean 'meta\.foto'\?",
+    ),
+    "a key is not there": (
+        {"conversations": [{"who": "human", "value": "a"}]},
+        {"columns": {"from": "whom"}},
+        r"from: whom, but its turns have who, value\. Did you mean 'who'\?",
+    ),
+    "a speaker is not there": (
+        {"conversations": turns("a", "b", roles=("guest", "bot"))},
+        {"roles": {"user": "guest", "assistant": "bott"}},
+        r"assistant: bott, but the speakers of its turns are guest, bot\. Did you mean 'bot'\?",
+    ),
+    "roles without turns": (SOUND, {"layout": "captions", "roles": {"user": "x"}}, r"the layout captions has no turns with roles"),
+    "roles of another layout": (SOUND, {"roles": {"user": "x"}}, r"the speakers of its turns are "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_declared_and_wrong(opened, name: str) -> None:
+    row, settings, message = WRONG[name]
+    with pytest.raises(Refused, match=message):
+        opened([row], **settings)
+
+
+def test_what_is_declared_is_part_of_what_an_index_depends_on(opened) -> None:
+    row = {"image": "a", "caption": "c", "text": "t"}
+    identities = {
+        opened([row], **settings).layout.identity
+        for settings in ({}, {"columns": {"caption": "text"}}, {"columns": {"captions": "text"}}, {"columns": {"kind": "text"}})
+    }
+    assert len(identities) == 4
+    assert opened([row], layout="captions").layout.identity == opened([row]).layout.identity == "captions"
+
+
+def test_every_layout_is_tried_here() -> None:
+    assert {shape.name for shape in SHAPES} <= {layout for layout, _, _ in LAYOUTS.values()} | {"cauldron", "easy-vqa"}
+
+
+# Pictures
+
+
+PNG = encoded(0, "PNG")
+BASE64 = base64.b64encode(PNG).decode()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        BASE64,
+        "\n".join(BASE64[n : n + 76] for n in range(0, len(BASE64), 76)) + "\n",
+        f"data:image/png;base64,{BASE64}",
+        [BASE64],
+        json.dumps([BASE64]),
+    ],
+)
+def test_pictures_as_base64(opened, value: Any) -> None:
+    rows = opened([{"image": value, "caption": "c"}])
+    [picture] = rows.read(next(rows.rows_in(0))[0]).pictures
+    assert picture.source == PNG
+    assert len(picture.name) < 40
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF"])
+def test_base64_of_every_kind_is_known_by_its_beginning(opened, form: str) -> None:
+    rows = opened([{"image": base64.b64encode(encoded(1, form)).decode(), "caption": "c"}])
+    assert rows.read(next(rows.rows_in(0))[0]).pictures[0].source == encoded(1, form)
+
+
+@pytest.mark.parametrize("name", ["a" * 100, "9j/" + "4AAQ" * 20, f"{BASE64[:80]}.png", BASE64[:40], "pictures/" * 10 + "1"])
+def test_paths_that_look_like_base64_are_paths(opened, tmp_path: Path, name: str) -> None:
+    rows = opened([{"image": name, "caption": "c"}])
+    assert rows.read(next(rows.rows_in(0))[0]).pictures == (Picture(name, tmp_path / name),)
+
+
+def test_base64_that_is_damaged_or_too_long(opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert complaint(opened([{"image": BASE64[:101], "caption": "c"}])) == ("data_url", "image")
+    assert complaint(opened([{"image": '["a", ', "caption": "c"}, {"image": "['a', 'b']", "caption": "c"}]), 1) == ("not_json", "image")
+    monkeypatch.setattr("eyeline.data.media.MAX_DATA_URL", 100)
+    assert complaint(opened([{"image": BASE64, "caption": "c"}])) == ("data_url", "image")
