@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from eyeline.core.batch import Picture
-from eyeline.core.errors import Refused
+from eyeline.core.errors import BadSample, Refused
 from eyeline.data.layouts import SHAPES
 from eyeline.data.sources import Rows, Source, open_source
 from tests.data.test_sources import chat, complaint, parts, turns
@@ -87,6 +87,13 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
         {"conversations": turns("<image>hi", "ho"), "images": ["a"], "system": "s", "tools": "[]"},
         [["s"], ["<a>", "hi"], ["ho"]],
     ),
+    "pairs of ms-swift": (
+        "exchanges",
+        {"conversation": [{"human": "hi", "assistant": "ho"}, {"human": "<image>?", "assistant": "a"}], "image": "a", "system": "s"},
+        [["s"], ["hi"], ["ho"], ["<a>", "?"], ["a"]],
+    ),
+    "messages under its name": ("exchanges", {"conversation": chat("hi", "ho")}, [["hi"], ["ho"]]),
+    "turns under its name": ("exchanges", {"conversation": turns("hi", "ho")}, [["hi"], ["ho"]]),
     "several captions": ("captions", {"image": "a", "captions": ["one", "two"]}, [["<a>", "Describe the image."], ["one"]]),
     "imagefolder's table": ("captions", {"file_name": "a", "text": "one"}, [["<a>", "Describe the image."], ["one"]]),
     "turns as JSON text": (
@@ -146,7 +153,10 @@ def test_most_rows_decide_and_of_equals_the_order(opened) -> None:
     talk, caption = {"conversations": turns("a", "b")}, {"image": "a", "caption": "c"}
     rows = opened([caption, talk, talk])
     assert rows.layout.name == "llava"
-    assert rows.layout.why == "JSON list; row 1 has conversations; 2 of the first 3 rows do; captions would fit too: layout: NAME chooses"
+    assert (
+        rows.layout.why
+        == "JSON list; row 1 has conversations; 2 of the first 3 rows do; captions would fit too: layout: NAME chooses; not read: caption"
+    )
     assert opened([caption, caption, talk]).layout.name == "captions"
     assert opened([talk | caption] * 2).layout.name == "llava"
     both = opened([talk | caption] * 2, layout="captions")
@@ -257,6 +267,37 @@ def test_what_is_declared_is_part_of_what_an_index_depends_on(opened) -> None:
 
 def test_every_layout_is_tried_here() -> None:
     assert {shape.name for shape in SHAPES} <= {layout for layout, _, _ in LAYOUTS.values()} | {"cauldron", "easy-vqa"}
+
+
+ASKED = turns("<image>what?", "a dot")
+MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
+    "a column that a layout needs": ({"image": "a", "mesages": ASKED}, "mesages: Did you mean 'messages'?"),
+    "the column of pictures": ({"imgae": "a", "conversations": ASKED}, "'imgae' is no column of them. Did you mean 'image'?"),
+    "the key of a speaker": (
+        {"image": "a", "conversations": [{"form": t["from"], "value": t["value"]} for t in ASKED]},
+        "the turn has no from, but form, value. Did you mean 'form'?",
+    ),
+    "the key of a text": (
+        {"image": "a", "conversations": [{"from": t["from"], "valeu": t["value"]} for t in ASKED]},
+        "there is no value, but from, valeu. Did you mean 'valeu'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_misspelt_names_are_guessed_at(opened, name: str) -> None:
+    row, wanted = MISSPELT[name]
+    try:
+        said = complaint_of(opened([row]))
+    except Refused as refused:
+        said = str(refused)
+    assert wanted in said
+
+
+def complaint_of(rows: Rows) -> str:
+    [(_, _, found)] = rows.kept()
+    assert isinstance(found, BadSample)
+    return found.message
 
 
 # Pictures

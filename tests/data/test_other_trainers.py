@@ -14,6 +14,8 @@ import pyarrow as arrow
 import pyarrow.parquet as pq
 import pytest
 
+from eyeline.core.errors import Refused
+from eyeline.data.sources import Source, open_source
 from tests.data.trained import causes, draw, one
 
 Rows = list[dict[str, Any]]
@@ -74,6 +76,56 @@ def test_llama_factory_pictures(folder: Path) -> None:
     ]
 
 
+def test_llama_factory_pictures_without_places(folder: Path) -> None:
+    """Its first demo had no <image> in the text: pictures come before the first question."""
+    rows = [{"messages": said(("user", "Who is it?"), ("assistant", "A cat.")), "images": ["images/green.jpg", "red.png"]}]
+    assert one(as_list(folder / "mllm_demo.json", rows)) == [["user: [green][red]Who is it?", "assistant: «A cat.»"]]
+
+
+def test_llama_factory_sharegpt(folder: Path) -> None:
+    """`conversations` in words of ShareGPT, with a column for the system prompt."""
+    rows = [
+        {
+            "conversations": talk(("human", "<image>Name it."), ("gpt", "A cat.")),
+            "images": ["red.png"],
+            "system": "Be brief.",
+            "tools": "",
+        },
+        {"conversations": talk(("human", "Hi"), ("gpt", "Hello"), ("human", "Bye"), ("gpt", "See you"))},
+    ]
+    assert one(as_list(folder / "data.json", rows)) == [
+        ["system: Be brief.", "user: [red]Name it.", "assistant: «A cat.»"],
+        ["user: Hi", "assistant: «Hello»", "user: Bye", "assistant: «See you»"],
+    ]
+
+
+def test_llama_factory_alpaca(folder: Path) -> None:
+    """instruction, input and output, with system, history and images."""
+    rows = [
+        {"instruction": "Say hello.", "input": "", "output": "Hello."},
+        {
+            "instruction": "Name it.",
+            "input": "<image>",
+            "output": "A cat.",
+            "system": "Be brief.",
+            "history": [["Hi", "Hello"], ["Well?", "Yes"]],
+            "images": ["red.png"],
+        },
+    ]
+    assert one(as_list(folder / "alpaca.json", rows)) == [
+        ["user: Say hello.", "assistant: «Hello.»"],
+        [
+            "system: Be brief.",
+            "user: Hi",
+            "assistant: «Hello»",
+            "user: Well?",
+            "assistant: «Yes»",
+            "user: Name it.[red]",  # a newline beside a picture is the template's affair
+            "assistant: «A cat.»",
+        ],
+    ]
+
+
 def test_llama_factory_films(folder: Path) -> None:
     """mllm_video_demo: a film file is refused with the way to its frames; with these in its place the row trains as it is."""
     row = {"messages": said(("user", "<video>Why is it funny?"), ("assistant", "It falls."))}
@@ -108,6 +160,33 @@ def test_ms_swift_messages(folder: Path) -> None:
             "user: [blue]What is here, <0.2 seconds>[black]<1.0 seconds>[white]and here?",
             "assistant: «Cats.»",
         ],
+    ]
+
+
+def test_ms_swift_query_and_response(folder: Path) -> None:
+    rows = [
+        {"system": "Be kind.", "query": "<image>And this?", "response": "A dog.", "history": [["Hi", "Hello"]], "images": ["red.png"]},
+        {"query": "Name it.", "response": "A cat.", "images": ["images/blue.jpg"]},
+        {"query": "Hi", "response": "Hello", "history": []},
+    ]
+    assert one(as_lines(folder / "train.jsonl", rows)) == [
+        ["system: Be kind.", "user: Hi", "assistant: «Hello»", "user: [red]And this?", "assistant: «A dog.»"],
+        ["user: [blue]Name it.", "assistant: «A cat.»"],
+        ["user: Hi", "assistant: «Hello»"],
+    ]
+
+
+def test_ms_swift_sharegpt(folder: Path) -> None:
+    """A pair an exchange, under `conversation`."""
+    rows = [
+        {
+            "system": "Be kind.",
+            "conversation": [{"human": "<image>What?", "assistant": "A cat."}, {"human": "Sure?", "assistant": "Yes."}],
+            "images": ["red.png"],
+        }
+    ]
+    assert one(as_lines(folder / "train.jsonl", rows)) == [
+        ["system: Be kind.", "user: [red]What?", "assistant: «A cat.»", "user: Sure?", "assistant: «Yes.»"]
     ]
 
 
@@ -149,6 +228,12 @@ def test_qwen_vl_finetune(folder: Path, write: Callable[[Path, Rows], Path], nam
     assert one(path, images=str(folder)) == [told for _, told in QWEN.values()]
 
 
+def test_qwen_vl_film_files(folder: Path) -> None:
+    row = {"conversations": talk(("human", "<video>\nWhat happens?"), ("gpt", "Nothing."))}
+    path = as_list(folder / "video.json", [row | {"video": "videos/005.mp4"}, row | {"video": ["videos/005.mp4"]}])
+    assert [cause for cause, _ in causes(path)] == ["video_file", "video_file"]
+
+
 # TRL (docs: dataset formats, SFT trainer), which reads Hugging Face's Parquet
 
 
@@ -176,7 +261,44 @@ def test_trl_vision_messages(folder: Path) -> None:
     ]
 
 
+def test_trl_numbered_pictures(folder: Path) -> None:
+    """Parts that say by `index` which of `images` they are, as in HuggingFaceH4/llava-instruct-mix-vsft."""
+    parts = [
+        {"index": 1, "text": None, "type": "image"},
+        {"index": 0, "text": None, "type": "image"},
+        {"index": None, "text": "Alike?", "type": "text"},
+    ]
+    answer = [{"index": None, "text": "No.", "type": "text"}]
+    rows = [{"messages": said(("user", parts), ("assistant", answer)), "images": [stored(folder, n) for n in PICTURES[:2]]}]
+    assert one(as_parquet(folder / "train.parquet", rows)) == [["user: [green][red]Alike?", "assistant: «No.»"]]
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_trl_prompt_and_completion_with_pictures(folder: Path, column: str) -> None:
+    """Messages without places, as in trl-lib/llava-instruct-mix: pictures come before the first question."""
+    picture = stored(folder, "red.png")
+    rows = [
+        {
+            column: picture if column == "image" else [picture],
+            "prompt": said(("user", "What colour?")),
+            "completion": said(("assistant", "Red.")),
+        },
+        {
+            column: picture if column == "image" else [picture],
+            "prompt": said(("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello"), ("user", "And?")),
+            "completion": said(("assistant", "Nothing.")),
+        },
+    ]
+    assert one(as_parquet(folder / "train.parquet", rows)) == [
+        ["user: [red]What colour?", "assistant: «Red.»"],
+        ["system: Be kind.", "user: [red]Hi", "assistant: «Hello»", "user: And?", "assistant: «Nothing.»"],
+    ]
+
+
 def test_trl_text(folder: Path) -> None:
+    """Prompt and completion as strings, and messages alone."""
+    rows = [{"prompt": "The sky is", "completion": " blue."}]
+    assert one(as_lines(folder / "prompts.jsonl", rows)) == [["user: The sky is", "assistant: « blue.»"]]
     rows = [{"messages": said(("user", "What colour?"), ("assistant", "Blue."))}]
     assert one(as_parquet(folder / "messages.parquet", rows)) == [["user: What colour?", "assistant: «Blue.»"]]
 
@@ -191,10 +313,7 @@ RATINGS = {
 
 
 def test_nanovlm_the_cauldron(folder: Path) -> None:
-    turns = [
-        {"user": "What colour?\nShort.", "assistant": "Red.", "source": "VQA"},
-        {"user": "Sure?", "assistant": "Yes.", "source": "VQA"},
-    ]
+    turns = [{"user": "What colour?\nShort.", "assistant": "Red."}, {"user": "Sure?", "assistant": "Yes."}]
     rows = [{"images": [stored(folder, "red.png")], "texts": [turn | {"source": "VQA"} for turn in turns]}]
     assert one(as_parquet(folder / "train-00000-of-00001-abc.parquet", rows)) == [
         ["user: [red]What colour?\nShort.", "assistant: «Red.»", "user: Sure?", "assistant: «Yes.»"]
@@ -202,7 +321,7 @@ def test_nanovlm_the_cauldron(folder: Path) -> None:
 
 
 def test_nanovlm_finevision(folder: Path) -> None:
-    """A folder for each subset with files of its split."""
+    """A folder for each subset with files of its split; columns that nothing reads are said."""
     turns = [{"user": "Which is blue?", "assistant": "The first."}, {"user": "Sure?", "assistant": "Yes."}]
     rows = [{"images": [stored(folder, "images/blue.jpg"), stored(folder, "red.png")], "texts": turns, "source": "mine", **RATINGS}]
     (folder / "ai2d").mkdir()
@@ -210,11 +329,68 @@ def test_nanovlm_finevision(folder: Path) -> None:
     as_parquet(folder / "ai2d" / "train-00001-of-00002.parquet", rows)
     wanted = ["user: [blue][red]Which is blue?", "assistant: «The first.»", "user: Sure?", "assistant: «Yes.»"]
     assert one(folder / "ai2d") == [wanted, wanted]
+    why = open_source(Source(path=str(folder / "ai2d"))).layout.why
+    assert all(name in why for name in ("not read", "source", *RATINGS))
 
 
 # What is for other kinds of training: by name, never half
 
+ASKED = {"messages": said(("user", "<image>What?"), ("assistant", "A cat.")), "images": ["red.png"]}
+CALLED = said(("user", "Light!"), ("tool_call", '{"name": "light"}'), ("tool_response", "{}"), ("assistant", "Done."))
 REJECTED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
+    "LLaMA-Factory: preference": (
+        {
+            "conversations": talk(("human", "<image>What?")),
+            "chosen": {"from": "gpt", "value": "A cat."},
+            "rejected": {"from": "gpt", "value": "A dog."},
+            "images": ["red.png"],
+        },
+        ("preference", "chosen"),
+    ),
+    "LLaMA-Factory: KTO": ({"conversations": talk(("human", "What?"), ("gpt", "No.")), "kto_tag": False}, ("preference", "kto_tag")),
+    "LLaMA-Factory: audio": (
+        {"messages": said(("user", "<audio>What is said?"), ("assistant", "Hello.")), "audios": ["1.mp3"]},
+        ("unsupported", "audios"),
+    ),
+    "LLaMA-Factory: tools": (
+        {
+            "conversations": talk(("human", "Light!"), ("function_call", "{}"), ("observation", "{}"), ("gpt", "Done.")),
+            "tools": '[{"name": "light"}]',
+        },
+        ("tool_turn", "conversations[1].from"),
+    ),
+    "ms-swift: a rejected response": (ASKED | {"rejected_response": "I don't know"}, ("preference", "rejected_response")),
+    "ms-swift: KTO": (ASKED | {"label": False}, ("preference", "label")),
+    "ms-swift: tools": ({"messages": CALLED}, ("tool_turn", "messages[1].role")),
+    "ms-swift: tools that nobody calls": (ASKED | {"tools": '[{"name": "light"}]'}, ("tool_turn", "tools")),
+    "ms-swift: boxes apart": (
+        ASKED
+        | {
+            "messages": said(("user", "<image>Where is <ref-object>?"), ("assistant", "<bbox>")),
+            "objects": {"ref": ["the cat"], "bbox": [[1, 2, 5, 6]]},
+        },
+        ("unsupported", "objects"),
+    ),
+    "ms-swift: an answer not to learn": (
+        {
+            "messages": [
+                *said(("user", "Hi")),
+                {"role": "assistant", "content": "Hello", "loss": False},
+                *said(("user", "?"), ("assistant", "!")),
+            ]
+        },
+        ("unsupported", "messages[1].loss"),
+    ),
+    "OpenAI: an answer not to learn": (
+        {
+            "messages": [
+                *said(("user", "Hi")),
+                {"role": "assistant", "content": "Hello", "weight": 0},
+                *said(("user", "?"), ("assistant", "!")),
+            ]
+        },
+        ("unsupported", "messages[1].weight"),
+    ),
     "ms-swift: pretraining": (
         {"messages": said(("assistant", "<image>is a puppy")), "images": ["red.png"]},
         ("image_in_answer", "messages[0].content"),
@@ -224,6 +400,7 @@ REJECTED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         {"messages": said(("user", "Draw it."), ("assistant", "<image>")), "images": ["red.png"]},
         ("image_in_answer", "messages[1].content"),
     ),
+    "TRL: unpaired preference": ({"prompt": "The sky is", "completion": " green.", "label": False}, ("preference", "label")),
     "TRL: tools": (
         {
             "messages": [
@@ -241,3 +418,26 @@ REJECTED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
 def test_what_is_not_trained_is_named(folder: Path, case: str) -> None:
     row, wanted = REJECTED[case]
     assert causes(as_list(folder / "data.json", [row])) == [wanted]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "LLaMA-Factory: alpaca preference": ({"instruction": "What?", "input": "", "chosen": "A cat.", "rejected": "No."}, "preference data"),
+    "TRL: preference": (
+        {"prompt": said(("user", "What?")), "chosen": said(("assistant", "A cat.")), "rejected": said(("assistant", "No."))},
+        "preference data",
+    ),
+    "TRL: preference without a prompt": (
+        {"chosen": said(("user", "?"), ("assistant", "A cat.")), "rejected": said(("user", "?"), ("assistant", "No."))},
+        "preference data",
+    ),
+    "Qwen3-VL: packed by its pack_data.py": ([QWEN["one picture"][0], QWEN["a box"][0]], "several samples in a row"),
+    "TRL: prompts alone": ({"prompt": said(("user", "What?"))}, "prompt and completion"),
+    "LLaMA-Factory: pretraining": ({"text": "A document."}, "no known layout"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_files_of_nothing_else_are_refused(folder: Path, case: str) -> None:
+    row, wanted = REFUSED[case]
+    with pytest.raises(Refused, match=wanted):
+        open_source(Source(path=str(as_list(folder / "data.json", [row, row]))))

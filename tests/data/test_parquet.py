@@ -52,7 +52,7 @@ def test_messages_and_pictures_as_structs(tmp_path: Path) -> None:
     more = {"kind": "dot", "embedding": [0.5] * 9}
     rows = [{"messages": talk(n), "images": [{"bytes": encoded(n), "path": f"{n}.jpg"}], **more} for n in range(8)]
     found = opened(written(tmp_path / "x.parquet", rows))
-    assert (found.layout.name, found.layout.why) == ("openai", "Parquet; row 0 has messages")
+    assert (found.layout.name, found.layout.why) == ("openai", "Parquet; row 0 has messages; not read: embedding")
     assert [shard.name for shard in found.shards] == ["x.parquet[0]", "x.parquet[1]", "x.parquet[2]"]
     got = samples(found)
     for n, sample in enumerate(got):

@@ -7,8 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
-from eyeline.core.errors import BadSample
-from eyeline.data.media import IMAGE, PLACEHOLDERS, VIDEO, clean, film_of, media_of, picture_of, pictures_of, shown, unpacked
+from eyeline.core.errors import BadSample, nearest
+from eyeline.data.media import (
+    FILMS,
+    IMAGE,
+    PICTURES,
+    PLACEHOLDERS,
+    VIDEO,
+    clean,
+    film_of,
+    media_of,
+    picture_of,
+    pictures_of,
+    shown,
+    unpacked,
+)
 
 ANSWERS = ("answer", "multiple_choice_answer", "answers")  # columns of answers: the first of these that a row has is used
 CAPTIONS = ("caption", "captions", "text")  # of captions
@@ -62,12 +75,13 @@ def _split(text: str, role: Role, media: Media, field: str) -> tuple[Text | Pict
     return tuple(parts)
 
 
-def _counted(places: dict[str, int], media: dict[str, list[Picture | Video]], field: str) -> Media:
+def _counted(row: dict[str, Any], places: dict[str, int], media: dict[str, list[Picture | Video]], field: str) -> Media:
     """The media in order, if there are exactly as many as places for them."""
-    for placeholder, what in PLACEHOLDERS.items():
+    for placeholder, columns in ((IMAGE, PICTURES), (VIDEO, FILMS)):
         if places[placeholder] != len(media[placeholder]):
-            count = f"{places[placeholder]} {placeholder} in the text for {len(media[placeholder])} {what}"
-            raise BadSample("placeholder_count", field, count)
+            count = f"{places[placeholder]} {placeholder} in the text for {len(media[placeholder])} {PLACEHOLDERS[placeholder]}"
+            guesses = [f"; {key!r} is no column of them.{guess}" for key in row if (guess := nearest(key, columns[:2]))]
+            raise BadSample("placeholder_count", field, count + (guesses[0] if guesses and not media[placeholder] else ""))
     return {placeholder: iter(found) for placeholder, found in media.items()}
 
 
@@ -88,7 +102,10 @@ def _objects(row: Any, field: str) -> list[dict[str, Any]]:
     return turns
 
 
-def _role(value: Any, roles: dict[str, Role], field: str) -> Role:
+def _role(turn: dict[str, Any], key: str, roles: dict[str, Role], field: str) -> Role:
+    value, field = turn.get(key), f"{field}.{key}"
+    if key not in turn:
+        raise BadSample("role", field, f"the turn has no {key}, but {_keys(turn, key)}")
     if value in TOOL_ROLES:
         raise BadSample("tool_turn", field, f"{value!r}: turns of tools are not read. Leave such conversations out, or tell them in text")
     if not isinstance(value, str) or value not in roles:
@@ -96,20 +113,21 @@ def _role(value: Any, roles: dict[str, Role], field: str) -> Role:
     return roles[value]
 
 
-TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
+TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython")
 Turn = tuple[Role, str, str]  # who speaks, what, and the field that says so
 
 
 def _told(row: dict[str, Any], id: str, root: Path, turns: Sequence[Turn], column: str, implied: bool = True) -> Sample:
     """The sample of turns that are text with placeholders for what the columns have. Where `implied`, and there is no placeholder at
     all, pictures and films come before the first question."""
+    _refuse_other_training(row, [text for _, text, _ in turns])
     media = media_of(row, root)
     places = {p: sum(text.count(p) for _, text, _ in turns) for p in PLACEHOLDERS}
     first: list[Text | Picture | Video] = []
     if implied and not any(places.values()):
         first = [medium for found in media.values() for medium in found]
         media = {p: [] for p in PLACEHOLDERS}
-    standing = _counted(places, media, column)
+    standing = _counted(row, places, media, column)
     messages = _system(row)
     for role, text, field in turns:
         parts = _split(text, role, standing, field)
@@ -119,18 +137,42 @@ def _told(row: dict[str, Any], id: str, root: Path, turns: Sequence[Turn], colum
     return _checked(id, messages, named_kind(row))
 
 
-def _system(row: dict[str, Any]) -> list[Message]:
-    """The system message of a row that has it in a column of its own. A row with tools is rejected: nobody would say what they are."""
+COMPARED = ("chosen", "rejected", "rejected_response", "kto_tag", "label")  # columns of data for preference training
+SOUNDS = ("audio", "audios")
+BOXES = ("<bbox>", "<ref-object>")  # places of what the column `objects` has
+
+
+def _refuse_other_training(row: dict[str, Any], texts: list[str]) -> None:
+    """BadSample for a row that has columns of another kind of training: read without them it would teach something else."""
+    for column in COMPARED:
+        if row.get(column) is not None and (column != "label" or isinstance(row[column], bool)):
+            why = "answers that are compared or rated are not learned. Keep good answers alone, and leave this column out"
+            raise BadSample("preference", column, why)
     if row.get("tools") not in (None, "", "[]", []):
         raise BadSample("tool_turn", "tools", "conversations that use tools are not read. Leave such rows out")
+    for column in SOUNDS:
+        if row.get(column) not in (None, "", "[]", []):
+            raise BadSample("unsupported", column, "sound is not read. Leave such rows out")
+    if row.get("objects") and any(box in text for text in texts for box in BOXES):
+        raise BadSample("unsupported", "objects", f"{' and '.join(BOXES)} are not filled in. Write boxes as the text that is to be learned")
+
+
+def _system(row: dict[str, Any]) -> list[Message]:
+    """The system message of a row that has it in a column of its own."""
     return [Message("system", (Text(_text_of(row, "system", "row")),))] if row.get("system") else []
 
 
 def _text_of(value: dict[str, Any], key: str, field: str) -> str:
     text = value.get(key)
     if not isinstance(text, str):
-        raise BadSample("wrong_type", f"{field}.{key}", f"text was wanted, got {shown(text)}")
+        got = f"got {shown(text)}" if key in value else f"and there is no {key}, but {_keys(value, key)}"
+        raise BadSample("wrong_type", f"{field}.{key}", f"text was wanted, {got}")
     return clean(text, f"{field}.{key}")
+
+
+def _keys(value: dict[str, Any], key: str) -> str:
+    """What an object has in place of a key."""
+    return f"{', '.join(list(value)[:10]) or 'nothing'}{'.' if (guess := nearest(key, list(value))) else ''}{guess}"
 
 
 # Layouts
@@ -141,11 +183,15 @@ LLAVA_ROLES: dict[str, Role] = {"human": "user", "user": "user", "gpt": "assista
 
 def llava_sample(row: Any, id: str, root: Path) -> Sample:
     """LLaVA: {image: path or paths, video: frames, conversations: [{from: human|gpt|system, value: text with <image>, <video>}]}."""
+    return _told(row, id, root, _spoken(_objects(row, "conversations"), "conversations"), "conversations", implied=False)
+
+
+def _spoken(items: list[dict[str, Any]], column: str) -> list[Turn]:
     turns: list[Turn] = []
-    for n, turn in enumerate(_objects(row, "conversations")):
-        role = _role(turn.get("from"), LLAVA_ROLES, f"conversations[{n}].from")
-        turns.append((role, _text_of(turn, "value", f"conversations[{n}]"), f"conversations[{n}].value"))
-    return _told(row, id, root, turns, "conversations", implied=False)
+    for n, turn in enumerate(items):
+        role = _role(turn, "from", LLAVA_ROLES, f"{column}[{n}]")
+        turns.append((role, _text_of(turn, "value", f"{column}[{n}]"), f"{column}[{n}].value"))
+    return turns
 
 
 TEXT_PARTS = ("text", "input_text")
@@ -166,17 +212,23 @@ def _talked(row: dict[str, Any], id: str, root: Path, turns: list[tuple[str, int
     contents = [turn.get("content") for _, _, turn in turns]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     places = {p: sum(c.count(p) for c in contents if isinstance(c, str)) + sum(_bare(part) == p for part in parts) for p in PLACEHOLDERS}
+    _refuse_other_training(row, [*(c for c in contents if isinstance(c, str)), *(str(p.get("text")) for p in parts if isinstance(p, dict))])
     columns = media_of(row, root)
+    columns[IMAGE] = _numbered(columns[IMAGE], [part.get("index") for part in parts if _bare(part) == IMAGE])
     first: list[Text | Picture | Video] = []
     if not any(places.values()) and not any(isinstance(part, dict) and part.get("type") not in TEXT_PARTS for part in parts):
         first = [medium for found in columns.values() for medium in found]
         columns = {p: [] for p in PLACEHOLDERS}
-    media = _counted(places, columns, turns[0][0] if turns else "messages")
+    media = _counted(row, places, columns, turns[0][0] if turns else "messages")
     messages = _system(row)
     for column, n, turn in turns:
-        role = _role(turn.get("role"), OPENAI_ROLES, f"{column}[{n}].role")
+        role = _role(turn, "role", OPENAI_ROLES, f"{column}[{n}]")
         field = f"{column}[{n}].content"
         content = turn.get("content")
+        for key in ("loss", "weight"):
+            if role == "assistant" and turn.get(key) == 0:
+                why = "every answer is learned, and this one is not to be. Leave the row out, or make the turns up to it part of a question"
+                raise BadSample("unsupported", f"{column}[{n}].{key}", why)
         if turn.get("tool_calls"):
             raise BadSample("tool_turn", f"{column}[{n}].tool_calls", "calls of tools are not read. Leave such conversations out")
         match content:
@@ -190,6 +242,12 @@ def _talked(row: dict[str, Any], id: str, root: Path, turns: list[tuple[str, int
             said, first = (*first, *said), []
         messages.append(Message(role, said))
     return _checked(id, messages, named_kind(row))
+
+
+def _numbered(pictures: list[Picture | Video], numbers: list[Any]) -> list[Picture | Video]:
+    """The pictures in the order in which parts number them, if they do."""
+    numbered = all(isinstance(n, int) for n in numbers) and set(numbers) == set(range(len(pictures)))
+    return [pictures[n] for n in numbers] if numbered else pictures
 
 
 def _bare(part: Any) -> str | None:
@@ -256,6 +314,21 @@ def prompt_completion_sample(row: Any, id: str, root: Path) -> Sample:
 
 def _lists_objects(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, str) and value.startswith(("[{", "[ {")))
+
+
+def exchanges_sample(row: Any, id: str, root: Path) -> Sample:
+    """ms-swift's ShareGPT: {conversation: [{human, assistant}]}, an exchange an item; or turns as LLaVA or OpenAI have them."""
+    items = _objects(row, "conversation")
+    if any("role" in item for item in items):
+        return _talked(row, id, root, [("conversation", n, item) for n, item in enumerate(items)])
+    if any("from" in item for item in items):
+        return _told(row, id, root, _spoken(items, "conversation"), "conversation", implied=False)
+    turns: list[Turn] = []
+    for n, item in enumerate(items):
+        at = f"conversation[{n}]"
+        turns.append(("user", _text_of(item, "human", at), f"{at}.human"))
+        turns.append(("assistant", _text_of(item, "assistant", at), f"{at}.assistant"))
+    return _told(row, id, root, turns, "conversation")
 
 
 def alpaca_sample(row: Any, id: str, root: Path) -> Sample:

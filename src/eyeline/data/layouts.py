@@ -13,10 +13,13 @@ from eyeline.data.conversations import (
     ANSWERS,
     CAPTION_PROMPT,
     CAPTIONS,
+    COMPARED,
+    SOUNDS,
     alpaca_sample,
     caption_sample,
     cauldron_sample,
     easy_vqa_sample,
+    exchanges_sample,
     llava_sample,
     named_kind,
     openai_sample,
@@ -28,7 +31,7 @@ from eyeline.data.conversations import (
 from eyeline.data.media import FILMS, PICTURES, TIMES, unpacked
 
 Name = Literal[
-    "llava", "openai", "cauldron", "prompt-completion", "alpaca", "query-response", "question-answer", "captions", "easy-vqa"
+    "llava", "openai", "cauldron", "prompt-completion", "exchanges", "alpaca", "query-response", "question-answer", "captions", "easy-vqa"
 ]  # fmt: skip
 LOOKED_AT = 20  # rows that can be read
 SKIPPED = 100  # of those and of others, at most
@@ -65,7 +68,7 @@ class Shape:
 
 
 MEDIA = (*PICTURES, *FILMS, *TIMES)
-TOLD = (*MEDIA, "system", "tools")
+TOLD = (*MEDIA, "system", "tools", *COMPARED, *SOUNDS, "objects")
 SHAPES = (  # in the order in which they are taken where several fit
     Shape("llava", llava_sample, (("conversations",),), TOLD, ("conversations",), ("from", "value")),
     Shape("openai", openai_sample, (("messages",),), TOLD, ("messages",), ("role", "content")),
@@ -74,6 +77,7 @@ SHAPES = (  # in the order in which they are taken where several fit
         *("prompt-completion", prompt_completion_sample, (("prompt",), ("completion",)), TOLD),
         *(("prompt", "completion"), ("role", "content")),
     ),
+    Shape("exchanges", exchanges_sample, (("conversation",),), TOLD, ("conversation",), ("human", "assistant")),
     Shape("alpaca", alpaca_sample, (("instruction",), ("output",)), (*TOLD, "input", "history")),
     Shape("query-response", query_response_sample, (("query",), ("response",)), (*TOLD, "history")),
     Shape("question-answer", question_answer_sample, (("question",), ANSWERS), (*TOLD, "choices")),
@@ -185,7 +189,7 @@ def recognised(path: Path, container: Container, declared: str | None, mapping: 
         none = "no known layout" if declared is None else f"none of its first rows is of the layout {declared}"
         raise Refused(
             f"{path}: {none}. Found: {container.what}; {columns}. Wanted: {'; '.join(map(_wanted, shapes))}. Say by columns: "
-            "{OURS: THEIRS} how your columns are called"
+            f"{{OURS: THEIRS}} how your columns are called{_guess(names, [row for _, row in rows])}"
         )
     _refuse_unread(path, mapping, best)
     first = fits[best.name][0]
@@ -193,6 +197,7 @@ def recognised(path: Path, container: Container, declared: str | None, mapping: 
     theirs = dict(mapping.columns)
     had = [next(c for c in one if row.get(c) is not None) for one in best.needs]
     said = " and ".join(f"{column} ({theirs[column]})" if column in theirs else column for column in had)
+    unread = [name for name in names if name not in (*best.columns, *mapping.taken, "id")]
     others = [shape.name for shape in shapes if shape is not best and fits[shape.name]]
     why = "; ".join([
         container.what,
@@ -200,8 +205,20 @@ def recognised(path: Path, container: Container, declared: str | None, mapping: 
         f"row {first} {f'has {said}{best.note}' if had else 'is [question, answer, number of the picture]'}",
         *([f"{len(fits[best.name])} of the first {len(rows)} rows do"] if len(fits[best.name]) < len(rows) else []),
         *([f"{' and '.join(others)} would fit too: layout: NAME chooses"] if others else []),
+        *([f"not read: {', '.join(unread[:20])}{' …' if len(unread) > 20 else ''}"] if unread else []),
     ])  # fmt: skip
     return Layout(best, why, mapping)
+
+
+def _guess(names: tuple[str, ...], rows: list[Any]) -> str:
+    """What rows without a layout may be, as a sentence."""
+    if set(names) & set(COMPARED[:3]):
+        return ". Answers that are compared (preference data) are not learned: keep the good ones as completion or output"
+    if rows and all(isinstance(row, list) and row and all(isinstance(item, dict) for item in row) for row in rows):
+        return ". Its rows are lists of objects, several samples in a row: give the file from before it was packed; Eyeline packs itself"
+    wanted = tuple(dict.fromkeys(column for shape in SHAPES for one in shape.needs for column in one))
+    guesses = [f". {name}:{guess}" for name in names if name not in wanted and (guess := nearest(name, wanted))]
+    return guesses[0] if guesses else ""
 
 
 def _tried(mapping: Mapping, shape: Shape, row: Any) -> Any:

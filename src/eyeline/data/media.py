@@ -18,6 +18,7 @@ IMAGE, VIDEO = "<image>", "<video>"  # where a picture or a film of a column sta
 PLACEHOLDERS = {IMAGE: "pictures", VIDEO: "films"}
 SAMPLED_FPS = 2.0  # of frames that are given without times, as qwen-vl-utils takes them (vision_process.py: FPS)
 MAX_FRAMES = 2_048
+FILM_FILES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".m3u8")
 
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:(//|\\\\)|(https?|ftp|file|s3|gs|hf):", re.IGNORECASE)
@@ -65,10 +66,12 @@ def film_of(frames: Any, timing: dict[str, Any], root: Path, field: str, timed: 
     `timing` may say when they are shown: `timestamps` in seconds, one a frame, or `sample_fps` or `fps`, how many frames there are
     to a second; 2 if nothing does. A film file is BadSample `video_file`. `timed` is the field that a fault of the times is laid to.
     """
-    if isinstance(frames, str):
+    several = frames if isinstance(frames, list) else [frames]
+    file = next((frame for frame in several if isinstance(frame, str) and frame.lower().endswith(FILM_FILES)), None)
+    if file is not None or isinstance(frames, str):
         raise BadSample(
-            "video_file", field, f"{frames[:100]!r} is a film in one file, and films are read as frames. Extract them first, for example "
-            "with: ffmpeg -i clip.mp4 -vf fps=2 clip/%05d.jpg, and give the list of their paths"
+            "video_file", field, f"{str(file or frames)[:100]!r} is a film in one file, and films are read as frames. Extract them first, "
+            "for example with: ffmpeg -i clip.mp4 -vf fps=2 clip/%05d.jpg, and give the list of their paths"
         )  # fmt: skip
     if not isinstance(frames, list) or not frames:
         raise BadSample("film", field, f"a list of frames was wanted, got {shown(frames)}")

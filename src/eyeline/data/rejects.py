@@ -27,7 +27,8 @@ CAUSES: dict[str, str] = {
     "image_in_answer": "a picture in what the model should write",
     "no_target": "nothing to learn: no answer, or an empty one",
     "tool_turn": "a turn or a call of a tool",
-    "unsupported": "a kind of part that is not read yet",
+    "preference": "answers that are compared or rated, for another kind of training",
+    "unsupported": "something that is not read: sound, or marks that another trainer fills in",
     # the picture
     "remote_url": "a URL where a file is wanted",
     "bad_path": "a path that cannot name a file",
@@ -72,7 +73,8 @@ REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.m
     "image_in_answer": "Move the picture into the turn before; models that draw are not trained here.",
     "no_target": "Give the row an answer that is not empty, or leave it out.",
     "tool_turn": "Leave such conversations out, or write calls and results as plain text.",
-    "unsupported": "Leave the part out, or write as text what it says.",
+    "preference": "Keep the good answers alone, as messages or prompt and completion.",
+    "unsupported": "Leave the row or the part out, or write as text what it says.",
     # the picture
     "remote_url": "Download the pictures first, and name the files: training never waits for the web.",
     "bad_path": "Write the path of a file, without control characters.",
