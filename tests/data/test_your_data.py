@@ -74,6 +74,14 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: [white]Alike?[black]", "assistant: «No.»"],
         ["user: Say hello.", "assistant: «Hello.»"],
     ],
+    "Prompts and completions": [
+        ["user: Name it.[white]", "assistant: «A cat.»"],
+        ["system: Be brief.", *A_CAT],
+        A_CAT,
+        ["user: Say hello.", "assistant: «Hello.»"],
+        ["user: Say hello.", "assistant: «Hello.»", *A_CAT],
+    ],
+    "Questions and answers": [A_CAT, ["user: [white]What colour?", "assistant: «white»"]],
     "The Cauldron and FineVision": [
         [*A_CAT, "user: What colour?", "assistant: «Black.»"],
         ["user: [black][white]Which one sleeps?", "assistant: «The second.»"],
@@ -86,6 +94,7 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: <0.2 seconds>[black] or <0.0 seconds>[white]?", "assistant: «Both.»"],
     ],
     "Where pictures lie": CAPTIONS,
+    "Other names": [A_CAT, A_CAT, ["user: [white]What colour?", "assistant: «White.»"]],
     "Several sources": [CAPTIONS[1], A_CAT],
 }
 
