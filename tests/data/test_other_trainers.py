@@ -135,6 +135,32 @@ def test_llama_factory_films(folder: Path) -> None:
     ]
 
 
+def test_llama_factory_v1(folder: Path) -> None:
+    """v1_sft_demo: parts with a `value`, and a weight of the loss for each turn."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "hi"}], "loss_weight": 0.0},
+                {"role": "assistant", "content": [{"type": "text", "value": "Hello!"}], "loss_weight": 1.0},
+            ]
+        },
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "value": "red.png"}, {"type": "text", "value": "?"}],
+                    "loss_weight": 0.0,
+                },
+                {"role": "assistant", "content": [{"type": "text", "value": "Red."}], "loss_weight": 1.0},
+            ]
+        },
+    ]
+    assert one(as_lines(folder / "v1_sft_demo.jsonl", rows)) == [
+        ["user: hi", "assistant: «Hello!»"],
+        ["user: [red]?", "assistant: «Red.»"],
+    ]
+
+
 # ms-swift (docs: Custom-dataset)
 
 
@@ -399,6 +425,14 @@ REJECTED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
     "ms-swift: a picture to draw": (
         {"messages": said(("user", "Draw it."), ("assistant", "<image>")), "images": ["red.png"]},
         ("image_in_answer", "messages[1].content"),
+    ),
+    "LLaMA-Factory: an answer not to learn": (
+        {"messages": [*said(("user", "Hi")), {"role": "assistant", "content": "Hello", "loss_weight": 0.0}]},
+        ("unsupported", "messages[1].loss_weight"),
+    ),
+    "TRL: thoughts": (
+        {"messages": [*said(("user", "Hi")), {"role": "assistant", "thinking": "A greeting.", "content": "Hello"}]},
+        ("unsupported", "messages[1].thinking"),
     ),
     "TRL: unpaired preference": ({"prompt": "The sky is", "completion": " green.", "label": False}, ("preference", "label")),
     "TRL: tools": (

@@ -195,6 +195,8 @@ def _spoken(items: list[dict[str, Any]], column: str) -> list[Turn]:
 
 
 TEXT_PARTS = ("text", "input_text")
+UNLEARNED = ("loss", "weight", "loss_weight")  # 0 in a turn that is not to be learned
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 OPENAI_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -225,9 +227,12 @@ def _talked(row: dict[str, Any], id: str, root: Path, turns: list[tuple[str, int
         role = _role(turn, "role", OPENAI_ROLES, f"{column}[{n}]")
         field = f"{column}[{n}].content"
         content = turn.get("content")
-        for key in ("loss", "weight"):
-            if role == "assistant" and turn.get(key) == 0:
+        for key in (*UNLEARNED, *THOUGHTS) if role == "assistant" else ():
+            if turn.get(key) == 0 and key in UNLEARNED:
                 why = "every answer is learned, and this one is not to be. Leave the row out, or make the turns up to it part of a question"
+                raise BadSample("unsupported", f"{column}[{n}].{key}", why)
+            if turn.get(key) and key in THOUGHTS:
+                why = "thoughts are read where they stand: write them into the content, between <think> and </think>"
                 raise BadSample("unsupported", f"{column}[{n}].{key}", why)
         if turn.get("tool_calls"):
             raise BadSample("tool_turn", f"{column}[{n}].tool_calls", "calls of tools are not read. Leave such conversations out")
@@ -269,7 +274,7 @@ def _openai_part(part: Any, root: Path, media: Media, field: str) -> Text | Pict
         return next(media[bare])
     match part.get("type"):
         case "text" | "input_text":
-            text = part.get("text")
+            text = part["text"] if part.get("text") is not None else part.get("value")
             if not isinstance(text, str):
                 raise BadSample("wrong_type", f"{field}.text", f"text was wanted, got {shown(text)}")
             for placeholder, what in PLACEHOLDERS.items():
@@ -278,7 +283,7 @@ def _openai_part(part: Any, root: Path, media: Media, field: str) -> Text | Pict
                     raise BadSample("placeholder_count", f"{field}.text", why)
             return Text(clean(text, f"{field}.text"))
         case "image_url" | "input_image":
-            url = part.get("image_url")
+            url = part["image_url"] if part.get("image_url") is not None else part.get("value")
             return picture_of(url.get("url") if isinstance(url, dict) else url, root, f"{field}.image_url")
         case "image":
             return picture_of(next(part[k] for k in ("image", "path", "url") if part.get(k) is not None), root, f"{field}.image")
