@@ -16,6 +16,7 @@ from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.data.containers import RETRIES, Container, File, Place, Shard
+from eyeline.data.csv_rows import open_table
 from eyeline.data.json_rows import open_lines, open_list
 from eyeline.data.layouts import COLUMNS, Layout, Mapping, Name, recognised
 from eyeline.data.parquet import open_parquet
@@ -185,11 +186,13 @@ def open_container(files: list[Path], folder: Path, mapping: Mapping, retries: i
     if len(files) > 1:
         raise Refused(f"{first} and {len(files) - 1} more files are neither .tar nor .parquet. Give each as a source of its own")
     head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if first.suffix.lower() in (".csv", ".tsv") and head and not head.startswith((b"\xff\xfe", b"\xfe\xff", b"\x1f\x8b", b"PK")):
+        return open_table(first, (*COLUMNS, *mapping.taken), retries)
     if head.startswith(b"["):
         return open_list(first, retries)
     if head.startswith(b"{"):
         return open_lines(first, retries)
     kinds = {b"\x1f\x8b": "gzip", b"PK": "a zip archive", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
     what = next((name for magic, name in kinds.items() if head.startswith(magic)), f"something that begins with {head[:12]!r}")
-    wanted = "a JSON list of rows, JSON lines (UTF-8), Parquet, or a tar archive"
+    wanted = "a JSON list of rows, JSON lines or .csv (UTF-8), Parquet, or a tar archive"
     raise Refused(f"{first} is {what if head else 'empty'}; wanted: {wanted}")
