@@ -3,9 +3,8 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from eyeline.kernels.moe import by_expert, choose, grouped_matmul, grouped_matmul_plain, permute, round_robin, unpermute
+from eyeline.kernels.moe import by_expert, choose, grouped_swiglu, grouped_swiglu_plain, permute, round_robin, unpermute
 
 T, E, A, D = 9, 5, 2, 6
 
@@ -61,29 +60,44 @@ def test_there_and_back_is_a_loop_over_tokens():
 
 
 ENDS = [[2, 2, 5, 9, 9], [0, 0, 0, 0, 9], [9, 9, 9, 9, 9]]
+INPUTS = ("x", "gate", "up", "down")
+
+
+def inputs(rows: int, needed: tuple[str, ...] = INPUTS) -> tuple[Tensor, ...]:
+    """Rows of width D, and E experts of hidden width 7."""
+    shapes = {"x": (rows, D), "gate": (E, 7, D), "up": (E, 7, D), "down": (E, D, 7)}
+    return tuple(random(*shape, seed=i).requires_grad_(name in needed) for i, (name, shape) in enumerate(shapes.items()))
 
 
 @pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)])
-def test_grouped_product_is_the_loop(ends, needed):
-    ends_E = torch.tensor(ends, dtype=torch.int32)
-    x_ND, weight_EFD = random(9, D).requires_grad_(needed[0]), random(E, 7, D, seed=1).requires_grad_(needed[1])
-    wanted = [x for x in (x_ND, weight_EFD) if x.requires_grad]
+@pytest.mark.parametrize("needed", [INPUTS, ("x",), ("gate", "up", "down"), ("gate",), ("up",), ("down",), ("x", "down")], ids=" ".join)
+def test_experts_are_a_loop(ends, needed):
+    """Values and the gradients that are needed, which are of an expanded number here."""
+    given, ends_E = inputs(9, needed), torch.tensor(ends, dtype=torch.int32)
+    wanted = [x for x in given if x.requires_grad]
     results = []
-    for function in (grouped_matmul, grouped_matmul_plain):
-        out_NF = function(x_ND, weight_EFD, ends_E)
-        results.append([out_NF, *torch.autograd.grad(out_NF.sum(), wanted)])  # the gradient of a sum is an expanded number
+    for function in (grouped_swiglu, grouped_swiglu_plain):
+        out_ND = function(*given, ends_E)
+        results.append([out_ND, *torch.autograd.grad(out_ND.sum(), wanted)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
-    torch.testing.assert_close(results[1][0][:1], F.linear(x_ND[:1], weight_EFD[next(e for e, end in enumerate(ends) if end)]))
+
+
+def test_an_experts_layer_by_hand():
+    """One row, x = 2: gate 1·2, up 3·2, silu(2)·6 = 10.5696, down -0.5."""
+    weights = [torch.full((1, 1, 1), w) for w in (1.0, 3.0, -0.5)]
+    got = grouped_swiglu(torch.tensor([[2.0]]), *weights, torch.tensor([1], dtype=torch.int32))
+    torch.testing.assert_close(got, torch.tensor([[-5.2848]]), atol=1e-4, rtol=0)
 
 
 def test_no_rows_at_all():
-    out_NF = grouped_matmul(random(0, D), random(E, 7, D), torch.zeros(E, dtype=torch.int32))
-    assert out_NF.shape == (0, 7)
+    given = inputs(0)
+    out_ND = grouped_swiglu(*given, torch.zeros(E, dtype=torch.int32))
+    assert out_ND.shape == (0, D)
+    assert all(not x.any() and x.shape == y.shape for x, y in zip(torch.autograd.grad(out_ND.sum(), given), given, strict=True))
 
 
-def test_operator_keeps_torchs_rules():
+@pytest.mark.parametrize("needed", [INPUTS, ("x",), ("up", "down")], ids=" ".join)
+def test_operator_keeps_torchs_rules(needed):
     ends_E = torch.tensor(ENDS[0], dtype=torch.int32)
-    inputs = (random(9, D).requires_grad_(), random(E, 7, D, seed=1).requires_grad_(), ends_E)
-    torch.library.opcheck(torch.ops.eyeline.grouped_matmul.default, inputs)
+    torch.library.opcheck(torch.ops.eyeline.grouped_swiglu.default, (*inputs(9, needed), ends_E))

@@ -33,6 +33,29 @@ def test_a_part_of_the_head_is_rotated():
     assert torch.equal(got[..., :4], rotate(x_THK[..., :4], *tables))
 
 
+@pytest.mark.parametrize("turned", [K, 4])
+def test_gradient_is_that_of_the_formula(turned):
+    """x·cos + (-second, first)·sin, differentiated by autograd: the same to the bit."""
+    rng = torch.Generator().manual_seed(0)
+    x_THK, direction = (torch.randn(T, H, K, generator=rng) for _ in range(2))
+    cos_TR, sin_TR = rope_tables(along(torch.arange(T)), turned, THETA)
+
+    def by_formula(x_THK: Tensor) -> Tensor:
+        x_THR = x_THK[..., :turned]
+        first, second = x_THR.chunk(2, -1)
+        out = x_THR * cos_TR[:, None] + torch.cat((-second, first), -1) * sin_TR[:, None]
+        return torch.cat((out, x_THK[..., turned:]), -1)
+
+    results = []
+    for function in (by_formula, lambda x: rotate(x, cos_TR, sin_TR)):
+        leaf = x_THK.clone().requires_grad_()
+        out = function(leaf)
+        (out * direction).sum().backward()
+        results.append((out, leaf.grad))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_frequencies_by_hand():
     """theta 100, K 4: angles of position 3 are 3·1 and 3/10, each for dims j and j + 2."""
     cos_TK, sin_TK = rope_tables(along(torch.tensor([3])), 4, 100.0)

@@ -5,6 +5,7 @@ Dims: T tokens  S documents  H query heads  G key/value heads (H is a multiple o
 """
 
 import inspect
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -62,8 +63,11 @@ def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest:
     return out_THK
 
 
-def _rows_by_length(cu_S1: Tensor) -> list[tuple[int, Tensor | slice]]:
-    """(length, rows of T) of all documents of one length, so that each length costs one kernel call.
+Groups = list[tuple[int, Tensor | slice]]  # of documents of one length: the length, rows of T
+
+
+def _rows_by_length(cu_S1: Tensor) -> Groups:
+    """All documents of one length together, so that each length costs one kernel call.
 
     Rows are a slice where those documents are neighbours, else indices, document by document.
     """
@@ -72,7 +76,7 @@ def _rows_by_length(cu_S1: Tensor) -> list[tuple[int, Tensor | slice]]:
     for start, end in pairwise(bounds):
         if end > start:
             starts.setdefault(end - start, []).append(start)
-    groups: list[tuple[int, Tensor | slice]] = []
+    groups: Groups = []
     for length, firsts in starts.items():
         if firsts == list(range(firsts[0], firsts[0] + length * len(firsts), length)):
             groups.append((length, slice(firsts[0], firsts[-1] + length)))
@@ -87,21 +91,30 @@ def _for_flash(x_TGK: Tensor, q_THK: Tensor) -> Tensor:
 
 
 def _stacked(x_THK: Tensor, rows: Tensor | slice, length: int) -> Tensor:
-    """Rows of equal documents as the kernel wants them: [documents, heads, length, K]."""
+    """Rows of equal documents as the kernel wants them: [documents, heads, length, K], and without K of a log-sum-exp."""
     return x_THK[rows].unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def _end_to_end(groups: Groups, parts: Sequence[Tensor], tokens: int) -> Tensor:
+    """`_stacked` of each group undone: rows in the order of the tokens."""
+    ends = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in parts]
+    if len(ends) == 1:  # documents of one length, which make up all tokens
+        return ends[0]
+    out_THK = ends[0].new_empty(tokens, *ends[0].shape[1:])
+    for (_, rows), x_THK in zip(groups, ends, strict=True):
+        out_THK[rows] = x_THK
+    return out_THK
 
 
 @torch.library.custom_op("eyeline::packed_attention", mutates_args=(), device_types="cpu")
 def _packed(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """out_THK and the log-sum-exp lse_TH that the backward pass needs."""
     q_THK, k_TGK, v_TGK = q_THK.contiguous(), _for_flash(k_TGK, q_THK), _for_flash(v_TGK, q_THK)
-    out_THK = torch.empty_like(q_THK)
-    lse_TH = q_THK.new_empty(q_THK.shape[:2], dtype=torch.float32)
-    for length, rows in _rows_by_length(cu_S1):
-        q, k, v = (_stacked(x, rows, length) for x in (q_THK, k_TGK, v_TGK))
-        out, lse = FLASH(q, k, v, 0.0, causal)
-        out_THK[rows] = out.transpose(1, 2).flatten(0, 1)
-        lse_TH[rows] = lse.transpose(1, 2).flatten(0, 1)
+    groups = _rows_by_length(cu_S1)
+    made = [FLASH(*(_stacked(x, rows, length) for x in (q_THK, k_TGK, v_TGK)), 0.0, causal) for length, rows in groups]
+    if not made:
+        return torch.empty_like(q_THK), q_THK.new_empty(q_THK.shape[:2], dtype=torch.float32)
+    out_THK, lse_TH = (_end_to_end(groups, parts, len(q_THK)) for parts in zip(*made, strict=True))
     return out_THK, lse_TH
 
 
@@ -116,13 +129,11 @@ def _packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = k_TGK.shape[1]
     q_THK, dout_THK, k_TGK, v_TGK = q_THK.contiguous(), dout_THK.contiguous(), _for_flash(k_TGK, q_THK), _for_flash(v_TGK, q_THK)
-    dq_THK, dk_TGK, dv_TGK = (torch.empty_like(x) for x in (q_THK, k_TGK, v_TGK))
-    for length, rows in _rows_by_length(cu_S1):
-        dout, q, k, v, out = (_stacked(x, rows, length) for x in (dout_THK, q_THK, k_TGK, v_TGK, out_THK))
-        lse = lse_TH[rows].unflatten(0, (-1, length)).transpose(1, 2)
-        made = FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, causal)
-        for whole, part in zip((dq_THK, dk_TGK, dv_TGK), made, strict=True):
-            whole[rows] = part.transpose(1, 2).flatten(0, 1)
+    inputs, groups = (dout_THK, q_THK, k_TGK, v_TGK, out_THK, lse_TH), _rows_by_length(cu_S1)
+    made = [FLASH_BACKWARD(*(_stacked(x, rows, length) for x in inputs), 0.0, causal) for length, rows in groups]
+    if not made:
+        return torch.empty_like(q_THK), torch.empty_like(k_TGK), torch.empty_like(v_TGK)
+    dq_THK, dk_TGK, dv_TGK = (_end_to_end(groups, parts, len(q_THK)) for parts in zip(*made, strict=True))
     if dk_TGK.shape[1] != kv_heads:  # heads that _for_flash repeated
         dk_TGK, dv_TGK = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk_TGK, dv_TGK))
     return dq_THK, dk_TGK, dv_TGK

@@ -1,9 +1,9 @@
-"""Mixture of experts: choosing, sorting rows by expert, one matrix product an expert, and back.
+"""Mixture of experts: choosing, sorting rows by expert, each expert's feed-forward layer over its rows, and back.
 
 Nothing is dropped: every token reaches all experts that it chose, however many came. The number of rows is T·A always, so
 nobody asks the device how many an expert has.
 
-Dims: T tokens  E experts  A experts a token uses  N = T·A rows, sorted by expert  D, F widths of a matrix
+Dims: T tokens  E experts  A experts a token uses  N = T·A rows, sorted by expert  D width  F feed-forward of one expert
 """
 
 from itertools import pairwise
@@ -52,12 +52,12 @@ class _Permuted(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_N)
         ctx.active = len(order_N) // max(len(x_TD), 1)
-        return x_TD[order_N // ctx.active]
+        return x_TD.index_select(0, order_N // ctx.active)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (inverse_N,) = ctx.saved_tensors
-        return gradients[0][inverse_N].unflatten(0, (-1, ctx.active)).sum(1), None, None
+        return gradients[0].index_select(0, inverse_N).unflatten(0, (-1, ctx.active)).sum(1), None, None
 
 
 class _Weighted(torch.autograd.Function):
@@ -65,7 +65,7 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_ND: Tensor, weight_TA: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-        y_TAD = y_ND[inverse_N].unflatten(0, weight_TA.shape)
+        y_TAD = y_ND.index_select(0, inverse_N).unflatten(0, weight_TA.shape)
         ctx.save_for_backward(y_TAD, weight_TA, order_N)
         return torch.bmm(weight_TA[:, None], y_TAD)[:, 0]  # A sums, accumulated in float32
 
@@ -73,7 +73,7 @@ class _Weighted(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         y_TAD, weight_TA, order_N = ctx.saved_tensors
         (dout_TD,), (y_needed, weight_needed, *_) = gradients, ctx.needs_input_grad
-        dy_ND = (weight_TA[:, :, None] * dout_TD[:, None]).flatten(0, 1)[order_N] if y_needed else None
+        dy_ND = (weight_TA[:, :, None] * dout_TD[:, None]).flatten(0, 1).index_select(0, order_N) if y_needed else None
         dweight_TA = torch.bmm(y_TAD, dout_TD[:, :, None])[:, :, 0] if weight_needed else None
         return dy_ND, dweight_TA, None, None
 
@@ -88,81 +88,113 @@ def unpermute(y_ND: Tensor, weight_TA: Tensor, order_N: Tensor, inverse_N: Tenso
     return _Weighted.apply(y_ND, weight_TA.to(y_ND.dtype), order_N, inverse_N)
 
 
-def grouped_matmul_plain(x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """The reference: x·Wᵀ of each expert's rows with its own matrix, one expert after another. Reads `ends_E` on the host."""
-    bounds = [0, *ends_E.tolist()]
-    return torch.cat([x_ND[start:end] @ weight_FD.T for weight_FD, (start, end) in zip(weight_EFD, pairwise(bounds), strict=True)])
+def grouped_swiglu_plain(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """The reference: `(silu(x·gateᵀ) · x·upᵀ)·downᵀ` of each expert's rows, one expert after another. Reads `ends_E` on the host."""
+    outs = []
+    for e, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
+        hidden_NF = F.silu(x_ND[start:end] @ gate_EFD[e].T) * (x_ND[start:end] @ up_EFD[e].T)
+        outs.append(hidden_NF @ down_EDF[e].T)
+    return torch.cat(outs)
 
 
-def grouped_matmul(x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """`grouped_matmul_plain` as one opaque operator, for any ends the same graph. All rows must be some expert's: ends[-1] = N.
+def grouped_swiglu(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """`grouped_swiglu_plain` as one opaque operator, for any ends the same graph. All rows must be some expert's: ends[-1] = N.
 
     CUDA in bfloat16: PyTorch's grouped kernel, which never asks the device. CPU, float32 (comparisons), and rows that are not a
     multiple of 16 bytes long, which that kernel does not take: expert by expert, with the ends read on the host.
     """
-    dims("ND", x_ND, "EFD", weight_EFD, "E", ends_E)
-    return _grouped(x_ND, weight_EFD, ends_E)
+    dims("ND", x_ND, "EFD", gate_EFD, "EFD", up_EFD, "EDF", down_EDF, "E", ends_E)
+    return _swiglu(x_ND, gate_EFD, up_EFD, down_EDF, ends_E)[0]
 
 
-def _grouped_kernel_takes(*matrices: Tensor) -> bool:
+def _kernel_takes(*matrices: Tensor) -> bool:
     return all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in matrices)
+
+
+def _times(x_NF: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """x·W of each expert's rows with its own matrix, which may be a transposed one."""
+    out_ND = x_NF.new_empty(len(x_NF), weight_EFD.shape[2])
+    if _kernel_takes(x_NF, weight_EFD, out_ND):
+        return F.grouped_mm(x_NF, weight_EFD, offs=ends_E)
+    for weight_FD, (start, end) in zip(weight_EFD.unbind(), pairwise([0, *ends_E.tolist()]), strict=True):
+        torch.mm(x_NF[start:end], weight_FD, out=out_ND[start:end])
+    return out_ND
+
+
+def _gradient(dout_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+    """doutᵀ·x of each expert's rows: the gradient of its matrix [F, D]."""
+    if _kernel_takes(dout_NF, x_ND):
+        return F.grouped_mm(dout_NF.T, x_ND, offs=ends_E)
+    dweight_EFD = x_ND.new_empty(len(ends_E), dout_NF.shape[1], x_ND.shape[1])
+    for dweight_FD, (start, end) in zip(dweight_EFD.unbind(), pairwise([0, *ends_E.tolist()]), strict=True):
+        torch.mm(dout_NF[start:end].T, x_ND[start:end], out=dweight_FD)
+    return dweight_EFD
 
 
 # torch's own fake kernel of grouped_mm takes bfloat16 only, and its gradient fails on expanded ones: hence an operator of ours
 
 
-@torch.library.custom_op("eyeline::grouped_matmul", mutates_args=())
-def _grouped(x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    x_ND, weight_EFD = x_ND.contiguous(), weight_EFD.contiguous()
-    out_NF = x_ND.new_empty(len(x_ND), weight_EFD.shape[1])
-    if _grouped_kernel_takes(x_ND, weight_EFD, out_NF):
-        return F.grouped_mm(x_ND, weight_EFD.transpose(1, 2), offs=ends_E)
-    for weight_FD, (start, end) in zip(weight_EFD, pairwise([0, *ends_E.tolist()]), strict=True):
-        torch.mm(x_ND[start:end], weight_FD.T, out=out_NF[start:end])
-    return out_NF
+@torch.library.custom_op("eyeline::grouped_swiglu", mutates_args=())
+def _swiglu(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """out_ND, and the two products gate_NF and up_NF that the backward pass needs."""
+    x_ND, gate_EFD, up_EFD, down_EDF = (x.contiguous() for x in (x_ND, gate_EFD, up_EFD, down_EDF))
+    gate_NF, up_NF = (_times(x_ND, weight_EFD.mT, ends_E) for weight_EFD in (gate_EFD, up_EFD))
+    return _times(F.silu(gate_NF).mul_(up_NF), down_EDF.mT, ends_E), gate_NF, up_NF
 
 
-@_grouped.register_fake
-def _(x_ND: Tensor, weight_EFD: Tensor, _ends_E: Tensor) -> Tensor:
-    return x_ND.new_empty(x_ND.shape[0], weight_EFD.shape[1])
+@_swiglu.register_fake
+def _(x_ND: Tensor, gate_EFD: Tensor, _up: Tensor, _down: Tensor, _ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = x_ND.shape[0], gate_EFD.shape[1]
+    return torch.empty_like(x_ND, memory_format=torch.contiguous_format), x_ND.new_empty(hidden), x_ND.new_empty(hidden)
 
 
-@torch.library.custom_op("eyeline::grouped_matmul_backward", mutates_args=())
-def _grouped_backward(
-    dout_NF: Tensor, x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor, x_needed: bool, weight_needed: bool
+@torch.library.custom_op("eyeline::grouped_swiglu_backward", mutates_args=())
+def _swiglu_backward(
+    dout_ND: Tensor,
+    x_ND: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    ends_E: Tensor,
+    gate_NF: Tensor,
+    up_NF: Tensor,
+    needed: list[bool],
 ) -> list[Tensor]:
-    """dx_ND and dweight_EFD; an empty tensor for one that nobody needs."""
-    dout_NF, x_ND, weight_EFD = dout_NF.contiguous(), x_ND.contiguous(), weight_EFD.contiguous()
-    dx_ND = torch.empty_like(x_ND) if x_needed else x_ND.new_empty(0)
-    dweight_EFD = torch.empty_like(weight_EFD) if weight_needed else weight_EFD.new_empty(0)
-    if _grouped_kernel_takes(x_ND, weight_EFD, dout_NF):
-        return [
-            F.grouped_mm(dout_NF, weight_EFD, offs=ends_E) if x_needed else dx_ND,
-            F.grouped_mm(dout_NF.T, x_ND, offs=ends_E) if weight_needed else dweight_EFD,
-        ]
-    for e, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
+    """Gradients of x_ND, gate_EFD, up_EFD and down_EDF; an empty tensor for one that nobody needs."""
+    dout_ND, x_ND, gate_EFD, up_EFD, down_EDF = (x.contiguous() for x in (dout_ND, x_ND, gate_EFD, up_EFD, down_EDF))
+    x_needed, gate_needed, up_needed, down_needed = needed
+    made = [x_ND.new_empty(0) for _ in needed]
+    opened_NF = F.silu(gate_NF)
+    if x_needed or gate_needed or up_needed:
+        dhidden_NF = _times(dout_ND, down_EDF, ends_E)
+        dgate_NF, dup_NF = torch.ops.aten.silu_backward(dhidden_NF * up_NF, gate_NF), dhidden_NF.mul_(opened_NF)
         if x_needed:
-            torch.mm(dout_NF[start:end], weight_EFD[e], out=dx_ND[start:end])
-        if weight_needed:
-            torch.mm(dout_NF[start:end].T, x_ND[start:end], out=dweight_EFD[e])
-    return [dx_ND, dweight_EFD]
+            made[0] = _times(dgate_NF, gate_EFD, ends_E).add_(_times(dup_NF, up_EFD, ends_E))
+        if gate_needed:
+            made[1] = _gradient(dgate_NF, x_ND, ends_E)
+        if up_needed:
+            made[2] = _gradient(dup_NF, x_ND, ends_E)
+    if down_needed:
+        made[3] = _gradient(dout_ND, opened_NF.mul_(up_NF), ends_E)
+    return made
 
 
-@_grouped_backward.register_fake
-def _(_dout: Tensor, x_ND: Tensor, weight_EFD: Tensor, _ends_E: Tensor, x_needed: bool, weight_needed: bool) -> list[Tensor]:
-    pairs = ((x_ND, x_needed), (weight_EFD, weight_needed))
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0) for x, needed in pairs]
+@_swiglu_backward.register_fake
+def _(_dout: Tensor, *others: Any) -> list[Tensor]:
+    inputs, needed = others[:4], others[-1]
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if n else x.new_empty(0) for x, n in zip(inputs, needed, strict=True)
+    ]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
 
 
-def _backward(ctx: Any, dout_NF: Tensor) -> tuple[Tensor | None, ...]:
-    x_needed, weight_needed, _ = ctx.needs_input_grad
-    dx_ND, dweight_EFD = _grouped_backward(dout_NF, *ctx.saved_tensors, x_needed, weight_needed)
-    return dx_ND if x_needed else None, dweight_EFD if weight_needed else None, None
+def _backward(ctx: Any, dout_ND: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    needed = list(ctx.needs_input_grad[:4])
+    made = _swiglu_backward(dout_ND, *ctx.saved_tensors, needed)
+    return *(x if n else None for x, n in zip(made, needed, strict=True)), None
 
 
-_grouped.register_autograd(_backward, setup_context=_save)
+_swiglu.register_autograd(_backward, setup_context=_save)

@@ -4,7 +4,7 @@ Dims: T tokens  K head dim  R rotated dims of a head (K, or fewer)  H heads (of 
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +59,28 @@ def rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Turn each pair (j, j + R/2) of every head by its token's angle, in float32; the result has x's dtype. Dims from R on stay."""
     dims("THK", x_THK, "TR", cos_TR, "TR", sin_TR)
     turned = cos_TR.shape[1]
-    x_THR = x_THK[..., :turned].float()
-    first, second = x_THR.chunk(2, -1)
-    turned_THR = (x_THR * cos_TR[:, None] + torch.cat((-second, first), -1) * sin_TR[:, None]).to(x_THK.dtype)
+    turned_THR = _Turned.apply(x_THK[..., :turned].float(), cos_TR, sin_TR).to(x_THK.dtype)
     return turned_THR if turned == x_THK.shape[2] else torch.cat((turned_THR, x_THK[..., turned:]), -1)
+
+
+class _Turned(torch.autograd.Function):
+    # by hand: a gradient is turned back by the same angles, and nothing of x need be kept
+
+    @staticmethod
+    def forward(ctx: Any, x_THR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TR, sin_TR)
+        return _turned(x_THR, cos_TR, sin_TR)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos_TR, sin_TR = ctx.saved_tensors
+        return _turned(gradients[0], cos_TR, -sin_TR), None, None
+
+
+def _turned(x_THR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """first·cos - second·sin and second·cos + first·sin, of the two halves of each head."""
+    out_THR = x_THR * cos_TR[:, None]
+    (first, second), (out_first, out_second), (sin_first, sin_second) = (x.chunk(2, -1) for x in (x_THR, out_THR, sin_TR[:, None]))
+    out_first.sub_(second * sin_first)
+    out_second.add_(first * sin_second)
+    return out_THR

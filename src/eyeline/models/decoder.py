@@ -145,7 +145,7 @@ class Head(nn.Module):
 
     def forward(self, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None) -> Tensor:
         """With labels: their summed cross-entropy. Without: logits_LV in float32. Only the rows asked for are touched."""
-        x_LD = x_TD[rows_L]
+        x_LD = x_TD.index_select(0, rows_L)
         if labels_L is not None:
             return summed_cross_entropy(x_LD, self.weight, labels_L)
         return F.linear(x_LD, self.weight.to(x_LD.dtype)).float()

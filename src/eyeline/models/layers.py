@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention
+from eyeline.kernels.rms_norm import rms_norm
 from eyeline.models.flops import Rows, Tally, learns
 
 
@@ -52,7 +53,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return F.rms_norm(x_TD.float(), self.weight.shape, self.weight.float(), self.eps).to(x_TD.dtype)
+        return rms_norm(x_TD, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

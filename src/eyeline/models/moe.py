@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.settings import Positive, PositiveFloat, Settings
-from eyeline.kernels.moe import by_expert, choose, grouped_matmul, permute, round_robin, unpermute, weights_of
+from eyeline.kernels.moe import by_expert, choose, grouped_swiglu, permute, round_robin, unpermute, weights_of
 from eyeline.models.flops import Tally
 from eyeline.models.layers import MLP, Linear
 
@@ -109,9 +109,8 @@ class ExpertWeights(nn.Module):
 
     def forward(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
         """Rows sorted by expert; expert e's end before ends_E[e]."""
-        gate_NF = grouped_matmul(x_ND, self.gate.to(x_ND.dtype), ends_E)
-        up_NF = grouped_matmul(x_ND, self.up.to(x_ND.dtype), ends_E)
-        return grouped_matmul(F.silu(gate_NF) * up_NF, self.down.to(x_ND.dtype), ends_E)
+        gate_EFD, up_EFD, down_EDF = (weight.to(x_ND.dtype) for weight in (self.gate, self.up, self.down))
+        return grouped_swiglu(x_ND, gate_EFD, up_EFD, down_EDF, ends_E)
 
     def count(self, tally: Tally, reached: bool, active: int) -> bool:
         _, width, hidden = self.down.shape

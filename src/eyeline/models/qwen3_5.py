@@ -25,6 +25,7 @@ from eyeline.core.settings import Positive, PositiveFloat, Settings, Share
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.causal_conv import cached_causal_conv, causal_conv
 from eyeline.kernels.gated_delta import StateCache, cached_gated_delta_rule, gated_delta_rule
+from eyeline.kernels.rms_norm import rms_norm
 from eyeline.kernels.rope import rope_tables, rotate
 from eyeline.models import decoder
 from eyeline.models.decoder import Layout
@@ -107,7 +108,7 @@ class CentredRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return F.rms_norm(x_TD.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x_TD.dtype)
+        return rms_norm(x_TD, 1 + self.weight.float(), self.eps)
 
     def initialise(self, _rng: torch.Generator) -> None:
         self.weight.zero_()
@@ -122,7 +123,7 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_THJ: Tensor, z_THJ: Tensor) -> Tensor:
-        normed_THJ = F.rms_norm(x_THJ.float(), self.weight.shape, self.weight.float(), self.eps)
+        normed_THJ = rms_norm(x_THJ.float(), self.weight, self.eps)
         return (normed_THJ * F.silu(z_THJ.float())).to(z_THJ.dtype)
 
 
