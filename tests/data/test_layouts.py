@@ -275,11 +275,11 @@ MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
     "the column of pictures": ({"imgae": "a", "conversations": ASKED}, "'imgae' is no column of them. Did you mean 'image'?"),
     "the key of a speaker": (
         {"image": "a", "conversations": [{"form": t["from"], "value": t["value"]} for t in ASKED]},
-        "the turn has no from, but form, value. Did you mean 'form'?",
+        "the turn has no from, but form, value. Rename form, or say columns: {from: form}",
     ),
     "the key of a text": (
         {"image": "a", "conversations": [{"from": t["from"], "valeu": t["value"]} for t in ASKED]},
-        "there is no value, but from, valeu. Did you mean 'valeu'?",
+        "there is no value, but from, valeu. Rename valeu, or say columns: {value: valeu}",
     ),
 }
 

@@ -172,7 +172,8 @@ def _text_of(value: dict[str, Any], key: str, field: str) -> str:
 
 def _keys(value: dict[str, Any], key: str) -> str:
     """What an object has in place of a key."""
-    return f"{', '.join(list(value)[:10]) or 'nothing'}{'.' if (guess := nearest(key, list(value))) else ''}{guess}"
+    close = next((name for name in value if nearest(name, [key])), None)
+    return f"{', '.join(list(value)[:10]) or 'nothing'}" + (f". Rename {close}, or say columns: {{{key}: {close}}}" if close else "")
 
 
 # Layouts
