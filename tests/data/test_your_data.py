@@ -93,7 +93,11 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: <0.5 seconds>[black/white]Does it move?", "assistant: «No.»"],
         ["user: <0.2 seconds>[black] or <0.0 seconds>[white]?", "assistant: «Both.»"],
     ],
-    "Where pictures lie": CAPTIONS,
+    "Where pictures lie": [
+        *CAPTIONS,
+        ["user: [black]Describe the image.", "assistant: «A black cat.»"],
+        ["user: [black]Describe the image.", "assistant: «The same cat.»"],
+    ],
     "Other names": [A_CAT, A_CAT, ["user: [white]What colour?", "assistant: «White.»"]],
     "Several sources": [CAPTIONS[1], A_CAT],
 }
