@@ -413,6 +413,7 @@ CASES: dict[str, Case] = {
     "stages[].data.sources[].weight": turned("stages.0.data.sources.0.weight=4", base=SHARES),
     "stages[].data.blend": turned("stages.0.data.blend=once", base=SHARES),
     "stages[].data.cache": turned("stages.0.data.cache=INDEXES", see=indexes),
+    "stages[].data.prepared": turned("stages.0.data.prepared=NOWHERE", see=refusal),
     "stages[].data.share_images": turned("stages.0.data.share_images=2", base=("stages.0.data.sources=[{path: DATA}, {path: DATA}]",)),
     "stages[].data.hold_out": turned("stages.0.data.hold_out=0.5"),
     "stages[].data.validation[].path": turned("stages.0.data.validation.0.path=MIXED", see=validations, base=OWN_JUDGES),

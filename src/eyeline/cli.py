@@ -91,6 +91,27 @@ def check(recipe: Recipe, overrides: Overrides = None, samples: Annotated[int, t
         raise typer.Exit(2)
 
 
+@app.command(epilog="Example: eyeline prepare my-recipe.yaml --stage tune --out /data/tune-prepared")
+def prepare(
+    recipe: Recipe,
+    out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    overrides: Overrides = None,
+    stage: Annotated[str | None, typer.Option(help="Name or number, where the recipe has several.", show_default=False)] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs whose plan is stored; pictures and text are stored once.")] = 1,
+    resize: Annotated[
+        int | None,
+        typer.Option(min=1, max=100, metavar="QUALITY", help="Scale pictures down to what the model looks at, as JPEG of this quality."),
+    ] = None,
+) -> None:
+    """Pack a stage's data offline: index, plan, and archives that training then reads from begin to end. Run again, it goes on."""
+    run = _read(recipe, overrides)
+    from eyeline.recipes.check import refuse_problems
+    from eyeline.train.prepare import prepare_stage
+
+    refuse_problems(run)
+    prepare_stage(run, stage, out, epochs=epochs, quality=resize)
+
+
 @app.command(name="eval", epilog="Example: eyeline eval runs/easyvqa-tiny --show 10")
 def evaluate(
     run: RunFolder,

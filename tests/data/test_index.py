@@ -17,7 +17,7 @@ from eyeline.core.facts import Area, Cost, ImageRule, Patches, Square, Tiles
 from eyeline.data import images, index, json_rows
 from eyeline.data.documents import Measured, Tokenised, answered, fitted, tokenised
 from eyeline.data.images import Size, frames_of, picture_key, size_of
-from eyeline.data.index import Index, ShardIndex, identity_of
+from eyeline.data.index import Index, ShardIndex
 from eyeline.data.plan import Sizing
 from eyeline.data.sources import Rows, Source, open_source
 from eyeline.data.templates import TEMPLATES
@@ -227,7 +227,7 @@ def test_what_it_depends_on_makes_another(rows: Rows, plain: Encoder, qwen: Enco
 def test_a_damaged_file_is_made_anew(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch, harm: str) -> None:
     whole = opened(rows, plain, rule, tmp_path / "i")
     wanted = whole.shard(0, 0)
-    path, other = (whole._path(identity_of(rows, n, plain, rule)) for n in (0, 1))
+    path, other = (whole._path(whole._identity(0, n)) for n in (0, 1))
     assert path is not None
     assert other is not None
     whole.shard(0, 1)

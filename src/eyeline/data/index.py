@@ -13,8 +13,8 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from eyeline.core.batch import Picture, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import make_folder, storage_failed, write_atomically
-from eyeline.data.containers import File, persistent
+from eyeline.data.containers import File, Shard, persistent
 from eyeline.data.documents import Tokenised, answered, tokenised
 from eyeline.data.images import Size, frames_of, medium_key, picture_key, size_of
 from eyeline.data.sources import Place, Rows
@@ -323,12 +323,15 @@ def from_bytes(data: NDArray[np.uint8], identity: str) -> ShardIndex:
     return ShardIndex(**arrays, kinds=tuple(header["kinds"]), rejects=rejects, files=tuple(header["files"]))
 
 
-def identity_of(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> str:
+def identity_of(about: Shard, layout: str, root: Path, encoder: Encoder, rule: ImageRule | None) -> str:
     """What an index depends on. Of the image rule that is whether pictures are taken at all, and how many frames one slice has."""
     taken = None if rule is None else (rule.frames, rule.film is not None)
-    about = rows.shards[shard]
-    said = [VERSION, about.fingerprint, rows.layout.identity, str(rows.root), about.name, encoder.identity, taken]
+    said = [VERSION, about.fingerprint, layout, str(root), about.name, encoder.identity, taken]
     return hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def index_path(folder: Path, identity: str) -> Path:
+    return folder / identity[:2] / f"{identity}.index"
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,6 +342,7 @@ class Index:
     encoder: Encoder
     rule: ImageRule | None
     folder: Path | None  # None: they are remembered only, as far as there is room
+    archives: tuple[File, ...] = ()  # of prepared data: where all pictures lie. Nothing is made then
     _open: OrderedDict[tuple[int, int], ShardIndex] = field(default_factory=OrderedDict, repr=False)
 
     def shard(self, source: int, shard: int) -> ShardIndex:
@@ -352,12 +356,16 @@ class Index:
             self._open.move_to_end((source, shard))
         return known
 
+    def _identity(self, source: int, shard: int) -> str:
+        rows = self.sources[source]
+        return identity_of(rows.shards[shard], rows.layout.identity, rows.root, self.encoder, self.rule)
+
     def _path(self, identity: str) -> Path | None:
-        return self.folder / identity[:2] / f"{identity}.index" if self.folder else None
+        return index_path(self.folder, identity) if self.folder else None
 
     def _read(self, source: int, shard: int) -> ShardIndex | None:
         """The index on disk, if there is one that is sound and still true."""
-        identity = identity_of(self.sources[source], shard, self.encoder, self.rule)
+        identity = self._identity(source, shard)
         path = self._path(identity)
         if path is None:
             return None
@@ -369,11 +377,24 @@ class Index:
             raise storage_failed("read", path, error) from error
         if any(stamp_of(file) != tuple(stamp) for file, stamp in zip(index.files, index.stamps_F2.tolist(), strict=True)):
             return None
-        return index
+        return replace(index, files=self._names, stamps_F2=self._stamps) if self.archives else index
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(str(file.path) for file in self.archives)
+
+    @cached_property
+    def _stamps(self) -> Longs:
+        return np.array([file.stamp for file in self.archives], np.int64)
 
     def _made(self, source: int, shard: int) -> ShardIndex:
+        if self.archives:
+            raise StorageFailed(
+                f"the index of {self.sources[source].shards[shard].name} in {self.folder} is missing or damaged. Run `eyeline prepare` "
+                "again: it mends what is damaged"
+            )
         index = made(self.sources[source], shard, self.encoder, self.rule)
-        identity = identity_of(self.sources[source], shard, self.encoder, self.rule)
+        identity = self._identity(source, shard)
         path = self._path(identity)
         if path is None:
             return index

@@ -33,7 +33,7 @@ from eyeline.data.images import Augment
 from eyeline.data.index import Index
 from eyeline.data.plan import Item, Ordered, Plan, RowOf, Sizing, plan
 from eyeline.data.rejects import FIRST_VERDICT, Reject, Rejects
-from eyeline.data.sets import Data, divided
+from eyeline.data.sets import Data, Divided, divided
 from eyeline.data.tokenizer import Encoder
 
 VERSION = 2  # of the state
@@ -118,6 +118,11 @@ class Met:
     digest: str  # of the plan that it belongs to
     epoch_ended: bool = False
 
+    @property
+    def window(self) -> int:
+        """Number of the window that it is of. What is still open at the very end counts to the last."""
+        return self.after.number - (self.after.done == 0)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -159,25 +164,35 @@ class Reader:
         longest: int = 2**31 - 1,
         cost: Cost = PLAIN,
         gather: Gather = alone,
+        found: Divided | None = None,
     ):
         """`seed` orders and augments. Rejects are written into `folder` when there is one, and indexes unless `data.cache` names another.
-        A document has at most `longest` tokens: the model's positions. Refused for unusable sources."""
+        A document has at most `longest` tokens: the model's positions. `found` is what `data` are, where that is known already.
+        Refused for unusable sources."""
         self.data, self.encoder, self.rule, self.seed, self.longest, self.cost = data, encoder, rule, seed, longest, cost
         self.gather = gather
         self.rejects = Rejects(folder, data.max_reject_rate)
-        found = divided(data)
+        found = found or divided(data)
+        self.prepared = found.prepared
         cache = Path(data.cache).expanduser() if data.cache else folder / "index" if folder else None
-        index = Index(found.sources, encoder, rule, cache)
+        archives = ()
+        if self.prepared is not None:
+            cache, archives = self.prepared.index, self.prepared.archives.files
+        index = Index(found.sources, encoder, rule, cache, archives)
         self.training = Side(index, data.hold_out, judges=False)
         own = bool(data.validation)
-        self.judges = Side(Index(found.judges, encoder, rule, cache) if own else index, 0.0 if own else data.hold_out, judges=not own)
+        judging = Index(found.judges, encoder, rule, cache, archives) if own else index
+        self.judges = Side(judging, 0.0 if own else data.hold_out, judges=not own)
         self.validates = bool(found.judges)  # whether there is anything to validate on
         self._sizings: dict[tuple[bool, Budget], Sizing] = {}
         self._fetches: dict[tuple[bool, Budget | None], Fetch] = {}
 
     def sizing(self, budget: Budget, judges: bool = False) -> Sizing:
-        """What measures the training rows, or the validation rows; it remembers, so there is one for each."""
+        """What measures the training rows, or the validation rows; it remembers, so there is one for each. Refused for prepared data
+        when they were planned for something else."""
         if (judges, budget) not in self._sizings:
+            if self.prepared is not None:
+                self.prepared.refuse_other(self.identity(budget), self.prepared.manifest.identity)
             side = self.judges if judges else self.training
             self._sizings[judges, budget] = Sizing(side.index, budget, min(budget.tokens, self.longest), self.data.too_long, self.cost)
         return self._sizings[judges, budget]
@@ -244,7 +259,7 @@ class Reader:
 
     def count_steps(self, budget: Budget, micro_batches: int, epochs: int) -> int:
         """How many steps so many epochs are. Every row is indexed for it, once, behind a bar when that takes long."""
-        self._index_all()
+        self.index_all()
         packs = seen = rejected = 0
         for met in self._met(self.sizing(budget), epochs, None):
             packs, seen, rejected = packs + (met.pack is not None), seen + met.seen, rejected + len(met.rejects)
@@ -252,7 +267,8 @@ class Reader:
                 raise Refused(f"no sample can be used: all {seen} were rejected. `eyeline check` says why")
         return -(-packs // micro_batches)
 
-    def _index_all(self) -> None:
+    def index_all(self) -> None:
+        """Make all indexes of training rows that are not there yet."""
         shards = sorted({entry for pool in self._pools() for entry in pool.entries})
         begin, bar = time.monotonic(), None
         console = Console(stderr=True)
@@ -274,6 +290,10 @@ class Reader:
             return (pool_of(self.training, self.data.share_images, self.seed),)
         return pools_of(self.training, self.data.share_images, self.seed)
 
+    def planned(self, budget: Budget, epochs: int | None) -> Iterator[Met]:
+        """The plan from its begin, and nothing fetched."""
+        return self._met(self.sizing(budget), epochs, None)
+
     def _met(self, sizing: Sizing, epochs: int | None, position: Position | None) -> Iterator[Met]:
         """The plan from a position on. Besides packs there is a Met without one at the end of each window, and wherever many rejects
         came without one, so that a stream of bad samples is noticed."""
@@ -288,6 +308,8 @@ class Reader:
                     f"the rows of window {at.number} are no longer those that were planned (plan {made.digest}, saved with {at.digest}): "
                     "files or pictures have changed. Restore them, or begin a new run"
                 )
+            if self.prepared is not None:
+                self.prepared.refuse_other_plan(at.number, made.digest)
             digest = made.digest
             here = replace(at, digest=digest)
             ended = self.data.blend == "once" and after[0].epoch > at.cursors[0].epoch
@@ -408,8 +430,14 @@ class Reader:
             raise Refused("no validation sample can be used: all were rejected. `eyeline check` says why")
 
     def _judged(self, sizing: Sizing, rank: int, ranks: int, rejected: list[Reject]) -> Iterator[tuple[None, tuple[Visit, ...]]]:
+        for number, pack in enumerate(self.judging(sizing, rejected)):
+            if number % ranks == rank:
+                yield None, tuple(self._visit(item, sizing) for item in pack)
+
+    def judging(self, sizing: Sizing, rejected: list[Reject]) -> Iterator[list[Item]]:
+        """The packs of validation; rows that cannot be used are added to `rejected`."""
         pool = pool_of(self.judges, self.data.share_images, None, repeated=False)
-        cursor, bins, number = Cursor(), (), 0
+        cursor, bins = Cursor(), ()
         while cursor.epoch == 0 or bins:
             if cursor.epoch == 0:
                 ordered, cursor = whole(pool, cursor)
@@ -418,10 +446,7 @@ class Reader:
                 packs, bins = [made.items(n) for n in range(len(made.packs))], tuple(map(tuple, made.bins))
             else:
                 packs, bins = [list(bin) for bin in bins], ()
-            for pack in packs:
-                if number % ranks == rank:
-                    yield None, tuple(self._visit(item, sizing) for item in pack)
-                number += 1
+            yield from packs
 
 
 def _packs_and_rests(made: Plan) -> Iterator[tuple[int | None, int, tuple[Reject, ...]]]:

@@ -5,7 +5,8 @@ That is before there is a tokenizer, and so before there is an index.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,6 +17,7 @@ from eyeline.data.containers import RETRIES
 from eyeline.data.documents import TooLong
 from eyeline.data.images import Augment
 from eyeline.data.index import drawn, names_of
+from eyeline.data.packed import Prepared, open_prepared
 from eyeline.data.sources import Place, Rows, Source, open_source
 from eyeline.data.workers import Workers
 
@@ -37,6 +39,7 @@ class Data(Settings):
     read_timeout: PositiveFloat = 300.0  # seconds for reading one sample, with workers; a store that takes longer stops the run
     read_retries: NotNegative = RETRIES  # of reading from a store that fails, ever later, before the run stops
     cache: str | None = None  # the folder of the indexes; by default one in the run folder. Runs may share one
+    prepared: str | None = None  # a folder that `eyeline prepare` made of these sources: they are not touched then
 
     @property
     def fetching(self) -> Workers:
@@ -78,6 +81,28 @@ class Divided:
 
     sources: tuple[Rows, ...]
     judges: tuple[Rows, ...]  # what is validated on: the same ones where a part of them is held out; empty when nothing is
+    prepared: Prepared | None = None  # where they lie, if that is another place
+
+
+def stored(data: Data) -> Prepared | None:
+    """The folder that the data were prepared in. Refused when it was made of others."""
+    if data.prepared is None:
+        return None
+    found = open_prepared(Path(data.prepared).expanduser(), data.read_retries)
+    found.refuse_other(choice(data), found.manifest.data)
+    return found
+
+
+def choice(data: Data) -> dict[str, Any]:
+    """The settings that say which samples there are, and in which order."""
+    return data.model_dump(mode="json", include={"sources", "blend", "share_images", "hold_out", "validation", "too_long"})
+
+
+def divided_as(data: Data, found: Prepared) -> Divided:
+    """The sources as they lie in a prepared folder."""
+    about = found.manifest
+    sources, validation = found.rows(about.sources, data.sources), found.rows(about.validation, data.validation)
+    return Divided(sources, validation or (sources if data.hold_out else ()), found)
 
 
 def divided(data: Data) -> Divided:
@@ -85,6 +110,9 @@ def divided(data: Data) -> Divided:
 
     Rows are read until that is known, which is soon in all data that will do.
     """
+    found = stored(data)
+    if found is not None:
+        return divided_as(data, found)
     sources, validation = opened(data.sources, data.read_retries), opened(data.validation, data.read_retries)
     for rows in (*sources, *validation):
         _refuse_absent_kinds(rows)
@@ -124,7 +152,11 @@ def _refuse_absent_kinds(rows: Rows) -> None:
 
 
 def training_samples(data: Data) -> Iterator[Sample]:
-    """Every sample that training visits, once, in the sources' order. Rows that cannot be used are passed over."""
+    """Every sample that training visits, once, in the sources' order, or as they are prepared. Rows that cannot be used are passed over."""
+    found = stored(data)
+    if found is not None:
+        yield from found.samples()
+        return
     for rows in opened(data.sources, data.read_retries):
         for place, _, found in rows.kept():
             if isinstance(found, Sample) and not held_out(rows, place, found, data.hold_out):  # bad ones are counted in training

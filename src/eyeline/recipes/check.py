@@ -92,6 +92,13 @@ def settings_problems(run: Run) -> Iterator[str]:
             )
         for index, stage in enumerate(run.stages):
             yield from _stage_problems(f"stages.{index} ({stage.name})", stage, facts)
+            if stage.data.prepared is not None:
+                try:
+                    seed = seed_for(run.seed, "stage", index)
+                    Reader(stage.data, encoder, facts.image, seed, longest=facts.longest).sizing(stage.batch.budget)
+                except Refused as error:
+                    if (line := f"stages.{index}.data: {error}") not in unreadable:
+                        yield line
     yield from unreadable
 
 

@@ -182,6 +182,7 @@ MAY_CHANGE = (
     "stages.*.epochs",
     *(f"stages.*.data.{name}" for name in ("workers", "read_ahead", "decode_timeout", "read_timeout", "read_retries")),
     "stages.*.data.cache",
+    "stages.*.data.prepared",
     "stages.*.data.max_reject_rate",
 )
 

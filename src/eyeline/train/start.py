@@ -17,6 +17,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, Part
 from eyeline.core.files import read_json, read_lines, read_object, write_atomically, write_json
 from eyeline.core.randomness import torch_rng_for
+from eyeline.data.packed import TOKENIZER
 from eyeline.data.sets import training_texts
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import Encoder, add_tokens, load_tokenizer, train_bpe
@@ -150,8 +151,11 @@ def description(run: Run) -> Bundle:
         return open_bundle(Path(run.model.path)).bundle
     config, template = run.model.config, template_named(run.model.template or "")
     assert config is not None, "Model has path or config"
+    prepared = next((stage.data.prepared for stage in run.stages if stage.data.prepared is not None), None)
     if run.model.tokenizer is not None:
         tokenizer = load_tokenizer(Path(run.model.tokenizer))
+    elif prepared is not None:
+        tokenizer = load_tokenizer(Path(prepared).expanduser() / TOKENIZER)
     else:
         texts = (text for stage in run.stages for text in training_texts(stage.data))
         facts = models.facts(config)

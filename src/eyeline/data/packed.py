@@ -1,0 +1,304 @@
+"""A folder that `eyeline prepare` made: the same rows as the sources', in archives that the first epoch reads from begin to end.
+
+    prepared.json   what it was made from, and what is in it: written last
+    shards/         WebDataset archives, samples in the order in which the first epoch's packs need them
+    entries/        what lies where in each archive: it is done when this is there
+    index/          an index of each shard of the sources, with places in the archives
+    plan.jsonl      a line a pack
+    rejects.jsonl   samples that cannot be used
+    tokenizer/      where the recipe makes its own
+
+Shards, row numbers, ids, sizes and fingerprints are the sources', so order, plan and state are too. Only where bytes lie is another.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+from pydantic import ValidationError
+
+from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
+from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.core.files import sha256_of, storage_failed
+from eyeline.core.settings import Settings
+from eyeline.data.containers import HASHED, RETRIES, File, Place, Shard
+from eyeline.data.index import ShardIndex, from_bytes, index_path
+from eyeline.data.layouts import Layout, Mapping, Name, Shape
+from eyeline.data.sources import Rows, Source
+from eyeline.data.tars import Tars
+
+VERSION = 1  # of the folder
+MANIFEST = "prepared.json"
+TOKENIZER = "tokenizer"
+
+
+class StoredShard(Settings):
+    """A shard of a source, as it was."""
+
+    name: str
+    fingerprint: str
+    bytes: int
+    held: int
+    file: str  # where it came from, for messages
+    id: str  # of its rows, up to the number
+    first_id: int
+    first_row: int  # number of its first row in the file
+    index: str  # name of its index, which is what that depends on
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.name, self.fingerprint, self.bytes, self.held)
+
+
+class StoredSource(Settings):
+    """A source, as it was opened."""
+
+    path: str
+    root: str
+    layout: str  # its identity
+    why: str
+    shards: tuple[StoredShard, ...]
+
+
+class Archive(Settings):
+    """One archive of the folder."""
+
+    name: str
+    bytes: int
+    sha256: str
+    rows: int
+    judges: bool  # whether it is validated on
+
+
+class Manifest(Settings):
+    """What a prepared folder holds."""
+
+    version: Literal[1] = VERSION
+    data: dict[str, Any]  # the settings that say which samples there are, and in which order
+    identity: dict[str, Any]  # all that its plan depends on, as a reader states it
+    tokens: int  # of the budget
+    patches: int
+    quality: int | None  # of the JPEG that pictures larger than the model looks at were made; None: all are as they were
+    sources: tuple[StoredSource, ...]
+    validation: tuple[StoredSource, ...]
+    archives: tuple[Archive, ...]
+    windows: tuple[str, ...]  # digest of the plan of each
+    packs: int
+    plan: str  # SHA-256 of plan.jsonl
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The rows of one source, in archives. A row's `begin` counts through all of them, one behind the other."""
+
+    archives: Tars
+    ends: tuple[int, ...]  # of the archives, so counted
+    shards: tuple[Shard, ...]
+    stored: tuple[StoredShard, ...]
+    folder: Path  # of the indexes
+    what: str = "prepared"
+    header: tuple[str, ...] = ()
+
+    def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
+        """The rows that were stored, and those that cannot be used; not those that the settings leave out."""
+        index = read_index(self.folder, self.stored[shard].index)
+        for number, bad in enumerate(index.bad_R.tolist()):
+            place = index.place(shard, number)
+            if bad:
+                yield place, BadSample(*index.rejects[number])
+            elif place.length > 0:
+                yield place, self.row(place)
+
+    def row(self, place: Place) -> Any:
+        if place.length < 0:
+            raise next(row for at, row in self.rows(place.shard) if at == place and isinstance(row, BadSample))
+        archive = bisect_right(self.ends, place.begin)
+        return self.archives.row(Place(archive, place.number, place.begin - (self.ends[archive - 1] if archive else 0), place.length))
+
+    def named(self, place: Place) -> tuple[str, str, int]:
+        stored = self.stored[place.shard]
+        return f"{stored.id}#{stored.first_id + place.number}", stored.file, stored.first_row + place.number
+
+    def lies_in(self, shard: int) -> File:  # noqa: ARG002 - an index says it for each picture
+        return self.archives.files[0]
+
+
+def read_index(folder: Path, name: str) -> ShardIndex:
+    """The index of one shard, with pictures' files as numbers of archives. StorageFailed where it is damaged."""
+    path = index_path(folder, name)
+    try:
+        return from_bytes(np.asarray(np.memmap(path, np.uint8, "r")), name)
+    except ValueError as error:
+        raise StorageFailed(f"{path}: {error}. Run `eyeline prepare` again: it mends what is damaged") from error
+    except OSError as error:
+        raise storage_failed("read", path, error) from error
+
+
+# Samples as rows
+
+
+def packed_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
+    """A sample as a row of an archive, in the layout of OpenAI's messages; `names` are those of its pictures, in order."""
+    left = iter(names)
+
+    def part_of(part: Text | Picture | Video) -> dict[str, Any]:
+        match part:
+            case Text(text):
+                return {"type": "text", "text": text}
+            case Picture(name):
+                next(left)
+                return {"type": "image", "name": name}
+            case Video(name, frames, seconds):
+                taken = list(islice(left, len(frames)))
+                return {"type": "video", "name": name, "frames": taken, "names": [f.name for f in frames], "timestamps": list(seconds)}
+
+    messages = [{"role": message.role, "content": [part_of(part) for part in message.parts]} for message in sample.messages]
+    row = {"id": sample.id, "kind": sample.kind, "messages": messages}
+    return row | ({"images": list(names)} if names else {})
+
+
+def packed_sample(row: Any, id: str, root: Path) -> Sample:  # noqa: ARG001 - as every layout is called
+    """What `packed_row` was made of, with pictures where they lie now."""
+    left = iter(row.get("images", ()))
+
+    def part_of(part: dict[str, Any]) -> Text | Picture | Video:
+        match part["type"]:
+            case "text":
+                return Text(part["text"])
+            case "image":
+                return replace(next(left), name=part["name"])
+            case _:
+                frames = tuple(replace(next(left), name=name) for name in part["names"])
+                return Video(part["name"], frames, tuple(part["timestamps"]))
+
+    messages = tuple(Message(message["role"], tuple(map(part_of, message["content"]))) for message in row["messages"])
+    return Sample(id, messages, row["kind"])
+
+
+def _layout(about: StoredSource, folder: Path) -> Layout:
+    """It is known by the identity of the layout that the rows had, whatever that was."""
+    shape = Shape(cast(Name, about.layout), packed_sample, (), (), kind=itemgetter("kind"))
+    return Layout(shape, f"prepared in {folder}; {about.why}", Mapping())
+
+
+# The folder
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A prepared folder, opened."""
+
+    folder: Path
+    manifest: Manifest
+    archives: Tars
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.manifest.tokens, self.manifest.patches)
+
+    @property
+    def index(self) -> Path:
+        return self.folder / "index"
+
+    def rows(self, stored: Sequence[StoredSource], sources: Sequence[Source]) -> tuple[Rows, ...]:
+        """Sources as they were, read from the archives."""
+        ends = tuple(accumulate(file.size for file in self.archives.files))
+        return tuple(
+            Rows(
+                source,
+                Path(about.path),
+                Path(about.root),
+                _layout(about, self.folder),
+                Packed(self.archives, ends, tuple(s.shard for s in about.shards), about.shards, self.index),
+                self.archives.files[0].retries,
+            )
+            for about, source in zip(stored, sources, strict=True)
+        )
+
+    def samples(self) -> Iterator[Sample]:
+        """All that is learned from, once, as it lies: from begin to end."""
+        for number, archive in enumerate(self.manifest.archives):
+            if archive.judges:
+                continue
+            for _, row in self.archives.rows(number):
+                if isinstance(row, BadSample):
+                    raise StorageFailed(f"{self.archives.files[number].path}: {row}. Run `eyeline prepare` again: it mends what is damaged")
+                yield packed_sample(row, row["id"], self.folder)
+
+    def refuse_other(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        """Refused, naming what differs from what the folder was made for."""
+        differs = list(_differences(before, now))
+        if differs:
+            raise Refused(
+                f"{self.folder} was prepared for other data or settings. Different are: {'; '.join(differs)}. Restore them, or prepare "
+                "the data again, in another folder"
+            )
+
+    def refuse_other_plan(self, window: int, digest: str) -> None:
+        """StorageFailed when a window is planned otherwise than was stored."""
+        stored = self.manifest.windows
+        if window < len(stored) and stored[window] != digest:
+            raise StorageFailed(
+                f"{self.folder}: window {window} is planned as {digest}, and {stored[window]} was stored. Its indexes are others than "
+                "those that it was made with. Run `eyeline prepare` again"
+            )
+
+
+def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and any(isinstance(v, dict) for v in before):
+        for number, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(old, new, f"{path}.{number}")
+    elif before != now:
+        yield f"{path} ({_shown(before)} → {_shown(now)})"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "…"
+
+
+def open_prepared(folder: Path, retries: int = RETRIES) -> Prepared:
+    """Open a prepared folder. Refused where there is none; StorageFailed where something of it is missing or damaged.
+
+    Archives of up to 64 MiB together are known by their content, larger ones by their size; `eyeline prepare`, called again,
+    looks at every byte.
+    """
+    path = folder / MANIFEST
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = "holds data that are not prepared to the end" if (folder / "entries").is_dir() else "is no folder of prepared data"
+        raise Refused(f"{folder} {what}: it has no {MANIFEST}. Run `eyeline prepare RECIPE --out {folder}`") from error
+    except OSError as error:
+        raise storage_failed("read", path, error) from error
+    except ValueError as error:
+        raise Refused(f"{path} is not JSON ({error}). Delete it, and run `eyeline prepare` again") from error
+    version = value.get("version") if isinstance(value, dict) else None
+    if version != VERSION:
+        raise Refused(f"{path} has version {version!r} of its format, and this is version {VERSION}. Prepare the data again")
+    try:
+        manifest = Manifest.model_validate(value)
+    except ValidationError as error:
+        raise Refused(f"{path} is damaged ({error.errors()[0]['loc']}). Delete it, and run `eyeline prepare` again") from error
+    return opened(folder, manifest, retries)
+
+
+def opened(folder: Path, manifest: Manifest, retries: int) -> Prepared:
+    """The folder that a manifest describes. StorageFailed as for `open_prepared`."""
+    paths = [folder / "shards" / archive.name for archive in manifest.archives]
+    files = tuple(File.of(path, retries) for path in paths)
+    small = sum(file.size for file in files) <= HASHED
+    for file, archive in zip(files, manifest.archives, strict=True):
+        if file.size != archive.bytes or (small and sha256_of(file.path) != archive.sha256):
+            raise StorageFailed(f"{file.path} is damaged or another file. Run `eyeline prepare` again: it mends what is damaged")
+    shards = tuple(Shard(archive.name, archive.sha256, archive.bytes) for archive in manifest.archives)
+    return Prepared(folder, manifest, Tars(files, shards))

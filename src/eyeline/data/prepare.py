@@ -1,0 +1,516 @@
+"""Offline packing: the same plan, stored. What comes of it is described, and read, in `packed.py`.
+
+    ordered     the rows in the order in which the first epoch's packs need them, cut into partitions
+    partition   one partition -> one archive: a pure function of the job and a number, committed by a rename
+    placed      what lies where -> an index of each shard
+    recorded    the plan over these indexes, pack by pack
+
+Whoever is interrupted begins again and finds what is done.
+"""
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image as Pillow
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from eyeline.core.batch import Budget, Picture, Video
+from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.core.facts import ImageRule
+from eyeline.core.files import make_folder, read_json, sha256_of, storage_failed, sync_folder, write_atomically, write_json
+from eyeline.data.containers import Place, persistent
+from eyeline.data.images import Size, frames_of, held, picture_key, size_of, units_of, upright
+from eyeline.data.index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
+from eyeline.data.loader import Met, Reader
+from eyeline.data.packed import MANIFEST, VERSION, Archive, Manifest, Prepared, StoredShard, StoredSource, opened, packed_row
+from eyeline.data.plan import Item, RowOf, Sizing
+from eyeline.data.rejects import Reject, Rejects
+from eyeline.data.sets import choice, divided_as
+from eyeline.data.sources import Rows
+from eyeline.data.tars import BLOCK, UNUSABLE
+
+PARTITION_BYTES = 512 << 20  # about: large enough to be read from begin to end, small enough to be made again
+TOKEN_TEXT_BYTES, ROW_BYTES = 5, 2048  # of a row in an archive, beside its pictures; about
+PIXELS_BYTE = 4  # of a picture whose size in bytes nobody knows before it is read; about
+EXTENSIONS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp", b"GI": "gif", b"BM": "bmp"}  # how the accepted formats begin
+
+Address = tuple[int, int, int, int]  # 1 for validation sources of their own, else 0; source, shard, number
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """All that the work on a partition depends on. Pickles."""
+
+    sources: tuple[tuple[Rows, ...], tuple[Rows, ...]]  # those of training, and validation sources of their own
+    row_R6: Longs  # an Address and the row's begin and length there, in the order in which they are written
+    bounds_K1: Longs  # of the partitions
+    bytes_K: Longs  # about
+    judging: int  # the first partition of rows that are validated on
+    folder: Path
+    rule: ImageRule | None
+    quality: int | None
+    digest: str  # of all that
+
+    def __len__(self) -> int:
+        return len(self.bytes_K)
+
+    def archive(self, number: int) -> Path:
+        return self.folder / "shards" / f"{number:05d}.tar"
+
+    def entries(self, number: int) -> Path:
+        return self.folder / "entries" / f"{number:05d}.json"
+
+
+class Entries(NamedTuple):
+    """What one archive holds."""
+
+    job: str  # digest of the job that it belongs to
+    bytes: int
+    sha256: str
+    rows: list[list[int]]  # begin, length, pictures of each, in order
+    pictures: list[list[Any]]  # of these: hash of what it shows, begin, length, and height and width where it was scaled down
+
+
+def prepare(
+    reader: Reader,
+    budget: Budget,
+    folder: Path,
+    *,
+    packs: int | None = None,
+    epochs: int = 1,
+    quality: int | None = None,
+) -> Manifest:
+    """Write what `reader` plans, and all that it will fetch, into `folder`. What is there of the same job already is kept.
+
+    `epochs` of the plan are stored, or, of a blend by shares, at most `packs` packs. With a `quality`, pictures that are larger than
+    the model looks at are scaled down and kept as JPEG of that quality. Refused when the folder holds something else, or has no room.
+    """
+    make_folder(folder / "shards")
+    make_folder(folder / "entries")
+    for left in folder.rglob(".*.tmp"):  # by somebody who was killed
+        left.unlink()
+    order = ordered(reader, budget, packs)
+    job = job_of(reader, budget, folder, order, quality)
+    missing = [number for number in range(len(job)) if not _done(job, number)]
+    _refuse_small_disk(job, missing)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("preparing", total=int(job.bytes_K[missing].sum()))
+        for number in missing:
+            made = partition(job, number, lambda some: bar.advance(task, some))
+            write_atomically(job.entries(number), json.dumps(made._asdict()))
+    entries = [Entries(**read_json(job.entries(number))) for number in range(len(job))]
+    place(reader, job, written(job, entries))
+    draft = Manifest(
+        data=choice(reader.data),
+        identity={},
+        tokens=budget.tokens,
+        patches=budget.patches,
+        quality=quality,
+        sources=tuple(_stored(rows, job, reader) for rows in job.sources[0]),
+        validation=tuple(_stored(rows, job, reader) for rows in job.sources[1]),
+        archives=tuple(
+            Archive(name=job.archive(n).name, bytes=one.bytes, sha256=one.sha256, rows=len(one.rows), judges=n >= job.judging)
+            for n, one in enumerate(entries)
+        ),
+        windows=(),
+        packs=0,
+        plan="",
+    )
+    manifest = recorded(reader, opened(folder, draft, reader.data.read_retries), epochs, order.packs)
+    both = min(len(manifest.windows), len(order.windows))
+    if quality is None and list(manifest.windows[:both]) != order.windows[:both]:
+        raise AssertionError(f"{folder}: what was prepared is planned otherwise than its source")
+    write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
+    return manifest
+
+
+# Order
+
+
+class Order(NamedTuple):
+    """The rows in the order in which they are first needed."""
+
+    rows: list[Address]
+    judged: list[Address]
+    windows: list[str]  # digests of those that were planned for it
+    packs: int
+
+
+def ordered(reader: Reader, budget: Budget, packs: int | None) -> Order:
+    """Every row that training may fetch, as it is first needed, and every row of validation.
+
+    Of a blend by shares that is the order of the first `packs` packs, or fewer if all rows have come. Rows that never come are
+    last, as they are listed. TooManyRejects as in training.
+    """
+    reader.index_all()
+    rejects = Rejects(None, reader.data.max_reject_rate)
+    sizing = reader.sizing(budget)
+    left = dict.fromkeys(_fetched(reader, sizing))
+    order: dict[RowOf, None] = {}
+    windows: list[str] = []
+    planned = 0
+    for met in _until(reader.planned(budget, 1 if reader.data.blend == "once" else None), packs):
+        rejects.seen += met.seen
+        for reject in met.rejects:
+            rejects.add(reject)
+        if met.window == len(windows):
+            windows.append(met.digest)
+        if met.pack is not None:
+            planned += 1
+            order |= dict.fromkeys(row for item in met.pack.items for row in item.rows)
+        if packs is not None and order.keys() >= left.keys():
+            break
+    if not order:
+        raise Refused(f"no sample can be used: all {rejects.seen} were rejected. `eyeline check` says why")
+    rejects.check(end=True)
+    order |= left
+    judged: dict[RowOf, None] = {}
+    if reader.validates:
+        sizing = reader.sizing(budget, judges=True)
+        judged |= dict.fromkeys(row for pack in reader.judging(sizing, []) for item in pack for row in item.rows)
+        judged |= dict.fromkeys(_fetched(reader, sizing, judges=True))
+    own = int(reader.judges.index is not reader.training.index)
+    return Order([(0, *row) for row in order], [(own, *row) for row in judged], windows, planned)
+
+
+def _until(planned: Iterator[Met], packs: int | None) -> Iterator[Met]:
+    """The plan up to so many packs."""
+    met = 0
+    for one in planned:
+        yield one
+        met += one.pack is not None
+        if met == packs:
+            return
+
+
+def _fetched(reader: Reader, sizing: Sizing, judges: bool = False) -> Iterator[RowOf]:
+    """Rows that are read after they were indexed: those that can be used, and those that planning tries to shrink."""
+    side = reader.judges if judges else reader.training
+    for source, shard in [(n, shard) for n in range(len(side.index.sources)) for shard in range(side.shards(n))]:
+        sized = sizing(source, shard)
+        read_R = sized.usable_R.copy()
+        if sizing.too_long == "shrink":
+            read_R[[row for row, (cause, *_) in sized.rejects.items() if cause == "too_long"]] = True
+        yield from ((source, shard, row) for row in np.flatnonzero(side.kept(source, shard) & read_R).tolist())
+
+
+def job_of(reader: Reader, budget: Budget, folder: Path, order: Order, quality: int | None) -> Job:
+    """Cut into partitions of about equal size; none has rows to learn from and rows to validate on."""
+    rows, judged = order.rows, order.judged
+    sources = (reader.training.index.sources, reader.judges.index.sources if reader.judges.index is not reader.training.index else ())
+    row_R4 = np.array([*rows, *judged], np.int64).reshape(-1, 4)
+    place_R2, bytes_R = np.zeros((len(row_R4), 2), np.int64), np.zeros(len(row_R4), np.int64)
+    hashed = hashlib.sha256()
+    shards, where_R = np.unique(row_R4[:, :3], axis=0, return_inverse=True)
+    for n, (own, source, shard) in enumerate(shards.tolist()):
+        here = np.flatnonzero(where_R.ravel() == n)
+        index, number_R = (reader.judges if own else reader.training).index.shard(source, shard), row_R4[here, 3]
+        place_R2[here] = np.stack([index.begin_R[number_R], index.length_R[number_R]], 1)
+        bytes_R[here] = _bytes_of(index)[number_R]
+        hashed.update(index.stamps_F2.tobytes())  # pictures that have changed are others
+    end_R = np.cumsum(bytes_R)
+    begin_R = end_R - bytes_R
+    begin_R[len(rows) :] -= begin_R[len(rows)] if judged else 0
+    part_R = begin_R // PARTITION_BYTES
+    part_R[len(rows) :] += part_R[len(rows) - 1] + 1
+    bounds_K1 = np.concatenate([np.flatnonzero(np.diff(part_R, prepend=-1)), [len(row_R4)]])
+    bytes_K = np.add.reduceat(bytes_R, bounds_K1[:-1])
+    row_R6 = np.concatenate([row_R4, place_R2], 1)
+    hashed.update(repr((VERSION, quality, reader.identity(budget), choice(reader.data))).encode("utf-8", "surrogatepass"))
+    hashed.update(row_R6.astype("<i8").tobytes() + bounds_K1.astype("<i8").tobytes())
+    judging = int(np.searchsorted(bounds_K1, len(rows)))
+    return Job(sources, row_R6, bounds_K1, bytes_K, judging, folder, reader.rule, quality, hashed.hexdigest())
+
+
+def _bytes_of(index: ShardIndex) -> Longs:
+    """What each row will have in an archive; about."""
+    pixels_M = index.sizes_M3[:, 1].astype(np.int64) * index.sizes_M3[:, 2]
+    size_N = np.repeat(pixels_M // PIXELS_BYTE, np.diff(index.frames_M1))
+    file_N, length_N = index.file_N, index.length_N
+    whole_N = (file_N >= 0) & (length_N == WHOLE)
+    size_N[whole_N] = index.stamps_F2[file_N[whole_N], 0]
+    part_N = (file_N != INSIDE) & ~whole_N
+    size_N[part_N] = length_N[part_N]
+    size_R = np.diff(np.concatenate([[0], np.cumsum(size_N + 2 * BLOCK)])[index.frames_M1][index.media_R1])
+    return size_R + TOKEN_TEXT_BYTES * np.diff(index.bounds_R1) + ROW_BYTES
+
+
+# One partition
+
+
+def partition(job: Job, number: int, progress: Callable[[int], None] = lambda _: None) -> Entries:
+    """Write one archive. The same bytes whoever does it, where, and how often; it appears whole."""
+    path = job.archive(number)
+    beside = path.with_name(f".{path.name}.tmp")
+    hashed, rows, pictures, at = hashlib.sha256(), [], [], 0
+    begin, end = job.bounds_K1[number : number + 2].tolist()
+    total = max(int(job.bytes_K[number]) // max(end - begin, 1), 1)
+    try:
+        with open(beside, "wb") as file:
+            for n, (own, source, shard, row, *where) in enumerate(job.row_R6[begin:end].tolist()):
+                written = _written(job, job.sources[own][source], Place(shard, row, *where), f"{number:05d}-{n:07d}")
+                rows.append([at, sum(map(len, written.members)), len(written.pictures)])
+                for one in written.members:
+                    file.write(one)
+                    hashed.update(one)
+                pictures += [[key, at + inside, length, *size] for key, inside, length, *size in written.pictures]
+                at += rows[-1][1]
+                progress(total)
+            file.write(bytes(2 * BLOCK))
+            hashed.update(bytes(2 * BLOCK))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise storage_failed("write", path, error) from error
+    return Entries(job.digest, at + 2 * BLOCK, hashed.hexdigest(), rows, pictures)
+
+
+class _Written(NamedTuple):
+    members: list[bytes]  # as they follow one another, each padded
+    pictures: list[list[Any]]  # as in Entries, counted from the first member
+
+
+def _written(job: Job, rows: Rows, place: Place, key: str) -> _Written:
+    """One sample as members of an archive: its JSON, then its pictures in order."""
+    try:
+        sample = rows.read(place)
+        files = [found for medium in sample.media for found in _encoded(job, medium, rows.retries)]
+    except BadSample as bad:
+        _, file, number = rows.named(place)
+        raise StorageFailed(
+            f"{file} row {number}, or a picture of it, has changed since it was indexed: {bad}. Restore it, then prepare again"
+        ) from bad
+    names = [f"{n}.{EXTENSIONS.get(data[:2], 'jpg')}" for n, (_, data, _) in enumerate(files)]
+    row = json.dumps(packed_row(sample, names), ensure_ascii=False, separators=(",", ":"))
+    members = [_member(f"{key}.json", row.encode())]
+    pictures: list[list[Any]] = []
+    at = len(members[0])
+    for name, (shown, data, size) in zip(names, files, strict=True):
+        members.append(_member(f"{key}.{name}", data))
+        pictures.append([shown, at + BLOCK, len(data), *size])
+        at += len(members[-1])
+    return _Written(members, pictures)
+
+
+def _member(name: str, data: bytes) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK)
+
+
+def _encoded(job: Job, medium: Picture | Video, retries: int) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
+    """(a hash that is equal for equal pictures, the encoded file, and its height and width if it was scaled down) of each picture."""
+    size = None if job.quality is None or job.rule is None else _largest(size_of(medium), job.rule)
+    for picture in frames_of(medium):
+        name = picture_key(picture) + (f" {size}" if size else "")
+        found = persistent(partial(_bytes, picture), retries)
+        smaller = None if size is None else _scaled_down(replace(picture, source=found), size, job)
+        hashed = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        yield (hashed, found, (0, 0)) if size is None or smaller is None else (hashed, smaller, size)
+
+
+def _bytes(picture: Picture) -> bytes:
+    read = held(picture)
+    assert isinstance(read, Picture) and isinstance(read.source, bytes)
+    return read.source
+
+
+def _largest(size: Size, rule: ImageRule) -> tuple[int, int] | None:
+    """Height and width of what the model looks at most closely, if the picture is larger both ways."""
+    height, width = max((unit.canvas for unit in units_of(size, rule)), key=lambda canvas: canvas[0] * canvas[1])
+    has = size[-2:]
+    return (height, width) if has[0] >= height and has[1] >= width and has != (height, width) else None
+
+
+def _scaled_down(picture: Picture, size: tuple[int, int], job: Job) -> bytes | None:
+    """The picture as JPEG of this height and width; None where it cannot be decoded: training finds that out as it would of the source."""
+    assert job.quality is not None and job.rule is not None
+    try:
+        rgb = upright(picture)
+    except BadSample:
+        return None
+    out = io.BytesIO()
+    rgb.resize((size[1], size[0]), Pillow.Resampling[job.rule.resample.upper()]).save(out, "JPEG", quality=job.quality)
+    return out.getvalue()
+
+
+# Done before, and room
+
+
+def _done(job: Job, number: int) -> bool:
+    """Whether a partition is there, whole. Refused when it is another job's."""
+    path, archive = job.entries(number), job.archive(number)
+    try:
+        known = Entries(**read_json(path))
+    except (FileNotFoundError, ValueError, TypeError):
+        return False
+    except OSError as error:
+        raise storage_failed("read", path, error) from error
+    if known.job != job.digest:
+        raise Refused(
+            f"{job.folder} holds data that were prepared otherwise: from other sources, settings or pictures. Choose another folder, or "
+            "delete this one"
+        )
+    return archive.is_file() and archive.stat().st_size == known.bytes and sha256_of(archive) == known.sha256
+
+
+def _refuse_small_disk(job: Job, missing: Sequence[int]) -> None:
+    needed, about = int(job.bytes_K[missing].sum()), os.statvfs(job.folder)
+    free = about.f_bavail * about.f_frsize
+    if needed > free:
+        raise Refused(f"{job.folder} has room for {free:,} bytes, and about {needed:,} are needed. Choose a folder with more room")
+
+
+# What lies where
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """Where all that was written lies. Dims: R rows as in the job  N their pictures, in order"""
+
+    begin_R: Longs  # through all archives, one behind the other
+    length_R: Longs
+    first_R: Longs  # of its pictures
+    archive_N: Longs
+    lies_N4: Longs  # begin and length in the archive; height and width where it was scaled down
+
+
+def written(job: Job, entries: Sequence[Entries]) -> Written:
+    """A picture that several samples show lies in the archives with each of them, and all are given the first: equal pictures have
+    equal places, as they have in the source."""
+    archive_R = np.repeat(np.arange(len(job)), np.diff(job.bounds_K1))
+    entry_R3 = np.array([row for one in entries for row in one.rows], np.int64).reshape(-1, 3)
+    begin_R = entry_R3[:, 0] + np.cumsum([0, *(one.bytes for one in entries)])[archive_R]
+    pictures = [picture for one in entries for picture in one.pictures]
+    archive_N = np.repeat(archive_R, entry_R3[:, 2])
+    lies_N4 = np.array([picture[1:] for picture in pictures], np.int64).reshape(-1, 4)
+    _, first, same_N = np.unique(np.array([picture[0] for picture in pictures], "U32"), return_index=True, return_inverse=True)
+    from_N = first[same_N.ravel()]
+    return Written(begin_R, entry_R3[:, 1], np.cumsum(entry_R3[:, 2]) - entry_R3[:, 2], archive_N[from_N], lies_N4[from_N])
+
+
+def place(reader: Reader, job: Job, found: Written) -> None:
+    """Write the index of every shard that was looked at, with places in the archives. Sources of one file have one index."""
+    order_R = np.lexsort(job.row_R6[:, 2::-1].T)
+    addresses, begins = np.unique(job.row_R6[order_R, :3], axis=0, return_index=True)
+    written = dict(zip(map(tuple, addresses.tolist()), np.split(order_R, begins[1:]), strict=True))
+    shards: dict[str, list[tuple[int, int, int]]] = {}
+    for own, (sources, side) in enumerate(zip(job.sources, (reader.training, reader.judges), strict=True)):
+        for source, rows in enumerate(sources):
+            for shard in range(side.shards(source)):
+                shards.setdefault(_stored_shard(rows, shard, job, reader).index, []).append((own, source, shard))
+    for name, same in shards.items():
+        at_R = np.concatenate([written.get(address, np.empty(0, np.int64)) for address in same])
+        own, source, shard = same[0]
+        moved = _moved((reader.judges if own else reader.training).index.shard(source, shard), np.sort(at_R)[::-1], job, found)
+        path = index_path(job.folder / "index", name)
+        make_folder(path.parent)
+        write_atomically(path, to_bytes(moved, name))
+
+
+def _moved(index: ShardIndex, at_R: Longs, job: Job, found: Written) -> ShardIndex:
+    """The index with the rows `at_R` of the job where they were written: the first of the same, which is the last here. The others lie
+    nowhere."""
+    number_R = job.row_R6[at_R, 3]
+    begin_R, length_R = np.full((2, len(index)), UNUSABLE, np.int64)
+    begin_R[number_R], length_R[number_R] = found.begin_R[at_R], found.length_R[at_R]
+    first_R, end_R = index.frames_M1[index.media_R1[number_R]], index.frames_M1[index.media_R1[number_R + 1]]
+    counts_R = end_R - first_R
+    within = np.arange(int(counts_R.sum())) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
+    here_N, there_N = np.repeat(first_R, counts_R) + within, np.repeat(found.first_R[at_R], counts_R) + within
+    file_N, lies_N4 = np.full_like(index.file_N, INSIDE), np.zeros((len(index.file_N), 4), np.int64)
+    file_N[here_N], lies_N4[here_N] = found.archive_N[there_N], found.lies_N4[there_N]
+    sizes_M3, scaled_M2 = index.sizes_M3.copy(), lies_N4[index.frames_M1[:-1], 2:]
+    sizes_M3[scaled_M2[:, 0] > 0, 1:] = scaled_M2[scaled_M2[:, 0] > 0]
+    return replace(
+        index,
+        begin_R=begin_R,
+        length_R=length_R,
+        sizes_M3=sizes_M3,
+        file_N=file_N,
+        begin_N=lies_N4[:, 0].copy(),
+        length_N=lies_N4[:, 1].copy(),
+        files=(),
+        stamps_F2=np.empty((0, 2), np.int64),
+    )
+
+
+def _stored(rows: Rows, job: Job, reader: Reader) -> StoredSource:
+    shards = tuple(_stored_shard(rows, shard, job, reader) for shard in range(len(rows.shards)))
+    return StoredSource(path=str(rows.path), root=str(rows.root), layout=rows.layout.identity, why=rows.layout.why, shards=shards)
+
+
+def _stored_shard(rows: Rows, shard: int, job: Job, reader: Reader) -> StoredShard:
+    about = rows.shards[shard]
+    if job.quality is not None:  # other pictures, and so other data
+        about = replace(about, fingerprint=f"{about.fingerprint} JPEG {job.quality} {job.rule}")
+    first, file, row = rows.named(Place(shard, 0, 0, 0))
+    id, _, number = first.rpartition("#")
+    name = identity_of(about, rows.layout.identity, rows.root, reader.encoder, reader.rule)
+    return StoredShard(**asdict(about), file=file, id=id, first_id=int(number), first_row=row, index=name)
+
+
+# The plan
+
+
+def recorded(reader: Reader, draft: Prepared, epochs: int, packs: int) -> Manifest:
+    """Plan over what was prepared, write the plan and the rejects down, and complete the manifest. Of a blend by shares `packs` packs
+    are planned."""
+    data, folder = reader.data, draft.folder
+
+    def over(prepared: Prepared) -> Reader:
+        found = divided_as(data, prepared)
+        return Reader(data, reader.encoder, reader.rule, reader.seed, longest=reader.longest, found=found)
+
+    manifest = draft.manifest.model_copy(update={"identity": over(draft).identity(draft.budget)})
+    planner = over(replace(draft, manifest=manifest))
+    sizing = planner.sizing(draft.budget)
+    lines: list[str] = []
+    windows: list[str] = []
+    rejects: dict[Reject, None] = {}
+    once = data.blend == "once"
+    for met in _until(planner.planned(draft.budget, epochs if once else None), None if once else packs):
+        if met.window == len(windows):
+            windows.append(met.digest)
+        rejects |= dict.fromkeys(met.rejects)
+        if met.pack is not None:
+            lines.append(json.dumps({"window": len(windows) - 1, **_said(met.pack.items, sizing)}))
+    if planner.validates:
+        judging = planner.sizing(draft.budget, judges=True)
+        bad: list[Reject] = []
+        lines += [json.dumps({"window": "validation", **_said(pack, judging)}) for pack in planner.judging(judging, bad)]
+        rejects |= dict.fromkeys(bad)
+    written = "".join(f"{line}\n" for line in lines)
+    write_atomically(folder / "plan.jsonl", written)
+    write_atomically(folder / "rejects.jsonl", "".join(json.dumps(vars(reject)) + "\n" for reject in rejects))
+    sha256 = hashlib.sha256(written.encode()).hexdigest()
+    return manifest.model_copy(update={"windows": tuple(windows), "packs": len(lines), "plan": sha256})
+
+
+def _said(items: Sequence[Item], sizing: Sizing) -> dict[str, Any]:
+    """A pack as it is written down: how full it is, and whose rows it has."""
+    tokens = patches = 0
+    ids: list[str] = []
+    for item in items:
+        most = 0
+        for source, shard, row in item.rows:
+            sized, where = sizing(source, shard), sizing.index.shard(source, shard).place(shard, row)
+            tokens += int(sized.tokens_R[row])
+            most = max(most, int(sized.patches_R[row]))
+            ids.append(sizing.index.sources[source].named(where)[0])
+        patches += most
+    return {"tokens": tokens, "patches": patches, "samples": ids}

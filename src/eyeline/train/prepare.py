@@ -1,0 +1,62 @@
+"""`eyeline prepare`: the data of one stage of a recipe, packed offline."""
+
+import shutil
+from pathlib import Path
+
+from eyeline.core.errors import Refused, nearest
+from eyeline.core.files import make_folder
+from eyeline.core.log import say
+from eyeline.core.randomness import seed_for
+from eyeline.data.loader import Reader
+from eyeline.data.packed import MANIFEST, TOKENIZER
+from eyeline.data.prepare import prepare
+from eyeline.data.tokenizer import save_tokenizer
+from eyeline.models import facts as facts_of
+from eyeline.train.run import Run
+from eyeline.train.start import description
+from eyeline.train.stop import sole_owner
+
+INDEXES = "source-index"  # of the sources, while they are read
+
+
+def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, quality: int | None = None) -> None:
+    """Write the data of a stage, by name or number, into `folder`. Refused when it holds something else, or several stages could
+    be meant."""
+    number = _stage_of(run, stage)
+    chosen = run.stages[number]
+    if chosen.data.prepared is not None:
+        raise Refused(f"stage {chosen.name} reads {chosen.data.prepared}, which is prepared already. Leave data.prepared out")
+    if chosen.steps is not None and epochs > 1 and chosen.data.blend == "shares":
+        raise Refused("with blend: shares each source has epochs of its own, so --epochs has no meaning. Leave it out")
+    strangers = sorted({p.name for p in folder.iterdir()} - KNOWN) if folder.is_dir() else []
+    if strangers:
+        raise Refused(f"{folder} holds {', '.join(strangers[:5])}, which `eyeline prepare` did not write. Choose another folder")
+    bundle = description(run)
+    facts = facts_of(bundle.config)
+    make_folder(folder)
+    with sole_owner(folder):
+        data = chosen.data.model_copy(update={"cache": chosen.data.cache or str(folder / INDEXES)})
+        reader = Reader(data, bundle.encoder(), facts.image, seed_for(run.seed, "stage", number), longest=facts.longest)
+        packs = chosen.steps * chosen.batch.micro_batches if chosen.steps is not None and data.blend == "shares" else None
+        if run.model.config is not None and run.model.tokenizer is None:
+            save_tokenizer(bundle.tokenizer, folder / TOKENIZER)
+        made = prepare(reader, chosen.batch.budget, folder, packs=packs, epochs=epochs, quality=quality)
+        shutil.rmtree(folder / INDEXES, ignore_errors=True)
+    size = sum(archive.bytes for archive in made.archives)
+    say(f"{folder}: {sum(archive.rows for archive in made.archives):,} samples in {len(made.archives):,} archives, {size:,} bytes; "
+        f"{made.packs:,} packs planned. To train from it: stages.{chosen.name}.data.prepared={folder}")  # fmt: skip
+
+
+KNOWN = {MANIFEST, TOKENIZER, INDEXES, "shards", "entries", "index", "plan.jsonl", "rejects.jsonl", "lock"}
+
+
+def _stage_of(run: Run, stage: str | None) -> int:
+    names = [one.name for one in run.stages]
+    if stage is None and len(names) == 1:
+        return 0
+    if stage in names:
+        return names.index(stage)
+    if stage is not None and stage.isdecimal() and int(stage) < len(names):
+        return int(stage)
+    asked = "give --stage: the recipe has several, and each is prepared in a folder of its own" if stage is None else f"no stage {stage!r}"
+    raise Refused(f"{asked}.{nearest(stage or '', names)} Stages: {', '.join(names)}")

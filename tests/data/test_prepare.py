@@ -1,0 +1,538 @@
+"""Prepared data are the source's, batch by batch, whoever fetches them and wherever they are taken up; what is damaged is noticed."""
+
+import errno
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
+from eyeline.core.errors import BadSample, Refused, StorageFailed, TooManyRejects
+from eyeline.core.facts import Area, Film, ImageRule, Square
+from eyeline.data import containers, json_rows, packed, prepare
+from eyeline.data.images import Augment, decode, open_picture
+from eyeline.data.loader import Reader
+from eyeline.data.packed import Manifest, packed_row, packed_sample
+from eyeline.data.sets import Data, training_samples
+from eyeline.data.sources import Source, open_source
+from eyeline.data.templates import TEMPLATES
+from eyeline.data.tokenizer import Encoder
+from tests.data.test_loader import ROWS, assert_same, assert_same_steps, row, write
+from tests.data.test_tars import archive, encoded
+
+BUDGET = Budget(90, 80)
+EXTRA = [
+    row("no file", "absent.png"),
+    {"conversations": 1},
+    row("q1", answer="a1", more=("q2", "a2", "q3 " * 50, "a3")),  # shrunk, where that is allowed
+    row("far too long", answer="x" * 500),  # even then
+    row("broken later", "broken.png"),
+    row("same twice", "0.png", "0.png"),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several shards, several archives."""
+    monkeypatch.setattr(json_rows, "SHARD_ROWS", 9)
+    monkeypatch.setattr(prepare, "PARTITION_BYTES", 40_000)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, draw: Callable[..., Path]) -> Path:
+    """37 rows and ten pictures: one cannot be found, one not be decoded, two rows are too long."""
+    for n in range(9):
+        draw(f"set/{n}.png", seed=n)
+    whole = draw("set/broken.png", seed=99).read_bytes()
+    (tmp_path / "set" / "broken.png").write_bytes(whole[:200])
+    write(tmp_path / "set", [*ROWS[:20], *EXTRA, *ROWS[20:]])
+    return tmp_path / "set"
+
+
+Open = Callable[..., Reader]
+
+
+@pytest.fixture
+def open_reader(folder: Path, plain: Encoder, rule: ImageRule) -> Open:
+    def make(seed: int = 0, out: Path | None = None, rule: ImageRule = rule, **settings: Any) -> Reader:
+        settings.setdefault("sources", (Source(path=str(folder / "rows.json")),))
+        return Reader(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out)
+
+    return make
+
+
+def made(reader: Reader, folder: Path, budget: Budget = BUDGET, **how: Any) -> Manifest:
+    return prepare.prepare(reader, budget, folder, **how)
+
+
+# The same batches
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plainly": {},
+    "shared pictures": {"share_images": 3},
+    "held out": {"share_images": 2, "hold_out": 0.4},
+    "shrunk": {"too_long": "shrink", "share_images": 3},
+    "shrunk and held out": {"too_long": "shrink", "hold_out": 0.4},
+    "augmented": {"augment": Augment(flip=True, shift=2), "share_images": 3},
+    "two epochs stored": {"epochs": 2},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_batches(open_reader: Open, tmp_path: Path, name: str) -> None:
+    settings = dict(SETTINGS[name])
+    epochs = settings.pop("epochs", 1)
+    manifest = made(open_reader(**settings), tmp_path / "out", epochs=epochs)
+    assert len(manifest.archives) >= 3
+    there = {"prepared": str(tmp_path / "out"), **settings}
+    for more in ({}, {"workers": 2}) if name in ("shared pictures", "shrunk") else ({},):
+        source, stored = open_reader(**settings, **more), open_reader(**there, **more)
+        assert_same_steps(list(stored.steps(BUDGET, 2, 2)), list(source.steps(BUDGET, 2, 2)))
+        assert stored.count_steps(BUDGET, 2, 2) == source.count_steps(BUDGET, 2, 2)
+        judged = list(source.validation(BUDGET))
+        assert bool(judged) == stored.validates == ("hold_out" in settings)
+        for one, two in zip(stored.validation(BUDGET), judged, strict=True):
+            assert_same(one, two)
+
+
+def test_the_same_batches_on_three_ranks(open_reader: Open, tmp_path: Path) -> None:
+    made(open_reader(share_images=3), tmp_path / "out")
+    for rank in range(3):
+        source, stored = open_reader(share_images=3), open_reader(share_images=3, prepared=str(tmp_path / "out"))
+        steps = [list(reader.steps(BUDGET, 4, 2, rank=rank, ranks=3)) for reader in (stored, source)]
+        assert_same_steps(*steps)
+
+
+def test_the_source_is_not_touched(open_reader: Open, folder: Path, tmp_path: Path) -> None:
+    wanted = list(open_reader().steps(BUDGET, 1, 2))
+    made(open_reader(), tmp_path / "out")
+    shutil.rmtree(folder)
+    shutil.move(tmp_path / "out", tmp_path / "moved")
+    assert_same_steps(list(open_reader(prepared=str(tmp_path / "moved")).steps(BUDGET, 1, 2)), wanted)
+
+
+def several(folder: Path) -> tuple[Source, ...]:
+    """Sources of each container, one visited twice, one filtered, one cut; two of them share pictures."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    lines = [json.dumps(dict(r, kind=("a", "b")[n % 2])) for n, r in enumerate(ROWS)]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    talk = row("what?", "x")["conversations"]
+    archive(
+        folder / "t.tar",
+        [(f"{n}.{end}", encoded(n) if end == "jpg" else {"conversations": talk}) for n in range(6) for end in ("jpg", "json")],
+    )
+    table = {"images": [[encoded(n % 3, "PNG")] for n in range(8)], "texts": [[{"user": f"q{n}", "assistant": f"a{n}"}] for n in range(8)]}
+    parquet.write_table(arrow.table(table), folder / "p.parquet", row_group_size=3)
+    return (
+        Source(path=str(folder / "rows.json"), repeat=2),
+        Source(path=str(folder / "rows.jsonl"), kinds=("b",)),
+        Source(path=str(folder / "t.tar")),
+        Source(path=str(folder / "p.parquet"), limit=5),
+    )
+
+
+def test_every_container_and_filter(open_reader: Open, folder: Path, tmp_path: Path) -> None:
+    settings = {"sources": several(folder), "share_images": 2, "too_long": "shrink", "hold_out": 0.2}
+    made(open_reader(**settings), tmp_path / "out")
+    source, stored = open_reader(**settings), open_reader(**settings, prepared=str(tmp_path / "out"))
+    assert_same_steps(list(stored.steps(BUDGET, 2, 2)), list(source.steps(BUDGET, 2, 2)))
+    for one, two in zip(stored.validation(BUDGET), source.validation(BUDGET), strict=True):
+        assert_same(one, two)
+
+
+def test_a_blend_by_shares(open_reader: Open, folder: Path, tmp_path: Path) -> None:
+    sources = [s.model_copy(update={"repeat": 1, "weight": w}) for s, w in zip(several(folder), (1, 3, 2, 1), strict=True)]
+    settings = {"sources": tuple(sources), "blend": "shares", "validation": (Source(path=str(folder / "rows.json"), limit=12),)}
+    for packs in (6, 10**6):  # the plan of a few steps, and until every row has come; the rows are all there in both
+        out = tmp_path / str(packs)
+        manifest = made(open_reader(**settings), out, packs=packs)
+        source, stored = open_reader(**settings), open_reader(**settings, prepared=str(out))
+        assert_same_steps(list(islice(stored.steps(BUDGET, 2, None), 30)), list(islice(source.steps(BUDGET, 2, None), 30)))
+        for one, two in zip(stored.validation(BUDGET), source.validation(BUDGET), strict=True):
+            assert_same(one, two)
+        rows = sum(archive.rows for archive in manifest.archives if not archive.judges)
+        assert rows == len(
+            {id for step in islice(open_reader(**settings).steps(BUDGET, 2, None), 60) for b in step.batches for id in b.ids}
+        )
+
+
+FILM_RULE = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(16 * 16, 32 * 32), 2, "grid", Film(16 * 16, 64 * 64))
+
+
+def test_films(folder: Path, tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+    ask = [{"from": "human", "value": "<video>\nand <image> what?"}, {"from": "gpt", "value": "yes"}]
+    rows = [
+        {"video": [f"{(n + m) % 4}.png" for m in range(3)], "image": f"{n % 2}.png", "fps": 1 + n, "conversations": ask} for n in range(8)
+    ]
+    write(folder, rows)
+    encoder, budget = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"]), Budget(200, 200)
+
+    def reader(**more: Any) -> Reader:
+        return Reader(Data(sources=(Source(path=str(folder / "rows.json")),), share_images=2, **more), encoder, FILM_RULE, 0)
+
+    made(reader(), tmp_path / "out", budget)
+    assert_same_steps(list(reader(prepared=str(tmp_path / "out")).steps(budget, 1, 2)), list(reader().steps(budget, 1, 2)))
+    for one, two in zip(sorted_samples(reader(prepared=str(tmp_path / "out")).data), sorted_samples(reader().data), strict=True):
+        assert same_sample(one, two)
+
+
+# Going on with either
+
+
+@pytest.mark.parametrize("at", [0, 4, 9])
+def test_a_state_goes_on_in_the_other(open_reader: Open, tmp_path: Path, at: int) -> None:
+    settings = {"share_images": 3, "too_long": "shrink", "augment": Augment(flip=True)}
+    made(open_reader(**settings), tmp_path / "out")
+    whole = list(open_reader(**settings).steps(BUDGET, 2, 3))
+    assert len(whole) > 11
+    for first, second in (({}, {"prepared": str(tmp_path / "out")}), ({"prepared": str(tmp_path / "out")}, {})):
+        some = list(islice(open_reader(**settings, **first).steps(BUDGET, 2, 3), at + 1))
+        state = json.loads(json.dumps(some[-1].state))
+        rest = list(open_reader(**settings, **second).steps(BUDGET, 2, 3, state, ranks=1))
+        assert_same_steps([*some, *rest], whole)
+
+
+# What is written
+
+
+def test_each_row_lies_once_in_the_order_of_the_first_epoch(open_reader: Open, tmp_path: Path) -> None:
+    manifest = made(open_reader(share_images=2, hold_out=0.3), tmp_path / "out")
+    reader = open_reader(share_images=2, hold_out=0.3)
+    wanted = [id for step in reader.steps(BUDGET, 1, 1) for batch in step.batches for id in batch.ids]
+    judged = [id for batch in reader.validation(BUDGET) for id in batch.ids]
+    lie: dict[bool, list[str]] = {False: [], True: []}
+    for about in manifest.archives:
+        rows = open_source(Source(path=str(tmp_path / "out" / "shards" / about.name)))
+        lie[about.judges] += [rows.container.row(place)["id"] for place, _, _ in rows.rows_in(0)]
+    assert lie[False] == wanted
+    assert lie[True] == judged
+    lines = [json.loads(line) for line in (tmp_path / "out" / "plan.jsonl").read_text().splitlines()]
+    assert [id for line in lines if line["window"] != "validation" for id in line["samples"]] == wanted
+    assert [id for line in lines if line["window"] == "validation" for id in line["samples"]] == judged
+    assert all(0 < line["tokens"] <= BUDGET.tokens and line["patches"] <= BUDGET.patches for line in lines)
+    assert len(lines) == manifest.packs
+
+
+def test_an_ordinary_source_reads_the_archives(open_reader: Open, folder: Path, tmp_path: Path) -> None:
+    made(open_reader(), tmp_path / "out")
+    packed_set = open_source(Source(path=str(tmp_path / "out" / "shards")))
+    assert packed_set.layout.name == "openai"
+    source = open_source(Source(path=str(folder / "rows.json")))
+    wanted = {source.named(place)[0]: found for place, _, found in source.kept()}
+    count = 0
+    for place, _, found in packed_set.kept():
+        assert isinstance(found, Sample)
+        assert same_sample(found, wanted[packed_set.container.row(place)["id"]], names=False)
+        count += 1
+    assert count == len(ROWS) + 2  # without those that cannot be found, are no rows, or too long
+    picture = folder / "0.png"
+    assert any(p.source.data == picture.read_bytes() for place, *_ in packed_set.kept() for p in packed_set.read(place).pictures)
+
+
+def test_training_samples_are_those_of_the_source(open_reader: Open, tmp_path: Path) -> None:
+    made(open_reader(hold_out=0.4), tmp_path / "out")
+    stored = sorted_samples(open_reader(hold_out=0.4, prepared=str(tmp_path / "out")).data)
+    ids = {s.id for s in stored}
+    assert ids
+    source = [s for s in sorted_samples(open_reader(hold_out=0.4).data) if s.id in ids]
+    assert all(same_sample(one, two) for one, two in zip(stored, source, strict=True))
+
+
+def test_rejects_are_listed_and_counted_as_in_the_source(open_reader: Open, tmp_path: Path) -> None:
+    made(open_reader(), tmp_path / "out")
+    listed = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
+    logs = []
+    for more in ({}, {"prepared": str(tmp_path / "out")}):
+        (tmp_path / f"run{len(logs)}").mkdir()
+        list(open_reader(out=tmp_path / f"run{len(logs)}", **more).steps(BUDGET, 2, 2))
+        logs.append([json.loads(line) for line in (tmp_path / f"run{len(logs)}" / "rejects.jsonl").read_text().splitlines()])
+    assert [{**line, "message": ""} for line in logs[0]] == [{**line, "message": ""} for line in logs[1]]
+    assert listed == [line for line in logs[1] if line["cause"] != "broken_image"]  # which nobody knows before it is decoded
+    assert {line["cause"] for line in listed} == {"missing_image", "wrong_type", "too_long"}
+    with pytest.raises(TooManyRejects):
+        made(open_reader(max_reject_rate=0.01), tmp_path / "other")
+
+
+def test_epoch_one_is_read_from_begin_to_end(open_reader: Open, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, [row(f"question {n}?", f"{n % 9}.png", answer=f"answer {n}") for n in range(9)])
+    made(open_reader(), tmp_path / "out")
+    reader, real, asked = open_reader(prepared=str(tmp_path / "out")), os.pread, []
+
+    def counted(handle: int, length: int, begin: int) -> bytes:
+        asked.append((os.readlink(f"/proc/self/fd/{handle}"), begin, length))
+        return real(handle, length, begin)
+
+    monkeypatch.setattr(containers.os, "pread", counted)
+    list(reader.steps(BUDGET, 1, 1))
+    archives = [(path, begin, length) for path, begin, length in asked if path.endswith(".tar")]
+    assert archives == sorted(archives)
+    assert len(archives) == 9  # a request a picture: no row is read, and no header
+    assert sum(length for *_, length in archives) == sum((folder / f"{n}.png").stat().st_size for n in range(9))
+
+
+# Samples as rows
+
+
+SAMPLES = {
+    "text": Sample("a#1", (Message("user", (Text('héllo\n\0 "<image>" 你好'),)), Message("assistant", (Text(" yes "),)))),
+    "kinds and a system": Sample("b", (Message("system", ()), Message("user", (Text(""),)), Message("assistant", (Text("x"),))), "shape"),
+    "pictures": Sample(
+        "c", (Message("user", (Picture("1.png", b"1"), Text("and"), Picture("2.png", b"2"))), Message("assistant", (Text("x"),)))
+    ),
+    "a film": Sample(
+        "d",
+        (
+            Message("user", (Video("v", (Picture("1", b"1"), Picture("2", b"2")), (0.1, 1 / 3)), Picture("3", b"3"), Text("?"))),
+            Message("assistant", (Text("x"),)),
+            Message("user", (Picture("4", b"4"),)),
+            Message("assistant", (Text("y"),)),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_comes_back(name: str) -> None:
+    sample = SAMPLES[name]
+    value = json.loads(json.dumps(packed_row(sample, [f"{n}.png" for n in range(len(sample.pictures))])))
+    if sample.pictures:
+        assert value["images"] == [f"{n}.png" for n in range(len(sample.pictures))]
+        value["images"] = [Picture(f"key.{n}.png", p.source) for n, p in enumerate(sample.pictures)]
+    assert packed_sample(value, sample.id, Path()) == sample
+
+
+# Interrupted, damaged, another's
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def killed(job: Callable[[], Any], at: int) -> None:
+    """Do it in a process that is killed when it is about to rename its file number `at`."""
+
+    def run() -> None:
+        real, left = os.replace, [at]
+
+        def replace(a: Any, b: Any) -> None:
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            real(a, b)
+
+        os.replace = replace  # of this process, which does not live long
+        job()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5, "index", "plan", "manifest"])
+def test_a_kill_loses_nothing_that_was_done(open_reader: Open, tmp_path: Path, at: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"hold_out": 0.3, "share_images": 2}
+    whole = made(open_reader(**settings), tmp_path / "whole")
+    parts, shards, out = len(whole.archives), len(whole.sources[0].shards), tmp_path / "out"
+    assert parts >= 3
+    number = {"index": 2 * parts + 1, "plan": 2 * parts + shards, "manifest": 2 * parts + shards + 2}[at] if isinstance(at, str) else at
+    killed(lambda: made(open_reader(**settings), out), number)
+    with pytest.raises(Refused, match="not prepared to the end"):
+        open_reader(**settings, prepared=str(out))
+    before = {p.name: p.stat().st_ino for p in (out / "shards").glob("*.tar") if (out / "entries" / f"{p.stem}.json").exists()}
+    assert len(before) == min(number // 2, parts)
+    assert made(open_reader(**settings), out) == whole
+    assert contents(out) == contents(tmp_path / "whole")
+    assert {name: (out / "shards" / name).stat().st_ino for name in before} == before  # not made again
+
+
+def test_a_partition_is_a_pure_function(open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever does it, elsewhere and in any order, writes the same bytes and says the same of them."""
+    manifest = made(open_reader(), tmp_path / "out")
+    reader = open_reader()
+    job = prepare.job_of(reader, BUDGET, tmp_path / "else", prepare.ordered(reader, BUDGET, None), None)
+    (tmp_path / "else" / "shards").mkdir(parents=True)
+    for number in reversed(range(len(job))):
+        entries = prepare.partition(pickle.loads(pickle.dumps(job)), number)
+        assert entries == prepare.Entries(**json.loads((tmp_path / "out" / "entries" / f"{number:05d}.json").read_text()))
+        assert entries.sha256 == manifest.archives[number].sha256
+        assert job.archive(number).read_bytes() == (tmp_path / "out" / "shards" / f"{number:05d}.tar").read_bytes()
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda out: flipped(out / "shards" / "00001.tar"),
+        lambda out: (out / "shards" / "00001.tar").unlink(),
+        lambda out: shutil.copy(out / "shards" / "00000.tar", out / "shards" / "00001.tar"),
+        lambda out: flipped(next((out / "index").rglob("*.index"))),
+        lambda out: next((out / "index").rglob("*.index")).unlink(),
+    ],
+    ids=["a bit of an archive", "an archive", "a foreign archive", "a bit of an index", "an index"],
+)
+def test_damage_is_noticed_and_mended(open_reader: Open, tmp_path: Path, harm: Callable[[Path], Any]) -> None:
+    out = tmp_path / "out"
+    made(open_reader(), out)
+    sound = contents(out)
+    harm(out)
+    with pytest.raises(StorageFailed, match=r"00001\.tar|is missing or damaged"):
+        list(open_reader(prepared=str(out)).steps(BUDGET, 1, 1))
+    made(open_reader(), out)
+    assert contents(out) == sound
+
+
+def test_large_archives_are_known_by_their_size(open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "HASHED", 10)
+    made(open_reader(), tmp_path / "out")
+    path = tmp_path / "out" / "shards" / "00001.tar"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StorageFailed, match=r"00001\.tar is damaged"):
+        open_reader(prepared=str(tmp_path / "out"))
+
+
+def test_an_index_of_another_plan_is_noticed(open_reader: Open, tmp_path: Path) -> None:
+    """Its digest is sound, and still it is not what was planned over."""
+    made(open_reader(), tmp_path / "out")
+    path = tmp_path / "out" / "prepared.json"
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps(value | {"windows": ["0" * 16, *value["windows"][1:]]}))
+    with pytest.raises(StorageFailed, match="window 0 is planned as"):
+        list(open_reader(prepared=str(tmp_path / "out")).steps(BUDGET, 1, 1))
+
+
+def test_other_settings_are_refused_by_name(open_reader: Open, folder: Path, tmp_path: Path, qwen: Encoder, rule: ImageRule) -> None:
+    made(open_reader(), tmp_path / "out")
+    there = {"prepared": str(tmp_path / "out")}
+
+    def refused(match: str, budget: Budget = BUDGET, **more: Any) -> None:
+        with pytest.raises(Refused, match=match):
+            open_reader(**there, **more).sizing(budget)
+
+    refused(r"budget .*\.1 \(80 → 81\)|budget", Budget(90, 81))
+    refused(r"order \(seed", seed=1)
+    refused(r"picture rule", rule=ImageRule(8, 2, rule.mean, rule.std, "bicubic", Square(64)))
+    refused(r"hold_out \(0\.0 → 0\.2\)", hold_out=0.2)
+    refused(r"share_images \(1 → 2\)", share_images=2)
+    refused(r"too_long \('reject' → 'shrink'\)", too_long="shrink")
+    refused(r"sources\.0\.limit \(None → 3\)", sources=(Source(path=str(folder / "rows.json"), limit=3),))
+    refused(r"sources\.0\.path", sources=(Source(path=str(folder / "other.json")),))
+    with pytest.raises(Refused, match="tokenizer"):
+        Reader(open_reader(**there).data, qwen, rule, 0).sizing(BUDGET)
+    with pytest.raises(Refused, match="is no folder of prepared data"):
+        open_reader(prepared=str(folder))
+    path = tmp_path / "out" / "prepared.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+    refused("has version 99 of its format")
+
+
+def test_a_folder_of_another_job_is_left_alone(open_reader: Open, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(open_reader(), tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(Refused, match="prepared otherwise"):
+        made(open_reader(seed=1), tmp_path / "out")
+    os.utime(folder / "3.png", (1, 1))  # another picture, for all that anybody knows
+    with pytest.raises(Refused, match="prepared otherwise"):
+        made(open_reader(), tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+    monkeypatch.setattr(prepare.os, "statvfs", lambda path: type("", (), {"f_bavail": 10, "f_frsize": 512}))
+    with pytest.raises(Refused, match=r"has room for 5,120 bytes, and about [0-9,]+ are needed"):
+        made(open_reader(), tmp_path / "new")
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_an_archive(open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(prepare.os, "fsync", full)
+    with pytest.raises(StorageFailed, match=r"could not write .*00000\.tar.*No space left"):
+        made(open_reader(), tmp_path / "out")
+    assert not list((tmp_path / "out" / "shards").iterdir())
+
+
+# Pictures scaled down
+
+
+def test_large_pictures_are_scaled_down_and_the_data_are_others(
+    open_reader: Open, folder: Path, tmp_path: Path, draw: Callable[..., Path], rule: ImageRule
+) -> None:
+    for n in range(4):
+        draw(f"set/{n}.png", seed=n, width=200, height=100)
+    draw("set/4.png", seed=4, width=20, height=300)  # not larger than the square both ways: it stays
+    settings = {"share_images": 2}
+    plainly = made(open_reader(**settings), tmp_path / "plain")
+    manifest = made(open_reader(**settings), tmp_path / "small", quality=90)
+    assert sum(a.bytes for a in manifest.archives) < 0.7 * sum(a.bytes for a in plainly.archives)
+    source, stored = open_reader(**settings), open_reader(**settings, prepared=str(tmp_path / "small"))
+    one, two = list(source.steps(BUDGET, 2, 1)), list(stored.steps(BUDGET, 2, 1))
+    for left, right in zip(one, two, strict=True):
+        for a, b in zip(left.batches, right.batches, strict=True):
+            assert a.ids == b.ids  # the square takes as many patches of a large picture as of a small one
+            assert (a.patches_PC.float() - b.patches_PC.float()).abs().mean() < 12
+    assert any(
+        not (a.patches_PC == b.patches_PC).all() for x, y in zip(one, two, strict=True) for a, b in zip(x.batches, y.batches, strict=True)
+    )
+    sizes = {open_picture(p) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"}
+    assert sizes == {(32, 32), (20, 12), (20, 300)}
+    for reader, state in ((source, two[0].state), (stored, one[0].state)):
+        with pytest.raises(Refused, match="Different are: data"):
+            next(reader.steps(BUDGET, 2, 1, state))
+    assert all(
+        p.name.endswith(".png") and decode(p) is not None for s in sorted_samples(stored.data) for p in s.pictures if "br" not in p.name
+    )
+
+
+def test_scaled_to_the_area_that_a_model_looks_at(open_reader: Open, folder: Path, tmp_path: Path, draw: Callable[..., Path]) -> None:
+    """The plan then stays: a picture of that size is taken as it is."""
+    for n in range(9):
+        draw(f"set/{n}.png", seed=n, width=90 + 10 * n, height=120)
+    rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(16 * 16, 48 * 48))
+    plainly = made(open_reader(rule=rule), tmp_path / "plain")
+    small = made(open_reader(rule=rule), tmp_path / "small", quality=95)
+    assert small.windows == plainly.windows
+    stored = open_reader(rule=rule, prepared=str(tmp_path / "small"))
+    assert list(stored.steps(BUDGET, 1, 2))
+    assert {max(open_picture(p)) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"} <= {32, 48, 64}
+
+
+def sorted_samples(data: Data) -> list[Sample]:
+    return sorted(training_samples(data), key=lambda sample: sample.id)
+
+
+def same_sample(one: Sample, two: Sample, names: bool = True) -> bool:
+    """Whether they say and show the same, wherever their pictures lie."""
+
+    def picture(p: Picture) -> Any:
+        try:
+            shown = decode(p).tobytes()
+        except BadSample as bad:
+            shown = bad.cause
+        return p.name if names else "", shown
+
+    def part(p: Text | Picture | Video) -> Any:
+        match p:
+            case Text():
+                return p
+            case Picture():
+                return picture(p)
+            case Video():
+                return [picture(frame) for frame in p.frames], p.seconds
+
+    said = [[(m.role, [part(p) for p in m.parts]) for m in s.messages] for s in (one, two)]
+    return said[0] == said[1] and one.kind == two.kind and (not names or one.id == two.id)

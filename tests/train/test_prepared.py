@@ -1,0 +1,104 @@
+"""Training from prepared data is training from their source, with the source gone; a run may change from one to the other."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import eyeline.train.loop as loop
+from eyeline.core.errors import Refused, RunLocked, Stopped
+from eyeline.recipes.check import settings_problems
+from eyeline.train.prepare import prepare_stage
+from eyeline.train.stop import sole_owner
+from tests.command import Command
+from tests.train.recipe import tiny_run
+from tests.train.test_resume import end_of, losses, stopped_at
+
+PREPARED = ("stages.0.data.prepared={0}/whole", "stages.1.data.prepared={0}/adapt")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[int, float]]:
+    """A folder with the data, and what both stages learn from prepared beside it; how a run from the source ends, and its losses."""
+    folder = tmp_path_factory.mktemp("prepared")
+    run = tiny_run(folder)
+    loop.train(run)
+    for stage in ("whole", "1"):
+        prepare_stage(run, stage, folder / ("whole" if stage == "whole" else "adapt"))
+    return folder, end_of(run), losses(run)
+
+
+def stored(folder: Path, *more: str) -> tuple[str, ...]:
+    return (*(one.format(folder) for one in PREPARED), *more)
+
+
+def test_training_without_the_source_ends_in_the_same_weights(prepared: tuple[Path, str, dict[int, float]], tmp_path: Path) -> None:
+    folder, wanted, lost = prepared
+    run = tiny_run(folder, *stored(folder, f"out={tmp_path}/run"))
+    shutil.move(folder / "data", folder / "gone")
+    try:
+        loop.train(run)
+    finally:
+        shutil.move(folder / "gone", folder / "data")
+    assert end_of(run) == wanted
+    assert losses(run) == lost
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_run_goes_on_with_the_other(
+    prepared: tuple[Path, str, dict[int, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    folder, wanted, lost = prepared
+    out = f"out={tmp_path}/run"
+    runs = [tiny_run(folder, out), tiny_run(folder, *stored(folder, out))]
+    stopped_at(monkeypatch, {2, 6})
+    for run in (runs[first], runs[1 - first]):
+        with pytest.raises(Stopped):
+            loop.train(run)
+    loop.train(runs[first])
+    assert end_of(runs[0]) == wanted
+    assert losses(runs[0]) == lost
+
+
+def test_the_command(eyeline: Command, tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(json.dumps(run.model_dump(mode="json")))
+    out, again = tmp_path / "whole", ("prepare", str(recipe), "--stage", "whole", "--out", str(tmp_path / "whole"))
+    done = eyeline("prepare", str(recipe), "--out", str(out))
+    assert done.code == 2
+    assert "give --stage: the recipe has several" in done.err
+    assert not out.exists()
+    done = eyeline(*again)
+    assert done.code == 0, done.err
+    assert "To train from it: stages.whole.data.prepared=" in done.out
+    made = json.loads((out / "prepared.json").read_text())
+    assert eyeline(*again).code == 0
+    assert json.loads((out / "prepared.json").read_text()) == made
+    assert not list(settings_problems(tiny_run(tmp_path, f"stages.0.data.prepared={out}")))
+
+
+def test_what_does_not_fit_is_among_the_problems(prepared: tuple[Path, str, dict[int, float]], tmp_path: Path) -> None:
+    folder, *_ = prepared
+    for turn, said in (
+        ("stages.0.batch.patches=96", "budget"),
+        ("seed=3", "order"),
+        ("stages.0.data.hold_out=0.3", "hold_out (0.2 → 0.3)"),
+    ):
+        problems = list(settings_problems(tiny_run(folder, *stored(folder, f"out={tmp_path}/run", turn))))
+        assert any("was prepared for other data or settings" in line and said in line for line in problems), problems
+        assert len(set(problems)) == len(problems)
+
+
+def test_folders_that_are_not_its_own_are_left_alone(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    with pytest.raises(Refused, match=r"no stage 'hole'. Did you mean 'whole'\?"):
+        prepare_stage(run, "hole", tmp_path / "out")
+    with pytest.raises(Refused, match=r"holds data.*which `eyeline prepare` did not write"):
+        prepare_stage(run, "whole", tmp_path)
+    (tmp_path / "out").mkdir()
+    with sole_owner(tmp_path / "out"), pytest.raises(RunLocked):
+        prepare_stage(run, "whole", tmp_path / "out")
+    with pytest.raises(Refused, match="is prepared already"):
+        prepare_stage(tiny_run(tmp_path, "stages.0.data.prepared=x"), "whole", tmp_path / "out")
