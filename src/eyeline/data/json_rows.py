@@ -83,7 +83,7 @@ def sound(row: Any) -> Any:
     return row
 
 
-def _row_of(data: bytes) -> Any:
+def row_of(data: bytes) -> Any:
     """One row from its text. Bytes that are not UTF-8 become lone surrogates, which spoil only the row that uses them."""
     row, flawed = parse(data.decode("utf-8-sig", "surrogateescape"))
     return sound(row) if flawed else row
@@ -91,7 +91,7 @@ def _row_of(data: bytes) -> Any:
 
 def _try(data: bytes) -> Any | BadSample:
     try:
-        return _row_of(data)
+        return row_of(data)
     except BadSample as bad:
         return bad
 
@@ -112,11 +112,11 @@ class JsonList:
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         data = self.file.read(self.begins[shard], self.shards[shard].bytes)
-        for number, (begin, length) in enumerate(_elements(data, inside=True)):
+        for number, (begin, length) in enumerate(elements(data, inside=True)):
             yield Place(shard, number, self.begins[shard] + begin, length), _try(data[begin : begin + length])
 
     def row(self, place: Place) -> Any:
-        return _row_of(self.file.read(place.begin, place.length))
+        return row_of(self.file.read(place.begin, place.length))
 
     def lies_in(self, shard: int) -> File:  # noqa: ARG002
         return self.file
@@ -126,7 +126,7 @@ class JsonList:
         return f"{self.file.path.name}#{number}", str(self.file.path), number
 
 
-def _elements(data: bytes, inside: bool = False) -> Iterator[tuple[int, int]]:
+def elements(data: bytes, inside: bool = False) -> Iterator[tuple[int, int]]:
     """Offset and length of each row of a list, or of a run of rows with their commas. JSONDecodeError where there is no list.
 
     Nothing is decoded: structure is ASCII, and read as Latin-1 a character is a byte.
@@ -167,10 +167,15 @@ def _beyond_space(text: str, at: int) -> int:
 def open_list(path: Path, retries: int) -> JsonList:
     """Find the rows of a JSON list. Refused when it is none."""
     file = File.of(path, retries)
-    data = file.read(0, file.size)
+    return list_in(file, file.read(0, file.size), 0)
+
+
+def list_in(file: File, data: bytes, offset: int) -> JsonList:
+    """The rows of the list that `data` are, which lie at `offset` of a file. Refused when they are none."""
+    path = file.path
     runs: list[list[int]] = []  # begin, end, number of the first row, rows
     try:
-        for number, (begin, length) in enumerate(_elements(data)):
+        for number, (begin, length) in enumerate(elements(data)):
             if not runs or runs[-1][3] == SHARD_ROWS or begin + length - runs[-1][0] > SHARD_BYTES:
                 runs.append([begin, begin, number, 0])
             runs[-1][1], runs[-1][3] = begin + length, runs[-1][3] + 1
@@ -181,7 +186,30 @@ def open_list(path: Path, retries: int) -> JsonList:
     shards = tuple(
         Shard(f"{path.name}#{first}", hashlib.sha256(memoryview(data)[begin:end]).hexdigest(), end - begin) for begin, end, first, _ in runs
     )
-    return JsonList(file, shards, tuple(run[2] for run in runs), tuple(run[0] for run in runs))
+    return JsonList(file, shards, tuple(run[2] for run in runs), tuple(offset + run[0] for run in runs))
+
+
+def members(data: bytes) -> dict[str, tuple[int, int]]:
+    """Where the value of each key lies, as offset and length, when all of `data` is one object. JSONDecodeError when it is not."""
+    text = data.decode("latin-1")
+    at = _beyond_space(text, len(_BOM) * data.startswith(_BOM))
+    found: dict[str, tuple[int, int]] = {}
+    before = "{"
+    while text[at : at + 1] == before:
+        at = _beyond_space(text, at + 1)
+        if text[at : at + 1] != '"':
+            break
+        key, at = _SCANNER.raw_decode(text, at)
+        at = _beyond_space(text, at)
+        if text[at : at + 1] != ":":
+            break
+        at = _beyond_space(text, at + 1)
+        end = _SCANNER.raw_decode(text, at)[1]
+        found[key] = (at, end - at)
+        at, before = _beyond_space(text, end), ","
+    if text[at : at + 1] != "}" or _beyond_space(text, at + 1) < len(text):
+        raise json.JSONDecodeError("no object alone", "", at)
+    return found
 
 
 def _broken(error: json.JSONDecodeError, data: bytes) -> str:
@@ -226,7 +254,7 @@ class JsonLines:
     def row(self, place: Place) -> Any:
         if place.length == OVER:
             raise _over_the_cap()
-        return _row_of(self.file.read(place.begin, place.length))
+        return row_of(self.file.read(place.begin, place.length))
 
     def lies_in(self, shard: int) -> File:  # noqa: ARG002
         return self.file

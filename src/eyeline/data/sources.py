@@ -15,6 +15,7 @@ from pydantic import Field
 from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.data.coco import open_coco
 from eyeline.data.containers import RETRIES, Container, File, Place, Shard
 from eyeline.data.csv_rows import open_table
 from eyeline.data.json_rows import open_lines, open_list
@@ -191,7 +192,7 @@ def open_container(files: list[Path], folder: Path, mapping: Mapping, retries: i
     if head.startswith(b"["):
         return open_list(first, retries)
     if head.startswith(b"{"):
-        return open_lines(first, retries)
+        return open_coco(first, head, retries) or open_lines(first, retries)
     kinds = {b"\x1f\x8b": "gzip", b"PK": "a zip archive", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
     what = next((name for magic, name in kinds.items() if head.startswith(magic)), f"something that begins with {head[:12]!r}")
     wanted = "a JSON list of rows, JSON lines or .csv (UTF-8), Parquet, or a tar archive"

@@ -1,0 +1,100 @@
+"""COCO's captions: one JSON object with a list of images and a list of annotations, each of which is a row with its image's file."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from eyeline.core.errors import BadSample
+from eyeline.data.containers import File, Place, Shard
+from eyeline.data.json_rows import MAX_LINE_BYTES, JsonList, elements, list_in, members, row_of
+
+LISTS = ("images", "annotations")
+_FIRST = re.compile(rb'\{\s*"(?:info|images|annotations|licenses|categories|type)"\s*:')
+
+
+@dataclass(frozen=True)
+class Coco:
+    """Annotations, in runs, and what the images are called."""
+
+    annotations: JsonList
+    images: tuple[int, int]  # offset and length of their list
+    shards: tuple[Shard, ...]
+    what: str = "COCO JSON"
+    header: tuple[str, ...] = ()
+    _names: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
+        for place, row in self.annotations.rows(shard):
+            yield place, row if isinstance(row, BadSample) else self._try(row)
+
+    def row(self, place: Place) -> Any:
+        return self._joined(self.annotations.row(place))
+
+    def lies_in(self, shard: int) -> File:
+        return self.annotations.lies_in(shard)
+
+    def named(self, place: Place) -> tuple[str, str, int]:
+        return self.annotations.named(place)
+
+    def _try(self, row: Any) -> Any | BadSample:
+        try:
+            return self._joined(row)
+        except BadSample as bad:
+            return bad
+
+    def _joined(self, row: Any) -> dict[str, Any]:
+        if not isinstance(row, dict):
+            raise BadSample("wrong_type", "row", "an object was wanted")
+        image = row.get("image_id")
+        if not isinstance(image, int | str):
+            raise BadSample("wrong_type", "image_id", f"the number of an image was wanted, got {str(image)[:40]}")
+        if not self._names:
+            self._read_names()
+        if image not in self._names:
+            raise BadSample("missing_image", "image_id", f"no image of the list has the id {str(image)[:40]}")
+        return {"image": self._names[image]} | {key: value for key, value in row.items() if key != "image"}
+
+    def _read_names(self) -> None:
+        """An image that cannot be read is none."""
+        data = self.annotations.file.read(*self.images)
+        for begin, length in elements(data):
+            try:
+                image = row_of(data[begin : begin + length])
+            except BadSample:
+                continue
+            if isinstance(image, dict) and isinstance(image.get("id"), int | str):
+                self._names[image["id"]] = image.get("file_name")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_names": {}}
+
+
+def open_coco(path: Path, head: bytes, retries: int) -> Coco | None:
+    """The captions of a file that begins with `head`, if it is one object with both lists. Of JSON lines the first is read, no more."""
+    if not _FIRST.match(head):
+        return None
+    file = File.of(path, retries)
+    for enough in (1 << 20, MAX_LINE_BYTES):
+        first, ended, _ = file.read(0, min(file.size, enough)).partition(b"\n")
+        if ended:
+            break
+    try:
+        if ended and len(first) < file.size - 1 and not set(LISTS) <= members(first).keys():
+            return None
+    except json.JSONDecodeError:
+        pass  # one object over several lines
+    data = file.read(0, file.size)
+    try:
+        found = members(data)
+    except json.JSONDecodeError:
+        return None
+    if not all(name in found and data[found[name][0] : found[name][0] + 1] == b"[" for name in LISTS):
+        return None
+    images, annotations = (found[name] for name in LISTS)
+    listed = list_in(file, data[annotations[0] : sum(annotations)], annotations[0])
+    digest = hashlib.sha256(memoryview(data)[images[0] : sum(images)]).hexdigest()
+    return Coco(listed, images, tuple(replace(shard, fingerprint=f"{digest} {shard.fingerprint}") for shard in listed.shards))

@@ -1,0 +1,81 @@
+"""COCO's captions: every annotation a sample with its image's file, on one line or over many."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyeline.core.errors import BadSample, Refused
+from eyeline.data import json_rows
+from eyeline.data.sources import Rows, Source, open_source
+from tests.data.test_containers import everything
+from tests.data.test_sources import chat, complaint, parts
+
+IMAGES = [{"license": 1, "file_name": f"{n:012}.jpg", "height": 4, "width": 5, "id": 10 + n} for n in range(3)]
+ANNOTATIONS = [{"image_id": 10 + n % 3, "id": n, "caption": f" caption {n}"} for n in range(7)]
+WHOLE = {"info": {"year": 2017}, "licenses": [], "images": IMAGES, "annotations": ANNOTATIONS}
+
+
+def opened(path: Path, content: Any, **settings: Any) -> Rows:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return open_source(Source(path=str(path), **settings))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("order", [("info", "images", "licenses", "annotations"), ("annotations", "images"), ("images", "annotations")])
+def test_captions_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, order: tuple[str, ...]) -> None:
+    monkeypatch.setattr(json_rows, "SHARD_ROWS", 3)
+    (tmp_path / "train2017").mkdir()
+    text = json.dumps({name: WHOLE[name] for name in order}, indent=indent) + "\n"
+    rows = opened(tmp_path / "captions_train2017.json", text, images=str(tmp_path / "train2017"))
+    assert (rows.layout.name, rows.layout.why[:37]) == ("captions", "COCO JSON; row 0 has image and captio")
+    everything(rows.container)
+    assert [parts(rows, n) for n in range(7)] == [
+        [[f"<{n % 3:012}.jpg>", "Describe the image."], [f"caption {n}"]] for n in range(7)
+    ]  # fmt: skip
+    assert rows.read(next(rows.rows_in(1))[0]).pictures[0].source == tmp_path / "train2017" / "000000000000.jpg"
+    assert [rows.named(place)[2] for place, _, _ in rows.kept()] == list(range(7))
+    again = pickle.loads(pickle.dumps(rows))
+    assert [found for *_, found in again.kept()] == [found for *_, found in rows.kept()]
+
+
+def test_a_fingerprint_depends_on_the_names_of_the_images(tmp_path: Path) -> None:
+    first = opened(tmp_path / "a.json", WHOLE).shards[0].fingerprint
+    assert opened(tmp_path / "b.json", WHOLE).shards[0].fingerprint == first
+    renamed = WHOLE | {"images": [image | {"file_name": "x.jpg"} for image in IMAGES]}
+    assert opened(tmp_path / "a.json", renamed).shards[0].fingerprint != first
+
+
+def test_what_is_broken_costs_itself(tmp_path: Path) -> None:
+    bad = [{"image_id": 99, "caption": "a"}, {"image_id": [1], "caption": "a"}, {"caption": "a"}, [1], {"image_id": 11, "caption": 3}]
+    images = [*IMAGES[:2], {"id": 12, "file_name": None}, "no image", {"id": [1], "file_name": "a"}]
+    bad += [{"image_id": 12, "caption": "a"}]
+    text = json.dumps(WHOLE | {"images": images, "annotations": [*ANNOTATIONS[:2], *bad]}).replace('"caption": 3', '"caption": NaN')
+    rows = opened(tmp_path / "x.json", text)
+    assert [complaint(rows, n) for n in range(2, 8)] == [
+        ("missing_image", "image_id"),
+        *[("wrong_type", "image_id")] * 2,
+        ("wrong_type", "row"),
+        ("not_finite", "caption"),
+        ("placeholder_count", "image"),
+    ]
+
+
+def test_annotations_of_another_kind_are_refused(tmp_path: Path) -> None:
+    boxes = [{"image_id": 10, "bbox": [1, 2, 3, 4], "category_id": 1}]
+    with pytest.raises(Refused, match=r"no known layout\. Found: COCO JSON; its rows have image, image_id, bbox, category_id"):
+        opened(tmp_path / "instances.json", WHOLE | {"annotations": boxes})
+
+
+def test_lines_that_begin_alike_are_lines(tmp_path: Path) -> None:
+    line = json.dumps({"images": ["a"], "messages": chat("<image>", "b")})
+    for content in (f"{line}\n{line}\n", line):
+        rows = opened(tmp_path / "x.jsonl", content)
+        assert rows.layout.why.startswith("JSON lines")
+        assert not any(isinstance(found, BadSample) for *_, found in rows.kept())
+    with pytest.raises(Refused, match="one JSON object"):
+        opened(tmp_path / "x.json", json.dumps({"images": [], "rows": [{"messages": []}]}, indent=1))
+    with pytest.raises(Refused, match="holds no rows"):
+        opened(tmp_path / "x.json", {"images": [], "annotations": []})
