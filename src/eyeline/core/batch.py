@@ -25,13 +25,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a file: a member of an archive. `data` are its bytes where they came along with something else."""
+    """A part of a file: a member of an archive. `data` are its first bytes, or all, where they came along with something else."""
 
     path: Path
     begin: int
     length: int
     stamp: tuple[int, int]  # of the whole file when it was opened: size and time of the last change
-    data: bytes | None = field(default=None, repr=False, compare=False)
+    data: bytes = field(default=b"", repr=False, compare=False)
 
 
 @dataclass(frozen=True)

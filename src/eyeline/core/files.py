@@ -12,8 +12,9 @@ from eyeline.core.errors import Refused, StorageFailed
 LARGEST_JSON = 64 * 2**20  # bytes that `read_object` reads; the largest real ones, tokenizers of 260,000 pieces, have half of it
 
 
-def write_atomically(path: Path, data: bytes | str) -> None:
-    """Replace `path` by `data`, durably: after a crash there is the old file or the new one, never a part of either.
+def write_atomically(path: Path, data: bytes | str, durable: bool = True) -> None:
+    """Replace `path` by `data`: there is the old file or the new one, never a part of either. After a crash of the machine, too,
+    unless it need not be `durable`: that is for what can be made again and is known to be whole by a digest of its own.
 
     Raises StorageFailed, with the path, the bytes needed and the bytes free, and leaves nothing behind.
     """
@@ -23,9 +24,11 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         with open(beside, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(beside, path)
-        sync_folder(path.parent)
+        if durable:
+            sync_folder(path.parent)
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise storage_failed("write", path, error, len(data)) from error

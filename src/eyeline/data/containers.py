@@ -177,11 +177,46 @@ class Window(io.RawIOBase):
         super().close()
 
 
+class _Begun(io.RawIOBase):
+    """A span as a file. What goes beyond its first bytes is read when it is asked for."""
+
+    def __init__(self, span: Span):
+        self._span, self._at = span, 0
+        self._rest: Window | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._span.length}[whence], 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        span = self._span
+        data = span.data[self._at : self._at + len(buffer)]
+        if not data:
+            if self._rest is None:
+                self._rest = Window(File(span.path, span.stamp, 0), span.begin, span.length)
+            self._rest.seek(self._at)
+            data = self._rest.read(len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed and self._rest is not None:
+            self._rest.close()
+        super().close()
+
+
 def span_file(span: Span) -> io.BytesIO | io.BufferedReader:
     """The bytes of a span, as a file that reads as far as it is asked."""
-    if span.data is not None:
+    if len(span.data) == span.length:
         return io.BytesIO(span.data)
-    return io.BufferedReader(Window(File(span.path, span.stamp, 0), span.begin, span.length), HEADER_BYTES)
+    return io.BufferedReader(_Begun(span), HEADER_BYTES)
 
 
 def fingerprints(files: Sequence[File]) -> list[str]:

@@ -399,7 +399,7 @@ class Index:
         if path is None:
             return index
         make_folder(path.parent)
-        write_atomically(path, to_bytes(index, identity))
+        write_atomically(path, to_bytes(index, identity), durable=False)
         read = self._read(source, shard)
         if read is None:
             raise StorageFailed(f"{self.sources[source].path} or its pictures change while they are read. Let them rest, then start again")

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import yaml
 
 from eyeline.core.batch import Picture, Span
 from eyeline.core.errors import BadSample, Refused
-from eyeline.data.containers import File, Place, Shard, Window, fingerprints
+from eyeline.data.containers import HEADER_BYTES, File, Place, Shard, Window, fingerprints
 from eyeline.data.json_rows import parse, sound
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
@@ -20,6 +21,7 @@ MAX_MEMBER_BYTES = 256 << 20
 MAX_TEXT_BYTES = 64 << 20
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 BLOCK = 512  # bytes; headers and members begin at multiples of it
+AHEAD_BYTES = 64 << 10  # of an archive that is read in order: as many at once, whatever of them is looked at
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Member:
     data: int  # where its content begins
     size: int
     plain: bool  # a regular file, inside the archive
+
+    @property
+    def kind(self) -> str:
+        return self.part.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -47,17 +53,17 @@ class Tars:
         file = self.files[shard]
         known: set[str] = set()
         number = 0
-        with Window(file, 0, file.size) as window:
-            for group in _groups(_members(window)):
+        with _Archive(Window(file, 0, file.size), file.size) as archive:
+            for group in _groups(_members(archive), archive, HEADER_BYTES):
                 if isinstance(group, BadSample):
                     yield Place(shard, number, 0, UNUSABLE), group
                     return
-                begin, end = group[0].begin, _padded(group[-1])
+                key, begin, end = group[0][0].key, group[0][0].begin, _padded(group[-1][0])
                 try:
-                    if group[0].key in known:
-                        raise BadSample("tar_key", "row", f"the key {_shown(group[0].key)} was there before, with others between")
-                    known.add(group[0].key)
-                    row = _row(group, file, None, 0)
+                    if key in known:
+                        raise BadSample("tar_key", "row", f"the key {_shown(key)} was there before, with others between")
+                    known.add(key)
+                    row = _row(group, file, 0)
                 except BadSample as bad:
                     yield Place(shard, number, begin, UNUSABLE), bad
                 else:
@@ -69,9 +75,10 @@ class Tars:
             raise next(row for at, row in self.rows(place.shard) if at == place and isinstance(row, BadSample))
         file = self.files[place.shard]
         data = file.read(place.begin, min(place.length, file.size - place.begin)).ljust(place.length, b"\0")
-        [group] = _groups(_members(io.BytesIO(data)))
+        with _Archive(io.BytesIO(data), len(data)) as archive:
+            [group] = _groups(_members(archive), archive, place.length)
         assert not isinstance(group, BadSample), f"{file.path} is as it was, and {place} is unusable now"
-        return _row(group, file, data, place.begin)
+        return _row(group, file, place.begin)
 
     def lies_in(self, shard: int) -> File:
         return self.files[shard]
@@ -79,6 +86,18 @@ class Tars:
     def named(self, place: Place) -> tuple[str, str, int]:
         path = self.files[place.shard].path
         return f"{self.shards[place.shard].name}#{place.number}", str(path), place.number
+
+
+class _Archive(io.BufferedReader):
+    """An archive that is read in order. A read never makes room for more than there is, whatever a header says."""
+
+    def __init__(self, file: Any, size: int):
+        super().__init__(file, AHEAD_BYTES)
+        self.size = size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(self.size - self.tell(), 0)
+        return super().read(left if size is None or size < 0 else min(size, left))
 
 
 UNUSABLE = -1  # the length of a row that cannot be read
@@ -93,77 +112,141 @@ def _padded(member: Member) -> int:
     return member.data + -(-member.size // BLOCK) * BLOCK
 
 
-def _members(file: io.BufferedIOBase | Window) -> Iterator[Member | BadSample]:
-    """The members in order. A BadSample is the last where an archive is damaged: nobody knows what was behind."""
-    size = file.seek(0, io.SEEK_END)
-    file.seek(0)
+def _member(name: str, begin: int, data: int, size: int, regular: bool) -> Member:
+    folder, _, last = name.rpartition("/")
+    key, _, part = last.partition(".")
+    inside = not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
+    return Member(f"{folder}/{key}" if folder else key, part.lower(), begin, data, size, regular and inside)
+
+
+_NUMBERS = re.compile(rb"(?:[0-7]{7}[ \0]|[0-7]{6} \0){3}([0-7]{11})[ \0][0-7]{11}[ \0]([0-7]{6})\0 ([0x5])")  # mode ... type
+_DEVICE = re.compile(rb"(?:[0-7]{7}\0|\0{8}){2}")
+_TIME = re.compile(rb"([0-9]{1,3}) [amc]time=[0-9.]+\n")  # an attribute that says nothing of where a member lies
+
+
+def _plain(file: _Archive, at: int) -> tuple[bytes, str, int, int] | None:
+    """Type, name, place of the content and size of the member whose header begins at `at`; None unless it is an ordinary one."""
+    file.seek(at)
+    head = file.read(BLOCK)
+    numbers = _NUMBERS.fullmatch(head, 100, 157)
+    ordinary = len(head) == BLOCK and head[0] and head[257:265] in (b"ustar\x0000", b"ustar  \0") and _DEVICE.fullmatch(head, 329, 345)
+    if numbers is None or not ordinary:
+        return None
+    if sum(head) - sum(head[148:156]) + 8 * ord(" ") != int(numbers[2], 8):
+        return None
+    name, prefix = (part.partition(b"\0")[0].decode("utf-8", "surrogateescape") for part in (head[:100], head[345:500]))
+    return numbers[3], f"{prefix}/{name}" if prefix else name, at + BLOCK, int(numbers[1], 8)
+
+
+def _idle(attributes: bytes, size: int) -> bool:
+    """Whether a block of attributes holds times alone."""
+    at = 0
+    while at < size and (found := _TIME.match(attributes, at)) is not None and len(found[0]) == int(found[1]):
+        at = found.end()
+    return at == size and not attributes[size:].strip(b"\0")
+
+
+def _members(file: _Archive) -> Iterator[Member | BadSample]:
+    """The members in order. A BadSample is the last where an archive is damaged: nobody knows what was behind.
+
+    Ordinary headers are read here, as `tarfile` reads them and much faster; from the first other one on, all is left to it.
+    """
+    size, at = file.size, 0
+    while at <= size:
+        found = _plain(file, at)
+        if found is not None and found[0] == b"x" and 0 < found[3] <= BLOCK and _idle(file.read(BLOCK), found[3]):
+            found = _plain(file, found[2] + BLOCK)
+            if found is not None and found[0] != b"0":
+                break
+        if found is None or found[0] == b"x" or (found[0] == b"5" and found[3]):
+            break
+        kind, name, data, length = found
+        if kind == b"0":
+            yield _member(name, at, data, length, True)
+        if data + length > size:
+            yield _cut(name, length)
+            return
+        at = data + -(-length // BLOCK) * BLOCK
+    else:
+        yield BadSample("damaged_tar", "row", "unexpected end of data")
+        return
+    file.seek(at)
+    if at == 0 or file.read(BLOCK).strip(b"\0"):  # else it ends here
+        yield from _odd_members(file, at)
+
+
+def _cut(name: str, size: int) -> BadSample:
+    return BadSample("damaged_tar", "row", f"{_shown(name)} has {size:,} bytes, and the archive ends before")
+
+
+def _odd_members(file: _Archive, begin: int) -> Iterator[Member | BadSample]:
+    """The members from the header at `begin` on, whatever they are."""
+    file.seek(begin)
     try:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:  # type: ignore[arg-type]
             while (info := archive.next()) is not None:
                 archive.members = []  # pyright: ignore[reportAttributeAccessIssue]  # else it keeps all that it has seen
                 if info.isdir():
                     continue
-                folder, _, name = info.name.rpartition("/")
-                key, _, part = name.partition(".")
-                inside = not info.name.startswith("/") and ".." not in info.name.split("/") and "\0" not in info.name
-                key = f"{folder}/{key}" if folder else key
-                yield Member(key, part.lower(), info.offset, info.offset_data, info.size, info.isreg() and not info.issparse() and inside)
-                if info.offset_data + info.size > size:
-                    yield BadSample("damaged_tar", "row", f"{_shown(info.name)} has {info.size:,} bytes, and the archive ends before")
+                yield _member(info.name, info.offset, info.offset_data, info.size, info.isreg() and not info.issparse())
+                if info.offset_data + info.size > file.size:
+                    yield _cut(info.name, info.size)
                     return
             file.seek(archive.offset)  # it stops without a word at a header that is none
             if file.read(BLOCK).strip(b"\0"):
                 yield BadSample("damaged_tar", "row", f"no member begins at byte {archive.offset:,}, and the archive does not end there")
     except tarfile.ReadError as error:
-        if size:
+        if file.size:
             yield BadSample("damaged_tar", "row", str(error))
         else:
             yield BadSample("damaged_tar", "row", "the archive is empty: not even its end is there")
 
 
-def _groups(members: Iterator[Member | BadSample]) -> Iterator[list[Member] | BadSample]:
-    """Neighbours of the same key. Those before a damage are lost with it: nobody knows whether they are all."""
-    group: list[Member] = []
+Group = list[tuple[Member, bytes]]  # members, and what is read of each
+
+
+def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int) -> Iterator[Group | BadSample]:
+    """Neighbours of the same key, with their texts, and up to so many bytes of each picture. Those before a damage are lost with it:
+    nobody knows whether they are all."""
+    group: Group = []
     for member in members:
         if isinstance(member, BadSample):
             yield member
             return
-        if group and member.key != group[0].key:
+        if group and member.key != group[0][0].key:
             yield group
             group = []
-        group.append(member)
+        wanted = min(member.size, most) if member.kind in PICTURES else member.size if member.kind in ("json", "txt") else 0
+        archive.seek(member.data)
+        group.append((member, archive.read(wanted if wanted <= MAX_TEXT_BYTES else 0)))
     if group:
         yield group
 
 
-def _row(group: list[Member], file: File, data: bytes | None, offset: int) -> dict[str, Any]:
+def _row(group: Group, file: File, offset: int) -> dict[str, Any]:
     """A row of what the members are: the columns of the JSON member, `images`, and a text member as `caption`.
 
-    `data` are the bytes of the archive from `offset` on, where they are there; else texts are read and pictures are not.
+    Places of members count from `offset` in the archive.
     """
     row: dict[str, Any] = {}
     pictures: dict[str, Picture] = {}
     texts: dict[str, str] = {}
     parts: set[str] = set()
-    for member in group:
+    for member, content in group:
         name = f"{member.key}.{member.part}"
         if not member.plain:
             raise BadSample("tar_member", "row", f"{_shown(name)} is a link, a device, or has a path that leads out of the archive")
         if member.part in parts:
             raise BadSample("tar_key", "row", f"{_shown(name)} is there twice")
         parts.add(member.part)
-        kind = member.part.rpartition(".")[2]
-        at = member.data + offset
-        if kind in PICTURES:
+        if member.kind in PICTURES:
             if member.size > MAX_MEMBER_BYTES:
                 raise BadSample("file_too_large", "row", f"{_shown(name)} has {member.size:,} bytes, over {MAX_MEMBER_BYTES:,}")
-            content = None if data is None else data[member.data : member.data + member.size]
-            pictures[member.part] = Picture(name, Span(file.path, at, member.size, file.stamp, content))
-        elif kind in ("json", "txt"):
+            pictures[member.part] = Picture(name, Span(file.path, member.data + offset, member.size, file.stamp, content))
+        elif member.kind in ("json", "txt"):
             if member.size > MAX_TEXT_BYTES:
                 raise BadSample("file_too_large", "row", f"{_shown(name)} has {member.size:,} bytes, over {MAX_TEXT_BYTES:,}")
-            content = file.read(at, member.size) if data is None else data[member.data : member.data + member.size]
-            if kind == "json":
+            if member.kind == "json":
                 value, flawed = parse(content.decode("utf-8-sig", "surrogateescape"))
                 if not isinstance(value, dict):
                     raise BadSample("wrong_type", name, "an object was wanted")
