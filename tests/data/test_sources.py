@@ -283,6 +283,15 @@ REFUSED = {
     "gzip": (b"\x1f\x8bxxxx", "gzip"),
     "CSV": (b"image,text\na.png,hi\n", "begins with b'image,text"),
     "unknown columns": (b'[{"img": "a", "caption": "b"}]', r"its rows have img, caption\. Wanted: conversations \(llava\); messages"),
+    "one row over several lines": (b'{\n  "image": "a",\n  "conversations": []\n}', r"is one JSON object, with 'image' in it"),
+    "rows inside an object": (b'{"data": [{"messages": []}]}', r"is one JSON object, with 'data' in it, and neither a list"),
+    "rows in an object over several lines": (
+        b'{\r\n "data": [\r\n  {\r\n   "messages": []\r\n  }\r\n ]\r\n}',
+        r"one JSON object, with 'data'",
+    ),
+    "one row with a misspelt name": (b'{"mesages": [{"role": "user"}]}', "Did you mean 'messages'"),
+    "rows by number": (b'{\n "0": {"messages": []},\n "1": {"messages": []}\n}', r"one JSON object, with '0'"),
+    "lines of which none is right": (b'{"messages": [}\n{"messages": [}\n', "none of its first rows is an object"),
     "rows of strings": (b'["a", "b"]', "none of its first rows is an object"),
 }
 

@@ -1,5 +1,6 @@
 """What the rows of a container are: detected from the first of them, or declared, and said."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -185,6 +186,7 @@ def recognised(path: Path, container: Container, declared: str | None, mapping: 
     fits = {shape.name: [n for n, row in rows if shape.fits(_tried(mapping, shape, row))] for shape in shapes}
     best = max(shapes, key=lambda shape: len(fits[shape.name]))
     if not fits[best.name]:
+        _refuse_one_object(path, container, [row for _, row in rows])
         columns = f"its rows have {', '.join(names[:20])}" if names else f"none of its first rows is an object{trouble}"
         none = "no known layout" if declared is None else f"none of its first rows is of the layout {declared}"
         raise Refused(
@@ -208,6 +210,24 @@ def recognised(path: Path, container: Container, declared: str | None, mapping: 
         *([f"not read: {', '.join(unread[:20])}{' …' if len(unread) > 20 else ''}"] if unread else []),
     ])  # fmt: skip
     return Layout(best, why, mapping)
+
+
+def _refuse_one_object(path: Path, container: Container, rows: list[Any]) -> None:
+    """Refused for a file of one object, that is written over several lines or has the rows inside it."""
+    if container.what != "JSON lines" or len(rows) > 1:
+        return
+    within = None
+    if rows and isinstance(rows[0], dict):
+        items = [(key, value[0] if isinstance(value, list) and value else value) for key, value in rows[0].items()]
+        within = next((key for key, item in items if any(shape.fits(item) for shape in SHAPES if shape.needs)), None)
+    elif not rows:
+        file = container.lies_in(0)
+        head = file.read(0, min(file.size, 4096)).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+        begun = re.match(r'\{\s*"((?:[^"\\]|\\.)*)"\s*:', head)
+        within = begun[1] if begun and "\n" in head.split("}")[0].rstrip() else None
+    if within is not None:
+        what = f"one JSON object, with {within!r} in it, and neither a list of rows nor an object a line"
+        raise Refused(f"{path} is {what}. Write the rows alone, as a list")
 
 
 def _guess(names: tuple[str, ...], rows: list[Any]) -> str:
