@@ -123,7 +123,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "no answers": (SOUND, {"question": "q", "answers": []}, "no_target", "answers"),
     "answers that are no texts": (SOUND, {"question": "q", "answers": [{"a": 1}]}, "wrong_type", "answers"),
     "an answer that is true": (SOUND, {"question": "q", "answer": True}, "wrong_type", "answer"),
-    "no answer": (SOUND, {"question": "q"}, "wrong_type", "answer"),
+    "no answer": (SOUND, {"question": "q"}, "no_target", "answer"),
     "no question": (SOUND, {"question": None, "answer": "a"}, "wrong_type", "row.question"),
     "choices": (SOUND, SOUND | {"answer": 1, "choices": ["a", "b"]}, "unsupported", "choices"),
     "tools": (SOUND, SOUND | {"tools": "[{}]"}, "tool_turn", "tools"),
@@ -271,7 +271,12 @@ def test_every_layout_is_tried_here() -> None:
 
 ASKED = turns("<image>what?", "a dot")
 MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
-    "a column that a layout needs": ({"image": "a", "mesages": ASKED}, "mesages: Did you mean 'messages'?"),
+    "a column that a layout needs": ({"image": "a", "mesages": ASKED}, "Perhaps columns: {messages: mesages}."),
+    "columns in capitals": (
+        {"Image": "a", "Question": "b", "Answer": "c"},
+        "Perhaps columns: {image: Image, question: Question, answer: Answer}.",
+    ),
+    "a table without names": ({"a.jpg": "b.jpg", "one": "two"}, "That looks like a row: a table begins with a line of the names"),
     "the column of pictures": ({"imgae": "a", "conversations": ASKED}, "'imgae' is no column of them. Did you mean 'image'?"),
     "the key of a speaker": (
         {"image": "a", "conversations": [{"form": t["from"], "value": t["value"]} for t in ASKED]},

@@ -64,7 +64,12 @@ EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, Stoppe
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     """` Did you mean 'x'?` when `word` is close to a known one, else an empty string."""
+    close = closest(word, known)
+    return f" Did you mean {close!r}?" if close else ""
+
+
+def closest(word: str, known: list[str] | tuple[str, ...]) -> str | None:
+    """The known word that this one is likely meant for."""
     import difflib
 
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)

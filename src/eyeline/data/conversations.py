@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
-from eyeline.core.errors import BadSample, nearest
+from eyeline.core.errors import BadSample, closest, nearest
 from eyeline.data.media import (
     FILMS,
     IMAGE,
@@ -172,7 +172,7 @@ def _text_of(value: dict[str, Any], key: str, field: str) -> str:
 
 def _keys(value: dict[str, Any], key: str) -> str:
     """What an object has in place of a key."""
-    close = next((name for name in value if nearest(name, [key])), None)
+    close = closest(key, list(value))
     return f"{', '.join(list(value)[:10]) or 'nothing'}" + (f". Rename {close}, or say columns: {{{key}: {close}}}" if close else "")
 
 
@@ -381,6 +381,8 @@ def question_answer_sample(row: Any, id: str, root: Path) -> Sample:
         answer = Counter(given).most_common(1)[0][0]
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
+    if answer is None:
+        raise BadSample("no_target", column, "there is no answer")
     if not isinstance(answer, str):
         raise BadSample("wrong_type", column, f"text was wanted, got {shown(answer)}")
     asked: Turn = ("user", _text_of(row, "question", "row"), "row.question")
@@ -394,6 +396,8 @@ def caption_sample(row: Any, id: str, root: Path) -> Sample:
         raise BadSample("placeholder_count", "image", "a caption without a picture")
     column = next((c for c in CAPTIONS if row.get(c) is not None), CAPTIONS[0])
     caption = unpacked(row.get(column), column) if column == "captions" else row.get(column)
+    if caption is None:
+        raise BadSample("no_target", column, "there is no caption")
     caption = _text_of({column: caption[0] if isinstance(caption, list) and caption else caption}, column, "row")
     return _checked(
         id, [Message("user", (*pictures, Text(CAPTION_PROMPT))), Message("assistant", (Text(caption.strip()),))], named_kind(row)

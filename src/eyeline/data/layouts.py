@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from eyeline.core.batch import Role, Sample
-from eyeline.core.errors import BadSample, Refused, nearest
+from eyeline.core.errors import BadSample, Refused, closest, nearest
 from eyeline.data.containers import Container
 from eyeline.data.conversations import (
     ANSWERS,
@@ -190,8 +190,8 @@ def recognised(path: Path, container: Container, declared: str | None, mapping: 
         columns = f"its rows have {', '.join(names[:20])}" if names else f"none of its first rows is an object{trouble}"
         none = "no known layout" if declared is None else f"none of its first rows is of the layout {declared}"
         raise Refused(
-            f"{path}: {none}. Found: {container.what}; {columns}. Wanted: {'; '.join(map(_wanted, shapes))}. Say by columns: "
-            f"{{OURS: THEIRS}} how your columns are called{_guess(names, [row for _, row in rows])}"
+            f"{path}: {none}. Found: {container.what}; {columns}.{_guess(names, [row for _, row in rows])} Wanted: "
+            f"{'; '.join(map(_wanted, shapes))}. Say by columns: {{OURS: THEIRS}} how your columns are called"
         )
     _refuse_unread(path, mapping, best)
     first = fits[best.name][0]
@@ -233,12 +233,15 @@ def _refuse_one_object(path: Path, container: Container, rows: list[Any]) -> Non
 def _guess(names: tuple[str, ...], rows: list[Any]) -> str:
     """What rows without a layout may be, as a sentence."""
     if set(names) & set(COMPARED[:3]):
-        return ". Answers that are compared (preference data) are not learned: keep the good ones as completion or output"
+        return " Answers that are compared (preference data) are not learned: keep the good ones as completion or output."
     if rows and all(isinstance(row, list) and row and all(isinstance(item, dict) for item in row) for row in rows):
-        return ". Its rows are lists of objects, several samples in a row: give the file from before it was packed; Eyeline packs itself"
-    wanted = tuple(dict.fromkeys(column for shape in SHAPES for one in shape.needs for column in one))
-    guesses = [f". {name}:{guess}" for name in names if name not in wanted and (guess := nearest(name, wanted))]
-    return guesses[0] if guesses else ""
+        return " Its rows are lists of objects, several samples in a row: give the file from before it was packed; Eyeline packs itself."
+    if any(name.lower().endswith((".jpg", ".jpeg", ".png", ".webp")) for name in names):
+        return " That looks like a row: a table begins with a line of the names of its columns."
+    wanted = (*PICTURES, *(column for shape in SHAPES for one in shape.needs for column in one))
+    close = {name: closest(name.lower(), wanted) for name in names if name not in wanted}
+    pairs = ", ".join(f"{ours}: {theirs}" for theirs, ours in close.items() if ours)
+    return f" Perhaps columns: {{{pairs}}}." if pairs else ""
 
 
 def _tried(mapping: Mapping, shape: Shape, row: Any) -> Any:
