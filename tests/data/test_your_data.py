@@ -27,7 +27,7 @@ class Example:
         for source in self.sources or [{"path": name} for name in self.files]:
             for name, text in self.files.items():
                 root = folder / str(source.get("images") or Path(name).parent)
-                for picture in re.findall(r'"([\w/-]+\.(?:jpg|png))"', text):
+                for picture in re.findall(r'(?<=[",\n])[\w/-]+\.(?:jpg|png)(?=[",])', text):
                     draw(root / picture)
         for name, text in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -81,12 +81,17 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: Say hello.", "assistant: «Hello.»"],
         ["user: Say hello.", "assistant: «Hello.»", *A_CAT],
     ],
-    "Questions and answers": [A_CAT, ["user: [white]What colour?", "assistant: «white»"]],
+    "Questions and answers": [
+        A_CAT,
+        ["user: [black][white]Which one, if any, sleeps?", "assistant: «The second.»"],
+        A_CAT,
+        ["user: [white]What colour?", "assistant: «white»"],
+    ],
     "The Cauldron and FineVision": [
         [*A_CAT, "user: What colour?", "assistant: «Black.»"],
         ["user: [black][white]Which one sleeps?", "assistant: «The second.»"],
     ],
-    "Captions": CAPTIONS,
+    "Captions": [CAPTIONS[1], CAPTIONS[0], *CAPTIONS],
     "Parquet": [A_CAT],
     "WebDataset": [["user: [white][black]Alike?", "assistant: «No.»"]],
     "Films": [
