@@ -1,9 +1,7 @@
-"""The zoo: each odd picture with its fixed result; and the reference processor for everything that follows decoding."""
+"""Files that cannot be read, and the reference processor for everything that follows decoding."""
 
-import io
+import errno
 import os
-import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image as Pillow
-from PIL import ImageFile, ImageOps, PngImagePlugin
+from PIL import ImageFile
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from eyeline.core.batch import Picture, Video
@@ -25,196 +23,19 @@ from eyeline.data.images import (
     augmented,
     decode,
     grey,
-    oddities,
     open_picture,
     picture_key,
     prepare,
     resized,
 )
+from tests.data.encoders import noise, saved
 
 
-def encoded(image: Pillow.Image, format: str, **options) -> Picture:
-    file = io.BytesIO()
-    image.save(file, format, **options)
-    return Picture(f"made.{format.lower()}", file.getvalue())
+def encoded(image: Pillow.Image, format: str) -> Picture:
+    return Picture(f"made.{format.lower()}", saved(image, format))
 
 
-def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
-
-
-# Sound pictures
-
-
-@pytest.mark.parametrize("format", ["PNG", "BMP"])
-def test_lossless_formats_are_read_exactly(format: str) -> None:
-    pixels = noise(7, 5)
-    assert (decode(encoded(Pillow.fromarray(pixels), format)) == pixels).all()
-
-
-def test_jpeg_and_webp_are_near() -> None:
-    smooth = np.broadcast_to(np.linspace(0, 255, 32, dtype=np.uint8)[None, :, None], (32, 32, 3))
-    for picture in (encoded(Pillow.fromarray(smooth), "JPEG", quality=95), encoded(Pillow.fromarray(smooth), "WEBP", quality=95)):
-        assert np.abs(decode(picture).astype(int) - smooth).max() < 12
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
-def test_orientation_is_applied_once(format: str, orientation: int) -> None:
-    image = Pillow.fromarray(np.kron(noise(4, 2), np.ones((8, 8, 1), np.uint8)))
-    exif = Pillow.Exif()
-    exif[0x0112] = orientation
-    picture = encoded(image, format, exif=exif)
-    with Pillow.open(io.BytesIO(picture.source)) as reference:
-        upright = np.asarray(ImageOps.exif_transpose(reference).convert("RGB"))
-    assert (decode(picture) == upright).all()
-    assert open_picture(picture) == (upright.shape[1], upright.shape[0])
-    assert upright.shape[:2] == ((16, 32) if orientation < 5 else (32, 16))
-    assert ("turned by its EXIF orientation" in oddities(picture)) == (orientation > 1)
-
-
-def test_broken_metadata_does_not_spoil_pixels() -> None:
-    pixels = noise(16, 8)
-    picture = encoded(Pillow.fromarray(pixels), "PNG", exif=b"Exif\0\0MM\0*\0\0\xff\xff garbage")
-    assert (decode(picture) == pixels).all()
-
-
-WHITE = 255
-TRANSPARENT = [
-    # mode, pixel, what it becomes over white
-    ("RGBA", (0, 0, 0, 0), (255, 255, 255)),
-    ("RGBA", (10, 20, 30, 0), (255, 255, 255)),  # the hidden colour does not appear
-    ("RGBA", (10, 20, 30, 255), (10, 20, 30)),
-    ("RGBA", (255, 0, 0, 128), (255, 127, 127)),
-    ("LA", (0, 0), (255, 255, 255)),
-    ("LA", (100, 255), (100, 100, 100)),
-    ("LA", (0, 128), (127, 127, 127)),
-]
-
-
-@pytest.mark.parametrize(("mode", "pixel", "wanted"), TRANSPARENT)
-def test_transparency_is_laid_over_white(mode: str, pixel: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    picture = encoded(Pillow.new(mode, (3, 2), pixel), "PNG")
-    assert decode(picture).tolist() == [[list(wanted)] * 3] * 2
-    assert "transparent (laid over white)" in oddities(picture)
-
-
-def palette_picture(**options) -> Picture:
-    image = Pillow.new("P", (2, 1))
-    image.putpalette([200, 0, 0, 0, 0, 200])
-    image.putdata([0, 1])
-    return encoded(image, "PNG", **options)
-
-
-def test_palettes_with_and_without_transparency() -> None:
-    assert decode(palette_picture()).tolist() == [[[200, 0, 0], [0, 0, 200]]]
-    assert decode(palette_picture(transparency=0)).tolist() == [[[255, 255, 255], [0, 0, 200]]]
-    assert decode(palette_picture(transparency=b"\x80\xff")).tolist() == [[[227, 127, 127], [0, 0, 200]]]
-
-
-def test_a_colour_declared_transparent_is_white() -> None:
-    image = Pillow.new("RGB", (2, 1), (1, 2, 3))
-    image.putpixel((1, 0), (9, 9, 9))
-    assert decode(encoded(image, "PNG", transparency=(1, 2, 3))).tolist() == [[[255, 255, 255], [9, 9, 9]]]
-
-
-def test_grey_one_bit_and_cmyk() -> None:
-    assert decode(encoded(Pillow.new("L", (1, 1), 77), "PNG")).tolist() == [[[77, 77, 77]]]
-    assert decode(encoded(Pillow.new("1", (1, 1), 1), "PNG")).tolist() == [[[255, 255, 255]]]
-    cmyk = decode(encoded(Pillow.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", quality=100))
-    assert np.abs(cmyk[4, 4].astype(int) - [255, 0, 0]).max() <= 3
-
-
-@pytest.mark.parametrize(("wide", "wanted"), [(0, 0), (128, 0), (129, 1), (257, 1), (32768, 128), (65278, 254), (65535, 255)])
-def test_sixteen_bit_grey_is_scaled_not_clipped(wide: int, wanted: int) -> None:
-    picture = encoded(Pillow.fromarray(np.array([[wide]], np.uint16)), "PNG")
-    assert decode(picture).tolist() == [[[wanted] * 3]]
-
-
-def test_an_animation_is_its_first_frame() -> None:
-    frames = [Pillow.new("RGB", (4, 4), colour) for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255))]
-    for format in ("GIF", "WEBP", "PNG"):
-        picture = encoded(frames[0], format, save_all=True, append_images=frames[1:], **({"lossless": True} if format == "WEBP" else {}))
-        assert (decode(picture) == [255, 0, 0]).all(), format
-        assert "animated (its first frame is used)" in oddities(picture)
-
-
-def test_a_file_and_its_bytes_give_the_same_pixels(draw: Callable[..., Path]) -> None:
-    path = draw("a.png")
-    assert (decode(Picture("a", path)) == decode(Picture("a", path.read_bytes()))).all()
-
-
-def test_small_and_long_pictures_are_remarked_and_used(rule: ImageRule) -> None:
-    picture = encoded(Pillow.fromarray(noise(499, 1)), "PNG")
-    assert oddities(picture) == ["a side under 28 pixels", "longer than 10:1"]
-    assert prepare(picture, rule)[0].patches_PC.shape == (16, 192)
-
-
-# Pictures that are rejected
-
-
-def png(width: int, height: int) -> bytes:
-    """A PNG whose header claims a size, with hardly any pixels."""
-
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
-
-
-def half_of(picture: Picture) -> bytes:
-    assert isinstance(picture.source, bytes)
-    return picture.source[: len(picture.source) // 2]
-
-
-def with_text_bomb() -> bytes:
-    info = PngImagePlugin.PngInfo()
-    info.add_itxt("comment", "0" * (80 << 20), zip=True)
-    made = encoded(Pillow.new("RGB", (2, 2)), "PNG", pnginfo=info).source
-    assert isinstance(made, bytes)
-    return made
-
-
-BIG = Pillow.fromarray(noise(64, 64))
-BAD_BYTES = {
-    "truncated JPEG": (lambda: half_of(encoded(BIG, "JPEG")), "broken_image", "truncated"),
-    "truncated PNG": (lambda: half_of(encoded(BIG, "PNG")), "broken_image", ""),
-    "truncated WebP": (lambda: half_of(encoded(BIG, "WEBP")), "broken_image|image_format", ""),
-    "truncated GIF": (lambda: half_of(encoded(BIG.convert("P"), "GIF")), "broken_image", ""),
-    "bomb": (lambda: png(60000, 60000), "too_many_pixels", "3600000000|60000"),
-    "a bomb that Pillow only warns of": (lambda: png(10000, 10000), "too_many_pixels", "10000×10000"),
-    "no pixels": (lambda: png(0, 5), "broken_image|empty_image|image_format", ""),
-    "cut in its header": (lambda: png(4, 4)[:20], "broken_image|image_format", ""),
-    "compressed text bomb": (with_text_bomb, "broken_image", "too large|exceed"),
-    "empty file": (lambda: b"", "image_format", "an empty file"),
-    "text": (lambda: b"hello, I am no picture", "image_format", "no picture that can be read; JPEG, PNG, WEBP, GIF, BMP are accepted"),
-    "HTML": (lambda: b"<!DOCTYPE html><html>404</html>", "image_format", "HTML"),
-    "TIFF": (lambda: encoded(BIG, "TIFF").source, "image_format", "TIFF"),
-    "EPS": (lambda: encoded(BIG, "EPS").source, "image_format", "EPS"),
-    "PSD": (lambda: b"8BPS\0\1" + bytes(100), "image_format", "PSD"),
-    "FITS": (lambda: b"SIMPLE  =                    T" + bytes(100), "image_format", "FITS"),
-    "PDF": (lambda: encoded(BIG, "PDF").source, "image_format", "PDF"),
-    "ICO": (lambda: encoded(BIG, "ICO").source, "image_format", "ICO"),
-    "SVG": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_format", "SVG"),
-    "AVIF": (lambda: b"\0\0\0\x20ftypavif" + bytes(50), "image_format", "AVIF"),
-    "an LFS pointer": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "image_format", "LFS"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_BYTES)
-@pytest.mark.parametrize("suffix", ["bytes", "file"])
-def test_unusable_pictures_are_rejected_by_name(name: str, suffix: str, tmp_path: Path) -> None:
-    make, cause, message = BAD_BYTES[name]
-    data = make()
-    assert isinstance(data, bytes)
-    path = tmp_path / "odd.png"
-    path.write_bytes(data)
-    picture = Picture("odd.png", data if suffix == "bytes" else path)
-    with pytest.raises(BadSample, match=message or None) as caught:
-        decode(picture)
-    assert caught.value.cause in cause.split("|")
-    assert "odd.png" in caught.value.message
+# Files (what they hold is in test_zoo.py)
 
 
 def test_what_names_no_picture_file_is_rejected(tmp_path: Path) -> None:
@@ -259,21 +80,29 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     assert caught.value.cause == "file_too_large"
 
 
-def test_a_store_that_fails_is_no_bad_sample(draw: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "cause"), [(errno.EIO, None), (errno.ESTALE, None), (errno.EACCES, "unreadable"), (errno.EPERM, "unreadable")]
+)
+def test_a_store_that_fails_is_no_bad_sample_and_a_file_that_may_not_be_read_is_one(
+    draw: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, number: int, cause: str | None
+) -> None:
     path = draw("a.png")
 
     def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("builtins.open", refuse)
-    with pytest.raises(StorageFailed, match=r"could not read .*a\.png: Permission denied"):
-        decode(Picture("a.png", path))
+    for what in ("builtins.open", "eyeline.data.images.os.stat"):
+        with monkeypatch.context() as patch:
+            patch.setattr(what, refuse)
+            with pytest.raises(BadSample if cause else StorageFailed, match=rf"a\.png.*{os.strerror(number)}") as caught:
+                decode(Picture("a.png", path))
+            assert getattr(caught.value, "cause", None) == cause
 
 
 def test_tolerant_decoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     with pytest.raises(Refused, match="LOAD_TRUNCATED_IMAGES"):
-        decode(Picture("cut.jpg", half_of(encoded(BIG, "JPEG"))))
+        decode(Picture("cut.jpg", saved(Pillow.fromarray(noise(64, 64)), "JPEG")[:2000]))
 
 
 def test_keys_tell_pictures_apart() -> None:

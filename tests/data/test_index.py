@@ -243,6 +243,31 @@ def test_a_damaged_file_is_made_anew(rows: Rows, plain: Encoder, rule: ImageRule
     assert len(calls) == 1  # and it was mended
 
 
+def test_a_picture_that_may_not_be_read_is_a_reject_until_it_may(
+    rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Giving the right to read changes neither size nor time of a file. (Root may read everything, so the system's answers are made.)"""
+    kept = Index((rows,), plain, rule, tmp_path / "kept")
+    closed = str(tmp_path / "3.png")
+    usable = [(~kept.shard(0, shard).bad_R).sum() for shard in range(len(rows.shards))]
+    opened, access = open, os.access
+    with monkeypatch.context() as patch:
+
+        def refuse(path: Any, *args: Any) -> Any:
+            if str(path) == closed:
+                raise PermissionError(13, "Permission denied")
+            return opened(path, *args)
+
+        patch.setattr("builtins.open", refuse)
+        patch.setattr(os, "access", lambda path, mode: path != closed and access(path, mode))
+        again = Index((rows,), plain, rule, tmp_path / "kept")
+        rejects = [reject for shard in range(len(rows.shards)) for reject in again.shard(0, shard).rejects.values()]
+        assert [cause for cause, *_ in rejects].count("unreadable") == 2
+        assert any("3.png may not be read: Permission denied" in message for *_, message in rejects)
+    after = Index((rows,), plain, rule, tmp_path / "kept")
+    assert [(~after.shard(0, shard).bad_R).sum() for shard in range(len(rows.shards))] == usable
+
+
 def test_pictures_that_changed_are_looked_at_again(rows: Rows, plain: Encoder, rule: ImageRule, draw, tmp_path: Path) -> None:
     """A picture that was missing and is there now is not rejected for ever; another size is another size."""
     index = opened(rows, plain, rule, tmp_path / "i")

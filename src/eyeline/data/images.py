@@ -1,14 +1,16 @@
 """Encoded pictures and films -> upright RGB -> patches. Every picture is decoded in one way, and whatever is not sound is rejected.
 
-Rules, each with a test: orientation (EXIF) is applied once, before anything else looks at the size; transparency is laid
-over white; grey, palette, CMYK and 16-bit pictures become 8-bit RGB; of an animation the first frame counts; a truncated file
-is never completed; a header that claims too many pixels is believed and refused before any is decoded.
+Rules, each with a picture in tests/data/test_zoo.py: orientation (EXIF) is applied once, before anything else looks at the size;
+transparency is laid over white; grey, palette, CMYK and 16-bit pictures become 8-bit RGB; colour profiles (ICC) are ignored, as
+transformers' processors ignore them; of an animation the first frame counts; a truncated file is never completed, and never half
+grey; a header that claims too many pixels is believed and refused before any is decoded.
 """
 
 import errno
 import hashlib
 import io
 import os
+import re
 import stat
 import struct
 import warnings
@@ -27,7 +29,7 @@ from PIL import Image as Pillow
 from PIL import ImageFile
 
 from eyeline.core.batch import Image, Ints, Picture, Span, Video
-from eyeline.core.errors import BadSample, Refused, nearest
+from eyeline.core.errors import BadSample, Refused, StorageFailed, nearest
 from eyeline.core.facts import ImageRule, Unit
 from eyeline.core.files import storage_failed
 from eyeline.core.settings import NotNegative, Settings
@@ -39,6 +41,7 @@ Size = tuple[int, int] | tuple[int, int, int]  # height and width of a still; fr
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow reads many more, with decoders that are seldom tested
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs (Pillow 13, Image.MAX_IMAGE_PIXELS)
 MAX_FILE_BYTES = 256 << 20
+MAX_SCANS = 100  # of a JPEG: encoders write ten or so, and each of a few bytes costs the time of a whole picture
 SMALL_SIDE = 28  # pixels: where other trainers' models stop working; here only worth a remark
 LONG_ASPECT = 10
 
@@ -57,6 +60,8 @@ _BROKEN = (
     zlib.error,
 )
 _NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR}
+_NOT_ALLOWED = {errno.EACCES, errno.EPERM}
+_ACCEPTED = ((rb"\xff\xd8\xff", "JPEG"), (rb"\x89PNG", "PNG"), (rb"RIFF....WEBP", "WebP"), (rb"GIF8", "GIF"), (rb"BM", "BMP"))
 _SIGNATURES = (  # of files that people name .png or .jpg
     (b"II*\0", "TIFF"),
     (b"MM\0*", "TIFF"),
@@ -101,7 +106,7 @@ class Augment(Settings):
 
 def open_picture(picture: Picture) -> tuple[int, int]:
     """(width, height) of the upright picture, from its header alone. Raises as `decode` does, except for broken pixels."""
-    with _opened(picture) as image:
+    with _opened(picture) as (image, _):
         width, height = image.size
         # Pillow decodes a PNG to learn its orientation, which may follow the pixels: not where no chunk can hold one
         turned = (image.format != "PNG" or _says_more(picture)) and _orientation(image) >= 5
@@ -124,18 +129,16 @@ def _says_more(png: Picture) -> bool:
 def decode(picture: Picture) -> Pixels:
     """The picture upright, over white, as 8-bit RGB.
 
-    BadSample causes: missing_image, not_a_file, file_too_large, image_format, too_many_pixels, empty_image, broken_image.
-    A file that exists and cannot be read is StorageFailed: it says nothing about the sample.
+    BadSample causes: missing_image, unreadable, not_a_file, file_too_large, image_format, too_many_pixels, empty_image, broken_image.
+    A file that its store fails to give is StorageFailed: it says nothing about the sample.
     """
     return np.asarray(upright(picture))
 
 
 def upright(picture: Picture) -> Pillow.Image:
     """As `decode`, in Pillow's memory: resizing from there saves two copies."""
-    with _opened(picture) as image:
-        if ImageFile.LOAD_TRUNCATED_IMAGES:
-            raise Refused("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set, which invents the missing part of cut files. Leave it False")
-        image.load()
+    with _opened(picture) as (image, file):
+        _load(image, file, picture.name)
         orientation = _orientation(image)
         rgb = _rgb(image)
         if orientation in _TRANSPOSE:
@@ -146,11 +149,11 @@ def upright(picture: Picture) -> Pillow.Image:
 def oddities(picture: Picture) -> list[str]:
     """Decode the picture whole, and say what is unusual about it though it is usable. Raises as `decode` does."""
     out: list[str] = []
-    with _opened(picture) as image:
+    with _opened(picture) as (image, file):
         width, height = image.size
         if getattr(image, "is_animated", False):
             out.append("animated (its first frame is used)")
-        image.load()
+        _load(image, file, picture.name)
         if _orientation(image) in _TRANSPOSE:
             out.append("turned by its EXIF orientation")
         if _transparent(image):
@@ -164,9 +167,90 @@ def oddities(picture: Picture) -> list[str]:
     return out
 
 
+def _load(image: Pillow.Image, file: BinaryIO, name: str) -> None:
+    """Decode the pixels. BadSample where a part of them is lost: Pillow's decoders leave it grey or black in silence when the file
+    goes on after the loss, or ends as a whole one does."""
+    if ImageFile.LOAD_TRUNCATED_IMAGES:
+        raise Refused("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set, which invents the missing part of cut files. Leave it False")
+    lost = BadSample("broken_image", "image", f"{name}: image file is truncated: a part of its pixels is not there")
+    match image.format:
+        case "JPEG" | "MPO":
+            file.seek(0)
+            data = file.read()
+            scans, end = _scans(data)
+            if scans > MAX_SCANS:
+                raise BadSample("broken_image", "image", f"{name} has {scans:,} scans, over {MAX_SCANS}")
+            image.load()
+            # libjpeg takes 0 for all coefficients that are missing, which is mid-grey; what stands behind a whole picture it never decodes
+            corner = image.getpixel((image.width - 1, image.height - 1))
+            if end is None or (_all(corner, 127, 128) and _decoded(data[:end] + _FURTHER + b"\xff\xd9") != image.tobytes()):
+                raise lost
+        case "PNG":
+            interlaced = bool(image.info.get("interlace"))
+            image.load()
+            if image.mode == "P" and image.palette is None:
+                raise BadSample("broken_image", "image", f"{name} has no palette")
+            # Pillow takes the end of the compressed data for that of the picture
+            last_row = image.crop((0, image.height - 1, *image.size)).tobytes()
+            if (interlaced or not any(last_row)) and not _complete(file):
+                raise lost
+        case _:
+            image.load()
+
+
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # within a scan FF00 is a byte, FFD0 to FFD7 are restarts, FFFF fills
+_FURTHER = bytes(range(255))
+
+
+def _scans(jpeg: bytes) -> tuple[int, int | None]:
+    """The scans of the first picture of a JPEG file, and where its end marker lies, None where there is none."""
+    at, scans = 2, 0
+    while found := _MARKER.search(jpeg, at):
+        if found[0] == b"\xff\xd9":
+            return scans, found.start()
+        scans += found[0] == b"\xff\xda"
+        at = found.end() + int.from_bytes(jpeg[found.end() : found.end() + 2], "big")
+    return scans, None
+
+
+def _all(pixel: float | tuple[int, ...] | None, least: int, most: int) -> bool:
+    return all(least <= value <= most for value in (pixel if isinstance(pixel, tuple) else (pixel or 0,)))
+
+
+def _decoded(jpeg: bytes) -> bytes:
+    with Pillow.open(io.BytesIO(jpeg), formats=("JPEG",)) as image:
+        return image.tobytes()
+
+
+def _complete(png: BinaryIO) -> bool:
+    """Whether the compressed data of a PNG file hold as many bytes as its header promises. They are decoded once more for that."""
+    inflate, found, wanted = zlib.decompressobj(), 0, 0
+    png.seek(8)
+    while len(head := png.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", head)
+        if kind not in (b"IHDR", b"IDAT"):
+            png.seek(length + 4, os.SEEK_CUR)
+            continue
+        data = png.read(length)
+        png.seek(4, os.SEEK_CUR)
+        if kind == b"IHDR":
+            width, height, depth, colour, _, _, interlaced = struct.unpack(">IIBBBBB", data[:13])
+            bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
+            for left, top, right, down in _ADAM7 if interlaced else ((0, 0, 1, 1),):
+                columns, rows = -(-(width - left) // right), -(-(height - top) // down)
+                wanted += rows * (1 + -(-columns * bits // 8)) if columns > 0 else 0
+        while data and found < wanted and not inflate.eof and kind == b"IDAT":
+            found += len(inflate.decompress(data, 1 << 20))
+            data = inflate.unconsumed_tail
+    return found >= wanted
+
+
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))  # column, row, and their steps
+
+
 @contextmanager
-def _opened(picture: Picture) -> Iterator[Pillow.Image]:
-    """The picture opened, with its header checked. Errors of Pillow inside the block are BadSample `broken_image`."""
+def _opened(picture: Picture) -> Iterator[tuple[Pillow.Image, BinaryIO]]:
+    """The picture opened, with its header checked, and its file. Errors of Pillow inside the block are BadSample `broken_image`."""
     file = _stream(picture)
     with file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pillow, about odd metadata; what matters is checked here
@@ -177,10 +261,10 @@ def _opened(picture: Picture) -> Iterator[Pillow.Image]:
                     raise BadSample("empty_image", "image", f"{picture.name} is {width}×{height} pixels")
                 if width * height > MAX_PIXELS:
                     raise BadSample("too_many_pixels", "image", f"{picture.name} is {width}×{height} pixels, over {MAX_PIXELS:,}")
-                yield image
+                yield image, file
         except Pillow.UnidentifiedImageError as error:
             file.seek(0)
-            raise BadSample("image_format", "image", f"{picture.name} {_what(file.read(64))}") from error
+            raise _unidentified(picture.name, file.read(64)) from error
         except Pillow.DecompressionBombError as error:
             raise BadSample("too_many_pixels", "image", f"{picture.name}: {error}") from error
         except OSError as error:
@@ -223,7 +307,7 @@ def _file(path: Path) -> io.BufferedReader:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise storage_failed("read", path, error) from error
+        raise _failed(path, error) from error
 
 
 def _examined(path: Path) -> None:
@@ -234,9 +318,23 @@ def _examined(path: Path) -> None:
         if about.st_size > MAX_FILE_BYTES:
             raise BadSample("file_too_large", "image", f"{path} has {about.st_size:,} bytes, over {MAX_FILE_BYTES:,}")
     except OSError as error:
-        if error.errno in _NO_SUCH_FILE:
-            raise BadSample("missing_image", "image", f"{path} does not exist{_lost(path)}") from error
-        raise storage_failed("read", path, error) from error
+        raise _failed(path, error) from error
+
+
+def _failed(path: Path, error: OSError) -> BadSample | StorageFailed:
+    if error.errno in _NO_SUCH_FILE:
+        return BadSample("missing_image", "image", f"{path} does not exist{_lost(path)}")
+    if error.errno in _NOT_ALLOWED:
+        return BadSample("unreadable", "image", f"{path} may not be read: {error.strerror}")
+    return storage_failed("read", path, error)
+
+
+def _unidentified(name: str, head: bytes) -> BadSample:
+    """What is wrong with a file that Pillow does not take for any of FORMATS."""
+    known = next((kind for magic, kind in _ACCEPTED if re.match(magic, head, re.DOTALL)), None)
+    if known is None:
+        return BadSample("image_format", "image", f"{name} {_what(head)}")
+    return BadSample("broken_image", "image", f"{name} is {known}, of a kind that is not read or with a damaged header")
 
 
 def _lost(path: Path) -> str:
@@ -272,12 +370,12 @@ def _what(head: bytes) -> str:
 
 
 def _orientation(image: Pillow.Image) -> int:
-    """EXIF orientation, 1 (upright) when absent or unreadable: broken metadata does not spoil sound pixels."""
+    """EXIF orientation, 1 (upright) when absent, unknown or unreadable: broken metadata does not spoil sound pixels."""
     try:
         value = image.getexif().get(0x0112, 1)
     except (OSError, *_BROKEN):
         return 1
-    return value if isinstance(value, int) else 1
+    return value if isinstance(value, int) and value in _TRANSPOSE else 1
 
 
 def _transparent(image: Pillow.Image) -> bool:

@@ -273,12 +273,12 @@ class _Looked:
 
 
 def stamp_of(path: str) -> tuple[int, int]:
-    """Size and time of change of a file; -1 for one that is not there."""
+    """Size and time of change of a file; -1 for one that is not there, or may not be read."""
     try:
         about = os.stat(path)
+        return (about.st_size, about.st_mtime_ns) if os.access(path, os.R_OK) else (-1, -1)
     except (OSError, ValueError):
         return -1, -1
-    return about.st_size, about.st_mtime_ns
 
 
 # On disk: a line, the header's length, the header (JSON), arrays at multiples of 64 bytes, and the SHA-256 of all that
