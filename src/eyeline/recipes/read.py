@@ -168,6 +168,15 @@ def _inside(inner: Any, outer: Any) -> bool:
 _TAGS = {"full", "lora", "adamw", "muon", "constant", "linear", "cosine", "wsd", "aux", "bias", "forced", *FAMILIES, *LANGUAGES}
 
 
+_WANTED = {  # pydantic's types, in words of YAML
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "names with values",
+    "model_type": "names with values",
+    "string_type": "text",
+}
+
+
 def _line(problem: Any) -> str:
     *above, last = problem["loc"] or ("recipe",)
     place = ".".join(str(piece) for piece in [*(piece for piece in above if piece not in _TAGS), last])
@@ -182,6 +191,9 @@ def _line(problem: Any) -> str:
         return f"{place}.{key}: got {tag!r}; there are {', '.join(known)}.{nearest(tag, known)}"
     if problem["type"] in ("missing", "value_error"):
         return f"{place}: {message}"
+    if problem["type"] in _WANTED:
+        example = ", such as {path: my.json}" if above[-1:] == ["sources"] else ", such as [{path: my.json}]" if last == "sources" else ""
+        return f"{place}: got {problem['input']!r:.80}, wanted {_WANTED[problem['type']]}{example}"
     return f"{place}: got {problem['input']!r:.80}; {message[:1].lower()}{message[1:]}"
 
 
