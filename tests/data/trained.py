@@ -1,7 +1,7 @@
 """Trains a small model on sources, a step for everything that is in them, and tells what it was shown: from the batches themselves."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -58,13 +58,13 @@ def small() -> tuple[nn.Module, Facts, list[torch.optim.Optimizer]]:
     return model, facts(config), optimizers
 
 
-def trained(*sources: Source, folder: Path | None = None) -> dict[str, list[str]]:
+def trained(*sources: Source) -> dict[str, list[str]]:
     """What was learned by each sample's id, turns as `role: text [colour]«what is trained»`; the weights must have moved.
 
     Not a sample may be rejected.
     """
     model, about, optimizers = small()
-    reader = Reader(Data(sources=sources, max_reject_rate=0.0), encoder(), about.image, seed=0, folder=folder, longest=about.longest)
+    reader = Reader(Data(sources=sources, max_reject_rate=0.0), encoder(), about.image, seed=0, longest=about.longest)
     told: dict[str, list[str]] = {}
     for number, step in enumerate(reader.steps(BUDGET, micro_batches=1, epochs=1)):
         before = [p.detach().clone() for p in model.parameters()]
@@ -130,14 +130,3 @@ def _turns(text: str) -> Iterator[str]:
     found = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>(»?)\n", text, re.DOTALL)
     assert "".join(f"<|im_start|>{role}\n{said}<|im_end|>{mark}\n" for role, said, mark in found) == text
     yield from (f"{role}: {said}{mark}" for role, said, mark in found)
-
-
-def written(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def pictures(folder: Path, names: Mapping[str, str] | tuple[str, ...]) -> None:
-    for name in names:
-        draw(folder / name)
