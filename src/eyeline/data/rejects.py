@@ -29,7 +29,7 @@ CAUSES: dict[str, str] = {
     "no_target": "nothing to learn: no answer, or an empty one",
     "tool_turn": "a turn or a call of a tool",
     "preference": "answers that are compared or rated, for another kind of training",
-    "unsupported": "something that is not read: sound, or marks that another trainer fills in",
+    "unsupported": "something that is not read: sound, films without a template for them, marks that another trainer fills in",
     # the picture
     "remote_url": "a URL where a file is wanted",
     "bad_path": "a path that cannot name a file",
@@ -77,7 +77,7 @@ REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.m
     "no_target": "Give the row an answer that is not empty, or leave it out.",
     "tool_turn": "Leave such conversations out, or write calls and results as plain text.",
     "preference": "Keep the good answers alone, as messages or prompt and completion.",
-    "unsupported": "Leave the row or the part out, or write as text what it says.",
+    "unsupported": "Leave it out, or write as text what it says; films need a template that has a place for them, such as qwen3.",
     # the picture
     "remote_url": "Download the pictures first, and name the files: training never waits for the web.",
     "bad_path": "Write the path of a file, without control characters.",
