@@ -1,0 +1,263 @@
+"""What a row may say, against every container that holds rows: names that no picture may have, and texts of every kind.
+
+A hostile row costs itself: the rows around it stay, and nothing is opened or sent. Layouts are in test_layouts.py, pictures in test_zoo.py.
+"""
+
+import csv
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyeline.core.batch import Sample, Text
+from eyeline.core.errors import BadSample
+from eyeline.data.documents import document_of
+from eyeline.data.images import decode, grey
+from eyeline.data.rejects import CAUSES
+from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.templates import TEMPLATES
+from eyeline.data.tokenizer import Encoder
+from tests.data.test_coco import WHOLE
+from tests.data.test_parquet import written
+from tests.data.test_tars import archive
+
+Row = tuple[str, str]  # name of a picture, caption
+
+
+def as_list(folder: Path, rows: list[Row]) -> Path:
+    (folder / "rows.json").write_text(json.dumps([{"image": image, "caption": caption} for image, caption in rows]))
+    return folder / "rows.json"
+
+
+def as_lines(folder: Path, rows: list[Row]) -> Path:
+    lines = [json.dumps({"image": image, "caption": caption}, ensure_ascii=False) for image, caption in rows]
+    (folder / "rows.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+    return folder / "rows.jsonl"
+
+
+def as_csv(folder: Path, rows: list[Row]) -> Path:
+    with open(folder / "rows.csv", "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([("image", "caption"), *rows])
+    return folder / "rows.csv"
+
+
+def as_parquet(folder: Path, rows: list[Row]) -> Path:
+    return written(folder / "rows.parquet", [{"image": image, "caption": caption} for image, caption in rows])
+
+
+def as_structs(folder: Path, rows: list[Row]) -> Path:
+    return written(folder / "rows.parquet", [{"image": {"bytes": None, "path": image}, "caption": caption} for image, caption in rows])
+
+
+def as_tar(folder: Path, rows: list[Row]) -> Path:
+    members = [(f"{n}.json", json.dumps({"image": image, "caption": caption})) for n, (image, caption) in enumerate(rows)]
+    return archive(folder / "rows.tar", members)
+
+
+def as_coco(folder: Path, rows: list[Row]) -> Path:
+    images = [{"id": n, "file_name": image} for n, (image, _) in enumerate(rows)]
+    annotations = [{"image_id": n, "id": n, "caption": caption} for n, (_, caption) in enumerate(rows)]
+    (folder / "rows.json").write_text(json.dumps(WHOLE | {"images": images, "annotations": annotations}))
+    return folder / "rows.json"
+
+
+CONTAINERS: dict[str, Callable[[Path, list[Row]], Path]] = {
+    "JSON list": as_list,
+    "JSON lines": as_lines,
+    "CSV": as_csv,
+    "Parquet": as_parquet,
+    "Parquet, pictures as structs": as_structs,
+    "WebDataset": as_tar,
+    "COCO": as_coco,
+}
+ASCII_ONLY = {"Parquet", "Parquet, pictures as structs"}  # what writes them takes no lone surrogates: test_parquet.py has such bytes
+SOUND: Row = ("a.png", "a dot")
+
+
+def outcomes(path: Path) -> list[str | BadSample]:
+    """The answer of each row, or what is wrong with it; by its place it is the same."""
+    rows: Rows = open_source(Source(path=str(path)))
+    out: list[str | BadSample] = []
+    for place, _, found in rows.kept():
+        if isinstance(found, Sample):
+            assert rows.read(place) == found
+            [answer] = found.messages[-1].parts
+            assert isinstance(answer, Text)
+            out.append(answer.text)
+        else:
+            with pytest.raises(BadSample) as caught:
+                rows.read(place)
+            assert (caught.value.cause, caught.value.message) == (found.cause, found.message)
+            assert found.cause in CAUSES
+            out.append(found)
+    return out
+
+
+# Names and URLs
+
+NAMES = {
+    "../secret.png": "outside_root",
+    "a/../../secret.png": "outside_root",
+    "./../secret.png": "outside_root",
+    "/etc/passwd": "outside_root",
+    "../data_evil/x.png": "outside_root",  # a sibling whose name begins like the root's
+    ".": "outside_root",
+    "a/..": "outside_root",
+    "~/../../etc/passwd": "outside_root",
+    "file:///etc/passwd": "remote_url",
+    "FILE:/etc/passwd": "remote_url",
+    "http://169.254.169.254/latest/meta-data": "remote_url",
+    "http://localhost:8080/a.png": "remote_url",
+    "http://[::1]/a.png": "remote_url",
+    "http://0x7f000001/": "remote_url",
+    "http://2130706433/": "remote_url",
+    "http://good@bad/": "remote_url",
+    "http://good\\@bad/": "remote_url",
+    "http:\\\\bad/": "remote_url",
+    "HTTPS://example.org/a.png": "remote_url",
+    "ftp://example.org/a.png": "remote_url",
+    "s3://bucket/a.png": "remote_url",
+    "gs://bucket/a.png": "remote_url",
+    "hf://datasets/a/b.png": "remote_url",
+    "javascript://%0aalert(1)": "remote_url",
+    "a\0b.png": "bad_path",
+    "x" * 4097: "bad_path",
+    "ü" * 2049: "bad_path",  # 4,098 bytes
+    "a\udce9.png": "bad_unicode",
+    f"a{chr(0xD800)}.png": "bad_unicode",
+    "data:text/html;base64,AAAA": "data_url",
+    "data:image/png,AAAA": "data_url",
+    "data:image/png;base64,A": "data_url",
+    "data:image/png;base64,AA!AA===": "data_url",
+    "data:image/png;base64": "data_url",
+    "data:": "data_url",
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_names_that_no_picture_may_have(container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a reject by its cause, and no packet is sent for any."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("a name was looked up"))
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a packet was sent"))
+    for folder in ("data", "data_evil"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.png").write_bytes(b"secret")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    names = [name for name in NAMES if container not in ASCII_ONLY or name.isprintable() or "\0" in name]
+    assert len(names) > len(NAMES) - 3
+    path = CONTAINERS[container](tmp_path / "data", [SOUND, *[row for name in names for row in ((name, "hostile"), SOUND)]])
+    found = outcomes(path)
+    assert found[::2] == ["a dot"] * (len(names) + 1)
+    causes = {name: bad.cause if isinstance(bad, BadSample) else bad for name, bad in zip(names, found[1::2], strict=True)}
+    assert causes == {name: NAMES[name] for name in names}
+
+
+ODD_NAMES = [
+    *("a b.png", "line\nbreak.png", "ünï.png", "a/./b.png", "a/../b.png", "-rf.png", "C:\\x.png", "<b>.png", "$(id).png", "%2e%2e.png"),
+    *("A.PNG", "a.png"),
+]
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_odd_names_are_exact(container: str, tmp_path: Path) -> None:
+    rows = open_source(Source(path=str(CONTAINERS[container](tmp_path, [(name, "odd") for name in ODD_NAMES]))))
+    for name, (_, _, found) in zip(ODD_NAMES, rows.kept(), strict=True):
+        assert isinstance(found, Sample), name
+        assert found.pictures[0].source == Path(os.path.normpath(tmp_path / name))
+
+
+def test_links_are_followed_wherever_they_lead(tmp_path: Path, draw: Callable[..., Path]) -> None:
+    """Data cannot make links, and people keep pictures on another disk. Paths through them obey the same rules."""
+    draw("elsewhere/a.png")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/one.png").symlink_to(tmp_path / "elsewhere/a.png")
+    (tmp_path / "data/all").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/gone.png").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "data/loop.png").symlink_to(tmp_path / "data/loop.png")
+    (tmp_path / "data/null.png").symlink_to("/dev/null")
+    names = ["one.png", "all/a.png", "gone.png", "loop.png", "null.png", "all/../all/a.png", "all/../../elsewhere/a.png"]
+    rows = open_source(Source(path=str(as_list(tmp_path / "data", [(name, "linked") for name in names]))))
+    found: dict[str, str] = {}
+    for name, (_, _, sample) in zip(names, rows.kept(), strict=True):
+        try:
+            assert isinstance(sample, Sample) or name.endswith("elsewhere/a.png")
+            if isinstance(sample, BadSample):
+                raise sample
+            found[name] = str(decode(sample.pictures[0]).shape)
+        except BadSample as bad:
+            found[name] = bad.cause
+    assert found == {
+        "one.png": "(12, 20, 3)",
+        "all/a.png": "(12, 20, 3)",
+        "all/../all/a.png": "(12, 20, 3)",
+        "gone.png": "missing_image",
+        "loop.png": "missing_image",
+        "null.png": "not_a_file",
+        "all/../../elsewhere/a.png": "outside_root",
+    }
+
+
+# Texts
+
+TEXTS = {
+    "NUL": "a\0b",
+    "control characters": "".join(map(chr, range(1, 32))) + "x\x7f\x9b",
+    "newlines of every kind": "a\nb\rc\r\nd\u2028e\u2029f\x85g\x0bh\x0ci",
+    "right to left": "\u202eabc\u202c עברית \u2066x\u2069 العربية",
+    "combining marks": "e" + "\u0301" * 500,
+    "beyond the basic plane": "𝕏🧑‍🚀👩‍👩‍👧‍👦 \U0010ffff",
+    "noncharacters": "\ufffe\uffff\ufdd0",
+    "a byte order mark inside": "a\ufeffb",
+    "nothing visible": "\u200b\u00ad\u2060x\u200b",
+    "HTML": "<script>alert(1)</script><img src=x onerror=alert(1)>",
+    "escapes of terminals": "\x1b[31mred\x1b]0;title\x07",
+    "quotes and commas": '"a", ""b"", c\t; \'d\' \\" \\n {"a": [1]}',
+    "formula": "=HYPERLINK(1)",
+    "a number": "12e400",
+    "JSON in text": '{"a": NaN}',
+    "placeholders of others": "<|image_pad|> <|vision_start|> <img> [IMG] <image_soft_token>",
+    "control strings": " ".join(sorted({control for template in TEMPLATES.values() for control in template.controls})),
+    "a million letters": "word " * 200_000 + "end",
+    "one long word": "z" * 300_000,
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_texts_of_every_kind_are_learned_as_they_are(container: str, tmp_path: Path, plain: Encoder, rule: Any) -> None:
+    path = CONTAINERS[container](tmp_path, [row for text in TEXTS.values() for row in (("a.png", text), SOUND)])
+    rows = open_source(Source(path=str(path)))
+    found = [sample for *_, sample in rows.kept()]
+    for (name, text), sample in zip(TEXTS.items(), found[::2], strict=True):
+        assert isinstance(sample, Sample), name
+        assert sample.messages[-1].parts == (Text(text.strip()),), name
+        if container == "JSON list":
+            document = document_of(sample, plain, rule, [grey(rule)])
+            learned = [t for t in document.labels_T.tolist() if t >= 0]
+            assert plain.decode(learned[:-1]) == plain.decode(plain.ids(text.strip())), name
+            assert learned[-1] == plain.controls["<|endoftext|>"]
+            assert plain.image_token not in learned
+    assert all(isinstance(sample, Sample) for sample in found[1::2])
+
+
+BAD_TEXTS = {"": "no_target", "  \n\t": "no_target", "\u2003\u3000": "no_target", "a\ud800": "bad_unicode", "a\udce9b": "bad_unicode"}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_texts_that_no_answer_may_be(container: str, tmp_path: Path, plain: Encoder, rule: Any) -> None:
+    texts = [text for text in BAD_TEXTS if container not in ASCII_ONLY or max(text, default="") < "\ud800"]
+    path = CONTAINERS[container](tmp_path, [SOUND, *[row for text in texts for row in (("a.png", text), SOUND)]])
+    found: list[str] = []
+    for _, _, sample in open_source(Source(path=str(path))).kept():
+        try:
+            if isinstance(sample, BadSample):
+                raise sample
+            document_of(sample, plain, rule, [grey(rule)])
+            found.append("sound")
+        except BadSample as bad:
+            found.append(bad.cause)
+    assert found == ["sound", *[cause for text in texts for cause in (BAD_TEXTS[text], "sound")]]
