@@ -74,7 +74,7 @@ _SIGNATURES = (  # of files that people name .png or .jpg
     (b"<!DOCTYPE", "HTML"),
     (b"<html", "HTML"),
     (b"\0\0\1\0", "ICO"),
-    (b"version https://git-lfs", "Git LFS pointer"),
+    (b"version https://git-lfs", "a Git LFS pointer in place of the picture, which `git lfs pull` fetches"),
 )
 _TRANSPOSE = {  # EXIF orientation -> what makes it upright
     2: Pillow.Transpose.FLIP_LEFT_RIGHT,
@@ -314,7 +314,7 @@ def _examined(path: Path) -> None:
     try:
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):  # opening a FIFO would wait for ever
-            raise BadSample("not_a_file", "image", f"{path} is not a regular file")
+            raise BadSample("not_a_file", "image", f"{path} is {'a folder' if stat.S_ISDIR(about.st_mode) else 'not a regular file'}")
         if about.st_size > MAX_FILE_BYTES:
             raise BadSample("file_too_large", "image", f"{path} has {about.st_size:,} bytes, over {MAX_FILE_BYTES:,}")
     except OSError as error:
