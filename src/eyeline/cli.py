@@ -112,6 +112,22 @@ def prepare(
     prepare_stage(run, stage, out, epochs=epochs, quality=resize)
 
 
+@app.command(epilog="Example: eyeline data my-recipe.yaml --out data.html")
+def data(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("data.html"),
+    samples: Annotated[int, typer.Option(min=0, help="Samples to show, of each source at least one.")] = 6,
+    all: Annotated[bool, typer.Option("--all", help="Look at every sample, however long it takes; else at some of large data.")] = False,
+) -> None:
+    """Show what a recipe's data are: sizes, lengths, budgets, rejects, twins, samples; in the terminal and as a page without script."""
+    run = _read(recipe, overrides)
+    from eyeline.data.report import THOROUGH, WHOLE
+    from eyeline.recipes.check import look
+
+    say(f"page: {look(run, out, samples, WHOLE if all else THOROUGH)}")
+
+
 @app.command(name="eval", epilog="Example: eyeline eval runs/easyvqa-tiny --show 10")
 def evaluate(
     run: RunFolder,

@@ -35,6 +35,11 @@ def plain(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Encoder:
 
 
 @pytest.fixture(scope="session")
+def thinking(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Encoder:
+    return Encoder(tokenizers["qwen3-thinking"], TEMPLATES["qwen3-thinking"])
+
+
+@pytest.fixture(scope="session")
 def rule() -> ImageRule:
     """32 pixels, 4×4 patches, 2×2 of them a token: 4 tokens a picture."""
     return ImageRule(8, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", Square(32))

@@ -1,23 +1,38 @@
-"""What check says about data, against counts made by hand."""
+"""What is found of data, against counts made by hand."""
 
+import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image as Pillow
 
 from eyeline.core.batch import Budget
 from eyeline.core.facts import ImageRule
+from eyeline.data import report as reporting
 from eyeline.data.documents import document_of
 from eyeline.data.images import grey
 from eyeline.data.loader import Reader
-from eyeline.data.report import TRAINED, Spread, data_report, first_documents, render_sample
+from eyeline.data.report import QUICK, THOROUGH, WHOLE, Depth, Measure, data_report
 from eyeline.data.sets import Data
+from eyeline.data.shown import LONGEST_PIECE, MOST_PIECES, THUMBNAIL, Piece, pieces_of, shortened, shown_samples
 from eyeline.data.sources import Source
 from eyeline.data.tokenizer import Encoder
 from tests.data.made import DOT, sample
 from tests.data.test_loader import row
+
+
+def write(path: Path, rows: list) -> Source:
+    path.write_text(json.dumps(rows))
+    return Source(path=str(path))
+
+
+def spread(measure: Measure | None) -> tuple[float, float, float]:
+    assert measure is not None
+    return measure.least, measure.median, measure.most
 
 
 def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule) -> None:
@@ -27,29 +42,107 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
     rows = [
         row("ab", answer="c"),
         row("", "wide.png", answer="abc"),
-        row("", "clear.png", "clear.png", answer="ab"),
+        row("", "clear.png", "clear.png", answer="ab", more=("and?", "c")),
         row("x", "cut.png"),
         row("x", "absent.png"),
         row("x", answer=" "),
         {"conversations": []},
     ]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    reader = Reader(Data(sources=(Source(path=str(tmp_path / "rows.json"), repeat=2),)), plain, rule, 0)
+    source = write(tmp_path / "rows.json", rows)
+    reader = Reader(Data(sources=(source.model_copy(update={"repeat": 2}),)), plain, rule, 0)
     report = data_report(reader, Budget(50, 64))
-    length = [len(plain.ids(t)) for t in ("ab\n", "\n", "c", "abc", "ab")]
-    tokens = sorted([length[0] + length[2] + 1, 4 + length[1] + length[3] + 1, 8 + length[1] + length[4] + 1])
-    assert report.tokens == Spread(tokens[0], tokens[1], tokens[2])
-    assert report.visual == Spread(0, 4, 8)
-    supervised = sorted(n + 1 for n in length[2:])
-    assert report.supervised == Spread(supervised[0], supervised[1], supervised[2])
+    ids = {text: len(plain.ids(text)) for text in ("ab\n", "\n", "x\n", "and?\n", "c", "abc", "ab", "yes")}
+    # the cut picture keeps its place in a pack, so its sample has a length
+    text = [ids["ab\n"] + ids["c"] + 1, ids["\n"] + ids["abc"] + 1, ids["\n"] + ids["ab"] + 1 + ids["and?\n"] + ids["c"] + 1]
+    text.append(ids["x\n"] + ids["yes"] + 1)
+    visual = [0, 4, 8, 4]
+    tokens = [a + b for a, b in zip(text, visual, strict=True)]
+    answers = [ids["c"] + 1, ids["abc"] + 1, ids["ab"] + 1, ids["c"] + 1, ids["yes"] + 1]
+    assert spread(report.tokens) == (min(tokens), np.median(tokens), max(tokens))
+    assert spread(report.text) == (min(text), np.median(text), max(text))
+    assert spread(report.visual) == (0, 4, 8)
+    assert report.answers is not None
+    assert (report.answers.count, report.answers.total) == (5, sum(answers))
+    assert report.supervised is not None
+    assert (report.supervised.count, report.supervised.total) == (4, sum(answers))
+    assert spread(report.pictures) == (0, 1, 2)
+    assert report.widths is not None
+    assert (report.widths.count, report.widths.total) == (4, 40 + 30 + 30 + 40)
+    assert spread(report.aspects) == (1.0, (1 + 40 / 30) / 2, 40 / 30)
     assert report.rejects == {"no_target": 2, "broken_image": 1, "missing_image": 1}
-    assert [r.row for r in report.rejected] == [3, 4, 5, 6]
+    assert [r.row for r in report.rejected] == [5, 6, 3, 4]
     assert report.odd == {"transparent (laid over white)": 1}
-    assert (report.training, report.validation, report.examined, report.pictures) == (7, 0, 7, 3)
+    assert (report.training, report.validation, report.looked, report.examined, report.decoded) == (7, 0, 7, 7, 3)
     assert (report.sources[0].layout, report.sources[0].rows, report.sources[0].repeat) == ("llava", 7, 2)
-    assert [s.id for s, _ in first_documents(reader, 2)] == ["rows.json#0", "rows.json#1"]
-    assert report.control_strings == 0
-    assert data_report(reader, Budget(50, 64), examined=3).examined == 3
+    assert (report.control_strings, report.said, report.unlearned) == (0, 5, 0)
+    assert report.budgets == ()
+    assert report.twins is None
+    assert data_report(reader, Budget(50, 64), Depth(examined=3)).examined == 3
+
+
+def test_measures_by_hand() -> None:
+    assert Measure.of(np.array([], np.int64)) is None
+    few = Measure.of(np.array([7, 5, 5, 6]))
+    assert few == Measure(4, 23, 5, 5.5, 7, 7, (4.5, 5.5, 6.5, 7.5), (2, 1, 1), False)
+    many = Measure.of(np.arange(1000))
+    assert many is not None
+    assert (many.high, many.median, sum(many.bars), len(many.bars)) == (989, 499.5, 1000, 32)
+    tailed = Measure.of(np.array([1] * 99 + [1000]))
+    assert tailed is not None
+    assert (tailed.log, tailed.high, tailed.bars[0], tailed.bars[-1]) == (True, 1, 99, 1)
+    same = Measure.of(np.array([2.0, 2.0]))
+    assert same is not None
+    assert sum(same.bars) == 2
+
+
+def test_shares_of_sources_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule) -> None:
+    """Two rows of text, visited three times, beside one with a picture and one that cannot be used."""
+    draw("a.png")
+    texts = write(tmp_path / "texts.json", [row("ab", answer="c") | {"kind": "short"}, row("ab", answer="c") | {"kind": "other"}])
+    pictured = write(tmp_path / "pictured.json", [row("x", "a.png"), row("x", answer="")])
+    once = Data(sources=(texts.model_copy(update={"repeat": 3}), pictured))
+    t = len(plain.ids("ab\n")) + len(plain.ids("c")) + 1
+    p = len(plain.ids("x\n")) + len(plain.ids("yes")) + 1 + 4
+    first, second = data_report(Reader(once, plain, rule, 0), Budget(50, 64)).sources
+    assert (first.training, second.training) == (2, 2)
+    assert (first.visits, second.visits) == pytest.approx((6 / 7, 1 / 7))
+    assert (first.tokens, second.tokens) == pytest.approx((6 * t / (6 * t + p), p / (6 * t + p)))
+    assert (first.visual, second.visual) == (0.0, 1.0)
+    assert (first.kinds, second.kinds) == ((("short", 1), ("other", 1)), ())
+    shares = Data(sources=(texts, pictured.model_copy(update={"weight": 3.0})), blend="shares")
+    first, second = data_report(Reader(shares, plain, rule, 0), Budget(50, 64)).sources
+    assert (first.visits, second.visits) == (0.25, 0.75)
+    assert second.tokens == pytest.approx(3 * p / (t + 3 * p))
+
+
+def test_validation_of_its_own_is_a_source(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
+    data = Data(
+        sources=(write(tmp_path / "a.json", [row("a")] * 3),), validation=(write(tmp_path / "b.json", [row("b"), row("a"), row("c")]),)
+    )
+    report = data_report(Reader(data, plain, rule, 0), Budget(50, 64), THOROUGH)
+    assert [(s.training, s.validation, s.visits) for s in report.sources] == [(3, 0, 1.0), (0, 3, 0.0)]
+    assert report.twins is not None
+    assert (report.twins.samples, report.twins.equal_samples) == (3, 2)
+    assert [(o.name, o.samples, o.equal_samples, o.equal_texts) for o in report.twins.overlaps] == [("validation", 3, 1, 1)]
+
+
+def test_of_large_data_some_is_looked_at_and_said_to_be_about(
+    tmp_path: Path, plain: Encoder, rule: ImageRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eyeline.data import json_rows
+
+    monkeypatch.setattr(json_rows, "SHARD_ROWS", 5)
+    reader = Reader(Data(sources=(write(tmp_path / "a.json", [row(f"question {n:03}") for n in range(200)]),)), plain, rule, 0)
+    some = data_report(reader, Budget(50, 64), Depth(shards=4, examined=10))
+    assert (some.exact, some.looked, some.examined) == (False, 20, 10)
+    assert some.training == pytest.approx(200, abs=4)
+    monkeypatch.setattr(reporting, "KEPT_OPEN", 6)  # without a folder no more is looked at than is remembered
+    assert data_report(reader, Budget(50, 64), QUICK).looked == 15
+    kept = Reader(reader.data.model_copy(update={"cache": str(tmp_path / "index")}), plain, rule, 0)
+    whole = data_report(kept, Budget(50, 64), WHOLE)
+    assert (whole.exact, whole.looked, whole.examined, whole.training) == (True, 200, 200, 200)
+    assert whole.twins is not None
+    assert whole.twins.samples == 200
 
 
 def test_control_strings_are_counted(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
@@ -59,17 +152,84 @@ def test_control_strings_are_counted(tmp_path: Path, plain: Encoder, rule: Image
         row("d", answer="<|image_pad|>"),
         row("e <|im_end|>"),
     ]  # the last is none of this template's
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    reader = Reader(Data(sources=(Source(path=str(tmp_path / "rows.json")),)), plain, rule, 0)
+    reader = Reader(Data(sources=(write(tmp_path / "rows.json", rows),)), plain, rule, 0)
     assert data_report(reader, Budget(99, 16)).control_strings == 2
+
+
+def test_answers_that_a_template_does_not_learn_are_counted(tmp_path: Path, thinking: Encoder, qwen: Encoder, rule: ImageRule) -> None:
+    rows = [row("a"), row("b", more=("c", "d", "e", "f"))]
+    data = Data(sources=(write(tmp_path / "rows.json", rows),))
+    report = data_report(Reader(data, thinking, rule, 0), Budget(199, 16))
+    assert (report.template, report.said, report.unlearned) == ("qwen3-thinking", 4, 2)
+    assert data_report(Reader(data, qwen, rule, 0), Budget(199, 16)).unlearned == 0
+
+
+def test_rejects_are_named_a_few_of_each_cause(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
+    rows = [row("x", answer=" ") for _ in range(9)] + [row("x", "no.png")]
+    report = data_report(Reader(Data(sources=(write(tmp_path / "rows.json", rows),)), plain, rule, 0), Budget(50, 64))
+    assert [(reject.cause, reject.row) for reject in report.rejected] == [
+        ("no_target", 0),
+        ("no_target", 1),
+        ("no_target", 2),
+        ("missing_image", 9),
+    ]
 
 
 def test_a_sample_is_shown_as_the_model_sees_it(qwen: Encoder, rule: ImageRule) -> None:
     document = document_of(sample((DOT, "what?\x1b[2J"), "[red]a dot[/red]", system="Be kind."), qwen, rule, [grey(rule)])
-    text = render_sample(document, qwen)
-    assert text.plain == (
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n<|vision_start|>[picture 1: 4 tokens]<|vision_end|>"
-        "what?\\x1b[2J<|im_end|>\n<|im_start|>assistant\n[red]a dot[/red]<|im_end|>\n"
-    )
-    trained = [text.plain[span.start : span.end] for span in text.spans if span.style == TRAINED]
-    assert trained == ["[red]a dot[/red]<|im_end|>"]
+    begin, image, end, answer, rest = pieces_of(document, qwen)
+    assert begin.text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
+    assert (image.image, image.tokens, image.text) == (1, 4, "")
+    assert end.text == "<|vision_end|>what?\x1b[2J<|im_end|>\n<|im_start|>assistant\n"
+    assert (answer.text, answer.trained) == ("[red]a dot[/red]<|im_end|>", True)
+    assert rest.text == "\n"
+    assert [piece.trained for piece in (begin, image, end, rest)] == [False] * 4
+    assert sum(piece.tokens for piece in (begin, image, end, answer, rest)) == len(document.tokens_T)
+
+
+def test_what_is_long_is_shortened_in_the_middle() -> None:
+    short = shortened((Piece("a" * 10_000 + "end", tokens=5),))[0].text
+    assert short == "a" * (LONGEST_PIECE // 2) + " … 8,803 characters … " + "a" * (LONGEST_PIECE // 2 - 3) + "end"
+    many = shortened(tuple(Piece(str(n), tokens=1) for n in range(1000)))
+    assert len(many) == MOST_PIECES + 1
+    assert (many[0].text, many[-1].text, sum(piece.tokens for piece in many)) == ("0", "999", 1000)
+
+
+def test_samples_of_each_source_are_shown(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule) -> None:
+    for n in range(9):
+        draw(f"{n}.png", seed=n, width=1000, height=500)
+    first = write(tmp_path / "first.json", [row("x", answer=""), *(row(f"{n}", f"{n}.png") for n in range(5))])
+    second = write(tmp_path / "second.json", [row("only one")])
+    third = write(tmp_path / "third.json", [row("many", *(f"{n}.png" for n in range(9)))])
+    reader = Reader(Data(sources=(first, second, third)), plain, rule, 0)
+
+    def ids(count: int) -> list[str]:
+        return [shown.id for shown in shown_samples(reader, count, thumbnails=False)]
+
+    assert ids(0) == []
+    assert ids(1) == ["first.json#1", "second.json#0", "third.json#0"]
+    assert ids(5) == ["first.json#1", "first.json#2", "first.json#3", "second.json#0", "third.json#0"]
+    assert len(ids(99)) == 7
+    shown = shown_samples(reader, 3, thumbnails=True)
+    assert [(len(s.thumbnails), s.pictures) for s in shown] == [(1, 1), (0, 0), (4, 9)]
+    with Pillow.open(io.BytesIO(shown[0].thumbnails[0])) as small:
+        assert (small.format, small.size) == ("JPEG", (THUMBNAIL, THUMBNAIL // 2))
+    assert shown_samples(reader, 3, thumbnails=False)[0] == replace(shown[0], thumbnails=())
+    held = Reader(Data(sources=(first,), hold_out=0.5), plain, rule, 0)
+    training = {f"first.json#{n}" for s, h, n in data_report_rows(held)}
+    assert {s.id for s in shown_samples(held, 9, thumbnails=False)} <= training
+
+
+def data_report_rows(reader: Reader) -> list[tuple[int, int, int]]:
+    return reporting.Looked.of(reader, Budget(99, 64), False, 32).rows
+
+
+def test_thumbnails_hold_pixels_and_nothing_else(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    exif = Pillow.Exif()
+    exif[0x010E] = "<script>secret</script>"
+    Pillow.fromarray(noise).save(tmp_path / "a.jpg", exif=exif, comment=b"secret comment", icc_profile=b"secret profile" * 9)
+    source = write(tmp_path / "rows.json", [row("x", "a.jpg")])
+    [shown] = shown_samples(Reader(Data(sources=(source,)), plain, rule, 0), 1, thumbnails=True)
+    assert b"secret" in (tmp_path / "a.jpg").read_bytes()
+    assert b"secret" not in shown.thumbnails[0]

@@ -403,6 +403,11 @@ def picture_key(picture: Picture) -> str:
             return str(picture.source)
 
 
+def content_key(picture: Picture) -> str:
+    """Equal keys mean equal bytes, wherever they lie. Raises as `decode` does for its file."""
+    return picture_key(_held(picture))
+
+
 def medium_key(medium: Picture | Video) -> str:
     """Equal keys mean equal pixels. Of a film: the hash of all its frames', since how large each is taken depends on their number."""
     if isinstance(medium, Picture):

@@ -269,7 +269,7 @@ class Reader:
 
     def index_all(self) -> None:
         """Make all indexes of training rows that are not there yet."""
-        shards = sorted({entry for pool in self._pools() for entry in pool.entries})
+        shards = sorted({entry for pool in self.pools() for entry in pool.entries})
         begin, bar = time.monotonic(), None
         console = Console(stderr=True)
         try:
@@ -285,7 +285,8 @@ class Reader:
             if bar is not None:
                 bar.stop()
 
-    def _pools(self) -> tuple[Pool, ...]:
+    def pools(self) -> tuple[Pool, ...]:
+        """What the training rows are drawn from: one pool of everything, or one of each source."""
         if self.data.blend == "once":
             return (pool_of(self.training, self.data.share_images, self.seed),)
         return pools_of(self.training, self.data.share_images, self.seed)
@@ -297,7 +298,7 @@ class Reader:
     def _met(self, sizing: Sizing, epochs: int | None, position: Position | None) -> Iterator[Met]:
         """The plan from a position on. Besides packs there is a Met without one at the end of each window, and wherever many rejects
         came without one, so that a stream of bad samples is noticed."""
-        pools = self._pools()
+        pools = self.pools()
         at = position or Position(tuple(Cursor() for _ in pools))
         digest = ""
         while epochs is None or at.cursors[0].epoch < epochs:

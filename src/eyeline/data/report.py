@@ -1,144 +1,323 @@
-"""What `eyeline check` says about data: counts, lengths, odd pictures, rejects, and samples as the model sees them."""
+"""What `eyeline check` and `eyeline data` say about data, as records of figures: nothing here prints.
 
-import statistics
+Of large data some shards of each source are looked at, evenly spread: their indexes say how long samples are and how large pictures
+are. Of these rows some are *examined*, evenly spread again: read, and their pictures decoded. How much that is, `Depth` says.
+"""
+
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
-from rich.text import Text
+from numpy.typing import NDArray
 
-from eyeline.core.batch import IGNORE, Budget, Document, Sample
+from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import BadSample
-from eyeline.core.log import visible
 from eyeline.data.blend import Side
-from eyeline.data.documents import document_of
-from eyeline.data.images import oddities, picture_key, prepare
+from eyeline.data.budgets import Packing, packings
+from eyeline.data.images import oddities, picture_key
+from eyeline.data.index import KEPT_OPEN, ShardIndex
 from eyeline.data.loader import Reader
-from eyeline.data.plan import RowOf, reject_of
+from eyeline.data.order import Longs
+from eyeline.data.plan import RowOf, Sized, Sizing, reject_of
 from eyeline.data.rejects import Reject
-from eyeline.data.sets import texts, training_samples
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sets import texts
+from eyeline.data.sources import Rows
+from eyeline.data.twins import Known, Twins, known, twins
 
-EXAMINED_SHARDS = 32  # of each source at most, evenly spread
-EXAMINED = 2_000  # samples at most, evenly spread over the sources
-SHOWN_REJECTS = 10
+T = TypeVar("T")
+
+EXAMPLES = 3  # rejects that are named, of each cause
+BARS = 32
+KINDS = 12  # that are counted by name
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Least, median and most of some lengths."""
+class Depth:
+    """How much is looked at."""
 
-    least: int
-    median: int
-    most: int
+    shards: int = 32  # of each source at most, evenly spread
+    examined: int = 2_000  # samples at most, evenly spread over the sources
+    compared: int = 0  # samples at most that are compared with each other
+    packed: bool = False  # whether budgets are tried
+
+
+QUICK = Depth()
+THOROUGH = Depth(compared=50_000, packed=True)
+WHOLE = Depth(shards=2**62, examined=2**62, compared=2**62, packed=True)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Some numbers: how many, their sum, and how they are spread."""
+
+    count: int
+    total: float
+    least: float
+    median: float  # of an even number, the mean of the middle two
+    high: float  # at least 99 of 100 are at most this
+    most: float
+    edges: tuple[float, ...]  # of the bars of a histogram
+    bars: tuple[int, ...]
+    log: bool  # whether edges grow by a factor
 
     @staticmethod
-    def of(values: list[int]) -> "Spread | None":
-        return Spread(min(values), int(statistics.median(values)), max(values)) if values else None
+    def of(values_N: NDArray[np.int64] | NDArray[np.float64]) -> "Measure | None":
+        """None for no numbers. They must be positive, or 0."""
+        if not len(values_N):
+            return None
+        ranked_N = np.sort(values_N)
+        edges, log = _edges(float(ranked_N[0]), float(ranked_N[-1]), float(np.median(ranked_N)), ranked_N.dtype.kind == "i")
+        return Measure(
+            count=len(ranked_N),
+            total=float(ranked_N.sum()),
+            least=float(ranked_N[0]),
+            median=float(np.median(ranked_N)),
+            high=float(ranked_N[-(-99 * len(ranked_N) // 100) - 1]),
+            most=float(ranked_N[-1]),
+            edges=tuple(edges.tolist()),
+            bars=tuple(np.histogram(ranked_N, edges)[0].tolist()),
+            log=log,
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
+def _edges(least: float, most: float, median: float, whole: bool) -> tuple[NDArray[np.floating], bool]:
+    """Edges of up to BARS bars, and whether they grow by a factor: where most numbers are small and a few large."""
+    if least > 0 and (most > 8 * median or (not whole and most > 2 * least)):
+        return np.geomspace(least, most * (1 + 1e-9), BARS + 1), True
+    if whole:  # bars as wide as each other, on numbers that can be
+        step = max(-(-(int(most) - int(least) + 1) // BARS), 1)
+        return np.arange(int(least), int(most) + step + 1, step) - 0.5, False
+    return np.linspace(least, most if most > least else least + 1, BARS + 1, dtype=np.float64), False
 
 
 @dataclass(frozen=True)
 class SourceFound:
-    """One source as it was recognised."""
+    """One source as it was recognised, and its part in what is trained on."""
 
     path: str
     layout: str
     why: str
-    rows: int
+    training: int  # samples
+    validation: int
     repeat: int
+    weight: float
+    visits: float  # share of the visits to samples that can be used
+    tokens: float  # share of the tokens
+    visual: float  # share of the visual tokens
+    kinds: tuple[tuple[str, int], ...]  # the most frequent ones, of the rows looked at; empty when it has none
+    more_kinds: int  # others
+
+    @property
+    def rows(self) -> int:
+        return self.training + self.validation
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """Figures are of the `examined` samples, which are all of them when the set is small."""
+    """Figures of the training and validation rows that were looked at."""
 
     sources: tuple[SourceFound, ...]
     training: int  # samples
     validation: int
     exact: bool  # whether all were counted; of large data a part of the shards is, and the numbers of samples follow from their sizes
-    examined: int
-    tokens: Spread | None  # of a document, visual ones included; None when none is usable
-    visual: Spread | None
-    supervised: Spread | None
-    rejects: dict[str, int]  # by cause; samples with nothing to learn are under no_target
-    rejected: tuple[Reject, ...]  # the first few
+    looked: int  # rows whose index was read
+    examined: int  # of them, those that were read, and whose pictures were decoded
+    tokens: Measure | None  # of a document, visual ones included; None when none is usable
+    text: Measure | None
+    visual: Measure | None
+    supervised: Measure | None
+    answers: Measure | None  # tokens of each answer that is learned, its end included
+    pictures: Measure | None  # of a sample, frames of films not counted one by one
+    widths: Measure | None  # pixels of each picture, upright; those that rows of a shard share count once
+    heights: Measure | None
+    aspects: Measure | None  # width over height
+    rejects: dict[str, int]  # of the examined, by cause; samples with nothing to learn are under no_target
+    rejected: tuple[Reject, ...]  # the first few of each cause
     odd: dict[str, int]  # what is unusual about usable pictures, and how many have it
-    pictures: int  # distinct ones that were decoded
+    decoded: int  # distinct pictures that were decoded
     control_strings: int  # samples whose text spells out a control token; it stays text
+    said: int  # answers of the examined samples
+    unlearned: int  # of them, those that the template does not learn
+    template: str
+    budgets: tuple[Packing, ...]  # the stage's own first; empty when they were not tried
+    twins: Twins | None  # None when nothing was compared
 
 
-def data_report(reader: Reader, budget: Budget, examined: int = EXAMINED) -> DataReport:
-    """Measure samples, training and validation alike, and decode all their pictures: nothing is trained or written."""
-    lengths: dict[str, list[int]] = {"tokens": [], "visual": [], "supervised": []}
-    causes: Counter[str] = Counter()
-    odd: Counter[str] = Counter()
-    rejected: list[Reject] = []
-    pictures: dict[str, BadSample | None] = {}
-    asked: list[tuple[bool, RowOf]] = []
-    counts: list[list[int]] = []  # of each side, of each source
-    exact = True
-    for judges in (False, True) if reader.validates else (False,):
-        found, of_source, all_there = _rows_of(reader.judges if judges else reader.training)
-        asked += [(judges, row) for row in found]
-        counts.append(of_source)
-        exact &= all_there
-    chosen = [asked[n] for n in np.linspace(0, len(asked) - 1, min(examined, len(asked))).astype(int)]
-    spelt = 0
-    for judges, (source, shard, number) in chosen:
-        sizing = reader.sizing(budget, judges)
-        sized, rows = sizing(source, shard), sizing.index.sources[source]
-        place = sizing.index.shard(source, shard).place(shard, number)
-        if number not in sized.rejects:
-            sample = rows.read(place)
-            spelt += any(control in text for text in texts(sample) for control in reader.encoder.controls)
-            bad = _pictures_of(sample, pictures, odd)
-            if bad is None:
-                for name, values in lengths.items():
-                    values.append(int(getattr(sized, f"{name}_R")[number]))
-                continue
-            known = Reject.of(*rows.named(place), bad=bad)
-        else:
-            known = reject_of(sizing, (source, shard, number))
-        causes[known.cause] += 1
-        if len(rejected) < SHOWN_REJECTS:
-            rejected.append(known)
+def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: dict[str, Known] | None = None) -> DataReport:
+    """Look at samples, training and validation alike: nothing is trained or written. `others` are sets that a model is judged by,
+    beside the validation set."""
     own = reader.judges.index is not reader.training.index
-    opened = [*reader.training.index.sources, *(reader.judges.index.sources if own else ())]
-    rows_of = [n for side in counts for n in side] if own else [sum(sides) for sides in zip(*counts, strict=True)]
+    sources = len(reader.training.index.sources) + (len(reader.judges.index.sources) if own else 0)
+    shards = depth.shards
+    if reader.training.index.folder is None:  # then indexes are only remembered: no more than there is room for, so that none is made twice
+        shards = max(1, min(shards, KEPT_OPEN // (sources + 1)))
+    sides = [Looked.of(reader, budget, judges, shards) for judges in ((False, True) if reader.validates else (False,))]
+    learning, judging = sides[0], sides[1:]
+    asked = [(side, row) for side in sides for row in side.rows]
+    examined = _Examined.of(reader, _spread(asked, depth.examined))
+    sizes_M2 = np.concatenate([side.sizes() for side in sides])
+    lengths = {name: np.concatenate([side.column(name) for side in sides]) for name in ("tokens", "visual", "supervised")}
     return DataReport(
-        sources=tuple(
-            SourceFound(r.source.path, r.layout.name, r.layout.why, n, r.source.repeat) for r, n in zip(opened, rows_of, strict=True)
-        ),
-        training=sum(counts[0]),
-        validation=sum(map(sum, counts[1:])),
-        exact=exact,
-        examined=len(chosen),
-        tokens=Spread.of(lengths["tokens"]),
-        visual=Spread.of(lengths["visual"]),
-        supervised=Spread.of(lengths["supervised"]),
-        rejects=dict(causes.most_common()),
-        rejected=tuple(rejected),
-        odd=dict(odd.most_common()),
-        pictures=len(pictures),
-        control_strings=spelt,
+        sources=_sources_found(reader, learning, judging, own),
+        training=sum(learning.counts),
+        validation=sum(count for side in judging for count in side.counts),
+        exact=all(side.exact for side in sides),
+        looked=len(asked),
+        examined=examined.samples,
+        tokens=Measure.of(lengths["tokens"]),
+        text=Measure.of(lengths["tokens"] - lengths["visual"]),
+        visual=Measure.of(lengths["visual"]),
+        supervised=Measure.of(lengths["supervised"]),
+        answers=Measure.of(np.concatenate([side.answers() for side in sides])),
+        pictures=Measure.of(np.concatenate([side.pictures() for side in sides])),
+        widths=Measure.of(sizes_M2[:, 1]),
+        heights=Measure.of(sizes_M2[:, 0]),
+        aspects=Measure.of(sizes_M2[:, 1] / sizes_M2[:, 0]),
+        rejects=dict(examined.causes.most_common()),
+        rejected=tuple(reject for cause, _ in examined.causes.most_common() for reject in examined.rejected[cause]),
+        odd=dict(examined.odd.most_common()),
+        decoded=len(examined.pictures),
+        control_strings=examined.spelt,
+        said=examined.said,
+        unlearned=examined.said - examined.learned,
+        template=reader.encoder.template.name,
+        budgets=packings(reader, frozenset((s, h) for s, h, _ in learning.rows), budget) if depth.packed else (),
+        twins=_compared(sides, depth.compared, others or {}) if depth.compared else None,
     )
 
 
-def _rows_of(side: Side) -> tuple[list[RowOf], list[int], bool]:
-    """Rows of a side, those of some shards of each source where it has many; how many each source has; whether that was counted."""
-    rows: list[RowOf] = []
-    counts: list[int] = []
-    exact = True
-    for source, opened in enumerate(side.index.sources):
-        shards = range(side.shards(source))
-        chosen = sorted({int(n) for n in np.linspace(0, len(shards) - 1, min(EXAMINED_SHARDS, len(shards)))}) if shards else []
-        found = [(source, shard, int(number)) for shard in chosen for number in np.flatnonzero(side.kept(source, shard))]
-        rows += found
-        share = sum(opened.shards[n].bytes for n in chosen) / max(sum(opened.shards[n].bytes for n in shards), 1)
-        counts.append(len(found) if len(chosen) == len(shards) else round(len(found) / share))
-        exact &= len(chosen) == len(shards)
-    return rows, counts, exact
+@dataclass(frozen=True, eq=False)
+class Looked:
+    """The rows of a side that are looked at: those of some shards of each source where it has many."""
+
+    side: Side
+    sizing: Sizing
+    rows: list[RowOf]  # shard by shard
+    numbers: dict[tuple[int, int], Longs]  # of each shard, in the same order
+    counts: list[int]  # rows that each source has on this side
+    exact: bool  # whether that was counted
+
+    @staticmethod
+    def of(reader: Reader, budget: Budget, judges: bool, most: int) -> "Looked":
+        side = reader.judges if judges else reader.training
+        numbers: dict[tuple[int, int], Longs] = {}
+        counts: list[int] = []
+        exact = True
+        for source, opened in enumerate(side.index.sources):
+            shards = range(side.shards(source))
+            chosen = _spread(shards, most)
+            for shard in chosen:
+                numbers[source, shard] = np.flatnonzero(side.kept(source, shard))
+            found = sum(len(numbers[source, shard]) for shard in chosen)
+            share = sum(opened.shards[n].bytes for n in chosen) / max(sum(opened.shards[n].bytes for n in shards), 1)
+            counts.append(found if len(chosen) == len(shards) else round(found / share))
+            exact &= len(chosen) == len(shards)
+        rows = [(source, shard, number) for (source, shard), of_shard in numbers.items() for number in of_shard.tolist()]
+        return Looked(side, reader.sizing(budget, judges), rows, numbers, counts, exact)
+
+    def _of_shards(self, of: Callable[[ShardIndex, Sized, Longs], Longs], source: int | None = None) -> Longs:
+        """What `of` says of the usable rows of each shard, end to end."""
+        found = [np.empty(0, np.int64)]
+        for (s, shard), number_R in self.numbers.items():
+            if source is None or s == source:
+                sized = self.sizing(s, shard)
+                found.append(of(self.side.index.shard(s, shard), sized, number_R[sized.usable_R[number_R]]))
+        return np.concatenate(found)
+
+    def column(self, name: str, source: int | None = None) -> Longs:
+        """Tokens, visual or supervised ones of each usable row."""
+        return self._of_shards(lambda _, sized, number_R: getattr(sized, f"{name}_R")[number_R], source)
+
+    def pictures(self) -> Longs:
+        """Stills and films of each usable row."""
+        return self._of_shards(lambda index, _, number_R: np.diff(index.media_R1)[number_R])
+
+    def answers(self) -> Longs:
+        """Tokens of each answer that is learned."""
+        return self._of_shards(_answers)
+
+    def sizes(self) -> Longs:
+        """Height and width of each picture; those that several rows of a shard share, once."""
+
+        def of(index: ShardIndex, _: Sized, number_R: Longs) -> Longs:
+            first = np.unique(index.pictures_R[number_R], return_index=True)[1]
+            rows = np.sort(number_R[first])
+            media = [m for row in rows.tolist() for m in range(int(index.media_R1[row]), int(index.media_R1[row + 1]))]
+            return index.sizes_M3[media, 1:].astype(np.int64).ravel()
+
+        return self._of_shards(of).reshape(-1, 2)
+
+    def kinds(self, source: int) -> Counter[str]:
+        """Rows of each kind."""
+        out: Counter[str] = Counter()
+        for (s, shard), number_R in self.numbers.items():
+            if s == source:
+                index = self.side.index.shard(s, shard)
+                kind, count = np.unique(index.kind_R[number_R], return_counts=True)
+                out.update({index.kinds[k]: n for k, n in zip(kind.tolist(), count.tolist(), strict=True) if k >= 0 and index.kinds[k]})
+        return out
+
+
+def _answers(index: ShardIndex, _: Sized, number_R: Longs) -> Longs:
+    """Lengths of the runs of trained ids in each of these rows."""
+    found = [np.empty(0, np.int64)]
+    for row in number_R.tolist():
+        trained = index.trained_U[index.bounds_R1[row] : index.bounds_R1[row + 1]]
+        borders = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]]).astype(np.int8)))
+        found.append(borders[1::2] - borders[::2])
+    return np.concatenate(found)
+
+
+def _spread(values: Sequence[T], most: int) -> list[T]:
+    """At most so many of them, evenly spread, in order."""
+    if len(values) <= most:
+        return list(values)
+    return [values[n] for n in np.linspace(0, len(values) - 1, most).astype(int)]
+
+
+@dataclass(eq=False)
+class _Examined:
+    """What reading samples and decoding their pictures says."""
+
+    samples: int
+    causes: Counter[str]
+    rejected: dict[str, list[Reject]]
+    odd: Counter[str]
+    pictures: dict[str, BadSample | None]
+    spelt: int = 0
+    said: int = 0
+    learned: int = 0
+
+    @staticmethod
+    def of(reader: Reader, chosen: list[tuple[Looked, RowOf]]) -> "_Examined":
+        out = _Examined(len(chosen), Counter(), {}, Counter(), {})
+        for side, (source, shard, number) in chosen:
+            sized, rows = side.sizing(source, shard), side.side.index.sources[source]
+            index = side.side.index.shard(source, shard)
+            if number in sized.rejects:
+                out._reject(reject_of(side.sizing, (source, shard, number)))
+                continue
+            place = index.place(shard, number)
+            sample = rows.read(place)
+            out.spelt += any(control in text for text in texts(sample) for control in reader.encoder.controls)
+            out.said += sum(message.role == "assistant" for message in sample.messages)
+            out.learned += len(_answers(index, sized, np.array([number])))
+            bad = _pictures_of(sample, out.pictures, out.odd)
+            if bad is not None:
+                out._reject(Reject.of(*rows.named(place), bad=bad))
+        return out
+
+    def _reject(self, reject: Reject) -> None:
+        self.causes[reject.cause] += 1
+        named = self.rejected.setdefault(reject.cause, [])
+        if len(named) < EXAMPLES:
+            named.append(reject)
 
 
 def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], odd: Counter[str]) -> BadSample | None:
@@ -156,41 +335,52 @@ def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], odd: Cou
     return first
 
 
-def first_documents(reader: Reader, count: int) -> list[tuple[Sample, Document]]:
-    """The first usable training samples, whole and without augmentation."""
-    out: list[tuple[Sample, Document]] = []
-    for sample in training_samples(reader.data):
-        if len(out) == count:
-            break
-        try:
-            media = [prepare(medium, reader.rule) for medium in sample.media] if reader.rule else []
-            out.append((sample, document_of(sample, reader.encoder, reader.rule, media)))
-        except BadSample:  # `data_report` counts and names them
-            continue
-    return out
+def _sources_found(reader: Reader, learning: Looked, judging: list[Looked], own: bool) -> tuple[SourceFound, ...]:
+    """The sources to learn from, then those to validate on where they are others."""
+    blended = reader.data.blend == "shares"
+    usable = [len(learning.column("tokens", n)) for n in range(len(learning.counts))]
+    looked = [sum(len(of) for (s, _), of in learning.numbers.items() if s == n) for n in range(len(learning.counts))]
+    visits = [
+        (rows.source.weight if blended else rows.source.repeat * learning.counts[n] / max(looked[n], 1)) * (1 if blended else usable[n])
+        for n, rows in enumerate(learning.side.index.sources)
+    ]
+    means = {name: [_mean(learning.column(name, n)) for n in range(len(visits))] for name in ("tokens", "visual")}
+    shares = [_shares([v * m for v, m in zip(visits, means[name], strict=True)]) for name in ("tokens", "visual")]
+    out: list[SourceFound] = []
+    for n, rows in enumerate(learning.side.index.sources):
+        validation = judging[0].counts[n] if judging and not own else 0
+        kinds = learning.kinds(n)
+        figures = (learning.counts[n], validation, rows.source.repeat, rows.source.weight)
+        out.append(_source_found(rows, figures, (_shares(visits)[n], shares[0][n], shares[1][n]), kinds))
+    for n, rows in enumerate(judging[0].side.index.sources if judging and own else ()):
+        out.append(_source_found(rows, (0, judging[0].counts[n], 1, 1.0), (0.0, 0.0, 0.0), judging[0].kinds(n)))
+    return tuple(out)
 
 
-TRAINED = "bold green"
+def _source_found(rows: Rows, figures: tuple[int, int, int, float], shares: tuple[float, float, float], kinds: Counter[str]) -> SourceFound:
+    shown = tuple(kinds.most_common(KINDS))
+    return SourceFound(rows.source.path, rows.layout.name, rows.layout.why, *figures, *shares, shown, len(kinds) - len(shown))
 
 
-def render_sample(document: Document, encoder: Encoder) -> Text:
-    """The document as text, what is learned in bold green; runs of visual tokens as their number; control tokens spelt out."""
-    trained_T = np.zeros(len(document.tokens_T), bool)
-    trained_T[1:] = document.labels_T[:-1] != IGNORE  # label t is the token at t+1
-    picture_T = np.full(len(document.tokens_T), -1)
-    picture_T[document.visual_M] = np.repeat(np.arange(len(document.images)), [image.tokens for image in document.images])
-    text = Text()
-    for begin, end in _runs(zip(trained_T.tolist(), picture_T.tolist(), strict=True)):
-        if picture_T[begin] >= 0:
-            text.append(f"[picture {picture_T[begin] + 1}: {end - begin} tokens]", style="cyan")
-        else:
-            piece = encoder.decode(document.tokens_T[begin:end].tolist(), special=True)
-            text.append(visible(piece), style=TRAINED if trained_T[begin] else "")
-    return text
+def _shares(values: list[float]) -> list[float]:
+    return [value / (sum(values) or 1) for value in values]
 
 
-def _runs(values: Iterable[object]) -> list[tuple[int, int]]:
-    """Bounds of the stretches of equal values."""
-    all = list(values)
-    cuts = [n for n in range(1, len(all)) if all[n] != all[n - 1]]
-    return list(zip([0, *cuts], [*cuts, len(all)], strict=True)) if all else []
+def _mean(values_N: Longs) -> float:
+    return float(values_N.mean()) if len(values_N) else 0.0
+
+
+def _compared(sides: list[Looked], most: int, others: dict[str, Known]) -> Twins:
+    """Samples of the sides, read and compared."""
+    rows = sum(len(side.rows) for side in sides)
+    chosen = [_spread(side.rows, max(most * len(side.rows) // max(rows, 1), 1)) for side in sides]
+    training, *judges = (known(_read(side, some)) for side, some in zip(sides, chosen, strict=True))
+    whole = sides[0].exact and len(chosen[0]) == len(sides[0].rows)
+    return twins(training, ({"validation": judges[0]} if judges else {}) | others, whole)
+
+
+def _read(side: Looked, chosen: list[RowOf]) -> Iterator[Sample]:
+    for source, shard, number in chosen:
+        index = side.side.index.shard(source, shard)
+        if not index.bad_R[number]:
+            yield side.side.index.sources[source].read(index.place(shard, number))

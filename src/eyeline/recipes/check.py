@@ -2,27 +2,35 @@
 
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eyeline.bundle.bundle import classes
+from eyeline.bundle.bundle import Bundle, classes
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import Facts
+from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
 from eyeline.data.loader import Reader
-from eyeline.data.report import DataReport, Spread, data_report, first_documents, render_sample
+from eyeline.data.report import DataReport, Depth, data_report
 from eyeline.data.sets import divided, opened
+from eyeline.data.shown import Shown, shown_samples
+from eyeline.data.twins import Known, known
+from eyeline.models import build, family_of
 from eyeline.models import facts as facts_of
-from eyeline.models import family_of
+from eyeline.models.flops import Arithmetic, count
 from eyeline.models.moe import Bias
+from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, picture_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Run, Stage
 from eyeline.train.start import description
+from eyeline.train.trainable import prepare
 
 
 def refuse_problems(run: Run) -> None:
@@ -51,16 +59,110 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         except Refused:
             continue  # among the settings' problems already
         report = data_report(reader, stage.batch.budget)
-        _show(console, stage, report)
-        found += _data_problems(stage, report)
-        if index == 0:
-            _say(console, "the first samples, as the model sees them; what is learned is green:")
-            for sample, document in first_documents(reader, samples):
-                console.rule(Text(visible(sample.id)), align="left", characters="-")
-                console.print(render_sample(document, encoder))
+        shown = shown_samples(reader, 0 if index else samples, thumbnails=False)
+        print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
+        found += data_problems(stage, report)
     console.rule(characters="-")
     _say(console, _listed(run.name, found) if found else f"{run.name}: no problems")
     return not found
+
+
+def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | None = None) -> Path:
+    """Print all that there is to know about a recipe's data, and write it as a page; its path. Trains nothing, and needs no weights.
+
+    Refused where the recipe, its model or its sources cannot be opened.
+    """
+    console = console or Console()
+    if out.is_dir():
+        raise Refused(f"{out} is a folder. Give the page a file's name: --out {out / 'data.html'}")
+    if not out.parent.is_dir():
+        raise Refused(f"{out.parent}, where the page would lie, is no folder. Make it, or give another --out")
+    problems = [*settings_problems(run)]
+    try:
+        bundle = description(run)
+        encoder = bundle.encoder()
+        facts = facts_of(bundle.config)
+        asked = _evaluation(run, depth)
+        found: list[StageData] = []
+        with TemporaryDirectory() as indexes:  # stages and budgets that look at the same rows index them once
+            for index, stage in enumerate(run.stages):
+                data = stage.data if stage.data.cache else stage.data.model_copy(update={"cache": indexes})
+                twin = next((n for n, s in enumerate(run.stages[:index]) if (s.data, s.batch) == (stage.data, stage.batch)), None)
+                if twin is None:
+                    reader = Reader(data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
+                    report = data_report(reader, stage.batch.budget, depth, asked)
+                    shown = tuple(shown_samples(reader, samples, thumbnails=True))
+                    problems += data_problems(stage, report)
+                else:
+                    report, shown = found[twin].report, ()
+                flops = _arithmetic(run, index, bundle)
+                counted = tuple(flops_of(packing, flops, facts.image) for packing in report.budgets)
+                found.append(StageData(stage.name, stage.batch, report, shown, counted, None if twin is None else run.stages[twin].name))
+                print_blocks(console, blocks(found[-1]))
+    except Refused as error:
+        if problems:
+            raise Refused(_listed(run.name, problems)) from error
+        raise
+    console.rule(characters="-")
+    if problems:
+        _say(console, _listed(run.name, problems))
+    write_atomically(out, data_page(run.name, found, problems))
+    return out
+
+
+def _arithmetic(run: Run, index: int, bundle: Bundle) -> Arithmetic:
+    """What a stage's model costs, counted on one without weights."""
+    facts = facts_of(bundle.config)
+    model = build(bundle.config, "meta")
+    prepare(model, facts, run, index, {})
+    return count(model, facts)
+
+
+def _evaluation(run: Run, depth: Depth) -> dict[str, Known]:
+    """The questions of the recipe's evaluation, to be compared with what is learned."""
+    if run.evaluation is None:
+        return {}
+    rows = (row for source in opened(run.evaluation.sources) for _, _, row in source.kept())
+    return {"evaluation": known(islice((row for row in rows if isinstance(row, Sample)), depth.compared))}
+
+
+def print_blocks(console: Console, found: Iterator[Block]) -> None:
+    """What is said about data, in a terminal. Nothing in it is obeyed: neither mark-up nor control characters."""
+    for block in found:
+        match block:
+            case Heading(text, False):
+                console.rule(Text(visible(text)), align="left", characters="-")
+            case Line(text, warns):
+                _say(console, f"warning: {text}" if warns else text)
+            case Grid(_, rows, str(line), _):
+                for row in rows:
+                    _say(console, line.format(*row))
+            case Grid(head, rows, None, numbers):
+                table = Table()
+                for n, column in enumerate(head):
+                    table.add_column(Text(column), justify="right" if n >= numbers else "left")
+                for row in rows:
+                    table.add_row(*(Text(visible(cell)) for cell in row))
+                console.print(table)
+            case Shown():
+                console.rule(Text(visible(block.id)), align="left", characters="-")
+                console.print(render(block))
+            case Heading() | Histogram():  # for pages: its figures are in a table
+                pass
+
+
+TRAINED = "bold green"
+
+
+def render(shown: Shown) -> Text:
+    """A sample as text, what is learned in bold green; runs of visual tokens as their number."""
+    text = Text()
+    for piece in shown.pieces:
+        if piece.image is not None:
+            text.append(picture_words(piece.image, piece.tokens), style="cyan")
+        else:
+            text.append(visible(piece.text), style=TRAINED if piece.trained else "")
+    return text
 
 
 def _say(console: Console, text: str) -> None:
@@ -187,7 +289,7 @@ def folder_problems(folder: Path) -> Iterator[str]:
             yield f"out: {parent} cannot be written to; choose another out="
 
 
-def _data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
+def data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
     """What the examined samples say against training on them."""
     rejected = sum(report.rejects.values())
     if report.examined and rejected == report.examined:
@@ -209,33 +311,3 @@ def _longer(report: DataReport) -> str:
 
 def _causes(report: DataReport) -> str:
     return ", ".join(f"{cause} {count}" for cause, count in report.rejects.items())
-
-
-def _show(console: Console, stage: Stage, report: DataReport) -> None:
-    console.rule(f"stage {stage.name}", align="left", characters="-")
-    for source in report.sources:
-        repeat = f", {source.repeat} times an epoch" if source.repeat > 1 else ""
-        _say(console, f"{source.path}: {source.layout} ({source.why}), {source.rows:,} samples{repeat}")
-    about = "" if report.exact else "about "  # of large data only some shards are looked at
-    _say(console, f"{about}{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined")
-    table = Table()
-    for column in ("", "min", "median", "max"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, spread in (("tokens a sample", report.tokens), ("of them visual", report.visual), ("of them supervised", report.supervised)):
-        table.add_row(name, *_numbers(spread))
-    console.print(table)
-    batch = stage.batch
-    _say(console, f"a step: {batch.micro_batches} × up to {batch.tokens:,} tokens and {batch.patches:,} patches")
-    if report.odd:
-        odd = ", ".join(f"{what} {count}" for what, count in report.odd.items())
-        _say(console, f"odd pictures, usable (of {report.pictures:,}): {odd}")
-    if report.control_strings:
-        _say(console, f"samples whose text spells out a control token, which stays text: {report.control_strings}")
-    if report.rejects:
-        _say(console, f"rejected: {_causes(report)}")
-        for reject in report.rejected:
-            _say(console, f"  {reject.file} row {reject.row}, {reject.field}: {reject.message} [{reject.cause}]")
-
-
-def _numbers(spread: Spread | None) -> tuple[str, str, str]:
-    return (f"{spread.least:,}", f"{spread.median:,}", f"{spread.most:,}") if spread else ("–", "–", "–")

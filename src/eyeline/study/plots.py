@@ -1,4 +1,7 @@
-"""Curves as SVG. The one file that imports matplotlib; it draws on figures of its own and never touches pyplot's state."""
+"""Curves and bars as SVG. The one file that imports matplotlib; it draws on figures of its own and never touches pyplot's state.
+
+Grounds are clear and lines of a middle grey, so that a plot can be read on a light page and on a dark one.
+"""
 
 import io
 import math
@@ -9,9 +12,19 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: told apart by colour-blind readers
+GREY = "#7d8087"
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "eyeline",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.unicode_minus": False,
+    "savefig.transparent": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+}
 POINTS = 400  # a curve is thinned to this many; more cannot be seen at this width
 
 
@@ -58,14 +71,7 @@ def plot(curves: Sequence[Curve], label: str, borders: Sequence[tuple[int, str]]
 
     The same input gives the same bytes. Names are drawn as they are: no mark-up in them is obeyed.
     """
-    style: dict[Any, Any] = {
-        "svg.hashsalt": "eyeline",
-        "svg.fonttype": "none",
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "axes.unicode_minus": False,
-    }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.4, 2.5), layout="constrained")
         axes = figure.add_subplot()
         for curve, colour in zip(curves, COLOURS * (1 + len(curves) // len(COLOURS)), strict=False):
@@ -73,21 +79,58 @@ def plot(curves: Sequence[Curve], label: str, borders: Sequence[tuple[int, str]]
         if log and all(y > 0 for c in curves for y in c.y if y is not None):
             axes.set_yscale("log")
         for step, name in borders:
-            axes.axvline(step, color="#999999", linewidth=0.8, linestyle=":")
+            axes.axvline(step, color=GREY, linewidth=0.8, linestyle=":")
             top = axes.get_xaxis_transform()
-            axes.text(step, 1.0, f" {name[:24]}", transform=top, fontsize=7.5, color="#666666", va="bottom", parse_math=False)
+            axes.text(step, 1.0, f" {name[:24]}", transform=top, fontsize=7.5, va="bottom", parse_math=False)
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        axes.grid(color="#e6e6e6", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        _calm(axes)
         if len(curves) > 1:
             legend = axes.legend(frameon=False, fontsize=8)
             for text in legend.get_texts():
                 text.set_parse_math(False)
-        out = io.BytesIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        return _svg(figure)
+
+
+def bars(edges: Sequence[float], counts: Sequence[int], label: str, log: bool) -> str:
+    """An SVG of a histogram: `counts` between `edges`; `log` when these grow by a factor. The same input gives the same bytes."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3.6, 1.9), layout="constrained")
+        axes = figure.add_subplot()
+        axes.stairs(counts, edges, fill=True, color=COLOURS[0], alpha=0.75, linewidth=0)
+        if log:
+            axes.set_xscale("log")
+            wide = edges[-1] > 20 * edges[0]
+            axes.xaxis.set_major_locator(
+                LogLocator(subs=(1.0,) if edges[-1] > 2000 * edges[0] else (1.0, 3.0) if wide else (1.0, 1.5, 2.0, 3.0, 5.0))
+            )
+            axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+            axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+        axes.set_xlabel(label)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+        axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+        _calm(axes)
+        return _svg(figure)
+
+
+def _plain(value: float, _: int | None = None) -> str:
+    return f"{value:,.12g}"
+
+
+def _calm(axes: Axes) -> None:
+    axes.grid(color=GREY, alpha=0.22, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.patch.set_visible(False)
+
+
+def _svg(figure: Figure) -> str:
+    out = io.BytesIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue().decode()
 
 

@@ -1,40 +1,16 @@
 """`report.html` of a run folder: one self-contained page without script, that shows what the run wrote and nothing else."""
 
-import base64
 import json
-import re
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
 
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_atomically
-from eyeline.core.log import visible
 from eyeline.evals.result import Asked, Result, read_result
 from eyeline.study.history import History, RejectSummary, Step, read_history, read_rejects
-
-PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of picture that the page embeds
+from eyeline.study.page import PICTURE, document, figure, figures_list, metric, note, number, percent, table, words
 
 FLOPS = "Arithmetic that the model needs, forward and backward without what is recomputed, over the step's full wall time, by part."
-
-CSS = """
-:root { color-scheme: light; }
-body { font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1a1a1a; background: #fff;
-       max-width: 52rem; margin: 2.5rem auto 4rem; padding: 0 1.2rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .2rem; overflow-wrap: anywhere; } h2 { font-size: 1.12rem; margin: 2.4rem 0 .5rem; }
-p.note { color: #5a5a5a; margin: .2rem 0 .6rem; }
-table { border-collapse: collapse; margin: .4rem 0; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #ececec; vertical-align: top; overflow-wrap: anywhere; }
-th { font-weight: 600; } th, td.n { white-space: nowrap; } td:first-child { overflow-wrap: normal; } td.n, th.n { text-align: right; }
-dl.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .9rem 1.2rem; margin: 1.2rem 0; }
-dl.figures dt { color: #5a5a5a; font-size: .85rem; } dl.figures dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
-figure { margin: .6rem 0 1.2rem; } figure img { width: 100%; } figcaption { color: #5a5a5a; font-size: .85rem; }
-.samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(14.5rem, 1fr)); gap: 1.1rem; }
-.sample { border: 1px solid #e2e2e2; border-radius: 6px; padding: .7rem .8rem; overflow-wrap: anywhere; }
-.sample img { width: 100%; max-height: 13rem; object-fit: contain; image-rendering: auto; background: #f6f6f6; }
-.sample p { margin: .35rem 0; white-space: pre-wrap; } .right { color: #00694d; } .wrong { color: #a63f00; }
-pre { background: #f7f7f7; border: 1px solid #ececec; border-radius: 6px; padding: .8rem; overflow-x: auto; font-size: .84rem; }
-"""
 
 
 def write_report(run: Path) -> Path:
@@ -50,7 +26,7 @@ def write_report(run: Path) -> Path:
     if not history.steps:
         raise Refused(f"{metrics} holds no step yet ({history.unreadable} unreadable lines): there is nothing to report. Train first.")
     out = run / "report.html"
-    write_atomically(out, page(visible(run.resolve().name), history, evaluation(run), read_rejects(run / "rejects.jsonl"), texts(run)))
+    write_atomically(out, page(run.resolve().name, history, evaluation(run), read_rejects(run / "rejects.jsonl"), texts(run)))
     return out
 
 
@@ -74,7 +50,7 @@ def texts(run: Path) -> dict[str, str]:
 def page(name: str, history: History, evaluation: Result | str | None, rejects: RejectSummary, texts: dict[str, str]) -> str:
     """The page. Everything that comes from a file is escaped here, at the place where it is written down."""
     sections = [
-        f"<h1>{escape(name)}</h1>",
+        f"<h1>{words(name)}</h1>",
         *stamps(history),
         figures(history, evaluation),
         *evaluated(evaluation),
@@ -85,25 +61,9 @@ def page(name: str, history: History, evaluation: Result | str | None, rejects: 
         "<h2>Where the time went</h2>",
         ledger(history),
         *rejected(rejects),
-        *(f"<h2>{escape(file)}</h2>\n<pre>{escape(text)}</pre>" for file, text in texts.items()),
+        *(f"<h2>{words(file)}</h2>\n<pre>{words(text)}</pre>" for file, text in texts.items()),
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(name)} · Eyeline</title>'
-    # the policy makes a browser refuse what the page promises not to have: scripts, and anything fetched
-    head += "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
-    body = "\n".join(sections)
-    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>\n{body}\n</body></html>\n'
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int | None = None) -> str:
-    """An HTML table of escaped cells. Columns from `numbers` on are aligned as numbers."""
-
-    def cells(tag: str, values: Sequence[object]) -> str:
-        right = [' class="n"' if numbers is not None and i >= numbers else "" for i in range(len(values))]
-        return "".join(f"<{tag}{css}>{escape(str(v))}</{tag}>" for v, css in zip(values, right, strict=True))
-
-    top = f"<tr>{cells('th', head)}</tr>" if head else ""
-    body = "".join("<tr>" + cells("td", row) + "</tr>" for row in rows)
-    return f"<table>{top}{body}</table>"
+    return document(name, sections)
 
 
 def stamps(history: History) -> list[str]:
@@ -120,7 +80,7 @@ def stamps(history: History) -> list[str]:
         notes.append(f"{not_applied} steps had a loss or gradient that was not finite and were not applied.")
     if history.unreadable:
         notes.append(f"{history.unreadable} lines of metrics.jsonl could not be read.")
-    return out + [f'<p class="note">{escape(note)}</p>' for note in notes]
+    return out + [note(text) for text in notes]
 
 
 def stamp(value: object) -> str:
@@ -156,8 +116,7 @@ def figures(history: History, evaluation: Result | str | None) -> str:
         shown["validation loss, best"] = number(min(losses))
     if isinstance(evaluation, Result):
         shown["exact match, held-out questions"] = percent(evaluation.accuracy)
-    items = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in shown.items())
-    return f'<dl class="figures">{items}</dl>'
+    return figures_list(shown)
 
 
 def evaluated(evaluation: Result | str | None) -> list[str]:
@@ -166,7 +125,7 @@ def evaluated(evaluation: Result | str | None) -> list[str]:
         case None:
             return []
         case str():
-            return [f'<h2>Evaluation</h2>\n<p class="note">{escape(evaluation)}</p>']
+            return [f"<h2>Evaluation</h2>\n{note(evaluation)}"]
         case Result():
             pass
     blind = evaluation.blind
@@ -180,7 +139,7 @@ def evaluated(evaluation: Result | str | None) -> list[str]:
     return [
         "<h2>Evaluation</h2>",
         table(("kind", "questions", "exact match", "without looking"), shown, numbers=1),
-        *(f'<p class="note">{escape(note)}</p>' for note in notes),
+        *map(note, notes),
         "<h2>Held-out samples</h2>",
         '<div class="samples">',
         *map(sample, evaluation.samples),
@@ -193,10 +152,10 @@ def sample(asked: Asked) -> str:
     images = "".join(f'<img alt="" src="{p}">' for p in asked.pictures if PICTURE.fullmatch(p))
     verdict = "right" if asked.correct else "wrong"
     lines = (
-        f"<p>{escape(asked.question)}</p>",
-        f'<p class="{verdict}"><b>{escape(asked.prediction)}</b> ({verdict})</p>',
-        "" if asked.correct else f"<p>answer: {escape(asked.answer)}</p>",
-        f'<p class="note">{escape(asked.kind)} · {escape(asked.id)}</p>',
+        f"<p>{words(asked.question)}</p>",
+        f'<p class="{verdict}"><b>{words(asked.prediction)}</b> ({verdict})</p>',
+        "" if asked.correct else f"<p>answer: {words(asked.answer)}</p>",
+        f'<p class="note">{words(asked.kind)} · {words(asked.id)}</p>',
     )
     return f'<div class="sample">{images}{"".join(lines)}</div>'
 
@@ -237,13 +196,6 @@ def curves(history: History) -> list[str]:
         shown("%", "Padding as a share of token slots, and waiting for data as a share of the step's wall time.", shares),
         shown("GiB", "Memory at its peak: the device's, or on a CPU the process's.", memory),
     ]
-
-
-def figure(svg: str, caption: str) -> str:
-    """An SVG as an image: isolated, so that ids of two plots never meet and nothing in it could run."""
-    data = base64.b64encode(svg.encode()).decode()
-    words = escape(caption)
-    return f'<figure><img alt="{words}" src="data:image/svg+xml;base64,{data}"><figcaption>{words}</figcaption></figure>'
 
 
 def stage_table(history: History) -> str:
@@ -319,20 +271,6 @@ def padding(steps: Sequence[Step]) -> float:
     """Share of slots that is padding."""
     slots = sum(s.slots for s in steps)
     return 1 - sum(s.real for s in steps) / slots if slots else 0.0
-
-
-def number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
-
-
-def metric(value: float) -> str:
-    """With the prefix of a thousand to the n: 1.23 T."""
-    power = max(0, min(6, (len(str(int(value))) - 1) // 3))
-    return f"{value / 1000**power:.3g} {' kMGTPE'[power]}".strip()
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def duration(seconds: float) -> str:

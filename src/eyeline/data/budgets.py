@@ -1,0 +1,186 @@
+"""How full packs become at several budgets, and which budget to take: the planner's own packs, without fetching anything."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import numpy as np
+
+from eyeline.core.batch import Budget
+from eyeline.core.errors import Refused
+from eyeline.core.facts import Cost
+from eyeline.data.blend import Cursor, Pool, blended, whole
+from eyeline.data.loader import Reader
+from eyeline.data.order import Longs
+from eyeline.data.packing import OPEN_BINS
+from eyeline.data.plan import Item, Ordered, Sizing, plan
+
+CANDIDATES = tuple(2**n for n in range(8, 16))  # tokens
+ROOM = 1.25  # patches for a quarter more pictures than there are on average: text, not pictures, is what fills a pack
+STEP = 16  # patches are a multiple of this
+ROWS = (2_000, 200_000)  # rows that are planned: at least (small sets come again), and at most
+WINDOWS = 64  # of a set so small that it would come again and again
+WASTE, LOST = 0.01, 0.001  # padding, and samples that are too long, of a budget that is suggested
+UNBOUNDED = Budget(2**31 - 1, 2**31 - 1)
+COUNTED = Cost(token=0, pair=1, label=0, patch=0, patch_pair=1)  # so that the costs of a plan are numbers of pairs
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much of everything there is in some packs, without padding."""
+
+    packs: int = 0
+    patch: int = 0
+    patch_pair: int = 0
+    token: int = 0
+    pair: int = 0
+    label: int = 0
+    sample: int = 0
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What a budget makes of the training rows that were looked at."""
+
+    budget: Budget
+    pictured: Load  # packs with pictures
+    texts: Load  # packs without
+    rows: int  # that were planned
+    too_long: int  # of them, those that are over the budget, or over the model's positions
+    settled: bool  # whether so many packs were closed that the ones still open at the end do not matter; they are counted where not
+
+    @property
+    def load(self) -> Load:
+        return self.pictured + self.texts
+
+    @property
+    def waste(self) -> float:
+        """Padding, as a share of all slots for tokens."""
+        return 1 - self.load.token / (self.load.packs * self.budget.tokens)
+
+    @property
+    def filled(self) -> float:
+        """Patches, as a share of those that the packs could hold."""
+        return self.load.patch / (self.load.packs * self.budget.patches) if self.budget.patches else 0.0
+
+    @property
+    def lost(self) -> float:
+        return self.too_long / self.rows
+
+    @property
+    def good(self) -> bool:
+        return self.settled and self.waste <= WASTE and self.lost <= LOST
+
+
+Shards = frozenset[tuple[int, int]]
+
+
+def packings(reader: Reader, shards: Shards, now: Budget) -> tuple[Packing, ...]:
+    """Of the budget as it is, then of others, with patches in the proportion that the data has. Rows come from these shards, by source
+    and number. Samples over a budget are left out here, whatever `too_long` says."""
+    sizing = Sizing(reader.training.index, UNBOUNDED, min(UNBOUNDED.tokens, reader.longest), "reject", COUNTED)
+    size_G2 = np.concatenate([np.empty((0, 2), np.int64), *(_sizes(reader, sizing, *entry) for entry in sorted(shards))])
+    first = packing(reader, shards, now)
+    out = [first]
+    # rows that are encoded together, and weights of sources, make the share of patches another than that of the rows one by one
+    drawn = first.load.patch / first.load.token / _share(size_G2, now.tokens) if first and first.load.patch else 1.0
+    for tokens in (n for n in CANDIDATES if len(size_G2) and n >= np.median(size_G2[:, 0]) and n != now.tokens):
+        fitting_G2 = size_G2[size_G2[:, 0] <= tokens]
+        patches = -(-int(ROOM * drawn * _share(size_G2, tokens) * tokens) // STEP) * STEP
+        found = packing(reader, shards, Budget(tokens, max(patches, int(fitting_G2[:, 1].max()))))
+        out.append(found)
+        if found is not None and not found.settled:  # larger ones say even less
+            break
+    return tuple(found for found in out if found is not None)
+
+
+def _sizes(reader: Reader, sizing: Sizing, source: int, shard: int) -> Longs:
+    """Tokens and patches of each training row of a shard that can be used."""
+    sized = sizing(source, shard)
+    here = reader.training.kept(source, shard) & sized.usable_R
+    return np.stack([sized.tokens_R[here], sized.patches_R[here]], 1)
+
+
+def _share(size_G2: Longs, tokens: int) -> float:
+    """Patches a token of the samples that have at most so many tokens."""
+    summed = size_G2[size_G2[:, 0] <= tokens].sum(0)
+    return float(summed[1] / max(summed[0], 1))
+
+
+def suggested(packings: Sequence[Packing]) -> Packing | None:
+    """The smallest budget that wastes at most `WASTE` and loses at most `LOST`; where none does, the one that loses least, of equals the
+    one that wastes least."""
+    good = [p for p in packings if p.good]
+    if good:
+        return min(good, key=lambda p: p.budget.tokens)
+    return min(packings, key=lambda p: (not p.settled, max(p.lost, LOST), p.waste), default=None)
+
+
+def packing(reader: Reader, shards: Shards, budget: Budget) -> Packing | None:
+    """Of one budget: None when it holds no sample, or none of a source that has a share."""
+    sizing = Sizing(reader.training.index, budget, min(budget.tokens, reader.longest), "reject", COUNTED)
+    pools = tuple(replace(pool, entries=tuple(entry for entry in pool.entries if entry in shards)) for pool in reader.pools())
+    there = sum(int(reader.training.kept(*entry).sum()) for pool in pools for entry in pool.entries)
+    loads, bins, rows, lost, closed = [NOTHING], (), 0, 0, 0
+    try:
+        for number, ordered in enumerate(_windows(reader, pools, sizing), 1):
+            made = plan(ordered, bins, sizing)
+            bins = tuple(map(tuple, made.bins))
+            load_I6 = _loads(made.row_G5, made.bounds_I1, sizing)
+            loads += [load_I6[pack].sum(0)[None] for pack in made.packs]
+            closed += len(made.packs)
+            rows += len(ordered.row_R5)
+            lost += sum(reject.cause == "too_long" for _, reject in made.rejects)
+            whole = rows >= there and (number >= WINDOWS or rows >= ROWS[0] or (not made.packs and not bins))
+            if whole or rows >= ROWS[1]:
+                break
+    except Refused:  # a source without a usable sample cannot have a share
+        return None
+    settled = closed >= OPEN_BINS
+    if not settled:
+        loads += [_loads(*_unpacked(bin), sizing).sum(0)[None] for bin in bins]
+    load_K6 = np.concatenate(loads)
+    pictured, texts = (Load(len(some), *some.sum(0).tolist()) for some in (load_K6[load_K6[:, 0] > 0], load_K6[load_K6[:, 0] == 0]))
+    return Packing(budget, pictured, texts, rows, lost, settled) if len(load_K6) else None
+
+
+def _windows(reader: Reader, pools: Sequence[Pool], sizing: Sizing) -> Iterator[Ordered]:
+    """The rows of these pools as training meets them, without end. Nothing when there are none."""
+    cursors = tuple(Cursor() for _ in pools)
+    if not all(pool.entries for pool in pools):
+        return
+    for number in count():
+        if reader.data.blend == "once":
+            ordered, after = whole(pools[0], cursors[0])
+            cursors = (after,)
+        else:
+            ordered, cursors = blended(pools, [source.weight for source in reader.data.sources], cursors, number, sizing)
+        yield ordered
+
+
+NOTHING = np.empty((0, 6), np.int64)
+
+
+def _loads(row_G5: Longs, bounds_I1: Longs, sizing: Sizing) -> Longs:
+    """Patches, their pairs, tokens, theirs, labels and samples of items. Rows of an item show the same pictures, so it has those of one."""
+    if not len(row_G5):
+        return NOTHING
+    of_G5 = np.zeros((len(row_G5), 5), np.int64)
+    shards, where_G = np.unique(row_G5[:, 2:4], axis=0, return_inverse=True)
+    for n, (source, shard) in enumerate(shards.tolist()):
+        here = np.flatnonzero(where_G.ravel() == n)
+        sized, number = sizing(source, shard), row_G5[here, 4]
+        for column, values in enumerate((sized.patches_R, sized.vision_R, sized.tokens_R, sized.language_R, sized.supervised_R)):
+            of_G5[here, column] = values[number]
+    begins = bounds_I1[:-1]
+    summed = [np.maximum.reduceat(of_G5[:, :2], begins), np.add.reduceat(of_G5[:, 2:], begins), np.diff(bounds_I1)[:, None]]
+    return np.concatenate(summed, 1)
+
+
+def _unpacked(bin: Sequence[Item]) -> tuple[Longs, Longs]:
+    """Rows of items as a plan has them, and the bounds of the items."""
+    rows = [(item.epoch, item.window, *row) for item in bin for row in item.rows]
+    return np.array(rows, np.int64).reshape(-1, 5), np.cumsum([0, *(len(item.rows) for item in bin)])

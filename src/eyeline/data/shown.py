@@ -1,0 +1,135 @@
+"""Samples as the model sees them: pieces of text with what is learned marked, and small pictures beside them."""
+
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image as Pillow
+
+from eyeline.core.batch import IGNORE, Document, Sample
+from eyeline.core.errors import BadSample
+from eyeline.data.documents import document_of
+from eyeline.data.images import prepare, upright
+from eyeline.data.loader import Reader
+from eyeline.data.sets import held_out
+from eyeline.data.sources import Rows
+from eyeline.data.tokenizer import Encoder
+
+LONGEST_PIECE = 1_200  # characters of a piece that are shown: its begin and its end
+MOST_PIECES = 60
+MOST_SOURCES = 24  # of which samples are shown
+THUMBNAIL = 192  # pixels, the longer side
+THUMBNAILS = 4  # of a sample
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a document: text, or the visual tokens of one image."""
+
+    text: str  # control tokens spelt out; empty for an image
+    trained: bool = False  # whether it is learned
+    image: int | None = None  # which image of the document, from 1
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One sample as it is trained on."""
+
+    id: str
+    source: str  # as the recipe names it
+    tokens: int
+    supervised: int
+    pieces: tuple[Piece, ...]
+    thumbnails: tuple[bytes, ...]  # JPEG, made here from decoded pixels; the first few
+    pictures: int  # all that it has
+
+
+def shown_samples(reader: Reader, count: int, thumbnails: bool) -> list[Shown]:
+    """The first usable training samples, whole and without augmentation: `count`, some of each source, and of each at least one."""
+    sources = reader.training.index.sources[:MOST_SOURCES] if count else ()
+    out: list[list[Shown]] = [[] for _ in sources]
+    arriving = [_usable(reader, rows) for rows in sources]
+    open = list(range(len(sources)))
+    while open and sum(map(len, out)) < max(count, len(sources)):
+        for n in [*open]:
+            if sum(map(len, out)) >= max(count, len(sources)):
+                break
+            found = next(arriving[n], None)
+            if found is None:
+                open.remove(n)
+                continue
+            sample, document = found
+            out[n].append(_shown(sample, document, sources[n].source.path, reader.encoder, thumbnails))
+    return [shown for of_source in out for shown in of_source]
+
+
+def _usable(reader: Reader, rows: Rows) -> Iterator[tuple[Sample, Document]]:
+    for place, _, found in rows.kept():
+        if isinstance(found, BadSample) or held_out(rows, place, found, reader.data.hold_out):
+            continue
+        try:
+            media = [prepare(medium, reader.rule) for medium in found.media] if reader.rule else []
+            yield found, document_of(found, reader.encoder, reader.rule, media)
+        except BadSample:  # `data_report` counts and names them
+            continue
+
+
+def _shown(sample: Sample, document: Document, source: str, encoder: Encoder, thumbnails: bool) -> Shown:
+    return Shown(
+        id=sample.id,
+        source=source,
+        tokens=len(document.tokens_T),
+        supervised=int((document.labels_T != IGNORE).sum()),
+        pieces=shortened(pieces_of(document, encoder)),
+        thumbnails=tuple(thumbnail(upright(picture)) for picture in sample.pictures[:THUMBNAILS]) if thumbnails else (),
+        pictures=len(sample.pictures),
+    )
+
+
+def pieces_of(document: Document, encoder: Encoder) -> tuple[Piece, ...]:
+    """The document from its begin to its end."""
+    trained_T = np.zeros(len(document.tokens_T), bool)
+    trained_T[1:] = document.labels_T[:-1] != IGNORE  # label t is the token at t+1
+    image_T = np.full(len(document.tokens_T), -1)
+    image_T[document.visual_M] = np.repeat(np.arange(len(document.images)), [image.tokens for image in document.images])
+    out: list[Piece] = []
+    for begin, end in _runs(zip(trained_T.tolist(), image_T.tolist(), strict=True)):
+        if image_T[begin] >= 0:
+            out.append(Piece("", image=int(image_T[begin]) + 1, tokens=end - begin))
+        else:
+            text = encoder.decode(document.tokens_T[begin:end].tolist(), special=True)
+            out.append(Piece(text, bool(trained_T[begin]), tokens=end - begin))
+    return tuple(out)
+
+
+def shortened(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The same, with what is long left out in the middle: a page stays small, whatever the data."""
+    half = MOST_PIECES // 2
+    if len(pieces) > MOST_PIECES:
+        gap = Piece(f" … {len(pieces) - 2 * half:,} pieces … ", tokens=sum(piece.tokens for piece in pieces[half:-half]))
+        pieces = (*pieces[:half], gap, *pieces[-half:])
+    return tuple(Piece(_shortened(piece.text), piece.trained, piece.image, piece.tokens) for piece in pieces)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= LONGEST_PIECE:
+        return text
+    half = LONGEST_PIECE // 2
+    return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+
+
+def thumbnail(rgb: Pillow.Image) -> bytes:
+    """A small JPEG of the pixels alone: nothing else of the file goes along."""
+    rgb.thumbnail((THUMBNAIL, THUMBNAIL))
+    out = io.BytesIO()
+    Pillow.fromarray(np.asarray(rgb)).save(out, format="JPEG", quality=80)
+    return out.getvalue()
+
+
+def _runs(values: Iterable[object]) -> list[tuple[int, int]]:
+    """Bounds of the stretches of equal values."""
+    all = list(values)
+    cuts = [n for n in range(1, len(all)) if all[n] != all[n - 1]]
+    return list(zip([0, *cuts], [*cuts, len(all)], strict=True)) if all else []

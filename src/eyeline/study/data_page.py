@@ -1,0 +1,345 @@
+"""What is said about data: a list of blocks, which a terminal prints and a page shows. So both say the same.
+
+Everything is made into words here, from the records of `data/report.py`; data that is quoted is cut to a length, and whoever prints or
+writes it makes it harmless.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from eyeline.core.facts import ImageRule
+from eyeline.data.budgets import LOST, WASTE, Load, Packing, suggested
+from eyeline.data.rejects import CAUSES, REMEDIES
+from eyeline.data.report import DataReport, Measure
+from eyeline.data.shown import Shown
+from eyeline.data.twins import Twins
+from eyeline.models.flops import NONE, Arithmetic, Flops, Work
+from eyeline.study import page
+from eyeline.study.page import metric, percent, words
+from eyeline.train.run import Batching
+
+LONGEST_CELL = 300  # characters of what is quoted
+MOST_ROWS = 200  # of a table
+PARTS = ("vision", "projector", "language", "head")
+LARGEST_PAGE = 5 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Heading:
+    text: str
+    part: bool = False  # of a stage: for pages only
+
+
+@dataclass(frozen=True)
+class Line:
+    text: str
+    warns: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table. `line` says how a row reads in a terminal where its cells are too long for columns: "{0}: {1}"."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    line: str | None = None
+    numbers: int = 1  # columns from here on are numbers
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """For pages only: its figures are in a table, too."""
+
+    label: str
+    caption: str
+    measure: Measure
+
+
+Block = Heading | Line | Grid | Histogram | Shown
+
+
+@dataclass(frozen=True)
+class StageData:
+    """A stage, and what was found of its data."""
+
+    name: str
+    batch: Batching
+    report: DataReport
+    samples: tuple[Shown, ...]
+    flops: tuple[Flops, ...] = ()  # of the load of each budget; none where they were not counted
+    same_as: str | None = None  # an earlier stage with the same data and budget: nothing of it is said again but the arithmetic
+
+
+def flops_of(packing: Packing, arithmetic: Arithmetic, rule: ImageRule | None) -> Flops:
+    """What the packs of a budget cost the model."""
+
+    def of(load: Load) -> Flops:
+        if not load.packs:
+            return NONE
+        visual = load.patch // rule.merge**2 if rule else 0
+        return arithmetic.of_work(Work(load.patch, load.patch_pair, visual, load.token, load.pair, load.label))
+
+    return of(packing.pictured) + of(packing.texts)
+
+
+def blocks(found: StageData) -> Iterator[Block]:
+    """All that is said about a stage's data."""
+    report = found.report
+    yield Heading(f"stage {found.name}")
+    if found.same_as is not None:
+        yield Line(f"Its data and its batches are those of stage {found.same_as}.")
+        yield from _budgets(found)
+        return
+    about = "" if report.exact else "about "  # of large data only some shards are looked at
+    yield Heading("Sources", part=True)
+    yield Grid(
+        ("source", "layout", "recognised by", "samples", "to validate on", "an epoch", "of visits", "of tokens", "of visual tokens"),
+        _sources(report),
+        "{0}: {1} ({2}), {3} samples, {4} of them to validate on, {5}; {6} of visits, {7} of tokens, {8} of visual tokens",
+        numbers=3,
+    )
+    yield Line(f"{about}{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined")
+    if kinds := _kinds(report):
+        yield Grid(("source", "kind", "samples", "share"), kinds, numbers=2)
+    yield Heading("Sizes", part=True)
+    yield Grid(("", "min", "median", "mean", "99 of 100", "max"), _measures(report))
+    yield from _histograms(report)
+    batch = found.batch
+    yield Heading("Batches", part=True)
+    yield Line(f"a step: {batch.micro_batches} × up to {batch.tokens:,} tokens and {batch.patches:,} patches")
+    yield from _budgets(found)
+    yield Heading("What is odd or unusable", part=True)
+    yield from _odd(report)
+    yield from _rejects(report)
+    if report.twins is not None:
+        yield Heading("What occurs twice", part=True)
+        yield from _twins(report.twins, report)
+    if found.samples:
+        yield Heading("Samples", part=True)
+        yield Line("the first samples, as the model sees them; what is learned is green:")
+        yield from found.samples
+
+
+def _sources(report: DataReport) -> tuple[tuple[str, ...], ...]:
+    rows = []
+    for source in report.sources[:MOST_ROWS]:
+        often = f"weight {source.weight:g}" if source.weight != 1 else "once" if source.repeat == 1 else f"{source.repeat} times"
+        shares = (percent(source.visits), percent(source.tokens), percent(source.visual))
+        rows.append((cut(source.path), source.layout, cut(source.why), f"{source.rows:,}", f"{source.validation:,}", often, *shares))
+    return tuple(rows)
+
+
+def _kinds(report: DataReport) -> tuple[tuple[str, ...], ...]:
+    """Nothing where a source has one kind only."""
+    rows: list[tuple[str, ...]] = []
+    for source in report.sources:
+        whole = sum(count for _, count in source.kinds)
+        if len(source.kinds) > 1:
+            rows += [(cut(source.path), cut(kind, 60), f"{count:,}", percent(count / whole)) for kind, count in source.kinds]
+        if source.more_kinds:
+            rows.append((cut(source.path), f"{source.more_kinds:,} more kinds", "", ""))
+    return tuple(rows[:MOST_ROWS])
+
+
+def _measures(report: DataReport) -> tuple[tuple[str, ...], ...]:
+    whole = {
+        "tokens a sample": report.tokens,
+        "of them text": report.text,
+        "of them visual": report.visual,
+        "of them supervised": report.supervised,
+        "tokens an answer": report.answers,
+        "pictures a sample": report.pictures,
+        "picture width": report.widths,
+        "picture height": report.heights,
+    }
+    rows = [_measure(name, measure, 0) for name, measure in whole.items()]
+    return (*rows, _measure("width / height", report.aspects, 2))
+
+
+def _measure(name: str, measure: Measure | None, places: int) -> tuple[str, ...]:
+    if measure is None:
+        return (name, *["–"] * 5)
+    mean = f"{measure.mean:,.{max(places, 1)}f}"
+    least, median, high, most = (f"{v:,.{places}f}" for v in (measure.least, measure.median, measure.high, measure.most))
+    return name, least, median, mean, high, most
+
+
+def _histograms(report: DataReport) -> Iterator[Histogram]:
+    shown = (
+        ("tokens a sample", "All tokens of a sample, visual ones included.", report.tokens),
+        ("text tokens", "Its tokens of text and of the template.", report.text),
+        ("visual tokens", "Its visual tokens.", report.visual),
+        ("tokens an answer", "Tokens of an answer that is learned, its end included.", report.answers),
+        ("width, pixels", "Pictures as they are stored, upright.", report.widths),
+        ("height, pixels", "Pictures as they are stored, upright.", report.heights),
+        ("width / height", "Below 1 a picture stands, above 1 it lies.", report.aspects),
+        ("pictures a sample", "Stills and films of a sample.", report.pictures),
+    )
+    yield from (Histogram(label, caption, measure) for label, caption, measure in shown if measure and measure.least < measure.most)
+
+
+def _budgets(found: StageData) -> Iterator[Block]:
+    report = found.report
+    if not report.budgets:
+        return
+    names = [f"{p.budget.tokens:,}" + (" (now)" if n == 0 else "") for n, p in enumerate(report.budgets)]
+    rows = tuple((name, *_packing(p)) for name, p in zip(names, report.budgets, strict=True))
+    yield Grid(("batch.tokens", "patches", "samples", "padding", "patches used", "too long"), rows)
+    yield Line("Padding is what the planner's own packs leave empty; too long are samples over the budget or the model's positions.")
+    if found.flops:
+        packs = [packing.load.packs for packing in report.budgets]
+        costs = [(*(flops.by_part[part] for part in PARTS), flops.total) for flops in found.flops]
+        rows = [(name, *(metric(cost / n) for cost in of)) for name, of, n in zip(names, costs, packs, strict=True)]
+        yield Grid(("FLOPs of a batch", *PARTS, "all"), tuple(rows))
+        yield Line("Arithmetic that the model needs for a batch as the stage trains it, forward and backward without what is recomputed.")
+    best = suggested(report.budgets)
+    if best is not None:
+        yield Line(suggestion(best, report.budgets, found.batch))
+
+
+def _packing(packing: Packing) -> tuple[str, ...]:
+    load = packing.load
+    return (
+        f"{packing.budget.patches:,}",
+        f"{load.sample / load.packs:,.1f}",
+        ("" if packing.settled else "about ") + percent(packing.waste),
+        percent(packing.filled) if packing.budget.patches else "–",
+        percent(packing.lost),
+    )
+
+
+def suggestion(best: Packing, packings: Sequence[Packing], batch: Batching) -> str:
+    """The budget to take, as a line for the recipe, and why."""
+    wanted = f"at most {percent(WASTE)} padding and {percent(LOST)} of the samples too long"
+    if best.good:
+        why = f"the smallest of these with {wanted}"
+    else:
+        why = f"none has {wanted}; this one comes nearest" + ("" if best.settled else ", of few batches")
+    if best is packings[0]:
+        return f"suggested: the batch as it is ({why})"
+    micro_batches = max(round(batch.tokens * batch.micro_batches / best.budget.tokens), 1)
+    line = f"batch: {{tokens: {best.budget.tokens}, patches: {best.budget.patches}, micro_batches: {micro_batches}}}"
+    return f"suggested, if the device has the memory: {line} ({why})"
+
+
+def _odd(report: DataReport) -> Iterator[Line]:
+    if not (report.odd or report.rejects or report.control_strings or report.unlearned):
+        yield Line("nothing odd, nothing that cannot be used")
+    if report.odd:
+        odd = ", ".join(f"{what} {count}" for what, count in report.odd.items())
+        yield Line(f"odd pictures, usable (of {report.decoded:,}): {odd}")
+    if report.control_strings:
+        yield Line(f"samples whose text spells out a control token, which stays text: {report.control_strings}")
+    if report.unlearned:
+        yield Line(
+            f"{report.unlearned:,} of {report.said:,} answers are not learned: the template {report.template} learns the last answer of a "
+            "conversation alone (docs/data.md#chat-templates). To learn each, make one row of every turn",
+            warns=True,
+        )
+
+
+def _rejects(report: DataReport) -> Iterator[Block]:
+    if not report.rejects:
+        return
+    yield Grid(
+        ("rejected", "samples", "of examined", "what it means", "what to do"),
+        tuple((c, f"{n:,}", percent(n / report.examined), CAUSES[c], REMEDIES[c]) for c, n in report.rejects.items()),
+        "rejected: {0} {1} ({2}): {3}. {4}",
+        numbers=5,
+    )
+    yield Grid(
+        ("cause", "file", "row", "field", "message"),
+        tuple((r.cause, cut(r.file), f"{r.row}", cut(r.field), cut(r.message)) for r in report.rejected),
+        "  {1} row {2}, {3}: {4} [{0}]",
+        numbers=5,
+    )
+
+
+def _twins(twins: Twins, report: DataReport) -> Iterator[Block]:
+    some = "" if twins.whole else f" of about {report.training:,} (so there may be more)"
+    yield Line(
+        f"compared: {twins.samples:,} training samples{some}; {twins.equal_samples:,} equal an earlier one, and "
+        f"{twins.equal_pictures:,} of {twins.pictures:,} pictures have the bytes of another"
+    )
+    pairs = [("sample", *pair) for pair in twins.sample_examples] + [("picture", *pair) for pair in twins.picture_examples]
+    if pairs:
+        yield Grid(("twin", "this", "equals"), _cut(pairs), "  {0} {1} equals {2}", numbers=3)
+    for overlap in twins.overlaps:
+        yield Line(
+            f"{overlap.name}: of {overlap.samples:,} samples {overlap.equal_samples:,} are also learned from, and the text of "
+            f"{overlap.equal_texts:,}; of {overlap.pictures:,} pictures {overlap.equal_pictures:,} are ({overlap.equal_paths:,} by path)",
+            warns=overlap.equal_samples + overlap.equal_pictures > 0,
+        )
+        if overlap.examples:
+            rows = _cut([(overlap.name, *pair) for pair in overlap.examples])
+            yield Grid(("shared", "this picture", "is learned as"), rows, "  {1} is learned as {2}", numbers=3)
+
+
+def _cut(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(cut(cell) for cell in row) for row in rows)
+
+
+def cut(text: str, longest: int = LONGEST_CELL) -> str:
+    """The text, or its begin and its end."""
+    return text if len(text) <= longest else f"{text[: longest // 2]} … {text[-longest // 2 :]}"
+
+
+# The page
+
+
+def data_page(name: str, stages: Sequence[StageData], problems: Sequence[str]) -> str:
+    """The page of a recipe's data. At most LARGEST_PAGE bytes: where the samples of all stages are too many, later ones are left out."""
+    top = [f"<h1>{words(name)}</h1>", page.note("What its data are, as Eyeline reads them. Nothing was trained.")]
+    top += [page.warning(problem) for problem in problems] or [page.note("No problems were found.")]
+    body: list[str] = []
+    room = LARGEST_PAGE - len(page.document(name, top).encode()) - 1024
+    for stage in stages:
+        plots: list[str] = []
+        for block in [*blocks(stage), None]:
+            if isinstance(block, Histogram):
+                plots.append(_plot(block))
+                continue
+            made = ['<div class="plots">', *plots, "</div>"] if plots else []
+            plots = []
+            made += [] if block is None else [_html(block)]
+            size = len("\n".join(made).encode()) + 1
+            if size > room:
+                continue
+            room -= size
+            body += made
+    return page.document(name, [*top, *body])
+
+
+def _html(block: Heading | Line | Grid | Shown) -> str:
+    match block:
+        case Heading(text, part):
+            return f"<h3>{words(text)}</h3>" if part else f"<h2>{words(text)}</h2>"
+        case Line(text, warns):
+            return page.warning(text) if warns else page.note(text)
+        case Grid(head, rows, _, numbers):
+            return page.table(head, rows, numbers)
+        case Shown():
+            return _sample(block)
+
+
+def _plot(block: Histogram) -> str:
+    from eyeline.study.plots import bars  # here, since matplotlib takes half a second to import
+
+    return page.figure(bars(block.measure.edges, block.measure.bars, block.label, block.measure.log), block.caption)
+
+
+def _sample(shown: Shown) -> str:
+    pictures = "".join(page.picture(jpeg) for jpeg in shown.thumbnails)
+    more = f", {shown.pictures - len(shown.thumbnails)} more pictures" if shown.pictures > len(shown.thumbnails) else ""
+    about = f"{cut(shown.id)} · {cut(shown.source)} · {shown.tokens:,} tokens, {shown.supervised:,} learned{more}"
+    pieces = []
+    for piece in shown.pieces:
+        if piece.image is not None:
+            pieces.append(f"<i>{words(picture_words(piece.image, piece.tokens))}</i>")
+        else:
+            pieces.append(f"<b>{words(piece.text)}</b>" if piece.trained else words(piece.text))
+    return f'<div class="seen"><p class="note">{words(about)}</p>{pictures}<p class="text">{"".join(pieces)}</p></div>'
+
+
+def picture_words(image: int, tokens: int) -> str:
+    return f"[picture {image}: {tokens} tokens]"

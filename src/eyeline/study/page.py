@@ -1,0 +1,114 @@
+"""What every page is made of: one self-contained file without script, in which nothing from data is anything but text.
+
+Whoever writes a page sends each string of a file through `words`, and each picture through `picture`.
+"""
+
+import base64
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from eyeline.core.log import visible
+
+PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of picture that a page embeds, beside our plots
+
+CSS = """
+:root { color-scheme: light dark; --ink: #1d1f23; --soft: #5c6068; --line: #e5e6e9; --paper: #fff; --panel: #f6f7f8; --good: #00694d;
+        --bad: #a63f00; --learned: #d3efe2; --image: #dbe8f6; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #dcdee2; --soft: #9a9ea7; --line: #34373d; --paper: #17181b; --panel: #202226; --good: #5cc9a4; --bad: #f0a06a;
+          --learned: #1d4a3a; --image: #23405c; } }
+body { font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 56rem; margin: 2.5rem auto 4rem; padding: 0 1.2rem; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .2rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2.8rem 0 .6rem; padding-top: .9rem; border-top: 1px solid var(--line); }
+h3 { font-size: 1rem; margin: 1.9rem 0 .4rem; }
+p.note { color: var(--soft); margin: .25rem 0 .6rem; max-width: 46rem; overflow-wrap: anywhere; }
+p.warning { margin: .5rem 0; padding: .5rem .8rem; border-left: 3px solid var(--bad); background: var(--panel); overflow-wrap: anywhere; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: .4rem 0; font-variant-numeric: tabular-nums; font-size: .92rem; }
+th, td { text-align: left; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
+         overflow-wrap: anywhere; }
+th { font-weight: 600; color: var(--soft); white-space: nowrap; } td.n { white-space: nowrap; } td:first-child { overflow-wrap: normal; }
+td.n, th.n { text-align: right; }
+dl.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .9rem 1.2rem; margin: 1.2rem 0; }
+dl.figures dt { color: var(--soft); font-size: .85rem; } dl.figures dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
+figure { margin: .6rem 0 1.2rem; } figure img { width: 100%; } figcaption { color: var(--soft); font-size: .85rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(16rem, 1fr)); gap: .2rem 1.4rem; margin: .8rem 0; }
+.plots figure { margin: 0; }
+.samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(14.5rem, 1fr)); gap: 1.1rem; }
+.sample { border: 1px solid var(--line); border-radius: 6px; padding: .7rem .8rem; overflow-wrap: anywhere; }
+.sample img { width: 100%; max-height: 13rem; object-fit: contain; image-rendering: auto; background: var(--panel); }
+.sample p { margin: .35rem 0; white-space: pre-wrap; } .right { color: var(--good); } .wrong { color: var(--bad); }
+.seen { border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem; margin: .9rem 0; overflow-wrap: anywhere; }
+.seen img { height: 6.5rem; max-width: 100%; object-fit: contain; margin: 0 .6rem .5rem 0; border-radius: 3px; background: var(--panel); }
+.seen p { margin: 0; } .seen p.text { white-space: pre-wrap; font: .87rem/1.6 ui-monospace, Menlo, Consolas, monospace; }
+.seen b { font-weight: inherit; background: var(--learned); border-radius: 3px; padding: .08rem 0; }
+.seen i { font-style: normal; background: var(--image); border-radius: 3px; padding: .08rem .25rem; }
+pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: .8rem; overflow-x: auto; font-size: .84rem; }
+"""
+
+
+def document(title: str, sections: Iterable[str]) -> str:
+    """The page, of HTML that is safe already."""
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{words(title)} · Eyeline</title>'
+    # the policy makes a browser refuse what the page promises not to have: scripts, and anything fetched
+    head += "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
+    body = "\n".join(sections)
+    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>\n{body}\n</body></html>\n'
+
+
+def words(text: str) -> str:
+    """Any text as text: no mark-up in it, and what cannot be seen (control characters, changes of direction) spelt out."""
+    return escape(visible(text))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int | None = None) -> str:
+    """An HTML table of any cells. Columns from `numbers` on are aligned as numbers."""
+
+    def cells(tag: str, values: Sequence[object]) -> str:
+        right = [' class="n"' if numbers is not None and i >= numbers else "" for i in range(len(values))]
+        return "".join(f"<{tag}{css}>{words(str(v))}</{tag}>" for v, css in zip(values, right, strict=True))
+
+    top = f"<tr>{cells('th', head)}</tr>" if head else ""
+    body = "".join("<tr>" + cells("td", row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table>{top}{body}</table></div>'
+
+
+def figures_list(shown: Mapping[str, str]) -> str:
+    """A few large figures, each under its name."""
+    items = "".join(f"<div><dt>{words(k)}</dt><dd>{words(v)}</dd></div>" for k, v in shown.items())
+    return f'<dl class="figures">{items}</dl>'
+
+
+def note(text: str) -> str:
+    return f'<p class="note">{words(text)}</p>'
+
+
+def warning(text: str) -> str:
+    return f'<p class="warning">{words(text)}</p>'
+
+
+def figure(svg: str, caption: str) -> str:
+    """An SVG as an image: isolated, so that ids of two plots never meet and nothing in it could run."""
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<figure><img alt="{words(caption)}" src="data:image/svg+xml;base64,{data}"><figcaption>{words(caption)}</figcaption></figure>'
+
+
+def picture(jpeg: bytes) -> str:
+    """A JPEG that was made here."""
+    return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}">'
+
+
+def number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
+
+
+def metric(value: float) -> str:
+    """With the prefix of a thousand to the n: 1.23 T."""
+    power = max(0, min(6, (len(str(int(value))) - 1) // 3))
+    return f"{value / 1000**power:.3g} {' kMGTPE'[power]}".strip()
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

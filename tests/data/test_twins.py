@@ -1,0 +1,89 @@
+"""What occurs twice, against sets in which it was put by hand."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from eyeline.core.batch import Budget, Picture
+from eyeline.core.facts import ImageRule
+from eyeline.data.loader import Reader
+from eyeline.data.report import THOROUGH, Depth, data_report
+from eyeline.data.sets import Data
+from eyeline.data.sources import Source
+from eyeline.data.tokenizer import Encoder
+from eyeline.data.twins import EXAMPLES, Known, known, twins
+from tests.data.made import said, sample
+from tests.data.test_loader import row
+
+
+def test_equal_pictures_under_other_names_are_found(tmp_path: Path, draw: Callable[..., Path]) -> None:
+    draw("a.png", seed=1)
+    draw("b.png", seed=2)
+    shutil.copy(tmp_path / "a.png", tmp_path / "copy.png")
+    a, b, copy, gone = (Picture(name, tmp_path / name) for name in ("a.png", "b.png", "copy.png", "gone.png"))
+    inside = Picture("image", (tmp_path / "a.png").read_bytes())
+    found = known([sample((p, "q"), "x") for p in (a, b, copy, a, inside, gone)])
+    assert (found.samples, found.equal_samples) == (5, 3)  # all but b say and show the same; the one without its file is not counted
+    assert (len(found.places), found.equal_pictures) == (4, 2)
+    assert found.picture_examples == [("copy.png", "a.png"), ("image of made#0", "a.png")]
+
+
+def test_samples_are_equal_in_text_turns_and_pictures() -> None:
+    p, other = Picture("p", b"p"), Picture("o", b"o")
+    different = [
+        sample("q", "x"),
+        sample("q", "y"),
+        sample("q", "x", "", "y"),
+        sample((p, "q"), "x"),
+        sample(("q", p), "x"),
+        sample((other, "q"), "x"),
+        sample((p, other, "q"), "x"),
+        sample((other, p, "q"), "x"),
+        sample(("q\n", "assistant"), "x"),
+        sample("q", "x", system="s"),
+    ]
+    assert known(different).equal_samples == 0
+    assert known([*different, *different]).equal_samples == len(different)
+    assert len(said("q", "x")) == 2
+
+
+def test_overlaps_by_hand() -> None:
+    p, q, r = (Picture(name, name.encode()) for name in "pqr")
+    training = known([sample((p, "one"), "x"), sample((q, "two"), "x"), sample("three", "x")])
+    twice = sample((p, "one"), "x")
+    judge = known([twice, twice, sample((q, "other"), "x"), sample((r, "two"), "x"), sample("three", "y")])
+    [overlap] = twins(training, {"validation": judge}).overlaps
+    assert (overlap.samples, overlap.equal_samples, overlap.equal_texts) == (5, 2, 3)
+    assert (overlap.pictures, overlap.equal_pictures) == (3, 2)
+    assert overlap.examples == (("p of made#0", "p of made#0"), ("q of made#0", "q of made#0"))
+    [nothing] = twins(Known(), {"evaluation": judge}).overlaps
+    assert (nothing.equal_samples, nothing.equal_texts, nothing.equal_pictures, nothing.equal_paths) == (0, 0, 0, 0)
+
+
+def test_examples_are_few() -> None:
+    found = known([sample("q", "x")] * 50)
+    assert (found.equal_samples, len(found.sample_examples)) == (49, EXAMPLES)
+
+
+def test_validation_that_training_has_seen_is_found(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule) -> None:
+    """By path and by content: a copy of a picture has another path."""
+    for n in range(4):
+        draw(f"{n}.png", seed=n)
+    shutil.copy(tmp_path / "0.png", tmp_path / "renamed.png")
+    (tmp_path / "train.json").write_text(json.dumps([row(f"q{n}", f"{n}.png") for n in range(3)]))
+    rows = [row("new", "renamed.png"), row("q1", "1.png"), row("q2", "3.png"), row("bad", "none.png")]
+    (tmp_path / "val.json").write_text(json.dumps(rows))
+    data = Data(sources=(Source(path=str(tmp_path / "train.json")),), validation=(Source(path=str(tmp_path / "val.json")),))
+    found = data_report(Reader(data, plain, rule, 0), Budget(50, 64), THOROUGH).twins
+    assert found is not None
+    [overlap] = found.overlaps
+    assert (overlap.samples, overlap.equal_samples, overlap.equal_texts) == (3, 1, 2)
+    assert (overlap.pictures, overlap.equal_pictures, overlap.equal_paths) == (3, 2, 1)
+    assert {pair[0].rpartition("/")[2]: pair[1].rpartition("/")[2] for pair in overlap.examples} == {
+        "renamed.png": "0.png",
+        "1.png": "1.png",
+    }
+    some = data_report(Reader(data, plain, rule, 0), Budget(50, 64), Depth(compared=2)).twins
+    assert some is not None
+    assert (found.whole, some.whole, some.samples) == (True, False, 1)
