@@ -71,8 +71,8 @@ _SIGNATURES = (  # of files that people name .png or .jpg
     (b"%PDF", "PDF"),
     (b"<svg", "SVG"),
     (b"<?xml", "XML"),
-    (b"<!DOCTYPE", "HTML"),
-    (b"<html", "HTML"),
+    (b"<!DOCTYPE", "HTML, a web page in place of the picture"),
+    (b"<html", "HTML, a web page in place of the picture"),
     (b"\0\0\1\0", "ICO"),
     (b"version https://git-lfs", "a Git LFS pointer in place of the picture, which `git lfs pull` fetches"),
 )
