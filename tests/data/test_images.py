@@ -61,7 +61,8 @@ def test_what_names_no_picture_file_is_rejected(tmp_path: Path) -> None:
     ("name", "said"),
     [
         ("my photos/b.png", r"/my photos/b\.png does not exist$"),
-        ("my fotos/new/b.png", r"nor does the folder .*/my fotos \(Did you mean 'my photos'\?\)$"),
+        ("my fotos/new/b.png", r"nor does the folder .*/my fotos \(did you mean 'my photos'\?\)$"),
+        ("MY PHOTOS/b.png", r"nor does the folder .*/MY PHOTOS \(did you mean 'my photos'\?\)$"),
         ("elsewhere/b.png", r"nor does the folder .*/elsewhere$"),
         ("my photos\\a.png", "It has backslashes, and / is what sets folders apart"),
     ],

@@ -29,7 +29,7 @@ from PIL import Image as Pillow
 from PIL import ImageFile
 
 from eyeline.core.batch import Image, Ints, Picture, Span, Video
-from eyeline.core.errors import BadSample, Refused, StorageFailed, nearest
+from eyeline.core.errors import BadSample, Refused, StorageFailed, closest
 from eyeline.core.facts import ImageRule, Unit
 from eyeline.core.files import storage_failed
 from eyeline.core.settings import NotNegative, Settings
@@ -352,8 +352,9 @@ def _no_folder(folder: Path) -> str:
         beside = [entry.name for entry in islice(os.scandir(folder.parent), 1_000) if entry.is_dir()]
     except OSError:  # not ours to read
         beside = []
-    guess = nearest(folder.name, beside)
-    return f", nor does the folder {folder}" + (f" ({guess.strip()})" if guess else "")
+    lowered = {name.lower(): name for name in beside}
+    guess = closest(folder.name.lower(), list(lowered))
+    return f", nor does the folder {folder}" + (f" (did you mean {lowered[guess]!r}?)" if guess else "")
 
 
 def _what(head: bytes) -> str:
