@@ -152,7 +152,10 @@ TIMES = ("timestamps", "sample_fps", "fps")
 
 
 def unpacked(value: Any, field: str) -> Any:
-    """A list that is written as JSON text, as a cell of a table holds it; anything else as it is."""
+    """A list that is written as JSON text, as a cell of a table holds it, or as an object of lists, as `datasets` stores a Sequence
+    of objects; anything else as it is."""
+    if isinstance(value, dict) and value and all(isinstance(v, list) for v in value.values()) and len({*map(len, value.values())}) == 1:
+        return [dict(zip(value, item, strict=True)) for item in zip(*value.values(), strict=True)]
     if not (isinstance(value, str) and value[:1] == "[" and value.rstrip()[-1:] == "]"):
         return value
     try:

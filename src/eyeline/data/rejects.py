@@ -18,7 +18,7 @@ CAUSES: dict[str, str] = {
     "damaged_tar": "an archive that ends early or is damaged; what was behind is lost",
     "tar_member": "a link, device or path out of the archive, or a name that fits no picture",
     "tar_key": "a key of an archive that comes twice",
-    "damaged_parquet": "a row group that cannot be decoded",
+    "damaged_parquet": "a row group or record batch that cannot be decoded",
     "table_row": "a row with more or fewer fields than the header, or a quote that is never closed",
     "bad_unicode": "invalid UTF-8, or half of a surrogate pair",
     "wrong_type": "a field has another type than its layout wants",

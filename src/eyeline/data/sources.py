@@ -15,6 +15,7 @@ from pydantic import Field
 from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.data.arrow import FILE_MAGIC, MESSAGE, open_arrow
 from eyeline.data.coco import open_coco
 from eyeline.data.containers import RETRIES, Container, File, Place, Shard
 from eyeline.data.csv_rows import open_table
@@ -182,6 +183,8 @@ def open_container(files: list[Path], folder: Path, mapping: Mapping, retries: i
         raise Refused(f"{first} cannot be read: {error.strerror or error}") from error
     if head.startswith(b"PAR1"):
         return open_parquet(files, folder, (*COLUMNS, *mapping.taken), retries)
+    if head.startswith((FILE_MAGIC, MESSAGE)):
+        return open_arrow(files, folder, (*COLUMNS, *mapping.taken), retries)
     if head[257:262] == b"ustar" or ".tar" in first.suffixes or first.suffix == ".tgz":
         return open_tars(files, folder, retries)
     if len(files) > 1:

@@ -1,0 +1,128 @@
+"""Arrow: a shard a record batch, of streams (as `datasets.save_to_disk` writes them) and of files (Feather) alike.
+
+A stream has no table of contents, so the head of each message is read once; what is in them pyarrow reads.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from eyeline.core.errors import BadSample, Refused
+from eyeline.data.containers import File, Shard, Window, fingerprints
+from eyeline.data.parquet import MAX_GROUP_BYTES, Group, Tables, chosen, with_pyarrow
+
+if TYPE_CHECKING:
+    import pyarrow as arrow
+
+FILE_MAGIC = b"ARROW1\0\0"  # of the file format, in which the same messages follow
+MESSAGE = b"\xff\xff\xff\xff"
+ROWS_PER_BYTE = 64  # at most, of a batch that is compressed: more than that is a damaged number
+SCHEMA, DICTIONARY, BATCH = 1, 2, 3  # format/Message.fbs: MessageHeader
+
+
+class Message(NamedTuple):
+    """One message of a stream."""
+
+    kind: int
+    begin: int
+    length: int
+    rows: int
+
+
+def messages(window: Window, begin: int) -> Iterator[Message]:
+    """The messages of a stream in order. ValueError where it breaks off."""
+    while True:
+        window.seek(begin)
+        head = window.read(8)
+        if head[:4] != MESSAGE or len(head) < 8:
+            raise ValueError(f"no message begins at byte {begin:,}")
+        (size,) = struct.unpack("<i", head[4:])
+        if size == 0:
+            return
+        about = window.read(size) if 0 < size <= 1 << 28 else b""
+        if len(about) < max(size, 8):
+            raise ValueError(f"the message at byte {begin:,} is cut")
+        try:
+            root = _at(about, 0, "I")
+            kind, body = _field(about, root, 1), _field(about, root, 3)
+            length = 8 + size + (_at(about, body, "q") if body else 0)
+            batch, rows = _field(about, root, 2), 0
+            if kind and batch and about[kind] == BATCH:
+                count = _field(about, batch + _at(about, batch, "I"), 0)
+                rows = _at(about, count, "q") if count else 0
+        except struct.error as error:
+            raise ValueError(f"the message at byte {begin:,} is damaged") from error
+        if not kind or length < 8 + size or not 0 <= rows <= ROWS_PER_BYTE * length or begin + length > window.seek(0, 2):
+            raise ValueError(f"the message at byte {begin:,} is damaged or cut")
+        yield Message(about[kind], begin, length, rows)
+        begin += length
+
+
+def _at(data: bytes, place: int, kind: str) -> int:
+    if place < 0:
+        raise struct.error("a place before the begin")
+    return struct.unpack_from("<" + kind, data, place)[0]
+
+
+def _field(data: bytes, table: int, number: int) -> int | None:
+    """Where a field of a flatbuffer's table lies; None for one that is not there."""
+    entries = table - _at(data, table, "i")
+    if 6 + 2 * number > _at(data, entries, "H"):
+        return None
+    offset = _at(data, entries + 4 + 2 * number, "H")
+    return table + offset if offset else None
+
+
+def read_batch(file: File, group: Group, columns: tuple[str, ...]) -> "arrow.Table":
+    """A record batch, checked: Arrow has no checksums, and a damaged offset would be followed anywhere."""
+    import pyarrow
+    import pyarrow.ipc as ipc
+
+    data = file.read(0, group.head).removeprefix(FILE_MAGIC) + file.read(group.part, group.length)
+    try:
+        names = ipc.open_stream(pyarrow.BufferReader(data)).schema.names
+        options = ipc.IpcReadOptions(included_fields=[names.index(column) for column in columns], use_threads=False)
+        table = pyarrow.Table.from_batches([ipc.open_stream(pyarrow.BufferReader(data), options=options).read_next_batch()])
+        table.validate(full=True)
+    except (OSError, ValueError) as error:  # as pyarrow's errors are
+        raise BadSample("damaged_parquet", "row", str(error)[:300]) from error
+    return table
+
+
+def open_arrow(paths: list[Path], base: Path, wanted: tuple[str, ...], retries: int) -> Tables:
+    """List the record batches. Refused when pyarrow is missing, or a file cannot be used."""
+    with_pyarrow(paths[0])
+    import pyarrow
+    import pyarrow.ipc as ipc
+
+    files = [File.of(path, retries) for path in paths]
+    content = fingerprints(files)
+    groups: list[Group] = []
+    shards: list[Shard] = []
+    columns: tuple[str, ...] = ()
+    names: list[str] = []
+    for number, file in enumerate(files):
+        try:
+            with Window(file, 0, file.size) as window:
+                found = list(messages(window, len(FILE_MAGIC) if window.read(8) == FILE_MAGIC else 0))
+            head = next((message.begin for message in found if message.kind == BATCH), file.size)
+            names = ipc.read_schema(pyarrow.BufferReader(file.read(0, head).removeprefix(FILE_MAGIC))).names
+        except (OSError, ValueError) as error:
+            raise Refused(f"{file.path} is no whole Arrow file: {str(error)[:300]}. Fetch or write it again") from error
+        if any(message.kind == DICTIONARY and message.begin > head for message in found):
+            raise Refused(f"{file.path} changes the words of a dictionary in its middle, which is not read. Write it as Parquet")
+        columns = chosen(file.path, names, wanted, columns, paths[0])
+        first = 0
+        for n, message in enumerate(message for message in found if message.kind == BATCH):
+            if message.length > MAX_GROUP_BYTES:
+                raise Refused(
+                    f"{file.path}: record batch {n} has {message.rows} rows of {message.length:,} bytes together, over "
+                    f"{MAX_GROUP_BYTES:,}. Write it again in batches of a few hundred rows (writer_batch_size)"
+                )
+            name = f"{os.path.relpath(file.path, base)}[{n}]"
+            groups.append(Group(number, message.begin, first, message.rows, message.length, head))
+            shards.append(Shard(name, f"{content[number]}[{n}]", message.length, held=message.length))
+            first += message.rows
+    return Tables(tuple(files), tuple(groups), columns, tuple(shards), tuple(names), read_batch, "Arrow")
