@@ -1,7 +1,13 @@
 """Nothing is added to text, text never becomes a control token, and made tokenizers are the same each time."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.errors import BadSample, Refused
@@ -105,3 +111,141 @@ def test_a_slow_tokenizer_is_refused() -> None:
 @pytest.mark.timeout(30)
 def test_one_endless_word_does_not_hold_up_the_training() -> None:
     train_bpe(["z" * 500_000, "hello world"], 300, TEMPLATES["plain"])
+
+
+# Tokenizers of every make
+
+
+def byte_fallback(controls: tuple[str, ...]) -> Tokenizer:
+    """As Llama 2's: pieces of letters, bytes for what is none of them, and spaces as marks."""
+    letters = sorted({*"▁", *WORDS.replace(" ", "▁")} - {"\n"})
+    pieces = [*("<unk>", "<s>", "</s>"), *(f"<0x{n:02X}>" for n in range(256)), *letters, "▁a", "▁t", "he", "▁the"]
+    merges = [("▁", "a"), ("▁", "t"), ("h", "e"), ("▁t", "he")]
+    model = models.BPE({piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<unk>", "<s>", "</s>", *controls])
+    return backend
+
+
+def unigram(controls: tuple[str, ...]) -> Tokenizer:
+    """As T5's and Gemma's, whose control tokens are among the pieces that text is cut into."""
+    letters = sorted({*"▁", *WORDS.replace(" ", "▁")} - {"\n"})
+    pieces = [*(("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)), *((f"<0x{n:02X}>", -20.0) for n in range(256))]
+    pieces += [*((letter, -5.0) for letter in letters), ("▁the", -3.0)]
+    backend = Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<unk>", "<s>", "</s>", *controls])
+    return backend
+
+
+def byte_level(controls: tuple[str, ...]) -> Tokenizer:
+    return train_bpe([WORDS], 400, PLAIN).backend_tokenizer
+
+
+MAKES = {"byte level": byte_level, "byte fallback": byte_fallback, "unigram": unigram}
+SPECIAL = ["<s>", "</s>", "<unk>", "<|endoftext|>", "<|image_pad|>", "<|im_end|>"]
+
+
+def encoder_of(make: Callable[[tuple[str, ...]], Tokenizer]) -> Encoder:
+    return Encoder(PreTrainedTokenizerFast(tokenizer_object=make(PLAIN.controls)), PLAIN)
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("text", ["the cat", " two  spaces ", "a\nb\r\n", "ünï 你好 🙂", "\0\x01", "e\u0301", "\u202eabc", "<0x0", "▁"])
+def test_text_survives_every_make(make: str, text: str) -> None:
+    """But for what its own marks mean: ▁ is a space where spaces are marks, and the byte level composes letters and accents."""
+    encoder = encoder_of(MAKES[make])
+    wanted = normalize("NFC", text) if make == "byte level" else text.replace("▁", " ")
+    assert encoder.decode(encoder.ids(text), special=True) == wanted
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("text", SPECIAL)
+def test_no_make_lets_text_become_a_control_token(make: str, text: str) -> None:
+    """Its pieces are letters; where a make knows no such way to write it, the sample is rejected."""
+    encoder = encoder_of(MAKES[make])
+    if make == "unigram" and text in ("<s>", "</s>"):
+        with pytest.raises(BadSample) as caught:
+            encoder.ids(f"say {text}!")
+        assert caught.value.cause == "control_token"
+        return
+    ids = encoder.ids(f"say {text}!")
+    assert not {*encoder.controls.values(), *(encoder._backend.token_to_id(t) for t in ("<s>", "</s>", "<unk>"))} & {*ids}
+    assert encoder.decode(ids, special=True) == f"say {text}!"
+
+
+@pytest.mark.parametrize("single", [[], ["<|endoftext|>", "$A", "<|endoftext|>"], ["$A:1"]])
+def test_what_is_put_around_texts_is_left_out(single: list[str]) -> None:
+    """Also a processor that puts the text out."""
+    tokenizer = train_bpe([WORDS], 400, PLAIN)
+    wanted = Encoder(tokenizer, PLAIN).ids("hello")
+    ends = [("<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>"))]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+    assert Encoder(tokenizer, PLAIN).ids("hello") == wanted
+
+
+def test_a_text_that_no_model_could_read_is_rejected(plain: Encoder) -> None:
+    with pytest.raises(BadSample, match="11,000,001 characters") as caught:
+        plain.ids(" " * 11_000_000 + "x")
+    assert caught.value.cause == "too_long"
+
+
+# Hostile files
+
+
+def edit(*path: str | int, value: Any) -> Callable[[dict], None]:
+    def change(content: Any) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        content[path[-1]] = value
+
+    return change
+
+
+def add(token: Any) -> Callable[[dict], None]:
+    return lambda content: content["added_tokens"].append(token)
+
+
+EVIL = {"id": 900, "content": "<evil>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+HOSTILE: dict[str, tuple[Callable[[dict], None], str]] = {
+    "a pattern that backtracks": (edit("pre_tokenizer", value=SPLIT | {"pattern": {"Regex": "(a+)+$"}}), "finds no end"),
+    "a pattern that backtracks over digits": (edit("pre_tokenizer", value=SPLIT | {"pattern": {"Regex": r"(\d+)+$"}}), "finds no end"),
+    "a pattern that is none": (edit("pre_tokenizer", value=SPLIT | {"pattern": {"Regex": "(((("}}), "cannot be read"),
+    "an id of another piece": (add(EVIL | {"id": 0}), "gives id 0 to both"),
+    "an id twice": (lambda content: content["added_tokens"].extend([EVIL, EVIL | {"content": "<other>"}]), "gives id 900 to both"),
+    "an id of two thousand million": (add(EVIL | {"id": 2**31}), r"id 2,147,483,648, over 4,194,304"),
+    "a piece's id of two thousand million": (edit("model", "vocab", "a", value=2**31), r"id 2,147,483,648, over 4,194,304"),
+    "an id below 0": (add(EVIL | {"id": -1}), "cannot be read"),
+    "an id that is no number": (add(EVIL | {"id": "7"}), "cannot be read"),
+    "an added token that is text": (add("<evil>"), "no list of objects"),
+    "added tokens that are no list": (edit("added_tokens", value={"a": 1}), "no list of objects"),
+    "merges of unknown pieces": (edit("model", "merges", value=[["qq", "zz"]]), "cannot be read"),
+    "a model of another kind": (edit("model", "type", value="Evil"), "cannot be read"),
+    "no model": (edit("model", value=None), "cannot be read"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_tokenizers_are_refused(name: str, tmp_path: Path) -> None:
+    change, message = HOSTILE[name]
+    content = json.loads(train_bpe([WORDS], 300, PLAIN).backend_tokenizer.to_str())
+    change(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(Refused, match=message):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_ten_million_merges_are_not_read(tmp_path: Path) -> None:
+    text = json.dumps(json.loads(train_bpe([WORDS], 300, PLAIN).backend_tokenizer.to_str()))
+    (tmp_path / "tokenizer.json").write_text(text.replace('"merges": [', '"merges": [' + '["a","b"],' * 10**7))
+    with pytest.raises(Refused, match=r"tokenizer\.json has 100,.* bytes; wanted at most 67,108,864"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(Refused, match="is not JSON"):
+        load_tokenizer(tmp_path)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # transformers takes seconds to import, so functions that nee
 # How Qwen2 cuts text before merging (transformers 5.24, models/qwen2/tokenization_qwen2.py)
 QWEN_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LONGEST_PIECE = 10_000  # characters that a tokenizer is trained on at once: its time grows with the square of a word's length
+LONGEST_TEXT = 4 << 20  # characters of one run: no model has positions for them, and runs of spaces of twice this length break splitting
+MOST_IDS = 1 << 22  # sixteen times the largest vocabulary there is: the tokenizers library takes memory for every id below the largest
 KEPT = 20_000  # conversations that are remembered tokenised
 KEPT_TOKENS = 512  # longer ones are not
 
@@ -57,7 +59,10 @@ class Encoder:
         self.identity = hashlib.sha256((template.name + template.jinja + backend.to_str()).encode()).hexdigest()[:16]
 
     def ids(self, text: str) -> list[int]:
-        """Ids of text from data. BadSample `control_token` if, against all measures, one of them would be a control token."""
+        """Ids of text from data. BadSample `control_token` if, against all measures, one of them would be a control token, and
+        `too_long` for a text that no model could read."""
+        if len(text) > LONGEST_TEXT:
+            raise BadSample("too_long", "text", f"{len(text):,} characters in one piece, over {LONGEST_TEXT:,}")
         ids = self._plain.encode(text, add_special_tokens=False).ids
         if not self._special.isdisjoint(ids):
             raise BadSample("control_token", "text", f"{text[:60]!r} would be read as a control token by this tokenizer")
@@ -84,14 +89,14 @@ class Encoder:
 
 
 def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
-    """A copy that knows the model's own pieces only: no added tokens, no BOS, no padding, no cutting."""
+    """A copy that knows the model's own pieces only: no added tokens, no BOS nor anything else around a text, no padding, no cutting."""
     record = json.loads(backend.to_str())
-    record |= {"added_tokens": [], "padding": None, "truncation": None}
+    record |= {"added_tokens": [], "padding": None, "truncation": None, "post_processor": None}
     return Tokenizer.from_str(json.dumps(record))
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer that tokenizer.json describes, to the letter. Raises Refused.
+    """The tokenizer that tokenizer.json describes, to the letter. Raises Refused, also for one that would take memory or time without end.
 
     Not `AutoTokenizer`: beside a config.json of Qwen2's it takes Qwen2's class, which keeps the vocabulary and replaces
     normalisation and splitting by its own (transformers 5.24), so that a tokenizer made otherwise would give other ids.
@@ -102,17 +107,44 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     model = content.get("model")
     pieces = model.get("vocab") if isinstance(model, dict) else None
     owners = {i: piece for piece, i in pieces.items() if isinstance(i, int)} if isinstance(pieces, dict) else {}
-    for added in content.get("added_tokens") or ():
-        text, number = added.get("content"), added.get("id")
+    added = content.get("added_tokens") or ()
+    if not isinstance(added, list | tuple) or not all(isinstance(token, dict) for token in added):
+        raise Refused(f"{folder / 'tokenizer.json'}: added_tokens is no list of objects. Download it again.")
+    for token in added:
+        text, number = token.get("content"), token.get("id")
         if owners.setdefault(number, text) != text:
             raise Refused(f"{folder / 'tokenizer.json'} gives id {number} to both {owners[number]!r} and {text!r}. Download it again.")
+    largest = max((i for i in owners if isinstance(i, int)), default=0)
+    if largest > MOST_IDS:
+        raise Refused(f"{folder / 'tokenizer.json'} has the id {largest:,}, over {MOST_IDS:,}, and no embedding has so many rows.")
     try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))  # local: the file above was there
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))  # local: the file above was there
     except Exception as error:
         # the tokenizers library raises bare Exceptions for files that it cannot read; a subclass is something else
         if type(error) is not Exception and not isinstance(error, ValueError | KeyError):
             raise
         raise Refused(f"the tokenizer in {folder} cannot be read: {error}. Download it again.") from error
+    _refuse_endless(tokenizer.backend_tokenizer, folder)
+    return tokenizer
+
+
+def _refuse_endless(backend: Tokenizer, folder: Path) -> None:
+    """Refused for a pattern whose work doubles with each letter of a text, as `(a+)+$`'s does: the library gives up after ten
+    million steps, in every text that has such a place."""
+    for letter in PROBES:
+        for behind in PROBES:
+            try:
+                backend.encode(letter * 60 + behind, add_special_tokens=False)
+            except BaseException as error:  # the class of Rust's panics has no other base, and no name to import it by
+                if type(error).__name__ != "PanicException":
+                    raise
+                raise Refused(
+                    f"the tokenizer in {folder} splits text by a pattern that finds no end ({error}): {letter * 60 + behind!r}. "
+                    "Download it again from where you trust it."
+                ) from error
+
+
+PROBES = ("a", "1", " ", "\n", "!", "é", "你", "_", "'s")
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
