@@ -81,10 +81,14 @@ def test_mistaken_shapes_are_named():
         packed_attention(q, k, v[:, :1], bounds([5]), 5, True)
 
 
-def test_operator_is_sound():
-    """torch's own checks of a custom operator: schema, fake tensors, autograd registration, dynamic shapes."""
-    q, k, v = tensors(9)
-    torch.library.opcheck(torch.ops.eyeline.packed_attention.default, (q, k, v, bounds([4, 1, 4]), True))
+@pytest.mark.parametrize("lengths", [[4, 1, 4], [9], []], ids=str)
+def test_operators_are_sound(lengths):
+    """torch's own checks of operators: schema, fake tensors, dynamic shapes."""
+    q, k, v = (x.detach() for x in tensors(sum(lengths)))
+    operators = torch.ops.eyeline
+    torch.library.opcheck(operators.packed_attention.default, (q, k, v, bounds(lengths), True))
+    out, lse = operators.packed_attention(q, k, v, bounds(lengths), True)
+    torch.library.opcheck(operators.packed_attention_backward.default, (out, q, k, v, out, lse, bounds(lengths), True))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -56,8 +56,10 @@ def test_bfloat16_is_near_float32():
     torch.testing.assert_close(got.float(), want, atol=1e-6, rtol=2**-8)  # only the result is rounded
 
 
-def test_operator_is_sound():
-    torch.library.opcheck(torch.ops.eyeline.causal_conv.default, (*tensors(9), bounds([4, 1, 4])))
+def test_operators_are_sound():
+    x, weight = (tensor.detach() for tensor in tensors(9))
+    torch.library.opcheck(torch.ops.eyeline.causal_conv.default, (x, weight, bounds([4, 1, 4])))
+    torch.library.opcheck(torch.ops.eyeline.causal_conv_backward.default, (x, x, weight, bounds([4, 1, 4])))
 
 
 def test_decoding_equals_the_whole_sequence():

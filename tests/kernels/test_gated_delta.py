@@ -127,8 +127,10 @@ def test_mistaken_shapes_are_named():
         gated_delta_rule(q, k, v[:, :5], decay[:, :5], beta[:, :5], bounds([5]))
 
 
-def test_operator_is_sound():
-    torch.library.opcheck(torch.ops.eyeline.gated_delta_rule.default, (*tensors(25), bounds([4, 1, 20])))
+def test_operators_are_sound():
+    inputs = tuple(x.detach() for x in tensors(25))
+    torch.library.opcheck(torch.ops.eyeline.gated_delta_rule.default, (*inputs, bounds([4, 1, 20])))
+    torch.library.opcheck(torch.ops.eyeline.gated_delta_rule_backward.default, (inputs[2], *inputs, bounds([4, 1, 20])))
 
 
 # ---- fla

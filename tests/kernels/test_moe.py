@@ -98,6 +98,10 @@ def test_no_rows_at_all():
 
 
 @pytest.mark.parametrize("needed", [INPUTS, ("x",), ("up", "down")], ids=" ".join)
-def test_operator_keeps_torchs_rules(needed):
-    ends_E = torch.tensor(ENDS[0], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.eyeline.grouped_swiglu.default, (*inputs(9, needed), ends_E))
+def test_operators_keep_torchs_rules(needed):
+    given, ends_E = inputs(9, ()), torch.tensor(ENDS[0], dtype=torch.int32)
+    operators = torch.ops.eyeline
+    torch.library.opcheck(operators.grouped_swiglu.default, (*given, ends_E))
+    out_ND, *products = operators.grouped_swiglu(*given, ends_E)
+    flags = [name in needed for name in INPUTS]
+    torch.library.opcheck(operators.grouped_swiglu_backward.default, (out_ND, *given, ends_E, *products, flags))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
+from eyeline.kernels.opaque import opaque
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns (out, log-sum-exp)
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -42,7 +43,7 @@ def packed_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor,
     """
     dims("THK", q_THK, "TGK", k_TGK, "TGK", v_TGK)
     if not q_THK.is_cuda:
-        return _packed(q_THK, k_TGK, v_TGK, cu_S1, causal)[0]
+        return _Packed.apply(q_THK, k_TGK, v_TGK, cu_S1, causal)
     if q_THK.dtype == torch.float32:
         return packed_attention_plain(q_THK, k_TGK, v_TGK, cu_S1, causal)
     return _varlen(q_THK, k_TGK, v_TGK, cu_S1, longest, causal)
@@ -106,8 +107,12 @@ def _end_to_end(groups: Groups, parts: Sequence[Tensor], tokens: int) -> Tensor:
     return out_THK
 
 
-@torch.library.custom_op("eyeline::packed_attention", mutates_args=(), device_types="cpu")
-def _packed(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _like(q_THK: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q_THK, memory_format=torch.contiguous_format), q_THK.new_empty(q_THK.shape[:2], dtype=torch.float32)
+
+
+@opaque(_like)
+def _packed_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """out_THK and the log-sum-exp lse_TH that the backward pass needs."""
     q_THK, k_TGK, v_TGK = q_THK.contiguous(), _for_flash(k_TGK, q_THK), _for_flash(v_TGK, q_THK)
     groups = _rows_by_length(cu_S1)
@@ -118,13 +123,12 @@ def _packed(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, causal: 
     return out_THK, lse_TH
 
 
-@_packed.register_fake
-def _(q_THK: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q_THK, memory_format=torch.contiguous_format), q_THK.new_empty(q_THK.shape[:2], dtype=torch.float32)
+def _like_inputs(_dout_THK: Tensor, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THK, k_TGK, v_TGK))
 
 
-@torch.library.custom_op("eyeline::packed_attention_backward", mutates_args=(), device_types="cpu")
-def _packed_backward(
+@opaque(_like_inputs)
+def _packed_attention_backward(
     dout_THK: Tensor, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, out_THK: Tensor, lse_TH: Tensor, cu_S1: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = k_TGK.shape[1]
@@ -139,22 +143,19 @@ def _packed_backward(
     return dq_THK, dk_TGK, dv_TGK
 
 
-@_packed_backward.register_fake
-def _(_dout_THK: Tensor, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *_: object) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THK, k_TGK, v_TGK))
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, causal: bool) -> Tensor:
+        out_THK, lse_TH = _packed_attention(q_THK, k_TGK, v_TGK, cu_S1, causal)
+        ctx.save_for_backward(q_THK, k_TGK, v_TGK, out_THK, lse_TH, cu_S1)
+        ctx.causal = causal
+        return out_THK
 
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_THK, k_TGK, v_TGK, cu_S1, ctx.causal = inputs
-    ctx.save_for_backward(q_THK, k_TGK, v_TGK, *output, cu_S1)
-
-
-def _backward(ctx: Any, dout_THK: Tensor, dlse_TH: Tensor) -> tuple[Tensor | None, ...]:
-    del dlse_TH  # nobody outside reads the log-sum-exp
-    return *_packed_backward(dout_THK, *ctx.saved_tensors, ctx.causal), None, None
-
-
-_packed.register_autograd(_backward, setup_context=_save)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q_THK, k_TGK, v_TGK, out_THK, lse_TH, cu_S1 = ctx.saved_tensors
+        made = _packed_attention_backward(gradients[0], q_THK, k_TGK, v_TGK, out_THK, lse_TH, cu_S1, ctx.causal)
+        return *made, None, None
 
 
 class LayerCache:

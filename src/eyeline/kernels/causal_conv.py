@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
+from eyeline.kernels.opaque import opaque
 
 
 def causal_conv_plain(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def causal_conv_plain(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
 def causal_conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
     """`causal_conv_plain` for all documents at once: one opaque operator that keeps only its input for the backward pass."""
     dims("TC", x_TC, "CW", weight_CW)
-    return _conv(x_TC, weight_CW, cu_S1)
+    return _Convolved.apply(x_TC, weight_CW, cu_S1)
 
 
 @torch.no_grad()
@@ -50,7 +51,7 @@ def cached_causal_conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor, window_BW
     for row, (start, end) in enumerate(pairwise(cu_S1.tolist())):
         last = min(held, end - start)
         window_BWC[row, held - last :] = x_TC[end - last : end]
-    return _conv(x_TC, weight_CW, cu_S1)
+    return _causal_conv(x_TC, weight_CW, cu_S1)
 
 
 def _same_document(tokens: int, cu_S1: Tensor, taps: int) -> list[Tensor]:
@@ -68,19 +69,22 @@ def _before_silu(x_TC: Tensor, weight_CW: Tensor, same: list[Tensor]) -> Tensor:
     return sum_TC
 
 
-@torch.library.custom_op("eyeline::causal_conv", mutates_args=())
-def _conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
+def _like(x_TC: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+
+
+@opaque(_like)
+def _causal_conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
     same = _same_document(len(x_TC), cu_S1, weight_CW.shape[1])
     return F.silu(_before_silu(x_TC.float(), weight_CW.float(), same)).to(x_TC.dtype)
 
 
-@_conv.register_fake
-def _(x_TC: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+def _like_inputs(_dout_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (x_TC, weight_CW))
 
 
-@torch.library.custom_op("eyeline::causal_conv_backward", mutates_args=())
-def _conv_backward(dout_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> tuple[Tensor, Tensor]:
+@opaque(_like_inputs)
+def _causal_conv_backward(dout_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> tuple[Tensor, Tensor]:
     same = _same_document(len(x_TC), cu_S1, weight_CW.shape[1])
     x, weight = x_TC.float(), weight_CW.float()
     sum_TC = _before_silu(x, weight, same)
@@ -96,18 +100,12 @@ def _conv_backward(dout_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, cu_S1: Tens
     return dx_TC.to(x_TC.dtype), dweight_WC.T.contiguous().to(weight_CW.dtype)
 
 
-@_conv_backward.register_fake
-def _(_dout_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (x_TC, weight_CW))  # pyright: ignore[reportReturnType]
+class _Convolved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TC, weight_CW, cu_S1)
+        return _causal_conv(x_TC, weight_CW, cu_S1)
 
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    del output
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, dout_TC: Tensor) -> tuple[Tensor | None, ...]:
-    return *_conv_backward(dout_TC, *ctx.saved_tensors), None
-
-
-_conv.register_autograd(_gradients, setup_context=_save)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_causal_conv_backward(gradients[0], *ctx.saved_tensors), None

@@ -59,10 +59,12 @@ class _Chunked(torch.autograd.Function):
             dlogits_RV = logp_RV.exp_()  # softmax - one-hot, and nothing in a row without a label
             wanted_R1 = (labels_R != IGNORE)[:, None]
             dlogits_RV.scatter_add_(1, labels_R[:, None] * wanted_R1, -wanted_R1.to(dlogits_RV.dtype))
-            dlogits_RV = (dlogits_RV * wanted_R1).to(x_LD.dtype)
+            dlogits_RV = dlogits_RV.mul_(wanted_R1).to(x_LD.dtype)
             if dx_LD is not None:
                 dx_LD[rows] = dlogits_RV @ cast_VD
-            if dweight_VD is not None:
+            if dweight_VD is not None and x_RD.dtype == torch.float32:
+                dweight_VD.addmm_(dlogits_RV.T, x_RD)  # no product as large as the weight beside it
+            elif dweight_VD is not None:
                 dweight_VD += dlogits_RV.T @ x_RD
         ctx.gradients = (dx_LD, dweight_VD)
         ctx.dtypes = (x_LD.dtype, weight_VD.dtype)

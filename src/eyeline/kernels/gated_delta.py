@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from eyeline.core.dims import dims
+from eyeline.kernels.opaque import opaque
 
 EPS = 1e-6  # under the root of a key's length, as in the reference and in fla
 CHUNKS = (16, 32, 64)  # a document is cut into chunks of the smallest that holds it, or of the largest
@@ -55,7 +56,7 @@ def gated_delta_rule(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tens
     fla = _fla(q_TGK)
     if fla is not None:
         return _by_fla(fla, q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)[0]
-    return _chunked(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)
+    return _InChunks.apply(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)
 
 
 class StateCache:
@@ -305,25 +306,28 @@ def _forward(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta
     return _joined(outs, place_T).to(v_THJ.dtype), last_SHKJ
 
 
-@torch.library.custom_op("eyeline::gated_delta_rule", mutates_args=())
-def _chunked(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor) -> Tensor:
-    return _forward(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)[0]
-
-
-@_chunked.register_fake
-def _(_q_TGK: Tensor, _k_TGK: Tensor, v_THJ: Tensor, *_: object) -> Tensor:
+def _like_values(_q_TGK: Tensor, _k_TGK: Tensor, v_THJ: Tensor, *_: object) -> Tensor:
     return torch.empty_like(v_THJ, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("eyeline::gated_delta_rule_backward", mutates_args=())
-def _chunked_backward(
+@opaque(_like_values)
+def _gated_delta_rule(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor) -> Tensor:
+    return _forward(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)[0]
+
+
+def _like_inputs(_dout_THJ: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:5])
+
+
+@opaque(_like_inputs)
+def _gated_delta_rule_backward(
     dout_THJ: Tensor, q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, decay and beta. What the chunks computed is computed again: kept, it would be many times their input."""
     inputs = (q_TGK, k_TGK, v_THJ, decay_TH, beta_TH)
     plans, place_T = _plans(cu_S1)
     if not plans:
-        return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)  # pyright: ignore[reportReturnType]: five
+        return _like_inputs(dout_THJ, *inputs)  # pyright: ignore[reportReturnType]: five
     (q_unit_TGK, q_inverse_TG1), (k_unit_TGK, k_inverse_TG1) = _unit(q_TGK), _unit(k_TGK)
     made = [_backward_of(plan, dout_THJ, q_unit_TGK, k_unit_TGK, v_THJ, decay_TH, beta_TH) for plan in plans]
     dq, dk, dv, ddecay, dbeta = (_joined(list(parts), place_T) for parts in zip(*made, strict=True))
@@ -388,18 +392,12 @@ def _backward_of(
     return dq_RGCK, dk_RGCK, dv_RYCJ.flatten(1, 2), ddecay_RYC.flatten(1, 2), dbeta_RYC.flatten(1, 2)
 
 
-@_chunked_backward.register_fake
-def _(_dout_THJ: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:5])
+class _InChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return _gated_delta_rule(*inputs)
 
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    del output
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, dout_THJ: Tensor) -> tuple[Tensor | None, ...]:
-    return *_chunked_backward(dout_THJ, *ctx.saved_tensors), None
-
-
-_chunked.register_autograd(_gradients, setup_context=_save)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gated_delta_rule_backward(gradients[0], *ctx.saved_tensors), None

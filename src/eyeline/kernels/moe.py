@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
+from eyeline.kernels.opaque import opaque
 
 
 def choose(probability_TE: Tensor, active: int, normalised: bool, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -104,7 +105,7 @@ def grouped_swiglu(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Ten
     multiple of 16 bytes long, which that kernel does not take: expert by expert, with the ends read on the host.
     """
     dims("ND", x_ND, "EFD", gate_EFD, "EFD", up_EFD, "EDF", down_EDF, "E", ends_E)
-    return _swiglu(x_ND, gate_EFD, up_EFD, down_EDF, ends_E)[0]
+    return _Swiglu.apply(x_ND, gate_EFD, up_EFD, down_EDF, ends_E)
 
 
 def _kernel_takes(*matrices: Tensor) -> bool:
@@ -134,22 +135,28 @@ def _gradient(dout_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
 # torch's own fake kernel of grouped_mm takes bfloat16 only, and its gradient fails on expanded ones: hence an operator of ours
 
 
-@torch.library.custom_op("eyeline::grouped_swiglu", mutates_args=())
-def _swiglu(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _like(x_ND: Tensor, gate_EFD: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = x_ND.shape[0], gate_EFD.shape[1]
+    return torch.empty_like(x_ND, memory_format=torch.contiguous_format), x_ND.new_empty(hidden), x_ND.new_empty(hidden)
+
+
+@opaque(_like)
+def _grouped_swiglu(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out_ND, and the two products gate_NF and up_NF that the backward pass needs."""
     x_ND, gate_EFD, up_EFD, down_EDF = (x.contiguous() for x in (x_ND, gate_EFD, up_EFD, down_EDF))
     gate_NF, up_NF = (_times(x_ND, weight_EFD.mT, ends_E) for weight_EFD in (gate_EFD, up_EFD))
     return _times(F.silu(gate_NF).mul_(up_NF), down_EDF.mT, ends_E), gate_NF, up_NF
 
 
-@_swiglu.register_fake
-def _(x_ND: Tensor, gate_EFD: Tensor, _up: Tensor, _down: Tensor, _ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    hidden = x_ND.shape[0], gate_EFD.shape[1]
-    return torch.empty_like(x_ND, memory_format=torch.contiguous_format), x_ND.new_empty(hidden), x_ND.new_empty(hidden)
+def _like_inputs(_dout_ND: Tensor, *others: Any) -> list[Tensor]:
+    inputs, needed = others[:4], others[-1]
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if n else x.new_empty(0) for x, n in zip(inputs, needed, strict=True)
+    ]
 
 
-@torch.library.custom_op("eyeline::grouped_swiglu_backward", mutates_args=())
-def _swiglu_backward(
+@opaque(_like_inputs)
+def _grouped_swiglu_backward(
     dout_ND: Tensor,
     x_ND: Tensor,
     gate_EFD: Tensor,
@@ -179,22 +186,16 @@ def _swiglu_backward(
     return made
 
 
-@_swiglu_backward.register_fake
-def _(_dout: Tensor, *others: Any) -> list[Tensor]:
-    inputs, needed = others[:4], others[-1]
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format) if n else x.new_empty(0) for x, n in zip(inputs, needed, strict=True)
-    ]
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        out_ND, gate_NF, up_NF = _grouped_swiglu(*inputs)
+        ctx.save_for_backward(*inputs, gate_NF, up_NF)
+        return out_ND
 
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output[1:])
-
-
-def _backward(ctx: Any, dout_ND: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    needed = list(ctx.needs_input_grad[:4])
-    made = _swiglu_backward(dout_ND, *ctx.saved_tensors, needed)
-    return *(x if n else None for x, n in zip(made, needed, strict=True)), None
-
-
-_swiglu.register_autograd(_backward, setup_context=_save)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, gate_EFD, up_EFD, down_EDF, ends_E, gate_NF, up_NF = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:4])
+        made = _grouped_swiglu_backward(gradients[0], x_ND, gate_EFD, up_EFD, down_EDF, ends_E, gate_NF, up_NF, needed)
+        return *(x if n else None for x, n in zip(made, needed, strict=True)), None

@@ -51,7 +51,7 @@ CONFIGS: dict[str, Config] = {
     "text, qwen3": text.Config(language=qwen3.Config(**SHAPE, head_dim=32, feed_forward=512)),
     "text, llama": text.Config(language=llama.Config(**SHAPE, feed_forward=512)),
 }
-ALONE, ALONE_TOKENS = 4, 256  # documents, and about how long
+ALONE, ALONE_TOKENS = 16, 256  # documents, and about how long: a pass of a second or more, so that noise does not decide
 MIXED, MEDIAN, P95, ROWS = 32, 120, 600, 4  # documents; their lengths; the peer's batch
 TOLERANCE = 1e-5  # of a loss
 GRADIENTS = 1e-4  # of the norm of all gradients: a gated delta rule's, in float32, are good to four digits on either side
