@@ -4,13 +4,14 @@ Dims: T tokens (all documents end to end)  S documents  N images  P patches  C n
 """
 
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from eyeline.core.locations import Location, Stamp
 
 IGNORE = -100  # a label that asks for no loss
 
@@ -27,10 +28,10 @@ class Text:
 class Span:
     """A part of a file: a member of an archive. `data` are its first bytes, or all, where they came along with something else."""
 
-    path: Path
+    path: Location
     begin: int
     length: int
-    stamp: tuple[int, int]  # of the whole file when it was opened: size and time of the last change
+    stamp: Stamp  # of the whole file when it was opened
     data: bytes = field(default=b"", repr=False, compare=False)
 
 
@@ -39,7 +40,7 @@ class Picture:
     """An encoded image file: where it lies, or its bytes. `name` is what a message about it says."""
 
     name: str
-    source: Path | Span | bytes
+    source: Location | Span | bytes
 
 
 @dataclass(frozen=True)

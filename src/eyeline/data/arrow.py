@@ -3,13 +3,12 @@
 A stream has no table of contents, so the head of each message is read once; what is in them pyarrow reads.
 """
 
-import os
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
+from eyeline.core.locations import Location, below
 from eyeline.data.containers import File, Shard, Window, fingerprints
 from eyeline.data.parquet import MAX_GROUP_BYTES, Group, Tables, chosen, with_pyarrow
 
@@ -91,7 +90,7 @@ def read_batch(file: File, group: Group, columns: tuple[str, ...]) -> "arrow.Tab
     return table
 
 
-def open_arrow(paths: list[Path], base: Path, wanted: tuple[str, ...], retries: int) -> Tables:
+def open_arrow(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int) -> Tables:
     """List the record batches. Refused when pyarrow is missing, or a file cannot be used."""
     with_pyarrow(paths[0])
     import pyarrow
@@ -121,7 +120,7 @@ def open_arrow(paths: list[Path], base: Path, wanted: tuple[str, ...], retries: 
                     f"{file.path}: record batch {n} has {message.rows} rows of {message.length:,} bytes together, over "
                     f"{MAX_GROUP_BYTES:,}. Write it again in batches of a few hundred rows (writer_batch_size)"
                 )
-            name = f"{os.path.relpath(file.path, base)}[{n}]"
+            name = f"{below(base, file.path)}[{n}]"
             groups.append(Group(number, message.begin, first, message.rows, message.length, head))
             shards.append(Shard(name, f"{content[number]}[{n}]", message.length, held=message.length))
             first += message.rows

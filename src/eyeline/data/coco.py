@@ -5,10 +5,10 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from eyeline.core.errors import BadSample
+from eyeline.core.locations import Location
 from eyeline.data.containers import File, Place, Shard
 from eyeline.data.json_rows import MAX_LINE_BYTES, JsonList, elements, list_in, members, row_of
 
@@ -73,7 +73,7 @@ class Coco:
         return self.__dict__ | {"_names": {}}
 
 
-def open_coco(path: Path, head: bytes, retries: int) -> Coco | None:
+def open_coco(path: Location, head: bytes, retries: int) -> Coco | None:
     """The captions of a file that begins with `head`, if it is one object with both lists. Of JSON lines the first is read, no more."""
     if not _FIRST.match(head):
         return None

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from eyeline.core.batch import Span
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.files import storage_failed
+from eyeline.core.locations import Location, Remote, Stamp
+from eyeline.data import stores
 
 HASHED = 64 << 20  # files up to this size are known by their content, larger ones by size and time
 SHARD_BYTES = 16 << 20  # of text: enough rows that a shard is worth a request, few enough that a window of shards is soon read
@@ -30,7 +32,6 @@ PASSING = {  # errors of a store that may be gone the next time
     *(errno.ECONNRESET, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH),
 }
 
-Stamp = tuple[int, int]  # size and time of the last change: other ones mean other content
 T = TypeVar("T")
 
 
@@ -84,14 +85,16 @@ class Container(Protocol):
 
 @dataclass(frozen=True)
 class File:
-    """A file as it was when it was opened."""
+    """A file, or an object of a store, as it was when it was opened."""
 
-    path: Path
+    path: Location
     stamp: Stamp
     retries: int  # how often more a failing store is asked
 
     @staticmethod
-    def of(path: Path, retries: int) -> "File":
+    def of(path: Location, retries: int) -> "File":
+        if isinstance(path, Remote):
+            return File(path, path.about or persistent(partial(stores.stamp_of, path), retries), retries)
         try:
             about = os.stat(path)
         except OSError as error:
@@ -122,18 +125,18 @@ class Window(io.RawIOBase):
 
     def __init__(self, file: File, begin: int, length: int):
         self._about, self._begin, self._length, self._at = file, begin, length, 0
-        self._handle = persistent(self._opened, file.retries)
+        path = file.path
+        self._handle = None if isinstance(path, Remote) else persistent(partial(self._opened, path), file.retries)
 
-    def _opened(self) -> int:
-        path, stamp = self._about.path, self._about.stamp
+    def _opened(self, path: Path) -> int:
         try:
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             about = os.fstat(handle)
         except OSError as error:
             raise storage_failed("read", path, error) from error
-        if (about.st_size, about.st_mtime_ns) != stamp:  # its rows would be read in pieces, and the plan would not be what is trained
+        if (about.st_size, about.st_mtime_ns) != self._about.stamp:  # else rows would be read in pieces, and not be those that were planned
             os.close(handle)
-            raise StorageFailed(f"{path} has changed since it was opened. Put it back as it was, or begin a new run with the new data")
+            raise stores.changed(path)
         return handle
 
     def readable(self) -> bool:
@@ -160,11 +163,18 @@ class Window(io.RawIOBase):
             wanted -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def readall(self) -> bytes:
+        return self.read()
+
     def _piece(self, wanted: int) -> bytes:
+        path, begin = self._about.path, self._begin + self._at
+        if isinstance(path, Remote):
+            return stores.piece(path, self._about.stamp, begin, wanted) if begin < self._about.size else b""
+        assert self._handle is not None
         try:
-            return os.pread(self._handle, wanted, self._begin + self._at)
+            return os.pread(self._handle, wanted, begin)
         except OSError as error:
-            raise storage_failed("read", self._about.path, error) from error
+            raise storage_failed("read", path, error) from error
 
     def readinto(self, buffer: Any) -> int:
         data = self.read(len(buffer))
@@ -172,8 +182,9 @@ class Window(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        if not self.closed and hasattr(self, "_handle"):
-            os.close(self._handle)
+        handle = None if self.closed else getattr(self, "_handle", None)
+        if handle is not None:
+            os.close(handle)
         super().close()
 
 
@@ -234,8 +245,13 @@ def persistent(read: Callable[[], T], retries: int) -> T:
             return read()
         except StorageFailed as failed:
             tries += 1
-            if not (isinstance(failed.__cause__, OSError) and failed.__cause__.errno in PASSING):
+            if number_of(failed) not in PASSING:
                 raise
             if tries > retries:
                 raise StorageFailed(f"{failed} It was tried {tries} times.") from failed.__cause__
         time.sleep(min(FIRST_WAIT_S * 4 ** (tries - 1), LONGEST_WAIT_S))
+
+
+def number_of(failed: StorageFailed) -> int | None:
+    """The system's number of what a store failed with."""
+    return failed.__cause__.errno if isinstance(failed.__cause__, OSError) else None

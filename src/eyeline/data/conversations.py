@@ -3,11 +3,11 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
 from eyeline.core.errors import BadSample, closest, nearest
+from eyeline.core.locations import Location
 from eyeline.data.media import (
     FILMS,
     IMAGE,
@@ -117,7 +117,7 @@ TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call",
 Turn = tuple[Role, str, str]  # who speaks, what, and the field that says so
 
 
-def _told(row: dict[str, Any], id: str, root: Path, turns: Sequence[Turn], column: str, implied: bool = True) -> Sample:
+def _told(row: dict[str, Any], id: str, root: Location, turns: Sequence[Turn], column: str, implied: bool = True) -> Sample:
     """The sample of turns that are text with placeholders for what the columns have. Where `implied`, and there is no placeholder at
     all, pictures and films come before the first question."""
     _refuse_other_training(row, [text for _, text, _ in turns])
@@ -182,7 +182,7 @@ def _keys(value: dict[str, Any], key: str) -> str:
 LLAVA_ROLES: dict[str, Role] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
-def llava_sample(row: Any, id: str, root: Path) -> Sample:
+def llava_sample(row: Any, id: str, root: Location) -> Sample:
     """LLaVA: {image: path or paths, video: frames, conversations: [{from: human|gpt|system, value: text with <image>, <video>}]}."""
     return _told(row, id, root, _spoken(_objects(row, "conversations"), "conversations"), "conversations", implied=False)
 
@@ -201,7 +201,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 OPENAI_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-def openai_sample(row: Any, id: str, root: Path) -> Sample:
+def openai_sample(row: Any, id: str, root: Location) -> Sample:
     """OpenAI messages: {messages: [{role, content}]}, content a string or a list of text, image and video parts.
 
     Strings may hold `<image>` and `<video>` for what the columns have; parts of these types that do not say which take theirs
@@ -210,7 +210,7 @@ def openai_sample(row: Any, id: str, root: Path) -> Sample:
     return _talked(row, id, root, [("messages", n, turn) for n, turn in enumerate(_objects(row, "messages"))])
 
 
-def _talked(row: dict[str, Any], id: str, root: Path, turns: list[tuple[str, int, dict[str, Any]]]) -> Sample:
+def _talked(row: dict[str, Any], id: str, root: Location, turns: list[tuple[str, int, dict[str, Any]]]) -> Sample:
     """The sample of OpenAI's messages; with each, the column and its number there."""
     contents = [turn.get("content") for _, _, turn in turns]
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -267,7 +267,7 @@ def _bare(part: Any) -> str | None:
             return None
 
 
-def _openai_part(part: Any, root: Path, media: Media, field: str) -> Text | Picture | Video:
+def _openai_part(part: Any, root: Location, media: Media, field: str) -> Text | Picture | Video:
     if not isinstance(part, dict):
         raise BadSample("wrong_type", field, f"an object was wanted, got {shown(part)}")
     bare = _bare(part)
@@ -297,7 +297,7 @@ def _openai_part(part: Any, root: Path, media: Media, field: str) -> Text | Pict
             raise BadSample("unsupported", f"{field}.type", f"got {shown(other)}, wanted text, image_url, image or video")
 
 
-def cauldron_sample(row: Any, id: str, root: Path) -> Sample:
+def cauldron_sample(row: Any, id: str, root: Location) -> Sample:
     """The Cauldron and FineVision: {images: pictures, texts: [{user, assistant}]}; all pictures come before the first question."""
     turns = _objects(row, "texts")
     parts: list[Text | Picture | Video] = list(pictures_of(row, root))
@@ -310,7 +310,7 @@ def cauldron_sample(row: Any, id: str, root: Path) -> Sample:
     return _checked(id, messages, named_kind(row))
 
 
-def prompt_completion_sample(row: Any, id: str, root: Path) -> Sample:
+def prompt_completion_sample(row: Any, id: str, root: Location) -> Sample:
     """TRL: {prompt, completion}, both text or both lists of OpenAI's messages."""
     columns = ("prompt", "completion")
     if all(_lists_objects(_object(row).get(column)) for column in columns):
@@ -322,7 +322,7 @@ def _lists_objects(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, str) and value.startswith(("[{", "[ {")))
 
 
-def exchanges_sample(row: Any, id: str, root: Path) -> Sample:
+def exchanges_sample(row: Any, id: str, root: Location) -> Sample:
     """ms-swift's ShareGPT: {conversation: [{human, assistant}]}, an exchange an item; or turns as LLaVA or OpenAI have them."""
     items = _objects(row, "conversation")
     if any("role" in item for item in items):
@@ -337,7 +337,7 @@ def exchanges_sample(row: Any, id: str, root: Path) -> Sample:
     return _told(row, id, root, turns, "conversation")
 
 
-def alpaca_sample(row: Any, id: str, root: Path) -> Sample:
+def alpaca_sample(row: Any, id: str, root: Location) -> Sample:
     """Alpaca: {instruction, input, output, history: [[question, answer]], system}; an input is asked below its instruction."""
     turns = [*_history(_object(row)), *_exchange(row, "instruction", "output")]
     if row.get("input"):
@@ -346,7 +346,7 @@ def alpaca_sample(row: Any, id: str, root: Path) -> Sample:
     return _told(row, id, root, turns, "instruction")
 
 
-def query_response_sample(row: Any, id: str, root: Path) -> Sample:
+def query_response_sample(row: Any, id: str, root: Location) -> Sample:
     """ms-swift: {query, response, history: [[question, answer]], system}."""
     return _told(row, id, root, [*_history(_object(row)), *_exchange(row, "query", "response")], "query")
 
@@ -364,7 +364,7 @@ def _history(row: dict[str, Any]) -> list[Turn]:
     return [(role, clean(text, f"history[{n}]"), f"history[{n}]") for n, p in enumerate(pairs) for role, text in zip(roles, p, strict=True)]
 
 
-def question_answer_sample(row: Any, id: str, root: Path) -> Sample:
+def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
     """Visual questions: {question, answer}. Of a list of answers, which items {answer} may be, too, the most frequent is learned; of
     equals the first."""
     if _object(row).get("choices") is not None:
@@ -389,7 +389,7 @@ def question_answer_sample(row: Any, id: str, root: Path) -> Sample:
     return _told(row, id, root, [asked, ("assistant", clean(answer, column), column)], "question")
 
 
-def caption_sample(row: Any, id: str, root: Path) -> Sample:
+def caption_sample(row: Any, id: str, root: Location) -> Sample:
     """A picture (or several) and a caption (of a list, the first): nothing is asked but CAPTION_PROMPT."""
     pictures = pictures_of(_object(row), root)
     if not pictures:
@@ -409,7 +409,7 @@ def caption_sample(row: Any, id: str, root: Path) -> Sample:
 _SHAPES = {"circle", "rectangle", "triangle"}
 
 
-def easy_vqa_sample(row: Any, id: str, root: Path) -> Sample:
+def easy_vqa_sample(row: Any, id: str, root: Location) -> Sample:
     """easy-VQA: [question, answer, number of the picture], the picture at images/NUMBER.png."""
     match row:
         case [str(question), str(answer), int(number)] if not isinstance(number, bool):

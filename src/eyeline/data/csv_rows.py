@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
+from eyeline.core.locations import Location
 from eyeline.data.containers import SHARD_BYTES, SHARD_ROWS, File, Place, Shard
 
 MAX_ROW_BYTES = 64 << 20
@@ -121,7 +121,7 @@ def fields_of(data: bytes, delimiter: bytes) -> list[str | None]:
 # Opening
 
 
-def open_table(path: Path, known: Iterable[str], retries: int) -> Table:
+def open_table(path: Location, known: Iterable[str], retries: int) -> Table:
     """Find the rows of a CSV file. Refused when it has no header that can be used.
 
     The delimiter is the one under which the header has most of the `known` names, and of equals most names.

@@ -32,8 +32,10 @@ from eyeline.core.batch import Image, Ints, Picture, Span, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed, closest
 from eyeline.core.facts import ImageRule, Unit
 from eyeline.core.files import storage_failed
+from eyeline.core.locations import Remote
 from eyeline.core.settings import NotNegative, Settings
-from eyeline.data.containers import span_file
+from eyeline.data import stores
+from eyeline.data.containers import File, number_of, span_file
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
 Size = tuple[int, int] | tuple[int, int, int]  # height and width of a still; frames, height and width of a film
@@ -106,6 +108,8 @@ class Augment(Settings):
 
 def open_picture(picture: Picture) -> tuple[int, int]:
     """(width, height) of the upright picture, from its header alone. Raises as `decode` does, except for broken pixels."""
+    if isinstance(picture.source, Remote):
+        picture = replace(picture, source=_object(picture.source, stores.HEAD_BYTES)[0])
     with _opened(picture) as (image, _):
         width, height = image.size
         # Pillow decodes a PNG to learn its orientation, which may follow the pixels: not where no chunk can hold one
@@ -283,6 +287,8 @@ def _stream(picture: Picture) -> BinaryIO:
             return span_file(picture.source)
         case Path():
             return _file(picture.source)
+        case Remote():
+            return io.BytesIO(_object(picture.source, stores.PIECE)[1])
 
 
 def held(medium: Picture | Video) -> Picture | Video:
@@ -357,6 +363,21 @@ def _no_folder(folder: Path) -> str:
     return f", nor does the folder {folder}" + (f" (did you mean {lowered[guess]!r}?)" if guess else "")
 
 
+def _object(location: Remote, length: int) -> tuple[Span, bytes]:
+    """An object as it is now, and its first bytes; all of them where `length` is what one request gives."""
+    try:
+        stamp, data = stores.look(location, length)
+    except StorageFailed as failed:
+        if number_of(failed) == errno.ENOENT:
+            raise BadSample("missing_image", "image", f"{location} does not exist") from failed
+        raise
+    if stamp[0] > MAX_FILE_BYTES:
+        raise BadSample("file_too_large", "image", f"{location} has {stamp[0]:,} bytes, over {MAX_FILE_BYTES:,}")
+    if length == stores.PIECE and len(data) < stamp[0]:
+        data += File(location, stamp, 0).read(len(data), stamp[0] - len(data))
+    return Span(location, 0, stamp[0], stamp), data
+
+
 def _what(head: bytes) -> str:
     """What a file that is no accepted picture seems to be."""
     wanted = f"; {', '.join(FORMATS)} are accepted"
@@ -400,7 +421,7 @@ def picture_key(picture: Picture) -> str:
             return "sha256:" + hashlib.sha256(picture.source).hexdigest()
         case Span(path, begin, length):
             return f"{path}@{begin}+{length}"
-        case Path():
+        case Path() | Remote():
             return str(picture.source)
 
 

@@ -8,13 +8,16 @@ anew; two processes that make the same one do not disturb each other.
 Dims: R rows of a shard  U token ids, rows end to end  W placeholders of media  M media  N pictures: stills and frames  F files
 """
 
+import errno
 import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +27,11 @@ from eyeline.core.batch import Picture, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import make_folder, storage_failed, write_atomically
-from eyeline.data.containers import File, Shard, persistent
+from eyeline.core.locations import Location, Remote, Stamp, location
+from eyeline.data import stores
+from eyeline.data.containers import File, Shard, number_of, persistent
 from eyeline.data.documents import Tokenised, answered, tokenised
-from eyeline.data.images import Size, frames_of, medium_key, picture_key, size_of
+from eyeline.data.images import MAX_FILE_BYTES, Size, frames_of, medium_key, picture_key, size_of
 from eyeline.data.sources import Place, Rows
 from eyeline.data.tokenizer import Encoder
 
@@ -36,6 +41,8 @@ KEPT_OPEN = 128  # shards whose index stays open: those of a window and of the o
 LONGEST_MESSAGE = 400  # characters of a reject's message that are kept
 OWN, INSIDE = -1, -2  # in `file_N`: the file that the shard lies in; the row, which has the bytes of the picture
 WHOLE = -1  # in `length_N`
+LOOKED_AHEAD = 64  # rows whose pictures are asked for together
+LOOKED_AT_ONCE = 16
 
 Longs = NDArray[np.int64]
 
@@ -97,10 +104,12 @@ class ShardIndex:
 
     def _picture(self, number: int, own: File) -> Picture:
         file, begin, length = int(self.file_N[number]), int(self.begin_N[number]), int(self.length_N[number])
-        path = own.path if file == OWN else Path(self.files[file])
-        if length == WHOLE:
+        path = own.path if file == OWN else location(self.files[file])
+        if length == WHOLE and isinstance(path, Path):
             return Picture(str(path), path)
         size, changed = own.stamp if file == OWN else self.stamps_F2[file].tolist()
+        if length == WHOLE:  # an object: it is to be the one that was indexed, which asking for it tells at no cost
+            return Picture(str(path), Span(path, 0, size, (size, changed)))
         return Picture(f"{path}@{begin}+{length}", Span(path, begin, length, (size, changed)))
 
     def kept(self, kinds: Sequence[str] | None) -> NDArray[np.bool_]:
@@ -124,7 +133,7 @@ def drawn(names: Sequence[str]) -> float:
     return min(int.from_bytes(hashlib.sha256(("held out" + n).encode("utf-8", "surrogatepass")).digest()[:8], "big") for n in names) / 2**64
 
 
-def names_of(sample: Sample | BadSample, id: str, root: Path) -> list[str]:
+def names_of(sample: Sample | BadSample, id: str, root: Location) -> list[str]:
     """What `drawn` goes by: names below the root, so that it is the same wherever the data lies."""
     if isinstance(sample, BadSample):
         return [id]
@@ -140,7 +149,7 @@ def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> Sh
     kinds: dict[str, int] = {}
     rejects: dict[int, tuple[str, str, str]] = {}
     looked = _Looked(rows.root, rows.lies_in(shard).path, rows.retries)
-    for place, kind, found in rows.rows_in(shard):
+    for place, kind, found in _looked_ahead(rows, shard, looked):
         known, media = NOTHING, _Media((), (), 0, -1.0)
         try:
             if isinstance(found, BadSample):
@@ -198,6 +207,17 @@ def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> Sh
     )
 
 
+def _looked_ahead(rows: Rows, shard: int, looked: "_Looked") -> Iterator[tuple[Place, str | None, Sample | BadSample]]:
+    """`rows_in`, some at a time where their pictures are objects of a store."""
+    found = rows.rows_in(shard)
+    if not isinstance(rows.root, Remote):
+        yield from found
+        return
+    while some := list(islice(found, LOOKED_AHEAD)):
+        looked.ahead([sample for _, _, sample in some])
+        yield from some
+
+
 NOTHING = Tokenised(np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.int32), ())
 
 
@@ -222,8 +242,8 @@ class _Media:
 class _Looked:
     """What was found of the media of a shard. Each is looked at once: rows share them."""
 
-    root: Path
-    own: Path  # the file that the shard lies in
+    root: Location
+    own: Location  # the file that the shard lies in
     retries: int
     media: dict[tuple[str, ...], _Media] = field(default_factory=dict)
     sizes: dict[str, tuple[int, int, int] | BadSample] = field(default_factory=dict)
@@ -243,11 +263,10 @@ class _Looked:
 
     def _size(self, key: str, medium: Picture | Video) -> tuple[int, int, int] | BadSample:
         if key not in self.sizes:
-            for picture in frames_of(medium):
-                if isinstance(picture.source, Path):
-                    self._numbered(picture.source)
+            found = [self._found(picture) for picture in frames_of(medium)]
+            known = replace(medium, frames=tuple(found)) if isinstance(medium, Video) else found[0]
             try:
-                size = persistent(partial(size_of, medium), self.retries)
+                size = persistent(partial(size_of, known), self.retries)
                 self.sizes[key] = size if len(size) == 3 else (0, *size)
             except BadSample as bad:
                 self.sizes[key] = bad
@@ -260,25 +279,59 @@ class _Looked:
             case Span(path, begin, length):
                 assert path == self.own, f"{picture.name} lies in {path}, and its row in {self.own}"
                 return OWN, begin, length
-            case Path():
+            case Path() | Remote():
                 return self._numbered(picture.source), 0, WHOLE
 
-    def _numbered(self, path: Path) -> int:
+    def _found(self, picture: Picture) -> Picture:
+        """The picture; an object of a store, as it was found, so that it need not be asked for again."""
+        if isinstance(picture.source, bytes | Span):
+            return picture
+        self._numbered(picture.source)
+        stamp = self.stamps[str(picture.source)]
+        if isinstance(picture.source, Path) or not 0 <= stamp[0] <= MAX_FILE_BYTES:
+            return picture
+        return replace(picture, source=Span(picture.source, 0, stamp[0], stamp))
+
+    def ahead(self, samples: Sequence[Sample | BadSample]) -> None:
+        """Look at the objects that these show, several at a time: one after another, they would be mostly waited for."""
+        wanted = {str(p.source): p.source for s in samples if isinstance(s, Sample) for p in s.pictures if isinstance(p.source, Remote)}
+        new = [source for name, source in wanted.items() if name not in self.stamps]
+        with ThreadPoolExecutor(LOOKED_AT_ONCE) as threads:
+            for source, stamp in zip(new, threads.map(partial(stamp_of, retries=self.retries), new), strict=True):
+                self._numbered(source, stamp)
+
+    def _numbered(self, path: Location, stamp: Stamp | None = None) -> int:
         """The number of a file, which is looked at when it is met first."""
         name = str(path)
         if name not in self.stamps:
             self.numbers[name] = len(self.stamps)
-            self.stamps[name] = stamp_of(name)
+            self.stamps[name] = stamp or stamp_of(path, self.retries)
         return self.numbers[name]
 
 
-def stamp_of(path: str) -> tuple[int, int]:
-    """Size and time of change of a file; -1 for one that is not there, or may not be read."""
+ABSENT: Stamp = (-1, -1)
+
+
+def stamp_of(path: Location, retries: int) -> Stamp:
+    """Of a file; of an object its begin comes along, which `size_of` reads. ABSENT for what is not there, or may not be read."""
+    if isinstance(path, Remote):
+        try:
+            return persistent(partial(stores.look, path, stores.HEAD_BYTES), retries)[0]
+        except StorageFailed as failed:
+            if number_of(failed) != errno.ENOENT:
+                raise
+            return ABSENT
     try:
         about = os.stat(path)
-        return (about.st_size, about.st_mtime_ns) if os.access(path, os.R_OK) else (-1, -1)
+        return (about.st_size, about.st_mtime_ns) if os.access(path, os.R_OK) else ABSENT
     except (OSError, ValueError):
-        return -1, -1
+        return ABSENT
+
+
+def _is_still(written: str, stamp: Stamp, retries: int) -> bool:
+    """Whether a picture is as it was. Of objects only absent ones are asked for: the others tell when they are fetched, at no cost."""
+    path = location(written)
+    return (isinstance(path, Remote) and stamp != ABSENT) or stamp_of(path, retries) == stamp
 
 
 # On disk: a line, the header's length, the header (JSON), arrays at multiples of 64 bytes, and the SHA-256 of all that
@@ -323,7 +376,7 @@ def from_bytes(data: NDArray[np.uint8], identity: str) -> ShardIndex:
     return ShardIndex(**arrays, kinds=tuple(header["kinds"]), rejects=rejects, files=tuple(header["files"]))
 
 
-def identity_of(about: Shard, layout: str, root: Path, encoder: Encoder, rule: ImageRule | None) -> str:
+def identity_of(about: Shard, layout: str, root: Location, encoder: Encoder, rule: ImageRule | None) -> str:
     """What an index depends on. Of the image rule that is whether pictures are taken at all, and how many frames one slice has."""
     taken = None if rule is None else (rule.frames, rule.film is not None)
     said = [VERSION, about.fingerprint, layout, str(root), about.name, encoder.identity, taken]
@@ -375,7 +428,10 @@ class Index:
             return None
         except OSError as error:
             raise storage_failed("read", path, error) from error
-        if any(stamp_of(file) != tuple(stamp) for file, stamp in zip(index.files, index.stamps_F2.tolist(), strict=True)):
+        retries = self.sources[source].retries
+        if not all(
+            _is_still(file, (size, change), retries) for file, (size, change) in zip(index.files, index.stamps_F2.tolist(), strict=True)
+        ):
             return None
         return replace(index, files=self._names, stamps_F2=self._stamps) if self.archives else index
 

@@ -5,10 +5,10 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
+from eyeline.core.locations import Location
 from eyeline.data.containers import SHARD_BYTES, SHARD_ROWS, File, Place, Shard, fingerprints
 
 MAX_LINE_BYTES = 64 << 20  # a longer line of JSON lines is skipped without being held in memory
@@ -164,7 +164,7 @@ def _beyond_space(text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def open_list(path: Path, retries: int) -> JsonList:
+def open_list(path: Location, retries: int) -> JsonList:
     """Find the rows of a JSON list. Refused when it is none."""
     file = File.of(path, retries)
     return list_in(file, file.read(0, file.size), 0)
@@ -298,7 +298,7 @@ def _over_the_cap() -> BadSample:
     return BadSample("line_too_long", "row", f"the line has more than {MAX_LINE_BYTES:,} bytes")
 
 
-def open_lines(path: Path, retries: int) -> JsonLines:
+def open_lines(path: Location, retries: int) -> JsonLines:
     """A file of JSON lines in ranges of bytes. Of a large file nothing is read."""
     file, step = File.of(path, retries), SHARD_BYTES
     [content] = fingerprints([file])

@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, closest, nearest
+from eyeline.core.locations import Location
 from eyeline.data.containers import Container
 from eyeline.data.conversations import (
     ANSWERS,
@@ -45,7 +45,7 @@ class Shape:
     """A layout that is known."""
 
     name: Name
-    read: Callable[[Any, str, Path], Sample]  # (row, id, root of the images); BadSample for what it cannot use
+    read: Callable[[Any, str, Location], Sample]  # (row, id, root of the images); BadSample for what it cannot use
     needs: tuple[tuple[str, ...], ...]  # of each of these a row has one column
     reads: tuple[str, ...]  # further columns
     turns: tuple[str, ...] = ()  # columns that are lists of turns
@@ -151,7 +151,7 @@ class Layout:
         """What a row means depends on this alone."""
         return self.name if self.mapping == Mapping() else f"{self.name} {self.mapping.columns} {self.mapping.roles}"
 
-    def read(self, row: Any, id: str, root: Path) -> Sample:
+    def read(self, row: Any, id: str, root: Location) -> Sample:
         """The row as a Sample. BadSample for what it cannot use."""
         return self.shape.read(self.mapping.applied(self.shape, row), id, root)
 
@@ -165,7 +165,7 @@ class Layout:
 # Finding it out
 
 
-def recognised(path: Path, container: Container, declared: str | None, mapping: Mapping) -> Layout:
+def recognised(path: Location, container: Container, declared: str | None, mapping: Mapping) -> Layout:
     """The layout that is declared, or the one that fits most of the first rows, and of several the first of SHAPES."""
     shapes = tuple(shape for shape in SHAPES if declared in (None, shape.name))
     _refuse_unknown(path, declared, mapping, shapes)
@@ -212,7 +212,7 @@ def recognised(path: Path, container: Container, declared: str | None, mapping: 
     return Layout(best, why, mapping)
 
 
-def _refuse_one_object(path: Path, container: Container, rows: list[Any]) -> None:
+def _refuse_one_object(path: Location, container: Container, rows: list[Any]) -> None:
     """Refused for a file of one object, that is written over several lines or has the rows inside it."""
     if container.what != "JSON lines" or len(rows) > 1:
         return
@@ -256,7 +256,7 @@ def _wanted(shape: Shape) -> str:
     return f"{needs or '[question, answer, number of the picture]'} ({shape.name})"
 
 
-def _refuse_unknown(path: Path, declared: str | None, mapping: Mapping, shapes: tuple[Shape, ...]) -> None:
+def _refuse_unknown(path: Location, declared: str | None, mapping: Mapping, shapes: tuple[Shape, ...]) -> None:
     known = tuple(dict.fromkeys(name for shape in shapes for name in (*shape.columns, *shape.keys)))
     for ours, _ in mapping.columns:
         if ours not in known:
@@ -269,7 +269,7 @@ def _refuse_unknown(path: Path, declared: str | None, mapping: Mapping, shapes: 
         raise Refused(f"{path}: roles: the layout {declared} has no turns with roles. Leave them out")
 
 
-def _refuse_unread(path: Path, mapping: Mapping, best: Shape) -> None:
+def _refuse_unread(path: Location, mapping: Mapping, best: Shape) -> None:
     unread = [ours for ours, _ in mapping.columns if ours not in (*best.columns, *best.keys)]
     if unread or (mapping.roles and not best.speaker):
         what = f"columns: {unread[0]}" if unread else "roles"
@@ -278,7 +278,7 @@ def _refuse_unread(path: Path, mapping: Mapping, best: Shape) -> None:
         )
 
 
-def _refuse_absent(path: Path, mapping: Mapping, shapes: tuple[Shape, ...], rows: list[dict[str, Any]], names: tuple[str, ...]) -> None:
+def _refuse_absent(path: Location, mapping: Mapping, shapes: tuple[Shape, ...], rows: list[dict[str, Any]], names: tuple[str, ...]) -> None:
     """Refused for a name that the data does not have, as far as it was looked at."""
     keys = {key for shape in shapes for key in shape.keys}
     plain = Mapping(tuple(pair for pair in mapping.columns if pair[0] not in keys))

@@ -2,16 +2,16 @@
 
 import base64
 import binascii
-import os
 import re
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from eyeline.core.batch import Picture, Video
 from eyeline.core.errors import BadSample
+from eyeline.core.locations import Location, Remote, inside
 from eyeline.data.json_rows import parse, sound
+from eyeline.data.stores import without_secrets
 
 MAX_DATA_URL = 64 << 20  # characters
 IMAGE, VIDEO = "<image>", "<video>"  # where a picture or a film of a column stands in a text
@@ -24,7 +24,7 @@ FILM_FILES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:(//|\\\\)|(https?|ftp|file|s3|gs|hf):", re.IGNORECASE)
 
 
-def picture_of(name: Any, root: Path, field: str) -> Picture:
+def picture_of(name: Any, root: Location, field: str) -> Picture:
     """A picture as a row gives it: a path inside `root`, a data: URL, base64, its bytes, or {bytes, path} as Hugging Face stores it."""
     match name:
         case Picture():
@@ -44,23 +44,23 @@ def picture_of(name: Any, root: Path, field: str) -> Picture:
         return _data_url(name, field)
     if (encoded := _encoded(name)) is not None:
         return _decoded("base64", encoded, field)
-    return _file_of(name, str(root), field)
+    return _file_of(name, root, field)
 
 
 @lru_cache(maxsize=1 << 13)  # many rows show the same picture, and pathlib is slow
-def _file_of(name: str, root: str, field: str) -> Picture:
-    if _URL.match(name):
-        what = f"{name[:100]!r} is a URL; nothing is fetched while training"
+def _file_of(name: str, root: Location, field: str) -> Picture:
+    if _URL.match(name) and not (isinstance(root, Remote) and name.startswith(f"{root.store}/")):
+        what = f"{without_secrets(name)[:100]!r} is a URL, and nothing is fetched but objects of the store that images: names"
         raise BadSample("remote_url", field, f"{what}. Download it first and give the path of the file")
     if not name or "\0" in name or len(name.encode()) > 4096:
         raise BadSample("bad_path", field, f"{name[:40]!r} cannot name a file")
-    path = os.path.normpath(os.path.join(root, name))
-    if not path.startswith(root if root.endswith("/") else root + "/"):
+    path = inside(root, name)
+    if path is None:
         raise BadSample("outside_root", field, f"{name[:200]!r} is not inside {root}. Set images: to a folder that holds all pictures")
-    return Picture(name, Path(path))
+    return Picture(name, path)
 
 
-def film_of(frames: Any, timing: dict[str, Any], root: Path, field: str, timed: str) -> Video:
+def film_of(frames: Any, timing: dict[str, Any], root: Location, field: str, timed: str) -> Video:
     """A film by the list of its frames, each named as `picture_of` takes it. Every frame is used.
 
     `timing` may say when they are shown: `timestamps` in seconds, one a frame, or `sample_fps` or `fps`, how many frames there are
@@ -166,13 +166,13 @@ def unpacked(value: Any, field: str) -> Any:
         raise BadSample(bad.cause, field, f"a list in JSON was wanted: {bad.message}{hint}") from bad
 
 
-def media_of(row: dict[str, Any], root: Path) -> dict[str, list[Picture | Video]]:
+def media_of(row: dict[str, Any], root: Location) -> dict[str, list[Picture | Video]]:
     """What stands at each kind of placeholder: pictures from one of the columns PICTURES (absent, null, one picture, or a list),
     films from `video` (the list of its frames, or a list of such lists) or `videos` (a list of such lists)."""
     return {IMAGE: pictures_of(row, root), VIDEO: films_of(row, root)}
 
 
-def pictures_of(row: dict[str, Any], root: Path) -> list[Picture | Video]:
+def pictures_of(row: dict[str, Any], root: Location) -> list[Picture | Video]:
     for field in PICTURES:
         value = unpacked(row.get(field), field)
         if value is None:
@@ -185,7 +185,7 @@ def pictures_of(row: dict[str, Any], root: Path) -> list[Picture | Video]:
     return []
 
 
-def films_of(row: dict[str, Any], root: Path) -> list[Picture | Video]:
+def films_of(row: dict[str, Any], root: Location) -> list[Picture | Video]:
     for field in FILMS:
         value = unpacked(row.get(field), field)
         if value is None:

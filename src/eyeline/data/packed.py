@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.files import sha256_of, storage_failed
+from eyeline.core.locations import Location, location
 from eyeline.core.settings import Settings
 from eyeline.data.containers import HASHED, RETRIES, File, Place, Shard
 from eyeline.data.index import ShardIndex, from_bytes, index_path
@@ -163,7 +164,7 @@ def packed_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
     return row | ({"images": list(names)} if names else {})
 
 
-def packed_sample(row: Any, id: str, root: Path) -> Sample:  # noqa: ARG001 - as every layout is called
+def packed_sample(row: Any, id: str, root: Location) -> Sample:  # noqa: ARG001 - as every layout is called
     """What `packed_row` was made of, with pictures where they lie now."""
     left = iter(row.get("images", ()))
 
@@ -212,8 +213,8 @@ class Prepared:
         return tuple(
             Rows(
                 source,
-                Path(about.path),
-                Path(about.root),
+                location(about.path),
+                location(about.root),
                 _layout(about, self.folder),
                 Packed(self.archives, ends, tuple(s.shard for s in about.shards), about.shards, self.index),
                 self.archives.files[0].retries,
@@ -297,8 +298,8 @@ def opened(folder: Path, manifest: Manifest, retries: int) -> Prepared:
     paths = [folder / "shards" / archive.name for archive in manifest.archives]
     files = tuple(File.of(path, retries) for path in paths)
     small = sum(file.size for file in files) <= HASHED
-    for file, archive in zip(files, manifest.archives, strict=True):
-        if file.size != archive.bytes or (small and sha256_of(file.path) != archive.sha256):
-            raise StorageFailed(f"{file.path} is damaged or another file. Run `eyeline prepare` again: it mends what is damaged")
+    for path, file, archive in zip(paths, files, manifest.archives, strict=True):
+        if file.size != archive.bytes or (small and sha256_of(path) != archive.sha256):
+            raise StorageFailed(f"{path} is damaged or another file. Run `eyeline prepare` again: it mends what is damaged")
     shards = tuple(Shard(archive.name, archive.sha256, archive.bytes) for archive in manifest.archives)
     return Prepared(folder, manifest, Tars(files, shards))

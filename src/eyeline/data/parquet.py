@@ -1,13 +1,12 @@
 """Tables in groups of rows, of which only the columns are read that a layout knows; and Parquet, where a group is a row group."""
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
+from eyeline.core.locations import Location, below
 from eyeline.data.containers import File, Place, Shard, Window, fingerprints
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def _row(table: "arrow.Table", number: int) -> dict[str, Any] | BadSample:
     return row
 
 
-def with_pyarrow(path: Path) -> None:
+def with_pyarrow(path: Location) -> None:
     """Refused when pyarrow is not installed."""
     try:
         import pyarrow.ipc
@@ -96,7 +95,7 @@ def with_pyarrow(path: Path) -> None:
         ) from error
 
 
-def chosen(path: Path, names: Sequence[str], wanted: Sequence[str], before: tuple[str, ...], first: Path) -> tuple[str, ...]:
+def chosen(path: Location, names: Sequence[str], wanted: Sequence[str], before: tuple[str, ...], first: Location) -> tuple[str, ...]:
     """The columns of a file that are read. Refused when there are none, or other ones than `before` it."""
     has = tuple(sorted({name for name in wanted if name in names}))
     if not has:
@@ -120,7 +119,7 @@ def read_row_group(file: File, group: Group, columns: tuple[str, ...]) -> "arrow
             raise BadSample("damaged_parquet", "row", str(error)[:300]) from error
 
 
-def open_parquet(paths: list[Path], base: Path, wanted: tuple[str, ...], retries: int) -> Tables:
+def open_parquet(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int) -> Tables:
     """List the row groups from the files' footers. Refused when pyarrow is missing, or a file cannot be used."""
     with_pyarrow(paths[0])
     import pyarrow.parquet as parquet
@@ -151,7 +150,7 @@ def open_parquet(paths: list[Path], base: Path, wanted: tuple[str, ...], retries
                     "row can be read without its group. Write the file again with a row_group_size of a few hundred rows"
                 )
             groups.append(Group(number, group, first, row_group.num_rows))
-            shards.append(Shard(f"{os.path.relpath(path, base)}[{group}]", "", size, held=size))
+            shards.append(Shard(f"{below(base, path)}[{group}]", "", size, held=size))
             first += row_group.num_rows
     content = fingerprints(files)
     named = tuple(

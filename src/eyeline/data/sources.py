@@ -1,24 +1,21 @@
 """Where samples come from: containers of rows, found by what they are, and read by a layout."""
 
-import glob
-import importlib.util
-import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from eyeline.core.batch import Role, Sample
-from eyeline.core.errors import BadSample, Refused, nearest
+from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.core.locations import Location, below
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.data.arrow import FILE_MAGIC, MESSAGE, open_arrow
 from eyeline.data.coco import open_coco
 from eyeline.data.containers import RETRIES, Container, File, Place, Shard
 from eyeline.data.csv_rows import open_table
+from eyeline.data.folders import at_the_start, common_folder, files_below, image_folder, is_folder, located, matching, named
 from eyeline.data.json_rows import open_lines, open_list
 from eyeline.data.layouts import COLUMNS, Layout, Mapping, Name, recognised
 from eyeline.data.parquet import open_parquet
@@ -28,8 +25,10 @@ from eyeline.data.tars import energon_shards, open_tars
 class Source(Settings):
     """One set of samples."""
 
-    path: str  # a file, a folder, a pattern of files (a/*.tar), or package:NAME/folder for one inside an installed Python package
-    images: str | None = None  # the folder that picture paths start from; by default the one that the file lies in
+    # a file, a folder, a pattern of files (a/*.tar), package:NAME/folder for one inside an installed Python package, or the URL of any but
+    # the last in an object store (s3://, gs://, az://)
+    path: str
+    images: str | None = None  # the folder or URL that picture paths start from; by default the folder that the file lies in
     layout: Name | None = None  # by default detected
     columns: dict[str, str] = Field(default={})  # where they have other names, ours: theirs: {image: photo, caption: meta.title}
     roles: dict[Role, str] = Field(default={})  # the same of who speaks: {assistant: bot}
@@ -47,8 +46,8 @@ class Rows:
     """
 
     source: Source
-    path: Path
-    root: Path  # of the images
+    path: Location
+    root: Location  # of the images
     layout: Layout
     container: Container
     retries: int  # of a store that fails
@@ -98,36 +97,35 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
 
     A store that fails while rows are read is asked `retries` times more.
     """
-    path, folder, files = _files_of(source)
-    root = Path(os.path.abspath(source.images)) if source.images is not None else folder
-    if not os.path.isdir(root):
-        raise Refused(f"the folder of the images, {root}, does not exist. Set images: to the folder that picture paths start from")
+    path, folder, files = _files_of(source, retries)
+    root = folder if source.images is None else image_folder(source.images, retries)
     mapping = Mapping(tuple(sorted(source.columns.items())), tuple(sorted(source.roles.items())))
     container = open_container(files, folder, mapping, retries)
     return Rows(source, path, root, recognised(path, container, source.layout, mapping), container, retries)
 
 
-def _files_of(source: Source) -> tuple[Path, Path, list[Path]]:
+def _files_of(source: Source, retries: int) -> tuple[Location, Location, list[Location]]:
     """What messages call the source, the folder it lies in, and its files in order."""
-    if any(letter in source.path for letter in "*?[") and not os.path.lexists(os.path.expanduser(source.path)):
-        pattern = os.path.abspath(os.path.expanduser(source.path))
-        files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
+    files = matching(source.path, retries)
+    if files is not None:
         if not files:
-            raise Refused(f"no file matches {pattern}. Give another path")
-        return Path(pattern), Path(os.path.commonpath([file.parent for file in files])), files
-    path = _located(source.path)
-    if not path.is_dir():
+            raise Refused(f"no file matches {named(source.path)}. Give another path")
+        return named(source.path), common_folder(files), files
+    path = located(source.path, retries)
+    if not is_folder(path):
         return path, path.parent, [path]
-    if (path / "questions.json").is_file():
-        return path / "questions.json", path, [path / "questions.json"]
-    prepared = energon_shards(path)
+    there = files_below(path, retries)
+    questions = [file for file in there if file == path / "questions.json"]
+    if questions:
+        return questions[0], path, questions
+    prepared = energon_shards(path, there, retries)
     if prepared is not None:
         return path, path, prepared
-    found = {end: sorted(p for p in path.rglob(f"*.{end}") if p.is_file() and not p.name.startswith(".")) for end in ("tar", "parquet")}
+    found = {end: [file for file in there if file.suffix == f".{end}"] for end in ("tar", "parquet")}
     kinds = [end for end, files in found.items() if files]
     if len(kinds) == 1:
         files = found[kinds[0]]
-        splits = {word for file in files for word in _SPLIT.findall(str(file.relative_to(path)).lower())}
+        splits = {word for file in files for word in _SPLIT.findall(below(path, file).lower())}
         if len(splits) > 1:
             raise Refused(
                 f"{path} holds files of {', '.join(sorted(splits))}, and they would all be used. Name one of them by a pattern, such as "
@@ -136,51 +134,24 @@ def _files_of(source: Source) -> tuple[Path, Path, list[Path]]:
         return path, path, files
     if kinds:
         raise Refused(f"{path} holds both .tar and .parquet files. Name one kind by a pattern, such as {path}/*.tar")
-    files = sorted(p.name for p in path.iterdir() if p.suffix in (".json", ".jsonl"))
+    names = [file.name for file in there if file.parent == path and file.suffix in (".json", ".jsonl")]
     raise Refused(
         f"{path} is a folder without a questions.json (easy-VQA's layout), .tar or .parquet files. "
-        + (f"Give one of its files: {', '.join(files[:10])}" if files else "It holds no .json or .jsonl file either")
+        + (f"Give one of its files: {', '.join(names[:10])}" if names else "It holds no .json or .jsonl file either")
     )
 
 
 _SPLIT = re.compile(r"(?:^|[/._-])(train|test|valid|validation|val|dev|eval)(?=[/._-])")
 
 
-def _located(path: str) -> Path:
-    if not path.startswith("package:"):
-        found = Path(os.path.abspath(os.path.expanduser(path)))
-        try:
-            if not os.path.lexists(found):
-                beside = sorted(os.listdir(found.parent)) if os.path.isdir(found.parent) else []
-                raise Refused(f"{found} does not exist.{nearest(found.name, beside)}")
-            mode = os.stat(found).st_mode
-        except (OSError, ValueError) as error:  # ValueError: half a surrogate pair, or NUL
-            raise Refused(f"{str(found)[:300]} cannot be opened: {getattr(error, 'strerror', None) or error}. Give another path") from error
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for ever
-            raise Refused(f"{found} is neither a file nor a folder. Give the path of a file that stays, or of a folder")
-        return found
-    package, _, inside = path.removeprefix("package:").partition("/")
-    try:
-        spec = importlib.util.find_spec(package) if re.fullmatch(r"[A-Za-z_]\w*", package) else None
-    except ValueError:  # of a module without a spec, such as __main__
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
-        raise Refused(f"the Python package {package!r}, which {path} names, is not installed. Try: pip install {package.replace('_', '-')}")
-    base = Path(next(iter(spec.submodule_search_locations)))
-    found = Path(os.path.normpath(base / inside))
-    if not found.is_relative_to(base) or not os.path.exists(found):
-        raise Refused(f"{path}: there is no {inside} inside {base}")
-    return found
-
-
-def open_container(files: list[Path], folder: Path, mapping: Mapping, retries: int) -> Container:
+def open_container(files: list[Location], folder: Location, mapping: Mapping, retries: int) -> Container:
     """What the files are, told by their first bytes. Refused when they hold no rows that can be read."""
     first = files[0]
     try:
-        with open(first, "rb") as file:
-            head = file.read(4096)
-    except OSError as error:
-        raise Refused(f"{first} cannot be read: {error.strerror or error}") from error
+        file = File.of(first, retries)
+        head = file.read(0, min(file.size, 4096))
+    except StorageFailed as failed:
+        raise at_the_start(failed) from failed
     if head.startswith(b"PAR1"):
         return open_parquet(files, folder, (*COLUMNS, *mapping.taken), retries)
     if head.startswith((FILE_MAGIC, MESSAGE)):

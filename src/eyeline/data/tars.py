@@ -6,13 +6,13 @@ import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from eyeline.core.batch import Picture, Span
 from eyeline.core.errors import BadSample, Refused
+from eyeline.core.locations import Location, below, inside
 from eyeline.data.containers import HEADER_BYTES, File, Place, Shard, Window, fingerprints
 from eyeline.data.json_rows import parse, sound
 
@@ -279,7 +279,7 @@ def _ordered(row: dict[str, Any], pictures: dict[str, Picture]) -> list[Picture]
     return found
 
 
-def open_tars(paths: list[Path], base: Path, retries: int) -> Tars:
+def open_tars(paths: list[Location], base: Location, retries: int) -> Tars:
     """A shard an archive, in the order given. Nothing is read. Refused when one is compressed."""
     files = [File.of(path, retries) for path in paths]
     for file in files:
@@ -288,34 +288,41 @@ def open_tars(paths: list[Path], base: Path, retries: int) -> Tars:
                 f"{file.path} is compressed (gzip or another), and no sample could be read without all before it. Decompress it: the "
                 "pictures in it are compressed already"
             )
-    names = [os.path.relpath(path, base) for path in paths]
+    names = [below(base, path) for path in paths]
     return Tars(tuple(files), tuple(map(Shard, names, fingerprints(files), [file.size for file in files])))
 
 
 # Megatron-Energon's folders: archives, and beside them a list of those that count
 
 
-def energon_shards(folder: Path) -> list[Path] | None:
-    """The training archives of a folder that Energon has prepared; None for any other folder. Refused when some are missing."""
+def energon_shards(folder: Location, there: list[Location], retries: int) -> list[Location] | None:
+    """The training archives of a folder that Energon has prepared, of all files in it; None for any other folder. Refused when some
+    are missing."""
     about = folder / ".nv-meta"
-    if not about.is_dir():
+    if not any(below(about, file) for file in there):
         return None
+    files = {str(file): file for file in there}
+    found = files.get(str(about / "split.yaml"))
     try:
-        split = yaml.safe_load((about / "split.yaml").read_text())
+        if found is None:
+            raise TypeError("it is not there")
+        file = File.of(found, retries)
+        split = yaml.safe_load(file.read(0, file.size))
         listed = split["split_parts"]["train"]
         if not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
             raise TypeError("split_parts.train is no list of names")
         excluded = set(split.get("exclude") or ())
         if not excluded <= set(listed):
             raise TypeError("exclude names more than archives")
-    except (OSError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
         raise Refused(
             f"{about / 'split.yaml'} does not list the archives to train on ({error}). Run `energon prepare` again, or give a pattern"
         ) from error
-    paths = [Path(os.path.normpath(folder / name)) for name in listed if name not in excluded]
-    bad = [path for path in paths if not path.is_relative_to(folder) or not path.is_file()]
+    wanted = {name: files.get(str(inside(folder, name))) for name in listed if name not in excluded}
+    bad = [name for name, file in wanted.items() if file is None]
     if bad:
         raise Refused(
-            f"{about / 'split.yaml'} lists {len(bad)} archives that are not there, such as {bad[0]}. Restore them, or prepare it again"
+            f"{about / 'split.yaml'} lists {len(bad)} archives that are not there, such as {folder / bad[0]}. Restore them, or prepare it "
+            "again"
         )
-    return paths
+    return [file for file in wanted.values() if file is not None]

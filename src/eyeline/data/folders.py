@@ -1,0 +1,162 @@
+"""What lies where: a recipe's path as a file or a folder, of this machine or of a store, and the files of a folder or pattern."""
+
+import errno
+import fnmatch
+import glob
+import importlib.util
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from eyeline.core.errors import Refused, StorageFailed, nearest
+from eyeline.core.locations import Location, Remote, below
+from eyeline.data import stores
+from eyeline.data.containers import PASSING, number_of, persistent
+
+T = TypeVar("T")
+
+
+def located(path: str, retries: int) -> Location:
+    """The file or folder that a recipe names: a path, `package:NAME/...`, or a URL. Refused when there is none."""
+    if stores.is_url(path):
+        return _located_remotely(stores.remote(path), path.endswith("/"), retries)
+    if path.startswith("package:"):
+        return _in_package(path)
+    found = Path(os.path.abspath(os.path.expanduser(path)))
+    try:
+        if not os.path.lexists(found):
+            beside = sorted(os.listdir(found.parent)) if os.path.isdir(found.parent) else []
+            raise Refused(f"{found} does not exist.{nearest(found.name, beside)}")
+        mode = os.stat(found).st_mode
+    except (OSError, ValueError) as error:  # ValueError: half a surrogate pair, or NUL
+        raise Refused(f"{str(found)[:300]} cannot be opened: {getattr(error, 'strerror', None) or error}. Give another path") from error
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for ever
+        raise Refused(f"{found} is neither a file nor a folder. Give the path of a file that stays, or of a folder")
+    return found
+
+
+def _in_package(path: str) -> Path:
+    package, _, inside = path.removeprefix("package:").partition("/")
+    try:
+        spec = importlib.util.find_spec(package) if re.fullmatch(r"[A-Za-z_]\w*", package) else None
+    except ValueError:  # of a module without a spec, such as __main__
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise Refused(f"the Python package {package!r}, which {path} names, is not installed. Try: pip install {package.replace('_', '-')}")
+    base = Path(next(iter(spec.submodule_search_locations)))
+    found = Path(os.path.normpath(base / inside))
+    if not found.is_relative_to(base) or not os.path.exists(found):
+        raise Refused(f"{path}: there is no {inside} inside {base}")
+    return found
+
+
+def named(path: str) -> Location:
+    """A path or URL as it is, there or not."""
+    return stores.remote(path) if stores.is_url(path) else Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def is_folder(found: Location) -> bool:
+    """Of what was located or listed."""
+    return found.about is None if isinstance(found, Remote) else os.path.isdir(found)
+
+
+def image_folder(images: str, retries: int) -> Location:
+    """The folder that `images` of a source names. Refused when there is none."""
+    if stores.is_url(images):
+        folder = _located_remotely(stores.remote(images), True, retries)
+    else:
+        folder = Path(os.path.abspath(images))
+    if not is_folder(folder):
+        raise Refused(f"the folder of the images, {folder}, does not exist. Set images: to the folder that picture paths start from")
+    return folder
+
+
+def files_below(folder: Location, retries: int) -> list[Location]:
+    """All files of a folder and of those in it, in order. Hidden ones are left out."""
+    if isinstance(folder, Remote):
+        found = _asked(partial(stores.listed, folder), retries)
+        return sorted((file for file in found if not file.name.startswith(".")), key=lambda file: below(folder, file).split("/"))
+    return list(_walked(folder))
+
+
+def _walked(folder: Path) -> Iterator[Path]:
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except OSError as error:
+        raise Refused(f"{folder} cannot be read: {error.strerror or error}. Give another path") from error
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walked(folder / entry.name)
+        elif entry.is_file() and not entry.name.startswith("."):
+            yield folder / entry.name
+
+
+def common_folder(files: Sequence[Location]) -> Location:
+    """The innermost folder that all of them lie in."""
+    first = files[0]
+    if isinstance(first, Remote):
+        root = Remote(first.store)
+        return Remote(first.store, os.path.commonpath([below(root, file.parent) for file in files]))
+    return Path(os.path.commonpath([str(file.parent) for file in files]))
+
+
+def matching(pattern: str, retries: int) -> list[Location] | None:
+    """The files that a pattern (`*`, `?`, `[...]`, and `**` for any folders) stands for, in order. None for what is no pattern."""
+    if stores.is_url(pattern):
+        return _matching_remotely(pattern, retries) if any(letter in pattern for letter in "*?[") else None
+    if not any(letter in pattern for letter in "*?[") or os.path.lexists(os.path.expanduser(pattern)):
+        return None
+    names = sorted(glob.glob(os.path.abspath(os.path.expanduser(pattern)), recursive=True))
+    return [Path(name) for name in names if os.path.isfile(name)]
+
+
+# Of a store
+
+
+def _located_remotely(location: Remote, folder: bool, retries: int) -> Remote:
+    if location.key and not folder:
+        try:
+            return Remote(location.store, location.key, persistent(partial(stores.stamp_of, location), retries))
+        except StorageFailed as failed:
+            if number_of(failed) != errno.ENOENT:
+                raise at_the_start(failed) from failed
+    if _asked(partial(stores.has_any, location), retries):
+        return location
+    raise Refused(f"{location} does not exist: it is no object, and none lies below it. Give another URL")
+
+
+def _matching_remotely(pattern: str, retries: int) -> list[Location] | None:
+    whole = stores.remote(pattern)
+    pieces = whole.key.split("/")
+    first = next((n for n, piece in enumerate(pieces) if any(letter in piece for letter in "*?[")), len(pieces))
+    found = _asked(partial(stores.listed, Remote(whole.store, "/".join(pieces[:first]))), retries)
+    if whole in found:  # an object that is called so
+        return None
+    return sorted((file for file in found if _fits(file.key.split("/")[first:], pieces[first:])), key=str)
+
+
+def _fits(names: list[str], pattern: list[str]) -> bool:
+    """As `glob` does it: a wildcard stays within a name, and meets no hidden one."""
+    if not pattern or not names:
+        return not pattern and not names
+    hidden = names[0].startswith(".") and not pattern[0].startswith(".")
+    if pattern[0] == "**":
+        return (not hidden and ((len(pattern) == 1 and len(names) == 1) or _fits(names[1:], pattern))) or _fits(names, pattern[1:])
+    return not hidden and fnmatch.fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
+
+
+def _asked(question: Callable[[], T], retries: int) -> T:
+    try:
+        return persistent(question, retries)
+    except StorageFailed as failed:
+        raise at_the_start(failed) from failed
+
+
+def at_the_start(failed: StorageFailed) -> Refused | StorageFailed:
+    """What will be the same the next time is a setting, a name or a right that is wrong."""
+    return failed if number_of(failed) in PASSING else Refused(str(failed))

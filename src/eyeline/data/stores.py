@@ -1,0 +1,328 @@
+"""Objects of S3, Google Cloud Storage and Azure, read by range. The one file that imports obstore.
+
+Credentials, region and endpoint come from the environment, where obstore looks for them; none is in a recipe, a pickle or a message.
+Of what a store answers only the status and its short code are repeated: the rest may spell out keys and signed requests.
+
+Nothing is tried again here: who asks does so through `containers.persistent`, for failures that may pass.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from eyeline.core.errors import Refused, StorageFailed
+from eyeline.core.locations import Remote, Stamp
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ObjectStore
+
+PIECE = 8 << 20  # bytes of one request at most: a slow line gets them within the timeout, and a fast one is kept busy
+AHEAD = 64 << 10  # bytes that are read on at first where something is read in order; four times more each time
+GAP = 1 << 20  # bytes that may be passed over: to read them costs less than a request of its own
+KEPT, KEPT_BYTES = 256, 32 << 20  # objects of which a process remembers what it read last, and how much of them together
+HEAD_BYTES = 16 << 10  # of a picture: most say their size there
+TIMEOUT_S = 30.0  # for one request with its whole answer
+CONNECT_TIMEOUT_S = 5.0
+MOST_LISTED = 200_000  # objects of one folder
+
+VARIABLES = {  # scheme -> where its credentials are looked for
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (with AWS_SESSION_TOKEN), or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_SKIP_SIGNATURE=true for a public container",
+}
+ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_STORAGE_ENDPOINT"}
+_OTHER_NAMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "wasb": "az", "wasbs": "az"}
+_PASSING = {408, 425, 429, 500, 502, 503, 504}  # statuses that may be others the next time
+
+T = TypeVar("T")
+
+
+# URLs
+
+
+def is_url(path: str) -> bool:
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
+
+
+def without_secrets(url: str) -> str:
+    """A URL without what may be secret in it: a user with a password, and a query."""
+    return re.sub(r"(?<=://)[^/]*@", "…@", re.sub(r"[?#].*", "?…", url, flags=re.DOTALL)[:300])
+
+
+def remote(url: str) -> Remote:
+    """The object or folder that a URL names, which may be a pattern. Refused for what is no store's."""
+    scheme, _, rest = url.partition("://")
+    scheme, (store, _, key) = scheme.lower(), rest.partition("/")
+    if "@" in store or re.search(r"\?[\w.-]*=", url):  # the variables come from the environment, where no copy of a recipe has them
+        raise Refused(
+            f"{without_secrets(url)} has credentials in it. A recipe is copied into the run folder, so none may stand there. Leave them "
+            f"out, and set {VARIABLES.get(scheme, 'them')} in the environment"
+        )
+    if scheme in _OTHER_NAMES:
+        raise Refused(f"{without_secrets(url)}: write {_OTHER_NAMES[scheme]}:// instead of {scheme}://")
+    if scheme not in VARIABLES:
+        raise Refused(
+            f"{without_secrets(url)} is not read: {_instead(scheme)}. Wanted: a path, or a URL that begins with s3://, gs:// or az://"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{1,221}", store):
+        raise Refused(f"{without_secrets(url)} names no bucket that can be. Write {scheme}://BUCKET/KEY")
+    key = key.removesuffix("/")
+    if (any(piece in ("", ".", "..") for piece in key.split("/")) and key) or any(ord(letter) < 32 for letter in key):
+        raise Refused(
+            f"{without_secrets(url)}: a key has no empty pieces, no . or .. and no control characters here. Write the key as it is listed"
+        )
+    return Remote(f"{scheme}://{store}", key)
+
+
+def _instead(scheme: str) -> str:
+    match scheme:
+        case "http" | "https" | "ftp":
+            return "nothing is fetched from the web. Download it first"
+        case "hf":
+            return "download it first, with: hf download --repo-type dataset NAME --local-dir FOLDER"
+        case "file":
+            return "give the path itself"
+        case _:
+            return f"{scheme}:// is no kind of store that is known"
+
+
+# Asking
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What was read last of an object."""
+
+    begin: int
+    end: int
+    data: bytes  # from `begin` on; empty where it was no part of reading on
+    step: int  # bytes that were asked for beyond need
+
+
+@dataclass(frozen=True, eq=False)
+class _Process:
+    """What a process has of stores. Never pickled, and of no use to a fork: the threads that do the work are not in it."""
+
+    number: int = field(default_factory=os.getpid)
+    clients: dict[str, "ObjectStore"] = field(default_factory=dict)
+    recent: OrderedDict[tuple[Remote, Stamp], _Piece] = field(default_factory=OrderedDict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@lru_cache(maxsize=1)
+def _process() -> _Process:
+    return _Process()
+
+
+def _client(store: str) -> "ObjectStore":
+    process = _process()
+    assert process.number == os.getpid(), "a process that has read from a store was forked; a child would wait for ever"
+    with process.lock:
+        if store not in process.clients:
+            process.clients[store] = _made(store)
+        return process.clients[store]
+
+
+def _made(store: str) -> "ObjectStore":
+    try:
+        from obstore.store import AzureStore, GCSStore, S3Store
+    except ImportError as error:
+        raise Refused(
+            f"{store} is an object store, which obstore reads, and it is not installed. Try: pip install 'eyeline[stores]'"
+        ) from error
+    scheme, _, bucket = store.partition("://")
+    kind = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
+    # as `config` and not as client_options, which would undo what the environment says of the client (AWS_ALLOW_HTTP)
+    limits: Any = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_TIMEOUT_S}s"}
+    return kind(bucket, config=limits, retry_config={"max_retries": 0})
+
+
+def _ask(location: Remote, question: Callable[["ObjectStore"], T]) -> T:
+    """What a store says. StorageFailed, with an OSError as its cause: ENOENT where there is no such object."""
+    try:
+        return question(_client(location.store))
+    except (Refused, StorageFailed):
+        raise
+    except BaseException as error:
+        failed = _explained(location, error)
+        if failed is None:
+            raise
+    raise failed  # out here, so that it does not carry what the store said
+
+
+def _explained(location: Remote, error: BaseException) -> StorageFailed | None:
+    """What went wrong and what to do. None for what is no answer of a store."""
+    from obstore.exceptions import BaseError
+
+    if type(error).__name__ == "PanicException":  # of obstore, where it did not foresee something: an endpoint that is no URL
+        return _failed(location, "what the environment says cannot be used", errno.EINVAL, f"Look at {_settings(location)}")
+    if not isinstance(error, BaseError | FileNotFoundError | ValueError):
+        return None
+    text, scheme = str(error), location.store.partition("://")[0]
+    found = re.search(r"status code: (\d{3})", text)
+    status = int(found[1]) if found else None
+    found = re.search(r"<Code>(\w{1,60})</Code>", text)
+    code = found[1] if found else ""
+    answer = f"the store answered {status}{' ' + code if code else ''}"
+    found = re.search(r"Error performing \w+ (\S+) in", text)
+    asked = urlsplit(found[1]) if found else None
+    if status in _PASSING or code in ("SlowDown", "RequestTimeout", "InternalError", "ServerBusy"):
+        return _failed(location, answer, errno.EIO, "Look after the store, and start again")
+    if (asked is not None and asked.hostname in _METADATA) or "token request" in text:
+        return _failed(location, "no credentials were found", errno.EACCES, f"Set {VARIABLES[scheme]}")
+    if code == "NoSuchBucket":
+        return _failed(location, f"there is no bucket {location.store}", errno.ENOENT, "Look at its name, region and endpoint")
+    if isinstance(error, FileNotFoundError):
+        return _failed(location, "there is no such object", errno.ENOENT, "Put it back, or give another URL")
+    if status == 416:
+        return _failed(
+            location, "it ends before", errno.EINVAL, "It has changed. Put it back as it was, or begin a new run with the new data"
+        )
+    if "redirect" in text or code in ("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"):
+        return _failed(location, "the bucket lies in another region", errno.EINVAL, "Set AWS_REGION to its region")
+    if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AuthenticationFailed") or status == 401:
+        return _failed(location, f"the credentials are not accepted ({answer})", errno.EACCES, f"Renew {VARIABLES[scheme]}")
+    if status == 403:
+        hint = "S3 says so of absent objects, too, where listing is not allowed. Allow reading and listing, or set other credentials"
+        return _failed(location, f"access is denied ({answer})", errno.EACCES, hint)
+    if status is not None:
+        return _failed(location, answer, errno.EINVAL, f"Look at {_settings(location)}")
+    if "BadScheme" in text:
+        allow = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}[scheme]
+        return _failed(location, "its endpoint is http:// and not https://", errno.EINVAL, f"Set {allow}=true if that is meant")
+    found = re.search(r"kind: (Connect|Request|Timeout|Interrupted|Decode|Unknown)\b", text)
+    match found[1] if found else None:
+        case "Timeout":
+            return _failed(
+                location, f"no whole answer came within {TIMEOUT_S:g} s", errno.ETIMEDOUT, "Look after the store and the line to it"
+            )
+        case "Connect":
+            where = f"{asked.scheme}://{asked.hostname}{f':{asked.port}' if asked.port else ''}" if asked else "its endpoint"
+            what = f"no connection to {where}"
+            return _failed(location, what, errno.EHOSTUNREACH, f"Look at the network, and at {ENDPOINTS[scheme]} if it is set")
+        case "Request" | "Interrupted" | "Decode" | "Unknown":
+            return _failed(location, "its answer broke off, or was none", errno.ECONNRESET, "Look after the store and the line to it")
+        case _:
+            what = "what the environment says of the store cannot be used"
+            return _failed(location, what, errno.EINVAL, f"Look at {_settings(location)}")
+
+
+_METADATA = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "metadata.google.internal", "metadata")
+
+
+def _settings(location: Remote) -> str:
+    scheme = location.store.partition("://")[0]
+    return f"{ENDPOINTS[scheme]} if it is set, and at {VARIABLES[scheme]}"
+
+
+def _failed(location: Remote, what: str, number: int, remedy: str) -> StorageFailed:
+    failed = StorageFailed(f"could not read {location}: {what}. {remedy}.")
+    failed.__cause__ = OSError(number, what)
+    return failed
+
+
+# Answers
+
+
+def _stamp(about: "ObjectMeta") -> Stamp:
+    """Size, and a number of the e-tag; of the time of the last change in a store that gives none. Listings quote e-tags in other ways."""
+    tag = (about["e_tag"] or str(int(about["last_modified"].timestamp()))).removeprefix("W/").strip('"')
+    return about["size"], int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=7).digest(), "big")
+
+
+def stamp_of(location: Remote) -> Stamp:
+    """Of an object. One request."""
+    return _ask(location, lambda client: _stamp(client.head(location.key)))
+
+
+def look(location: Remote, length: int) -> tuple[Stamp, bytes]:
+    """The stamp of an object and its first bytes, as many as it has of `length`. One request; reading on goes on from there."""
+    try:
+        stamp, data = _get(location, 0, length, None)
+        _remember(location, stamp, _Piece(0, len(data), data if len(data) <= AHEAD else b"", 0))
+        return stamp, data
+    except StorageFailed as failed:
+        if not (isinstance(failed.__cause__, OSError) and failed.__cause__.errno == errno.EINVAL):
+            raise
+        stamp = stamp_of(location)  # of an empty object no range can be had
+        if stamp[0]:
+            raise
+        return stamp, b""
+
+
+def _get(location: Remote, begin: int, length: int, stamp: Stamp | None) -> tuple[Stamp, bytes]:
+    """A range of an object, if it is the one that is known. One request."""
+
+    def get(client: "ObjectStore") -> tuple[Stamp, bytes]:
+        answer = client.get(location.key, options={"range": (begin, begin + length)})
+        found = _stamp(answer.meta)
+        if stamp not in (None, found):
+            raise changed(location)
+        data = bytes(answer.bytes())
+        if len(data) < min(length, found[0] - begin):
+            raise _failed(location, f"{len(data):,} bytes came of {length:,}", errno.ECONNRESET, "Look after the store and the line to it")
+        return found, data
+
+    return _ask(location, get)
+
+
+def changed(location: object) -> StorageFailed:
+    return StorageFailed(f"{location} has changed since it was opened. Put it back as it was, or begin a new run with the new data")
+
+
+def piece(location: Remote, stamp: Stamp, begin: int, wanted: int) -> bytes:
+    """Some bytes from `begin` on, at least one and at most `wanted`, of which there are so many.
+
+    What is read in order, as archives are to find their members, is read ahead in growing pieces; anything else costs what it has.
+    """
+    process, key = _process(), (location, stamp)
+    with process.lock:
+        known = process.recent.get(key)
+        if known is not None:
+            process.recent.move_to_end(key)
+    if known is not None and known.begin <= begin < known.begin + len(known.data):
+        return known.data[begin - known.begin : begin - known.begin + wanted]
+    goes_on = known is not None and known.end <= begin <= known.end + GAP
+    step = min(max(known.step * 4, AHEAD), PIECE) if goes_on and known is not None else 0
+    _, data = _get(location, begin, min(max(wanted, step), PIECE, stamp[0] - begin), stamp)
+    _remember(location, stamp, _Piece(begin, begin + len(data), data if step or len(data) <= AHEAD else b"", step))
+    return data[:wanted]
+
+
+def _remember(location: Remote, stamp: Stamp, piece: _Piece) -> None:
+    process = _process()
+    with process.lock:
+        process.recent[location, stamp] = piece
+        process.recent.move_to_end((location, stamp))
+        while len(process.recent) > KEPT or sum(len(kept.data) for kept in process.recent.values()) > KEPT_BYTES:
+            process.recent.popitem(last=False)
+
+
+def listed(folder: Remote) -> list[Remote]:
+    """Every object below a folder, each with its stamp. One request for about a thousand."""
+
+    def pages(client: "ObjectStore") -> list[Remote]:
+        found: list[Remote] = []
+        for page in client.list(folder.key or None, chunk_size=1000):
+            found += [Remote(folder.store, about["path"], _stamp(about)) for about in page]
+            if len(found) > MOST_LISTED:
+                raise Refused(
+                    f"{folder} holds more than {MOST_LISTED:,} objects. Name a folder of fewer, or a pattern that begins with one"
+                )
+        return found
+
+    return _ask(folder, pages)
+
+
+def has_any(folder: Remote) -> bool:
+    """Whether any object lies below. One request."""
+    return _ask(folder, lambda client: any(True for page in client.list(folder.key or None, chunk_size=1) if page))
