@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as arrow
 import pytest
 
 from eyeline.core.batch import Sample, Text
@@ -21,8 +22,10 @@ from eyeline.data.rejects import CAUSES
 from eyeline.data.sources import Rows, Source, open_source
 from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import Encoder
+from tests.data.test_arrow import written as written_arrow
 from tests.data.test_coco import WHOLE
 from tests.data.test_parquet import written
+from tests.data.test_sources import STRICT
 from tests.data.test_tars import archive
 
 Row = tuple[str, str]  # name of a picture, caption
@@ -58,6 +61,11 @@ def as_tar(folder: Path, rows: list[Row]) -> Path:
     return archive(folder / "rows.tar", members)
 
 
+def as_arrow(folder: Path, rows: list[Row]) -> Path:
+    table = arrow.Table.from_pylist([{"image": image, "caption": caption} for image, caption in rows])
+    return written_arrow(folder / "rows.arrow", table)
+
+
 def as_coco(folder: Path, rows: list[Row]) -> Path:
     images = [{"id": n, "file_name": image} for n, (image, _) in enumerate(rows)]
     annotations = [{"image_id": n, "id": n, "caption": caption} for n, (_, caption) in enumerate(rows)]
@@ -71,10 +79,11 @@ CONTAINERS: dict[str, Callable[[Path, list[Row]], Path]] = {
     "CSV": as_csv,
     "Parquet": as_parquet,
     "Parquet, pictures as structs": as_structs,
+    "Arrow": as_arrow,
     "WebDataset": as_tar,
     "COCO": as_coco,
 }
-ASCII_ONLY = {"Parquet", "Parquet, pictures as structs"}  # what writes them takes no lone surrogates: test_parquet.py has such bytes
+UNICODE_ONLY = {"Parquet", "Parquet, pictures as structs", "Arrow"}  # their writers take no lone surrogates: test_parquet.py
 SOUND: Row = ("a.png", "a dot")
 
 
@@ -147,7 +156,7 @@ def test_names_that_no_picture_may_have(container: str, tmp_path: Path, monkeypa
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.png").write_bytes(b"secret")
     (tmp_path / "secret.png").write_bytes(b"secret")
-    names = [name for name in NAMES if container not in ASCII_ONLY or name.isprintable() or "\0" in name]
+    names = [name for name in NAMES if container not in UNICODE_ONLY or name.isprintable() or "\0" in name]
     assert len(names) > len(NAMES) - 3
     path = CONTAINERS[container](tmp_path / "data", [SOUND, *[row for name in names for row in ((name, "hostile"), SOUND)]])
     found = outcomes(path)
@@ -249,7 +258,7 @@ BAD_TEXTS = {"": "no_target", "  \n\t": "no_target", "\u2003\u3000": "no_target"
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_texts_that_no_answer_may_be(container: str, tmp_path: Path, plain: Encoder, rule: Any) -> None:
-    texts = [text for text in BAD_TEXTS if container not in ASCII_ONLY or max(text, default="") < "\ud800"]
+    texts = [text for text in BAD_TEXTS if container not in UNICODE_ONLY or max(text, default="") < "\ud800"]
     path = CONTAINERS[container](tmp_path, [SOUND, *[row for text in texts for row in (("a.png", text), SOUND)]])
     found: list[str] = []
     for _, _, sample in open_source(Source(path=str(path))).kept():
@@ -261,3 +270,12 @@ def test_texts_that_no_answer_may_be(container: str, tmp_path: Path, plain: Enco
         except BadSample as bad:
             found.append(bad.cause)
     assert found == ["sound", *[cause for text in texts for cause in (BAD_TEXTS[text], "sound")]]
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_what_json_forbids_spoils_its_member_of_an_archive_only(name: str, tmp_path: Path) -> None:
+    """As it does in a JSON list and in JSON lines (test_sources.py)."""
+    text, cause, _ = STRICT[name]
+    sound = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    found = outcomes(archive(tmp_path / "rows.tar", [("0.json", sound), ("1.json", text), ("2.json", sound)]))
+    assert [bad.cause if isinstance(bad, BadSample) else bad for bad in found] == ["b", cause, "b"]

@@ -143,7 +143,7 @@ def test_captions(tmp_path: Path) -> None:
     rows = opened(archive(tmp_path / "x.tar", members))
     assert rows.layout.name == "captions"
     assert "'Describe the image.'" in rows.layout.why
-    causes = ["wrong_type", "placeholder_count", "bad_unicode", "wrong_type", "not_json", "not_finite"]
+    causes = ["no_target", "placeholder_count", "bad_unicode", "wrong_type", "not_json", "not_finite"]
     assert outcomes(rows) == ["a red dot", "from json", "of both", *causes]
     first = rows.read(next(rows.rows_in(0))[0])
     assert [p if isinstance(p, Text) else p.name for p in first.messages[0].parts] == ["a.jpg", Text("Describe the image.")]
@@ -239,6 +239,7 @@ HOSTILE: dict[str, list[tuple[str, Any]]] = {
     "hard link": [("k.jpg", special(tarfile.LNKTYPE, "a.jpg")), ("k.json", TALK)],
     "device": [("k.jpg", special(tarfile.CHRTYPE)), ("k.json", TALK)],
     "pipe": [("k.jpg", special(tarfile.FIFOTYPE)), ("k.json", TALK)],
+    "sparse file": [("k.jpg", special(tarfile.GNUTYPE_SPARSE)), ("k.json", TALK)],
     "absolute": [("/k.jpg", encoded(0)), ("/k.json", TALK)],
     "out of it": [("../k.jpg", encoded(0)), ("../k.json", TALK)],
 }

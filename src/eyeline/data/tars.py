@@ -248,9 +248,10 @@ def _row(group: Group, file: File, offset: int) -> dict[str, Any]:
                 raise BadSample("file_too_large", "row", f"{_shown(name)} has {member.size:,} bytes, over {MAX_TEXT_BYTES:,}")
             if member.kind == "json":
                 value, flawed = parse(content.decode("utf-8-sig", "surrogateescape"))
+                value = sound(value) if flawed else value
                 if not isinstance(value, dict):
                     raise BadSample("wrong_type", name, "an object was wanted")
-                row |= sound(value) if flawed else value
+                row |= value
             else:
                 texts[member.part] = content.decode("utf-8-sig", "surrogateescape")
     if texts and not {"caption", "text", "conversations", "messages"} & row.keys():
