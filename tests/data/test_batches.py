@@ -1,5 +1,7 @@
 """A batch against one made by hand, and every index against what it points at."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -126,3 +128,19 @@ def test_random_documents_point_at_their_own_pixels() -> None:
             assert labels.pop(begin + t, IGNORE) == label
     assert not values
     assert not labels
+
+
+def test_patches_that_lie_end_to_end_are_not_moved() -> None:
+    """And others are joined: in another order, with one left out, or from another place."""
+    room_PC = np.empty((20, 12), np.uint8)
+    room_PC[:] = np.arange(20 * 12).reshape(20, 12)
+    lies = {"a": slice(2, 6), "b": slice(6, 10), "c": slice(10, 18)}
+    pictures = {key: replace(image(key, (at.stop - at.start) // 4, 0), patches_PC=room_PC[at]) for key, at in lies.items()}
+    pictures["d"] = replace(image("d", 1, 0), patches_PC=room_PC[6:10].copy())
+    for order, moved in {"abc": False, "bc": False, "abab": False, "ba": True, "ac": True, "ad": True, "d": True}.items():
+        shown = [pictures[key] for key in order]
+        tokens = sum(one.tokens for one in shown)
+        batch = batch_of([document("x", [1] * tokens, [IGNORE] * tokens, list(range(tokens)), *shown)], None)
+        wanted_PC = np.concatenate([pictures[key].patches_PC for key in dict.fromkeys(order)])
+        assert (batch.patches_PC.numpy() == wanted_PC).all()
+        assert np.shares_memory(batch.patches_PC.numpy(), room_PC) != moved

@@ -19,6 +19,7 @@ from eyeline.core.facts import Film, ImageRule, Square, Tiles
 from eyeline.core.randomness import rng_for
 from eyeline.data.images import (
     Augment,
+    Planes,
     Resized,
     augmented,
     decode,
@@ -156,7 +157,11 @@ WHOLE = ImageRule(8, 1, (0, 0, 0), (1, 1, 1), "bicubic", Square(8)).units(8, 8)
 
 
 def changed(pixels: np.ndarray, augment: Augment, n: int) -> np.ndarray:
-    return augmented(Resized(WHOLE, ((pixels,),)), augment, partial(rng_for, 0, "t", n)).canvases[0][0]
+    return whole(augmented(Resized(WHOLE, ((tuple(np.moveaxis(pixels, 2, 0)),),)), augment, partial(rng_for, 0, "t", n)).canvases[0][0])
+
+
+def whole(planes: Planes) -> np.ndarray:
+    return np.ascontiguousarray(np.stack(planes, 2))
 
 
 def test_augmentation_flips_and_shifts() -> None:
@@ -184,7 +189,7 @@ def test_frames_and_tiles_are_augmented_alike() -> None:
     film = Video("f", (still,) * 3, (0.0, 1.0, 2.0))
     rule = ImageRule(4, 1, (0, 0, 0), (1, 1, 1), "bicubic", Tiles(8), frames=2, film=Film(1, 10_000))
     draw = partial(rng_for, 0, "t", 3)
-    frames = [frame for slice in augmented(resized(film, rule), Augment(shift=3), draw).canvases for frame in slice]
+    frames = [whole(frame) for slice in augmented(resized(film, rule), Augment(shift=3), draw).canvases for frame in slice]
     assert len(frames) == 4
     assert all((frame == frames[0]).all() for frame in frames)
     assert (frames[0] != decode(still)).any()
@@ -196,7 +201,7 @@ def test_frames_and_tiles_are_augmented_alike() -> None:
 
 def test_resizing_to_the_same_size_changes_nothing(rule: ImageRule) -> None:
     pixels = noise(32, 32)
-    assert (resized(encoded(Pillow.fromarray(pixels), "PNG"), rule).canvases[0][0] == pixels).all()
+    assert (whole(resized(encoded(Pillow.fromarray(pixels), "PNG"), rule).canvases[0][0]) == pixels).all()
 
 
 def test_the_stand_in_is_grey(rule: ImageRule) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.facts import ImageRule
-from eyeline.data import fetch
+from eyeline.data import fetch, images
 from eyeline.data.blend import Side
 from eyeline.data.images import Augment
 from eyeline.data.index import drawn
@@ -442,6 +442,25 @@ def test_remembering_pictures_changes_nothing(open_reader, monkeypatch: pytest.M
     kept = list(open_reader(augment=Augment(flip=True)).steps(BUDGET, 1, 2))
     monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)
     assert_same_steps(list(open_reader(augment=Augment(flip=True)).steps(BUDGET, 1, 2)), kept)
+
+
+def test_pictures_that_come_again_are_decoded_once(open_reader, folder: Path, draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until others have taken their room; and one that a single row shows is not remembered."""
+    lines = [row(f"q {n}", f"{n % 3}.png") for n in range(12)] + [row("alone", "4.png")]
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in lines))
+    decoded = Counter[str]()
+    upright = images.upright
+    monkeypatch.setattr(images, "upright", lambda picture: decoded.update([picture.name]) or upright(picture))
+
+    def counts(share: int) -> list[int]:
+        decoded.clear()
+        list(open_reader(sources=(Source(path=str(folder / "rows.jsonl")),), share_images=share).steps(BUDGET, 1, 2))
+        return sorted(decoded.values())
+
+    assert counts(1) == [1, 1, 1, 2]
+    assert counts(4) == [2, 2, 2, 2]  # all rows of a picture are together: it does not come again
+    monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 2 * 32 * 32 * 3)
+    assert counts(1) > [1, 1, 2, 2]
 
 
 def test_a_text_model_rejects_pictures(folder: Path, plain: Encoder) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eyeline.core.batch import IGNORE, Batch, Budget, Counts, Document
 
@@ -42,7 +43,7 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
     shown = [(starts[i.key], i.tokens) for d in documents for i in d.images]
     first, length = np.array(shown, np.int64).reshape(-1, 2).T
     sources_M = np.arange(len(visual_M)) + np.repeat(first - (np.cumsum(length) - length), length)
-    patches_PC = np.concatenate([i.patches_PC for i in images]) if images else np.empty((0, 0), np.uint8)
+    patches_PC = _end_to_end([i.patches_PC for i in images]) if images else np.empty((0, 0), np.uint8)
     places_P2 = np.concatenate([i.places_P2 for i in images]) if images else np.empty((0, 2))
     cu_N1 = np.cumsum([0, *(len(i.patches_PC) for i in images)]).astype(np.int32)
     assert not budget or len(patches_PC) <= budget.patches, f"{len(patches_PC)} patches do not fit a budget of {budget.patches}"
@@ -76,3 +77,14 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
         ),
         ids=tuple(d.id for d in documents),
     )
+
+
+def _end_to_end(arrays: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """The arrays joined; not moved where they lie one after another in the memory of one array."""
+    whole = arrays[0].base
+    if isinstance(whole, np.ndarray) and whole.ndim == 2 and all(a.base is whole and a.flags.c_contiguous for a in arrays):
+        at = [a.__array_interface__["data"][0] for a in arrays]
+        if all(begin + a.nbytes == after for begin, after, a in zip(at, at[1:], arrays, strict=False)):
+            first = (at[0] - whole.__array_interface__["data"][0]) // arrays[0].strides[0]
+            return whole[first : first + sum(map(len, arrays))]
+    return np.concatenate(arrays)

@@ -1,11 +1,13 @@
 """A planned pack -> Batch: read, decode, lay out. Runs in this process or in workers, with the same result."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Image, Picture, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
@@ -14,13 +16,13 @@ from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
 from eyeline.data.containers import File, persistent
 from eyeline.data.documents import Tokenised, laid_out, tokenised
-from eyeline.data.images import Augment, Resized, Size, augmented, cut, frames_of, grey, held, medium_key, resized
+from eyeline.data.images import Augment, Resized, Room, Size, augmented, cut, frames_of, grey, held, medium_key, resized
 from eyeline.data.rejects import Reject
 from eyeline.data.sources import Place, Rows
 from eyeline.data.tokenizer import Encoder
 from eyeline.data.workers import At, Phase, Workers, in_order
 
-KEPT_PICTURE_BYTES = 256 << 20  # resized pictures that a process remembers
+KEPT_PICTURE_BYTES = 128 << 20  # resized pictures that a process remembers: those used last, of the ones that come again
 NEAR_BYTES = 64 << 10  # between two pictures in one file: so many are read in vain rather than asking twice
 TOKEN_BYTES = 64  # of a token, in all index arrays of a batch together; about
 
@@ -48,6 +50,7 @@ class Visit:
     address: tuple[int, ...]  # of its randomness
     rows: tuple[Row, ...]
     media: tuple[Picture | Video, ...] | None  # by where they lie; None: a row has them
+    again: bool  # whether other visits look at them too
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,24 @@ def _unwatched(part: int, phase: Phase) -> None:
     pass
 
 
+def _patches(visits: Sequence[Visit]) -> int:
+    """As many as are planned."""
+    return sum(max(row.patches for row in visit.rows) for visit in visits)
+
+
+class _Room:
+    """Memory for the patches of a pack. Pictures are cut into it one after another, so a batch has them end to end where they are."""
+
+    def __init__(self, rule: ImageRule | None, patches: int):
+        self.left_PC = np.empty((patches, 3 * rule.frames * rule.patch**2) if rule else (0, 0), np.uint8)
+
+    def __call__(self, patches: int) -> NDArray[np.uint8] | None:
+        if patches > len(self.left_PC):
+            return None
+        taken_PC, self.left_PC = self.left_PC[:patches], self.left_PC[patches:]
+        return taken_PC
+
+
 @dataclass(frozen=True)
 class Fetched:
     batch: Batch
@@ -92,7 +113,7 @@ class Fetch:
     seed: int
     augment: Augment | None  # None: pictures as they are
     retries: int  # of reading a picture from a store that fails
-    _kept: dict[str, Resized] = field(default_factory=dict, repr=False)
+    _kept: OrderedDict[str, Resized] = field(default_factory=OrderedDict, repr=False)
     _bytes: list[int] = field(default_factory=lambda: [0], repr=False)
 
     def job(self, visits: tuple[Visit, ...], verdicts: Mapping[tuple[str, str], Reject]) -> Job:
@@ -101,8 +122,7 @@ class Fetch:
             visits = tuple(replace(visit, rows=tuple(self._judged(row, verdicts) for row in visit.rows)) for visit in visits)
         numbers = 3 * self.rule.frames * self.rule.patch**2 if self.rule else 0
         tokens = self.budget.tokens if self.budget else sum(row.tokens for visit in visits for row in visit.rows)
-        patches = sum(max(row.patches for row in visit.rows) for visit in visits)
-        return Job(visits, tokens * TOKEN_BYTES + patches * numbers)
+        return Job(visits, tokens * TOKEN_BYTES + _patches(visits) * numbers)
 
     def _judged(self, row: Row, verdicts: Mapping[tuple[str, str], Reject]) -> Row:
         id, file, _ = self.sources[row.source].named(row.place)
@@ -112,6 +132,7 @@ class Fetch:
     def __call__(self, job: Job, at: At = _unwatched) -> Fetched:
         documents: list[Document] = []
         rejects: list[Reject] = []
+        room = _Room(self.rule, _patches(job.visits))
         if job.visits:  # rows are seldom read again; still a file that changes stops the run
             first = job.visits[0].rows[0]
             at(0, "reading")
@@ -136,7 +157,7 @@ class Fetch:
                     at(part, "decoding")
                     known = known or tokenised(sample.messages, self.encoder, self.rule)
                 media = media or ()
-                shown = [self._images(medium, visit, prepared, partial(at, part)) for medium in media[: len(known.slices)]]
+                shown = [self._images(medium, visit, prepared, room, partial(at, part)) for medium in media[: len(known.slices)]]
                 bad = next((images for images in shown if isinstance(images, BadSample)), None)
                 document = self._document(row, known, shown)
                 if bad is not None:
@@ -192,13 +213,18 @@ class Fetch:
         )
 
     def _images(
-        self, medium: Picture | Video, visit: Visit, prepared: dict[str, tuple[Image, ...] | BadSample], phase: Callable[[Phase], None]
+        self,
+        medium: Picture | Video,
+        visit: Visit,
+        prepared: dict[str, tuple[Image, ...] | BadSample],
+        room: Room,
+        phase: Callable[[Phase], None],
     ) -> tuple[Image, ...] | BadSample:
         """The medium prepared once for all rows of the visit."""
         key = medium_key(medium)
         if key not in prepared:
             try:
-                prepared[key] = self._prepared(medium, key, visit, len(prepared), phase)
+                prepared[key] = self._prepared(medium, key, visit, len(prepared), room, phase)
             except BadSample as bad:
                 prepared[key] = bad
         return prepared[key]
@@ -208,7 +234,9 @@ class Fetch:
         assert self.rule is not None, "the plan rejects pictures for a model without a tower"
         return self.rule
 
-    def _prepared(self, medium: Picture | Video, key: str, visit: Visit, number: int, phase: Callable[[Phase], None]) -> tuple[Image, ...]:
+    def _prepared(
+        self, medium: Picture | Video, key: str, visit: Visit, number: int, room: Room, phase: Callable[[Phase], None]
+    ) -> tuple[Image, ...]:
         whole = self._kept.get(key)
         if whole is None:
             phase("reading")
@@ -218,17 +246,24 @@ class Fetch:
                 whole = resized(encoded, self._rule)
             except MemoryError as error:
                 raise BadSample("decoder_memory", "image", f"{medium.name} takes more memory than a decoder may have") from error
-            size = sum(canvas.nbytes for canvases in whole.canvases for canvas in canvases)
-            if self._bytes[0] + size <= KEPT_PICTURE_BYTES:
-                self._kept[key] = whole
-                self._bytes[0] += size
+            if visit.again:
+                self._keep(key, whole)
+        else:
+            self._kept.move_to_end(key)
         if self.augment is None or not self.augment.active:
-            return cut(whole, self._rule, key)
+            return cut(whole, self._rule, key, room)
         rng = partial(rng_for, self.seed, "augment", *visit.address, number)
-        return cut(augmented(whole, self.augment, rng), self._rule, f"{key}@{'.'.join(map(str, visit.address))}")
+        return cut(augmented(whole, self.augment, rng), self._rule, f"{key}@{'.'.join(map(str, visit.address))}", room)
+
+    def _keep(self, key: str, whole: Resized) -> None:
+        self._kept[key] = whole
+        self._bytes[0] += whole.bytes
+        while self._bytes[0] > KEPT_PICTURE_BYTES:
+            _, dropped = self._kept.popitem(last=False)
+            self._bytes[0] -= dropped.bytes
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_kept": {}, "_bytes": [0]}
+        return self.__dict__ | {"_kept": OrderedDict(), "_bytes": [0]}
 
 
 def _blank(id: str, tokens: int) -> Document:

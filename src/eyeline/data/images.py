@@ -38,6 +38,8 @@ from eyeline.data import stores
 from eyeline.data.containers import File, number_of, span_file
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
+Planes = tuple[NDArray[np.uint8], ...]  # red, green and blue: rows × columns each. A patch has its colours one after another
+Room = Callable[[int], NDArray[np.uint8] | None]  # rows for so many patches; None: none are kept for them
 Size = tuple[int, int] | tuple[int, int, int]  # height and width of a still; frames, height and width of a film
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow reads many more, with decoders that are seldom tested
@@ -471,7 +473,11 @@ class Resized:
     """A medium decoded, upright and resized: for each of its images the whole picture (of a film, the frames) it is cut from."""
 
     units: tuple[Unit, ...]
-    canvases: tuple[tuple[Pixels, ...], ...]
+    canvases: tuple[tuple[Planes, ...], ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(plane.nbytes for canvases in self.canvases for planes in canvases for plane in planes)
 
 
 def resized(medium: Picture | Video, rule: ImageRule) -> Resized:
@@ -488,9 +494,10 @@ def resized(medium: Picture | Video, rule: ImageRule) -> Resized:
     return Resized(units, tuple(tuple(scaled[n : n + rule.frames]) for n in range(0, len(scaled), rule.frames)))
 
 
-def _scaled(rgb: Pillow.Image, canvas: tuple[int, int], rule: ImageRule) -> Pixels:
+def _scaled(rgb: Pillow.Image, canvas: tuple[int, int], rule: ImageRule) -> Planes:
     height, width = canvas
-    return np.asarray(rgb if rgb.size == (width, height) else rgb.resize((width, height), _RESAMPLE[rule.resample]))
+    shown = rgb if rgb.size == (width, height) else rgb.resize((width, height), _RESAMPLE[rule.resample])
+    return tuple(np.frombuffer(shown.tobytes("raw", colour), np.uint8).reshape(height, width) for colour in "RGB")
 
 
 def augmented(medium: Resized, augment: Augment, rng: Callable[[], np.random.Generator]) -> Resized:
@@ -499,31 +506,40 @@ def augmented(medium: Resized, augment: Augment, rng: Callable[[], np.random.Gen
     return Resized(medium.units, tuple(tuple(changed[id(canvas)] for canvas in canvases) for canvases in medium.canvases))
 
 
-def _changed(pixels: Pixels, augment: Augment, rng: np.random.Generator) -> Pixels:
+def _changed(planes: Planes, augment: Augment, rng: np.random.Generator) -> Planes:
     mirrored, down, right = rng.random() < 0.5, *rng.integers(0, 2 * augment.shift, 2, endpoint=True)
     if augment.flip and mirrored:
-        pixels = pixels[:, ::-1]
+        planes = tuple(plane[:, ::-1] for plane in planes)
     if augment.shift:
-        height, width = pixels.shape[:2]
-        padded = np.pad(pixels, ((augment.shift, augment.shift), (augment.shift, augment.shift), (0, 0)), mode="edge")
-        pixels = padded[down : down + height, right : right + width]
-    return pixels
+        height, width = planes[0].shape
+        padded = (np.pad(plane, augment.shift, mode="edge") for plane in planes)
+        planes = tuple(plane[down : down + height, right : right + width] for plane in padded)
+    return tuple(map(np.ascontiguousarray, planes))
 
 
-def cut(medium: Resized, rule: ImageRule, key: str) -> tuple[Image, ...]:
-    """The images of a medium: patches in merge order, not normalised. Pixels beyond the last whole patch are left out, as a
-    convolution without padding leaves them out."""
+def _no_room(patches: int) -> None:  # noqa: ARG001
+    return None
+
+
+def cut(medium: Resized, rule: ImageRule, key: str, room: Room = _no_room) -> tuple[Image, ...]:
+    """The images of a medium: patches in merge order, not normalised, in `room` where it has some. Pixels beyond the last whole patch
+    are left out, as a convolution without padding leaves them out."""
     several = len(medium.units) > 1
     pairs = zip(medium.units, medium.canvases, strict=True)
-    return tuple(_cut(unit, canvases, rule, f"{key}#{n}" if several else key) for n, (unit, canvases) in enumerate(pairs))
+    return tuple(_cut(unit, canvases, rule, f"{key}#{n}" if several else key, room) for n, (unit, canvases) in enumerate(pairs))
 
 
-def _cut(unit: Unit, canvases: tuple[Pixels, ...], rule: ImageRule, key: str) -> Image:
+def _cut(unit: Unit, canvases: tuple[Planes, ...], rule: ImageRule, key: str, room: Room) -> Image:
     (rows, columns), (top, left), p, r = unit.grid, unit.corner, rule.patch, rule.merge
-    kept = [canvas[top : top + rows * p, left : left + columns * p] for canvas in canvases]
-    frames = kept[0][None] if rule.frames == 1 else np.stack(kept if len(kept) == rule.frames else kept * rule.frames)  # a still repeats
-    cells = frames.reshape(rule.frames, rows // r, r, p, columns // r, r, p, 3)
-    patches_PC = cells.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(unit.grid.patches, 3 * rule.frames * p * p)
+    patches_PC = room(unit.grid.patches)
+    if patches_PC is None:
+        patches_PC = np.empty((unit.grid.patches, 3 * rule.frames * p * p), np.uint8)
+    # moved in strips, a row of a patch each: much faster than pixel by pixel
+    strips = patches_PC.view(f"V{p}").reshape(rows // r, columns // r, r, r, 3, rule.frames, p)
+    for frame in range(rule.frames):
+        for colour, plane in enumerate(canvases[frame % len(canvases)]):  # a still repeats
+            kept = plane[top : top + rows * p, left : left + columns * p].view(f"V{p}")
+            strips[:, :, :, :, colour, frame] = kept.reshape(rows // r, r, p, columns // r, r).transpose(0, 3, 1, 4, 2)
     return Image(key, patches_PC, _places(rows, columns, r), unit.grid, r, unit.mark)
 
 
@@ -544,6 +560,6 @@ def _places(rows: int, columns: int, merge: int) -> Ints:
 def grey(rule: ImageRule, size: Size = (1, 1)) -> tuple[Image, ...]:
     """What stands in for a medium of this size that could not be decoded after its place was planned."""
     units = units_of(size, rule)
-    canvases = {unit.canvas: np.full((*unit.canvas, 3), 128, np.uint8) for unit in units}
+    canvases = {unit.canvas: (np.full(unit.canvas, 128, np.uint8),) * 3 for unit in units}
     key = f"grey {'×'.join(map(str, size))}"
     return cut(Resized(units, tuple((canvases[unit.canvas],) for unit in units)), rule, key)

@@ -112,6 +112,12 @@ class ShardIndex:
             return Picture(str(path), Span(path, 0, size, (size, changed)))
         return Picture(f"{path}@{begin}+{length}", Span(path, begin, length, (size, changed)))
 
+    @cached_property
+    def showing_R(self) -> Longs:
+        """How many rows of the shard look at what each row looks at; 1 for text."""
+        _, group_R, counts = np.unique(self.pictures_R, return_inverse=True, return_counts=True)
+        return np.where(self.pictures_R == 0, 1, counts[group_R])
+
     def kept(self, kinds: Sequence[str] | None) -> NDArray[np.bool_]:
         """Which rows are of these kinds. One that cannot be parsed is of any: it is to be counted."""
         if kinds is None:

@@ -375,8 +375,10 @@ class Reader:
     def _visit(self, item: Item, sizing: Sizing) -> Visit:
         """What a worker needs to make the documents of an item."""
         source, shard, number = item.rows[0]
-        media = sizing.index.shard(source, shard).media(number, sizing.index.sources[source].lies_in(shard))
-        return Visit((item.epoch, item.window, *item.rows[0]), tuple(self._row(row, sizing) for row in item.rows), media)
+        index = sizing.index.shard(source, shard)
+        media = index.media(number, sizing.index.sources[source].lies_in(shard))
+        again = bool(index.showing_R[number] > len(item.rows))
+        return Visit((item.epoch, item.window, *item.rows[0]), tuple(self._row(row, sizing) for row in item.rows), media, again)
 
     def _row(self, row: RowOf, sizing: Sizing) -> Row:
         source, shard, number = row
