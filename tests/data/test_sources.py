@@ -360,10 +360,11 @@ def test_kinds_and_limits(opened) -> None:
 
 
 def test_places_that_do_not_exist(tmp_path: Path) -> None:
-    (tmp_path / "train.json").write_text("[]")
+    for name in ("train.json", "val.json"):
+        (tmp_path / name).write_text("[]")
     for path, message in {
         str(tmp_path / "trian.json"): r"does not exist\. Did you mean 'train\.json'",
-        str(tmp_path): r"without a questions\.json .* Give one of its files: train\.json",
+        str(tmp_path): r"holds several \.json files\. Give one of its files: train\.json, val\.json",
         "package:no_such_package/data": "is not installed. Try: pip install no-such-package",
         "package:easy_vqa/data/nothing": "there is no data/nothing inside",
         "package:easy_vqa/../..": r"there is no \.\./\.\. inside",

@@ -230,9 +230,9 @@ def span_file(span: Span) -> io.BytesIO | io.BufferedReader:
     return io.BufferedReader(_Begun(span), HEADER_BYTES)
 
 
-def fingerprints(files: Sequence[File]) -> list[str]:
+def fingerprints(files: Sequence[File], hashed: int = HASHED) -> list[str]:
     """What the content of each is: its SHA-256 where they are small together, else size and time."""
-    if sum(file.size for file in files) > HASHED:
+    if sum(file.size for file in files) > hashed:
         return [f"{file.size}.{file.stamp[1]}" for file in files]
     return [hashlib.sha256(file.read(0, file.size)).hexdigest() for file in files]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location
-from eyeline.data.containers import SHARD_BYTES, SHARD_ROWS, File, Place, Shard, fingerprints
+from eyeline.data.containers import HASHED, SHARD_BYTES, SHARD_ROWS, File, Place, Shard, fingerprints
 
 MAX_LINE_BYTES = 64 << 20  # a longer line of JSON lines is skipped without being held in memory
 MAX_DIGITS = 18
@@ -298,10 +298,10 @@ def _over_the_cap() -> BadSample:
     return BadSample("line_too_long", "row", f"the line has more than {MAX_LINE_BYTES:,} bytes")
 
 
-def open_lines(path: Location, retries: int) -> JsonLines:
+def open_lines(path: Location, retries: int, hashed: int = HASHED) -> JsonLines:
     """A file of JSON lines in ranges of bytes. Of a large file nothing is read."""
     file, step = File.of(path, retries), SHARD_BYTES
-    [content] = fingerprints([file])
+    [content] = fingerprints([file], hashed)
     begins = range(0, file.size, step)
     shards = tuple(Shard(f"{path.name}@{b}", f"{content}@{b}+{step}", min(step, file.size - b)) for b in begins)
     return JsonLines(file, shards, step)

@@ -1,6 +1,5 @@
 """Where samples come from: containers of rows, found by what they are, and read by a layout."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,17 +8,20 @@ from pydantic import Field
 
 from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.core.locations import Location, below
+from eyeline.core.locations import Location
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.data.arrow import FILE_MAGIC, MESSAGE, open_arrow
+from eyeline.data.beside import open_beside
 from eyeline.data.coco import open_coco
-from eyeline.data.containers import RETRIES, Container, File, Place, Shard
+from eyeline.data.containers import HASHED, RETRIES, Container, File, Place, Shard
 from eyeline.data.csv_rows import open_table
-from eyeline.data.folders import at_the_start, common_folder, files_below, image_folder, is_folder, located, matching, named
+from eyeline.data.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named
+from eyeline.data.found import Found, found_in
+from eyeline.data.joined import joined
 from eyeline.data.json_rows import open_lines, open_list
 from eyeline.data.layouts import COLUMNS, Layout, Mapping, Name, recognised
 from eyeline.data.parquet import open_parquet
-from eyeline.data.tars import energon_shards, open_tars
+from eyeline.data.tars import open_tars
 
 
 class Source(Settings):
@@ -97,77 +99,72 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
 
     A store that fails while rows are read is asked `retries` times more.
     """
-    path, folder, files = _files_of(source, retries)
-    root = folder if source.images is None else image_folder(source.images, retries)
+    found = _found(source, retries)
+    root = found.folder if source.images is None else image_folder(source.images, retries)
     mapping = Mapping(tuple(sorted(source.columns.items())), tuple(sorted(source.roles.items())))
-    container = open_container(files, folder, mapping, retries)
-    return Rows(source, path, root, recognised(path, container, source.layout, mapping), container, retries)
+    container = open_container(found, mapping, retries)
+    return Rows(source, found.path, root, recognised(found.path, container, source.layout, mapping), container, retries)
 
 
-def _files_of(source: Source, retries: int) -> tuple[Location, Location, list[Location]]:
-    """What messages call the source, the folder it lies in, and its files in order."""
+def _found(source: Source, retries: int) -> Found:
+    """The files of a source."""
     files = matching(source.path, retries)
     if files is not None:
         if not files:
             raise Refused(f"no file matches {named(source.path)}. Give another path")
-        return named(source.path), common_folder(files), files
+        return Found(named(source.path), common_folder(files), files)
     path = located(source.path, retries)
-    if not is_folder(path):
-        return path, path.parent, [path]
-    there = files_below(path, retries)
-    questions = [file for file in there if file == path / "questions.json"]
-    if questions:
-        return questions[0], path, questions
-    prepared = energon_shards(path, there, retries)
-    if prepared is not None:
-        return path, path, prepared
-    found = {end: [file for file in there if file.suffix == f".{end}"] for end in ("tar", "parquet")}
-    kinds = [end for end, files in found.items() if files]
-    if len(kinds) == 1:
-        files = found[kinds[0]]
-        splits = {word for file in files for word in _SPLIT.findall(below(path, file).lower())}
-        if len(splits) > 1:
-            raise Refused(
-                f"{path} holds files of {', '.join(sorted(splits))}, and they would all be used. Name one of them by a pattern, such as "
-                f"{path}/**/*{min(splits, key=lambda word: word != 'train')}*.{kinds[0]}"
-            )
-        return path, path, files
-    if kinds:
-        raise Refused(f"{path} holds both .tar and .parquet files. Name one kind by a pattern, such as {path}/*.tar")
-    names = [file.name for file in there if file.parent == path and file.suffix in (".json", ".jsonl")]
-    raise Refused(
-        f"{path} is a folder without a questions.json (easy-VQA's layout), .tar or .parquet files. "
-        + (f"Give one of its files: {', '.join(names[:10])}" if names else "It holds no .json or .jsonl file either")
-    )
+    return found_in(path, retries) if is_folder(path) else Found(path, path.parent, [path])
 
 
-_SPLIT = re.compile(r"(?:^|[/._-])(train|test|valid|validation|val|dev|eval)(?=[/._-])")
-
-
-def open_container(files: list[Location], folder: Location, mapping: Mapping, retries: int) -> Container:
+def open_container(found: Found, mapping: Mapping, retries: int) -> Container:
     """What the files are, told by their first bytes. Refused when they hold no rows that can be read."""
-    first = files[0]
+    files, folder, columns = found.files, found.folder, (*COLUMNS, *mapping.taken)
+    if found.texts is not None:
+        return open_beside(files, found.texts, folder, retries)
+    head = _head(files[0], retries)
+    if head.startswith(b"PAR1"):
+        return open_parquet(files, folder, columns, retries)
+    if head.startswith((FILE_MAGIC, MESSAGE)):
+        return open_arrow(files, folder, columns, retries)
+    if head[257:262] == b"ustar" or ".tar" in files[0].suffixes or files[0].suffix == ".tgz":
+        return open_tars(files, folder, retries)
+    if len(files) == 1:
+        return _open_text(files[0], head, columns, retries, HASHED)
+    return joined([_open_text(file, _head(file, retries), columns, retries, HASHED // len(files)) for file in files], files, folder)
+
+
+def _head(path: Location, retries: int) -> bytes:
     try:
-        file = File.of(first, retries)
-        head = file.read(0, min(file.size, 4096))
+        file = File.of(path, retries)
+        return file.read(0, min(file.size, 4096))
     except StorageFailed as failed:
         raise at_the_start(failed) from failed
-    if head.startswith(b"PAR1"):
-        return open_parquet(files, folder, (*COLUMNS, *mapping.taken), retries)
-    if head.startswith((FILE_MAGIC, MESSAGE)):
-        return open_arrow(files, folder, (*COLUMNS, *mapping.taken), retries)
-    if head[257:262] == b"ustar" or ".tar" in first.suffixes or first.suffix == ".tgz":
-        return open_tars(files, folder, retries)
-    if len(files) > 1:
-        raise Refused(f"{first} and {len(files) - 1} more files are neither .tar nor .parquet. Give each as a source of its own")
-    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if first.suffix.lower() in (".csv", ".tsv") and head and not head.startswith((b"\xff\xfe", b"\xfe\xff", b"\x1f\x8b", b"PK")):
-        return open_table(first, (*COLUMNS, *mapping.taken), retries)
-    if head.startswith(b"["):
-        return open_list(first, retries)
-    if head.startswith(b"{"):
-        return open_coco(first, head, retries) or open_lines(first, retries)
-    kinds = {b"\x1f\x8b": "gzip", b"PK": "a zip archive", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-    what = next((name for magic, name in kinds.items() if head.startswith(magic)), f"something that begins with {head[:12]!r}")
-    wanted = "a JSON list of rows, JSON lines or .csv (UTF-8), Parquet, or a tar archive"
-    raise Refused(f"{first} is {what if head else 'empty'}; wanted: {wanted}")
+
+
+def _open_text(path: Location, head: bytes, columns: tuple[str, ...], retries: int, hashed: int) -> Container:
+    """A file of rows that are text, of which JSON lines up to so many bytes are known by their content."""
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    what = next((name for magic, name in NO_ROWS.items() if text.upper().startswith(magic)), None)
+    if what is None and path.suffix.lower() in (".csv", ".tsv") and text:
+        return open_table(path, columns, retries)
+    if text.startswith(b"["):
+        return open_list(path, retries)
+    if text.startswith(b"{"):
+        return open_coco(path, text, retries) or open_lines(path, retries, hashed)
+    wanted = "a JSON list of rows, JSON lines or .csv (UTF-8), Parquet, Arrow, or a tar archive"
+    raise Refused(f"{path} is {what or f'something that begins with {text[:12]!r}' if text else 'empty'}; wanted: {wanted}")
+
+
+NO_ROWS = {  # how files begin that hold none
+    b"\x1f\x8b": "gzip: unpack it first",
+    b"PK\x03\x04": "a zip archive: unpack it first",
+    b"\x28\xb5\x2f\xfd": "zstandard: unpack it first",
+    b"\xff\xfe": "UTF-16: save it as UTF-8",
+    b"\xfe\xff": "UTF-16: save it as UTF-8",
+    b"<!DOCTYPE": "a web page: the download gave one, perhaps of an error, in place of the file",
+    b"<HTML": "a web page: the download gave one, perhaps of an error, in place of the file",
+    b"VERSION HTTPS://GIT-LFS": "a Git LFS pointer: fetch the file with git lfs pull",
+    b"\xff\xd8\xff": "a picture",
+    b"\x89PNG": "a picture",
+}

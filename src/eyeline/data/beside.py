@@ -1,0 +1,70 @@
+"""Pictures with a text of the same name beside each: `cat.jpg` and `cat.txt`, its caption."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eyeline.core.errors import BadSample, Refused
+from eyeline.core.locations import Location, below
+from eyeline.data.containers import SHARD_ROWS, File, Place, Shard, fingerprints
+
+MAX_PICTURES = 200_000  # more of them are too many files to ask one by one
+MAX_TEXT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Pictures in the order of their names, in runs."""
+
+    pictures: tuple[str, ...]  # names from the folder on
+    texts: tuple[File | None, ...]  # None: there is none
+    folder: Location
+    shards: tuple[Shard, ...]
+    what: str
+    header: tuple[str, ...] = ("image", "caption")
+
+    def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
+        first = shard * SHARD_ROWS
+        for number in range(min(SHARD_ROWS, len(self.pictures) - first)):
+            place = Place(shard, number, first + number, 1)
+            try:
+                row = self.row(place)
+            except BadSample as bad:
+                row = bad
+            yield place, row
+
+    def row(self, place: Place) -> Any:
+        name, text = self.pictures[place.begin], self.texts[place.begin]
+        if text is None:
+            raise BadSample("no_target", "caption", f"there is no {name.rpartition('.')[0]}.txt beside the picture")
+        if text.size > MAX_TEXT_BYTES:
+            raise BadSample("file_too_large", "caption", f"{text.path.name} has {text.size:,} bytes, over {MAX_TEXT_BYTES:,}")
+        return {"image": name, "caption": text.read(0, text.size).decode("utf-8-sig", "surrogateescape")}
+
+    def lies_in(self, shard: int) -> File:
+        return next(text for text in (*self.texts[shard * SHARD_ROWS :], *self.texts) if text is not None)
+
+    def named(self, place: Place) -> tuple[str, str, int]:
+        return f"{self.folder.name}#{place.begin}", str(self.folder), place.begin
+
+
+def open_beside(pictures: Sequence[Location], texts: Sequence[Location | None], folder: Location, retries: int) -> Beside:
+    """Pictures and the text beside each, if there is one. Refused when there are too many."""
+    if len(pictures) > MAX_PICTURES:
+        raise Refused(
+            f"{folder} holds {len(pictures):,} pictures with a text beside each, and more than {MAX_PICTURES:,} take too long to look "
+            "for. Write them into one metadata.csv with the columns file_name and caption"
+        )
+    files = [File.of(text, retries) if text is not None else None for text in texts]
+    contents = iter(fingerprints([file for file in files if file is not None]))
+    names = [below(folder, picture) for picture in pictures]
+    said = [f"{name}\n{'' if file is None else next(contents)}\n" for name, file in zip(names, files, strict=True)]
+    shards: list[Shard] = []
+    for first in range(0, len(names), SHARD_ROWS):
+        run = slice(first, first + SHARD_ROWS)
+        digest = hashlib.sha256("".join(said[run]).encode("utf-8", "surrogatepass")).hexdigest()
+        shards.append(Shard(f"{folder.name}#{first}", digest, sum(file.size for file in files[run] if file is not None)))
+    without = sum(file is None for file in files)
+    what = "pictures with a .txt beside each" + (f", but {without:,} without" if without else "")
+    return Beside(tuple(names), tuple(files), folder, tuple(shards), what)

@@ -1,0 +1,142 @@
+"""Which files of a folder are the data. Each kind of folder is a function, in the order in which they are tried; none opens data."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from eyeline.core.errors import Refused
+from eyeline.core.locations import Location, below
+from eyeline.data.containers import File
+from eyeline.data.folders import common_folder, files_below
+from eyeline.data.tars import PICTURES, energon_shards
+
+
+class Found(NamedTuple):
+    """The files of a set, in order."""
+
+    path: Location  # what messages call it
+    folder: Location  # that names and paths of pictures start from
+    files: list[Location]
+    texts: list[Location | None] | None = None  # where the files are pictures: what lies beside each
+
+
+def found_in(path: Location, retries: int) -> Found:
+    """The data in a folder. Refused, with what is there, when it is no set or several."""
+    there = files_below(path, retries)
+    known = {below(path, file): file for file in there}
+    for kind in (_easy_vqa, _saved, _prepared, _with_table, _of_one_kind, _json, _beside):
+        found = kind(path, known, retries)
+        if found is not None:
+            return found
+    pictures = sum(_is_picture(name) for name in known)
+    if pictures:
+        remedy = "Put a metadata.csv with the columns file_name and caption there, or a .txt beside each"
+        raise Refused(f"{path} is a folder with {pictures:,} pictures, and nothing that says what they show. {remedy}")
+    raise Refused(
+        f"{path} is a folder without data that are known: none of its {len(known):,} files is .json, .jsonl, .csv, .parquet, .arrow or "
+        ".tar. Name another"
+    )
+
+
+Known = dict[str, Location]  # all files of a folder, by their names from there on
+
+
+def _is_picture(name: str) -> bool:
+    return name.rpartition(".")[2].lower() in PICTURES
+
+
+def _easy_vqa(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
+    questions = known.get("questions.json")
+    return Found(questions, path, [questions]) if questions is not None else None
+
+
+def _prepared(path: Location, known: Known, retries: int) -> Found | None:
+    """The training archives of a folder that Megatron-Energon has prepared."""
+    files = energon_shards(path, list(known.values()), retries)
+    return Found(path, path, files) if files is not None else None
+
+
+def _saved(path: Location, known: Known, retries: int) -> Found | None:
+    """What `datasets.save_to_disk` has written: one set, or several splits of which one must be named."""
+    if "dataset_dict.json" in known:
+        said = _object(known["dataset_dict.json"], retries).get("splits")
+        splits = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+        if len(splits) != 1:
+            one = "train" if "train" in splits else next(iter(splits), "train")
+            raise Refused(f"{path} holds the splits {', '.join(splits)}. Name one of them, such as {path}/{one}")
+        inner = {name.removeprefix(f"{splits[0]}/"): file for name, file in known.items() if name.startswith(f"{splits[0]}/")}
+        if "state.json" not in inner:
+            raise Refused(f"{path / 'dataset_dict.json'} names {splits[0]}, and there is no state.json of it. Write the folder again")
+        return _saved(path / splits[0], inner, retries)
+    if not {"state.json", "dataset_info.json"} <= known.keys():
+        return None
+    state = _object(known["state.json"], retries)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise Refused(f"{path} is a selection of rows, which is not read. Write it again: datasets.load_from_disk(...).flatten_indices()")
+    names = [str(item.get("filename")) for item in state.get("_data_files") or () if isinstance(item, dict)]
+    absent = [name for name in names if name not in known]
+    if absent or not names:
+        raise Refused(f"{path / 'state.json'} names {absent[0] if absent else 'no files'}, and it is not there. Write the folder again")
+    return Found(path, path, [known[name] for name in names])
+
+
+def _with_table(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
+    """Pictures and a table of them, as Hugging Face's `imagefolder` has it."""
+    tables = [name for name in known if name.rpartition("/")[2] in ("metadata.csv", "metadata.jsonl", "metadata.parquet")]
+    if not tables:
+        return None
+    outer = [name for name in tables if "/" not in name] or tables
+    if len(outer) > 1:
+        raise Refused(f"{path} holds {', '.join(outer[:10])}. Name one of them, such as {path}/{outer[0]}")
+    return Found(known[outer[0]], known[outer[0]].parent, [known[outer[0]]])
+
+
+ENDS = {"tar": ("tar",), "parquet": ("parquet",), "arrow": ("arrow",), "jsonl": ("jsonl", "ndjson"), "csv": ("csv", "tsv")}
+
+
+def _of_one_kind(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
+    """Files that are one set together, wherever they lie."""
+    found = {kind: [name for name in known if name.rpartition(".")[2].lower() in ends] for kind, ends in ENDS.items()}
+    kinds = [kind for kind, names in found.items() if names]
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        several = " and ".join(f".{kind}" for kind in kinds)
+        raise Refused(f"{path} holds both {several} files. Name one kind by a pattern, such as {path}/*.{kinds[0]}")
+    [kind], [names] = kinds, [found[kinds[0]]]
+    splits = {word for name in names for word in _SPLIT.findall(name.lower())}
+    if len(splits) > 1:
+        raise Refused(
+            f"{path} holds files of {', '.join(sorted(splits))}, and they would all be used. Name one of them by a pattern, such as "
+            f"{path}/**/*{min(splits, key=lambda word: (word != 'train', word))}*.{kind}"
+        )
+    files = [known[name] for name in names]
+    return Found(path, common_folder(files) if kind in ("jsonl", "csv") else path, files)
+
+
+_SPLIT = re.compile(r"(?:^|[/._-])(train|test|valid|validation|val|dev|eval)(?=[/._-])")
+ABOUT = ("dataset_info.json", "dataset_infos.json", "config.json")  # say something of a set, and hold none
+
+
+def _json(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
+    """The one JSON file of a folder."""
+    names = [name for name in known if name.endswith(".json") and "/" not in name and name not in ABOUT]
+    if len(names) > 1:
+        raise Refused(f"{path} holds several .json files. Give one of its files: {', '.join(names[:10])}")
+    return Found(known[names[0]], path, [known[names[0]]]) if names else None
+
+
+def _beside(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
+    """Pictures, each with a text of the same name beside it."""
+    pictures = [name for name in known if _is_picture(name)]
+    texts = [known.get(f"{name.rpartition('.')[0]}.txt") for name in pictures]
+    return Found(path, path, [known[name] for name in pictures], texts) if any(texts) else None
+
+
+def _object(path: Location, retries: int) -> dict[str, Any]:
+    file = File.of(path, retries)
+    try:
+        value = json.loads(file.read(0, file.size))
+    except ValueError as error:
+        raise Refused(f"{path} is not JSON: {error}. Write the folder again") from error
+    return value if isinstance(value, dict) else {}
