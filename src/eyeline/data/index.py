@@ -408,7 +408,8 @@ class Index:
         """The index of one shard: remembered, read or made."""
         known = self._open.get((source, shard))
         if known is None:
-            known = self._open[source, shard] = self._read(source, shard) or self._made(source, shard)
+            known = self._read(source, shard)
+            known = self._open[source, shard] = self._made(source, shard) if known is None else known  # an empty one is known, too
             while len(self._open) > KEPT_OPEN:
                 self._open.popitem(last=False)
         else:

@@ -2,7 +2,7 @@
 
     ordered     the rows in the order in which the first epoch's packs need them, cut into partitions
     partition   one partition -> one archive: a pure function of the job and a number, committed by a rename
-    placed      what lies where -> an index of each shard
+    place       what lies where -> an index of each shard
     recorded    the plan over these indexes, pack by pack
 
 Whoever is interrupted begins again and finds what is done.
@@ -13,13 +13,15 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image as Pillow
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,6 +30,7 @@ from eyeline.core.batch import Budget, Picture, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import make_folder, read_json, sha256_of, storage_failed, sync_folder, write_atomically, write_json
+from eyeline.data.blend import Side
 from eyeline.data.containers import Place, persistent
 from eyeline.data.images import Size, frames_of, held, picture_key, size_of, units_of, upright
 from eyeline.data.index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
@@ -44,15 +47,13 @@ TOKEN_TEXT_BYTES, ROW_BYTES = 5, 2048  # of a row in an archive, beside its pict
 PIXELS_BYTE = 4  # of a picture whose size in bytes nobody knows before it is read; about
 EXTENSIONS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp", b"GI": "gif", b"BM": "bmp"}  # how the accepted formats begin
 
-Address = tuple[int, int, int, int]  # 1 for validation sources of their own, else 0; source, shard, number
-
 
 @dataclass(frozen=True, eq=False)
 class Job:
     """All that the work on a partition depends on. Pickles."""
 
     sources: tuple[tuple[Rows, ...], tuple[Rows, ...]]  # those of training, and validation sources of their own
-    row_R6: Longs  # an Address and the row's begin and length there, in the order in which they are written
+    row_R6: Longs  # in the order in which they are written: 1 for validation sources of their own, else 0; source; a Place there
     bounds_K1: Longs  # of the partitions
     bytes_K: Longs  # about
     judging: int  # the first partition of rows that are validated on
@@ -80,6 +81,21 @@ class Entries(NamedTuple):
     rows: list[list[int]]  # begin, length, pictures of each, in order
     pictures: list[list[Any]]  # of these: hash of what it shows, begin, length, and height and width where it was scaled down
 
+    @property
+    def packed(self) -> "PackedEntries":
+        """The same as arrays, a tenth as large."""
+        keys_N = np.array([picture[0] for picture in self.pictures], "S32")
+        lies_N4 = np.array([picture[1:] for picture in self.pictures], np.int64).reshape(-1, 4)
+        return PackedEntries(self.bytes, self.sha256, np.array(self.rows, np.int64).reshape(-1, 3), keys_N, lies_N4)
+
+
+class PackedEntries(NamedTuple):
+    bytes: int
+    sha256: str
+    row_R3: Longs
+    keys_N: NDArray[np.bytes_]
+    lies_N4: Longs
+
 
 def prepare(
     reader: Reader,
@@ -95,6 +111,8 @@ def prepare(
     `epochs` of the plan are stored, or, of a blend by shares, at most `packs` packs. With a `quality`, pictures that are larger than
     the model looks at are scaled down and kept as JPEG of that quality. Refused when the folder holds something else, or has no room.
     """
+    if quality is not None and reader.rule is None:
+        raise Refused("pictures are to be scaled down to what the model looks at, and it reads text only. Leave --resize out")
     make_folder(folder / "shards")
     make_folder(folder / "entries")
     for left in folder.rglob(".*.tmp"):  # by somebody who was killed
@@ -109,7 +127,7 @@ def prepare(
         for number in missing:
             made = partition(job, number, lambda some: bar.advance(task, some))
             write_atomically(job.entries(number), json.dumps(made._asdict()))
-    entries = [Entries(**read_json(job.entries(number))) for number in range(len(job))]
+    entries = [Entries(**read_json(job.entries(number))).packed for number in range(len(job))]
     place(reader, job, written(job, entries))
     draft = Manifest(
         data=choice(reader.data),
@@ -120,7 +138,7 @@ def prepare(
         sources=tuple(_stored(rows, job, reader) for rows in job.sources[0]),
         validation=tuple(_stored(rows, job, reader) for rows in job.sources[1]),
         archives=tuple(
-            Archive(name=job.archive(n).name, bytes=one.bytes, sha256=one.sha256, rows=len(one.rows), judges=n >= job.judging)
+            Archive(name=job.archive(n).name, bytes=one.bytes, sha256=one.sha256, rows=len(one.row_R3), judges=n >= job.judging)
             for n, one in enumerate(entries)
         ),
         windows=(),
@@ -139,49 +157,72 @@ def prepare(
 
 
 class Order(NamedTuple):
-    """The rows in the order in which they are first needed."""
+    """The rows in the order in which they are first needed: source, shard, number of each."""
 
-    rows: list[Address]
-    judged: list[Address]
+    rows_R3: Longs
+    judged_R3: Longs
     windows: list[str]  # digests of those that were planned for it
     packs: int
 
 
 def ordered(reader: Reader, budget: Budget, packs: int | None) -> Order:
-    """Every row that training may fetch, as it is first needed, and every row of validation.
+    """Every row to learn from as it is first needed, and every row to validate on.
 
-    Of a blend by shares that is the order of the first `packs` packs, or fewer if all rows have come. Rows that never come are
-    last, as they are listed. TooManyRejects as in training.
+    Of a blend by shares that is the order of the first `packs` packs, or fewer if all rows have come. Rows that never come, as they
+    are too long, are last: planning may look at them. TooManyRejects as in training.
     """
     reader.index_all()
     rejects = Rejects(None, reader.data.max_reject_rate)
-    sizing = reader.sizing(budget)
-    left = dict.fromkeys(_fetched(reader, sizing))
-    order: dict[RowOf, None] = {}
+    sizing, once = reader.sizing(budget), reader.data.blend == "once"
+    usable = sum(int(sizing(s, h).usable_R[number_R].sum()) for s, h, number_R in _sound(reader.training))
+    rows = _Rows()
     windows: list[str] = []
-    planned = 0
-    for met in _until(reader.planned(budget, 1 if reader.data.blend == "once" else None), packs):
+    count = 0
+    for met in _until(reader.planned(budget, 1 if once else None), packs):
         rejects.seen += met.seen
         for reject in met.rejects:
             rejects.add(reject)
         if met.window == len(windows):
             windows.append(met.digest)
         if met.pack is not None:
-            planned += 1
-            order |= dict.fromkeys(row for item in met.pack.items for row in item.rows)
-        if packs is not None and order.keys() >= left.keys():
+            count += 1
+            rows.add(row for item in met.pack.items for row in item.rows)
+        if not once and len(rows) == usable:
             break
-    if not order:
+    if not len(rows):
         raise Refused(f"no sample can be used: all {rejects.seen} were rejected. `eyeline check` says why")
-    rejects.check(end=True)
-    order |= left
-    judged: dict[RowOf, None] = {}
+    rejects.check(end=once)
+    rows.add((s, h, number) for s, h, number_R in _sound(reader.training) for number in number_R.tolist())
+    judged = _Rows()
     if reader.validates:
-        sizing = reader.sizing(budget, judges=True)
-        judged |= dict.fromkeys(row for pack in reader.judging(sizing, []) for item in pack for row in item.rows)
-        judged |= dict.fromkeys(_fetched(reader, sizing, judges=True))
-    own = int(reader.judges.index is not reader.training.index)
-    return Order([(0, *row) for row in order], [(own, *row) for row in judged], windows, planned)
+        packed = reader.judging(reader.sizing(budget, judges=True), [])
+        judged.add(row for pack in packed for item in pack for row in item.rows)
+        judged.add((s, h, number) for s, h, number_R in _sound(reader.judges) for number in number_R.tolist())
+    return Order(rows.in_order, judged.in_order, windows, count)
+
+
+class _Rows:
+    """Rows, each once, in the order in which they came: 25 bytes a row."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        self._seen: dict[tuple[int, int], bytearray] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 3
+
+    @property
+    def in_order(self) -> Longs:
+        return np.array(self._numbers, np.int64).reshape(-1, 3)
+
+    def add(self, rows: Iterable[RowOf]) -> None:
+        for source, shard, number in rows:
+            seen = self._seen.setdefault((source, shard), bytearray())
+            if number >= len(seen):
+                seen.extend(bytes(number + 1 - len(seen)))
+            if not seen[number]:
+                seen[number] = 1
+                self._numbers.extend((source, shard, number))
 
 
 def _until(planned: Iterator[Met], packs: int | None) -> Iterator[Met]:
@@ -194,22 +235,20 @@ def _until(planned: Iterator[Met], packs: int | None) -> Iterator[Met]:
             return
 
 
-def _fetched(reader: Reader, sizing: Sizing, judges: bool = False) -> Iterator[RowOf]:
-    """Rows that are read after they were indexed: those that can be used, and those that planning tries to shrink."""
-    side = reader.judges if judges else reader.training
-    for source, shard in [(n, shard) for n in range(len(side.index.sources)) for shard in range(side.shards(n))]:
-        sized = sizing(source, shard)
-        read_R = sized.usable_R.copy()
-        if sizing.too_long == "shrink":
-            read_R[[row for row, (cause, *_) in sized.rejects.items() if cause == "too_long"]] = True
-        yield from ((source, shard, row) for row in np.flatnonzero(side.kept(source, shard) & read_R).tolist())
+def _sound(side: Side) -> Iterator[tuple[int, int, Longs]]:
+    """Source, shard, and numbers of the rows of a side there, without those that nobody could use."""
+    for source in range(len(side.index.sources)):
+        for shard in range(side.shards(source)):
+            yield source, shard, np.flatnonzero(side.kept(source, shard) & ~side.index.shard(source, shard).bad_R)
 
 
 def job_of(reader: Reader, budget: Budget, folder: Path, order: Order, quality: int | None) -> Job:
     """Cut into partitions of about equal size; none has rows to learn from and rows to validate on."""
-    rows, judged = order.rows, order.judged
-    sources = (reader.training.index.sources, reader.judges.index.sources if reader.judges.index is not reader.training.index else ())
-    row_R4 = np.array([*rows, *judged], np.int64).reshape(-1, 4)
+    own = reader.judges.index is not reader.training.index
+    sources = (reader.training.index.sources, reader.judges.index.sources if own else ())
+    rows, judged = len(order.rows_R3), len(order.judged_R3)
+    own_R1 = np.repeat([0, int(own)], [rows, judged])[:, None]
+    row_R4 = np.concatenate([own_R1, np.concatenate([order.rows_R3, order.judged_R3])], 1)
     place_R2, bytes_R = np.zeros((len(row_R4), 2), np.int64), np.zeros(len(row_R4), np.int64)
     hashed = hashlib.sha256()
     shards, where_R = np.unique(row_R4[:, :3], axis=0, return_inverse=True)
@@ -221,15 +260,15 @@ def job_of(reader: Reader, budget: Budget, folder: Path, order: Order, quality: 
         hashed.update(index.stamps_F2.tobytes())  # pictures that have changed are others
     end_R = np.cumsum(bytes_R)
     begin_R = end_R - bytes_R
-    begin_R[len(rows) :] -= begin_R[len(rows)] if judged else 0
+    begin_R[rows:] -= begin_R[rows] if judged else 0
     part_R = begin_R // PARTITION_BYTES
-    part_R[len(rows) :] += part_R[len(rows) - 1] + 1
+    part_R[rows:] += part_R[rows - 1] + 1
     bounds_K1 = np.concatenate([np.flatnonzero(np.diff(part_R, prepend=-1)), [len(row_R4)]])
     bytes_K = np.add.reduceat(bytes_R, bounds_K1[:-1])
     row_R6 = np.concatenate([row_R4, place_R2], 1)
     hashed.update(repr((VERSION, quality, reader.identity(budget), choice(reader.data))).encode("utf-8", "surrogatepass"))
     hashed.update(row_R6.astype("<i8").tobytes() + bounds_K1.astype("<i8").tobytes())
-    judging = int(np.searchsorted(bounds_K1, len(rows)))
+    judging = int(np.searchsorted(bounds_K1, rows))
     return Job(sources, row_R6, bounds_K1, bytes_K, judging, folder, reader.rule, quality, hashed.hexdigest())
 
 
@@ -331,7 +370,10 @@ def _bytes(picture: Picture) -> bytes:
 
 def _largest(size: Size, rule: ImageRule) -> tuple[int, int] | None:
     """Height and width of what the model looks at most closely, if the picture is larger both ways."""
-    height, width = max((unit.canvas for unit in units_of(size, rule)), key=lambda canvas: canvas[0] * canvas[1])
+    try:
+        height, width = max((unit.canvas for unit in units_of(size, rule)), key=lambda canvas: canvas[0] * canvas[1])
+    except BadSample:  # its shape is none that the model takes
+        return None
     has = size[-2:]
     return (height, width) if has[0] >= height and has[1] >= width and has != (height, width) else None
 
@@ -389,18 +431,16 @@ class Written:
     lies_N4: Longs  # begin and length in the archive; height and width where it was scaled down
 
 
-def written(job: Job, entries: Sequence[Entries]) -> Written:
+def written(job: Job, entries: Sequence[PackedEntries]) -> Written:
     """A picture that several samples show lies in the archives with each of them, and all are given the first: equal pictures have
     equal places, as they have in the source."""
     archive_R = np.repeat(np.arange(len(job)), np.diff(job.bounds_K1))
-    entry_R3 = np.array([row for one in entries for row in one.rows], np.int64).reshape(-1, 3)
-    begin_R = entry_R3[:, 0] + np.cumsum([0, *(one.bytes for one in entries)])[archive_R]
-    pictures = [picture for one in entries for picture in one.pictures]
-    archive_N = np.repeat(archive_R, entry_R3[:, 2])
-    lies_N4 = np.array([picture[1:] for picture in pictures], np.int64).reshape(-1, 4)
-    _, first, same_N = np.unique(np.array([picture[0] for picture in pictures], "U32"), return_index=True, return_inverse=True)
-    from_N = first[same_N.ravel()]
-    return Written(begin_R, entry_R3[:, 1], np.cumsum(entry_R3[:, 2]) - entry_R3[:, 2], archive_N[from_N], lies_N4[from_N])
+    row_R3 = np.concatenate([one.row_R3 for one in entries])
+    begin_R = row_R3[:, 0] + np.cumsum([0, *(one.bytes for one in entries)])[archive_R]
+    archive_N = np.repeat(archive_R, row_R3[:, 2])
+    _, first, same_N = np.unique(np.concatenate([one.keys_N for one in entries]), return_index=True, return_inverse=True)
+    from_N, lies_N4 = first[same_N.ravel()], np.concatenate([one.lies_N4 for one in entries])
+    return Written(begin_R, row_R3[:, 1], np.cumsum(row_R3[:, 2]) - row_R3[:, 2], archive_N[from_N], lies_N4[from_N])
 
 
 def place(reader: Reader, job: Job, found: Written) -> None:
