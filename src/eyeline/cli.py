@@ -179,7 +179,7 @@ def import_model(
     transplant: Annotated[
         bool, typer.Option("--transplant", help="Make a model of Qwen3-VL's shape of the tower and a Qwen3, with fresh mergers.")
     ] = False,
-    tiles: Annotated[int, typer.Option(help="Cut large pictures: most images of one, its whole among them.")] = 1,
+    tiles: Annotated[int, typer.Option(help="Cut large pictures: most images of one, its whole among them (at most 5).")] = 1,
     template: Annotated[str | None, typer.Option(help="Chat template; the tokenizer's own, where we know it, when not given.")] = None,
     seed: Annotated[int, typer.Option(help="Of the fresh projector or mergers.")] = 0,
     download_only: Annotated[bool, typer.Option("--download-only", help="Only fetch the models into FOLDER.")] = False,

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
+from torch.nn import functional as F
+from transformers import image_processing_backends
+from transformers.image_utils import SizeDict
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -20,6 +24,7 @@ from eyeline.core.errors import BadSample
 from eyeline.core.facts import Area, Film, ImageRule, Patches, Tiles
 from eyeline.data.images import decode, medium_key, prepare, size_of, units_of
 
+BICUBIC = Pillow.Resampling.BICUBIC
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
 LEAST, MOST = 56 * 56, 28 * 28 * 12
 QWEN = ImageRule(14, 2, MEAN, STD, "bicubic", Area(LEAST, MOST), frames=2, film=Film(56 * 56, 28 * 28 * 40))
@@ -29,9 +34,9 @@ TILED = ImageRule(8, 2, MEAN, STD, "bicubic", Tiles(32))
 sides = st.integers(1, 400)
 
 
-def noise(height: int, width: int, seed: int = 0) -> Picture:
+def noise(height: int, width: int, seed: int = 0, levels: tuple[int, int] = (0, 256)) -> Picture:
     file = io.BytesIO()
-    Pillow.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
+    Pillow.fromarray(np.random.default_rng(seed).integers(*levels, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
     return Picture(f"{height}x{width}", file.getvalue())
 
 
@@ -159,13 +164,13 @@ def test_very_long_pictures_are_rejected_by_name(size: tuple[int, int]) -> None:
 # Films
 
 
-def film(frames: int, height: int = 40, width: int = 50) -> Video:
-    return Video("f", tuple(noise(height, width, n) for n in range(frames)), tuple(n / 2 for n in range(frames)))
+def film(frames: int, height: int = 40, width: int = 50, levels: tuple[int, int] = (0, 256)) -> Video:
+    return Video("f", tuple(noise(height, width, n, levels) for n in range(frames)), tuple(n / 2 for n in range(frames)))
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 6])
 def test_slices_hold_the_frames_in_the_reference_order(frames: int) -> None:
-    """The reference needs torchvision to resize; its cutting into patches does not. Frames here already have their size."""
+    """Cutting into patches alone: frames here already have their size."""
     clip = film(frames, 56, 84)
     images = prepare(clip, QWEN)
     pixels = torch.from_numpy(np.stack([decode(frame) for frame in clip.frames])).permute(0, 3, 1, 2)[None]
@@ -174,6 +179,59 @@ def test_slices_hold_the_frames_in_the_reference_order(frames: int) -> None:
     assert (len(images), images[0].grid) == (slices, (rows, columns))
     assert (np.concatenate([image.patches_PC for image in images]) == wanted[0].numpy()).all()
     assert len({image.key for image in images}) == slices
+
+
+@pytest.fixture
+def film_processor(monkeypatch: pytest.MonkeyPatch) -> Qwen3VLVideoProcessor:
+    """transformers' own processor with three functions of torchvision's in its place, as torchvision 0.26 writes them: a bicubic uint8
+    picture on a CPU is resized by torch's antialiasing `interpolate` as it is, without a detour over float32."""
+
+    def resize(video: torch.Tensor, size: tuple[int, int], interpolation: str, antialias: bool) -> torch.Tensor:
+        assert video.dtype == torch.uint8
+        return F.interpolate(video.flatten(0, -4), size, mode=interpolation, antialias=antialias).unflatten(0, video.shape[:-3])
+
+    def normalize(video: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, inplace: bool) -> torch.Tensor:
+        assert inplace
+        return video.sub_(mean[:, None, None]).div_(std[:, None, None])
+
+    stand_in = SimpleNamespace(resize=resize, normalize=normalize, InterpolationMode=SimpleNamespace(LANCZOS="lanczos"))
+    monkeypatch.setattr(image_processing_backends, "tvF", stand_in, raising=False)
+    monkeypatch.setattr(image_processing_backends, "pil_torch_interpolation_mapping", {BICUBIC: "bicubic"}, raising=False)
+    return object.__new__(Qwen3VLVideoProcessor)  # its __init__ asks for torchvision
+
+
+@pytest.mark.parametrize("frames", [1, 2, 5])
+@pytest.mark.parametrize("size", [(40, 50), (56, 84), (97, 31), (13, 200), (255, 257), (600, 333)], ids=str)
+def test_film_pixels_equal_the_reference(frames: int, size: tuple[int, int], film_processor: Qwen3VLVideoProcessor) -> None:
+    """Everything that the reference does between frames and pixel values runs here, but torchvision's thin cover over torch. Ours are
+    resized by Pillow, as stills are by both sides. Pillow and torch round to whole levels after each pass over rows or columns, in
+    another order: they may part by a level of 255, seldom by two. Frames are of middling contrast, since what overshoots is cut after
+    each pass."""
+    clip = film(frames, *size, levels=(70, 186))
+    images = prepare(clip, QWEN)
+    video = torch.from_numpy(np.stack([decode(frame) for frame in clip.frames])).permute(0, 3, 1, 2)
+    theirs = film_processor._preprocess(
+        [video if frames > 1 else video.repeat(2, 1, 1, 1)],  # it refuses a single frame; ours repeats it, as its patches do the last
+        do_resize=True,
+        size=SizeDict(shortest_edge=QWEN.film.least, longest_edge=QWEN.film.most),
+        resample=BICUBIC,
+        do_rescale=True,
+        rescale_factor=1 / 255,
+        do_normalize=True,
+        image_mean=MEAN,
+        image_std=STD,
+        patch_size=14,
+        temporal_patch_size=2,
+        merge_size=2,
+        cap_pixels_per_frame=False,
+        return_tensors="np",
+    )
+    assert theirs["video_grid_thw"].tolist() == [[len(images), *images[0].grid]]
+    ours = np.concatenate([normalised(image) for image in images])
+    levels = (ours - theirs["pixel_values_videos"].reshape(ours.shape)) * np.array(STD)[:, None] * 255
+    parted = np.abs(levels).round()
+    assert np.abs(levels - levels.round()).max() < 1e-3
+    assert (parted.max() <= 2, (parted > 1).mean() < 1e-3, (parted == 0).mean() > 0.6) == (True, True, True)
 
 
 def test_a_still_is_repeated_over_the_frames_of_a_patch() -> None:

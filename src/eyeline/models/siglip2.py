@@ -26,6 +26,7 @@ from eyeline.models.hf_config import LAYERS, Json, expect, integer, kind, made, 
 from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
 
 HALF = (0.5, 0.5, 0.5)
+MOST_TILES = 5
 
 
 class Config(Settings):
@@ -50,6 +51,8 @@ class Config(Settings):
             raise ValueError(f"heads={self.heads} must divide width={self.width}")
         if self.image_size < self.patch:
             raise ValueError(f"patch={self.patch} is larger than image_size={self.image_size}; wanted at least one patch a side")
+        if self.tiles > MOST_TILES:
+            raise ValueError(f"tiles={self.tiles} images of one picture are more than {MOST_TILES}: the whole, and a tile a quarter")
         if self.patches is not None and self.tiles > 1:
             raise ValueError(f"patches={self.patches} keeps a picture whole, and tiles={self.tiles} cuts it; give one of them")
         return self
