@@ -1,16 +1,23 @@
 """docs/your-data.md is true: a step is trained on every example of it, and every cause of a reject is explained."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.request import Request, urlopen
 
+import obstore
 import pytest
 import yaml
+from moto.server import ThreadedMotoServer
+from obstore.store import S3Store
 
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.data.sources import Source
 from tests.data.trained import draw, trained
 
+BUCKET = "s3://my-bucket/"
 PAGE = (Path(__file__).parents[2] / "docs" / "your-data.md").read_text()
 
 
@@ -26,7 +33,7 @@ class Example:
         """Write everything, with every picture that is named, below a folder, and the sources that read it."""
         for source in self.sources or [{"path": name} for name in self.files]:
             for name, text in self.files.items():
-                root = folder / str(source.get("images") or Path(name).parent)
+                root = folder / str(source.get("images") or Path(name).parent).removeprefix(BUCKET)
                 for picture in re.findall(r'(?<=[",\n])[\w/-]+\.(?:jpg|png)(?=[",])', text):
                     draw(root / picture)
         for name, text in self.files.items():
@@ -104,6 +111,7 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: [black]Describe the image.", "assistant: «The same cat.»"],
     ],
     "Other names": [A_CAT, A_CAT, ["user: [white]What colour?", "assistant: «White.»"]],
+    "Object stores": CAPTIONS,
     "Several sources": [CAPTIONS[1], A_CAT],
 }
 
@@ -111,7 +119,30 @@ TRAINED: dict[str, list[list[str]]] = {
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_every_example_is_trained_on(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert list(trained(*EXAMPLES[title].make(tmp_path)).values()) == TRAINED[title]
+    sources = EXAMPLES[title].make(tmp_path)
+    with stored(tmp_path, monkeypatch) if any(source.path.startswith(BUCKET) for source in sources) else nullcontext():
+        assert list(trained(*sources).values()) == TRAINED[title]
+
+
+@contextmanager
+def stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The files of a folder as objects of BUCKET, on a server of this machine, and nowhere else."""
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name, value in {"ENDPOINT_URL": f"http://{host}:{port}", "ALLOW_HTTP": "true", "REGION": "us-east-1"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        bucket = BUCKET.removeprefix("s3://").strip("/")
+        urlopen(Request(f"http://{host}:{port}/{bucket}", method="PUT")).close()
+        for file in [file for file in folder.rglob("*") if file.is_file()]:
+            obstore.put(S3Store(bucket), str(file.relative_to(folder)), file)
+            file.unlink()
+        yield
+    finally:
+        server.stop()
 
 
 def test_every_link_of_the_table_is_a_section() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as arrow
 import pytest
 from PIL import Image as Pillow
 from PIL import ImageCms
@@ -57,6 +58,7 @@ from tests.data.encoders import (
     with_segments,
     xmp,
 )
+from tests.data.test_arrow import written as written_arrow
 from tests.data.test_parquet import written
 from tests.data.test_tars import archive
 
@@ -180,10 +182,9 @@ def deflated(kind: bytes, before: bytes, size: int) -> bytes:
     return chunk(kind, before + zlib.compress(b"0" * size))
 
 
-def many_scans() -> bytes:
-    data = jpeg(progressive=True)
-    last = data[data.rindex(b"\xff\xda") : -2]
-    return data[:-2] + last * MAX_SCANS + data[-2:]
+def many_scans(data: bytes, more: int) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * more + data[-2:]
 
 
 TURNED = ("turned by its EXIF orientation",)
@@ -265,7 +266,10 @@ ZOO: dict[str, Animal] = {
         lambda: jpeg().replace(struct.pack(">HH", 24, 32), struct.pack(">HH", 0, 32)),
         Rejected("broken_image", "damaged header"),
     ),
-    "JPEG, a hundred scans too many": (many_scans, Rejected("broken_image", "scans, over 100", header=False)),
+    "JPEG, a hundred scans too many": (
+        lambda: many_scans(jpeg(progressive=True), MAX_SCANS),
+        Rejected("broken_image", "scans, over 100", header=False),
+    ),
     # PNG
     "PNG": (lambda: png(6, 5, rows_of(DOTS)), Shown(DOTS)),
     "PNG, as Pillow writes it": (lambda: saved(of(DOTS), "PNG"), Shown(DOTS)),
@@ -569,6 +573,19 @@ def as_data_url(folder: Path, data: bytes) -> Path:
     return wrote(folder, {"image": url_of(data), "caption": "dots"})
 
 
+def as_base64(folder: Path, data: bytes) -> Path:
+    return wrote(folder, {"image": b64encode(data).decode(), "caption": "dots"})
+
+
+def as_csv(folder: Path, data: bytes) -> Path:
+    (folder / "rows.csv").write_text(f"image,caption\n{b64encode(data).decode()},dots\n")
+    return folder / "rows.csv"
+
+
+def as_arrow(folder: Path, data: bytes) -> Path:
+    return written_arrow(folder / "rows.arrow", arrow.Table.from_pylist([{"image": {"bytes": data, "path": None}, "caption": "dots"}]))
+
+
 def as_part(folder: Path, data: bytes) -> Path:
     (folder / "a.jpg").write_bytes(data)
     asked = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.jpg"}}, {"type": "text", "text": "?"}]}
@@ -598,7 +615,10 @@ def wrote(folder: Path, row: dict) -> Path:
     return folder / "rows.jsonl"
 
 
-@pytest.mark.parametrize("way", [as_json, as_data_url, as_part, as_tar, as_parquet, as_parquet_bytes, as_frame])
+WAYS = [as_json, as_data_url, as_base64, as_csv, as_part, as_tar, as_parquet, as_parquet_bytes, as_arrow, as_frame]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
 def test_a_turned_picture_is_upright_by_every_way(format: str, way: Callable[[Path, bytes], Path], tmp_path: Path) -> None:
     blocks = np.kron(DOTS, np.ones((8, 8, 1), np.uint8))  # large enough that JPEG keeps them
@@ -695,3 +715,19 @@ def test_frames_that_are_not_shown_cost_nothing(make: Callable[[], bytes]) -> No
     assert (decode(picture) == BLUE).all()
     assert MOVES[0] in oddities(picture)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
+
+
+@pytest.mark.timeout(120)
+def test_a_bomb_that_its_header_does_not_betray_costs_its_worker_and_no_more(tmp_path: Path, encoder: Encoder) -> None:
+    """400 KB of JPEG of allowed size, of which a decoder makes the whole picture 90 times: it takes 10 s, and may take 1.5 s."""
+    rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(16 * 16, 64 * 64))
+    (tmp_path / "bomb.jpg").write_bytes(many_scans(saved(Pillow.new("L", (9000, 9000), 100), "JPEG", progressive=True), MAX_SCANS - 10))
+    (tmp_path / "dots.png").write_bytes(saved(of(DOTS), "PNG"))
+    names = ["dots.png", "bomb.jpg", "dots.png"]
+    (tmp_path / "rows.json").write_text(json.dumps([{"image": name, "caption": f"{n}"} for n, name in enumerate(names)]))
+    data = Data(sources=(Source(path=str(tmp_path / "rows.json")),), max_reject_rate=1.0, workers=1, decode_timeout=1.5)
+    reader = Reader(data, encoder, rule, 0, tmp_path / "run")
+    steps = reader.steps(Budget(400, 1200), 1, 1)
+    assert sorted(id for step in steps for batch in step.batches for id in batch.ids) == ["rows.json#0", "rows.json#1", "rows.json#2"]
+    [line] = read_lines(tmp_path / "run" / "rejects.jsonl")
+    assert (line["id"], line["cause"]) == ("rows.json#1", "decoder_hung")
