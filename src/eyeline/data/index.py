@@ -311,14 +311,14 @@ class _Looked:
         name = str(path)
         if name not in self.stamps:
             self.numbers[name] = len(self.stamps)
-            self.stamps[name] = stamp or stamp_of(path, self.retries)
+            self.stamps[name] = stamp or stamp_of(path if isinstance(path, Remote) else name, self.retries)
         return self.numbers[name]
 
 
 ABSENT: Stamp = (-1, -1)
 
 
-def stamp_of(path: Location, retries: int) -> Stamp:
+def stamp_of(path: Remote | str, retries: int) -> Stamp:
     """Of a file; of an object its begin comes along, which `size_of` reads. ABSENT for what is not there, or may not be read."""
     if isinstance(path, Remote):
         try:
@@ -336,8 +336,8 @@ def stamp_of(path: Location, retries: int) -> Stamp:
 
 def _is_still(written: str, stamp: Stamp, retries: int) -> bool:
     """Whether a picture is as it was. Of objects only absent ones are asked for: the others tell when they are fetched, at no cost."""
-    path = location(written)
-    return (isinstance(path, Remote) and stamp != ABSENT) or stamp_of(path, retries) == stamp
+    path = location(written) if "://" in written else written
+    return (isinstance(path, Remote) and stamp != ABSENT) or stamp_of(path if isinstance(path, Remote) else written, retries) == stamp
 
 
 # On disk: a line, the header's length, the header (JSON), arrays at multiples of 64 bytes, and the SHA-256 of all that

@@ -177,7 +177,7 @@ def _explained(location: Remote, error: BaseException) -> StorageFailed | None:
     asked = urlsplit(found[1]) if found else None
     if status in _PASSING or code in ("SlowDown", "RequestTimeout", "InternalError", "ServerBusy"):
         return _failed(location, answer, errno.EIO, "Look after the store, and start again")
-    if (asked is not None and asked.hostname in _METADATA) or "token request" in text:
+    if "token request" in text or (asked is not None and _METADATA.search(asked.geturl())):
         return _failed(location, "no credentials were found", errno.EACCES, f"Set {VARIABLES[scheme]}")
     if code == "NoSuchBucket":
         return _failed(location, f"there is no bucket {location.store}", errno.ENOENT, "Look at its name, region and endpoint")
@@ -216,7 +216,8 @@ def _explained(location: Remote, error: BaseException) -> StorageFailed | None:
             return _failed(location, what, errno.EINVAL, f"Look at {_settings(location)}")
 
 
-_METADATA = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "metadata.google.internal", "metadata")
+# where a machine in a cloud asks for its credentials: what is left to try where the environment has none
+_METADATA = re.compile(r"//169\.254\.|//metadata|/latest/(api/token|meta-data)")
 
 
 def _settings(location: Remote) -> str:
