@@ -34,6 +34,8 @@ class Example:
         for source in self.sources or [{"path": name} for name in self.files]:
             for name, text in self.files.items():
                 root = folder / str(source.get("images") or Path(name).parent).removeprefix(BUCKET)
+                if name.endswith(".txt"):
+                    draw(root / Path(name).with_suffix(".jpg").name)
                 for picture in re.findall(r'(?<=[",\n])[\w/-]+\.(?:jpg|png)(?=[",])', text):
                     draw(root / picture)
         for name, text in self.files.items():
@@ -99,7 +101,8 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: [black][white]Which one sleeps?", "assistant: «The second.»"],
     ],
     "Captions": [CAPTIONS[1], CAPTIONS[0], *CAPTIONS],
-    "Parquet": [A_CAT],
+    "A folder of pictures": [*CAPTIONS, CAPTIONS[1]],
+    "Parquet and datasets": [A_CAT],
     "WebDataset": [["user: [white][black]Alike?", "assistant: «No.»"]],
     "Films": [
         ["user: <0.5 seconds>[black/white]Does it move?", "assistant: «No.»"],
