@@ -26,7 +26,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
-from PIL import ImageFile
+from PIL import ImageChops, ImageFile
 
 from eyeline.core.batch import Image, Ints, Picture, Span, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed, closest
@@ -189,7 +189,7 @@ def _load(image: Pillow.Image, file: BinaryIO, name: str) -> None:
             image.load()
             # libjpeg takes 0 for all coefficients that are missing, which is mid-grey; what stands behind a whole picture it never decodes
             corner = image.getpixel((image.width - 1, image.height - 1))
-            if end is None or (_all(corner, 127, 128) and _decoded(data[:end] + _FURTHER + b"\xff\xd9") != image.tobytes()):
+            if end is None or (_all(corner, 127, 128) and _differs(image, data[:end] + _FURTHER + b"\xff\xd9")):
                 raise lost
         case "PNG":
             interlaced = bool(image.info.get("interlace"))
@@ -223,9 +223,9 @@ def _all(pixel: float | tuple[int, ...] | None, least: int, most: int) -> bool:
     return all(least <= value <= most for value in (pixel if isinstance(pixel, tuple) else (pixel or 0,)))
 
 
-def _decoded(jpeg: bytes) -> bytes:
-    with Pillow.open(io.BytesIO(jpeg), formats=("JPEG",)) as image:
-        return image.tobytes()
+def _differs(image: Pillow.Image, jpeg: bytes) -> bool:
+    with Pillow.open(io.BytesIO(jpeg), formats=("JPEG",)) as other:
+        return ImageChops.difference(image, other).getbbox() is not None
 
 
 def _complete(png: BinaryIO) -> bool:
