@@ -56,7 +56,8 @@ def _file_of(name: str, root: Location, field: str) -> Picture:
         raise BadSample("bad_path", field, f"{name[:40]!r} cannot name a file")
     path = inside(root, name)
     if path is None:
-        raise BadSample("outside_root", field, f"{name[:200]!r} is not inside {root}. Set images: to a folder that holds all pictures")
+        what = "a folder that holds all pictures, such as /" if name.startswith("/") else "a folder that holds all pictures"
+        raise BadSample("outside_root", field, f"{name[:200]!r} is not inside {root}. Set images: to {what}")
     return Picture(name, path)
 
 

@@ -81,7 +81,7 @@ REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.m
     # the picture
     "remote_url": "Download the pictures first, and name the files: training never waits for the web.",
     "bad_path": "Write the path of a file, without control characters.",
-    "outside_root": "Set images: of the source to the folder that holds all pictures, and write paths that start there.",
+    "outside_root": "Set images: of the source to a folder that holds all pictures, where paths start: / will do for absolute ones.",
     "data_url": "Write data:image/png;base64, and the whole picture, or put it into a file.",
     "missing_image": "Set images: of the source to the folder that paths start from, or fetch what is missing.",
     "unreadable": "Give whoever trains the right to read the file and the folders above it: chmod -R a+rX.",
