@@ -287,7 +287,7 @@ def to_hf(c: Config, form: Form, tokens: MediaTokens) -> Files:
                 "image_seq_length": vision.side**2,
                 "projector_hidden_act": "gelu",
                 "multimodal_projector_bias": True,
-                "vision_feature_layer": c.feature_layer,
+                "vision_feature_layer": c.feature_layer or -vision.layers - 1,  # a 0 is taken for none at all by transformers 5.24
                 "vision_feature_select_strategy": "full",  # the other one drops a class token, which SigLIP does not have
                 "tie_word_embeddings": c.language.tied,
             }

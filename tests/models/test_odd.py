@@ -1,0 +1,124 @@
+"""Sizes that nobody publishes and every config allows: one layer, one head, one expert, one tap, one patch; pictures of one visual token;
+documents of one token or without a label. Against the twins, and packed against one by one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eyeline.core.batch import IGNORE, Budget, Document
+from eyeline.models import llama, llava, qwen2, qwen3, qwen3_5, qwen3_vl, qwen_vision, text
+from eyeline.models.moe import Experts
+from tests.models import twins
+from tests.models.cases import llava as llavas
+from tests.models.cases import qwen3_vl as visual
+from tests.models.cases import text as texts
+from tests.models.twins import Case, document, picture
+
+SHAPE: dict[str, Any] = {
+    "vocabulary": twins.VOCABULARY, "width": 24, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "feed_forward": 7, "eps": 1e-3,
+    "rope_theta": 100.0, "tied": False,
+}  # fmt: skip
+DELTA = SHAPE | {"layers": 2, "kinds": ("linear_attention", "full_attention"), "head_dim": 16, "rotary": 0.5, "sections": (2, 1, 1)}
+TOWER: dict[str, Any] = {"patch": 3, "width": 8, "layers": 1, "heads": 1, "feed_forward": 5, "side": 5}
+
+
+def memories(**how: int) -> qwen3_5.Delta:
+    return qwen3_5.Delta(**{"key_heads": 1, "value_heads": 1, "key_dim": 16, "value_dim": 6} | how)
+
+
+LANGUAGES: dict[str, Any] = {
+    "llama, heads of one pair": llama.Config(**SHAPE | {"head_dim": 2}),
+    "qwen3, six heads wider than the model": qwen3.Config(**SHAPE | {"heads": 6, "head_dim": 6, "width": 10, "layers": 2}),
+    "qwen3, one expert": qwen3.Config(**SHAPE, experts=Experts(count=1, active=1, feed_forward=5)),
+    "qwen3, every expert": qwen3.Config(**SHAPE, experts=Experts(count=3, active=3, feed_forward=5, normalised=False)),
+    "qwen3, more experts than tokens": qwen3.Config(**SHAPE, experts=Experts(count=64, active=1, feed_forward=1)),
+    "qwen3_5, a convolution of one tap": qwen3_5.Config(**DELTA, delta=memories(taps=1)),
+    "qwen3_5, seven taps, values of one dim": qwen3_5.Config(**DELTA, delta=memories(taps=7, key_heads=3, value_heads=3, value_dim=1)),
+    "qwen3_5, whole heads rotated": qwen3_5.Config(**DELTA | {"rotary": 1.0, "sections": (4, 3, 1)}, delta=memories()),
+    "qwen3_5, one expert": qwen3_5.Config(
+        **DELTA | {"feed_forward": None}, delta=memories(), experts=Experts(count=1, active=1, feed_forward=5), shared=1
+    ),
+}
+TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a patch a token": ({"merge": 1}, {"sections": (2, 1, 1)}),
+    "nine patches a token, one position": ({"merge": 3, "frames": 1, "side": 1}, {"sections": (1, 3, 0)}),
+    "no frequency for time": ({"layers": 2, "deep": (0, 1)}, {"sections": (0, 2, 2), "layers": 2}),
+    "all frequencies for time": ({}, {"sections": (4, 0, 0), "experts": Experts(count=2, active=2, feed_forward=5)}),
+}
+LLAVAS = {
+    "pictures of one patch": llava.Config(
+        vision=llavas.VISION.model_copy(update={"image_size": 3, "layers": 1}), language=qwen2.Config(**SHAPE), feature_norm=False
+    ),
+    "features of no block": llava.Config(vision=llavas.VISION, language=qwen2.Config(**SHAPE), feature_layer=0, feature_norm=False),
+    "one token a picture": llava.Config(
+        vision=llavas.EVEN, projector=llava.ProjectorConfig(shuffle=4), language=qwen2.Config(**SHAPE | {"tied": True})
+    ),
+}
+
+
+def shown(vision: qwen_vision.Config) -> tuple[Document, ...]:
+    """Pictures of one token, of a row of three and of a column of seven; one token of text alone."""
+    how, m = {"patch": vision.patch, "merge": vision.merge, "frames": vision.frames}, vision.merge
+    dot, row, column = picture("dot", m, m, **how), picture("row", m, 3 * m, **how), picture("column", 7 * m, m, **how)
+    pieces = {"token": (1,), "text": (9,), "first": (dot, 1), "two": (2, dot, 1, row, 1), "tall": (1, column, 2), "again": (1, dot, 3)}
+    return tuple(document(name, *content, positions="grid") for name, content in pieces.items())
+
+
+def qwen3_vl_case(name: str) -> Case:
+    vision, language = TOWERS[name]
+    c = qwen3_vl.Config(vision=qwen_vision.Config(**TOWER | vision), language=qwen3.Config(**SHAPE | language))
+    form = qwen3_vl.form(c)
+    config_json = dict(qwen3_vl.to_hf(c, form, visual.TOKENS)["config.json"])
+    inputs = visual.inputs_of(c.vision)
+    return Case(name, c, lambda: twins.twin_of(config_json), inputs, qwen3_vl.keys(c, form, saved(c)), shown(c.vision))
+
+
+def saved(c: qwen3_vl.Config) -> dict[str, tuple[int, ...]]:
+    """The shapes by which the twin's layout of experts is told."""
+    experts, width = c.language.experts, c.language.width
+    if experts is None:
+        return {}
+    up, down = (experts.count, 2 * experts.feed_forward, width), (experts.count, width, experts.feed_forward)
+    return {".experts.gate_up_proj": up, ".experts.down_proj": down}
+
+
+MADE: dict[str, Callable[[], Case]] = {
+    **{name: lambda name=name, c=c: texts.case(name, text.Config(language=c)) for name, c in LANGUAGES.items()},
+    **{f"qwen3_vl, {name}": lambda name=name: qwen3_vl_case(name) for name in TOWERS},
+    **{f"llava, {name}": lambda name=name, c=c: llavas.case(name, c) for name, c in LLAVAS.items()},
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_odd_sizes_equal_the_reference(name: str, tmp_path: Path) -> None:
+    case = MADE[name]()
+    twin, ours = twins.pair(case, tmp_path / "a")
+    want, want_logits = twins.reference(case, twin, case.documents)
+    batch = twins.batch_of(case.documents, None)
+    twins.close(twins.logits_of(ours, batch), want_logits, "logits")
+    got, gradients = twins.run_batch(ours, batch)
+    twins.close(got, want, "loss")
+    want.backward()
+    theirs = twins.gradients_of(case, twin, tmp_path / "b")
+    twins.all_close(gradients, {n: theirs[n] for n in gradients}, tolerance=5e-5)  # one head's error is not hidden by another's size
+    assert all(any(n.startswith(root + ".") for root in case.facts.unused) for n in theirs.keys() - gradients.keys())
+    twins.same((got, gradients), twins.one_by_one(ours, case.documents))
+    twins.same((got, gradients), twins.run(ours, case.documents, Budget(len(batch.tokens_T) + 7, len(batch.patches_PC) + 36)))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_document_without_a_label_changes_nothing(name: str) -> None:
+    case = MADE[name]()
+    model, (first, other, *_) = twins.randomised(case), case.documents
+    silent = replace(other, labels_T=np.full_like(other.labels_T, IGNORE))
+    twins.same(twins.run(model, [silent, first]), twins.run(model, [first]))
+    loss, gradients = twins.run(model, [silent])
+    assert loss == 0
+    assert all(not x.any() for x in gradients.values())
+    with torch.no_grad():
+        assert model(twins.batch_of([silent], None)) == 0
