@@ -9,17 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image as Pillow
+from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import Budget
-from eyeline.core.facts import ImageRule
+from eyeline.core.facts import Area, Film, ImageRule
 from eyeline.data import report as reporting
 from eyeline.data.documents import document_of
 from eyeline.data.images import grey
 from eyeline.data.loader import Reader
-from eyeline.data.report import QUICK, THOROUGH, WHOLE, Depth, Measure, data_report
+from eyeline.data.prepare import prepare
+from eyeline.data.report import QUICK, THOROUGH, WHOLE, Depth, Epoch, Measure, data_report
 from eyeline.data.sets import Data
 from eyeline.data.shown import LONGEST_PIECE, MOST_PIECES, THUMBNAIL, Piece, pieces_of, shortened, shown_samples
 from eyeline.data.sources import Source
+from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import Encoder
 from tests.data.made import DOT, sample
 from tests.data.test_loader import row
@@ -108,9 +111,12 @@ def test_shares_of_sources_by_hand(tmp_path: Path, draw: Callable[..., Path], pl
     assert (first.visits, second.visits) == pytest.approx((6 / 7, 1 / 7))
     assert (first.tokens, second.tokens) == pytest.approx((6 * t / (6 * t + p), p / (6 * t + p)))
     assert (first.visual, second.visual) == (0.0, 1.0)
+    assert data_report(Reader(once, plain, rule, 0), Budget(50, 64)).epoch == Epoch(7, 6 * t + p, 4)
     assert (first.kinds, second.kinds) == ((("short", 1), ("other", 1)), ())
     shares = Data(sources=(texts, pictured.model_copy(update={"weight": 3.0})), blend="shares")
-    first, second = data_report(Reader(shares, plain, rule, 0), Budget(50, 64)).sources
+    found = data_report(Reader(shares, plain, rule, 0), Budget(50, 64))
+    assert found.epoch is None
+    first, second = found.sources
     assert (first.visits, second.visits) == (0.25, 0.75)
     assert second.tokens == pytest.approx(3 * p / (t + 3 * p))
 
@@ -204,20 +210,20 @@ def test_samples_of_each_source_are_shown(tmp_path: Path, draw: Callable[..., Pa
     reader = Reader(Data(sources=(first, second, third)), plain, rule, 0)
 
     def ids(count: int) -> list[str]:
-        return [shown.id for shown in shown_samples(reader, count, thumbnails=False)]
+        return [shown.id for shown in shown_samples(reader, Budget(99, 999), count, thumbnails=False)]
 
     assert ids(0) == []
     assert ids(1) == ["first.json#1", "second.json#0", "third.json#0"]
     assert ids(5) == ["first.json#1", "first.json#2", "first.json#3", "second.json#0", "third.json#0"]
     assert len(ids(99)) == 7
-    shown = shown_samples(reader, 3, thumbnails=True)
+    shown = shown_samples(reader, Budget(99, 999), 3, thumbnails=True)
     assert [(len(s.thumbnails), s.pictures) for s in shown] == [(1, 1), (0, 0), (4, 9)]
     with Pillow.open(io.BytesIO(shown[0].thumbnails[0])) as small:
         assert (small.format, small.size) == ("JPEG", (THUMBNAIL, THUMBNAIL // 2))
-    assert shown_samples(reader, 3, thumbnails=False)[0] == replace(shown[0], thumbnails=())
+    assert shown_samples(reader, Budget(99, 999), 3, thumbnails=False)[0] == replace(shown[0], thumbnails=())
     held = Reader(Data(sources=(first,), hold_out=0.5), plain, rule, 0)
     training = {f"first.json#{n}" for s, h, n in data_report_rows(held)}
-    assert {s.id for s in shown_samples(held, 9, thumbnails=False)} <= training
+    assert {s.id for s in shown_samples(held, Budget(99, 999), 9, thumbnails=False)} <= training
 
 
 def data_report_rows(reader: Reader) -> list[tuple[int, int, int]]:
@@ -230,6 +236,66 @@ def test_thumbnails_hold_pixels_and_nothing_else(tmp_path: Path, plain: Encoder,
     exif[0x010E] = "<script>secret</script>"
     Pillow.fromarray(noise).save(tmp_path / "a.jpg", exif=exif, comment=b"secret comment", icc_profile=b"secret profile" * 9)
     source = write(tmp_path / "rows.json", [row("x", "a.jpg")])
-    [shown] = shown_samples(Reader(Data(sources=(source,)), plain, rule, 0), 1, thumbnails=True)
+    [shown] = shown_samples(Reader(Data(sources=(source,)), plain, rule, 0), Budget(99, 999), 1, thumbnails=True)
     assert b"secret" in (tmp_path / "a.jpg").read_bytes()
     assert b"secret" not in shown.thumbnails[0]
+
+
+def test_a_model_without_a_tower_has_text_alone(tmp_path: Path, draw: Callable[..., Path], plain: Encoder) -> None:
+    draw("a.png")
+    reader = Reader(Data(sources=(write(tmp_path / "rows.json", [row("x"), row("y", "a.png")]),)), plain, None, 0)
+    report = data_report(reader, Budget(50, 0), THOROUGH)
+    assert report.rejects == {"picture_without_tower": 1}
+    assert (report.widths, report.aspects, spread(report.visual)) == (None, None, (0, 0, 0))
+    assert report.budgets[0].load.patch == 0
+    assert [shown.id for shown in shown_samples(reader, Budget(50, 0), 9, thumbnails=True)] == ["rows.json#0"]
+
+
+def test_films_are_measured_and_shown(
+    tmp_path: Path, draw: Callable[..., Path], tokenizers: dict[str, PreTrainedTokenizerFast], rule: ImageRule
+) -> None:
+    films = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"])
+    film_rule = replace(rule, resize=Area(16**2, 64**2), frames=2, positions="grid", film=Film(16**2, 64 * 64 * 8))
+    for n in range(6):
+        draw(f"{n}.png", seed=n, width=64, height=40)
+    film = {"video": [f"{n}.png" for n in range(6)], "conversations": row("<video>what?")["conversations"]}
+    reader = Reader(Data(sources=(write(tmp_path / "rows.json", [film, row("x", "0.png")]),)), films, film_rule, 0)
+    report = data_report(reader, Budget(500, 500), THOROUGH)
+    assert report.rejects == {}
+    assert spread(report.pictures) == (1, 1, 1)
+    assert spread(report.widths) == (64, 64, 64)
+    assert report.decoded == 6
+    shown = shown_samples(reader, Budget(500, 500), 2, thumbnails=True)
+    assert [(len(s.thumbnails), s.pictures) for s in shown] == [(4, 6), (1, 1)]
+    assert {piece.image for piece in shown[0].pieces} == {None, 1, 2, 3}  # three slices of two frames
+
+
+def test_a_sample_that_is_shrunk_is_shown_as_it_is_trained_on(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
+    rows = [row("a b c " * 20), row("first", more=("second " * 20, "gone"))]
+    source = write(tmp_path / "rows.json", rows)
+    reader = Reader(Data(sources=(source,), too_long="shrink"), plain, rule, 0)
+    [shown] = shown_samples(reader, Budget(20, 64), 9, thumbnails=False)
+    assert shown.id == "rows.json#1"
+    assert "".join(piece.text for piece in shown.pieces) == "first\nyes<|endoftext|>"
+
+
+def test_prepared_data_are_shown_as_their_sources(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule) -> None:
+    for n in range(6):
+        draw(f"{n}.png", seed=n)
+    source = write(tmp_path / "rows.json", [*(row(f"q {n}", f"{n % 6}.png") for n in range(24)), row("x", answer="")])
+    data = Data(sources=(source,), hold_out=0.3, max_reject_rate=1.0)
+    reader = Reader(data, plain, rule, 0, tmp_path / "run")
+    prepare(reader, Budget(60, 64), tmp_path / "prepared")
+    other = Reader(data.model_copy(update={"prepared": str(tmp_path / "prepared")}), plain, rule, 0)
+    mine, theirs = (data_report(r, Budget(60, 64), THOROUGH) for r in (reader, other))
+    mine_twins, their_twins = mine.twins, theirs.twins
+    assert mine_twins is not None and their_twins is not None
+    # a picture is stored with each of its rows there, and found in as many places
+    apart = {"twins": None, "rejected": (), "odd": {}, "decoded": 0, "sources": ()}
+    assert replace(theirs, **apart) == replace(mine, **apart)
+    assert replace(theirs.sources[0], why="") == replace(mine.sources[0], why="")
+    assert theirs.sources[0].why.endswith(mine.sources[0].why)
+    assert (their_twins.samples, their_twins.equal_samples) == (mine_twins.samples, mine_twins.equal_samples)
+    assert their_twins.overlaps[0].equal_pictures == mine_twins.overlaps[0].equal_pictures == 0
+    seen, again = (shown_samples(r, Budget(60, 64), 9, thumbnails=True) for r in (reader, other))
+    assert [(s.id, s.pieces, s.thumbnails) for s in seen] == [(s.id, s.pieces, s.thumbnails) for s in again]

@@ -125,7 +125,7 @@ def stage_data(run: Run, index: int = 0) -> tuple[StageData, Reader]:
     prepare(model, stated, run, index, {})
     arithmetic = count(model, stated)
     flops = tuple(flops_of(packing, arithmetic, stated.image) for packing in report.budgets)
-    return StageData(stage.name, stage.batch, report, tuple(shown_samples(reader, 3, thumbnails=True)), flops), reader
+    return StageData(stage.name, stage.batch, report, tuple(shown_samples(reader, stage.batch.budget, 3, thumbnails=True)), flops), reader
 
 
 @pytest.fixture(autouse=True)

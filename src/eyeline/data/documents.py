@@ -226,7 +226,7 @@ def fitted(
     """
 
     def measure_until(messages: int) -> Measured:
-        part = _until(sample, messages)
+        part = until(sample, messages)
         return measure(part, sizes[: len(part.media)], encoder, rule)
 
     def fits(size: Measured) -> bool:
@@ -248,7 +248,7 @@ def fitted(
             few = middle
         else:
             many = middle
-    return _until(sample, ends[few - 1]), measure_until(ends[few - 1])
+    return until(sample, ends[few - 1]), measure_until(ends[few - 1])
 
 
 def too_long(tokens: int, most_tokens: int, patches: int, most_patches: int, what: str = "it") -> BadSample:
@@ -256,5 +256,6 @@ def too_long(tokens: int, most_tokens: int, patches: int, most_patches: int, wha
     return BadSample("too_long", "messages", f"{what} needs {needs}")
 
 
-def _until(sample: Sample, messages: int) -> Sample:
+def until(sample: Sample, messages: int) -> Sample:
+    """The sample as it begins."""
     return Sample(sample.id, sample.messages[:messages], sample.kind)

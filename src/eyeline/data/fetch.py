@@ -15,7 +15,7 @@ from eyeline.core.facts import ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
 from eyeline.data.containers import File, persistent
-from eyeline.data.documents import Tokenised, laid_out, tokenised
+from eyeline.data.documents import Tokenised, laid_out, tokenised, until
 from eyeline.data.images import Augment, Resized, Room, Size, augmented, cut, frames_of, grey, held, medium_key, resized
 from eyeline.data.rejects import Reject
 from eyeline.data.sources import Place, Rows
@@ -197,7 +197,7 @@ class Fetch:
             sample = self.sources[row.source].read(row.place)
         except BadSample as changed:
             raise self._changed(row, str(changed)) from changed
-        return sample if row.messages is None else Sample(sample.id, sample.messages[: row.messages], sample.kind)
+        return sample if row.messages is None else until(sample, row.messages)
 
     def _document(self, row: Row, known: Tokenised, shown: Sequence[tuple[Image, ...] | BadSample]) -> Document:
         images = [grey(self._rule, row.sizes[n]) if isinstance(found, BadSample) else found for n, found in enumerate(shown)]

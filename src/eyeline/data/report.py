@@ -97,6 +97,15 @@ def _edges(least: float, most: float, median: float, whole: bool) -> tuple[NDArr
 
 
 @dataclass(frozen=True)
+class Epoch:
+    """What an epoch is, as far as rows can be used and with `repeat`."""
+
+    visits: float
+    tokens: float
+    visual: float
+
+
+@dataclass(frozen=True)
 class SourceFound:
     """One source as it was recognised, and its part in what is trained on."""
 
@@ -125,6 +134,7 @@ class DataReport:
     sources: tuple[SourceFound, ...]
     training: int  # samples
     validation: int
+    epoch: Epoch | None  # None where sources are blended by shares, each with epochs of its own
     exact: bool  # whether all were counted; of large data a part of the shards is, and the numbers of samples follow from their sizes
     looked: int  # rows whose index was read
     examined: int  # of them, those that were read, and whose pictures were decoded
@@ -163,8 +173,10 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
     examined = _Examined.of(reader, _spread(asked, depth.examined))
     sizes_M2 = np.concatenate([side.sizes() for side in sides])
     lengths = {name: np.concatenate([side.column(name) for side in sides]) for name in ("tokens", "visual", "supervised")}
+    found, epoch = _sources_found(reader, learning, judging, own)
     return DataReport(
-        sources=_sources_found(reader, learning, judging, own),
+        sources=found,
+        epoch=epoch,
         training=sum(learning.counts),
         validation=sum(count for side in judging for count in side.counts),
         exact=all(side.exact for side in sides),
@@ -265,13 +277,16 @@ class Looked:
 
 
 def _answers(index: ShardIndex, _: Sized, number_R: Longs) -> Longs:
-    """Lengths of the runs of trained ids in each of these rows."""
-    found = [np.empty(0, np.int64)]
-    for row in number_R.tolist():
-        trained = index.trained_U[index.bounds_R1[row] : index.bounds_R1[row + 1]]
-        borders = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]]).astype(np.int8)))
-        found.append(borders[1::2] - borders[::2])
-    return np.concatenate(found)
+    """Lengths of the runs of trained ids in these rows."""
+    begins_U, ends_U = index.trained_U.copy(), index.trained_U.copy()  # whether a run begins here, and whether one ends here
+    begins_U[1:] &= ~index.trained_U[:-1]
+    ends_U[:-1] &= ~index.trained_U[1:]
+    inside_R = np.diff(index.bounds_R1) > 0
+    first, last = index.bounds_R1[:-1][inside_R], index.bounds_R1[1:][inside_R] - 1
+    begins_U[first], ends_U[last] = index.trained_U[first], index.trained_U[last]  # no run goes on in another row
+    begin_A, end_A = np.flatnonzero(begins_U), np.flatnonzero(ends_U)
+    row_A = np.searchsorted(index.bounds_R1, begin_A, side="right") - 1
+    return (end_A + 1 - begin_A)[np.isin(row_A, number_R)]
 
 
 def _spread(values: Sequence[T], most: int) -> list[T]:
@@ -307,7 +322,7 @@ class _Examined:
             sample = rows.read(place)
             out.spelt += any(control in text for text in texts(sample) for control in reader.encoder.controls)
             out.said += sum(message.role == "assistant" for message in sample.messages)
-            out.learned += len(_answers(index, sized, np.array([number])))
+            out.learned += int((np.diff(index.tokenised(number).trained_U.astype(np.int8), prepend=0) == 1).sum())
             bad = _pictures_of(sample, out.pictures, out.odd)
             if bad is not None:
                 out._reject(Reject.of(*rows.named(place), bad=bad))
@@ -335,8 +350,8 @@ def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], odd: Cou
     return first
 
 
-def _sources_found(reader: Reader, learning: Looked, judging: list[Looked], own: bool) -> tuple[SourceFound, ...]:
-    """The sources to learn from, then those to validate on where they are others."""
+def _sources_found(reader: Reader, learning: Looked, judging: list[Looked], own: bool) -> tuple[tuple[SourceFound, ...], Epoch | None]:
+    """The sources to learn from, then those to validate on where they are others; and an epoch of the first."""
     blended = reader.data.blend == "shares"
     usable = [len(learning.column("tokens", n)) for n in range(len(learning.counts))]
     looked = [sum(len(of) for (s, _), of in learning.numbers.items() if s == n) for n in range(len(learning.counts))]
@@ -344,17 +359,20 @@ def _sources_found(reader: Reader, learning: Looked, judging: list[Looked], own:
         (rows.source.weight if blended else rows.source.repeat * learning.counts[n] / max(looked[n], 1)) * (1 if blended else usable[n])
         for n, rows in enumerate(learning.side.index.sources)
     ]
-    means = {name: [_mean(learning.column(name, n)) for n in range(len(visits))] for name in ("tokens", "visual")}
-    shares = [_shares([v * m for v, m in zip(visits, means[name], strict=True)]) for name in ("tokens", "visual")]
+    summed = [
+        [v * m for v, m in zip(visits, (_mean(learning.column(name, n)) for n in range(len(visits))), strict=True)]
+        for name in ("tokens", "visual")
+    ]
+    shares = list(zip(*(_shares(values) for values in (visits, *summed)), strict=True))
     out: list[SourceFound] = []
     for n, rows in enumerate(learning.side.index.sources):
         validation = judging[0].counts[n] if judging and not own else 0
         kinds = learning.kinds(n)
         figures = (learning.counts[n], validation, rows.source.repeat, rows.source.weight)
-        out.append(_source_found(rows, figures, (_shares(visits)[n], shares[0][n], shares[1][n]), kinds))
+        out.append(_source_found(rows, figures, shares[n], kinds))
     for n, rows in enumerate(judging[0].side.index.sources if judging and own else ()):
         out.append(_source_found(rows, (0, judging[0].counts[n], 1, 1.0), (0.0, 0.0, 0.0), judging[0].kinds(n)))
-    return tuple(out)
+    return tuple(out), None if blended else Epoch(sum(visits), *map(sum, summed))
 
 
 def _source_found(rows: Rows, figures: tuple[int, int, int, float], shares: tuple[float, float, float], kinds: Counter[str]) -> SourceFound:

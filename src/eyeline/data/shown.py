@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image as Pillow
 
-from eyeline.core.batch import IGNORE, Document, Sample
+from eyeline.core.batch import IGNORE, Budget, Document, Sample
 from eyeline.core.errors import BadSample
-from eyeline.data.documents import document_of
+from eyeline.data.documents import document_of, until
 from eyeline.data.images import prepare, upright
 from eyeline.data.loader import Reader
-from eyeline.data.sets import held_out
-from eyeline.data.sources import Rows
+from eyeline.data.plan import Sizing
 from eyeline.data.tokenizer import Encoder
 
 LONGEST_PIECE = 1_200  # characters of a piece that are shown: its begin and its end
@@ -46,11 +45,12 @@ class Shown:
     pictures: int  # all that it has
 
 
-def shown_samples(reader: Reader, count: int, thumbnails: bool) -> list[Shown]:
-    """The first usable training samples, whole and without augmentation: `count`, some of each source, and of each at least one."""
+def shown_samples(reader: Reader, budget: Budget, count: int, thumbnails: bool) -> list[Shown]:
+    """The first usable training samples as the budget leaves them, without augmentation: `count`, some of each source, and of each at
+    least one."""
     sources = reader.training.index.sources[:MOST_SOURCES] if count else ()
     out: list[list[Shown]] = [[] for _ in sources]
-    arriving = [_usable(reader, rows) for rows in sources]
+    arriving = [_usable(reader, reader.sizing(budget), source) for source in range(len(sources))]
     open = list(range(len(sources)))
     while open and sum(map(len, out)) < max(count, len(sources)):
         for n in [*open]:
@@ -65,15 +65,19 @@ def shown_samples(reader: Reader, count: int, thumbnails: bool) -> list[Shown]:
     return [shown for of_source in out for shown in of_source]
 
 
-def _usable(reader: Reader, rows: Rows) -> Iterator[tuple[Sample, Document]]:
-    for place, _, found in rows.kept():
-        if isinstance(found, BadSample) or held_out(rows, place, found, reader.data.hold_out):
-            continue
-        try:
-            media = [prepare(medium, reader.rule) for medium in found.media] if reader.rule else []
-            yield found, document_of(found, reader.encoder, reader.rule, media)
-        except BadSample:  # `data_report` counts and names them
-            continue
+def _usable(reader: Reader, sizing: Sizing, source: int) -> Iterator[tuple[Sample, Document]]:
+    side, rows = reader.training, reader.training.index.sources[source]
+    for shard in range(side.shards(source)):
+        index, sized = side.index.shard(source, shard), sizing(source, shard)
+        for number in np.flatnonzero(side.kept(source, shard) & sized.usable_R).tolist():
+            try:
+                sample = rows.read(index.place(shard, number))
+                if number in sized.messages:
+                    sample = until(sample, sized.messages[number])
+                media = [prepare(medium, reader.rule) for medium in sample.media] if reader.rule else []
+                yield sample, document_of(sample, reader.encoder, reader.rule, media)
+            except BadSample:  # `data_report` counts and names them
+                continue
 
 
 def _shown(sample: Sample, document: Document, source: str, encoder: Encoder, thumbnails: bool) -> Shown:

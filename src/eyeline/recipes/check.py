@@ -59,7 +59,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         except Refused:
             continue  # among the settings' problems already
         report = data_report(reader, stage.batch.budget)
-        shown = shown_samples(reader, 0 if index else samples, thumbnails=False)
+        shown = shown_samples(reader, stage.batch.budget, 0 if index else samples, thumbnails=False)
         print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
         found += data_problems(stage, report)
     console.rule(characters="-")
@@ -89,9 +89,10 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
                 data = stage.data if stage.data.cache else stage.data.model_copy(update={"cache": indexes})
                 twin = next((n for n, s in enumerate(run.stages[:index]) if (s.data, s.batch) == (stage.data, stage.batch)), None)
                 if twin is None:
-                    reader = Reader(data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
-                    report = data_report(reader, stage.batch.budget, depth, asked)
-                    shown = tuple(shown_samples(reader, samples, thumbnails=True))
+                    with console.status(f"looking at the data of stage {stage.name}"):  # says nothing where there is no terminal
+                        reader = Reader(data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
+                        report = data_report(reader, stage.batch.budget, depth, asked)
+                        shown = tuple(shown_samples(reader, stage.batch.budget, samples, thumbnails=True))
                     problems += data_problems(stage, report)
                 else:
                     report, shown = found[twin].report, ()

@@ -99,6 +99,10 @@ def blocks(found: StageData) -> Iterator[Block]:
         numbers=3,
     )
     yield Line(f"{about}{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined")
+    if epoch := report.epoch:
+        yield Line(
+            f"an epoch: about {epoch.tokens:,.0f} tokens, {epoch.visual:,.0f} of them visual, in {epoch.visits:,.0f} visits to samples"
+        )
     if kinds := _kinds(report):
         yield Grid(("source", "kind", "samples", "share"), kinds, numbers=2)
     yield Heading("Sizes", part=True)
@@ -192,6 +196,10 @@ def _budgets(found: StageData) -> Iterator[Block]:
         rows = [(name, *(metric(cost / n) for cost in of)) for name, of, n in zip(names, costs, packs, strict=True)]
         yield Grid(("FLOPs of a batch", *PARTS, "all"), tuple(rows))
         yield Line("Arithmetic that the model needs for a batch as the stage trains it, forward and backward without what is recomputed.")
+    if report.epoch:
+        load = report.budgets[0].load
+        steps = report.epoch.visits * load.packs / max(load.sample, 1) / found.batch.micro_batches
+        yield Line(f"An epoch is about {steps:,.0f} steps as it is.")
     best = suggested(report.budgets)
     if best is not None:
         yield Line(suggestion(best, report.budgets, found.batch))
