@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from eyeline.core.batch import Budget, Picture
+from eyeline.core.batch import Budget, Message, Picture, Sample
 from eyeline.core.facts import ImageRule
 from eyeline.data.loader import Reader
 from eyeline.data.report import THOROUGH, Depth, data_report
@@ -42,6 +42,7 @@ def test_samples_are_equal_in_text_turns_and_pictures() -> None:
         sample((other, p, "q"), "x"),
         sample(("q\n", "assistant"), "x"),
         sample("q", "x", system="s"),
+        Sample("made#0", tuple(Message("system", m.parts) for m in said("q", "x"))),
     ]
     assert known(different).equal_samples == 0
     assert known([*different, *different]).equal_samples == len(different)

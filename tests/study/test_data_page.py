@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import islice
 from pathlib import Path
@@ -17,10 +18,13 @@ from rich.console import Console
 from tests.command import Command
 from tests.train.recipe import tiny_recipe, tiny_run
 
+from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
 from eyeline.data import budgets
+from eyeline.data.budgets import Load
+from eyeline.data.budgets import packing as packing_of
 from eyeline.data.loader import Reader
 from eyeline.data.rejects import CAUSES
 from eyeline.data.report import THOROUGH, Depth, data_report
@@ -188,8 +192,8 @@ def test_the_words_of_what_was_found_by_hand(mixed: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_arithmetic_is_that_of_the_batches_that_training_gets(tmp_path: Path, index: int) -> None:
-    run = tiny_run(tmp_path)
+def test_arithmetic_is_that_of_the_batches_that_training_gets(tmp_path: Path, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny_run(tmp_path, f"stages.{index}.data.max_reject_rate=1")
     found, reader = stage_data(run, index)
     bundle = description(run)
     stated = facts(bundle.config)
@@ -197,7 +201,14 @@ def test_arithmetic_is_that_of_the_batches_that_training_gets(tmp_path: Path, in
     prepare(model, stated, run, index, {})
     arithmetic = count(model, stated)
     assert len(found.flops) == len(found.report.budgets) > 1
-    for packing, flops in zip(found.report.budgets, found.flops, strict=True):
+    monkeypatch.setattr(budgets, "WINDOWS", 60)
+    monkeypatch.setattr(budgets, "ROWS", (900, 900))
+    texts = packing_of(reader, frozenset({(0, 0)}), Budget(20, 0))  # no picture fits: no gradient comes from the tower
+    assert texts is not None and texts.settled and not texts.pictured.packs
+    of_texts = flops_of(texts, arithmetic, stated.image)
+    both = replace(texts, pictured=found.report.budgets[0].pictured)
+    assert flops_of(both, arithmetic, stated.image) == of_texts + flops_of(replace(both, texts=Load()), arithmetic, stated.image)
+    for packing, flops in zip((*found.report.budgets, texts), (*found.flops, of_texts), strict=True):
         if packing.settled:
             batches = [b for step in islice(reader.steps(packing.budget, 1, None), packing.load.packs) for b in step.batches]
             wanted = sum((arithmetic.of(batch) for batch in batches), NONE)

@@ -278,15 +278,10 @@ class Looked:
 
 def _answers(index: ShardIndex, _: Sized, number_R: Longs) -> Longs:
     """Lengths of the runs of trained ids in these rows."""
-    begins_U, ends_U = index.trained_U.copy(), index.trained_U.copy()  # whether a run begins here, and whether one ends here
-    begins_U[1:] &= ~index.trained_U[:-1]
-    ends_U[:-1] &= ~index.trained_U[1:]
-    inside_R = np.diff(index.bounds_R1) > 0
-    first, last = index.bounds_R1[:-1][inside_R], index.bounds_R1[1:][inside_R] - 1
-    begins_U[first], ends_U[last] = index.trained_U[first], index.trained_U[last]  # no run goes on in another row
-    begin_A, end_A = np.flatnonzero(begins_U), np.flatnonzero(ends_U)
+    steps = np.diff(index.trained_U.astype(np.int8), prepend=0, append=0)  # no row begins with an answer, so no run goes on in another one
+    begin_A, end_A = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     row_A = np.searchsorted(index.bounds_R1, begin_A, side="right") - 1
-    return (end_A + 1 - begin_A)[np.isin(row_A, number_R)]
+    return (end_A - begin_A)[np.isin(row_A, number_R)]
 
 
 def _spread(values: Sequence[T], most: int) -> list[T]:
