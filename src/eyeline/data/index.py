@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,7 @@ LOOKED_AHEAD = 64  # rows whose pictures are asked for together
 LOOKED_AT_ONCE = 16
 
 Longs = NDArray[np.int64]
+L = TypeVar("L", Path, Location)
 
 
 @dataclass(frozen=True, eq=False)
@@ -389,8 +391,39 @@ def identity_of(about: Shard, layout: str, root: Location, encoder: Encoder, rul
     return hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def index_path(folder: Path, identity: str) -> Path:
+def index_path(folder: L, identity: str) -> L:
     return folder / identity[:2] / f"{identity}.index"
+
+
+@dataclass(frozen=True, eq=False)
+class Shelf:
+    """Indexes that were made before, of prepared data: all pictures lie in archives, which they name by number."""
+
+    folder: Location
+    archives: tuple[File, ...]
+
+    def read(self, identity: str) -> ShardIndex:
+        """The index of one shard. StorageFailed where it is missing or damaged."""
+        path = index_path(self.folder, identity)
+        try:
+            if isinstance(path, Remote):
+                file = File.of(path, self.archives[0].retries)
+                index = from_bytes(np.frombuffer(file.read(0, file.size), np.uint8), identity)
+            else:
+                index = from_bytes(np.asarray(np.memmap(path, np.uint8, "r")), identity)
+        except ValueError as error:
+            raise StorageFailed(f"{path}: {error}. Run `eyeline prepare` again: it mends what is damaged") from error
+        except OSError as error:
+            raise storage_failed("read", Path(str(path)), error) from error
+        return replace(index, files=self._names, stamps_F2=self._stamps)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(str(file.path) for file in self.archives)
+
+    @cached_property
+    def _stamps(self) -> Longs:
+        return np.array([file.stamp for file in self.archives], np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,15 +434,19 @@ class Index:
     encoder: Encoder
     rule: ImageRule | None
     folder: Path | None  # None: they are remembered only, as far as there is room
-    archives: tuple[File, ...] = ()  # of prepared data: where all pictures lie. Nothing is made then
+    shelf: Shelf | None = None  # of prepared data: they are read there, and none is made
     _open: OrderedDict[tuple[int, int], ShardIndex] = field(default_factory=OrderedDict, repr=False)
 
     def shard(self, source: int, shard: int) -> ShardIndex:
         """The index of one shard: remembered, read or made."""
         known = self._open.get((source, shard))
         if known is None:
-            known = self._read(source, shard)
-            known = self._open[source, shard] = self._made(source, shard) if known is None else known  # an empty one is known, too
+            if self.shelf is not None:
+                known = self.shelf.read(self._identity(source, shard))
+            else:
+                known = self._read(source, shard)
+                known = self._made(source, shard) if known is None else known  # an empty one is known, too
+            self._open[source, shard] = known
             while len(self._open) > KEPT_OPEN:
                 self._open.popitem(last=False)
         else:
@@ -440,22 +477,9 @@ class Index:
             _is_still(file, (size, change), retries) for file, (size, change) in zip(index.files, index.stamps_F2.tolist(), strict=True)
         ):
             return None
-        return replace(index, files=self._names, stamps_F2=self._stamps) if self.archives else index
-
-    @cached_property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(str(file.path) for file in self.archives)
-
-    @cached_property
-    def _stamps(self) -> Longs:
-        return np.array([file.stamp for file in self.archives], np.int64)
+        return index
 
     def _made(self, source: int, shard: int) -> ShardIndex:
-        if self.archives:
-            raise StorageFailed(
-                f"the index of {self.sources[source].shards[shard].name} in {self.folder} is missing or damaged. Run `eyeline prepare` "
-                "again: it mends what is damaged"
-            )
         index = made(self.sources[source], shard, self.encoder, self.rule)
         identity = self._identity(source, shard)
         path = self._path(identity)

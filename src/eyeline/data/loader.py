@@ -175,13 +175,11 @@ class Reader:
         found = found or divided(data)
         self.prepared = found.prepared
         cache = Path(data.cache).expanduser() if data.cache else folder / "index" if folder else None
-        archives = ()
-        if self.prepared is not None:
-            cache, archives = self.prepared.index, self.prepared.archives.files
-        index = Index(found.sources, encoder, rule, cache, archives)
+        shelf = self.prepared.shelf if self.prepared is not None else None
+        index = Index(found.sources, encoder, rule, cache, shelf)
         self.training = Side(index, data.hold_out, judges=False)
         own = bool(data.validation)
-        judging = Index(found.judges, encoder, rule, cache, archives) if own else index
+        judging = Index(found.judges, encoder, rule, cache, shelf) if own else index
         self.judges = Side(judging, 0.0 if own else data.hold_out, judges=not own)
         self.validates = bool(found.judges)  # whether there is anything to validate on
         self._sizings: dict[tuple[bool, Budget], Sizing] = {}

@@ -11,25 +11,25 @@
 Shards, row numbers, ids, sizes and fingerprints are the sources', so order, plan and state are too. Only where bytes lie is another.
 """
 
+import errno
+import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 from pydantic import ValidationError
 
 from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.core.files import sha256_of, storage_failed
 from eyeline.core.locations import Location, location
 from eyeline.core.settings import Settings
-from eyeline.data.containers import HASHED, RETRIES, File, Place, Shard
-from eyeline.data.index import ShardIndex, from_bytes, index_path
+from eyeline.data.containers import HASHED, RETRIES, File, Place, Shard, number_of
+from eyeline.data.folders import files_below, located
+from eyeline.data.index import Shelf
 from eyeline.data.layouts import Layout, Mapping, Name, Shape
 from eyeline.data.sources import Rows, Source
 from eyeline.data.tars import Tars
@@ -102,13 +102,13 @@ class Packed:
     ends: tuple[int, ...]  # of the archives, so counted
     shards: tuple[Shard, ...]
     stored: tuple[StoredShard, ...]
-    folder: Path  # of the indexes
+    shelf: Shelf
     what: str = "prepared"
     header: tuple[str, ...] = ()
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         """The rows that were stored, and those that cannot be used; not those that the settings leave out."""
-        index = read_index(self.folder, self.stored[shard].index)
+        index = self.shelf.read(self.stored[shard].index)
         for number, bad in enumerate(index.bad_R.tolist()):
             place = index.place(shard, number)
             if bad:
@@ -118,7 +118,7 @@ class Packed:
 
     def row(self, place: Place) -> Any:
         if place.length < 0:
-            known = read_index(self.folder, self.stored[place.shard].index).rejects.get(place.number)
+            known = self.shelf.read(self.stored[place.shard].index).rejects.get(place.number)
             # planning measures long rows that the settings leave out, too, and then nobody asks for them
             raise BadSample(*(known or ("too_long", "row", "the settings left this row out when the data were prepared")))
         archive = bisect_right(self.ends, place.begin)
@@ -130,17 +130,6 @@ class Packed:
 
     def lies_in(self, shard: int) -> File:  # noqa: ARG002 - an index says it for each picture
         return self.archives.files[0]
-
-
-def read_index(folder: Path, name: str) -> ShardIndex:
-    """The index of one shard, with pictures' files as numbers of archives. StorageFailed where it is damaged."""
-    path = index_path(folder, name)
-    try:
-        return from_bytes(np.asarray(np.memmap(path, np.uint8, "r")), name)
-    except ValueError as error:
-        raise StorageFailed(f"{path}: {error}. Run `eyeline prepare` again: it mends what is damaged") from error
-    except OSError as error:
-        raise storage_failed("read", path, error) from error
 
 
 # Samples as rows
@@ -184,7 +173,7 @@ def packed_sample(row: Any, id: str, root: Location) -> Sample:  # noqa: ARG001 
     return Sample(id, messages, row["kind"])
 
 
-def _layout(about: StoredSource, folder: Path) -> Layout:
+def _layout(about: StoredSource, folder: Location) -> Layout:
     """It is known by the identity of the layout that the rows had, whatever that was."""
     shape = Shape(cast(Name, about.layout), packed_sample, (), (), kind=itemgetter("kind"))
     return Layout(shape, f"prepared in {folder}; {about.why}", Mapping())
@@ -197,17 +186,14 @@ def _layout(about: StoredSource, folder: Path) -> Layout:
 class Prepared:
     """A prepared folder, opened."""
 
-    folder: Path
+    folder: Location
     manifest: Manifest
     archives: Tars
+    shelf: Shelf
 
     @property
     def budget(self) -> Budget:
         return Budget(self.manifest.tokens, self.manifest.patches)
-
-    @property
-    def index(self) -> Path:
-        return self.folder / "index"
 
     def rows(self, stored: Sequence[StoredSource], sources: Sequence[Source]) -> tuple[Rows, ...]:
         """Sources as they were, read from the archives."""
@@ -218,7 +204,7 @@ class Prepared:
                 location(about.path),
                 location(about.root),
                 _layout(about, self.folder),
-                Packed(self.archives, ends, tuple(s.shard for s in about.shards), about.shards, self.index),
+                Packed(self.archives, ends, tuple(s.shard for s in about.shards), about.shards, self.shelf),
                 self.archives.files[0].retries,
             )
             for about, source in zip(stored, sources, strict=True)
@@ -269,39 +255,44 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else text[:100] + "…"
 
 
-def open_prepared(folder: Path, retries: int = RETRIES) -> Prepared:
-    """Open a prepared folder. Refused where there is none; StorageFailed where something of it is missing or damaged.
+def open_prepared(path: str, retries: int = RETRIES) -> Prepared:
+    """Open a prepared folder, here or in a store. Refused where there is none; StorageFailed where something of it is missing or damaged.
 
     Archives of up to 64 MiB together are known by their content, larger ones by their size; `eyeline prepare`, called again,
     looks at every byte.
     """
-    path = folder / MANIFEST
+    folder = located(path, retries)
+    about = folder / MANIFEST
     try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        what = "holds data that are not prepared to the end" if (folder / "entries").is_dir() else "is no folder of prepared data"
-        raise Refused(f"{folder} {what}: it has no {MANIFEST}. Run `eyeline prepare RECIPE --out {folder}`") from error
-    except OSError as error:
-        raise storage_failed("read", path, error) from error
+        file = File.of(about, retries)
+        value = json.loads(file.read(0, file.size))
+    except StorageFailed as failed:
+        if number_of(failed) not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        raise Refused(
+            f"{folder} is no folder of prepared data, or one that was not prepared to the end: it has no {MANIFEST}. Run `eyeline prepare "
+            "RECIPE --out FOLDER` (again: it goes on)"
+        ) from failed
     except ValueError as error:
-        raise Refused(f"{path} is not JSON ({error}). Delete it, and run `eyeline prepare` again") from error
+        raise Refused(f"{about} is not JSON ({error}). Delete it, and run `eyeline prepare` again") from error
     version = value.get("version") if isinstance(value, dict) else None
     if version != VERSION:
-        raise Refused(f"{path} has version {version!r} of its format, and this is version {VERSION}. Prepare the data again")
+        raise Refused(f"{about} has version {version!r} of its format, and this is version {VERSION}. Prepare the data again")
     try:
         manifest = Manifest.model_validate(value)
     except ValidationError as error:
-        raise Refused(f"{path} is damaged ({error.errors()[0]['loc']}). Delete it, and run `eyeline prepare` again") from error
+        raise Refused(f"{about} is damaged ({error.errors()[0]['loc']}). Delete it, and run `eyeline prepare` again") from error
     return opened(folder, manifest, retries)
 
 
-def opened(folder: Path, manifest: Manifest, retries: int) -> Prepared:
+def opened(folder: Location, manifest: Manifest, retries: int) -> Prepared:
     """The folder that a manifest describes. StorageFailed as for `open_prepared`."""
-    paths = [folder / "shards" / archive.name for archive in manifest.archives]
-    files = tuple(File.of(path, retries) for path in paths)
+    there = {found.name: found for found in files_below(folder / "shards", retries)}
+    names = [archive.name for archive in manifest.archives]
+    files = tuple(File.of(there.get(name, folder / "shards" / name), retries) for name in names)
     small = sum(file.size for file in files) <= HASHED
-    for path, file, archive in zip(paths, files, manifest.archives, strict=True):
-        if file.size != archive.bytes or (small and sha256_of(path) != archive.sha256):
-            raise StorageFailed(f"{path} is damaged or another file. Run `eyeline prepare` again: it mends what is damaged")
+    for file, archive in zip(files, manifest.archives, strict=True):
+        if file.size != archive.bytes or (small and hashlib.sha256(file.read(0, file.size)).hexdigest() != archive.sha256):
+            raise StorageFailed(f"{file.path} is damaged or another file. Run `eyeline prepare` again: it mends what is damaged")
     shards = tuple(Shard(archive.name, archive.sha256, archive.bytes) for archive in manifest.archives)
-    return Prepared(folder, manifest, Tars(files, shards))
+    return Prepared(folder, manifest, Tars(files, shards), Shelf(folder / "index", files))

@@ -145,7 +145,7 @@ def prepare(
         packs=0,
         plan="",
     )
-    manifest = recorded(reader, opened(folder, draft, reader.data.read_retries), epochs, order.packs)
+    manifest = recorded(reader, opened(folder, draft, reader.data.read_retries), folder, epochs, order.packs)
     both = min(len(manifest.windows), len(order.windows))
     if quality is None and list(manifest.windows[:both]) != order.windows[:both]:
         raise AssertionError(f"{folder}: what was prepared is planned otherwise than its source")
@@ -507,10 +507,10 @@ def _stored_shard(rows: Rows, shard: int, job: Job, reader: Reader) -> StoredSha
 # The plan
 
 
-def recorded(reader: Reader, draft: Prepared, epochs: int, packs: int) -> Manifest:
+def recorded(reader: Reader, draft: Prepared, folder: Path, epochs: int, packs: int) -> Manifest:
     """Plan over what was prepared, write the plan and the rejects down, and complete the manifest. Of a blend by shares `packs` packs
     are planned."""
-    data, folder = reader.data, draft.folder
+    data = reader.data
 
     def over(prepared: Prepared) -> Reader:
         found = divided_as(data, prepared)

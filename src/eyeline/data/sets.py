@@ -5,7 +5,6 @@ That is before there is a tokenizer, and so before there is an index.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -88,7 +87,7 @@ def stored(data: Data) -> Prepared | None:
     """The folder that the data were prepared in. Refused when it was made of others."""
     if data.prepared is None:
         return None
-    found = open_prepared(Path(data.prepared).expanduser(), data.read_retries)
+    found = open_prepared(data.prepared, data.read_retries)
     found.refuse_other(choice(data), found.manifest.data)
     return found
 

@@ -16,7 +16,9 @@ from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, Part
 from eyeline.core.files import read_json, read_lines, read_object, write_atomically, write_json
+from eyeline.core.locations import Remote
 from eyeline.core.randomness import torch_rng_for
+from eyeline.data.folders import named
 from eyeline.data.packed import TOKENIZER
 from eyeline.data.sets import training_texts
 from eyeline.data.templates import template_named
@@ -155,7 +157,12 @@ def description(run: Run) -> Bundle:
     if run.model.tokenizer is not None:
         tokenizer = load_tokenizer(Path(run.model.tokenizer))
     elif prepared is not None:
-        tokenizer = load_tokenizer(Path(prepared).expanduser() / TOKENIZER)
+        folder = named(prepared)
+        if isinstance(folder, Remote):
+            raise Refused(
+                f"the tokenizer of a fresh model is not read from a store. Copy {folder / TOKENIZER} here, and set model.tokenizer"
+            )
+        tokenizer = load_tokenizer(folder / TOKENIZER)
     else:
         texts = (text for stage in run.stages for text in training_texts(stage.data))
         facts = models.facts(config)
