@@ -21,6 +21,7 @@ from eyeline.data.folders import files_below, located, matching
 from eyeline.data.images import decode, held, open_picture
 from eyeline.data.index import Index
 from eyeline.data.loader import Reader
+from eyeline.data.prepare import prepare
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source, open_source
 from eyeline.data.tokenizer import Encoder
@@ -483,6 +484,27 @@ def test_workers_read_a_store_that_fails_now_and_then(folder: Path, store: Store
     store.faults = [None, answers(503, "SlowDown"), None, None, bad.cuts, bad.resets]  # of what workers ask for
     assert_same_steps(list(there.steps(BUDGET, 2, 1)), here)
     assert not store.faults
+
+
+def test_what_lies_in_a_store_is_prepared_and_read_from_there(
+    folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path
+) -> None:
+    """From a store, into a folder, and that into a store: the batches are those of files."""
+    wanted = list(reader(f"{folder}/rows.json", plain, rule).steps(BUDGET, 2, 2))
+    store.put_folder(folder, "set")
+    prepare(reader(f"{store.url}/set/rows.json", plain, rule), BUDGET, tmp_path / "out")
+    store.put_folder(tmp_path / "out", "prepared")
+    store.delete("set/rows.json")
+    for place in (tmp_path / "out", f"{store.url}/prepared"):
+        assert_same_steps(list(reader(f"{store.url}/set/rows.json", plain, rule, prepared=str(place)).steps(BUDGET, 2, 2)), wanted)
+    there = reader(f"{store.url}/set/rows.json", plain, rule, prepared=f"{store.url}/prepared", workers=1)
+    assert_same_steps(list(there.steps(BUDGET, 2, 2, wanted[1].state)), wanted[2:])
+    with pytest.raises(Refused, match="is no folder of prepared data"):
+        reader(f"{store.url}/set/rows.json", plain, rule, prepared=f"{store.url}/set")
+    [name] = {found.name for found in files_below(Remote(store.url, "prepared/index"), 0)}
+    store.delete(f"prepared/index/{name[:2]}/{name}")
+    with pytest.raises(StorageFailed, match=r"\.index"):
+        list(reader(f"{store.url}/set/rows.json", plain, rule, prepared=f"{store.url}/prepared").steps(BUDGET, 2, 2))
 
 
 def test_a_sample_of_an_archive_costs_one_request(
