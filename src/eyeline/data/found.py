@@ -7,17 +7,20 @@ from typing import Any, NamedTuple
 from eyeline.core.errors import Refused
 from eyeline.core.locations import Location, below
 from eyeline.data.containers import File
+from eyeline.data.energon import energon_columns, energon_shards
 from eyeline.data.folders import common_folder, files_below
-from eyeline.data.tars import PICTURES, energon_shards
+from eyeline.data.tars import PICTURES
 
 
 class Found(NamedTuple):
-    """The files of a set, in order."""
+    """The files of a set, in order, and what the folder says of them."""
 
     path: Location  # what messages call it
     folder: Location  # that names and paths of pictures start from
     files: list[Location]
     texts: list[Location | None] | None = None  # where the files are pictures: what lies beside each
+    columns: dict[str, str] | None = None  # as a source declares them, where the folder does
+    note: str = ""  # what it says that is not obeyed
 
 
 def found_in(path: Location, retries: int) -> Found:
@@ -53,7 +56,11 @@ def _easy_vqa(path: Location, known: Known, retries: int) -> Found | None:  # no
 def _prepared(path: Location, known: Known, retries: int) -> Found | None:
     """The training archives of a folder that Megatron-Energon has prepared."""
     files = energon_shards(path, list(known.values()), retries)
-    return Found(path, path, files) if files is not None else None
+    if files is None:
+        return None
+    about = known.get(".nv-meta/dataset.yaml")
+    columns, note = energon_columns(about, retries) if about is not None else ({}, "")
+    return Found(path, path, files, columns=columns, note=note)
 
 
 def _saved(path: Location, known: Known, retries: int) -> Found | None:

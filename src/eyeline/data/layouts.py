@@ -1,7 +1,7 @@
 """What the rows of a container are: detected from the first of them, or declared, and said."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, get_args
@@ -98,8 +98,8 @@ class Mapping:
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """Columns of the data that it names, as a whole and by their first part."""
-        return tuple(dict.fromkeys(name for _, theirs in self.columns for name in (theirs, theirs.partition(".")[0])))
+        """Columns of the data that it may name: `meta`, and `meta.picture` itself."""
+        return tuple(dict.fromkeys(head for _, theirs in self.columns for head, _ in cuts(theirs)))
 
     def applied(self, shape: Shape, row: Any) -> Any:
         """The row as its layout names it."""
@@ -126,12 +126,22 @@ class Mapping:
         return out
 
 
+def cuts(name: str) -> Iterator[tuple[str, str]]:
+    """Where a name may be a column and what lies in it: all of it, then its first part and the rest, and so on."""
+    parts = name.split(".")
+    yield name, ""
+    yield from ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(1, len(parts)))
+
+
 def inside(row: dict[str, Any], name: str) -> Any:
     """The value of a column, or of what lies in one: `meta.picture`. None when it is not there."""
-    if name in row:
-        return row[name]
-    head, dot, rest = name.partition(".")
-    return inside(row[head], rest) if dot and isinstance(row.get(head), dict) else None
+    for head, rest in cuts(name):
+        value = row.get(head)
+        if not rest and head in row:
+            return value
+        if rest and isinstance(value, dict) and (found := inside(value, rest)) is not None:
+            return found
+    return None
 
 
 @dataclass(frozen=True)

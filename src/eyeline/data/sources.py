@@ -101,7 +101,7 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
     """
     found = _found(source, retries)
     root = found.folder if source.images is None else image_folder(source.images, retries)
-    mapping = Mapping(tuple(sorted(source.columns.items())), tuple(sorted(source.roles.items())))
+    mapping = Mapping(tuple(sorted((source.columns or found.columns or {}).items())), tuple(sorted(source.roles.items())))
     container = open_container(found, mapping, retries)
     return Rows(source, found.path, root, recognised(found.path, container, source.layout, mapping), container, retries)
 
@@ -128,7 +128,7 @@ def open_container(found: Found, mapping: Mapping, retries: int) -> Container:
     if head.startswith((FILE_MAGIC, MESSAGE)):
         return open_arrow(files, folder, columns, retries)
     if head[257:262] == b"ustar" or ".tar" in files[0].suffixes or files[0].suffix == ".tgz":
-        return open_tars(files, folder, retries)
+        return open_tars(files, folder, mapping.taken, found.note, retries)
     if len(files) == 1:
         return _open_text(files[0], head, columns, retries, HASHED)
     return joined([_open_text(file, _head(file, retries), columns, retries, HASHED // len(files)) for file in files], files, folder)

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from eyeline.core.batch import Picture, Span
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.locations import Location, below, inside
+from eyeline.core.locations import Location, below
 from eyeline.data.containers import HEADER_BYTES, File, Place, Shard, Window, fingerprints
 from eyeline.data.json_rows import parse, sound
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+TEXTS = ("json", "txt")
+NAMED_TEXTS = ("question", "answer", "caption", "prompt", "completion", "instruction", "output", "query", "response", "system")
 MAX_MEMBER_BYTES = 256 << 20
 MAX_TEXT_BYTES = 64 << 20
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
@@ -46,6 +46,7 @@ class Tars:
 
     files: tuple[File, ...]
     shards: tuple[Shard, ...]
+    wanted: tuple[str, ...] = ()  # members that a mapping names: they are columns of their own
     what: str = "WebDataset"
     header: tuple[str, ...] = ()
 
@@ -54,7 +55,7 @@ class Tars:
         known: set[str] = set()
         number = 0
         with _Archive(Window(file, 0, file.size), file.size) as archive:
-            for group in _groups(_members(archive), archive, HEADER_BYTES):
+            for group in _groups(_members(archive), archive, HEADER_BYTES, self.wanted):
                 if isinstance(group, BadSample):
                     yield Place(shard, number, 0, UNUSABLE), group
                     return
@@ -63,7 +64,7 @@ class Tars:
                     if key in known:
                         raise BadSample("tar_key", "row", f"the key {_shown(key)} was there before, with others between")
                     known.add(key)
-                    row = _row(group, file, 0)
+                    row = _row(group, file, 0, self.wanted)
                 except BadSample as bad:
                     yield Place(shard, number, begin, UNUSABLE), bad
                 else:
@@ -76,9 +77,9 @@ class Tars:
         file = self.files[place.shard]
         data = file.read(place.begin, min(place.length, file.size - place.begin)).ljust(place.length, b"\0")
         with _Archive(io.BytesIO(data), len(data)) as archive:
-            [group] = _groups(_members(archive), archive, place.length)
+            [group] = _groups(_members(archive), archive, place.length, self.wanted)
         assert not isinstance(group, BadSample), f"{file.path} is as it was, and {place} is unusable now"
-        return _row(group, file, place.begin)
+        return _row(group, file, place.begin, self.wanted)
 
     def lies_in(self, shard: int) -> File:
         return self.files[shard]
@@ -205,7 +206,7 @@ def _odd_members(file: _Archive, begin: int) -> Iterator[Member | BadSample]:
 Group = list[tuple[Member, bytes]]  # members, and what is read of each
 
 
-def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int) -> Iterator[Group | BadSample]:
+def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int, wanted: tuple[str, ...]) -> Iterator[Group | BadSample]:
     """Neighbours of the same key, with their texts, and up to so many bytes of each picture. Those before a damage are lost with it:
     nobody knows whether they are all."""
     group: Group = []
@@ -216,19 +217,22 @@ def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int)
         if group and member.key != group[0][0].key:
             yield group
             group = []
-        wanted = min(member.size, most) if member.kind in PICTURES else member.size if member.kind in ("json", "txt") else 0
+        text = member.kind in TEXTS or member.part in wanted
+        length = min(member.size, most) if member.kind in PICTURES else member.size if text else 0
         archive.seek(member.data)
-        group.append((member, archive.read(wanted if wanted <= MAX_TEXT_BYTES else 0)))
+        group.append((member, archive.read(length if length <= MAX_TEXT_BYTES else 0)))
     if group:
         yield group
 
 
-def _row(group: Group, file: File, offset: int) -> dict[str, Any]:
-    """A row of what the members are: the columns of the JSON member, `images`, and a text member as `caption`.
+def _row(group: Group, file: File, offset: int, wanted: tuple[str, ...]) -> dict[str, Any]:
+    """A row of what the members are: the columns of the JSON member, `images`, texts by their names, and members that are `wanted` by
+    theirs. A text without a name is the `caption`. What is not read is None.
 
     Places of members count from `offset` in the archive.
     """
     row: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     pictures: dict[str, Picture] = {}
     texts: dict[str, str] = {}
     parts: set[str] = set()
@@ -243,7 +247,9 @@ def _row(group: Group, file: File, offset: int) -> dict[str, Any]:
             if member.size > MAX_MEMBER_BYTES:
                 raise BadSample("file_too_large", "row", f"{_shown(name)} has {member.size:,} bytes, over {MAX_MEMBER_BYTES:,}")
             pictures[member.part] = Picture(name, Span(file.path, member.data + offset, member.size, file.stamp, content))
-        elif member.kind in ("json", "txt"):
+            if member.part in wanted:
+                own[member.part] = pictures[member.part]
+        elif member.kind in TEXTS or member.part in wanted:
             if member.size > MAX_TEXT_BYTES:
                 raise BadSample("file_too_large", "row", f"{_shown(name)} has {member.size:,} bytes, over {MAX_TEXT_BYTES:,}")
             if member.kind == "json":
@@ -252,10 +258,20 @@ def _row(group: Group, file: File, offset: int) -> dict[str, Any]:
                 if not isinstance(value, dict):
                     raise BadSample("wrong_type", name, "an object was wanted")
                 row |= value
+                if member.part in wanted:
+                    own[member.part] = value
             else:
-                texts[member.part] = content.decode("utf-8-sig", "surrogateescape")
-    if texts and not {"caption", "text", "conversations", "messages"} & row.keys():
-        row["caption"] = next(iter(texts.values())).strip()
+                texts[member.part] = content.decode("utf-8-sig", "surrogateescape").strip()
+                if member.part in wanted:
+                    own[member.part] = texts.pop(member.part)
+        else:
+            own[member.part] = None
+    named = {part.removesuffix(".txt"): text for part, text in texts.items() if part.removesuffix(".txt") in NAMED_TEXTS}
+    if named:
+        row = named | row
+    elif texts and not {"caption", "text", "conversations", "messages"} & row.keys():
+        row["caption"] = next(iter(texts.values()))
+    row = {part: value for part, value in own.items() if value is None} | row | {p: v for p, v in own.items() if v is not None}
     if pictures:
         row = {column: value for column, value in row.items() if column not in ("image", "images")} | {"images": _ordered(row, pictures)}
     return row
@@ -280,8 +296,8 @@ def _ordered(row: dict[str, Any], pictures: dict[str, Picture]) -> list[Picture]
     return found
 
 
-def open_tars(paths: list[Location], base: Location, retries: int) -> Tars:
-    """A shard an archive, in the order given. Nothing is read. Refused when one is compressed."""
+def open_tars(paths: list[Location], base: Location, wanted: tuple[str, ...], note: str, retries: int) -> Tars:
+    """A shard an archive, in the order given. Nothing is read. Refused when one is compressed. `note` is said of them."""
     files = [File.of(path, retries) for path in paths]
     for file in files:
         if file.read(0, min(8, file.size)).startswith(COMPRESSED):
@@ -290,40 +306,5 @@ def open_tars(paths: list[Location], base: Location, retries: int) -> Tars:
                 "pictures in it are compressed already"
             )
     names = [below(base, path) for path in paths]
-    return Tars(tuple(files), tuple(map(Shard, names, fingerprints(files), [file.size for file in files])))
-
-
-# Megatron-Energon's folders: archives, and beside them a list of those that count
-
-
-def energon_shards(folder: Location, there: list[Location], retries: int) -> list[Location] | None:
-    """The training archives of a folder that Energon has prepared, of all files in it; None for any other folder. Refused when some
-    are missing."""
-    about = folder / ".nv-meta"
-    if not any(below(about, file) for file in there):
-        return None
-    files = {str(file): file for file in there}
-    found = files.get(str(about / "split.yaml"))
-    try:
-        if found is None:
-            raise TypeError("it is not there")
-        file = File.of(found, retries)
-        split = yaml.safe_load(file.read(0, file.size))
-        listed = split["split_parts"]["train"]
-        if not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
-            raise TypeError("split_parts.train is no list of names")
-        excluded = set(split.get("exclude") or ())
-        if not excluded <= set(listed):
-            raise TypeError("exclude names more than archives")
-    except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
-        raise Refused(
-            f"{about / 'split.yaml'} does not list the archives to train on ({error}). Run `energon prepare` again, or give a pattern"
-        ) from error
-    wanted = {name: files.get(str(inside(folder, name))) for name in listed if name not in excluded}
-    bad = [name for name, file in wanted.items() if file is None]
-    if bad:
-        raise Refused(
-            f"{about / 'split.yaml'} lists {len(bad)} archives that are not there, such as {folder / bad[0]}. Restore them, or prepare it "
-            "again"
-        )
-    return [file for file in wanted.values() if file is not None]
+    what = f"WebDataset ({note})" if note else "WebDataset"
+    return Tars(tuple(files), tuple(map(Shard, names, fingerprints(files), [file.size for file in files])), wanted, what)
