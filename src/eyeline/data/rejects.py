@@ -164,7 +164,8 @@ class Rejects:
             where = f" Each is named in {self.path}." if self.path else ""
             raise TooManyRejects(
                 f"{self.rejected} of {self.seen} samples were rejected ({self.rejected / max(self.seen, 1):.1%}); max_reject_rate allows "
-                f"{self.max_rate:.1%}. Causes: {causes}.{where} Mend the data, or raise data.max_reject_rate if this loss is meant"
+                f"{self.max_rate:.1%}. Causes: {causes}.{where} Against {top[0][0]}: {REMEDIES[top[0][0]]} Or raise "
+                "data.max_reject_rate if this loss is meant"
             )
 
     def state(self) -> dict[str, Any]:
