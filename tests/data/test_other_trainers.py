@@ -14,7 +14,7 @@ import pyarrow as arrow
 import pyarrow.parquet as pq
 import pytest
 
-from eyeline.core.errors import Refused
+from eyeline.core.errors import BadSample, Refused
 from eyeline.data.sources import Source, open_source
 from tests.data.trained import causes, draw, one
 
@@ -344,6 +344,19 @@ def test_nanovlm_the_cauldron(folder: Path) -> None:
     assert one(as_parquet(folder / "train-00000-of-00001-abc.parquet", rows)) == [
         ["user: [red]What colour?\nShort.", "assistant: «Red.»", "user: Sure?", "assistant: «Yes.»"]
     ]
+
+
+def test_nanovlm_pictures_with_places(folder: Path) -> None:
+    """nanoVLM takes <image> out of a question and puts the pictures first; here it says where they stand, or the row is rejected."""
+    rows = [
+        {"images": ["red.png"], "texts": [{"user": "Hi", "assistant": "Hello"}, {"user": "What is <image>?", "assistant": "Red."}]},
+        {"images": ["red.png"], "texts": [{"user": "<image> or <image>?", "assistant": "Both."}]},
+    ]
+    path = as_list(folder / "data.json", rows)
+    assert one(path, limit=1) == [["user: Hi", "assistant: «Hello»", "user: What is [red]?", "assistant: «Red.»"]]
+    [_, (_, _, bad)] = open_source(Source(path=str(path))).kept()
+    assert isinstance(bad, BadSample)
+    assert (bad.cause, bad.field) == ("placeholder_count", "texts")
 
 
 def test_nanovlm_finevision(folder: Path) -> None:

@@ -298,16 +298,18 @@ def _openai_part(part: Any, root: Location, media: Media, field: str) -> Text | 
 
 
 def cauldron_sample(row: Any, id: str, root: Location) -> Sample:
-    """The Cauldron and FineVision: {images: pictures, texts: [{user, assistant}]}; all pictures come before the first question."""
-    turns = _objects(row, "texts")
-    parts: list[Text | Picture | Video] = list(pictures_of(row, root))
-    messages: list[Message] = []
-    for n, turn in enumerate(turns):
-        said = [_text_of(turn, key, f"texts[{n}]") for key in ("user", "assistant")]
-        messages.append(Message("user", (*parts, Text(said[0]))))
-        messages.append(Message("assistant", (Text(said[1]),)))
-        parts = []
-    return _checked(id, messages, named_kind(row))
+    """The Cauldron and FineVision: {images: pictures, texts: [{user, assistant}]}; pictures come before the first question."""
+    return _told(row, id, root, _exchanges(_objects(row, "texts"), ("user", "assistant"), "texts"), "texts")
+
+
+def _exchanges(items: list[dict[str, Any]], keys: tuple[str, str], column: str) -> list[Turn]:
+    """The turns of a list of questions with their answers, under these keys."""
+    turns: list[Turn] = []
+    for n, item in enumerate(items):
+        at = f"{column}[{n}]"
+        turns.append(("user", _text_of(item, keys[0], at), f"{at}.{keys[0]}"))
+        turns.append(("assistant", _text_of(item, keys[1], at), f"{at}.{keys[1]}"))
+    return turns
 
 
 def prompt_completion_sample(row: Any, id: str, root: Location) -> Sample:
@@ -329,12 +331,7 @@ def exchanges_sample(row: Any, id: str, root: Location) -> Sample:
         return _talked(row, id, root, [("conversation", n, item) for n, item in enumerate(items)])
     if any("from" in item for item in items):
         return _told(row, id, root, _spoken(items, "conversation"), "conversation", implied=False)
-    turns: list[Turn] = []
-    for n, item in enumerate(items):
-        at = f"conversation[{n}]"
-        turns.append(("user", _text_of(item, "human", at), f"{at}.human"))
-        turns.append(("assistant", _text_of(item, "assistant", at), f"{at}.assistant"))
-    return _told(row, id, root, turns, "conversation")
+    return _told(row, id, root, _exchanges(items, ("human", "assistant"), "conversation"), "conversation")
 
 
 def alpaca_sample(row: Any, id: str, root: Location) -> Sample:
