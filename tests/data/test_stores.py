@@ -5,11 +5,13 @@ import os
 import pickle
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample, Refused, StorageFailed
@@ -25,10 +27,12 @@ from eyeline.data.prepare import prepare
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source, open_source
 from eyeline.data.tokenizer import Encoder
+from tests.command import Command
 from tests.data import store as bad
 from tests.data.store import KEY, SECRET, Fault, Store, answers, front, moto
 from tests.data.test_loader import BUDGET, ROWS, assert_same_steps, row
 from tests.data.test_tars import TALK, archive, encoded
+from tests.train.recipe import tiny_recipe
 
 
 @pytest.fixture(scope="module")
@@ -602,3 +606,47 @@ def test_energon_and_easy_vqa_are_found_in_a_store(folder: Path, store: Store) -
     store.put("v/questions.json", json.dumps([["is it red?", "yes", 0]]).encode())
     store.put("v/images/0.png", encoded(0))
     assert open_source(Source(path=f"{store.url}/v/")).layout.name == "easy-vqa"
+
+
+# Secrets
+
+
+def test_no_secret_gets_out_whatever_happens(eyeline: Command, store: Store, tmp_path: Path, waits: list[float]) -> None:
+    """Keys are in the environment, in answers of the store, and in URLs: not in what is printed, written, raised or sent to workers."""
+    recipe = tiny_recipe(tmp_path / "made")
+    recipe["stages"], recipe["evaluation"] = recipe["stages"][:1], None
+    store.put_folder(tmp_path / "made" / "data", "data")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    source = "stages.0.data.sources.0.path"
+    said: list[str] = []
+
+    def run(*words: str, code: int) -> str:
+        done = eyeline(words[0], str(tmp_path / "recipe.yaml"), *words[1:])
+        said.append(done.out + done.err)
+        assert done.code == code, said[-1]
+        return said[-1]
+
+    good = f"{source}={store.url}/data/data.json"
+    assert f"{store.url}/data/data.json: llava" in run("check", good, code=0)
+    run("train", good, code=0)
+    for fault in [*NOT_PASSING.values(), (answers(500, SECRET), ""), (bad.cuts, "")]:
+        store.always = fault[0]
+        stores._process().recent.clear()
+        run("check", good, code=5 if fault[1] == "" else 2)
+    store.always = None
+    rows = open_source(Source(path=f"{store.url}/data/data.json"))
+    store.always = answers(403, "SignatureDoesNotMatch")
+    stores._process().recent.clear()
+    with pytest.raises(StorageFailed) as caught:
+        list(rows.rows_in(0))
+    said += ["".join(traceback.format_exception(caught.value)), repr(caught.value.__context__), repr(caught.value.__cause__), repr(rows)]
+    store.always = None
+    for url in (f"s3://{KEY}:{SECRET.replace('/', '')}@{store.bucket}/data.json", f"{store.url}/data.json?X-Amz-Credential={KEY}"):
+        assert "has credentials in it" in run("check", f"{source}={url}", code=2)
+        run("train", f"{source}={url}", f"out={tmp_path / 'other'}", code=2)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".index" for path in written)
+    assert any(path.name == "recipe.yaml" and "run" in path.parts for path in written)
+    for text in [*(s.encode() for s in said), *(path.read_bytes() for path in written), pickle.dumps(rows)]:
+        assert b"CANARY" not in text
+        assert b"canary" not in text
