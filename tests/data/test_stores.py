@@ -392,6 +392,11 @@ def test_without_obstore_a_url_is_refused_and_says_how_to_get_it(store: Store, m
         open_source(Source(path=f"{store.url}/x"))
 
 
+def test_indexes_lie_on_this_machine() -> None:
+    with pytest.raises(ValueError, match="in a folder of this machine"):
+        Data(sources=(Source(path="s3://bucket/x"),), cache="s3://bucket/indexes")
+
+
 # Pictures
 
 

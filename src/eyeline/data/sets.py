@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from eyeline.core.batch import Sample, Text
 from eyeline.core.errors import BadSample, Refused
@@ -18,6 +18,7 @@ from eyeline.data.images import Augment
 from eyeline.data.index import drawn, names_of
 from eyeline.data.packed import Prepared, open_prepared
 from eyeline.data.sources import Place, Rows, Source, open_source
+from eyeline.data.stores import is_url
 from eyeline.data.workers import Workers
 
 
@@ -43,6 +44,13 @@ class Data(Settings):
     @property
     def fetching(self) -> Workers:
         return Workers(self.workers, self.read_ahead << 20, self.decode_timeout, self.read_timeout)
+
+    @field_validator("cache")
+    @classmethod
+    def _here(cls, cache: str | None) -> str | None:
+        if cache is not None and is_url(cache):
+            raise ValueError("indexes are mapped into memory, so they lie in a folder of this machine and not in a store. Give its path")
+        return cache
 
     @model_validator(mode="after")
     def _one_validation(self) -> "Data":
