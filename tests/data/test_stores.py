@@ -1,5 +1,6 @@
 """Data in an object store: batches as from files, in few requests, whatever the store does, and never a word of a secret."""
 
+import gzip
 import json
 import os
 import pickle
@@ -7,6 +8,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.locations import Remote, below, inside, location
-from eyeline.data import containers, folders, stores
+from eyeline.data import containers, folders, stores, tars
 from eyeline.data.containers import File, Window, fingerprints
 from eyeline.data.folders import files_below, located, matching
 from eyeline.data.images import decode, held, open_picture
@@ -530,6 +532,23 @@ def test_a_sample_of_an_archive_costs_one_request(
     assert len(store.asked) == 18
     spans = [n.removeprefix("bytes=").split("-") for n in store.of(".tar")]
     assert sum(int(end) + 1 - int(begin) for begin, end in spans) == sum(len(encoded(n)) for n in range(18))
+
+
+def test_a_set_of_many_archives_is_opened_by_a_few_requests(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Encoder, rule: ImageRule
+) -> None:
+    whole = archive(
+        tmp_path / "x.tar", [(f"{n}.{end}", data) for n in range(25) for end, data in (("jpg", encoded(n)), ("json", TALK))]
+    ).read_bytes()
+    for n in range(30):
+        store.put(f"t/{n:02}.tar", gzip.compress(whole) if n == 7 else whole)
+    monkeypatch.setattr(tars, "fingerprints", partial(fingerprints, hashed=0))
+    store.asked.clear()
+    rows = open_source(Source(path=f"{store.url}/t/*.tar"))
+    assert len(rows.shards) == 30
+    assert len(store.asked) <= 4
+    index = Index((rows,), plain, rule, None)
+    assert [n for n in range(30) if index.shard(0, n).rejects] == [7]
 
 
 def test_indexing_a_large_archive_takes_few_requests(store: Store, tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from eyeline.core.batch import Picture, Span
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.locations import Location, below
+from eyeline.core.locations import Location, Remote, below
 from eyeline.data.containers import HEADER_BYTES, File, Place, Shard, Window, fingerprints
 from eyeline.data.json_rows import parse, sound
 
@@ -297,9 +297,10 @@ def _ordered(row: dict[str, Any], pictures: dict[str, Picture]) -> list[Picture]
 
 
 def open_tars(paths: list[Location], base: Location, wanted: tuple[str, ...], note: str, retries: int) -> Tars:
-    """A shard an archive, in the order given. Nothing is read. Refused when one is compressed. `note` is said of them."""
+    """A shard an archive, in the order given. Nothing is read but how they begin; of a store, where that is a request each, only of the
+    first. Refused when one is compressed. `note` is said of them."""
     files = [File.of(path, retries) for path in paths]
-    for file in files:
+    for file in files[:1] if isinstance(paths[0], Remote) else files:
         if file.read(0, min(8, file.size)).startswith(COMPRESSED):
             raise Refused(
                 f"{file.path} is compressed (gzip or another), and no sample could be read without all before it. Decompress it: the "
