@@ -246,18 +246,21 @@ def test_a_prompt_begins_every_document(name: str, tokenizers: Tokenizers) -> No
     assert (prompt.labels_T == IGNORE).all()
 
 
-def test_there_is_one_bos_whatever_the_tokenizer_adds(tokenizers: Tokenizers) -> None:
-    tokenizer = copy(tokenizers["llama3"])
-    bos = tokenizer.convert_tokens_to_ids("<|begin_of_text|>")
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.post_processor = TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", bos)])
-    adds = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_there_is_one_bos_or_none_whatever_the_tokenizer_adds(name: str, tokenizers: Tokenizers) -> None:
+    """The template's own, where it has one; and a text that spells it is text."""
+    first = "<|begin_of_text|>" if name.startswith("llama3") else TEMPLATES[name].end
+    bos = tokenizers[name].convert_tokens_to_ids(first)
+    backend = Tokenizer.from_str(tokenizers[name].backend_tokenizer.to_str())
+    backend.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, bos)])
+    adds = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=first, eos_token=TEMPLATES[name].terminator)
     assert adds.encode("hi")[0] == bos
-    encoder = Encoder(adds, TEMPLATES["llama3"])
+    encoder, without = Encoder(adds, TEMPLATES[name]), Encoder(tokenizers[name], TEMPLATES[name])
     for messages in (CONVERSATIONS["two exchanges"], CONVERSATIONS["system"]):
         for prompt in (False, True):
-            assert ours(encoder, messages, prompt).count(bos) == 1
-    assert bos not in encoder.ids("<|begin_of_text|>hi")
+            assert ours(encoder, messages, prompt) == ours(without, messages, prompt)
+            assert not name.startswith("llama3") or ours(encoder, messages, prompt).count(bos) == 1
+    assert bos not in encoder.ids(f"{first}hi")
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))

@@ -334,6 +334,16 @@ ZOO: dict[str, Animal] = {
         lambda: png(2, 1, [bytes([1, 2, 3, 9, 9, 9])], before=chunk(b"tRNS", struct.pack(">HHH", 1, 2, 3))),
         Shown(area([WHITE, (9, 9, 9)]), said=OVER_WHITE),
     ),
+    "PNG, a transparent 16-bit grey": (
+        lambda: png(2, 1, wide([[0x01C8, 0x01C9]]), GREY, 16, before=chunk(b"tRNS", b"\x01\xc8")),
+        Shown(grey([[255, 2]]), said=OVER_WHITE),
+    ),
+    "PNG, a transparent 16-bit colour": (  # its high bytes, as those of the others
+        lambda: png(
+            2, 1, wide([[0x01C8, 0x0264, 0x0332, 0x0909, 0x0909, 0x0909]]), RGB, 16, before=chunk(b"tRNS", bytes.fromhex("01c802640332"))
+        ),
+        Shown(area([WHITE, (9, 9, 9)]), said=OVER_WHITE),
+    ),
     "PNG, black to its end": (lambda: png(6, 5, rows_of(plain(6, 5, BLACK))), Shown(plain(6, 5, BLACK))),
     "PNG, gamma": (lambda: png(6, 5, rows_of(DOTS), before=chunk(b"gAMA", struct.pack(">I", 100000))), Shown(DOTS)),  # ignored
     "PNG, ICC profile that swaps colours": (lambda: saved(of(DOTS), "PNG", icc_profile=swapped_profile()), Shown(DOTS)),  # ignored
@@ -426,6 +436,16 @@ ZOO: dict[str, Animal] = {
     "BMP, run lengths": (
         lambda: bmp(4, 2, 8, b"\x03\x01\x01\0\0\0\x04\0\0\x01", 1, bytes([0, 0, 200, 0, 200, 0, 0, 0])),
         Shown(area([RED] * 4, [BLUE] * 3 + [RED])),
+    ),
+    "BMP, run lengths of half bytes": (
+        lambda: bmp(4, 2, 4, b"\x04\x01\0\0\x04\x11\0\x01", 2, bytes([0, 0, 200, 0, 200, 0, 0, 0])),
+        Shown(area([BLUE] * 4, [RED, BLUE, RED, BLUE])),
+    ),
+    "BMP, of OS/2": (
+        lambda: (
+            b"BM" + struct.pack("<IHHI", 26 + 8, 0, 0, 26) + struct.pack("<IHHHH", 12, 2, 1, 1, 24) + bytes([0, 0, 200, 200, 0, 0, 0, 0])
+        ),
+        Shown(area([RED, BLUE])),
     ),
     "BMP, run lengths, cut": (lambda: bmp(4, 40, 8, b"\x03\x01\x01\0\0\0\x04\0", 1, bytes(8)), BROKEN),
     "BMP, cut": (lambda: half(saved(of(noise(64, 64)), "BMP")), LOST),

@@ -407,9 +407,13 @@ def _transparent(image: Pillow.Image) -> bool:
 
 
 def _rgb(image: Pillow.Image) -> Pillow.Image:
+    clear = image.info.get("transparency")  # a colour that is transparent, or the alpha of each in a palette
     if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I"):  # 16-bit grey: 65535 -> 255, rounded
         wide = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
-        return Pillow.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
+        grey = ((wide + 128) // 257).astype(np.uint8)
+        return Pillow.fromarray(np.where(wide == clear, 255, grey).astype(np.uint8) if isinstance(clear, int) else grey).convert("RGB")
+    if isinstance(clear, tuple) and max(clear) > 255:  # of 16-bit colours, of which Pillow keeps the high bytes
+        image.info["transparency"] = tuple(value >> 8 for value in clear)
     if _transparent(image):
         over = image.convert("RGBA")
         return Pillow.alpha_composite(Pillow.new("RGBA", over.size, (255, 255, 255, 255)), over).convert("RGB")
