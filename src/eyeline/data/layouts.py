@@ -73,7 +73,7 @@ TOLD = (*MEDIA, "system", "tools", *COMPARED, *SOUNDS, "objects")
 SHAPES = (  # in the order in which they are taken where several fit
     Shape("llava", llava_sample, (("conversations",),), TOLD, ("conversations",), ("from", "value")),
     Shape("openai", openai_sample, (("messages",),), TOLD, ("messages",), ("role", "content")),
-    Shape("cauldron", cauldron_sample, (("texts",),), PICTURES, ("texts",), ("user", "assistant")),
+    Shape("cauldron", cauldron_sample, (("texts",),), TOLD, ("texts",), ("user", "assistant")),
     Shape(
         *("prompt-completion", prompt_completion_sample, (("prompt",), ("completion",)), TOLD),
         *(("prompt", "completion"), ("role", "content")),
