@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eyeline.core.batch import Budget
+from eyeline.core.batch import Batch, Budget
 from eyeline.core.facts import ImageRule
 from eyeline.data import budgets
+from eyeline.data.blend import Cursor
 from eyeline.data.budgets import Load, Packing, packing, packings, suggested
-from eyeline.data.loader import Reader
+from eyeline.data.loader import VERSION, Position, Reader
 from eyeline.data.report import THOROUGH, data_report
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source
@@ -42,6 +43,13 @@ def opened(sources: tuple[Source, ...], plain: Encoder, rule: ImageRule, **setti
 ALL = frozenset({(0, 0), (1, 0)})
 
 
+def batches_of(reader: Reader, budget: Budget, packs: int) -> list[Batch]:
+    """What training is given from the second epoch on."""
+    begin = Position(tuple(Cursor(epoch=1) for _ in reader.pools())).state()
+    state = {"version": VERSION, "identity": reader.identity(budget), "rejects": {"seen": 0, "counts": {}}} | begin
+    return [batch for step in islice(reader.steps(budget, 1, None, state), packs) for batch in step.batches]
+
+
 @pytest.mark.parametrize("settings", [{}, {"share_images": 3}, {"blend": "shares"}, {"hold_out": 0.2}])
 @pytest.mark.parametrize("budget", [Budget(90, 80), Budget(60, 500), Budget(45, 16)])
 def test_waste_is_that_of_the_packs_that_training_gets(
@@ -53,7 +61,7 @@ def test_waste_is_that_of_the_packs_that_training_gets(
     found = packing(reader, ALL, budget)
     assert found is not None and found.settled
     load = found.load
-    batches = [batch for step in islice(reader.steps(budget, 1, None), load.packs) for batch in step.batches]
+    batches = batches_of(reader, budget, load.packs)
     assert sum(batch.counts.real for batch in batches) == load.token
     assert sum(batch.counts.supervised for batch in batches) == load.label
     assert sum(batch.counts.documents for batch in batches) == load.sample

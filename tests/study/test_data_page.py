@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import yaml
 from PIL import Image
 from rich.console import Console
 from tests.command import Command
+from tests.data.test_budgets import batches_of
 from tests.train.recipe import tiny_recipe, tiny_run
 
 from eyeline.core.batch import Budget
@@ -210,7 +210,7 @@ def test_arithmetic_is_that_of_the_batches_that_training_gets(tmp_path: Path, in
     assert flops_of(both, arithmetic, stated.image) == of_texts + flops_of(replace(both, texts=Load()), arithmetic, stated.image)
     for packing, flops in zip((*found.report.budgets, texts), (*found.flops, of_texts), strict=True):
         if packing.settled:
-            batches = [b for step in islice(reader.steps(packing.budget, 1, None), packing.load.packs) for b in step.batches]
+            batches = batches_of(reader, packing.budget, packing.load.packs)
             wanted = sum((arithmetic.of(batch) for batch in batches), NONE)
             for part in ("language", "head"):
                 assert flops.by_part[part] == wanted.by_part[part] > 0

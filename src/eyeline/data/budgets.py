@@ -148,8 +148,11 @@ def packing(reader: Reader, shards: Shards, budget: Budget) -> Packing | None:
 
 
 def _windows(reader: Reader, pools: Sequence[Pool], sizing: Sizing) -> Iterator[Ordered]:
-    """The rows of these pools as training meets them, without end. Nothing when there are none."""
-    cursors = tuple(Cursor() for _ in pools)
+    """The rows of these pools as training meets them, without end. Nothing when there are none.
+
+    From the second epoch on: the first windows of the first one are small, and of large data they are all that would be seen.
+    """
+    cursors = tuple(Cursor(epoch=1) for _ in pools)
     if not all(pool.entries for pool in pools):
         return
     for number in count():

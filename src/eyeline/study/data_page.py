@@ -93,9 +93,9 @@ def blocks(found: StageData) -> Iterator[Block]:
     about = "" if report.exact else "about "  # of large data only some shards are looked at
     yield Heading("Sources", part=True)
     yield Grid(
-        ("source", "layout", "recognised by", "samples", "to validate on", "an epoch", "of visits", "of tokens", "of visual tokens"),
+        ("source", "layout", "recognised by", "samples", "to validate on", "an epoch", "of visits", "of tokens", "of visual"),
         _sources(report),
-        "{0}: {1} ({2}), {3} samples, {4} of them to validate on, {5}; {6} of visits, {7} of tokens, {8} of visual tokens",
+        "{0}: {1} ({2}), {3} samples, {4} of them to validate on, {5}; {6} of visits, {7} of tokens, {8} of visual ones",
         numbers=3,
     )
     yield Line(f"{about}{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined")
@@ -128,7 +128,7 @@ def _sources(report: DataReport) -> tuple[tuple[str, ...], ...]:
     rows = []
     for source in report.sources[:MOST_ROWS]:
         often = f"weight {source.weight:g}" if source.weight != 1 else "once" if source.repeat == 1 else f"{source.repeat} times"
-        shares = (percent(source.visits), percent(source.tokens), percent(source.visual))
+        shares = map(percent, (source.visits, source.tokens, source.visual)) if source.training else "–––"
         rows.append((cut(source.path), source.layout, cut(source.why), f"{source.rows:,}", f"{source.validation:,}", often, *shares))
     return tuple(rows)
 

@@ -12,6 +12,8 @@ from eyeline.core.log import visible
 
 PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of picture that a page embeds, beside our plots
 
+SHORT_CELL = 24  # characters that stay on one line
+
 CSS = """
 :root { color-scheme: light dark; --ink: #1d1f23; --soft: #5c6068; --line: #e5e6e9; --paper: #fff; --panel: #f6f7f8; --good: #00694d;
         --bad: #a63f00; --learned: #d3efe2; --image: #dbe8f6; }
@@ -19,7 +21,7 @@ CSS = """
   :root { --ink: #dcdee2; --soft: #9a9ea7; --line: #34373d; --paper: #17181b; --panel: #202226; --good: #5cc9a4; --bad: #f0a06a;
           --learned: #1d4a3a; --image: #23405c; } }
 body { font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 56rem; margin: 2.5rem auto 4rem; padding: 0 1.2rem; }
+       max-width: 60rem; margin: 2.5rem auto 4rem; padding: 0 1.2rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .2rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2.8rem 0 .6rem; padding-top: .9rem; border-top: 1px solid var(--line); }
 h3 { font-size: 1rem; margin: 1.9rem 0 .4rem; }
@@ -27,9 +29,10 @@ p.note { color: var(--soft); margin: .25rem 0 .6rem; max-width: 46rem; overflow-
 p.warning { margin: .5rem 0; padding: .5rem .8rem; border-left: 3px solid var(--bad); background: var(--panel); overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: .4rem 0; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { text-align: left; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
+th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
          overflow-wrap: anywhere; }
-th { font-weight: 600; color: var(--soft); white-space: nowrap; } td.n { white-space: nowrap; } td:first-child { overflow-wrap: normal; }
+th { font-weight: 600; color: var(--soft); white-space: nowrap; } td.n, td.s { white-space: nowrap; }
+td:first-child { overflow-wrap: normal; }
 td.n, th.n { text-align: right; }
 dl.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .9rem 1.2rem; margin: 1.2rem 0; }
 dl.figures dt { color: var(--soft); font-size: .85rem; } dl.figures dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
@@ -66,9 +69,11 @@ def words(text: str) -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int | None = None) -> str:
     """An HTML table of any cells. Columns from `numbers` on are aligned as numbers."""
 
+    def css(n: int, text: str) -> str:
+        return ' class="n"' if numbers is not None and n >= numbers else ' class="s"' if len(text) <= SHORT_CELL else ""
+
     def cells(tag: str, values: Sequence[object]) -> str:
-        right = [' class="n"' if numbers is not None and i >= numbers else "" for i in range(len(values))]
-        return "".join(f"<{tag}{css}>{words(str(v))}</{tag}>" for v, css in zip(values, right, strict=True))
+        return "".join(f"<{tag}{css(n, text)}>{words(text)}</{tag}>" for n, text in enumerate(map(str, values)))
 
     top = f"<tr>{cells('th', head)}</tr>" if head else ""
     body = "".join("<tr>" + cells("td", row) + "</tr>" for row in rows)
