@@ -41,10 +41,11 @@ class Example:
         for name, text in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
+        names: dict[str, object] = {}  # one program goes on where the last one of the section ended
         for program in self.programs:
             for picture in re.findall(r'(?:Path|open)\("([\w/-]+\.(?:jpg|png))"', program):
                 draw(folder / picture)
-            exec(compile(program, "docs/your-data.md", "exec"), {})  # the page's own text
+            exec(compile(program, "docs/your-data.md", "exec"), names)  # the page's own text
         found = self.sources or [{"path": name} for name in self.files]
         return tuple(Source.model_validate(source) for source in found)
 
@@ -103,7 +104,7 @@ TRAINED: dict[str, list[list[str]]] = {
     "Captions": [CAPTIONS[1], CAPTIONS[0], *CAPTIONS],
     "A folder of pictures": [*CAPTIONS, CAPTIONS[1]],
     "Parquet and datasets": [A_CAT],
-    "WebDataset": [["user: [white][black]Alike?", "assistant: «No.»"]],
+    "WebDataset": [["user: [white][black]Alike?", "assistant: «No.»"], A_CAT, CAPTIONS[1]],
     "Films": [
         ["user: <0.5 seconds>[black/white]Does it move?", "assistant: «No.»"],
         ["user: <0.2 seconds>[black] or <0.0 seconds>[white]?", "assistant: «Both.»"],
