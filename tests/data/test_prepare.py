@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -249,7 +250,11 @@ def test_a_state_goes_on_in_the_other(open_reader: Open, tmp_path: Path, at: int
 # What is written
 
 
-def test_each_row_lies_once_in_the_order_of_the_first_epoch(open_reader: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize("partition", [40_000, 1 << 30])
+def test_each_row_lies_once_in_the_order_of_the_first_epoch(
+    open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: int
+) -> None:
+    monkeypatch.setattr(prepare, "PARTITION_BYTES", partition)
     manifest = made(open_reader(share_images=2, hold_out=0.3), tmp_path / "out")
     reader = open_reader(share_images=2, hold_out=0.3)
     wanted = [id for step in reader.steps(BUDGET, 1, 1) for batch in step.batches for id in batch.ids]
@@ -544,12 +549,26 @@ def test_large_pictures_are_scaled_down_and_the_data_are_others(
     )
     sizes = {open_picture(p) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"}
     assert sizes == {(32, 32), (20, 12), (20, 300)}
+    assert_sizes_are_those_of_the_pictures(stored)
     for reader, state in ((source, two[0].state), (stored, one[0].state)):
         with pytest.raises(Refused, match="Different are: data"):
             next(reader.steps(BUDGET, 2, 1, state))
     assert all(
         p.name.endswith(".png") and decode(p) is not None for s in sorted_samples(stored.data) for p in s.pictures if "br" not in p.name
     )
+
+
+def test_a_model_without_a_tower_looks_at_no_pictures(folder: Path, tmp_path: Path, plain: Encoder) -> None:
+    """Rows with pictures are rejects then, here and there; and there is nothing to scale down."""
+
+    def reader(**more: Any) -> Reader:
+        return Reader(Data(sources=(Source(path=str(folder / "rows.json")),), max_reject_rate=1.0, **more), plain, None, 0)
+
+    made(reader(), tmp_path / "out")
+    wanted = list(reader().steps(BUDGET, 2, 2))
+    assert_same_steps(list(reader(prepared=str(tmp_path / "out")).steps(BUDGET, 2, 2)), wanted)
+    with pytest.raises(Refused, match="it reads text only"):
+        made(reader(), tmp_path / "other", quality=90)
 
 
 def test_scaled_to_the_area_that_a_model_looks_at(open_reader: Open, folder: Path, tmp_path: Path, draw: Callable[..., Path]) -> None:
@@ -563,6 +582,15 @@ def test_scaled_to_the_area_that_a_model_looks_at(open_reader: Open, folder: Pat
     stored = open_reader(rule=rule, prepared=str(tmp_path / "small"))
     assert list(stored.steps(BUDGET, 1, 2))
     assert {max(open_picture(p)) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"} <= {32, 48, 64}
+
+
+def assert_sizes_are_those_of_the_pictures(reader: Reader) -> None:
+    [rows] = reader.training.index.sources
+    for shard in range(len(rows.shards)):
+        index = reader.training.index.shard(0, shard)
+        for n in np.flatnonzero(~index.bad_R).tolist():
+            pictures = rows.read(index.place(shard, n)).pictures
+            assert index.sizes(n) == tuple(open_picture(p)[::-1] for p in pictures)
 
 
 def sorted_samples(data: Data) -> list[Sample]:

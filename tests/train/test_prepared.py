@@ -98,7 +98,12 @@ def test_folders_that_are_not_its_own_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"holds data.*which `eyeline prepare` did not write"):
         prepare_stage(run, "whole", tmp_path)
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".plan.jsonl.0a1b2c3d.tmp").write_text("left by a kill")
     with sole_owner(tmp_path / "out"), pytest.raises(RunLocked):
         prepare_stage(run, "whole", tmp_path / "out")
+    with pytest.raises(Refused, match="--epochs has no meaning"):
+        prepare_stage(tiny_run(tmp_path, "stages.0.data.blend=shares"), "whole", tmp_path / "out", epochs=2)
+    prepare_stage(run, "whole", tmp_path / "out")
+    assert not list((tmp_path / "out").glob(".*"))
     with pytest.raises(Refused, match="is prepared already"):
         prepare_stage(tiny_run(tmp_path, "stages.0.data.prepared=x"), "whole", tmp_path / "out")

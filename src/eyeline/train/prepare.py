@@ -28,7 +28,7 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
         raise Refused(f"stage {chosen.name} reads {chosen.data.prepared}, which is prepared already. Leave data.prepared out")
     if chosen.steps is not None and epochs > 1 and chosen.data.blend == "shares":
         raise Refused("with blend: shares each source has epochs of its own, so --epochs has no meaning. Leave it out")
-    strangers = sorted({p.name for p in folder.iterdir()} - KNOWN) if folder.is_dir() else []
+    strangers = sorted({p.name for p in folder.iterdir() if not p.name.startswith(".")} - KNOWN) if folder.is_dir() else []
     if strangers:
         raise Refused(f"{folder} holds {', '.join(strangers[:5])}, which `eyeline prepare` did not write. Choose another folder")
     bundle = description(run)
