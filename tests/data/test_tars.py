@@ -348,3 +348,10 @@ def test_an_archive_that_changes_stops_the_run(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(StorageFailed, match="No such file"):
         rows.read(place)
+
+
+@pytest.mark.parametrize("last", [[(f"{n}.txt", "a dot") for n in range(30)], [("metadata.csv", "file_name,caption\n0.jpg,a dot\n")]])
+def test_an_archive_of_pictures_first_is_told_how_samples_lie(tmp_path: Path, last: list[tuple[str, str]]) -> None:
+    members = [(f"{n}.jpg", encoded(n)) for n in range(30)]
+    with pytest.raises(Refused, match=r"a sample's text follows its picture.* If it is a folder that was packed up, unpack it"):
+        open_source(Source(path=str(archive(tmp_path / "x.tar", [*members, *last]))))

@@ -200,7 +200,7 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
         columns = f"its rows have {', '.join(names[:20])}" if names else f"none of its first rows is an object{trouble}"
         none = "no known layout" if declared is None else f"none of its first rows is of the layout {declared}"
         raise Refused(
-            f"{path}: {none}. Found: {container.what}; {columns}.{_guess(names, [row for _, row in rows])} Wanted: "
+            f"{path}: {none}. Found: {container.what}; {columns}.{_guess(container.what, names, [row for _, row in rows])} Wanted: "
             f"{'; '.join(map(_wanted, shapes))}. Say by columns: {{OURS: THEIRS}} how your columns are called"
         )
     _refuse_unread(path, mapping, best)
@@ -240,12 +240,17 @@ def _refuse_one_object(path: Location, container: Container, rows: list[Any]) ->
         raise Refused(f"{path} is {what}. Write the rows alone, as a list")
 
 
-def _guess(names: tuple[str, ...], rows: list[Any]) -> str:
+def _guess(what: str, names: tuple[str, ...], rows: list[Any]) -> str:
     """What rows without a layout may be, as a sentence."""
     if set(names) & set(COMPARED[:3]):
         return " Answers that are compared (preference data) are not learned: keep the good ones as completion or output."
     if rows and all(isinstance(row, list) and row and all(isinstance(item, dict) for item in row) for row in rows):
         return " Its rows are lists of objects, several samples in a row: give the file from before it was packed; Eyeline packs itself."
+    if what.startswith("WebDataset") and not set(names) - {"images", "csv", "tsv"}:
+        return (
+            " Its first samples are pictures alone: in an archive a sample's text follows its picture, of one name up to the first dot. "
+            "If it is a folder that was packed up, unpack it."
+        )
     if any(name.lower().endswith((".jpg", ".jpeg", ".png", ".webp")) for name in names):
         return " That looks like a row: a table begins with a line of the names of its columns."
     wanted = (*PICTURES, *(column for shape in SHAPES for one in shape.needs for column in one))
