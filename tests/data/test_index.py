@@ -1,9 +1,14 @@
 """The index: what it keeps is what reading and tokenising give, on disk as in memory; whatever is not true any more is noticed."""
 
 import base64
+import errno
 import json
 import os
-from collections.abc import Callable
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -259,7 +264,7 @@ def test_a_picture_that_may_not_be_read_is_a_reject_until_it_may(
             return opened(path, *args)
 
         patch.setattr("builtins.open", refuse)
-        patch.setattr(os, "access", lambda path, mode: path != closed and access(path, mode))
+        patch.setattr(os, "access", lambda path, mode: str(path) != closed and access(path, mode))
         again = Index((rows,), plain, rule, tmp_path / "kept")
         rejects = [reject for shard in range(len(rows.shards)) for reject in again.shard(0, shard).rejects.values()]
         assert [cause for cause, *_ in rejects].count("unreadable") == 2
@@ -299,3 +304,103 @@ def test_the_number_of_open_files_is_bounded(rows: Rows, plain: Encoder, rule: I
         index_.shard(0, shard)
         assert len(index_._open) <= 2
     assert os.listdir(tmp_path / "i")
+
+
+# Several processes
+
+
+SHARING = """
+import sys, time
+from pathlib import Path
+from eyeline.data import index
+from eyeline.data.index import Index
+from tests.data.test_index import sharing
+
+rows, encoder, rule, folder = sharing(Path(sys.argv[1]))
+original = index.made
+
+def noted(of, shard, *rest):
+    with open(sys.argv[1] + "/made", "a") as file:
+        file.write(f"{sys.argv[2]} {shard}\\n")
+    while Path(sys.argv[1] + "/held").exists():
+        time.sleep(0.05)
+    return original(of, shard, *rest)
+
+index.made = noted
+shared = Index((rows,), encoder, rule, folder)
+shared.begin((0, n) for n in range(len(rows.shards)))
+print(*(len(shared.shard(0, n).ids_U) for n in range(len(rows.shards))))
+"""
+
+
+def sharing(folder: Path) -> tuple[Rows, Encoder, ImageRule, Path]:
+    """What all processes open."""
+    rule, encoder = pickle.loads((folder / "what").read_bytes())
+    return open_source(Source(path=str(folder / "rows*.tar"))), encoder, rule, folder / "i"
+
+
+@pytest.fixture
+def process(plain: Encoder, rule: ImageRule, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    for n in range(4):
+        archive(
+            tmp_path / f"rows{n}.tar",
+            [(f"{k}.{end}", encoded(n, "PNG") if end == "png" else "said") for k in range(3) for end in ("png", "txt")],
+        )
+    (tmp_path / "what").write_bytes(pickle.dumps((rule, plain)))
+    (tmp_path / "held").touch()
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", SHARING, str(tmp_path), name]
+        begun.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]))
+        return begun[-1]
+
+    yield begin
+    for one in begun:
+        with one:
+            one.kill()
+
+
+def notes(folder: Path, count: int) -> list[str]:
+    """What is being made, once there are so many."""
+    deadline = time.monotonic() + 60
+    while not (folder / "made").exists() or len((folder / "made").read_text().splitlines()) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return (folder / "made").read_text().split("\n")[:-1]
+
+
+def test_processes_make_each_index_once_and_different_ones(process, tmp_path: Path) -> None:
+    two = [process(name) for name in "ab"]
+    assert {line.split()[1] for line in notes(tmp_path, 2)} == {"0", "1"}  # the second one does not wait while there is other work
+    (tmp_path / "held").unlink()
+    said = [one.communicate()[0] for one in two]
+    assert said[0] == said[1] and len(said[0].split()) == 4
+    assert sorted(line.split()[1] for line in notes(tmp_path, 4)) == ["0", "1", "2", "3"]
+    assert [one.returncode for one in two] == [0, 0]
+    assert not list((tmp_path / "i").rglob(".*"))
+
+
+def test_when_the_maker_is_killed_another_one_makes_it(process, tmp_path: Path) -> None:
+    killed = process("a")
+    assert notes(tmp_path, 1) == ["a 0"]
+    waits = process("b")
+    assert notes(tmp_path, 2)[1] == "b 1"
+    killed.kill()
+    killed.wait()
+    (tmp_path / "held").unlink()
+    waits.communicate()
+    assert waits.returncode == 0
+    assert sorted(notes(tmp_path, 5)) == ["a 0", "b 0", "b 1", "b 2", "b 3"]
+
+
+def test_where_there_are_no_locks_it_is_made_all_the_same(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("eyeline.core.files.fcntl.flock", lambda *_: none_of(errno.ENOLCK))
+    assert same(opened(rows, plain, rule, tmp_path / "i").shard(0, 0), opened(rows, plain, rule).shard(0, 0))
+    monkeypatch.setattr("eyeline.core.files.fcntl.flock", lambda *_: none_of(errno.EIO))
+    with pytest.raises(StorageFailed, match="could not lock"):
+        opened(rows, plain, rule, tmp_path / "j").shard(0, 0)
+
+
+def none_of(number: int) -> None:
+    raise OSError(number, os.strerror(number))

@@ -1,9 +1,13 @@
 """Files appear whole: written beside, flushed to disk, renamed. A reader never meets half a file."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +36,38 @@ def write_atomically(path: Path, data: bytes | str, durable: bool = True) -> Non
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise storage_failed("write", path, error, len(data)) from error
+
+
+@contextmanager
+def claimed(path: Path, wait: bool) -> Iterator[bool]:
+    """Whether this process is the one to make `path` now. While another one is, it waits, or is told no.
+
+    The system frees the claim when its process ends, however that ends. Where a file system has no locks every process is told yes, so
+    what is made must stand being made twice.
+    """
+    beside = path.with_name(f".{path.name}.lock")
+    try:
+        handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise storage_failed("write", beside, error) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        mine = True
+    except OSError as error:
+        mine = error.errno in _NO_LOCKS
+        if not mine and not isinstance(error, BlockingIOError):
+            os.close(handle)
+            raise storage_failed("lock", beside, error) from error
+    try:
+        yield mine
+    finally:
+        if mine:
+            with suppress(OSError):  # one that is left there does no harm
+                beside.unlink()
+        os.close(handle)
+
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -103,6 +103,7 @@ class Pool:
 
     def window(self, cursor: Cursor) -> Window:
         chosen = self.shards(cursor)
+        self.side.index.begin(chosen)
         rows, pictures = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint64)]
         for source, shard in chosen:
             number_R = np.flatnonzero(self.side.kept(source, shard))

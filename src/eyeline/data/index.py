@@ -3,7 +3,7 @@
 Text is tokenised here and never again; of pictures only the headers are read. What is kept depends on the shard and on the
 tokenizer, not on budgets or on how pictures are resized, so that other settings need no other index. It is one file a shard,
 mapped rather than loaded, so memory does not grow with the data. A file that is damaged, or whose pictures have changed, is made
-anew; two processes that make the same one do not disturb each other.
+anew. Processes that share a folder, such as the ranks of a run, make each index once: one does, the others wait for it.
 
 Dims: R rows of a shard  U token ids, rows end to end  W placeholders of media  M media  N pictures: stills and frames  F files
 """
@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from eyeline.core.batch import Picture, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import ImageRule
-from eyeline.core.files import make_folder, storage_failed, write_atomically
+from eyeline.core.files import claimed, make_folder, storage_failed, write_atomically
 from eyeline.core.locations import Location, Remote, Stamp, location
 from eyeline.data import stores
 from eyeline.data.containers import File, Shard, number_of, persistent
@@ -438,19 +438,29 @@ class Index:
     _open: OrderedDict[tuple[int, int], ShardIndex] = field(default_factory=OrderedDict, repr=False)
 
     def shard(self, source: int, shard: int) -> ShardIndex:
-        """The index of one shard: remembered, read or made."""
+        """The index of one shard: remembered, read, made, or waited for."""
+        known = self._found(source, shard, wait=True)
+        assert known is not None, "what was waited for is there"
+        return known
+
+    def begin(self, wanted: Iterable[tuple[int, int]]) -> None:
+        """Read or make those that no other process is making: so many processes make different ones."""
+        for source, shard in wanted:
+            self._found(source, shard, wait=False)
+
+    def _found(self, source: int, shard: int, wait: bool) -> ShardIndex | None:
         known = self._open.get((source, shard))
+        if known is None and self.shelf is not None:
+            known = self.shelf.read(self._identity(source, shard))
         if known is None:
-            if self.shelf is not None:
-                known = self.shelf.read(self._identity(source, shard))
-            else:
-                known = self._read(source, shard)
-                known = self._made(source, shard) if known is None else known  # an empty one is known, too
+            known = self._read(source, shard)
+        if known is None:
+            known = self._made(source, shard, wait)
+        if known is not None:
             self._open[source, shard] = known
+            self._open.move_to_end((source, shard))
             while len(self._open) > KEPT_OPEN:
                 self._open.popitem(last=False)
-        else:
-            self._open.move_to_end((source, shard))
         return known
 
     def _identity(self, source: int, shard: int) -> str:
@@ -479,15 +489,20 @@ class Index:
             return None
         return index
 
-    def _made(self, source: int, shard: int) -> ShardIndex:
-        index = made(self.sources[source], shard, self.encoder, self.rule)
+    def _made(self, source: int, shard: int, wait: bool) -> ShardIndex | None:
+        """The index, made here unless another process has made it meanwhile. None: another one is at it, and we do not wait."""
         identity = self._identity(source, shard)
         path = self._path(identity)
         if path is None:
-            return index
+            return made(self.sources[source], shard, self.encoder, self.rule)
         make_folder(path.parent)
-        write_atomically(path, to_bytes(index, identity), durable=False)
-        read = self._read(source, shard)
+        with claimed(path, wait) as mine:
+            if not mine:
+                return None
+            read = self._read(source, shard)
+            if read is None:
+                write_atomically(path, to_bytes(made(self.sources[source], shard, self.encoder, self.rule), identity), durable=False)
+                read = self._read(source, shard)
         if read is None:
             raise StorageFailed(f"{self.sources[source].path} or its pictures change while they are read. Let them rest, then start again")
         return read

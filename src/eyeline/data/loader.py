@@ -271,14 +271,14 @@ class Reader:
         begin, bar = time.monotonic(), None
         console = Console(stderr=True)
         try:
-            for done, (source, shard) in enumerate(shards):
+            for done, entry in enumerate(shards):
                 if bar is None and console.is_terminal and time.monotonic() - begin > PATIENCE:
                     bar = Progress(console=console, transient=True)
                     bar.start()
                     bar.add_task("indexing", total=len(shards))
                 if bar is not None:
                     bar.update(bar.task_ids[0], completed=done)
-                self.training.index.shard(source, shard)
+                self.training.index.begin([entry])
         finally:
             if bar is not None:
                 bar.stop()
@@ -316,8 +316,8 @@ class Reader:
             rest = list(_packs_and_rests(made))
             coming = [entry for pool, cursor in zip(pools, after, strict=True) for entry in pool.shards(cursor)]
             for n, (pack, seen, rejects) in enumerate(rest[here.done :], here.done):
-                for source, shard in coming[max(n - 1, 0) * len(coming) // len(rest) : n * len(coming) // len(rest)]:
-                    self.training.index.shard(source, shard)  # one now and then, so that no step waits for all of the next window
+                # one now and then, so that no step waits for all of the next window
+                self.training.index.begin(coming[max(n - 1, 0) * len(coming) // len(rest) : n * len(coming) // len(rest)])
                 last = n + 1 == len(rest)
                 found = None if pack is None else Pack(made.items(pack), made.cost(pack))
                 yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), digest, last and ended)
