@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Area, ImageRule
-from eyeline.data import blend, fetch, images, index, json_rows
+from eyeline.data import blend, fetch, images, index, json_rows, plan
 from eyeline.data.batches import batch_of
 from eyeline.data.documents import document_of
 from eyeline.data.images import prepare
@@ -394,6 +394,27 @@ def test_pictures_of_other_sizes_are_noticed_wherever_a_run_is_taken_up(pictures
         else:
             with suppress(StorageFailed):
                 list(steps(state))
+
+
+def test_pictures_that_change_under_a_run_stop_it_and_never_overfill_a_pack(pictures: Path, plain: Encoder, draw, monkeypatch) -> None:
+    """An index that had to make room is made anew, and knows other sizes than the plan."""
+    for module in (index, plan):
+        monkeypatch.setattr(module, "KEPT_OPEN", 1)
+    monkeypatch.setattr(json_rows, "SHARD_BYTES", 600)
+    monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)
+    rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 4096))
+    rows = [row(f"question {n}", f"{n % 4}.png") for n in range(60)]
+    (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    for width, height in ((52, 44), (20, 12)):
+        for n in range(4):
+            draw(f"set/{n}.png", seed=n, width=36, height=20)
+        steps = Reader(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0).steps(Budget(90, 80), 1, 1)
+        while next(steps).state["number"] < 3:
+            pass
+        for n in range(4):
+            draw(f"set/{n}.png", seed=n, width=width, height=height)
+        with pytest.raises(StorageFailed, match=r"rows\.jsonl: pictures of its rows have changed|have grown"):
+            list(steps)
 
 
 def test_the_rate_at_the_end_of_an_epoch_is_of_all_of_it(pictures: Path, plain: Encoder, rule: ImageRule) -> None:

@@ -322,8 +322,9 @@ class Reader:
                 found = None if pack is None else Pack(made.items(pack), made.cost(pack))
                 yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), digest, last and ended)
         planning.reopened(at.bins.bins, sizing)  # are they still what was planned?
-        for n, bin in enumerate(at.bins.bins):
-            yield Met(Pack(list(bin), _cost(bin, sizing)), 0, (), replace(at, bins=Carried(at.bins.bins[n + 1 :])), digest)
+        left = [Pack(list(bin), _cost(bin, sizing)) for bin in at.bins.bins]
+        for n, pack in enumerate(left):
+            yield Met(pack, 0, (), replace(at, bins=Carried(at.bins.bins[n + 1 :])), digest)
 
     def _window(self, pools: tuple[Pool, ...], at: Position, sizing: Sizing) -> tuple[Ordered, tuple[Cursor, ...]]:
         if self.data.blend == "once":
@@ -367,8 +368,17 @@ class Reader:
             imbalance: dict[str, float] = dict(zip(("language", "vision", "all"), dealt.imbalance, strict=True))
             mine = [slot[rank] for slot in dealt.slots] or [None]
             for n, pack in enumerate(mine):
-                visits = () if pack is None else tuple(self._visit(item, sizing) for item in group.packs[pack].items)
+                visits = () if pack is None else self._visits(group.packs[pack], sizing)
                 yield (group, imbalance, n + 1 == len(mine)), visits
+
+    def _visits(self, pack: Pack, sizing: Sizing) -> tuple[Visit, ...]:
+        """StorageFailed where a row is no longer what was planned: an index that was made anew since has seen other pictures."""
+        if _cost(pack.items, sizing) != pack.cost:
+            files = {str(sizing.index.sources[source].lies_in(shard).path) for item in pack.items for source, shard, _ in item.rows}
+            raise StorageFailed(
+                f"{', '.join(sorted(files))}: pictures of its rows have changed since they were planned. Put them back as they were"
+            )
+        return tuple(self._visit(item, sizing) for item in pack.items)
 
     def _visit(self, item: Item, sizing: Sizing) -> Visit:
         """What a worker needs to make the documents of an item."""
