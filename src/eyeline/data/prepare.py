@@ -14,7 +14,7 @@ import json
 import os
 import tarfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from eyeline.core.batch import Budget, Picture, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
@@ -119,15 +119,19 @@ def prepare(
         left.unlink()
     order = ordered(reader, budget, packs)
     job = job_of(reader, budget, folder, order, quality)
-    missing = [number for number in range(len(job)) if not _done(job, number)]
-    _refuse_small_disk(job, missing)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    known = [_known(job, number) for number in range(len(job))]
+    _refuse_small_disk(job, [number for number, one in enumerate(known) if one is None])
+    entries: list[PackedEntries] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("preparing", total=int(job.bytes_K[missing].sum()))
-        for number in missing:
-            made = partition(job, number, lambda some: bar.advance(task, some))
-            write_atomically(job.entries(number), json.dumps(made._asdict()))
-    entries = [Entries(**read_json(job.entries(number))).packed for number in range(len(job))]
+        task = bar.add_task("preparing", total=int(job.bytes_K.sum()))
+        for number, one in enumerate(known):
+            if one is None or not _whole(job.archive(number), one):
+                made = partition(job, number)
+                write_atomically(job.entries(number), json.dumps(made._asdict()))
+                one = made.packed
+            entries.append(one)
+            bar.advance(task, int(job.bytes_K[number]))
     place(reader, job, written(job, entries))
     draft = Manifest(
         data=choice(reader.data),
@@ -288,13 +292,12 @@ def _bytes_of(index: ShardIndex) -> Longs:
 # One partition
 
 
-def partition(job: Job, number: int, progress: Callable[[int], None] = lambda _: None) -> Entries:
+def partition(job: Job, number: int) -> Entries:
     """Write one archive. The same bytes whoever does it, where, and how often; it appears whole."""
     path = job.archive(number)
     beside = path.with_name(f".{path.name}.tmp")
     hashed, rows, pictures, at = hashlib.sha256(), [], [], 0
     begin, end = job.bounds_K1[number : number + 2].tolist()
-    total = max(int(job.bytes_K[number]) // max(end - begin, 1), 1)
     try:
         with open(beside, "wb") as file:
             for n, (own, source, shard, row, *where) in enumerate(job.row_R6[begin:end].tolist()):
@@ -305,7 +308,6 @@ def partition(job: Job, number: int, progress: Callable[[int], None] = lambda _:
                     hashed.update(one)
                 pictures += [[key, at + inside, length, *size] for key, inside, length, *size in written.pictures]
                 at += rows[-1][1]
-                progress(total)
             file.write(bytes(2 * BLOCK))
             hashed.update(bytes(2 * BLOCK))
             file.flush()
@@ -393,13 +395,13 @@ def _scaled_down(picture: Picture, size: tuple[int, int], job: Job) -> bytes | N
 # Done before, and room
 
 
-def _done(job: Job, number: int) -> bool:
-    """Whether a partition is there, whole. Refused when it is another job's."""
-    path, archive = job.entries(number), job.archive(number)
+def _known(job: Job, number: int) -> PackedEntries | None:
+    """What is said of a partition that was made before. Refused when it is another job's."""
+    path = job.entries(number)
     try:
         known = Entries(**read_json(path))
     except (FileNotFoundError, ValueError, TypeError):
-        return False
+        return None
     except OSError as error:
         raise storage_failed("read", path, error) from error
     if known.job != job.digest:
@@ -407,6 +409,10 @@ def _done(job: Job, number: int) -> bool:
             f"{job.folder} holds data that were prepared otherwise: from other sources, settings or pictures. Choose another folder, or "
             "delete this one"
         )
+    return known.packed
+
+
+def _whole(archive: Path, known: PackedEntries) -> bool:
     return archive.is_file() and archive.stat().st_size == known.bytes and sha256_of(archive) == known.sha256
 
 
