@@ -1,6 +1,9 @@
 """Archives whose members are columns: crude ones with a declared mapping, and folders that Megatron-Energon has prepared."""
 
 import pickle
+import struct
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,8 @@ import pytest
 
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
+from eyeline.data import tars
+from eyeline.data.containers import File
 from eyeline.data.energon import expanded
 from eyeline.data.sources import Rows, Source, open_source
 from tests.data.test_sources import parts
@@ -157,3 +162,82 @@ def test_a_dataset_yaml_that_cannot_be_obeyed(tmp_path: Path) -> None:
         opened(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text("- 1")
     assert isinstance(next(iter(opened(folder).kept()))[2], Sample)
+
+
+# Its indexes
+
+
+def indexed(folder: Path, forms: int = tarfile.USTAR_FORMAT, samples: int = 10) -> Path:
+    """A prepared folder of one archive, and the index that Energon writes of it."""
+    long = "in/" * 40 + "k" * 60 if forms != tarfile.USTAR_FORMAT else ""
+    members = [(f"{long}{n:02}.{end}", encoded(n) if end == "jpg" else f"caption {n}") for n in range(samples) for end in ("jpg", "txt")]
+    prepared(folder, [members])
+    archive(folder / "shard_000.tar", members, forms)
+    with tarfile.open(folder / "shard_000.tar") as tar:
+        offsets = [info.offset for info in tar.getmembers()[::2]] + [tar.offset]
+    (folder / "shard_000.tar.idx").write_bytes(struct.pack(f"<{len(offsets)}Q", *offsets))
+    return folder
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_large_archive_is_read_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: int) -> None:
+    whole = opened(indexed(tmp_path / "set", form))
+    assert [shard.name for shard in whole.shards] == ["shard_000.tar"]  # it is small
+    monkeypatch.setattr(tars, "RUN_BYTES", 3 * max(place.length for place, _, _ in whole.rows_in(0)))
+    rows = opened(tmp_path / "set")
+    assert len(rows.shards) >= 4
+    assert len({shard.fingerprint for shard in rows.shards}) == len(rows.shards)
+    assert sum(shard.bytes for shard in rows.shards) <= whole.shards[0].bytes
+    assert outcomes(rows) == outcomes(whole) == [f"caption {n}" for n in range(10)]
+    ids = [[opened.named(place) for place, _, _ in opened.kept()] for opened in (rows, whole)]
+    assert ids[0] == ids[1]
+    assert [p.source for *_, f in rows.kept() for p in f.pictures] == [p.source for *_, f in whole.kept() for p in f.pictures]  # type: ignore[union-attr]
+    assert outcomes(pickle.loads(pickle.dumps(rows))) == outcomes(rows)
+
+
+def test_an_index_as_energon_writes_it(tmp_path: Path) -> None:
+    """Bytes that megatron-energon 7.4.1 wrote of five samples of two members of up to 512 bytes each."""
+    words = ("0000", "000a", "0014", "001e", "0028", "0032")
+    written = bytes.fromhex("".join(word + 12 * "0" for word in words))
+    (tmp_path / "x.tar.idx").write_bytes(written)
+    assert tars.offsets_in(File.of(tmp_path / "x.tar.idx", 0), 0, 6) == [0, 2560, 5120, 7680, 10240, 12800]
+
+
+def test_damage_costs_the_rest_of_its_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = indexed(tmp_path / "set")
+    places = [place for place, _, _ in opened(folder).rows_in(0)]
+    data = bytearray((folder / "shard_000.tar").read_bytes())
+    data[places[4].begin : places[4].begin + 512] = b"x" * 512
+    (folder / "shard_000.tar").write_bytes(data)
+    assert outcomes(opened(folder)) == [*[f"caption {n}" for n in range(3)], "damaged_tar"]
+    monkeypatch.setattr(tars, "SHARD_ROWS", 3)
+    monkeypatch.setattr(tars, "RUN_BYTES", len(data) - 1)
+    assert outcomes(opened(folder)) == [*[f"caption {n}" for n in range(3)], "damaged_tar", *[f"caption {n}" for n in range(6, 10)]]
+
+
+WRONG: dict[str, tuple[Callable[[list[int]], Any], str]] = {
+    "empty": (lambda _: [], "has 0 bytes"),
+    "torn": (lambda o: b"x", "has 1 bytes, which are no numbers of 8"),
+    "not in order": (lambda o: [o[1], o[0], *o[2:]], "comes no place of a sample"),
+    "beyond the end": (lambda o: [*o[:-1], 1 << 40], "comes no place of a sample"),
+    "between blocks": (lambda o: [*o[:3], o[3] + 8, *o[4:]], "comes no place of a sample"),
+    "the end is missing": (lambda o: o[:-1], "the archive goes on at byte"),
+    "a sample is missing": (
+        lambda o: [*o[:3], *o[4:]],
+        "sample . (begins at byte .* and not where it|of the archive begins elsewhere)",
+    ),
+    "a sample too many": (lambda o: [*o[:3], o[3] - 512, *o[3:]], "sample 3 of the archive begins elsewhere|no sample begins"),
+    "of another archive": (lambda o: [0, *(n + 1024 for n in o[1:-1]), o[-1]], "no sample begins at byte"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    folder = indexed(tmp_path / "set")
+    path = folder / "shard_000.tar.idx"
+    change, message = WRONG[name]
+    offsets = change(list(struct.unpack("<11Q", path.read_bytes())))
+    path.write_bytes(offsets if isinstance(offsets, bytes) else struct.pack(f"<{len(offsets)}Q", *offsets))
+    monkeypatch.setattr(tars, "RUN_BYTES", 4096)
+    with pytest.raises(Refused, match=rf"shard_000\.tar\.idx does not fit its archive: .*({message})"):
+        list(opened(folder).kept())

@@ -21,6 +21,7 @@ class Found(NamedTuple):
     texts: list[Location | None] | None = None  # where the files are pictures: what lies beside each
     columns: dict[str, str] | None = None  # as a source declares them, where the folder does
     note: str = ""  # what it says that is not obeyed
+    indexes: dict[Location, Location] | None = None  # of files, where the folder has them
 
 
 def found_in(path: Location, retries: int) -> Found:
@@ -60,7 +61,8 @@ def _prepared(path: Location, known: Known, retries: int) -> Found | None:
         return None
     about = known.get(".nv-meta/dataset.yaml")
     columns, note = energon_columns(about, retries) if about is not None else ({}, "")
-    return Found(path, path, files, columns=columns, note=note)
+    indexes = {file: known[name] for file in files if (name := f"{below(path, file)}.idx") in known}
+    return Found(path, path, files, columns=columns, note=note, indexes=indexes)
 
 
 def _saved(path: Location, known: Known, retries: int) -> Found | None:

@@ -128,7 +128,7 @@ def open_container(found: Found, mapping: Mapping, retries: int) -> Container:
     if head.startswith((FILE_MAGIC, MESSAGE)):
         return open_arrow(files, folder, columns, retries)
     if head[257:262] == b"ustar" or ".tar" in files[0].suffixes or files[0].suffix == ".tgz":
-        return open_tars(files, folder, mapping.taken, found.note, retries)
+        return open_tars(files, folder, mapping.taken, found.note, found.indexes or {}, retries)
     if len(files) == 1:
         return _open_text(files[0], head, columns, retries, HASHED)
     return joined([_open_text(file, _head(file, retries), columns, retries, HASHED // len(files)) for file in files], files, folder)

@@ -3,15 +3,17 @@
 import io
 import os
 import re
+import struct
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from eyeline.core.batch import Picture, Span
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, Remote, below
-from eyeline.data.containers import HEADER_BYTES, File, Place, Shard, Window, fingerprints
+from eyeline.data.containers import HEADER_BYTES, SHARD_ROWS, File, Place, Shard, Window, fingerprints
 from eyeline.data.json_rows import parse, sound
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
@@ -20,6 +22,7 @@ NAMED_TEXTS = ("question", "answer", "caption", "prompt", "completion", "instruc
 MAX_MEMBER_BYTES = 256 << 20
 MAX_TEXT_BYTES = 64 << 20
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
+RUN_BYTES = 64 << 20  # of an archive that has an index: a larger one is read in runs
 BLOCK = 512  # bytes; headers and members begin at multiples of it
 AHEAD_BYTES = 64 << 10  # of an archive that is read in order: as many at once, whatever of them is looked at
 
@@ -40,41 +43,80 @@ class Member:
         return self.part.rpartition(".")[2]
 
 
+class Run(NamedTuple):
+    """Samples of an archive, one after another."""
+
+    file: int
+    begin: int
+    end: int
+    first: int = 0  # number of the first of them in the archive
+    count: int = 0
+    index: File | None = None  # of the archive, by which it was cut; None: it is whole
+
+    def begins(self) -> list[int] | None:
+        """Where each sample begins, as the index says."""
+        return None if self.index is None else offsets_in(self.index, self.first, self.count)
+
+
+def offsets_in(index: File, first: int, count: int) -> list[int]:
+    """Energon's `.tar.idx`: where each sample of an archive begins, 8 bytes each, and last where there is none any more."""
+    return list(struct.unpack(f"<{count}Q", index.read(8 * first, 8 * count)))
+
+
+def _header(file: File, at: int) -> str:
+    """The name in the header that lies at a place, as far as it is there. Empty where there is none."""
+    head = file.read(at, min(BLOCK, file.size - at))
+    name, prefix = (part.partition(b"\0")[0].decode("utf-8", "surrogateescape") for part in (head[:100], head[345:500]))
+    return (f"{prefix}/{name}" if prefix else name) if head[257:262] == b"ustar" else ""
+
+
+def _unfit(index: File | None, why: str) -> Refused:
+    return Refused(f"{index.path if index else None} does not fit its archive: {why}. Run `energon prepare` again, or delete the index")
+
+
 @dataclass(frozen=True)
 class Tars:
-    """A shard an archive."""
+    """A shard an archive, or a run of the samples of one."""
 
     files: tuple[File, ...]
     shards: tuple[Shard, ...]
     wanted: tuple[str, ...] = ()  # members that a mapping names: they are columns of their own
     what: str = "WebDataset"
+    runs: tuple[Run, ...] = ()  # of each shard; none: it is a whole archive
     header: tuple[str, ...] = ()
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
-        file = self.files[shard]
+        run = self._run(shard)
+        file = self.files[run.file]
+        size = run.end - run.begin
+        begins = run.begins()
         known: set[str] = set()
         number = 0
-        with _Archive(Window(file, 0, file.size), file.size) as archive:
+        with _Archive(Window(file, run.begin, size), size) as archive:
             for group in _groups(_members(archive), archive, HEADER_BYTES, self.wanted):
                 if isinstance(group, BadSample):
                     yield Place(shard, number, 0, UNUSABLE), group
                     return
-                key, begin, end = group[0][0].key, group[0][0].begin, _padded(group[-1][0])
+                key, begin, end = group[0][0].key, run.begin + group[0][0].begin, run.begin + _padded(group[-1][0])
+                if begins is not None and (number >= len(begins) or begins[number] != begin):
+                    raise _unfit(run.index, f"sample {run.first + number} begins at byte {begin:,} of the archive, and not where it says")
                 try:
                     if key in known:
                         raise BadSample("tar_key", "row", f"the key {_shown(key)} was there before, with others between")
                     known.add(key)
-                    row = _row(group, file, 0, self.wanted)
+                    row = _row(group, file, run.begin, self.wanted)
                 except BadSample as bad:
                     yield Place(shard, number, begin, UNUSABLE), bad
                 else:
                     yield Place(shard, number, begin, end - begin), row
                 number += 1
+        if begins is not None and (number < len(begins) or _member(_header(file, run.end), 0, 0, 0, True).key in known):
+            raise _unfit(run.index, f"sample {run.first + number} of the archive begins elsewhere")
 
     def row(self, place: Place) -> Any:
         if place.length == UNUSABLE:  # what its neighbours are tells why
             raise next(row for at, row in self.rows(place.shard) if at == place and isinstance(row, BadSample))
-        file = self.files[place.shard]
+        file = self.lies_in(place.shard)
         data = file.read(place.begin, min(place.length, file.size - place.begin)).ljust(place.length, b"\0")
         with _Archive(io.BytesIO(data), len(data)) as archive:
             [group] = _groups(_members(archive), archive, place.length, self.wanted)
@@ -82,11 +124,15 @@ class Tars:
         return _row(group, file, place.begin, self.wanted)
 
     def lies_in(self, shard: int) -> File:
-        return self.files[shard]
+        return self.files[self._run(shard).file]
 
     def named(self, place: Place) -> tuple[str, str, int]:
-        path = self.files[place.shard].path
-        return f"{self.shards[place.shard].name}#{place.number}", str(path), place.number
+        run = self._run(place.shard)
+        name, number = self.shards[place.shard].name, run.first + place.number
+        return f"{name if run.index is None else name.rpartition('#')[0]}#{number}", str(self.files[run.file].path), number
+
+    def _run(self, shard: int) -> Run:
+        return self.runs[shard] if self.runs else Run(shard, 0, self.files[shard].size)
 
 
 class _Archive(io.BufferedReader):
@@ -296,9 +342,14 @@ def _ordered(row: dict[str, Any], pictures: dict[str, Picture]) -> list[Picture]
     return found
 
 
-def open_tars(paths: list[Location], base: Location, wanted: tuple[str, ...], note: str, retries: int) -> Tars:
-    """A shard an archive, in the order given. Nothing is read but how they begin; of a store, where that is a request each, only of the
-    first. Refused when one is compressed. `note` is said of them."""
+def open_tars(
+    paths: list[Location], base: Location, wanted: tuple[str, ...], note: str, indexes: dict[Location, Location], retries: int
+) -> Tars:
+    """A shard an archive, in the order given, or of a large one that has an index a run of its samples.
+
+    Nothing is read but how they begin; of a store, where that is a request each, only of the first. Refused when one is compressed,
+    or has the index of another. `note` is said of them.
+    """
     files = [File.of(path, retries) for path in paths]
     for file in files[:1] if isinstance(paths[0], Remote) else files:
         if file.read(0, min(8, file.size)).startswith(COMPRESSED):
@@ -306,6 +357,34 @@ def open_tars(paths: list[Location], base: Location, wanted: tuple[str, ...], no
                 f"{file.path} is compressed (gzip or another), and no sample could be read without all before it. Decompress it: the "
                 "pictures in it are compressed already"
             )
-    names = [below(base, path) for path in paths]
-    what = f"WebDataset ({note})" if note else "WebDataset"
-    return Tars(tuple(files), tuple(map(Shard, names, fingerprints(files), [file.size for file in files])), wanted, what)
+    shards: list[Shard] = []
+    runs: list[Run] = []
+    for number, (file, content) in enumerate(zip(files, fingerprints(files), strict=True)):
+        name, index = below(base, file.path), indexes.get(file.path)
+        cut = _cut_up(number, file, File.of(index, retries)) if index is not None and file.size > RUN_BYTES else []
+        for run in cut or [Run(number, 0, file.size)]:
+            of = f"{content}[{run.begin}:{run.end}]" if cut else content
+            shards.append(Shard(f"{name}#{run.first}" if cut else name, of, run.end - run.begin))
+            runs.append(run)
+    return Tars(tuple(files), tuple(shards), wanted, f"WebDataset ({note})" if note else "WebDataset", tuple(runs))
+
+
+def _cut_up(number: int, file: File, index: File) -> list[Run]:
+    """Runs of samples, by an index. Refused when it cannot be the archive's; `rows` looks at every sample."""
+    if index.size % 8 or not index.size:
+        raise _unfit(index, f"it has {index.size:,} bytes, which are no numbers of 8")
+    begins = offsets_in(index, 0, index.size // 8)
+    wrong = next((a for a, b in pairwise((-1, *begins)) if not a < b <= file.size or b % BLOCK), None)
+    if wrong is not None:
+        raise _unfit(index, f"after {wrong:,} comes no place of a sample in {file.size:,} bytes")
+    if file.read(begins[-1], min(BLOCK, file.size - begins[-1])).strip(b"\0"):
+        raise _unfit(index, f"the archive goes on at byte {begins[-1]:,}, where it says that there is no more")
+    runs: list[Run] = []
+    first = 0
+    for n in range(1, len(begins)):
+        if first == n - 1 and not _header(file, begins[first]):
+            raise _unfit(index, f"no sample begins at byte {begins[first]:,} of the archive")
+        if n == len(begins) - 1 or n - first == SHARD_ROWS or begins[n + 1] - begins[first] > RUN_BYTES:
+            runs.append(Run(number, begins[first], begins[n], first, n - first, index))
+            first = n
+    return runs
