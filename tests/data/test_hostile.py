@@ -196,6 +196,26 @@ def test_names_that_no_picture_may_have(container: str, tmp_path: Path, monkeypa
     assert causes == {name: NAMES[name] for name in names}
 
 
+SLOW_NAMES = {  # for patterns that go back over what they have matched
+    "spaces": "A" * 64 + " " * 1_000_000 + "!",
+    "newlines": "iVBORw0K" + "\n" * 1_000_000 + "!",
+    "equal signs": "A" * 64 + "=" * 1_000_000 + "!",
+    "attributes": "data:image/png" + ";a" * 500_000 + "!,AAAA",
+    "a format": "data:image/" + "a" * 1_000_000 + "!,AAAA",
+    "a scheme": "a" * 1_000_000 + ":",
+    "folders": "a/../" * 200_000,
+    "placeholders": "<image" * 200_000,
+}
+
+
+@pytest.mark.timeout(20)
+def test_no_name_and_no_text_takes_long(tmp_path: Path) -> None:
+    rows = [row for text in SLOW_NAMES.values() for row in ((text, "named"), ("a.png", text))]
+    found = outcomes(as_lines(tmp_path, rows))
+    assert {bad.cause if isinstance(bad, BadSample) else "" for bad in found[::2]} <= {"bad_path", "data_url"}
+    assert found[1::2] == list(SLOW_NAMES.values())
+
+
 ODD_NAMES = [
     *("a b.png", "line\nbreak.png", "ünï.png", "a/./b.png", "a/../b.png", "-rf.png", "C:\\x.png", "<b>.png", "$(id).png", "%2e%2e.png"),
     *("A.PNG", "a.png"),

@@ -114,7 +114,7 @@ def _decoded(name: str, encoded: str, field: str) -> Picture:
 
 
 SHORTEST_BASE64 = 64  # characters; no picture is smaller
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]++=*+\s*+")  # without going back: data may hold a million spaces and then a dot
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")  # JPEG, PNG, GIF, WebP, BMP, TIFF
 
 
