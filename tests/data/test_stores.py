@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eyeline.core.batch import Picture
+from eyeline.core.batch import Picture, Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.locations import Remote, below, inside, location
@@ -48,7 +48,7 @@ def store(server: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
     """An empty bucket, and an environment that leads to it."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
         monkeypatch.delenv(name)
-    with front(server, f"bucket-{abs(hash(request.node.nodeid)):x}"[:60]) as made:
+    with front(server, f"bucket{abs(hash(request.node.nodeid)):x}"[:60]) as made:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         monkeypatch.setenv("AWS_REGION", "us-east-1")
@@ -163,7 +163,22 @@ def test_folders_and_patterns_have_the_files_that_they_have_here(store: Store, t
     store.put_folder(tmp_path, "t")
     there = stores.remote(f"{store.url}/t")
     assert [below(there, found) for found in files_below(there, 0)] == [below(tmp_path, found) for found in files_below(tmp_path, 0)]
-    for pattern in ("*.tar", "**/*.tar", "d/**", "d*/a.tar", "?.tar", "d/e/*", "**/e/**/*", "d/x[[]1].tar", "[a-b]*", "*/*", ".h/*", "no*"):
+    for pattern in (
+        "*.tar",
+        "**/*.tar",
+        "d/**",
+        "d*/a.tar",
+        "?.tar",
+        "d/e/*",
+        "**/e/**/*",
+        "d/x[[]1].tar",
+        "[a-b]*",
+        "*/*",
+        ".h/*",
+        ".*/*",
+        "d/.h*",
+        "no*",
+    ):
         here = matching(f"{tmp_path}/{pattern}", 0)
         found = matching(f"{there}/{pattern}", 0)
         assert here is not None and found is not None
@@ -436,6 +451,32 @@ def test_a_missing_or_huge_object_spoils_its_sample_and_a_failing_store_does_not
         monkeypatch.undo()
         monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint)
         monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_other_stores_are_asked_in_their_own_words(store: Store, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """Google's and Azure's clients against the same server: for objects they ask alike."""
+    monkeypatch.setenv("GOOGLE_BASE_URL", store.endpoint)
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{store.endpoint}/{store.bucket}")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    for kind in ("GOOGLE", "AZURE"):
+        monkeypatch.setenv(f"{kind}_SKIP_SIGNATURE", "true")
+        monkeypatch.setenv(f"{kind}_ALLOW_HTTP", "true")
+    rows = [row("what?", "p 1/é.png"), row("what?", "absent.png")]
+    store.put("box/x/rows.json", json.dumps(rows).encode())
+    store.put("box/x/p 1/é.png", encoded(0, "PNG"))
+    opened = open_source(Source(path=f"gs://{store.bucket}/box/x/*.json" if scheme == "gs" else "az://box/x/rows.json"))
+    good, missing = (found for *_, found in opened.rows_in(0))
+    assert isinstance(good, Sample) and isinstance(missing, Sample)
+    assert open_picture(good.pictures[0]) == (20, 12)
+    assert held(good.pictures[0]).source == encoded(0, "PNG")  # type: ignore[union-attr]
+    with pytest.raises(BadSample) as caught:
+        open_picture(missing.pictures[0])
+    assert caught.value.cause == "missing_image"
+    store.put("box/x/rows.json", json.dumps(rows[:1]).encode())
+    stores._process().recent.clear()
+    with pytest.raises(StorageFailed, match=r"rows\.json has changed"):
+        opened.container.lies_in(0).read(0, 100)
 
 
 # Training
