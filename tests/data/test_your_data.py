@@ -13,6 +13,7 @@ import yaml
 from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
+from eyeline.data.layouts import SHAPES
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.data.sources import Source
 from tests.data.trained import draw, trained
@@ -152,6 +153,11 @@ def stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_every_link_of_the_table_is_a_section() -> None:
     titles = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^## (.+)$", PAGE, re.MULTILINE)}
     assert set(re.findall(r"\]\(#([\w-]+)\)", PAGE)) <= titles
+
+
+def test_every_layout_has_its_name_in_the_settings() -> None:
+    recipes = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    assert [shape.name for shape in SHAPES if f"`{shape.name}`" not in recipes] == []
 
 
 def test_the_documented_causes_are_those_of_the_code() -> None:
