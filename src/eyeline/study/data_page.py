@@ -296,10 +296,11 @@ def cut(text: str, longest: int = LONGEST_CELL) -> str:
 
 
 def data_page(name: str, stages: Sequence[StageData], problems: Sequence[str]) -> str:
-    """The page of a recipe's data. At most LARGEST_PAGE bytes: where the samples of all stages are too many, later ones are left out."""
+    """The page of a recipe's data. At most LARGEST_PAGE bytes: what does not fit is left out whole, and that is said."""
     top = [f"<h1>{words(name)}</h1>", page.note("What its data are, as Eyeline reads them. Nothing was trained.")]
     top += [page.warning(problem) for problem in problems] or [page.note("No problems were found.")]
     body: list[str] = []
+    left_out = 0
     room = LARGEST_PAGE - len(page.document(name, top).encode()) - 1024
     for stage in stages:
         plots: list[str] = []
@@ -312,10 +313,12 @@ def data_page(name: str, stages: Sequence[StageData], problems: Sequence[str]) -
             made += [] if block is None else [_html(block)]
             size = len("\n".join(made).encode()) + 1
             if size > room:
+                left_out += 1
                 continue
             room -= size
             body += made
-    return page.document(name, [*top, *body])
+    rest = [page.note(f"{left_out:,} pieces are left out, since the page would be over {LARGEST_PAGE:,} bytes.")] if left_out else []
+    return page.document(name, [*top, *body, *rest])
 
 
 def _html(block: Heading | Line | Grid | Shown) -> str:
