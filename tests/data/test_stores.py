@@ -8,6 +8,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from eyeline.data.images import decode, held, open_picture
 from eyeline.data.index import Index
 from eyeline.data.loader import Reader
 from eyeline.data.prepare import prepare
+from eyeline.data.report import THOROUGH, data_report
 from eyeline.data.sets import Data
+from eyeline.data.shown import shown_samples
 from eyeline.data.sources import Source, open_source
 from eyeline.data.tokenizer import Encoder
 from tests.command import Command
@@ -519,6 +522,22 @@ def test_batches_are_those_of_files(folder: Path, store: Store, plain: Encoder, 
     there = reader(f"{store.url}/set/{name}", plain, rule)
     assert_same_steps(list(there.steps(BUDGET, 2, 2)), here)
     assert_same_steps(list(there.steps(BUDGET, 2, 2, here[1].state)), here[2:])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_is_found_of_data_is_what_is_found_of_files(folder: Path, store: Store, plain: Encoder, rule: ImageRule, name: str) -> None:
+    store.put_folder(folder, "set")
+    readers = [reader(f"{root}/{name}", plain, rule, hold_out=0.3) for root in (folder, f"{store.url}/set")]
+    here, there = (data_report(r, BUDGET, THOROUGH) for r in readers)
+    assert here.twins is not None and there.twins is not None and here.budgets
+    apart = {"twins": None, "sources": ()}
+    assert replace(there, **apart) == replace(here, **apart)
+    assert replace(there.sources[0], path="") == replace(here.sources[0], path="")
+    names = {"sample_examples": (), "picture_examples": (), "overlaps": ()}
+    assert replace(there.twins, **names) == replace(here.twins, **names)
+    assert replace(there.twins.overlaps[0], examples=()) == replace(here.twins.overlaps[0], examples=())
+    seen, again = (shown_samples(r, BUDGET, 5, thumbnails=True) for r in readers)
+    assert [replace(s, source="") for s in seen] == [replace(s, source="") for s in again]
 
 
 def test_workers_read_a_store_that_fails_now_and_then(folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
