@@ -1,20 +1,24 @@
 """What rows are: every layout, what is declared against what is detected, and every way in which a row may hold a picture."""
 
 import base64
+import csv
 import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as arrow
 import pytest
 
 from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample, Refused
 from eyeline.data.layouts import SHAPES
 from eyeline.data.sources import Rows, Source, open_source
+from tests.data.test_arrow import written as as_arrow
+from tests.data.test_parquet import written as as_parquet
 from tests.data.test_sources import chat, complaint, parts, turns
-from tests.data.test_tars import encoded
+from tests.data.test_tars import archive, encoded
 
 
 @pytest.fixture
@@ -303,6 +307,52 @@ def complaint_of(rows: Rows) -> str:
     [(_, _, found)] = rows.kept()
     assert isinstance(found, BadSample)
     return found.message
+
+
+# In every container
+
+
+TALKS: dict[str, tuple[dict[str, Any], Any]] = {
+    "one picture as a text": ({"image": "test1.jpg", "conversations": turns("<image>\nwhat?", "x")}, [["<test1.jpg>", "what?"], ["x"]]),
+    "a place at the end": ({"image": "a", "conversations": turns("what?\n<image>", "x")}, [["what?", "<a>"], ["x"]]),
+    "places in a row": ({"image": ["a", "b"], "conversations": turns("<image><image>what?", "x")}, [["<a>", "<b>", "what?"], ["x"]]),
+    "two pictures, one place": ({"image": ["a", "b"], "conversations": turns("<image>what?", "x")}, "placeholder_count"),
+    "one picture, two places": ({"image": "a", "conversations": turns("<image><image>what?", "x")}, "placeholder_count"),
+    "an odd number of turns": ({"image": "a", "conversations": turns("<image>what?", "x", "and?")}, "role_order"),
+    "a system turn": ({"conversations": [{"from": "system", "value": "s"}, *turns("what?", "x")]}, [["s"], ["what?"], ["x"]]),
+    "an unknown role": ({"conversations": turns("what?", "x", roles=("human", "model"))}, "role"),
+    "an empty answer": ({"conversations": turns("what?", "")}, [["what?"], []]),
+}
+
+
+def as_text(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose lists are JSON text, as cells of a table have them."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+
+
+def as_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with open(path, "w", newline="") as file:
+        table = csv.DictWriter(file, ["image", "conversations"])
+        table.writeheader()
+        table.writerows(map(as_text, rows))
+
+
+CONTAINERS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
+    "rows.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "rows.jsonl": lambda path, rows: path.write_text("\n".join(map(json.dumps, rows))),
+    "rows.csv": as_csv,
+    "rows.parquet": lambda path, rows: as_parquet(path, [row | {"image": as_text(row).get("image")} for row in rows]),
+    "rows.arrow": lambda path, rows: as_arrow(path, arrow.Table.from_pylist([{"image": None} | as_text(row) for row in rows])),
+    "rows.tar": lambda path, rows: archive(path, [(f"{n:02}.json", row) for n, row in enumerate(rows)]),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_row_is_the_same_in_every_container(tmp_path: Path, name: str) -> None:
+    CONTAINERS[name](tmp_path / name, [row for row, _ in TALKS.values()])
+    rows = open_source(Source(path=str(tmp_path / name)))
+    got = [complaint(rows, n)[0] if isinstance(found, BadSample) else parts(rows, n) for n, (*_, found) in enumerate(rows.kept())]
+    assert got == [wanted for _, wanted in TALKS.values()]
 
 
 # Pictures
