@@ -503,10 +503,21 @@ def folder(tmp_path: Path, draw: Callable[..., Path]) -> Path:
     )
     (made / "pq").mkdir()
     parquet.write_table(table, made / "pq" / "x.parquet", row_group_size=7)
+    (made / "saved").mkdir()
+    ipc = pytest.importorskip("pyarrow.ipc")
+    with ipc.new_stream(str(made / "saved" / "data-00000.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=6)
+    (made / "saved" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000.arrow"}]}))
+    (made / "saved" / "dataset_info.json").write_text("{}")
+    for n in range(6):
+        draw(f"set/table/{n}.png", seed=n)
+        draw(f"set/beside/{n}.png", seed=n)
+        (made / "beside" / f"{n}.txt").write_text(f"a dot {n}")
+    (made / "table" / "metadata.csv").write_text("file_name,caption\n" + "".join(f'{n}.png,"a dot, {n}"\n' for n in range(6)))
     return made
 
 
-SETS = ["rows.json", "rows.jsonl", "tars", "tars/*.tar", "pq"]
+SETS = ["rows.json", "rows.jsonl", "tars", "tars/*.tar", "pq", "saved", "table", "beside"]
 
 
 def reader(path: str, encoder: Encoder, rule: ImageRule, out: Path | None = None, images: str | None = None, **settings: Any) -> Reader:
@@ -517,11 +528,11 @@ def reader(path: str, encoder: Encoder, rule: ImageRule, out: Path | None = None
 def test_batches_are_those_of_files(folder: Path, store: Store, plain: Encoder, rule: ImageRule, name: str) -> None:
     """And a run that began with files goes on in the store."""
     store.put_folder(folder, "set")
-    here = list(reader(f"{folder}/{name}", plain, rule).steps(BUDGET, 2, 2))
+    here = list(reader(f"{folder}/{name}", plain, rule).steps(BUDGET, 1, 2))
     assert len(here) > 3
     there = reader(f"{store.url}/set/{name}", plain, rule)
-    assert_same_steps(list(there.steps(BUDGET, 2, 2)), here)
-    assert_same_steps(list(there.steps(BUDGET, 2, 2, here[1].state)), here[2:])
+    assert_same_steps(list(there.steps(BUDGET, 1, 2)), here)
+    assert_same_steps(list(there.steps(BUDGET, 1, 2, here[1].state)), here[2:])
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -88,7 +88,7 @@ def _walked(folder: Path) -> Iterator[Path]:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
     except OSError as error:
-        raise Refused(f"{folder} cannot be read: {error.strerror or error}. Give another path") from error
+        raise Refused(f"{folder} cannot be read: {error.strerror or error}. Give another path, or a pattern") from error
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _walked(folder / entry.name)
