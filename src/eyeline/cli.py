@@ -247,19 +247,23 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder.", show_default=False)],
     form: Annotated[Form, typer.Option(help="parts: one folder a part, even where one class could load the whole.")] = Form.auto,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write LoRA and projector as a PEFT adapter, and the base beside it.")] = False,
-    dtype: Annotated[Dtype, typer.Option(help="fp32 is exact; bf16 is half as large.")] = Dtype.fp32,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="fp32 is exact, bf16 half as large; bf16 of a folder in bf16, else fp32, when not given.")
+    ] = None,
     checkpoint: Annotated[Which, typer.Option(help="Of a run; best is by validation loss.")] = Which.newest,
 ) -> None:
     """Write a folder that transformers loads with its own classes and that gives the same logits."""
     _calm()
     from eyeline.bundle.bundle import open_bundle
+    from eyeline.bundle.exporting import DTYPES
     from eyeline.bundle.exporting import export as write
     from eyeline.models import build
 
     found = open_bundle(model, checkpoint.value)
-    made = build(found.bundle.config, "cpu")
+    stored = "bf16" if found.in_bf16() else "fp32"
+    made = build(found.bundle.config, "cpu", DTYPES[stored])
     found.load(made, keep_adapters=True)
-    write(found.bundle, made, folder, form=form.value, adapter=adapter, dtype=dtype.value)
+    write(found.bundle, made, folder, form=form.value, adapter=adapter, dtype=stored if dtype is None else dtype.value)
 
 
 @app.command(epilog="Example: eyeline report runs/easyvqa-tiny")

@@ -329,6 +329,25 @@ def test_a_whole_model_is_taken_in_with_the_controls_of_its_template(hub: Path, 
     assert Qwen2ForCausalLM.from_pretrained(tmp_path / "taken").config.vocab_size == 320
 
 
+def test_a_folder_in_bf16_is_exported_in_bf16(hub: Path, tmp_path: Path, eyeline: Command) -> None:
+    """To the bit, and in float32 when that is asked for; a folder that holds both goes out in float32."""
+    before = load_file(hub / "untied" / "model.safetensors")
+    assert eyeline("import", "taken", "--model", str(hub / "untied"), "--template", "qwen2.5").code == 0
+    joined = ("--vision", str(hub / "siglip"), "--language", str(hub / "untied"), "--template", "qwen2.5")
+    assert eyeline("import", "mixed", *joined).code == 0
+    for folder, options, dtype in (
+        ("taken", (), torch.bfloat16),
+        ("taken", ("--dtype", "fp32"), torch.float32),
+        ("mixed", (), torch.float32),
+    ):
+        done = eyeline("export", folder, f"out{len(options)}{folder}", *options)
+        assert done.code == 0, done.err
+        after = load_file(tmp_path / f"out{len(options)}{folder}" / "model.safetensors")
+        assert {x.dtype for x in after.values()} == {dtype}
+        if folder == "taken":
+            assert all(torch.equal(after[name][: len(x)], x.to(dtype)) for name, x in before.items())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

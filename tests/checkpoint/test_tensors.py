@@ -17,7 +17,6 @@ from eyeline.checkpoint.tensors import (
     entries_in,
     load_into,
     read_file,
-    read_folder,
     renamed,
     stream,
     write_file,
@@ -61,7 +60,7 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
 def test_shards_are_read_back_by_us_and_by_transformers(tmp_path: Path, max_shard_bytes: int) -> None:
     tensors = {f"t{i}": torch.full((i, 5), float(i)) for i in range(1, 9)}  # 20 to 160 bytes each
     write_folder(tmp_path, iter(tensors.items()), max_shard_bytes)
-    back = dict(read_folder(tmp_path))
+    back = {name: read_file(entry.file)[name] for name, entry in entries_in(tmp_path).items()}
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], x) for name, x in tensors.items())
     files = sorted(p.name for p in tmp_path.iterdir())
@@ -134,14 +133,15 @@ BROKEN_FILES: dict[str, bytes] = {
 @pytest.mark.parametrize("name", BROKEN_FILES)
 def test_broken_safetensors_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / SINGLE).write_bytes(BROKEN_FILES[name])
-    for read in (lambda: list(read_folder(tmp_path)), lambda: read_file(tmp_path / SINGLE)):
+    for read in (lambda: entries_in(tmp_path), lambda: read_file(tmp_path / SINGLE)):
         with pytest.raises(Refused, match=SINGLE):
             read()
 
 
 def test_the_same_bytes_unbroken_are_read(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(raw({"a": A}))
-    assert torch.equal(dict(read_folder(tmp_path))["a"], torch.zeros(2, 3))
+    assert entries_in(tmp_path).keys() == {"a"}
+    assert torch.equal(read_file(tmp_path / SINGLE)["a"], torch.zeros(2, 3))
 
 
 class Boom:
@@ -201,11 +201,11 @@ BROKEN_FOLDERS: dict[str, tuple[Callable[[Path, dict], object], str]] = {
 @pytest.mark.parametrize("name", BROKEN_FOLDERS)
 def test_broken_folders_are_refused_by_name(tmp_path: Path, name: str) -> None:
     index = sharded(tmp_path)
-    assert len(dict(read_folder(tmp_path))) == 4
+    assert len(entries_in(tmp_path)) == 4
     spoil, message = BROKEN_FOLDERS[name]
     spoil(tmp_path, index)
     with pytest.raises(Refused, match=message):
-        list(read_folder(tmp_path))
+        entries_in(tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyeline.checkpoint.tensors import load_into, read_folder, renamed, write_folder
+from eyeline.checkpoint.tensors import entries_in, load_into, renamed, write_folder
 from eyeline.models import FAMILIES, build, qwen2, siglip2
 from eyeline.models.moe import ExpertWeights
 from tests.models import twins
@@ -120,7 +120,7 @@ def test_tower_alone(keys, tmp_path):
     reference.save_pretrained(tmp_path)
     ours = siglip2.Model(VISION)
     load_into(dict(ours.named_parameters()), tmp_path, keys, dropped)
-    unknown = {n for n, _ in read_folder(tmp_path)} - {n for n, _ in renamed(ours.named_parameters(), keys)}
+    unknown = entries_in(tmp_path).keys() - {n for n, _ in renamed(ours.named_parameters(), keys)}
     assert bool(unknown) == bool(dropped)
 
     want_NPD = tower(torch.stack([llava.pixels(i, c) for i in shown])).last_hidden_state

@@ -72,6 +72,13 @@ class Opened:
     form: Form | None  # None: a run
     checkpoint: store.Checkpoint | None = None  # of a run
 
+    def in_bf16(self) -> bool:
+        """Whether a folder holds bfloat16 and nothing else, which a model of that dtype takes as it is. No run does."""
+        if self.form is None:
+            return False
+        held = (entries_in(self.folder / place) for place in places(self.bundle.config, self.form))
+        return {entry.dtype for entries in held for entry in entries.values()} == {"BF16"}
+
     def load(self, model: Model, keep_adapters: bool = False) -> None:
         """Fill a model that was built from `bundle.config`. Adapters of a run are merged into its weights, or stay beside them
         with `keep_adapters`. Raises Refused when the weights do not fit."""

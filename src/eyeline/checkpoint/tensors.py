@@ -236,14 +236,6 @@ def _bytes(entry: Entry) -> int:
     return torch.Size(entry.shape).numel() * bits // 8
 
 
-def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint folder, one at a time, after `entries_in` found nothing wrong."""
-    entries = entries_in(folder)
-    with _reading(entries) as read:
-        for name in entries:
-            yield name, read(name)
-
-
 @contextmanager
 def _reading(entries: Mapping[str, Entry]) -> Iterator[Callable[[str], Tensor]]:
     """A function that gives the tensor of a name. Every file is mapped, and read where it is touched."""
