@@ -220,6 +220,8 @@ def test_turns_and_speakers_are_called_otherwise(opened, as_text: bool) -> None:
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "theirs first": (SOUND, {"columns": {"frage": "question"}}, r"Write {question: frage}, ours first\."),
+    "a column that rows are rejected for": (SOUND, {"columns": {"rejected": "x"}}, "rejected is no column of any layout"),
     "ours is unknown": (SOUND, {"columns": {"imgae": "x"}}, r"imgae is no column of any layout\. Did you mean 'image'\?"),
     "ours is another layout's": (
         SOUND,

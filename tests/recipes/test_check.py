@@ -64,6 +64,22 @@ def test_text_alone_teaches_the_language_model_only(tmp_path: Path) -> None:
     assert problems(tmp_path, text, "stages.0.trains={language: {how: full, lr: 0.01}}") == ""
 
 
+def test_rows_that_cannot_be_used_are_no_text(tmp_path: Path) -> None:
+    """What is wrong with them is said of each; that none has a picture would only lead astray."""
+    rows = [{"imgae": "a.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}]}] * 20
+    (tmp_path / "bad.json").write_text(json.dumps(rows))
+    assert "which learn from pictures" not in problems(tmp_path, f"stages.0.data.sources=[{{path: {tmp_path / 'bad.json'}}}]")
+
+
+def test_every_source_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    sources = f"[{{path: {tmp_path}/no.json}}, {{path: {tmp_path}/data/data.json}}, {{path: '{tmp_path}/no-*.tar'}}]"
+    lines = problems(tmp_path, f"stages.1.data.sources={sources}", f"evaluation.sources={sources}").splitlines()
+    stage = [line for line in lines if line.startswith("stages.1.data: ")]
+    judged = [line for line in lines if line.startswith("evaluation: ")]
+    assert ["no.json does not exist" in stage[0], "no file matches" in stage[1], len(stage)] == [True, True, 2]
+    assert [line.partition(": ")[2] for line in judged] == [line.partition(": ")[2] for line in stage]
+
+
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, "stages.0.batch.patches=1", "stages.1.trains.language.targets=[w]", "evaluation.sources.0.path=no.json")
     with pytest.raises(Refused) as refused:

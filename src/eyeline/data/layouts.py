@@ -69,7 +69,8 @@ class Shape:
 
 
 MEDIA = (*PICTURES, *FILMS, *TIMES)
-TOLD = (*MEDIA, "system", "tools", *COMPARED, *SOUNDS, "objects")
+REJECTED = ("tools", *COMPARED, *SOUNDS, "objects")  # columns that a row is rejected for
+TOLD = (*MEDIA, "system", *REJECTED)
 SHAPES = (  # in the order in which they are taken where several fit
     Shape("llava", llava_sample, (("conversations",),), TOLD, ("conversations",), ("from", "value")),
     Shape("openai", openai_sample, (("messages",),), TOLD, ("messages",), ("role", "content")),
@@ -272,13 +273,14 @@ def _wanted(shape: Shape) -> str:
 
 
 def _refuse_unknown(path: Location, declared: str | None, mapping: Mapping, shapes: tuple[Shape, ...]) -> None:
-    known = tuple(dict.fromkeys(name for shape in shapes for name in (*shape.columns, *shape.keys)))
-    for ours, _ in mapping.columns:
+    own = dict.fromkeys(name for shape in shapes for name in (*shape.columns, *shape.keys))
+    known = tuple(name for name in own if name not in REJECTED)
+    for ours, theirs in mapping.columns:
         if ours not in known:
             whose = f"the layout {declared}" if declared else "any layout"
+            hint = f" Write {{{theirs}: {ours}}}, ours first." if theirs in known else nearest(ours, known)
             raise Refused(
-                f"{path}: columns: {ours} is no column of {whose}.{nearest(ours, known)} Columns are given as OURS: THEIRS, and ours are "
-                f"{', '.join(known)}"
+                f"{path}: columns: {ours} is no column of {whose}.{hint} Columns are given as OURS: THEIRS, and ours are {', '.join(known)}"
             )
     if mapping.roles and not any(shape.speaker for shape in shapes):
         raise Refused(f"{path}: roles: the layout {declared} has no turns with roles. Leave them out")

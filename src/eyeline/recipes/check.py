@@ -1,7 +1,7 @@
 """Everything that can be wrong with a recipe, found before training: settings against each other, the model, and the data."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,10 +17,12 @@ from eyeline.core.facts import Facts
 from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
+from eyeline.data.containers import RETRIES
 from eyeline.data.loader import Reader
 from eyeline.data.report import DataReport, Depth, data_report
 from eyeline.data.sets import divided, opened
 from eyeline.data.shown import Shown, shown_samples
+from eyeline.data.sources import Rows, Source, open_source
 from eyeline.data.twins import Known, known
 from eyeline.models import build, family_of
 from eyeline.models import facts as facts_of
@@ -214,19 +216,41 @@ def _source_problems(run: Run) -> Iterator[str]:
                 if not any(True for _ in rows.kept()):
                     yield f"stages.{index}.data: {rows.source.path} holds no sample that the settings leave"
             blind = [part for part in stage.trains if part != "language"]
-            if blind and not any(isinstance(row, Sample) and row.media for rows in found.sources for _, _, row in rows.kept()):
+            if blind and _without_pictures(found.sources):
                 yield (
                     f"stages.{index} ({stage.name}): trains {' and '.join(blind)}, which learn from pictures, and no sample has one; "
                     "leave them out of trains, or add data with pictures"
                 )
         except Refused as error:
-            yield f"stages.{index}.data: {error}"
+            sources = () if stage.data.prepared else (*stage.data.sources, *stage.data.validation)
+            yield from (f"stages.{index}.data: {line}" for line in _unopened(sources, stage.data.read_retries) or [str(error)])
     if run.evaluation:
         try:
             if not any(True for rows in opened(run.evaluation.sources) for _ in rows.kept()):
                 yield "evaluation: its sources hold no question that the settings leave"
         except Refused as error:
-            yield f"evaluation: {error}"
+            yield from (f"evaluation: {line}" for line in _unopened(run.evaluation.sources) or [str(error)])
+
+
+def _without_pictures(sources: Iterable[Rows]) -> bool:
+    """Whether there are samples, and none has a picture."""
+    seen = False
+    for row in (row for rows in sources for _, _, row in rows.kept() if isinstance(row, Sample)):
+        seen = True
+        if row.media:
+            return False
+    return seen
+
+
+def _unopened(sources: Iterable[Source], retries: int = RETRIES) -> list[str]:
+    """Why each of the sources that cannot be opened cannot."""
+    found: list[str] = []
+    for source in sources:
+        try:
+            open_source(source, retries)
+        except Refused as error:
+            found.append(str(error))
+    return list(dict.fromkeys(found))
 
 
 def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
