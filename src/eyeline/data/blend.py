@@ -112,6 +112,13 @@ class Pool:
         visits = visits_of(np.concatenate(pictures), self.share, self.seed, cursor.epoch, cursor.window)
         return Window(np.concatenate(rows)[visits.rows_R], visits.bounds_V1, len(chosen))
 
+    def at(self, epoch: int, window: int) -> Cursor:
+        """The begin of any window."""
+        cursor = Cursor(epoch)
+        while cursor.window < window:
+            cursor = replace(cursor, window=cursor.window + 1, first=cursor.first + len(self.shards(cursor)))
+        return cursor
+
     def after(self, cursor: Cursor, window: Window) -> Cursor:
         """The begin of the next window."""
         if cursor.first + window.shards < len(self.entries):

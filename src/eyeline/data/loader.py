@@ -15,7 +15,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,16 +26,18 @@ from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Cost, ImageRule
 from eyeline.data import plan as planning
 from eyeline.data.blend import Cursor, Pool, Side, blended, pool_of, pools_of, whole
+from eyeline.data.carried import Carried, Drawn, Order
 from eyeline.data.deal import deal
 from eyeline.data.fetch import Fetch, Row, Visit, fetched_in_order
 from eyeline.data.images import Augment
 from eyeline.data.index import Index
+from eyeline.data.order import Longs
 from eyeline.data.plan import Item, Ordered, Plan, RowOf, Sizing, plan
 from eyeline.data.rejects import FIRST_VERDICT, Reject, Rejects
 from eyeline.data.sets import Data, Divided, divided
 from eyeline.data.tokenizer import Encoder
 
-VERSION = 2  # of the state
+VERSION = 3  # of the state
 PLAIN = Cost(token=1, pair=0, label=0, patch=1, patch_pair=0)
 PATIENCE = 2.0  # seconds of indexing before a bar appears
 
@@ -51,7 +52,7 @@ class Position:
     cursors: tuple[Cursor, ...]  # where the window begins: of the pool of everything, or of each source's
     number: int = 0  # windows before it
     done: int = 0  # packs (and rests without one) of the window that were given
-    bins: "Carried" = field(default_factory=lambda: Carried(()))
+    bins: Carried = field(default_factory=lambda: Carried(()))
     digest: str | None = None  # of the window's plan, once it is made
 
     def state(self) -> dict[str, Any]:
@@ -66,40 +67,9 @@ class Position:
         }
 
     @staticmethod
-    def of(state: dict[str, Any]) -> "Position":
-        bins = tuple(tuple(Item(epoch, window, _rows(runs)) for epoch, window, items in bin for runs in items) for bin in state["bins"])
-        return Position(tuple(Cursor(**c) for c in state["cursors"]), state["number"], state["done"], Carried(bins), state["digest"])
-
-
-@dataclass(frozen=True)
-class Carried:
-    """Open bins between two windows."""
-
-    bins: tuple[tuple[Item, ...], ...]
-
-    @cached_property
-    def written(self) -> list[Any]:
-        """As JSON: the same at every step of a window."""
-        return [_written(bin) for bin in self.bins]
-
-
-def _written(bin: Sequence[Item]) -> list[list[Any]]:
-    """[epoch, window, items] for each stretch of items of one window; an item is [source, shard, rows ...] for each stretch of a shard."""
-    out: list[list[Any]] = []
-    for item in bin:
-        if not out or (item.epoch, item.window) != (out[-1][0], out[-1][1]):
-            out.append([item.epoch, item.window, []])
-        runs: list[list[int]] = []
-        for source, shard, number in item.rows:
-            if not runs or runs[-1][:2] != [source, shard]:
-                runs.append([source, shard])
-            runs[-1].append(number)
-        out[-1][2].append(runs)
-    return out
-
-
-def _rows(runs: list[list[int]]) -> tuple[RowOf, ...]:
-    return tuple((source, shard, number) for source, shard, *numbers in runs for number in numbers)
+    def of(state: dict[str, Any], order: Order | None = None) -> "Position":
+        cursors = tuple(Cursor(**c) for c in state["cursors"])
+        return Position(cursors, state["number"], state["done"], Carried.read(state["bins"], len(cursors), order), state["digest"])
 
 
 class Pack(NamedTuple):
@@ -223,7 +193,7 @@ class Reader:
             _refuse_another(state, identity)
         self.rejects.restore(state["rejects"] if state else {"seen": 0, "counts": {}})
         sizing = self.sizing(budget)
-        groups = self._groups(self._met(sizing, epochs, Position.of(state) if state else None), micro_batches)
+        groups = self._groups(self._met(sizing, epochs, Position.of(state, self._order) if state else None), micro_batches)
         batches: list[Batch] = []
         found: list[Reject] = []
         asked = self._asked(groups, sizing, rank, ranks)
@@ -312,7 +282,7 @@ class Reader:
             digest = made.digest
             here = replace(at, digest=digest)
             ended = self.data.blend == "once" and after[0].epoch > at.cursors[0].epoch
-            at = Position(after, at.number + 1, 0, Carried(tuple(map(tuple, made.bins))))
+            at = Position(after, at.number + 1, 0, Carried(tuple(map(tuple, made.bins)), len(pools), self._order))
             rest = list(_packs_and_rests(made))
             coming = [entry for pool, cursor in zip(pools, after, strict=True) for entry in pool.shards(cursor)]
             for n, (pack, seen, rejects) in enumerate(rest[here.done :], here.done):
@@ -324,7 +294,13 @@ class Reader:
         planning.reopened(at.bins.bins, sizing)  # are they still what was planned?
         left = [Pack(list(bin), _cost(bin, sizing)) for bin in at.bins.bins]
         for n, pack in enumerate(left):
-            yield Met(pack, 0, (), replace(at, bins=Carried(at.bins.bins[n + 1 :])), digest)
+            yield Met(pack, 0, (), replace(at, bins=at.bins.without(n + 1)), digest)
+
+    def _order(self, drawn: Drawn) -> Longs:
+        """The rows of a window of a pool, as they come."""
+        pool, epoch, window = drawn
+        of = self.pools()[pool]
+        return of.window(of.at(epoch, window)).row_R3
 
     def _window(self, pools: tuple[Pool, ...], at: Position, sizing: Sizing) -> tuple[Ordered, tuple[Cursor, ...]]:
         if self.data.blend == "once":

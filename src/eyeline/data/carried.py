@@ -1,0 +1,151 @@
+"""Open bins between two windows, as JSON. Few rows are written out; many are written by where they stand in the order of their window.
+
+A window's rows come in a drawn order and go into bins as they come. So the places of a bin's rows rise in small steps, which take few
+bits, where their numbers would look like chance. The order itself is no state: whoever reads draws it again.
+"""
+
+import base64
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from eyeline.data.order import Longs
+from eyeline.data.plan import Item, RowOf
+
+MANY = 512  # rows of one window that are written out; to read more the window's order is drawn, which needs the indexes of its shards
+
+Drawn = tuple[int, int, int]  # pool, epoch and window
+Order = Callable[[Drawn], Longs]  # rows in the order of a window: source, shard, number
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Open bins between two windows."""
+
+    bins: tuple[tuple[Item, ...], ...]
+    pools: int = field(default=1, compare=False)  # 1: of everything; else one a source
+    order: Order | None = field(default=None, compare=False, repr=False)  # None: every row is written out
+
+    def without(self, first: int) -> "Carried":
+        """All but the first so many."""
+        return Carried(self.bins[first:], self.pools, self.order)
+
+    @cached_property
+    def written(self) -> list[Any]:
+        """As JSON: the same at every step of a window."""
+        rows = Counter[Drawn]()
+        for bin in self.bins:
+            for item in bin:
+                rows[self._drawn(item)] += len(item.rows)
+        places = {drawn: _Places(self.order(drawn)) for drawn, count in rows.items() if count > MANY} if self.order else {}
+        return [
+            [
+                stretch
+                for many, items in groupby(bin, lambda item: self._drawn(item) in places)
+                for stretch in ([self._packed(list(items), places)] if many else _written(items))
+            ]
+            for bin in self.bins
+        ]
+
+    def _drawn(self, item: Item) -> Drawn:
+        return item.rows[0][0] if self.pools > 1 else 0, item.epoch, item.window
+
+    def _packed(self, items: Sequence[Item], places: "dict[Drawn, _Places]") -> list[Any]:
+        """[orders, text]: for each row how far it stands behind the last one of its order, doubled, and 1 more where it begins an item;
+        then the number of the item's order follows."""
+        orders = list(dict.fromkeys(map(self._drawn, items)))
+        last = dict.fromkeys(orders, 0)
+        numbers: list[int] = []
+        for item in items:
+            drawn = self._drawn(item)
+            for n, place in enumerate(places[drawn].of(item.rows)):
+                behind = place - last[drawn]  # not below 0, unless a row comes twice in a window
+                numbers += [4 * behind + (n == 0) if behind >= 0 else -4 * behind - 2 + (n == 0)] + [orders.index(drawn)] * (n == 0)
+                last[drawn] = place
+        return [orders, base64.b64encode(zlib.compress(_bytes(numbers), 9)).decode()]
+
+    @staticmethod
+    def read(bins: Sequence[Any], pools: int = 1, order: Order | None = None) -> "Carried":
+        """What was written."""
+        return Carried(tuple(tuple(item for stretch in bin for item in _items(stretch, order)) for bin in bins), pools, order)
+
+
+class _Places:
+    """Where rows stand in an order."""
+
+    def __init__(self, rows_R3: Longs):
+        self.keys = _keys(rows_R3)
+        self.sorted = np.argsort(self.keys, kind="stable")
+
+    def of(self, rows: Sequence[RowOf]) -> list[int]:
+        return self.sorted[np.searchsorted(self.keys, _keys(np.array(rows, np.int64)), sorter=self.sorted)].tolist()
+
+
+def _keys(rows_R3: Longs) -> Longs:
+    source, shard, number = rows_R3.T
+    return (source << 56) + (shard << 28) + number
+
+
+def _written(items: Iterator[Item]) -> list[list[Any]]:
+    """[epoch, window, items] for each stretch of items of one window; an item is [source, shard, rows ...] for each stretch of a shard."""
+    out: list[list[Any]] = []
+    for item in items:
+        if not out or (item.epoch, item.window) != (out[-1][0], out[-1][1]):
+            out.append([item.epoch, item.window, []])
+        runs: list[list[int]] = []
+        for source, shard, number in item.rows:
+            if not runs or runs[-1][:2] != [source, shard]:
+                runs.append([source, shard])
+            runs[-1].append(number)
+        out[-1][2].append(runs)
+    return out
+
+
+def _items(stretch: Sequence[Any], order: Order | None) -> Iterator[Item]:
+    if len(stretch) == 3:
+        epoch, window, items = stretch
+        for runs in items:
+            yield Item(epoch, window, tuple((source, shard, number) for source, shard, *numbers in runs for number in numbers))
+        return
+    assert order is not None, "rows that are written by their places are read with their orders"
+    orders, text = stretch
+    rows = [order((pool, epoch, window)) for pool, epoch, window in orders]
+    last = [0] * len(orders)
+    numbers = _numbers(zlib.decompress(base64.b64decode(text)))
+    n, found = 0, list[RowOf]()
+    for number in numbers:
+        if number & 1:
+            if found:
+                yield Item(orders[n][1], orders[n][2], tuple(found))
+            n, found = next(numbers), []
+        last[n] += -((number + 2) >> 2) if number & 2 else number >> 2
+        source, shard, row = rows[n][last[n]].tolist()
+        found.append((source, shard, row))
+    yield Item(orders[n][1], orders[n][2], tuple(found))
+
+
+def _bytes(numbers: Sequence[int]) -> bytes:
+    """Seven bits a byte, the lowest first; the highest bit says that more follow."""
+    out = bytearray()
+    for number in numbers:
+        while number > 127:
+            out.append(number & 127 | 128)
+            number >>= 7
+        out.append(number)
+    return bytes(out)
+
+
+def _numbers(data: bytes) -> Iterator[int]:
+    number = shift = 0
+    for byte in data:
+        number |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            yield number
+            number = shift = 0
