@@ -20,7 +20,7 @@ from eyeline.core.randomness import rng_for
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import Encoder, load_tokenizer, train_bpe
 
-SHARDS, PER_SHARD, PART = 64, 26, 16  # archives; samples in one; archives of the part that is timed
+SHARDS, PER_SHARD, PART = 64, 26, 32  # archives; samples in one; archives of the part that is timed
 BUDGET = Budget(4_096, 1 << 16)
 RULE = ImageRule(16, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", Area(64**2, 512**2))
 TEMPLATE = template_named("plain")
