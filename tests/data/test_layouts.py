@@ -282,6 +282,7 @@ MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
         {"Image": "a", "Question": "b", "Answer": "c"},
         "Perhaps columns: {image: Image, question: Question, answer: Answer}.",
     ),
+    "words of another language": ({"foto": "a", "frage": "b", "antwort": "c"}, "its rows have foto, frage, antwort. Wanted"),
     "a table without names": ({"a.jpg": "b.jpg", "one": "two"}, "That looks like a row: a table begins with a line of the names"),
     "the column of pictures": ({"imgae": "a", "conversations": ASKED}, "'imgae' is no column of them. Did you mean 'image'?"),
     "the key of a speaker": (

@@ -68,8 +68,8 @@ def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     return f" Did you mean {close!r}?" if close else ""
 
 
-def closest(word: str, known: list[str] | tuple[str, ...]) -> str | None:
-    """The known word that this one is likely meant for."""
+def closest(word: str, known: list[str] | tuple[str, ...], likeness: float = 0.6) -> str | None:
+    """The known word that this one is likely meant for, if any is as like to it as that (of 1)."""
     import difflib
 
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=likeness)), None)

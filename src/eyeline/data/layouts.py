@@ -255,7 +255,7 @@ def _guess(what: str, names: tuple[str, ...], rows: list[Any]) -> str:
     if any(name.lower().endswith((".jpg", ".jpeg", ".png", ".webp")) for name in names):
         return " That looks like a row: a table begins with a line of the names of its columns."
     wanted = (*PICTURES, *(column for shape in SHAPES for one in shape.needs for column in one))
-    close = {name: closest(name.lower(), wanted) for name in names if name not in wanted}
+    close = {name: closest(name.lower(), wanted, 0.75) for name in names if name not in wanted}
     pairs = ", ".join(f"{ours}: {theirs}" for theirs, ours in close.items() if ours)
     return f" Perhaps columns: {{{pairs}}}." if pairs else ""
 
