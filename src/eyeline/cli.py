@@ -180,6 +180,8 @@ def import_model(
         bool, typer.Option("--transplant", help="Make a model of Qwen3-VL's shape of the tower and a Qwen3, with fresh mergers.")
     ] = False,
     tiles: Annotated[int, typer.Option(help="Cut large pictures: most images of one, its whole among them (at most 5).")] = 1,
+    min_pixels: Annotated[int | None, typer.Option(min=1, help="Of a --model of native sizes: smaller pictures are made larger.")] = None,
+    max_pixels: Annotated[int | None, typer.Option(min=1, help="Of a --model of native sizes: larger pictures are made smaller.")] = None,
     template: Annotated[str | None, typer.Option(help="Chat template; the tokenizer's own, where we know it, when not given.")] = None,
     seed: Annotated[int, typer.Option(help="Of the fresh projector or mergers.")] = 0,
     download_only: Annotated[bool, typer.Option("--download-only", help="Only fetch the models into FOLDER.")] = False,
@@ -196,11 +198,13 @@ def import_model(
 
     if model is not None and (vision is not None or language is not None):
         raise Refused("--model takes a whole model, and --vision and --language the parts of a new one. Give one or the other.")
+    if model is None and (min_pixels is not None or max_pixels is not None):
+        raise Refused("--min-pixels and --max-pixels are limits of a whole model's pictures (--model). Leave them out.")
     _refuse_idle(context, whole=model is not None, transplant=transplant)
     if download_only:
         fetch([name for name in (model, vision, language) if name is not None], folder)
     elif model is not None:
-        import_whole(local_folder(model), folder, template=template)
+        import_whole(local_folder(model), folder, least=min_pixels, most=max_pixels, template=template)
     elif vision is None or language is None:
         raise Refused("give --model with a whole model, or --vision and --language with the two parts of a new one.")
     elif transplant:

@@ -19,6 +19,7 @@ from eyeline.data.templates import TEMPLATES
 from eyeline.generate.prompts import Prompts
 from eyeline.models import build, facts, qwen3, qwen_vision, qwen_vl, siglip2
 from tests.bundle.tiny import PATCH, ROWS, SIDE, drawing, randomise, save_language, save_vision, tokenizer
+from tests.command import Command
 
 RATIO = SIDE // PATCH  # patches a side
 
@@ -46,6 +47,27 @@ def folders(request, tmp_path) -> tuple[Path, Path, Path]:
     language = save_qwen3(tmp_path / "language", *request.param)
     transplant(vision, language, tmp_path / "model")
     return vision, language, tmp_path / "model"
+
+
+def test_limits_of_pixels_are_imported(folders: tuple[Path, Path, Path], tmp_path: Path, eyeline: Command) -> None:
+    """Of any model of native sizes; what the folder says elsewhere stays."""
+    vision, language, model = folders
+    before = open_bundle(model).bundle.config.vision
+    done = eyeline("import", "small", "--model", str(model), "--max-pixels", "90000")
+    assert done.code == 0, done.err
+    assert open_bundle(tmp_path / "small").bundle.config.vision == before.model_copy(update={"most": 90000})
+    stored = json.loads((tmp_path / "small" / "preprocessor_config.json").read_text())
+    assert stored["size"] == {"shortest_edge": before.least, "longest_edge": 90000}
+    parts = ("--vision", str(vision), "--language", str(language), "--transplant")
+    refused = {
+        ("--model", str(model), "--max-pixels", "100"): "least=65536 pixels are more than most=100",
+        ("--model", str(language), "--min-pixels", "100"): "this one is of family text",
+        (*parts, "--max-pixels", "90000"): "limits of a whole model's pictures",
+    }
+    for options, message in refused.items():
+        done = eyeline("import", "other", *options)
+        assert (done.code, message in done.err) == (2, True), done.err
+        assert not (tmp_path / "other").exists()
 
 
 def save_naflex(folder: Path) -> Path:

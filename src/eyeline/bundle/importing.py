@@ -28,8 +28,9 @@ from eyeline.core.log import say, warn
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import add_tokens, load_tokenizer
-from eyeline.models import Config, facts, family_of, llava, siglip2
+from eyeline.models import Config, facts, family_of, llava, qwen3_5_vl, qwen3_vl, qwen_vision, siglip2
 from eyeline.models.forms import Form
+from eyeline.models.hf_config import made
 from eyeline.models.languages import language_from_hf
 
 ROWS = 64  # an embedding that must grow grows to a multiple of this, which matrix units like
@@ -75,9 +76,19 @@ def import_model(
     return take(config, llava.PARTS, weights, language, template, out, max_shard_bytes)
 
 
-def import_whole(model: Path, out: Path, *, template: str | None = None, max_shard_bytes: int = SHARD_BYTES) -> Bundle:
+def import_whole(
+    model: Path,
+    out: Path,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    template: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> Bundle:
     """Take a checkpoint of transformers, of any family, into a new folder `out` of the same form; weights keep the dtype they are
     stored in.
+
+    `least` and `most` take the place of the limits that the folder has for the pixels of a picture of native size.
 
     `template` None takes the one that the tokenizer's own chat template is equal to. Control tokens that the template writes
     and the tokenizer lacks are added, in rows that the embedding has free; it grows only when it has none, and never shrinks.
@@ -87,8 +98,23 @@ def import_whole(model: Path, out: Path, *, template: str | None = None, max_sha
     if (model / DESCRIPTION).exists():
         raise Refused(f"{model} is a folder that Eyeline made, of parts. Use it as it is: train from it (model.path), or talk to it.")
     config, form = read_shape(model)
+    config = limited(config, least, most)
     weights = partial(_weights, config, form, dict.fromkeys(places(config, form), model), 0)
     return take(config, form, weights, model, template, out, max_shard_bytes)
+
+
+def limited(config: Config, least: int | None, most: int | None) -> Config:
+    """The config with these limits for the pixels of a picture. Raises Refused for a model without, and where they contradict."""
+    given = {name: value for name, value in (("least", least), ("most", most)) if value is not None}
+    if not given:
+        return config
+    if not isinstance(config, qwen3_vl.Config | qwen3_5_vl.Config):
+        raise Refused(
+            f"--min-pixels and --max-pixels are for models that take pictures of native size within limits (Qwen3-VL, Qwen3.5), and this "
+            f"one is of family {config.family}. Leave them out."
+        )
+    vision = made("--min-pixels and --max-pixels", qwen_vision.Config, config.vision.model_dump() | given)
+    return config.model_copy(update={"vision": vision})
 
 
 def take(
