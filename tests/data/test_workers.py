@@ -1,6 +1,7 @@
 """Workers: results in order whatever happens to whoever makes them, nobody left behind, nothing waited for for ever."""
 
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from eyeline.core.errors import Refused, StorageFailed
+from eyeline.data import workers
 from eyeline.data.workers import Workers, in_order
 from tests.data.mines import Done, Job, Work
 from tests.processes import alive, children, gone
@@ -195,6 +197,7 @@ def test_signals_for_the_run_do_not_reach_its_workers() -> None:
 
 MAIN = """
 import sys
+from eyeline.data import workers
 from eyeline.data.workers import Workers, in_order
 from tests.data.mines import Job, Work
 
@@ -223,3 +226,21 @@ def test_workers_end_with_the_main_process(what: str, how: str, tmp_path: Path) 
             process.send_signal(signal.SIGKILL)
         process.wait(20)
     assert gone(pids)
+
+
+def test_where_a_worker_is_is_never_read_half_written() -> None:
+    """A time that is not there yet would be a worker that has hung since the machine started."""
+    place = mmap.mmap(-1, workers._PROGRESS.size)
+    start = time.monotonic_ns()
+    workers._say(place, 7, 3, "reading")
+    writer = os.fork()
+    if writer == 0:
+        for _ in range(200_000):
+            workers._say(place, 7, 3, "reading")
+        os._exit(0)
+    found: list[tuple[int, ...]] = []
+    while os.waitpid(writer, os.WNOHANG) == (0, 0):
+        found.append((*workers._PROGRESS.unpack_from(place), time.monotonic_ns()))
+    assert len(found) > 1000
+    assert {tuple(what) for *what, _, _ in found} == {(7, 3, workers.PHASES.index("reading"))}
+    assert all(start <= since <= now for *_, since, now in found)

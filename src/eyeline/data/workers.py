@@ -382,7 +382,8 @@ def serve(handle: int, progress: int, parent: int) -> None:
 
 
 def _say(stands: mmap.mmap, number: int, part: int, phase: Phase) -> None:
-    _PROGRESS.pack_into(stands, 0, number, part, PHASES.index(phase), time.monotonic_ns())
+    # at once: `pack_into` clears the place first, and a reader in between would take the worker for one that has hung for days
+    stands[: _PROGRESS.size] = _PROGRESS.pack(number, part, PHASES.index(phase), time.monotonic_ns())
 
 
 def _done(work: Callable[[Any, At], Any], job: Any, at: At) -> Any:
