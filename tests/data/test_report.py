@@ -142,6 +142,8 @@ def test_of_large_data_some_is_looked_at_and_said_to_be_about(
     some = data_report(reader, Budget(50, 64), Depth(shards=4, examined=10))
     assert (some.exact, some.looked, some.examined) == (False, 20, 10)
     assert some.training == pytest.approx(200, abs=4)
+    rows = reporting.Looked.of(reader, Budget(50, 64), False, Depth(rows=12)).rows  # of 32 shards, the first three when scattered
+    assert [shard for _, shard, _ in rows] == [0] * 5 + [10] * 5 + [20] * 5
     monkeypatch.setattr(reporting, "KEPT_OPEN", 6)  # without a folder no more is looked at than is remembered
     assert data_report(reader, Budget(50, 64), QUICK).looked == 15
     kept = Reader(reader.data.model_copy(update={"cache": str(tmp_path / "index")}), plain, rule, 0)
@@ -227,7 +229,7 @@ def test_samples_of_each_source_are_shown(tmp_path: Path, draw: Callable[..., Pa
 
 
 def data_report_rows(reader: Reader) -> list[tuple[int, int, int]]:
-    return reporting.Looked.of(reader, Budget(99, 64), False, 32).rows
+    return reporting.Looked.of(reader, Budget(99, 64), False, QUICK).rows
 
 
 def test_thumbnails_hold_pixels_and_nothing_else(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:

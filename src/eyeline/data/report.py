@@ -6,7 +6,7 @@ are. Of these rows some are *examined*, evenly spread again: read, and their pic
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -38,14 +38,15 @@ class Depth:
     """How much is looked at."""
 
     shards: int = 32  # of each source at most, evenly spread
+    rows: int = 20_000  # of each source; no further shard is looked at once there are so many
     examined: int = 2_000  # samples at most, evenly spread over the sources
     compared: int = 0  # samples at most that are compared with each other
     packed: bool = False  # whether budgets are tried
 
 
 QUICK = Depth()
-THOROUGH = Depth(compared=50_000, packed=True)
-WHOLE = Depth(shards=2**62, examined=2**62, compared=2**62, packed=True)
+THOROUGH = Depth(rows=200_000, compared=50_000, packed=True)
+WHOLE = Depth(shards=2**62, rows=2**62, examined=2**62, compared=2**62, packed=True)
 
 
 @dataclass(frozen=True)
@@ -164,10 +165,9 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
     beside the validation set."""
     own = reader.judges.index is not reader.training.index
     sources = len(reader.training.index.sources) + (len(reader.judges.index.sources) if own else 0)
-    shards = depth.shards
     if reader.training.index.folder is None:  # then indexes are only remembered: no more than there is room for, so that none is made twice
-        shards = max(1, min(shards, KEPT_OPEN // (sources + 1)))
-    sides = [Looked.of(reader, budget, judges, shards) for judges in ((False, True) if reader.validates else (False,))]
+        depth = replace(depth, shards=max(1, min(depth.shards, KEPT_OPEN // (sources + 1))))
+    sides = [Looked.of(reader, budget, judges, depth) for judges in ((False, True) if reader.validates else (False,))]
     learning, judging = sides[0], sides[1:]
     asked = [(side, row) for side in sides for row in side.rows]
     examined = _Examined.of(reader, _spread(asked, depth.examined))
@@ -216,20 +216,25 @@ class Looked:
     exact: bool  # whether that was counted
 
     @staticmethod
-    def of(reader: Reader, budget: Budget, judges: bool, most: int) -> "Looked":
+    def of(reader: Reader, budget: Budget, judges: bool, depth: Depth) -> "Looked":
         side = reader.judges if judges else reader.training
         numbers: dict[tuple[int, int], Longs] = {}
         counts: list[int] = []
         exact = True
         for source, opened in enumerate(side.index.sources):
             shards = range(side.shards(source))
-            chosen = _spread(shards, most)
-            for shard in chosen:
+            chosen: list[int] = []
+            found = 0
+            for shard in _scattered(_spread(shards, depth.shards)):
+                if found >= depth.rows:
+                    break
+                chosen.append(shard)
                 numbers[source, shard] = np.flatnonzero(side.kept(source, shard))
-            found = sum(len(numbers[source, shard]) for shard in chosen)
+                found += len(numbers[source, shard])
             share = sum(opened.shards[n].bytes for n in chosen) / max(sum(opened.shards[n].bytes for n in shards), 1)
             counts.append(found if len(chosen) == len(shards) else round(found / share))
             exact &= len(chosen) == len(shards)
+        numbers = dict(sorted(numbers.items()))
         rows = [(source, shard, number) for (source, shard), of_shard in numbers.items() for number in of_shard.tolist()]
         return Looked(side, reader.sizing(budget, judges), rows, numbers, counts, exact)
 
@@ -289,6 +294,12 @@ def _spread(values: Sequence[T], most: int) -> list[T]:
     if len(values) <= most:
         return list(values)
     return [values[n] for n in np.linspace(0, len(values) - 1, most).astype(int)]
+
+
+def _scattered(values: Sequence[T]) -> list[T]:
+    """The same in an order of which every beginning is about evenly spread: that of numbers whose digits are reversed."""
+    digits = max(len(values) - 1, 1).bit_length()
+    return [values[n] for n in sorted(range(len(values)), key=lambda n: f"{n:0{digits}b}"[::-1])]
 
 
 @dataclass(eq=False)
