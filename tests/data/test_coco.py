@@ -38,6 +38,7 @@ def test_captions_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert rows.read(next(rows.rows_in(1))[0]).pictures[0].source == tmp_path / "train2017" / "000000000000.jpg"
     assert [rows.named(place)[2] for place, _, _ in rows.kept()] == list(range(7))
     again = pickle.loads(pickle.dumps(rows))
+    assert not again.container._names  # type: ignore[attr-defined]  # what the images are called is read again
     assert [found for *_, found in again.kept()] == [found for *_, found in rows.kept()]
 
 

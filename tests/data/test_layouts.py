@@ -196,6 +196,8 @@ def test_a_renamed_column_is_not_taken_as_what_it_was_called(opened) -> None:
     assert parts(swapped) == [["what?"], ["a dot"]]
     other = opened([{"image": "a", "text": "long", "short": "one"}], columns={"caption": "short"})
     assert parts(other) == [["<a>", "Describe the image."], ["one"]]
+    kinds = opened([SOUND | {"system": "a kind"}], columns={"kind": "system"})
+    assert (parts(kinds), [kind for _, kind, _ in kinds.kept()]) == ([["what?"], ["a dot"]], ["a kind"])
 
 
 @pytest.mark.parametrize("as_text", [False, True])
