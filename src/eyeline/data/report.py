@@ -224,13 +224,13 @@ class Looked:
         for source, opened in enumerate(side.index.sources):
             shards = range(side.shards(source))
             chosen: list[int] = []
-            found = 0
+            found = met = 0
             for shard in _scattered(_spread(shards, depth.shards)):
-                if found >= depth.rows:
+                if met >= depth.rows:  # of both sides: what is held out lies in the same shards
                     break
                 chosen.append(shard)
                 numbers[source, shard] = np.flatnonzero(side.kept(source, shard))
-                found += len(numbers[source, shard])
+                found, met = found + len(numbers[source, shard]), met + len(side.index.shard(source, shard))
             share = sum(opened.shards[n].bytes for n in chosen) / max(sum(opened.shards[n].bytes for n in shards), 1)
             counts.append(found if len(chosen) == len(shards) else round(found / share))
             exact &= len(chosen) == len(shards)
