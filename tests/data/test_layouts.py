@@ -251,6 +251,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"roles": {"user": "guest", "assistant": "bott"}},
         r"assistant: bott, but the speakers of its turns are guest, bot\. Did you mean 'bot'\?",
     ),
+    "two columns of pictures": (
+        {"conversations": turns("a", "b"), "foto": "a", "more": ["b"]},
+        {"columns": {"images": "more", "image": "foto"}},
+        r"columns: image and images are names of one thing, and of a row one is read\. Keep one of them",
+    ),
     "roles without turns": (SOUND, {"layout": "captions", "roles": {"user": "x"}}, r"the layout captions has no turns with roles"),
     "roles of another layout": (SOUND, {"roles": {"user": "x"}}, r"the speakers of its turns are "),
 }

@@ -149,6 +149,8 @@ def test_only_groups_in_bounded_memory_are_kept_and_only_needed_columns_are_read
     assert cost([0, 1, 0, 1]) == 0
     assert cost([2, 3]) > 0
     assert cost([0]) > 0
+    monkeypatch.setattr(parquet, "KEPT", 1)  # small groups, of which there may be many thousands
+    assert cost([0, 1, 0, 1]) > cost([0, 0, 1, 1]) > 0
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,10 +319,12 @@ def test_a_data_url_over_the_cap(opened, monkeypatch: pytest.MonkeyPatch) -> Non
     assert complaint(opened([{"image": "data:image/png;base64," + "A" * 104, "conversations": ASKED}])) == ("data_url", "image")
 
 
-def test_the_folder_of_the_images_can_be_another(opened, tmp_path: Path) -> None:
+def test_the_folder_of_the_images_can_be_another(opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pictures").mkdir()
     rows = opened([{"image": "a.png", "conversations": ASKED}], images=str(tmp_path / "pictures"))
     assert row_of(rows).pictures[0].source == tmp_path / "pictures" / "a.png"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert opened([{"image": "a.png", "conversations": ASKED}], images="~/pictures").root == tmp_path / "pictures"
     absolute = opened([{"image": str(tmp_path / "b.png"), "conversations": ASKED}], images="/")
     assert row_of(absolute).pictures[0].source == tmp_path / "b.png"
     with pytest.raises(Refused, match=r"the folder of the images, .*nowhere, does not exist"):

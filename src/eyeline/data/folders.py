@@ -69,7 +69,7 @@ def image_folder(images: str, retries: int) -> Location:
     if stores.is_url(images):
         folder = _located_remotely(stores.remote(images), True, retries)
     else:
-        folder = Path(os.path.abspath(images))
+        folder = Path(os.path.abspath(os.path.expanduser(images)))
     if not is_folder(folder):
         raise Refused(f"the folder of the images, {folder}, does not exist. Set images: to the folder that picture paths start from")
     return folder

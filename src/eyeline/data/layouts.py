@@ -37,7 +37,7 @@ Name = Literal[
 LOOKED_AT = 20  # rows that can be read
 SKIPPED = 100  # of those and of others, at most
 KINDS = ("kind", "category")
-SAME = (PICTURES, FILMS, CAPTIONS, ANSWERS, KINDS)  # columns of which a row needs one
+SAME = (PICTURES, FILMS, CAPTIONS, ANSWERS, KINDS)  # columns of which one is read
 
 
 @dataclass(frozen=True)
@@ -282,6 +282,10 @@ def _refuse_unknown(path: Location, declared: str | None, mapping: Mapping, shap
             raise Refused(
                 f"{path}: columns: {ours} is no column of {whose}.{hint} Columns are given as OURS: THEIRS, and ours are {', '.join(known)}"
             )
+    for same in SAME:
+        twice = [ours for ours, _ in mapping.columns if ours in same]
+        if len(twice) > 1:
+            raise Refused(f"{path}: columns: {' and '.join(twice)} are names of one thing, and of a row one is read. Keep one of them")
     if mapping.roles and not any(shape.speaker for shape in shapes):
         raise Refused(f"{path}: roles: the layout {declared} has no turns with roles. Leave them out")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pyarrow as arrow
 
 MAX_GROUP_BYTES = 1 << 30  # a row of a group cannot be read alone
-KEPT_BYTES = 256 << 20  # of groups read last, in each process
+KEPT, KEPT_BYTES = 256, 256 << 20  # groups read last, in each process, and how much of them together
 
 
 class Group(NamedTuple):
@@ -38,7 +38,7 @@ class Tables:
     header: tuple[str, ...]
     read: "Callable[[File, Group, tuple[str, ...]], arrow.Table]"  # BadSample for a group that is damaged
     what: str
-    _kept: "OrderedDict[int, arrow.Table]" = field(default_factory=OrderedDict, repr=False, compare=False)
+    _kept: "OrderedDict[int, tuple[arrow.Table, int]]" = field(default_factory=OrderedDict, repr=False, compare=False)
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         try:
@@ -65,10 +65,11 @@ class Tables:
         """A whole group; the last ones are kept. BadSample when it is damaged: then none of its rows can be read."""
         if shard in self._kept:
             self._kept.move_to_end(shard)
-            return self._kept[shard]
+            return self._kept[shard][0]
         group = self.groups[shard]
-        table = self._kept[shard] = self.read(self.files[group.file], group, self.columns)
-        while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > KEPT_BYTES:
+        table = self.read(self.files[group.file], group, self.columns)
+        self._kept[shard] = table, table.nbytes
+        while len(self._kept) > KEPT or (len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > KEPT_BYTES):
             self._kept.popitem(last=False)
         return table
 
