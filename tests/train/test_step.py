@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from eyeline.core.batch import Batch, Document
+from eyeline.core.errors import OutOfMemory
 from eyeline.models import llava
 from eyeline.models.lora import LoRA, wrap
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
@@ -176,3 +177,19 @@ def test_text_alone_is_passed_over_by_parts_that_only_pictures_reach(part: str) 
     assert b.loss == pytest.approx(a.loss, rel=1e-6)
     assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
     assert b.grad_norm > 0
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_what_does_not_fit_into_memory_is_named(judged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, large = model(), batch(document(7, 12, 5), document(8, 30, 1, images=2), tokens=80)
+
+    def full(*_) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr(made, "forward", full)
+    with pytest.raises(OutOfMemory) as caught:
+        validate(made, [large]) if judged else step(made, [batch(document(1, 9, 0)), large])
+    said = str(caught.value)
+    assert ("a batch of validation" if judged else "micro-batch 1 of step 0") in said
+    assert f"80 tokens; its longest document is {large.ids[1]} with 30; {large.counts.patches} patches" in said
+    assert "batch.tokens" in said and "2.00 GiB" in said and "more" not in said.rpartition("(")[2]

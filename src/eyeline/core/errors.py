@@ -53,13 +53,19 @@ class RunLocked(Exception):
     code: ClassVar[int] = 6
 
 
+class OutOfMemory(Exception):
+    """A micro-batch does not fit into the device's memory; exit code 7."""
+
+    code: ClassVar[int] = 7
+
+
 class Stopped(Exception):
     """SIGTERM or SIGINT asked for an end; all is saved, and the same command goes on from there. Exit code 75."""
 
     code: ClassVar[int] = 75
 
 
-EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, Stopped)  # each has a `code`
+EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, OutOfMemory, Stopped)  # each has a `code`
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:

@@ -1,6 +1,7 @@
 """One optimizer update. Sums and counts first, one division at the end."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from eyeline.core.batch import Batch, Counts
+from eyeline.core.errors import OutOfMemory
 from eyeline.core.randomness import seed_for
 from eyeline.models.decoder import take_load
 from eyeline.models.moe import Aux, Bias, move_biases
@@ -61,9 +63,10 @@ def update(
         if batch.counts.supervised == 0:
             continue
         torch.manual_seed(seed_for(seed, "dropout", step, i))
-        loss = model(batch) / counts.supervised
-        if loss.requires_grad:  # text alone never reaches a projector or tower that learns alone
-            loss.backward()
+        with fitting(micro_batches[i], f"micro-batch {i} of step {step}"):
+            loss = model(batch) / counts.supervised
+            if loss.requires_grad:  # text alone never reaches a projector or tower that learns alone
+                loss.backward()
         total += loss.detach()
 
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -91,6 +94,21 @@ def update(
     return Report(loss_value, norm_value, "applied" if finite else "not finite", counts, experts)
 
 
+@contextmanager
+def fitting(batch: Batch, what: str) -> Iterator[None]:
+    """Where the device's memory is too small: OutOfMemory, with what was in the batch (on the host) and its longest document."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        lengths = batch.cu_S1.diff()[: len(batch.ids)]
+        longest = f"; its longest document is {batch.ids[int(lengths.argmax())]} with {int(lengths.max()):,}" if batch.ids else ""
+        raise OutOfMemory(
+            f"{what} does not fit into the memory of the device: {batch.counts.slots:,} tokens{longest}; {batch.counts.patches:,} patches, "
+            f"the largest image has {batch.longest_image:,}. Lower batch.tokens or batch.patches, or list more parts under recompute; the "
+            f"same command goes on from the last checkpoint ({str(error).splitlines()[0]})"
+        ) from error
+
+
 @torch.no_grad()
 def validate(model: nn.Module, batches: Iterable[Batch]) -> tuple[float, int]:
     """The loss in nats a label over all of `batches`, and the number of labels. Dropout is off meanwhile."""
@@ -101,7 +119,8 @@ def validate(model: nn.Module, batches: Iterable[Batch]) -> tuple[float, int]:
     labels = 0
     for batch in batches:
         if batch.counts.supervised:
-            total += model(batch.to(device))
+            with fitting(batch, "a batch of validation"):
+                total += model(batch.to(device))
             labels += batch.counts.supervised
     model.train(was_training)
     return float(total) / max(labels, 1), labels
