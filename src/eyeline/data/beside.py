@@ -20,13 +20,14 @@ class Beside:
     pictures: tuple[str, ...]  # names from the folder on
     texts: tuple[File | None, ...]  # None: there is none
     folder: Location
+    run: int  # pictures of a shard, but of the last
     shards: tuple[Shard, ...]
     what: str
     header: tuple[str, ...] = ("image", "caption")
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
-        first = shard * SHARD_ROWS
-        for number in range(min(SHARD_ROWS, len(self.pictures) - first)):
+        first = shard * self.run
+        for number in range(min(self.run, len(self.pictures) - first)):
             place = Place(shard, number, first + number, 1)
             try:
                 row = self.row(place)
@@ -43,10 +44,11 @@ class Beside:
         return {"image": name, "caption": text.read(0, text.size).decode("utf-8-sig", "surrogateescape")}
 
     def lies_in(self, shard: int) -> File:
-        return next(text for text in (*self.texts[shard * SHARD_ROWS :], *self.texts) if text is not None)
+        return next(text for text in (*self.texts[shard * self.run :], *self.texts) if text is not None)
 
     def named(self, place: Place) -> tuple[str, str, int]:
-        return f"{self.folder.name}#{place.begin}", str(self.folder), place.begin
+        number = place.shard * self.run + place.number
+        return f"{self.folder.name}#{number}", str(self.folder), number
 
 
 def open_beside(pictures: Sequence[Location], texts: Sequence[Location | None], folder: Location, retries: int) -> Beside:
@@ -67,4 +69,4 @@ def open_beside(pictures: Sequence[Location], texts: Sequence[Location | None], 
         shards.append(Shard(f"{folder.name}#{first}", digest, sum(file.size for file in files[run] if file is not None)))
     without = sum(file is None for file in files)
     what = "pictures with a .txt beside each" + (f", but {without:,} without" if without else "")
-    return Beside(tuple(names), tuple(files), folder, tuple(shards), what)
+    return Beside(tuple(names), tuple(files), folder, SHARD_ROWS, tuple(shards), what)
