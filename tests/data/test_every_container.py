@@ -22,6 +22,7 @@ from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import ImageRule
 from eyeline.data import beside, csv_rows, json_rows, prepare, tars
+from eyeline.data.containers import File
 from eyeline.data.loader import Reader, Step
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source, open_source
@@ -285,3 +286,14 @@ for name, rows, wanted in pickle.load(open(sys.argv[1], "rb")):
             found = (bad.cause, bad.field, bad.message)
         assert found == one, (name, place, found, one)
 """
+
+
+@pytest.mark.timeout(4)
+def test_the_file_of_a_shard_is_found_at_once(tmp_path: Path) -> None:
+    """Each visit of a row asks for it, and there may be as many files as rows."""
+    (tmp_path / "a.txt").write_text("a")
+    one = File.of(tmp_path / "a.txt", 0)
+    many = beside.Beside(("a.png",) * 200_000, (None, *[one] * 199_998, None), tmp_path, 2048, (), "")
+    assert all(many.lies_in(shard) is one for _ in range(20) for shard in range(98))
+    last = beside.Beside(("a.png",) * 3, (one, None, None), tmp_path, 2, (), "")
+    assert last.lies_in(1) is one

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
@@ -44,7 +45,9 @@ class Beside:
         return {"image": name, "caption": text.read(0, text.size).decode("utf-8-sig", "surrogateescape")}
 
     def lies_in(self, shard: int) -> File:
-        return next(text for text in (*self.texts[shard * self.run :], *self.texts) if text is not None)
+        first = shard * self.run
+        numbers = chain(range(first, len(self.texts)), range(first))
+        return next(text for number in numbers if (text := self.texts[number]) is not None)
 
     def named(self, place: Place) -> tuple[str, str, int]:
         number = place.shard * self.run + place.number
