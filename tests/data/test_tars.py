@@ -355,3 +355,12 @@ def test_an_archive_of_pictures_first_is_told_how_samples_lie(tmp_path: Path, la
     members = [(f"{n}.jpg", encoded(n)) for n in range(30)]
     with pytest.raises(Refused, match=r"a sample's text follows its picture.* If it is a folder that was packed up, unpack it"):
         open_source(Source(path=str(archive(tmp_path / "x.tar", [*members, *last]))))
+
+
+def test_what_is_declared_is_not_blamed_for_rows_that_cannot_be_read(tmp_path: Path) -> None:
+    members = [("0.left.png", b"a"), ("0.right.png", b"b"), ("0.said.txt", "what?"), ("0.json", {"image": "other.png"})]
+    path = archive(tmp_path / "x.tar", members)
+    with pytest.raises(
+        Refused, match=r"none of its first rows is an object \(the first that cannot be read: .*names none of the pictures left"
+    ):
+        open_source(Source(path=str(path), columns={"caption": "said.txt"}))

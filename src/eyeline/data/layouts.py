@@ -193,7 +193,8 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
     if not count:
         raise Refused(f"{path} holds no rows")
     names = container.header or tuple(dict.fromkeys(key for _, row in rows if isinstance(row, dict) for key in row))
-    _refuse_absent(path, mapping, shapes, [row for _, row in rows if isinstance(row, dict)], names)
+    if names:
+        _refuse_absent(path, mapping, shapes, [row for _, row in rows if isinstance(row, dict)], names)
     fits = {shape.name: [n for n, row in rows if shape.fits(_tried(mapping, shape, row))] for shape in shapes}
     best = max(shapes, key=lambda shape: len(fits[shape.name]))
     if not fits[best.name]:
