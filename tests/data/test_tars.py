@@ -362,5 +362,6 @@ def test_what_is_declared_is_not_blamed_for_rows_that_cannot_be_read(tmp_path: P
     path = archive(tmp_path / "x.tar", members)
     with pytest.raises(
         Refused, match=r"none of its first rows is an object \(the first that cannot be read: .*names none of the pictures left"
-    ):
+    ) as caught:
         open_source(Source(path=str(path), columns={"caption": "said.txt"}))
+    assert "pictures alone" not in str(caught.value)

@@ -248,7 +248,7 @@ def _guess(what: str, names: tuple[str, ...], rows: list[Any]) -> str:
         return " Answers that are compared (preference data) are not learned: keep the good ones as completion or output."
     if rows and all(isinstance(row, list) and row and all(isinstance(item, dict) for item in row) for row in rows):
         return " Its rows are lists of objects, several samples in a row: give the file from before it was packed; Eyeline packs itself."
-    if what.startswith("WebDataset") and not set(names) - {"images", "csv", "tsv"}:
+    if what.startswith("WebDataset") and names and not set(names) - {"images", "csv", "tsv"}:
         return (
             " Its first samples are pictures alone: in an archive a sample's text follows its picture, of one name up to the first dot. "
             "If it is a folder that was packed up, unpack it."
