@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import eyeline.data.containers
+import eyeline.data.containers.container
 import eyeline.data.fetch
 import eyeline.train.loop as loop
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
@@ -177,7 +177,7 @@ def tries(recipe: dict[str, Any], folder: Path) -> int:
         raise StorageFailed("could not read it.") from OSError(errno.EIO, "Input/output error")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eyeline.data.containers.time, "sleep", lambda _: None)
+        patch.setattr(eyeline.data.containers.container.time, "sleep", lambda _: None)
         patch.setattr(eyeline.data.fetch, "held", failing)
         with pytest.raises(StorageFailed):
             trained(recipe, folder)

@@ -14,8 +14,8 @@ from eyeline.core.log import say, visible
 
 EXIT_CODES = """
 Exit codes: 0 done · 1 a defect of Eyeline (with a traceback) · 2 refused: settings, files or arguments · 3 too many rejected
-samples · 4 too many steps that are not finite · 5 storage failed · 6 the run folder is in use · 75 stopped by a signal, all
-saved: the same command goes on from there.
+samples · 4 too many steps that are not finite · 5 storage failed · 6 the run folder is in use · 7 a micro-batch does not fit
+into the device's memory · 75 stopped by a signal, all saved: the same command goes on from there.
 """
 
 IMPORT_EXAMPLE = """
@@ -122,7 +122,7 @@ def data(
 ) -> None:
     """Show what a recipe's data are: sizes, lengths, budgets, rejects, twins, samples; in the terminal and as a page without script."""
     run = _read(recipe, overrides)
-    from eyeline.data.report import THOROUGH, WHOLE
+    from eyeline.data.report.report import THOROUGH, WHOLE
     from eyeline.recipes.check import look
 
     say(f"page: {look(run, out, samples, WHOLE if all else THOROUGH)}")

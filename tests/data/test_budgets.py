@@ -11,11 +11,11 @@ import pytest
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.facts import ImageRule
-from eyeline.data import budgets
 from eyeline.data.blend import Cursor
-from eyeline.data.budgets import Load, Packing, packing, packings, suggested
 from eyeline.data.loader import VERSION, Position, Reader
-from eyeline.data.report import THOROUGH, data_report
+from eyeline.data.report import budgets
+from eyeline.data.report.budgets import Load, Packing, packing, packings, suggested
+from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source
 from eyeline.data.tokenizer import Encoder

@@ -9,7 +9,8 @@ import pytest
 
 from eyeline.core.batch import Budget
 from eyeline.core.facts import ImageRule
-from eyeline.data import blend, carried, json_rows
+from eyeline.data import blend, carried
+from eyeline.data.containers import json_rows
 from eyeline.data.loader import Position, Reader
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source

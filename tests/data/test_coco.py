@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eyeline.core.errors import BadSample, Refused
-from eyeline.data import json_rows
+from eyeline.data.containers import json_rows
 from eyeline.data.sources import Rows, Source, open_source
 from tests.data.test_containers import everything
 from tests.data.test_sources import chat, complaint, parts

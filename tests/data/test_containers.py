@@ -14,10 +14,11 @@ from PIL import Image as Pillow
 
 from eyeline.core.batch import Picture, Span
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.data import containers, json_rows
-from eyeline.data.containers import Container, File, fingerprints, persistent, span_file
+from eyeline.data.containers import container as containers
+from eyeline.data.containers import json_rows
+from eyeline.data.containers.container import Container, File, fingerprints, persistent, span_file
+from eyeline.data.containers.json_rows import open_lines, open_list
 from eyeline.data.images import decode, open_picture, picture_key
-from eyeline.data.json_rows import open_lines, open_list
 from eyeline.data.sources import Source, open_source
 
 ODD = ["plain", 'nested [ ] { } " , \\', "bytes ä 漢 \N{GRINNING FACE}", "x" * 300, "", "line\nbreak\ttab"]

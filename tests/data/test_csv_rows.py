@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.data import csv_rows
-from eyeline.data.containers import Container
+from eyeline.data.containers import csv_rows
+from eyeline.data.containers.container import Container
 from eyeline.data.sources import Rows, Source, open_source
 from tests.data.test_containers import everything
 from tests.data.test_sources import chat, complaint, parts

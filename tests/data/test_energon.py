@@ -11,9 +11,9 @@ import pytest
 
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
-from eyeline.data import tars
-from eyeline.data.containers import File
-from eyeline.data.energon import expanded
+from eyeline.data.containers import tars
+from eyeline.data.containers.container import File
+from eyeline.data.containers.energon import expanded
 from eyeline.data.sources import Rows, Source, open_source
 from tests.data.test_sources import parts
 from tests.data.test_tars import archive, encoded, outcomes

@@ -14,12 +14,12 @@ from eyeline.core.errors import StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import read_lines
 from eyeline.data import fetch, loader
-from eyeline.data.containers import File
+from eyeline.data.containers.container import File
+from eyeline.data.containers.tars import Tars
 from eyeline.data.index import ShardIndex
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source
-from eyeline.data.tars import Tars
 from eyeline.data.tokenizer import Encoder
 from tests.data.mines import Mined
 from tests.data.test_loader import BUDGET, assert_same, assert_same_steps, flat
@@ -222,7 +222,7 @@ def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: 
         return real(medium)
 
     monkeypatch.setattr(fetch, "held", held)
-    monkeypatch.setattr("eyeline.data.containers.time.sleep", waits.append)
+    monkeypatch.setattr("eyeline.data.containers.container.time.sleep", waits.append)
     assert_same_steps(list(open_reader(path, read_retries=2).steps(BUDGET, 1, 1)), wanted)
     assert len(waits) == 18
     with pytest.raises(StorageFailed, match="tried 2 times"):

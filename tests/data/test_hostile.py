@@ -115,7 +115,7 @@ def test_every_container_is_in_the_table(tmp_path: Path) -> None:
     """One that is new is tried with hostile rows, too."""
     tried = {type(open_source(Source(path=str(write(tmp_path, [SOUND, SOUND])))).container).__name__ for write in OF_TEXTS.values()}
     found: set[str] = set()
-    for module in pkgutil.iter_modules(eyeline.data.__path__, "eyeline.data."):
+    for module in pkgutil.walk_packages(eyeline.data.__path__, "eyeline.data."):
         kinds = [kind for kind in vars(importlib.import_module(module.name)).values() if isinstance(kind, type) and is_dataclass(kind)]
         found |= {kind.__name__ for kind in kinds if all(callable(getattr(kind, name, None)) for name in ("rows", "row", "named"))}
     assert found - tried == {"Packed"}  # what `eyeline prepare` wrote, from rows that one of the others had read

@@ -19,7 +19,8 @@ import pytest
 from eyeline.core.batch import Budget, Picture, Sample, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import Area, Cost, ImageRule, Patches, Square, Tiles
-from eyeline.data import images, index, json_rows
+from eyeline.data import images, index
+from eyeline.data.containers import json_rows
 from eyeline.data.documents import Measured, Tokenised, answered, fitted, tokenised
 from eyeline.data.images import Size, frames_of, picture_key, size_of
 from eyeline.data.index import Index, ShardIndex

@@ -11,8 +11,8 @@ import pytest
 
 from eyeline.core.batch import Picture, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.data import parquet
-from eyeline.data.containers import Window
+from eyeline.data.containers import parquet
+from eyeline.data.containers.container import Window
 from eyeline.data.images import picture_key
 from eyeline.data.sources import Rows, Source, open_source
 from tests.data.test_containers import everything
@@ -201,8 +201,8 @@ def test_a_file_that_changes_or_a_store_that_fails_stops_the_run(tmp_path: Path,
     def broken(*_: Any) -> bytes:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("eyeline.data.containers.os.pread", broken)
-    monkeypatch.setattr("eyeline.data.containers.time.sleep", lambda _: None)
+    monkeypatch.setattr("eyeline.data.containers.container.os.pread", broken)
+    monkeypatch.setattr("eyeline.data.containers.container.time.sleep", lambda _: None)
     with pytest.raises(StorageFailed, match=r"could not read .*x\.parquet: Input/output error.*tried 4 times"):
         twin.read(place)
     monkeypatch.undo()

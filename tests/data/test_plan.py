@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Area, Cost, ImageRule
-from eyeline.data import blend, containers, index, json_rows, loader, plan
+from eyeline.data import blend, index, loader, plan
 from eyeline.data.blend import Cursor, Pool, Side, blended, pools_of
+from eyeline.data.containers import container as containers
+from eyeline.data.containers import json_rows
 from eyeline.data.images import Augment
 from eyeline.data.loader import Reader, Step
 from eyeline.data.order import WINDOW_SHARDS

@@ -22,11 +22,13 @@ from hypothesis import strategies as st
 from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed, TooManyRejects
 from eyeline.core.facts import Area, Film, ImageRule, Square
-from eyeline.data import containers, json_rows, order, packed, prepare
+from eyeline.data import order, packed, prepare
+from eyeline.data.containers import container as containers
+from eyeline.data.containers import json_rows
 from eyeline.data.images import Augment, decode, open_picture
 from eyeline.data.loader import Reader
 from eyeline.data.packed import Manifest, packed_row, packed_sample
-from eyeline.data.report import THOROUGH, data_report
+from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.sets import Data, training_samples
 from eyeline.data.sources import Source, open_source
 from eyeline.data.templates import TEMPLATES

@@ -22,8 +22,9 @@ from transformers import PreTrainedTokenizerFast
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Area, ImageRule
-from eyeline.data import blend, fetch, images, index, json_rows, plan
+from eyeline.data import blend, fetch, images, index, plan
 from eyeline.data.batches import batch_of
+from eyeline.data.containers import json_rows
 from eyeline.data.documents import document_of
 from eyeline.data.images import prepare
 from eyeline.data.loader import Reader
@@ -180,7 +181,8 @@ import torch.distributed as dist
 from eyeline.core.batch import Budget
 from eyeline.core.errors import StorageFailed, TooManyRejects
 from eyeline.core.facts import ImageRule, Square
-from eyeline.data import json_rows, loader
+from eyeline.data.containers import json_rows
+from eyeline.data import loader
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source

@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import Budget
 from eyeline.core.facts import Area, Film, ImageRule
-from eyeline.data import report as reporting
 from eyeline.data.documents import document_of
 from eyeline.data.images import grey
 from eyeline.data.loader import Reader
 from eyeline.data.prepare import prepare
-from eyeline.data.report import QUICK, THOROUGH, WHOLE, Depth, Epoch, Measure, data_report
+from eyeline.data.report import report as reporting
+from eyeline.data.report.report import QUICK, THOROUGH, WHOLE, Depth, Epoch, Measure, data_report
+from eyeline.data.report.shown import LONGEST_PIECE, MOST_PIECES, THUMBNAIL, Piece, pieces_of, shortened, shown_samples
 from eyeline.data.sets import Data
-from eyeline.data.shown import LONGEST_PIECE, MOST_PIECES, THUMBNAIL, Piece, pieces_of, shortened, shown_samples
 from eyeline.data.sources import Source
 from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import Encoder
@@ -135,7 +135,7 @@ def test_validation_of_its_own_is_a_source(tmp_path: Path, plain: Encoder, rule:
 def test_of_large_data_some_is_looked_at_and_said_to_be_about(
     tmp_path: Path, plain: Encoder, rule: ImageRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eyeline.data import json_rows
+    from eyeline.data.containers import json_rows
 
     monkeypatch.setattr(json_rows, "SHARD_ROWS", 5)
     reader = Reader(Data(sources=(write(tmp_path / "a.json", [row(f"question {n:03}") for n in range(200)]),)), plain, rule, 0)

@@ -11,8 +11,8 @@ import pytest
 
 from eyeline.core.batch import Picture, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.data import json_rows
-from eyeline.data.containers import Place
+from eyeline.data.containers import json_rows
+from eyeline.data.containers.container import Place
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sources import Rows, Source, open_source
 from tests.data.made import row_of

@@ -20,16 +20,18 @@ from eyeline.core.batch import Picture, Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.locations import Remote, below, inside, location
-from eyeline.data import containers, folders, stores, tars
-from eyeline.data.containers import File, Window, fingerprints
+from eyeline.data import folders, stores
+from eyeline.data.containers import container as containers
+from eyeline.data.containers import tars
+from eyeline.data.containers.container import File, Window, fingerprints
 from eyeline.data.folders import files_below, located, matching
 from eyeline.data.images import decode, held, open_picture
 from eyeline.data.index import Index
 from eyeline.data.loader import Reader
 from eyeline.data.prepare import prepare
-from eyeline.data.report import THOROUGH, data_report
+from eyeline.data.report.report import THOROUGH, data_report
+from eyeline.data.report.shown import shown_samples
 from eyeline.data.sets import Data
-from eyeline.data.shown import shown_samples
 from eyeline.data.sources import Source, open_source
 from eyeline.data.tokenizer import Encoder
 from tests.command import Command

@@ -17,8 +17,8 @@ from PIL import Image as Pillow
 
 from eyeline.core.batch import Picture, Span, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.data import tars
-from eyeline.data.containers import HEADER_BYTES, Window
+from eyeline.data.containers import tars
+from eyeline.data.containers.container import HEADER_BYTES, Window
 from eyeline.data.images import decode, open_picture, picture_key
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sources import Rows, Source, open_source

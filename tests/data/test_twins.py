@@ -8,11 +8,11 @@ from pathlib import Path
 from eyeline.core.batch import Budget, Message, Picture, Sample
 from eyeline.core.facts import ImageRule
 from eyeline.data.loader import Reader
-from eyeline.data.report import THOROUGH, Depth, data_report
+from eyeline.data.report.report import THOROUGH, Depth, data_report
+from eyeline.data.report.twins import EXAMPLES, Known, known, twins
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source
 from eyeline.data.tokenizer import Encoder
-from eyeline.data.twins import EXAMPLES, Known, known, twins
 from tests.data.made import said, sample
 from tests.data.test_loader import row
 

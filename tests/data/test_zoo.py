@@ -26,7 +26,7 @@ from eyeline.core.batch import Budget, Picture, Sample, Span
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import Area, ImageRule
 from eyeline.core.files import read_lines
-from eyeline.data.containers import File
+from eyeline.data.containers.container import File
 from eyeline.data.images import MAX_SCANS, decode, oddities, open_picture
 from eyeline.data.loader import Reader
 from eyeline.data.rejects import CAUSES

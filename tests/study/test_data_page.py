@@ -22,13 +22,13 @@ from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
-from eyeline.data import budgets
-from eyeline.data.budgets import Load
-from eyeline.data.budgets import packing as packing_of
 from eyeline.data.loader import Reader
 from eyeline.data.rejects import CAUSES
-from eyeline.data.report import THOROUGH, Depth, data_report
-from eyeline.data.shown import shown_samples
+from eyeline.data.report import budgets
+from eyeline.data.report.budgets import Load
+from eyeline.data.report.budgets import packing as packing_of
+from eyeline.data.report.report import THOROUGH, Depth, data_report
+from eyeline.data.report.shown import shown_samples
 from eyeline.models import build, facts
 from eyeline.models.flops import NONE, count
 from eyeline.recipes.check import look, print_blocks

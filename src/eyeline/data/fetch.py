@@ -14,7 +14,7 @@ from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.batches import batch_of
-from eyeline.data.containers import File, persistent
+from eyeline.data.containers.container import File, persistent
 from eyeline.data.documents import Tokenised, laid_out, tokenised, until
 from eyeline.data.images import Augment, Resized, Room, Size, augmented, cut, frames_of, grey, held, medium_key, resized
 from eyeline.data.rejects import Reject

@@ -15,7 +15,7 @@ from typing import TypeVar
 from eyeline.core.errors import Refused, StorageFailed, nearest
 from eyeline.core.locations import Location, Remote, below
 from eyeline.data import stores
-from eyeline.data.containers import PASSING, number_of, persistent
+from eyeline.data.containers.container import PASSING, number_of, persistent
 
 T = TypeVar("T")
 

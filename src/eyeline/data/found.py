@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from eyeline.core.errors import Refused
 from eyeline.core.locations import Location, below
-from eyeline.data.containers import File
-from eyeline.data.energon import energon_columns, energon_shards
+from eyeline.data.containers.container import File
+from eyeline.data.containers.energon import energon_columns, energon_shards
+from eyeline.data.containers.tars import PICTURES
 from eyeline.data.folders import common_folder, files_below
-from eyeline.data.tars import PICTURES
 
 
 class Found(NamedTuple):

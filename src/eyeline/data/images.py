@@ -35,7 +35,7 @@ from eyeline.core.files import storage_failed
 from eyeline.core.locations import Remote
 from eyeline.core.settings import NotNegative, Settings
 from eyeline.data import stores
-from eyeline.data.containers import File, number_of, span_file
+from eyeline.data.containers.container import File, number_of, span_file
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
 Planes = tuple[NDArray[np.uint8], ...]  # red, green and blue: rows × columns each. A patch has its colours one after another

@@ -30,7 +30,7 @@ from eyeline.core.facts import ImageRule
 from eyeline.core.files import claimed, make_folder, storage_failed, write_atomically
 from eyeline.core.locations import Location, Remote, Stamp, location
 from eyeline.data import stores
-from eyeline.data.containers import File, Shard, number_of, persistent
+from eyeline.data.containers.container import File, Shard, number_of, persistent
 from eyeline.data.documents import Tokenised, answered, tokenised
 from eyeline.data.images import MAX_FILE_BYTES, Size, frames_of, medium_key, picture_key, size_of
 from eyeline.data.sources import Place, Rows

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, closest, nearest
 from eyeline.core.locations import Location
-from eyeline.data.containers import Container
+from eyeline.data.containers.container import Container
 from eyeline.data.conversations import (
     ANSWERS,
     CAPTION_PROMPT,

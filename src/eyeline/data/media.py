@@ -10,7 +10,7 @@ from typing import Any
 from eyeline.core.batch import Picture, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.locations import Location, Remote, inside
-from eyeline.data.json_rows import parse, sound
+from eyeline.data.containers.json_rows import parse, sound
 from eyeline.data.stores import without_secrets
 
 MAX_DATA_URL = 64 << 20  # characters

@@ -27,12 +27,12 @@ from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.locations import Location, location
 from eyeline.core.settings import Settings
-from eyeline.data.containers import HASHED, RETRIES, File, Place, Shard, number_of
+from eyeline.data.containers.container import HASHED, RETRIES, File, Place, Shard, number_of
+from eyeline.data.containers.tars import Tars
 from eyeline.data.folders import files_below, located
 from eyeline.data.index import Shelf
 from eyeline.data.layouts import Layout, Mapping, Name, Shape
 from eyeline.data.sources import Rows, Source
-from eyeline.data.tars import Tars
 
 VERSION = 1  # of the folder
 MANIFEST = "prepared.json"

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from eyeline.core.batch import Sample, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings, Share
-from eyeline.data.containers import RETRIES
+from eyeline.data.containers.container import RETRIES
 from eyeline.data.documents import TooLong
 from eyeline.data.images import Augment
 from eyeline.data.index import drawn, names_of

@@ -10,18 +10,18 @@ from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.locations import Location
 from eyeline.core.settings import Positive, PositiveFloat, Settings
-from eyeline.data.arrow import FILE_MAGIC, MESSAGE, open_arrow
-from eyeline.data.beside import open_beside
-from eyeline.data.coco import open_coco
-from eyeline.data.containers import HASHED, RETRIES, Container, File, Place, Shard
-from eyeline.data.csv_rows import open_table
+from eyeline.data.containers.arrow import FILE_MAGIC, MESSAGE, open_arrow
+from eyeline.data.containers.beside import open_beside
+from eyeline.data.containers.coco import open_coco
+from eyeline.data.containers.container import HASHED, RETRIES, Container, File, Place, Shard
+from eyeline.data.containers.csv_rows import open_table
+from eyeline.data.containers.joined import joined
+from eyeline.data.containers.json_rows import open_lines, open_list
+from eyeline.data.containers.parquet import open_parquet
+from eyeline.data.containers.tars import open_tars
 from eyeline.data.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named
 from eyeline.data.found import Found, found_in
-from eyeline.data.joined import joined
-from eyeline.data.json_rows import open_lines, open_list
 from eyeline.data.layouts import COLUMNS, Layout, Mapping, Name, recognised
-from eyeline.data.parquet import open_parquet
-from eyeline.data.tars import open_tars
 
 
 class Source(Settings):

@@ -1,18 +1,18 @@
 """What is said about data: a list of blocks, which a terminal prints and a page shows. So both say the same.
 
-Everything is made into words here, from the records of `data/report.py`; data that is quoted is cut to a length, and whoever prints or
-writes it makes it harmless.
+Everything is made into words here, from the records of `data/report/report.py`; data that is quoted is cut to a length, and whoever
+prints or writes it makes it harmless.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from eyeline.core.facts import ImageRule
-from eyeline.data.budgets import LOST, WASTE, Load, Packing, suggested
 from eyeline.data.rejects import CAUSES, REMEDIES
-from eyeline.data.report import DataReport, Measure
-from eyeline.data.shown import Shown
-from eyeline.data.twins import Twins
+from eyeline.data.report.budgets import LOST, WASTE, Load, Packing, suggested
+from eyeline.data.report.report import DataReport, Measure
+from eyeline.data.report.shown import Shown
+from eyeline.data.report.twins import Twins
 from eyeline.models.flops import NONE, Arithmetic, Flops, Work
 from eyeline.study import page
 from eyeline.study.page import metric, percent, words

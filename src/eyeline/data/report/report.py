@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import BadSample
 from eyeline.data.blend import Side
-from eyeline.data.budgets import Packing, packings
 from eyeline.data.images import oddities, picture_key
 from eyeline.data.index import KEPT_OPEN, ShardIndex
 from eyeline.data.loader import Reader
 from eyeline.data.order import Longs
 from eyeline.data.plan import RowOf, Sized, Sizing, reject_of
 from eyeline.data.rejects import Reject
+from eyeline.data.report.budgets import Packing, packings
+from eyeline.data.report.twins import Known, Twins, known, twins
 from eyeline.data.sets import texts
 from eyeline.data.sources import Rows
-from eyeline.data.twins import Known, Twins, known, twins
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from eyeline.core.errors import BadSample
 from eyeline.core.locations import Location
-from eyeline.data.containers import File, Place, Shard
-from eyeline.data.json_rows import MAX_LINE_BYTES, JsonList, elements, list_in, members, row_of
+from eyeline.data.containers.container import File, Place, Shard
+from eyeline.data.containers.json_rows import MAX_LINE_BYTES, JsonList, elements, list_in, members, row_of
 
 LISTS = ("images", "annotations")
 _FIRST = re.compile(rb'\{\s*"(?:info|images|annotations|licenses|categories|type)"\s*:')

@@ -7,7 +7,7 @@ from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, below
-from eyeline.data.containers import Container, File, Place, Shard
+from eyeline.data.containers.container import Container, File, Place, Shard
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, below
-from eyeline.data.containers import File, Place, Shard, Window, fingerprints
+from eyeline.data.containers.container import File, Place, Shard, Window, fingerprints
 
 if TYPE_CHECKING:
     import pyarrow as arrow

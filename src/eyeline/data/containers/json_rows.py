@@ -9,7 +9,7 @@ from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location
-from eyeline.data.containers import HASHED, SHARD_BYTES, SHARD_ROWS, File, Place, Shard, fingerprints
+from eyeline.data.containers.container import HASHED, SHARD_BYTES, SHARD_ROWS, File, Place, Shard, fingerprints
 
 MAX_LINE_BYTES = 64 << 20  # a longer line of JSON lines is skipped without being held in memory
 MAX_DIGITS = 18

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, below
-from eyeline.data.containers import File, Shard, Window, fingerprints
-from eyeline.data.parquet import MAX_GROUP_BYTES, Group, Tables, chosen, with_pyarrow
+from eyeline.data.containers.container import File, Shard, Window, fingerprints
+from eyeline.data.containers.parquet import MAX_GROUP_BYTES, Group, Tables, chosen, with_pyarrow
 
 if TYPE_CHECKING:
     import pyarrow as arrow

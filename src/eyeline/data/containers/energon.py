@@ -7,7 +7,7 @@ import yaml
 
 from eyeline.core.errors import Refused
 from eyeline.core.locations import Location, below, inside
-from eyeline.data.containers import File
+from eyeline.data.containers.container import File
 
 
 def energon_shards(folder: Location, there: list[Location], retries: int) -> list[Location] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location
-from eyeline.data.containers import SHARD_BYTES, SHARD_ROWS, File, Place, Shard
+from eyeline.data.containers.container import SHARD_BYTES, SHARD_ROWS, File, Place, Shard
 
 MAX_ROW_BYTES = 64 << 20
 DELIMITERS = b",;\t"

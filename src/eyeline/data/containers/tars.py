@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from eyeline.core.batch import Picture, Span
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, Remote, below
-from eyeline.data.containers import HEADER_BYTES, SHARD_ROWS, File, Place, Shard, Window, fingerprints
-from eyeline.data.json_rows import parse, sound
+from eyeline.data.containers.container import HEADER_BYTES, SHARD_ROWS, File, Place, Shard, Window, fingerprints
+from eyeline.data.containers.json_rows import parse, sound
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
 TEXTS = ("json", "txt")

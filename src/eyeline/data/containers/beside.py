@@ -8,7 +8,7 @@ from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, below
-from eyeline.data.containers import SHARD_ROWS, File, Place, Shard, fingerprints
+from eyeline.data.containers.container import SHARD_ROWS, File, Place, Shard, fingerprints
 
 MAX_PICTURES = 200_000  # more of them are too many files to ask one by one
 MAX_TEXT_BYTES = 1 << 20

@@ -1,0 +1,1 @@
+"""What holds rows: one file a kind. `container.py` says what all of them give."""
