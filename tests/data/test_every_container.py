@@ -21,8 +21,9 @@ import pytest
 from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import ImageRule
-from eyeline.data import beside, csv_rows, json_rows, prepare, tars
-from eyeline.data.containers import File
+from eyeline.data import prepare
+from eyeline.data.containers import beside, csv_rows, json_rows, tars
+from eyeline.data.containers.container import File
 from eyeline.data.loader import Reader, Step
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source, open_source

@@ -22,7 +22,7 @@ from eyeline.core.locations import Location, Remote, Stamp
 from eyeline.data import stores
 
 HASHED = 64 << 20  # files up to this size are known by their content, larger ones by size and time
-SHARD_BYTES = 16 << 20  # of text: enough rows that a shard is worth a request, few enough that a window of shards is soon read
+SHARD_BYTES = 4 << 20  # of text: enough that a shard is worth a request, and so few rows that the first one is soon indexed
 SHARD_ROWS = 2048
 HEADER_BYTES = 4096  # of a picture in an archive are read at first: most say their size there
 RETRIES = 3
