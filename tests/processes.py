@@ -2,11 +2,16 @@
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
 def children() -> set[int]:
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has just ended
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
 
 
 def alive(pid: int) -> bool:

@@ -55,6 +55,7 @@ def test_bins_are_read_back(
     order = reader()._order
     for one, two in zip(plainly, packed, strict=True):
         state = json.loads(json.dumps(two.state))
+        assert state == two.state  # plain JSON, as checkpoints want it
         assert Position.of(one.state) == Position.of(state, order)
         assert {k: v for k, v in one.state.items() if k != "bins"} == {k: v for k, v in state.items() if k != "bins"}
     assert any(step.state["bins"] for step in packed)

@@ -72,7 +72,7 @@ def test_causes_in_the_code_are_all_known() -> None:
     import re
 
     sources = Path(__file__).parents[2] / "src" / "eyeline"
-    files = [*sources.glob("data/*.py"), *sources.glob("core/*.py")]
+    files = [*sources.glob("data/**/*.py"), *sources.glob("core/*.py")]
     used = {c for path in files for c in re.findall(r'(?:BadSample|Broken)\(\s*"(\w+)"', path.read_text())}
     assert used == set(CAUSES)
 

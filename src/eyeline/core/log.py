@@ -1,11 +1,19 @@
 """One line to the person at the screen. Figures go to `metrics.jsonl`, never here alone."""
 
+import os
 import sys
+from contextlib import suppress
 
 
 def say(message: str) -> None:
     """An ordinary line, on standard output."""
     print(visible(message), flush=True)
+
+
+def say_at_once(message: str) -> None:
+    """A line from a signal's handler, which may run in the middle of a `say`: Python's buffers must not be entered again."""
+    with suppress(OSError):  # nobody reads any more
+        os.write(1, (visible(message) + "\n").encode("utf-8", "backslashreplace"))
 
 
 def warn(message: str) -> None:

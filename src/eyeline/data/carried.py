@@ -68,7 +68,7 @@ class Carried:
                 behind = place - last[drawn]  # not below 0, unless a row comes twice in a window
                 numbers += [4 * behind + (n == 0) if behind >= 0 else -4 * behind - 2 + (n == 0)] + [orders.index(drawn)] * (n == 0)
                 last[drawn] = place
-        return [orders, base64.b64encode(zlib.compress(_bytes(numbers), 9)).decode()]
+        return [[list(drawn) for drawn in orders], base64.b64encode(zlib.compress(_bytes(numbers), 9)).decode()]
 
     @staticmethod
     def read(bins: Sequence[Any], pools: int = 1, order: Order | None = None) -> "Carried":

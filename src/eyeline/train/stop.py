@@ -11,7 +11,7 @@ from types import FrameType
 
 from eyeline.core.errors import RunLocked
 from eyeline.core.files import storage_failed
-from eyeline.core.log import say
+from eyeline.core.log import say_at_once
 
 
 class StopSignal:
@@ -23,7 +23,7 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is the system's
         self.asked = signal.Signals(number).name
-        say(f"{self.asked}: finishing this step, then saving. Once more ends at once, without saving.")
+        say_at_once(f"{self.asked}: finishing this step, then saving. Once more ends at once, without saving.")
         self.close()
 
     def close(self) -> None:
