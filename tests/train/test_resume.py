@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +23,11 @@ from eyeline.bundle.exporting import export
 from eyeline.checkpoint import store
 from eyeline.core.errors import NotFinite, Refused, RunLocked, Stopped, TooManyRejects
 from eyeline.core.files import read_lines
+from eyeline.core.log import say
 from eyeline.models import build
 from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run, to_yaml
-from eyeline.train.stop import sole_owner
+from eyeline.train.stop import StopSignal, sole_owner
 from tests.train.recipe import tiny_recipe, tiny_run
 
 STEPS = 8
@@ -513,3 +516,22 @@ def test_a_worker_whose_run_is_killed_as_it_starts_ends(uninterrupted, tmp_path:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
+
+
+def test_a_signal_in_the_middle_of_a_line_is_noted(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its handler runs inside the write of the line, where Python refuses a second one."""
+
+    class Interrupted(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            if stop.asked is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return len(data)
+
+    stop = StopSignal()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(Interrupted())))
+    say("step 1")
+    assert stop.asked == "SIGTERM"
+    assert "finishing this step" in capfd.readouterr().out
