@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from eyeline.core.batch import IGNORE, Message, Sample, Text
+from eyeline.core.batch import IGNORE, Grid, Image, Message, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule, Square
 from eyeline.data import documents
-from eyeline.data.documents import Measured, document_of, fitted, measure, tokenised
+from eyeline.data.documents import Measured, Tokenised, document_of, fitted, laid_out, measure, tokenised
 from eyeline.data.images import grey
 from eyeline.data.tokenizer import Encoder
 from tests.data.made import DOT, sample
@@ -25,6 +28,45 @@ def test_measures_are_those_of_the_document(qwen: Encoder, rule: ImageRule, conv
     assert size.visual == len(document.visual_M) == 4 * len(conversation.pictures)
     assert size.supervised == (document.labels_T != IGNORE).sum()
     assert size.patches == 16 * len(conversation.pictures)
+
+
+MARK = "<|image_pad|>"  # of a tile: any control token that every tokenizer has
+units = st.builds(
+    lambda rows, columns, mark: Image("", np.empty((4 * rows * columns, 0), np.uint8), np.empty(0), Grid(2 * rows, 2 * columns), 2, mark),
+    *(st.integers(1, 3), st.integers(1, 3), st.sampled_from([None, MARK])),
+)
+shows = st.tuples(
+    st.booleans(), st.lists(units, min_size=1, max_size=4)
+)  # whether it is a film, its images: of a still, tiles at one place
+texts = st.lists(st.tuples(st.integers(0, 99), st.booleans()), max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(begin=texts, rest=st.lists(st.tuples(shows, st.lists(texts, min_size=4, max_size=4)), max_size=4))
+def test_a_document_is_as_if_written_token_by_token(qwen: Encoder, begin: list, rest: list) -> None:
+    """Tiles stand at one place, slices of a film apart; each image has its mark before it; labels are the next token's."""
+    ids, wanted, places, visual = [*begin], [*begin], [], []
+    for (film, images), between in rest:
+        for n, image in enumerate(images):
+            if film or n == 0:
+                places.append(len(ids))
+                ids.append((100, False))
+            wanted += [(qwen.controls[MARK], False)] * (image.mark is not None)
+            visual += range(len(wanted), len(wanted) + image.tokens)
+            wanted += [(100, False)] * image.tokens
+            if film or n == len(images) - 1:
+                ids += between[n % 4]
+                wanted += between[n % 4]
+    known = Tokenised(
+        *(np.array([id for id, _ in ids], np.int32), np.array([trained for _, trained in ids], np.bool_), np.array(places, np.int32)),
+        tuple(len(images) if film else 1 for (film, images), _ in rest),
+    )
+    made = laid_out("", known, [images for (_, images), _ in rest], qwen, None)
+    assert made.tokens_T.tolist() == [id for id, _ in wanted]
+    assert made.labels_T.tolist() == [id if trained else IGNORE for id, trained in wanted[1:]] + [IGNORE] * bool(wanted)
+    assert made.visual_M.tolist() == visual
+    assert {made.tokens_T.dtype, made.labels_T.dtype, made.visual_M.dtype} == {np.dtype(np.int32)}
+    assert not made.tokens_T.flags.writeable and not made.labels_T.flags.writeable
 
 
 def test_a_remembered_document_is_not_another_ones(qwen: Encoder, rule: ImageRule) -> None:

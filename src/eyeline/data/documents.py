@@ -140,23 +140,28 @@ def _arrays(known: Tokenised, media: Sequence[Sequence[Image]], encoder: Encoder
     spans: list[Sequence[Image]] = []  # the images at each place
     for images, slices in zip(media, known.slices, strict=True):
         spans += [images] if slices == 1 else [(image,) for image in images]
-    repeats_U = np.ones(len(known.ids_U), np.int64)
-    repeats_U[known.places_W] = [sum(image.tokens + (image.mark is not None) for image in images) for images in spans]
-    tokens_T = np.repeat(known.ids_U, repeats_U)
-    trained_T = np.repeat(known.trained_U, repeats_U)
-    labels_T = np.full(len(tokens_T), IGNORE, np.int32)
-    labels_T[:-1][trained_T[1:]] = tokens_T[1:][trained_T[1:]]  # the first token is never trained: a question comes first
-    starts: list[int] = []  # where the visual tokens of each image begin
     shown = [image for images in spans for image in images]
-    for begin, images in zip((np.cumsum(repeats_U) - repeats_U)[known.places_W].tolist(), spans, strict=True):
+    length = len(known.ids_U) - len(spans) + sum(image.tokens + (image.mark is not None) for image in shown)
+    learned_U = np.where(known.trained_U, known.ids_U, np.int32(IGNORE))
+    tokens_T, learned_T = np.empty(length, np.int32), np.full(length, IGNORE, np.int32)
+    starts: list[int] = []  # where the visual tokens of each image begin
+    read = made = 0  # how far in U and in T
+    for place, images in zip(known.places_W.tolist(), spans, strict=True):
+        text_U, text_T = slice(read, place), slice(made, made + place - read)
+        tokens_T[text_T], learned_T[text_T] = known.ids_U[text_U], learned_U[text_U]
+        read, made = place + 1, text_T.stop
         for image in images:
             if image.mark is not None:
-                tokens_T[begin] = encoder.controls[image.mark]
-                begin += 1
-            starts.append(begin)
-            begin += image.tokens
+                tokens_T[made] = encoder.controls[image.mark]
+                made += 1
+            starts.append(made)
+            tokens_T[made : made + image.tokens] = known.ids_U[place]
+            made += image.tokens
+    tokens_T[made:], learned_T[made:] = known.ids_U[read:], learned_U[read:]
+    labels_T = np.full(length, IGNORE, np.int32)
+    labels_T[:-1] = learned_T[1:]  # the first token is never trained: a question comes first
     visual_M = np.concatenate([np.arange(s, s + i.tokens, dtype=np.int32) for s, i in zip(starts, shown, strict=True)] or [EMPTY])
-    positions_T3 = _positions(len(tokens_T), starts, shown) if grids else None
+    positions_T3 = _positions(length, starts, shown) if grids else None
     for array in (tokens_T, labels_T, visual_M, *(() if positions_T3 is None else (positions_T3,))):
         array.flags.writeable = False
     return tokens_T, labels_T, visual_M, positions_T3
