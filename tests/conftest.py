@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyeline.parallel.threads import calm_threads
 from tests.command import Command
 
+calm_threads()
 torch.set_num_threads(1)
 
 

@@ -1,12 +1,17 @@
 """Nothing is added to text, text never becomes a control token, and made tokenizers are the same each time."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -149,6 +154,7 @@ MAKES = {"byte level": byte_level, "byte fallback": byte_fallback, "unigram": un
 SPECIAL = ["<s>", "</s>", "<unk>", "<|endoftext|>", "<|image_pad|>", "<|im_end|>"]
 
 
+@lru_cache
 def encoder_of(make: Callable[[tuple[str, ...]], Tokenizer]) -> Encoder:
     return Encoder(PreTrainedTokenizerFast(tokenizer_object=make(PLAIN.controls)), PLAIN)
 
@@ -160,6 +166,30 @@ def test_text_survives_every_make(make: str, text: str) -> None:
     encoder = encoder_of(MAKES[make])
     wanted = normalize("NFC", text) if make == "byte level" else text.replace("▁", " ")
     assert encoder.decode(encoder.ids(text), special=True) == wanted
+
+
+@pytest.mark.parametrize("make", MAKES)
+@settings(max_examples=100, deadline=None)
+@given(text=st.text() | st.lists(st.sampled_from([*WORDS.split(), " ", "\n", "é", "e\u0301", "你", "<0x0A>", "▁"])).map("".join))
+def test_ids_are_those_of_the_plain_call(make: str, text: str) -> None:
+    encoder = encoder_of(MAKES[make])
+    wanted = encoder._plain.encode(text, add_special_tokens=False).ids
+    assert not encoder._special.isdisjoint(wanted) or encoder.ids(text) == wanted
+
+
+def test_no_thread_is_started() -> None:
+    code = """
+import os
+os.environ.pop("TOKENIZERS_PARALLELISM", None)
+from eyeline.parallel.threads import calm_threads
+calm_threads()
+from tests.data.test_tokenizer import byte_level, encoder_of
+before = len(os.listdir("/proc/self/task"))
+encoder_of(byte_level).ids("a text of some words")
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}{code}"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout == "0\n"
 
 
 @pytest.mark.parametrize("make", MAKES)

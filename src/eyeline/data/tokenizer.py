@@ -63,7 +63,8 @@ class Encoder:
         `too_long` for a text that no model could read."""
         if len(text) > LONGEST_TEXT:
             raise BadSample("too_long", "text", f"{len(text):,} characters in one piece, over {LONGEST_TEXT:,}")
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        # `encode` would say where in the text each piece lies, too; that takes a fifth of its time
+        ids = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not self._special.isdisjoint(ids):
             raise BadSample("control_token", "text", f"{text[:60]!r} would be read as a control token by this tokenizer")
         return ids
