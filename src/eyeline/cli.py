@@ -287,7 +287,7 @@ def env() -> None:
     from eyeline.parallel.launch import machine
     from eyeline.train.environment import environment
 
-    say(json.dumps(environment(machine()), indent=1))
+    say(json.dumps(environment(machine()), indent=1, ensure_ascii=False))
 
 
 @app.command(epilog="Example: eyeline bench step packed --out bench/results")

@@ -364,8 +364,14 @@ def test_kinds_and_limits(opened) -> None:
 def test_places_that_do_not_exist(tmp_path: Path) -> None:
     for name in ("train.json", "val.json"):
         (tmp_path / name).write_text("[]")
+    (tmp_path / "vel2").mkdir()
     for path, message in {
         str(tmp_path / "trian.json"): r"does not exist\. Did you mean 'train\.json'",
+        str(tmp_path / "train{0..3}.json"): r"does not exist\. A range in braces is not read: write train\*\.json for all files",
+        str(tmp_path / "vel" / "x.json"): rf"does not exist, nor does the folder {tmp_path}/vel \(did you mean 'vel2'\?\)",
+        str(tmp_path / "vel" / "*.tar"): rf"no file matches .*: {tmp_path}/vel does not exist\. Did you mean 'vel2'\?$",
+        str(tmp_path / "x*.tar"): r"x\*\.tar\. Give another path",
+        str(tmp_path / "{a,b}*.tar"): r"A range in braces is not read: write \* in its place",
         str(tmp_path): r"holds several \.json files\. Give one of its files: train\.json, val\.json",
         "package:no_such_package/data": "is not installed. Try: pip install no-such-package",
         "package:easy_vqa/data/nothing": "there is no data/nothing inside",

@@ -38,7 +38,10 @@ def test_a_good_recipe_has_none(tmp_path: Path) -> None:
         ("stages.0.data.sources.0.path=nowhere.json", ["nowhere.json", "stages.0.data"]),
         ("evaluation.sources.0.path=nowhere.json", ["nowhere.json", "evaluation"]),
         ("stages.0.data.sources.0.kinds=[purple]", ["purple"]),
-        ("stages.1.data.hold_out=0.000001", ["stages.1.data: hold_out=1e-06 holds back nothing of 24 samples. Raise it"]),
+        (
+            "stages.1.data.hold_out=0.000001",
+            ["stages.1.data: hold_out=1e-06 holds back nothing of 24 samples", "Raise it: 0.42 would hold back about ten"],
+        ),
         ("stages.1.data.hold_out=0.999999", ["stages.1.data: hold_out=0.999999 holds back all 24 samples", "Lower it"]),
         (
             "stages.0.data.sources.0.kinds=[]",

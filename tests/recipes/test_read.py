@@ -54,12 +54,24 @@ def test_null_survives_too() -> None:
         ("model.template=null", ["needs a chat template"]),
         ("model.config.projector.shuffle=3", ["must divide", "8"]),
         ("_target_=os.system", ["_target_", "no such setting"]),
-        ("seed=one", ["seed", "integer"]),
+        ("seed=one", ["seed: got 'one', wanted a whole number"]),
+        ("save_every=1.5", ["save_every: got 1.5, wanted a whole number"]),
+        ("stages.0.clip=some", ["stages.0.clip: got 'some', wanted a number"]),
+        ("stages.0.trains.vison={how: full, lr: 1}", ["has a problem:\n  stages.0.trains: there is no 'vison'", "Did you mean 'vision'?"]),
+        ("stages.0.trains.vison.lr=1", ["has a problem:\n  stages.0.trains: there is no 'vison'"]),
+        (
+            "stages.0.trains.vision={lr: 1}",
+            ["stages.0.trains.vision: got {'lr': 1}, which does not say `how`, such as {how: full, lr: 1.0e-3}"],
+        ),
+        ("stages.0.optimizer=adamw", ["stages.0.optimizer: got 'adamw', wanted names with values, such as {kind: adamw}"]),
         ("name=[a]", ["name: got ['a'], wanted text"]),
         ("stages.0.batch=5", ["stages.0.batch: got 5, wanted names with values"]),
         ("stages.0.data.sources=my.json", ["got 'my.json', wanted a list, such as [{path: my.json}]"]),
         ("stages.0.data.sources=[my.json]", ["stages.0.data.sources.0: got 'my.json', wanted names with values, such as {path: my.json}"]),
-        ("epochs=3", ["epochs: there is no such setting. It belongs elsewhere"]),
+        ("epochs=3", ["epochs: there is no such setting here. It belongs elsewhere"]),
+        ("steps=3", ["steps: there is no such setting here. Did you mean stages.shapes.steps or stages.all.steps?"]),
+        ("data.workers=3", ["data: there is no such setting here. Did you mean stages.shapes.data or stages.all.data?"]),
+        ("lr=1", ["Did you mean stages.shapes.trains.vision.lr or", "or another?"]),
         ("stages.0.trains.language={how: lora, lr: 1}", ["stages.0.trains.language.rank: Field required"]),
         ("out=''", ["out: got '', which names no folder"]),
     ],
@@ -108,6 +120,9 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, words: s
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="Did you mean 'easyvqa-tiny'"):
         find_recipe("easyvqa-tny")
+    written(tmp_path, "name: x")
+    with pytest.raises(Refused, match=r"recipe\.yml\. Did you mean '.*recipe\.yaml'\? Give the path"):
+        find_recipe(str(tmp_path / "recipe.yml"))
     with pytest.raises(Refused, match="there is no recipe file"):
         find_recipe(str(tmp_path / "mine.yaml"))
 

@@ -16,6 +16,7 @@ from eyeline.core.errors import Refused, StorageFailed, nearest
 from eyeline.core.locations import Location, Remote, below
 from eyeline.data import stores
 from eyeline.data.containers.container import PASSING, number_of, persistent
+from eyeline.data.images import no_folder
 
 T = TypeVar("T")
 
@@ -29,14 +30,22 @@ def located(path: str, retries: int) -> Location:
     found = Path(os.path.abspath(os.path.expanduser(path)))
     try:
         if not os.path.lexists(found):
-            beside = sorted(os.listdir(found.parent)) if os.path.isdir(found.parent) else []
-            raise Refused(f"{found} does not exist.{nearest(found.name, beside)}")
+            raise Refused(f"{found} does not exist{_instead(found)}")
         mode = os.stat(found).st_mode
     except (OSError, ValueError) as error:  # ValueError: half a surrogate pair, or NUL
         raise Refused(f"{str(found)[:300]} cannot be opened: {getattr(error, 'strerror', None) or error}. Give another path") from error
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for ever
         raise Refused(f"{found} is neither a file nor a folder. Give the path of a file that stays, or of a folder")
     return found
+
+
+def _instead(path: Path) -> str:
+    """What was probably meant by a path that is not there, as the end of a sentence."""
+    if "{" in path.name:
+        return f". A range in braces is not read: write {re.sub(r'{[^{}]*}', '*', path.name)} for all files of such names"
+    if not os.path.isdir(path.parent):
+        return no_folder(path.parent)
+    return f".{nearest(path.name, sorted(os.listdir(path.parent)))}"
 
 
 def _in_package(path: str) -> Path:
@@ -113,6 +122,16 @@ def matching(pattern: str, retries: int) -> list[Location] | None:
         return None
     names = sorted(glob.glob(os.path.abspath(os.path.expanduser(pattern)), recursive=True))
     return [Path(name) for name in names if os.path.isfile(name)]
+
+
+def unmatched(pattern: str) -> str:
+    """Why no file matches a pattern, or what to do, as the end of a sentence."""
+    if "{" in pattern:
+        return ". A range in braces is not read: write * in its place"
+    folder = Path(re.split(r"[*?\[]", os.path.abspath(os.path.expanduser(pattern)))[0] + "x").parent  # the part without a wildcard
+    if stores.is_url(pattern) or os.path.isdir(folder):
+        return ". Give another path"
+    return f": {folder} does not exist{_instead(folder)}"
 
 
 # Of a store

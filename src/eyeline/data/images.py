@@ -349,11 +349,12 @@ def _lost(path: Path) -> str:
     """Why a file is probably not where it was looked for, as the end of a sentence."""
     if "\\" in str(path):
         return ". It has backslashes, and / is what sets folders apart"
-    return "" if os.path.isdir(path.parent) else _no_folder(path.parent)
+    return "" if os.path.isdir(path.parent) else no_folder(path.parent)
 
 
 @lru_cache(maxsize=64)  # a folder that is missing is missing for all its pictures
-def _no_folder(folder: Path) -> str:
+def no_folder(folder: Path) -> str:
+    """That a folder is not there, as the end of a sentence: the first piece of its path that is missing, and what may have been meant."""
     while not os.path.isdir(folder.parent):
         folder = folder.parent
     try:

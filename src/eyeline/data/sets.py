@@ -138,7 +138,8 @@ def divided(data: Data) -> Divided:
     if not sides[False]:
         raise Refused(f"hold_out={data.hold_out} holds back all {looked} samples, and none is left to learn from. Lower it")
     if not sides[True]:
-        raise Refused(f"hold_out={data.hold_out} holds back nothing of {looked} samples. Raise it")
+        share = min(10 / looked, 0.5)
+        raise Refused(f"hold_out={data.hold_out} holds back nothing of {looked} samples. Raise it: {share:.2g} would hold back about ten")
     return Divided(sources, validation or (sources if data.hold_out else ()))
 
 

@@ -19,7 +19,7 @@ from eyeline.data.containers.joined import joined
 from eyeline.data.containers.json_rows import open_lines, open_list
 from eyeline.data.containers.parquet import open_parquet
 from eyeline.data.containers.tars import open_tars
-from eyeline.data.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named
+from eyeline.data.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named, unmatched
 from eyeline.data.found import Found, found_in
 from eyeline.data.layouts import COLUMNS, Layout, Mapping, Name, recognised
 
@@ -111,7 +111,7 @@ def _found(source: Source, retries: int) -> Found:
     files = matching(source.path, retries)
     if files is not None:
         if not files:
-            raise Refused(f"no file matches {named(source.path)}. Give another path")
+            raise Refused(f"no file matches {named(source.path)}{unmatched(source.path)}")
         return Found(named(source.path), common_folder(files), files)
     path = located(source.path, retries)
     return found_in(path, retries) if is_folder(path) else Found(path, path.parent, [path])

@@ -99,7 +99,8 @@ def converse(talk: Talk, read: Read, write: Write) -> None:
     """Read lines and write answers until the end of input or /exit. What is refused is said, and the conversation goes on."""
     while True:
         try:
-            line = read(f"[{len(talk.waiting)} pictures] > " if talk.waiting else "> ").strip()
+            many = len(talk.waiting)
+            line = read(f"[{many} picture{'' if many == 1 else 's'}] > " if many else "> ").strip()
         except (EOFError, KeyboardInterrupt):
             write("\n")
             return

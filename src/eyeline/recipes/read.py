@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from yaml.nodes import MappingNode
 
 from eyeline.core.errors import Refused, nearest
+from eyeline.core.facts import PARTS
 from eyeline.core.settings import Settings
 from eyeline.models import FAMILIES
 from eyeline.models.languages import LANGUAGES
@@ -22,6 +23,7 @@ Record = TypeVar("Record", bound=Settings)
 _NOT_YAML = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
 
 MAX_BYTES = 1 << 20
+MOST_PLACES = 3  # that are named for a setting that stands elsewhere
 MAX_NODES = 20_000  # aliases counted each time they are used: a recipe needs hundreds, an alias bomb has billions
 
 
@@ -49,7 +51,10 @@ def find_recipe(recipe: str) -> Path:
             "a recipe of your own is named by its path, which ends in .yaml"
         )
     if not path.is_file():
-        raise Refused(f"there is no recipe file {path}. Give the path of a .yaml file, or one of {', '.join(known)}")
+        beside = [str(found) for kind in ("*.yaml", "*.yml") for found in sorted(path.parent.glob(kind))]
+        raise Refused(
+            f"there is no recipe file {path}.{nearest(str(path), beside)} Give the path of a .yaml file, or one of {', '.join(known)}"
+        )
     return path
 
 
@@ -155,7 +160,10 @@ def settings_of(record: type[Record], values: dict[str, Any], where: str) -> Rec
         problems = error.errors(include_url=False)
         # a list whose only item is wrong is also "too short": what is wrong with the item says it
         problems = [p for p in problems if p["type"] != "too_short" or not any(_inside(q, p) for q in problems)]
-        lines = list(dict.fromkeys(_line(problem) for problem in problems))
+        # a part that does not exist is one problem, whatever is said about it
+        named = [p["loc"][:-1] for p in problems if p["loc"][-1:] == ("[key]",)]
+        problems = [p for p in problems if p["loc"][-1:] == ("[key]",) or not any(p["loc"][: len(loc)] == loc for loc in named)]
+        lines = list(dict.fromkeys(_line(problem, values) for problem in problems))
         many = f"{len(lines)} problems" if len(lines) > 1 else "a problem"
         raise Refused(f"{where} has {many}:\n" + "\n".join(f"  {line}" for line in lines)) from error
 
@@ -173,18 +181,44 @@ _WANTED = {  # pydantic's types, in words of YAML
     "list_type": "a list",
     "dict_type": "names with values",
     "model_type": "names with values",
+    "model_attributes_type": "names with values",
     "string_type": "text",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+}
+_EXAMPLES = {
+    "sources": "[{path: my.json}]",
+    "optimizer": "{kind: adamw}",
+    "schedule": "{kind: cosine}",
+    "batch": "{tokens: 8192, patches: 8192}",
+    **dict.fromkeys(PARTS, "{how: full, lr: 1.0e-3}"),
 }
 
 
-def _line(problem: Any) -> str:
+def _line(problem: Any, recipe: dict[str, Any]) -> str:
     *above, last = problem["loc"] or ("recipe",)
     place = ".".join(str(piece) for piece in [*(piece for piece in above if piece not in _TAGS), last])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         known = sorted(set(_names()))
-        hint = " It belongs elsewhere: see docs/recipes.md, or a shipped recipe." if last in known else nearest(str(last), known)
-        return f"{place}: there is no such setting.{hint}"
+        if last not in known:
+            return f"{place}: there is no such setting.{nearest(str(last), known)}"
+        found = [path for path in _paths(recipe, str(last)) if path != place]
+        some = " or ".join(found[:MOST_PLACES]) + (" or another" if len(found) > MOST_PLACES else "")
+        where = f" Did you mean {some}?" if found else " It belongs elsewhere: see docs/recipes.md, or a shipped recipe."
+        return f"{place}: there is no such setting here.{where}"
+    if last == "[key]":
+        known = re.findall(r"'([^']*)'", message)
+        parts = place.removesuffix(f".{above[-1]}.[key]")
+        return f"{parts}: there is no {above[-1]!r}; there are {', '.join(known)}.{nearest(str(above[-1]), known)}"
+    if problem["type"] == "union_tag_not_found":
+        key = problem["ctx"]["discriminator"].strip("'_()")
+        return f"{place}: got {problem['input']!r:.80}, which does not say `{key}`{_such_as(last, above)}"
     if problem["type"] == "union_tag_invalid":
         known = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
         tag, key = problem["ctx"]["tag"], problem["ctx"]["discriminator"].strip("'_()")
@@ -192,9 +226,27 @@ def _line(problem: Any) -> str:
     if problem["type"] in ("missing", "value_error"):
         return f"{place}: {message}"
     if problem["type"] in _WANTED:
-        example = ", such as {path: my.json}" if above[-1:] == ["sources"] else ", such as [{path: my.json}]" if last == "sources" else ""
-        return f"{place}: got {problem['input']!r:.80}, wanted {_WANTED[problem['type']]}{example}"
+        return f"{place}: got {problem['input']!r:.80}, wanted {_WANTED[problem['type']]}{_such_as(last, above)}"
     return f"{place}: got {problem['input']!r:.80}; {message[:1].lower()}{message[1:]}"
+
+
+def _such_as(last: Any, above: list[Any]) -> str:
+    example = "{path: my.json}" if above[-1:] == ["sources"] else _EXAMPLES.get(last)
+    return f", such as {example}" if example else ""
+
+
+def _paths(value: Any, name: str, above: str = "") -> Iterator[str]:
+    """Where in a recipe settings of this name stand, as an override would say it."""
+    match value:
+        case dict():
+            for key, child in value.items():
+                if key == name:
+                    yield f"{above}{key}"
+                yield from _paths(child, name, f"{above}{key}.")
+        case list():
+            for n, child in enumerate(value):
+                called = child.get("name") if isinstance(child, dict) else None
+                yield from _paths(child, name, f"{above}{n if called is None else called}.")
 
 
 def _names() -> Iterator[str]:

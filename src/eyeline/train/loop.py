@@ -60,7 +60,7 @@ def train(run: Run) -> None:
             refuse_changed_past(run, home, checkpoint)
             announce(run, home, here, checkpoint)
         begun = f"resumed from step {checkpoint.step}" if checkpoint else "from the start"
-        say(f"{folder}: {begun}, {run.precision} on {here.device.type} ({here.name}, {here.threads} threads)")
+        say(f"{folder}: {begun}, {run.precision} on {here.device.type} ({here.name}, threads: {here.threads})")
         show = display(console, run.log_every)
         stop = StopSignal()
         try:
