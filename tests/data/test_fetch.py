@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eyeline.core.batch import Batch
 from eyeline.core.errors import StorageFailed
@@ -149,12 +150,19 @@ class _Starved(Mined):
 def test_validation_survives_its_pictures_too(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = as_files(tmp_path, rows(9, {3: "crash"}))
     real = loader.fetched_in_order
-    monkeypatch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))
-    reader = open_reader(path, validation=(Source(path=path),), workers=1)
-    for _ in range(2):  # the second time without another death
-        found = {row: labels for batch in reader.validation(BUDGET) for row, labels in labelled(batch).items()}
-        assert [row for row, labels in found.items() if not labels] == [3]
-    assert len(found) == 9
+    (tmp_path / "run").mkdir()
+    reader = open_reader(path, tmp_path / "run", validation=(Source(path=path),), workers=1)
+
+    def unlabelled(of: Reader) -> list[int]:
+        found = {row: labels for batch in of.validation(BUDGET) for row, labels in labelled(batch).items()}
+        assert len(found) == 9
+        return [row for row, labels in found.items() if not labels]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))
+        assert unlabelled(reader) == [3]
+    assert unlabelled(reader) == [3]  # without another death: nothing would kill it now
+    assert unlabelled(open_reader(path, tmp_path / "run", validation=(Source(path=path),))) == [3]
     assert reader.rejects.counts == {}
 
 
@@ -249,6 +257,27 @@ def test_with_an_index_nothing_is_read_but_pictures(open_reader, tmp_path: Path,
     monkeypatch.setattr(File, "read", lambda self, begin, length: asked.append((begin, length)) or read(self, begin, length))
     assert_same_steps(list(reader.steps(BUDGET, 1, 1)), wanted)
     assert len(asked) == len(set(asked)) == 12
+
+
+def test_a_job_says_about_how_much_its_batch_holds(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which bounds what workers read ahead: of pictures, and of text alone."""
+    said: list[tuple[int, int]] = []
+
+    def noted(asked: Any, fetch: Any, workers: Any, verdicts: Any) -> Any:
+        for mark, visits in asked:
+            job = fetch.job(visits, verdicts)
+            done = fetch(job)
+            tensors = [tensor for tensor in vars(done.batch).values() if isinstance(tensor, torch.Tensor)]
+            said.append((job.bytes, sum(tensor.nbytes for tensor in tensors)))
+            yield mark, done
+
+    monkeypatch.setattr(loader, "fetched_in_order", noted)
+    list(open_reader(as_files(tmp_path, rows(23, {}))).steps(BUDGET, 1, 1))
+    talk = [{"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "a b c " * 9}]} for n in range(23)]
+    (tmp_path / "text.json").write_text(json.dumps(talk))
+    list(open_reader(str(tmp_path / "text.json")).steps(BUDGET, 1, 1))
+    assert len(said) > 10
+    assert all(1 <= job / batch < 2 for job, batch in said)
 
 
 def test_what_travels_to_a_worker_is_small(open_reader, tmp_path: Path) -> None:

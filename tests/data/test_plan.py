@@ -112,6 +112,23 @@ def test_the_same_packs_for_any_number_of_ranks(make) -> None:
         assert all(batch.counts.slots == BUDGET.tokens for rank in steps for step in rank for batch in step.batches)
 
 
+def test_who_fetches_is_nothing_to_the_plan(make) -> None:
+    """Nor how far ahead, how patiently, or with what kept: three epochs over many windows, packs, states and digests."""
+
+    def planned(**settings: Any) -> list[tuple[Any, ...]]:
+        return [(met.pack, met.seen, met.after.state(), met.digest) for met in make(**settings).planned(BUDGET, 3)]
+
+    wanted = planned()
+    assert wanted[-1][2]["number"] > 10
+    for other in (
+        {"workers": 1},
+        {"workers": 7, "read_ahead": 1},
+        {"decode_timeout": 1.0, "read_retries": 0},
+        {"augment": Augment(shift=2)},
+    ):
+        assert planned(**other) == wanted
+
+
 def test_an_empty_pack_is_only_padding(make) -> None:
     """Six packs over four ranks: two of eight slots are empty; they count nothing and have no label."""
     steps = run(make, 4, 6, 1)
@@ -462,9 +479,12 @@ def test_shares_are_exact_at_any_place(make, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 5, 13])
-def test_a_blend_resumes_exactly(make, folder: Path, stop: int) -> None:
+def test_a_blend_resumes_exactly(make, folder: Path, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In windows that begin anywhere in an epoch of each source."""
+    monkeypatch.setattr(blend, "MIXED_ROWS", (16, 40))
     settings = {"sources": sources(folder), "blend": "shares"}
     whole = run(make, 1, 3, None, count=30, **settings)[0]
+    assert len({json.dumps(cursor) for cursor in whole[stop].state["cursors"]}) == 2
     again = run(make, 1, 3, None, whole[stop].state, 29 - stop, **settings)[0]
     for one, two in zip(whole[stop + 1 :], again, strict=True):
         assert one.state == two.state
@@ -502,6 +522,9 @@ def test_validation_is_cut_between_ranks_and_complete(make, folder: Path) -> Non
     parts = [[batch.ids for batch in reader.validation(BUDGET, rank, 3)] for rank in range(3)]
     assert sorted(ids for part in parts for ids in part) == sorted(whole)
     assert parts[1] == whole[1::3]
+    assert [batch.ids for batch in make(seed=1, validation=reader.data.validation).validation(BUDGET)] == whole
+    for batch in make(validation=reader.data.validation, share_images=1).validation(BUDGET):
+        assert [known[id] for id in batch.ids] == sorted(known[id] for id in batch.ids)  # as listed
 
 
 # Planted faults
