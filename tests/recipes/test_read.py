@@ -162,6 +162,7 @@ def test_what_may_change_on_resume() -> None:
         "keep_last=9",
         "out=elsewhere",
         "stages.0.data.workers=2",
+        "stages.0.data.sources.0.path=elsewhere",
         "evaluation.max_tokens=3",
         "threads=1",
     ]

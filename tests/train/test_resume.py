@@ -220,6 +220,27 @@ def test_another_recipe_is_refused_with_the_difference(uninterrupted) -> None:
         loop.train(tiny_run(folder, "stages.whole.clip=0.5"))
 
 
+def test_data_that_moved_are_gone_on_with_and_others_are_not(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, whole, whole_losses = uninterrupted
+    names = ("before", "after", "others")
+    paths = [[f"stages.{stage}.data.sources.0.path={tmp_path / name / 'data.json'}" for stage in ("whole", "adapt")] for name in names]
+    runs = [tiny_run(folder, f"out={tmp_path / 'run'}", *of) for of in paths]
+    shutil.copytree(folder / "data", tmp_path / "before")
+    with monkeypatch.context() as patch:
+        stopped_at(patch, {3})
+        with pytest.raises(Stopped):
+            loop.train(runs[0])
+    shutil.move(tmp_path / "before", tmp_path / "after")
+    shutil.copytree(tmp_path / "after", tmp_path / "others")
+    rows = (tmp_path / "others" / "data.json").read_text()
+    (tmp_path / "others" / "data.json").write_text(rows.replace("it is red", "it is RED"))
+    with pytest.raises(Refused, match=r"Different are: data \("):
+        loop.train(runs[2])
+    loop.train(runs[1])
+    assert end_of(runs[1]) == whole
+    assert losses(runs[1]) == whole_losses
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("do not touch")

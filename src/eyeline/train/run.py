@@ -167,7 +167,8 @@ def from_yaml(text: str) -> Run:
 
 
 # Settings that a run may be resumed with, changed: they steer how it is watched and stored, or how long it goes on. Steps and
-# epochs are of stages that have not ended; the schedule of the rest follows the new length. `*` stands for a stage's number.
+# epochs are of stages that have not ended; the schedule of the rest follows the new length. Data may lie elsewhere: a reader refuses
+# others than those that it stands in. `*` stands for a number.
 MAY_CHANGE = (
     "out",
     "device",
@@ -184,6 +185,7 @@ MAY_CHANGE = (
     "stages.*.data.cache",
     "stages.*.data.prepared",
     "stages.*.data.max_reject_rate",
+    *(f"stages.*.data.{side}.*.{name}" for side in ("sources", "validation") for name in ("path", "images")),
 )
 
 
@@ -193,8 +195,7 @@ def differences(old: Run, new: Run) -> list[str]:
     gone = object()
 
     def allowed(path: str) -> bool:
-        pieces = path.split(".")
-        general = ".".join("*" if i == 1 and pieces[0] == "stages" else piece for i, piece in enumerate(pieces))
+        general = ".".join("*" if piece.isdigit() else piece for piece in path.split("."))
         return any(general == name or general.startswith(name + ".") for name in MAY_CHANGE)
 
     return [
