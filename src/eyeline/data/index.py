@@ -437,6 +437,19 @@ class Index:
     shelf: Shelf | None = None  # of prepared data: they are read there, and none is made
     _open: OrderedDict[tuple[int, int], ShardIndex] = field(default_factory=OrderedDict, repr=False)
 
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_open": OrderedDict()}
+
+    @property
+    def written(self) -> bool:
+        """Whether other processes find here what this one makes, and the other way round."""
+        return self.folder is not None and self.shelf is None
+
+    def absent(self, source: int, shard: int) -> bool:
+        """Whether nobody has written the index of a shard yet."""
+        path = self._path(self._identity(source, shard))
+        return path is None or not path.exists()
+
     def shard(self, source: int, shard: int) -> ShardIndex:
         """The index of one shard: remembered, read, made, or waited for."""
         known = self._found(source, shard, wait=True)

@@ -1,7 +1,7 @@
 """Plan, then fetch: the whole road from a recipe's `data` to batches. Read this file first.
 
     divided              a recipe's data -> opened sources: shards of rows                         sets.py, sources.py
-    Index                a shard -> places, token ids, sizes of pictures: once, when a window needs it     index.py
+    Index                a shard -> places, token ids, sizes of pictures: once, before a window needs it    index.py, ahead.py
     Pool, blended        shards -> windows of rows in an order                                      order.py, blend.py: pure
     plan                 a window -> packs within the budget; open bins go on into the next         plan.py, packing.py: pure
     deal                 the packs of a step -> ranks                                               deal.py: pure
@@ -14,6 +14,7 @@ plan stands: a window, how much of it is done, and the bins that were open where
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Cost, ImageRule
 from eyeline.data import plan as planning
+from eyeline.data.ahead import Ahead, Entry, indexed
 from eyeline.data.blend import Cursor, Pool, Side, blended, pool_of, pools_of, whole
 from eyeline.data.carried import Carried, Drawn, Order
 from eyeline.data.deal import deal
@@ -193,7 +195,15 @@ class Reader:
             _refuse_another(state, identity)
         self.rejects.restore(state["rejects"] if state else {"seen": 0, "counts": {}})
         sizing = self.sizing(budget)
-        groups = self._groups(self._met(sizing, epochs, Position.of(state, self._order) if state else None), micro_batches)
+        begin = Position.of(state, self._order) if state else None
+        with closing(Ahead.of(self.training.index, self.data.fetching)) as ahead:
+            groups = self._groups(self._met(sizing, epochs, begin, ahead), micro_batches)
+            yield from self._steps(groups, sizing, budget, identity, rank, ranks)
+
+    def _steps(
+        self, groups: Iterator[Group], sizing: Sizing, budget: Budget, identity: dict[str, Any], rank: int, ranks: int
+    ) -> Iterator[Step]:
+        """The groups fetched. What is rejected is counted where the step is given."""
         batches: list[Batch] = []
         found: list[Reject] = []
         asked = self._asked(groups, sizing, rank, ranks)
@@ -237,18 +247,21 @@ class Reader:
 
     def index_all(self) -> None:
         """Make all indexes of training rows that are not there yet."""
-        shards = sorted({entry for pool in self.pools() for entry in pool.entries})
+        self._index(self.training.index, sorted({entry for pool in self.pools() for entry in pool.entries}))
+
+    def _index(self, index: Index, shards: Sequence[Entry]) -> None:
+        """With a bar when that takes long."""
         begin, bar = time.monotonic(), None
         console = Console(stderr=True)
+        absent = [entry for entry in shards if index.absent(*entry)] if index.written else []
         try:
-            for done, entry in enumerate(shards):
+            for done, _ in enumerate(indexed(index, absent, self.data.fetching), 1):
                 if bar is None and console.is_terminal and time.monotonic() - begin > PATIENCE:
                     bar = Progress(console=console, transient=True)
                     bar.start()
-                    bar.add_task("indexing", total=len(shards))
+                    bar.add_task("indexing", total=len(absent))
                 if bar is not None:
                     bar.update(bar.task_ids[0], completed=done)
-                self.training.index.begin([entry])
         finally:
             if bar is not None:
                 bar.stop()
@@ -263,12 +276,14 @@ class Reader:
         """The plan from its begin, and nothing fetched."""
         return self._met(self.sizing(budget), epochs, None)
 
-    def _met(self, sizing: Sizing, epochs: int | None, position: Position | None) -> Iterator[Met]:
-        """The plan from a position on. Besides packs there is a Met without one at the end of each window, and wherever many rejects
-        came without one, so that a stream of bad samples is noticed."""
+    def _met(self, sizing: Sizing, epochs: int | None, position: Position | None, ahead: Ahead | None = None) -> Iterator[Met]:
+        """The plan from a position on; `ahead` sees to the indexes of what comes next. Besides packs there is a Met without one at the
+        end of each window, and wherever many rejects came without one, so that a stream of bad samples is noticed."""
         pools = self.pools()
         at = position or Position(tuple(Cursor() for _ in pools))
         digest = ""
+        if ahead is not None:
+            ahead.begin(_shards(pools, at.cursors))
         while epochs is None or at.cursors[0].epoch < epochs:
             ordered, after = self._window(pools, at, sizing)
             made = plan(ordered, at.bins.bins, sizing)
@@ -284,10 +299,12 @@ class Reader:
             ended = self.data.blend == "once" and after[0].epoch > at.cursors[0].epoch
             at = Position(after, at.number + 1, 0, Carried(tuple(map(tuple, made.bins)), len(pools), self._order))
             rest = list(_packs_and_rests(made))
-            coming = [entry for pool, cursor in zip(pools, after, strict=True) for entry in pool.shards(cursor)]
+            coming = _shards(pools, after)
+            if ahead is not None:
+                ahead.begin(coming)
             for n, (pack, seen, rejects) in enumerate(rest[here.done :], here.done):
-                # one now and then, so that no step waits for all of the next window
-                self.training.index.begin(coming[max(n - 1, 0) * len(coming) // len(rest) : n * len(coming) // len(rest)])
+                if ahead is not None:
+                    ahead.share(coming, n, len(rest))
                 last = n + 1 == len(rest)
                 found = None if pack is None else Pack(made.items(pack), made.cost(pack))
                 yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), digest, last and ended)
@@ -403,6 +420,7 @@ class Reader:
         if not self.validates:
             return
         sizing, rejected = self.sizing(budget, judges=True), list[Reject]()
+        self._index(self.judges.index, sorted(set(pool_of(self.judges, 1, None, repeated=False).entries)))
         usable = False
         for _, fetched in fetched_in_order(
             self._judged(sizing, rank, ranks, rejected), self._fetch(self.judges, None, None), self.data.fetching, self.rejects.verdicts
@@ -434,6 +452,11 @@ class Reader:
             else:
                 packs, bins = [list(bin) for bin in bins], ()
             yield from packs
+
+
+def _shards(pools: Sequence[Pool], cursors: Sequence[Cursor]) -> list[Entry]:
+    """All that the windows at these cursors are made of."""
+    return [entry for pool, cursor in zip(pools, cursors, strict=True) for entry in pool.shards(cursor)]
 
 
 def _packs_and_rests(made: Plan) -> Iterator[tuple[int | None, int, tuple[Reject, ...]]]:

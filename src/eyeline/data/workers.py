@@ -32,6 +32,7 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 import torch
 
 from eyeline.core.errors import EXPECTED, BadSample, Refused, StorageFailed
+from eyeline.core.log import say
 
 DECODER_BYTES = 4 << 30  # what a worker may take beyond what it has when it starts: the largest picture that is allowed needs 1.5 GiB
 AHEAD = 16  # jobs a worker at most: bytes are the limit, unless jobs are tiny
@@ -68,6 +69,7 @@ class Workers:
     read_ahead: int  # bytes of results that may wait for their turn; one job is always under way
     decode_timeout_s: float  # for one part
     read_timeout_s: float
+    most_bytes: int | None = DECODER_BYTES  # of memory that each may take; None: as much as there is
 
 
 def in_order(asked: Iterator[tuple[T, J]], work: Callable[[J, At], R], workers: Workers) -> Iterator[tuple[T, R]]:
@@ -111,7 +113,7 @@ class _Failed:
 class _Worker:
     """One process, the socket to it, and the memory in which it says what it is at."""
 
-    def __init__(self, work: bytes):
+    def __init__(self, work: bytes, most_bytes: int | None):
         mine, its = socket.socketpair()
         progress = _memory()
         os.ftruncate(progress, _PROGRESS.size)
@@ -121,7 +123,7 @@ class _Worker:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code + f"serve({its.fileno()}, {progress}, {os.getpid()})"],
+                [sys.executable, "-c", code + f"serve({its.fileno()}, {progress}, {os.getpid()}, {most_bytes})"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(its.fileno(), progress),
@@ -171,7 +173,10 @@ class _Pool(Generic[J, R]):
         self.selector = selectors.DefaultSelector()
         self.workers: list[_Worker] = []
         for _ in range(settings.count):
-            self._enrol(_Worker(self.work))
+            self._enrol(self._hired())
+
+    def _hired(self) -> _Worker:
+        return _Worker(self.work, self.settings.most_bytes)
 
     def _enrol(self, worker: _Worker) -> None:
         self.workers.append(worker)
@@ -238,14 +243,14 @@ class _Pool(Generic[J, R]):
             fresh = self._tried_alone(number, part)
         elif worker.queue:
             self._blameless(worker.queue[0], how)
-        fresh = fresh or _Worker(self.work)
+        fresh = fresh or self._hired()
         for lost in worker.queue:
             self._give(fresh, lost)
         self._enrol(fresh)
 
     def _tried_alone(self, number: int, part: int) -> _Worker | None:
         """Do the part alone in a new worker. If that one lives, it is returned; if it does not, the part is given up."""
-        alone = _Worker(self.work)
+        alone = self._hired()
         alone.send_parcel((number, self.jobs[number].only(part)))
         with selectors.DefaultSelector() as selector:
             selector.register(alone.socket, selectors.EVENT_READ)
@@ -290,6 +295,38 @@ class _Pool(Generic[J, R]):
             worker.end()
         self.workers.clear()
         self.selector.close()
+
+
+class Background(Generic[J]):
+    """One process that does jobs in their order. Nobody waits for it: `work` leaves what it makes where others look, and does for
+    itself what it does not find there. So this process ends when it fails, and that is said, once."""
+
+    def __init__(self, work: Callable[[J, At], None]):
+        self._worker: _Worker | None = _Worker(pickle.dumps(work), most_bytes=None)
+        self._given = 0
+
+    def begin(self, job: J) -> None:
+        self._look()
+        if self._worker is not None:
+            self._given += 1
+            self._worker.send_parcel((self._given, job))
+
+    def _look(self) -> None:
+        """Take its answers. Expected failures are met again by whoever needs what was to be made; a defect is raised."""
+        while self._worker is not None and select.select([self._worker.socket], [], [], 0)[0]:
+            try:
+                _, answer = _receive(self._worker.socket)
+            except EOFError:
+                how, self._worker = self._worker.end(dying=True), None
+                say(f"a process that worked ahead has died ({how}). The run goes on without it, and waits more")
+            else:
+                if isinstance(answer, _Failed) and not answer.kind:
+                    raise answer.raised()
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
 
 
 # Parcels: a value in anonymous memory; arrays lie in it as they are
@@ -360,7 +397,7 @@ def _receive(over: socket.socket) -> Any:
 # In the worker
 
 
-def serve(handle: int, progress: int, parent: int) -> None:
+def serve(handle: int, progress: int, parent: int, most_bytes: int | None) -> None:
     """Do jobs until the socket ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the kernel ends it with its parent, wherever it is stuck
@@ -371,7 +408,8 @@ def serve(handle: int, progress: int, parent: int) -> None:
         try:
             work = pickle.loads(_receive(over))
             torch.set_num_threads(1)
-            _limit_memory()
+            if most_bytes is not None:
+                _limit_memory(most_bytes)
             while True:
                 number, job = _receive(over)
                 result = _done(work, job, lambda part, phase, number=number: _say(stands, number, part, phase))
@@ -395,12 +433,12 @@ def _done(work: Callable[[Any, At], Any], job: Any, at: At) -> Any:
         return _Failed("", traceback.format_exc())
 
 
-def _limit_memory() -> None:
+def _limit_memory(most_bytes: int) -> None:
     """A decoder that asks for more than any allowed picture needs gets a MemoryError, before the machine has none left."""
     if sys.platform != "linux":  # macOS knows the limit and does not keep it
         return
     with open("/proc/self/statm") as file:
         data = int(file.read().split()[5]) * mmap.PAGESIZE
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = data + DECODER_BYTES if hard == resource.RLIM_INFINITY else min(data + DECODER_BYTES, hard)
+    soft = data + most_bytes if hard == resource.RLIM_INFINITY else min(data + most_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -1,0 +1,196 @@
+"""Indexes that other processes make: the same steps, nothing left for the one that trains, and nothing lost when they die."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyeline.core.batch import Budget
+from eyeline.core.facts import ImageRule
+from eyeline.data import ahead, index, workers
+from eyeline.data.ahead import Ahead, indexed
+from eyeline.data.loader import Reader, Step
+from eyeline.data.sets import Data
+from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.tokenizer import Encoder
+from eyeline.data.workers import AHEAD, Workers
+from tests.data.test_index import opened, same
+from tests.data.test_tars import archive, encoded
+from tests.processes import children, gone
+
+BUDGET = Budget(60, 64)
+ONE = Workers(1, 1 << 20, 60.0, 60.0)
+SHARDS, ROWS = 6, AHEAD + 20  # more than workers read ahead and bins that stay open
+
+
+@pytest.fixture
+def archives(tmp_path: Path) -> Path:
+    for n in range(SHARDS):
+        names = [f"{k:02}" for k in range(ROWS)]
+        pictures = {f"{k}.png": encoded(ROWS * n + int(k), "PNG") for k in names}
+        archive(tmp_path / f"rows{n}.tar", sorted((pictures | {f"{k}.txt": f"said {n} {k}" for k in names}).items()))
+    return tmp_path / "rows*.tar"
+
+
+@pytest.fixture
+def made_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Shards that this process indexes."""
+    calls: list[int] = []
+    original = index.made
+    monkeypatch.setattr(index, "made", lambda rows, shard, *rest: calls.append(shard) or original(rows, shard, *rest))
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left() -> Iterator[None]:
+    before = children()
+    yield
+    assert gone(children() - before)
+
+
+@pytest.fixture
+def reader(archives: Path, plain: Encoder, rule: ImageRule) -> Callable[..., Reader]:
+    def open_(folder: str, count: int, **more: Any) -> Reader:
+        data = Data(sources=(Source(path=str(archives)),), cache=str(archives.parent / folder), workers=count, **more)
+        return Reader(data, plain, rule, 0)
+
+    return open_
+
+
+def opened_source(archives: Path) -> Rows:
+    return open_source(Source(path=str(archives)))
+
+
+def written(folder: Path) -> int:
+    return len(list(folder.rglob("*.index")))
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def summary(step: Step) -> list[Any]:
+    return [step.state, [(b.ids, b.tokens_T.tolist(), b.patches_PC.sum(1).tolist()) for b in step.batches]]
+
+
+def test_whoever_makes_them_the_steps_are_the_same(reader, archives: Path, made_here: list[int]) -> None:
+    here = [summary(step) for step in reader("here", 0).steps(BUDGET, 2, 2)]
+    assert sorted(made_here) == list(range(SHARDS))
+    made_here.clear()
+    steps = reader("there", 1).steps(BUDGET, 2, 2)
+    found = [summary(next(steps))]
+    assert len(made_here) >= 1  # the first window's: the other process has hardly begun
+    wait_for(lambda: written(archives.parent / "there") >= 2)
+    wait_for(lambda: not list((archives.parent / "there").rglob(".*.lock")))
+    assert found + [summary(step) for step in steps] == here
+
+
+def test_a_window_that_was_made_ahead_is_not_made_here(reader, archives: Path, made_here: list[int]) -> None:
+    """At every step the other process is given the time that a real step would take."""
+    for step in reader("i", 1).steps(Budget(30, 64), 1, 1):  # a row a pack
+        window = step.state["number"] - (step.state["done"] == 0)
+        wait_for(lambda window=window: written(archives.parent / "i") >= (1, 2, 4, SHARDS)[min(window + 1, 3)])
+    assert len(made_here) == 1
+
+
+def test_all_at_once_by_all_workers(reader, archives: Path, made_here: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    original = workers._Worker.__init__
+    monkeypatch.setattr(workers._Worker, "__init__", lambda self, *rest: begun.append(1) or original(self, *rest))
+    there = reader("i", 2)
+    there.index_all()
+    assert (made_here, len(begun), written(archives.parent / "i")) == ([], 2, SHARDS)
+    there.index_all()
+    assert len(begun) == 2  # nobody is called where nothing is missing
+    before = there.training.index
+    alone = reader("j", 0)
+    alone.index_all()
+    assert sorted(made_here) == list(range(SHARDS))
+    for shard in range(SHARDS):
+        assert same(before.shard(0, shard), alone.training.index.shard(0, shard))
+
+
+def test_validation_is_indexed_by_workers(archives: Path, plain: Encoder, rule: ImageRule, made_here: list[int]) -> None:
+    source = (Source(path=str(archives)),)
+    data = Data(sources=source, validation=source, cache=str(archives.parent / "v"), workers=1)
+    there = [batch.ids for batch in Reader(data, plain, rule, 0).validation(BUDGET)]
+    assert made_here == []
+    assert there == [b.ids for b in Reader(data.model_copy(update={"workers": 0, "cache": None}), plain, rule, 0).validation(BUDGET)]
+
+
+def test_when_it_dies_the_run_goes_on_and_says_so(archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path, capsys) -> None:
+    made = opened(opened_source(archives), plain, rule, tmp_path / "i")
+    before = children()
+    going = Ahead.of(made, ONE)
+    going.begin([(0, 0)])
+    wait_for(lambda: written(tmp_path / "i") == 1)
+    for pid in children() - before:
+        os.kill(pid, signal.SIGKILL)
+    assert gone(children() - before)
+    going.begin([(0, 1)])
+    going.begin([(0, 2)])
+    assert capsys.readouterr().out.count("has died (SIGKILL)") == 1
+    assert len(made.shard(0, 1)) == ROWS
+    going.close()
+
+
+def test_it_ends_when_nothing_is_missing(archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
+    made = opened(opened_source(archives), plain, rule, tmp_path / "i")
+    before = children()
+    going = Ahead.of(made, ONE)
+    going.begin([(0, 0), (0, 1)])
+    assert len(children() - before) == 1
+    wait_for(lambda: written(tmp_path / "i") == 2)
+    going.begin([(0, 1), (0, 0)])
+    assert gone(children() - before)
+    going.begin([(0, 1)])
+    assert children() <= before
+
+
+def test_a_defect_in_it_ends_the_run(archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch) -> None:
+    made = opened(opened_source(archives), plain, rule, tmp_path / "i")
+    monkeypatch.setattr(ahead, "Making", Defective)
+    going = Ahead.of(made, ONE)
+    going.begin([(0, 0)])
+    with pytest.raises(RuntimeError, match="made up"):
+        wait_for(lambda: going.begin([(0, 1)]) or False)
+    going.close()
+
+
+class Defective(ahead.Making):
+    def __call__(self, wanted: Any, at: Any) -> None:
+        raise AssertionError("made up")
+
+
+def test_what_stops_a_run_is_met_where_it_is_needed(archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
+    """A file that has changed is StorageFailed there, which is no defect, and here again."""
+    rows = opened_source(archives)
+    made = opened(rows, plain, rule, tmp_path / "i")
+    os.utime(archives.parent / "rows0.tar", (1, 1))
+    going = Ahead.of(made, ONE)
+    going.begin([(0, 0)])
+    going.begin([(0, 1)])
+    wait_for(lambda: written(tmp_path / "i") == 1)
+    going.begin([(0, 2)])
+    with pytest.raises(index.StorageFailed, match="changed"):
+        made.shard(0, 0)
+    going.close()
+
+
+def test_without_a_folder_or_workers_there_is_no_process(archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
+    rows, before = opened_source(archives), children()
+    for made, how in ((opened(rows, plain, rule), ONE), (opened(rows, plain, rule, tmp_path / "i"), Workers(0, 1, 1.0, 1.0))):
+        going = Ahead.of(made, how)
+        going.begin([(0, 0), (0, 1)])
+        assert children() <= before
+        going.share([(0, n) for n in range(SHARDS)], 3, 4)
+        assert made._open.keys() == {(0, 3)}
+    assert list(indexed(opened(rows, plain, rule, tmp_path / "j"), [(0, 0)], Workers(0, 1, 1.0, 1.0))) == [None]
+    assert written(tmp_path / "j") == 1
