@@ -1,5 +1,6 @@
 """The documents are true: their commands run, the files they name exist, and they leave no setting or figure out."""
 
+import json
 import os
 import re
 import subprocess
@@ -48,28 +49,33 @@ def test_your_own_data_in_five_lines(tmp_path: Path) -> None:
     (tmp_path / "src").symlink_to(ROOT / "src")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").write_text("")  # the interpreter that runs this test comes first on the path anyway
+    rows = json.loads((tmp_path / "mine.json").read_text())
+    (tmp_path / "mine.json").write_text(json.dumps(rows[4:]))
+    (tmp_path / "other.json").write_text(json.dumps(rows[:4]))
     ran = 0
     for line in block.strip().splitlines():
         if line.startswith("#"):
             recipe = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+            recipe["name"] = "mine"
             recipe["model"]["path"] = "models/start"
             for stage in recipe["stages"]:
                 stage["data"] = {"sources": [{"path": "mine.json"}], "hold_out": 0.2}
                 stage |= {"steps": 2, "batch": {"tokens": 256, "patches": 160}}
-            recipe["evaluation"]["sources"][0]["path"] = "mine.json"
+            recipe["evaluation"]["sources"][0]["path"] = "other.json"
             (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
             continue
         out = bash(line, tmp_path)
         ran += 1
         if line.startswith("eyeline check"):
             assert "no problems" in out
+            assert "warning" not in out
     assert ran == 5
     picture = tmp_path / "photo.jpg"
     picture.write_bytes((tmp_path / "00000" / "000000000.jpg").read_bytes())
     [chat] = re.findall(r"`(eyeline chat runs/NAME[^`]*)`", README)
     [export] = re.findall(r"`(eyeline export runs/NAME[^`]*)`", README)
-    bash(f"{chat.replace('NAME', 'llava-siglip2-qwen2.5')} --ask hello --max-tokens 4", tmp_path)
-    bash(export.replace("NAME", "llava-siglip2-qwen2.5"), tmp_path)
+    bash(f"{chat.replace('NAME', 'mine')} --ask hello --max-tokens 4", tmp_path)
+    bash(export.replace("NAME", "mine"), tmp_path)
     assert (tmp_path / "exported" / "config.json").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from eyeline.core.errors import Refused
-from eyeline.recipes.check import folder_problems, refuse_problems, settings_problems
+from eyeline.recipes.check import evaluation_warnings, folder_problems, refuse_problems, settings_problems
 from eyeline.train.run import to_yaml
 from tests.command import Command
 from tests.train.recipe import tiny_recipe, tiny_run
@@ -18,6 +18,17 @@ from tests.train.recipe import tiny_recipe, tiny_run
 
 def problems(folder: Path, *overrides: str) -> str:
     return "\n".join(settings_problems(tiny_run(folder, *overrides)))
+
+
+def test_an_evaluation_on_what_is_learned_is_warned_of(tmp_path: Path) -> None:
+    warned = list(evaluation_warnings(tiny_run(tmp_path)))
+    assert len(warned) == 1
+    assert "data.json is trained on in whole and adapt" in warned[0]
+    other = tmp_path / "data" / "other.json"
+    assert not list(evaluation_warnings(tiny_run(tmp_path, f"evaluation.sources.0.path={other}")))
+    kinds = ("stages.0.data.sources.0.kinds=[red]", "stages.1.data.sources.0.kinds=[green]", "evaluation.sources.0.kinds=[blue, green]")
+    (partly,) = evaluation_warnings(tiny_run(tmp_path, *kinds))
+    assert "is trained on in adapt" in partly
 
 
 def test_a_good_recipe_has_none(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def exact_match(
         by_kind=tally.by_kind(tally.right),
         blind=Blind(how=prior.how, overall=score(tally.guessed.total(), tally.questions), by_kind=tally.by_kind(tally.guessed)),
         rejected=dict(rejected),
+        given=tally.given,
         cut=tally.cut,
         max_tokens=max_tokens,
         seconds=time.monotonic() - begin,
@@ -155,6 +156,7 @@ class Tally:
         self.asked: Counter[str] = Counter()  # by kind, like the next two
         self.right: Counter[str] = Counter()
         self.guessed: Counter[str] = Counter()
+        self.given = 0
         self.cut = 0
         self._shown: dict[int, Answered] = {}
 
@@ -163,6 +165,7 @@ class Tally:
         self.asked[sample.kind] += 1
         self.right[sample.kind] += answered.correct
         self.guessed[sample.kind] += self.prior.guess(question_of(sample)) == normalised(answer_of(sample))
+        self.given += sum(message.role == "assistant" for message in sample.messages[:-1])
         self.cut += answered.cut
         # the samples with the smallest digests: chosen by nobody, and the same ones whatever the order
         self._shown[seed_for(0, f"shown {sample.id}")] = answered

@@ -39,7 +39,7 @@ class Asked(Settings):
 
 
 class Result(Settings):
-    """Exact-match accuracy over held-out samples. Its leaves `accuracy` and `questions` are the headline."""
+    """Exact-match accuracy over the samples that were asked. Its leaves `accuracy` and `questions` are the headline."""
 
     version: Literal[1] = 1
     accuracy: float
@@ -48,11 +48,23 @@ class Result(Settings):
     by_kind: dict[str, Score]
     blind: Blind
     rejected: dict[str, int]  # samples that could not be asked, by cause: not in `questions`
+    given: int = 0  # answers before the last question of a sample: shown to the model, not asked
+    also_learned: int = 0  # questions that the recipe's stages train on, answer and all
     cut: int  # answers that reached the limit of tokens before they ended
     max_tokens: int  # that limit
     seconds: float  # wall time of asking
     stamps: dict[str, Any]  # checkpoint, data, hardware, commit: given by the caller
     samples: tuple[Asked, ...]
+
+    @property
+    def warning(self) -> str | None:
+        """Why the scores may promise more than they hold."""
+        if not self.also_learned:
+            return None
+        return (
+            f"{self.also_learned:,} of {self.questions:,} questions are learned from, too: this is no score of new ones. "
+            "Give the recipe's evaluation data that no stage trains on"
+        )
 
 
 def write_result(path: Path, result: Result) -> None:

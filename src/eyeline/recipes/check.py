@@ -18,6 +18,7 @@ from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
 from eyeline.data.containers.container import RETRIES
+from eyeline.data.folders import named
 from eyeline.data.loader import Reader
 from eyeline.data.report.report import DataReport, Depth, data_report
 from eyeline.data.report.shown import Shown, shown_samples
@@ -65,6 +66,8 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
         found += data_problems(stage, report)
     console.rule(characters="-")
+    for line in evaluation_warnings(run):
+        _say(console, f"warning: {line}")
     _say(console, _listed(run.name, found) if found else f"{run.name}: no problems")
     return not found
 
@@ -312,6 +315,26 @@ def folder_problems(folder: Path) -> Iterator[str]:
             yield f"out: {parent} is a file, and the run folder would lie inside it"
         elif not os.access(parent, os.W_OK | os.X_OK):
             yield f"out: {parent} cannot be written to; choose another out="
+
+
+def evaluation_warnings(run: Run) -> Iterator[str]:
+    """Sources of the evaluation that stages learn from; `eyeline data` compares what lies in others, and `eyeline eval` counts."""
+    for asked in run.evaluation.sources if run.evaluation else ():
+        learning = [
+            stage.name
+            for stage in run.stages
+            for source in stage.data.sources
+            if named(source.path) == named(asked.path) and _share_kinds(source, asked)
+        ]
+        if learning:
+            yield (
+                f"evaluation: {asked.path} is trained on in {' and '.join(dict.fromkeys(learning))}, so that its score will not be of new "
+                "questions; give evaluation.sources data that no stage trains on"
+            )
+
+
+def _share_kinds(a: Source, b: Source) -> bool:
+    return a.kinds is None or b.kinds is None or bool(set(a.kinds) & set(b.kinds))
 
 
 def data_problems(stage: Stage, report: DataReport) -> Iterator[str]:

@@ -1,5 +1,6 @@
-"""`eyeline eval`: ask a run its recipe's held-out questions, and keep the result in the run folder."""
+"""`eyeline eval`: ask a run its recipe's questions, and keep the result in the run folder."""
 
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eyeline.bundle.bundle import open_bundle
+from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, visible
 from eyeline.data.sets import opened, training_samples
@@ -43,8 +45,12 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     model = build(found.bundle.config, here.device, compute_dtype=COMPUTE[run.precision], half=halved(run))
     found.load(model)
     asked = opened(run.evaluation.sources)
-    prior = prior_of(dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data)))  # stages share samples
-    questions = sum(1 for _ in islice((row for rows in asked for row in rows.kept()), limit))
+    learned = dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data))  # stages share samples
+    prior = prior_of(learned)
+    questions = also_learned = 0
+    for _, _, row in islice((row for rows in asked for row in rows.kept()), limit):
+        questions += 1
+        also_learned += isinstance(row, Sample) and row in learned
     with Progress(transient=True) as bar:
         task = bar.add_task("answering", total=questions)
         result = exact_match(
@@ -57,11 +63,13 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
             limit=limit,
             stamps={"checkpoint": found.checkpoint.folder.name, "data": [s.path for s in run.evaluation.sources], **environment(here)},
             progress=lambda done: bar.update(task, completed=done),
-        )
+        ).model_copy(update={"also_learned": also_learned})
     path = folder / ("eval.json" if limit is None else f"eval-first-{limit}.json")  # a part is not the recipe's evaluation
     write_result(path, result)
     console = Console()
     console.print(scores(result))
+    for line in remarks(result):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for one in result.samples[:show]:
         mark = "right" if one.correct else f"wrong, it is {one.answer!r}"
         console.print(visible(f"{one.id}: {one.question} → {one.prediction!r} ({mark})"), markup=False, highlight=False)
@@ -72,9 +80,9 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
 def scores(result: Result) -> Table:
     """Accuracy over all and by kind of question, beside what a model reaches that never looks."""
     table = Table(title=f"exact match, {result.questions:,} questions, {result.seconds:.0f} s", title_justify="left")
-    for column in ("", "questions", "accuracy", "blind prior"):
+    for column in ("", "questions", "accuracy", "without looking"):
         table.add_column(column, justify="right" if column else "left")
-    for kind, score in result.by_kind.items():
+    for kind, score in result.by_kind.items() if any(result.by_kind) else ():
         table.add_row(
             Text(visible(kind) or "(no kind)"),
             f"{score.questions:,}",
@@ -84,6 +92,15 @@ def scores(result: Result) -> Table:
     table.add_row(
         "all", f"{result.overall.questions:,}", f"{result.overall.accuracy:.1%}", f"{result.blind.overall.accuracy:.1%}", style="bold"
     )
-    if result.rejected:
-        table.caption = "not asked: " + ", ".join(f"{cause} {count}" for cause, count in result.rejected.items())
     return table
+
+
+def remarks(result: Result) -> Iterator[str]:
+    """What one has to know to read the scores."""
+    yield f"without looking: {result.blind.how}"
+    if result.given:
+        yield f"asked: the last question of each sample; {result.given:,} answers before it were given, not asked"
+    if result.rejected:
+        yield "not asked: " + ", ".join(f"{cause} {count}" for cause, count in result.rejected.items())
+    if result.warning:
+        yield f"warning: {result.warning}"

@@ -8,7 +8,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.files import write_atomically
 from eyeline.evals.result import Asked, Result, read_result
 from eyeline.study.history import History, RejectSummary, Step, read_history, read_rejects
-from eyeline.study.page import PICTURE, document, figure, figures_list, metric, note, number, percent, table, words
+from eyeline.study.page import PICTURE, document, figure, figures_list, metric, note, number, percent, table, warning, words
 
 FLOPS = "Arithmetic that the model needs, forward and backward without what is recomputed, over the step's full wall time, by part."
 
@@ -115,7 +115,8 @@ def figures(history: History, evaluation: Result | str | None) -> str:
     if losses:
         shown["validation loss, best"] = number(min(losses))
     if isinstance(evaluation, Result):
-        shown["exact match, held-out questions"] = percent(evaluation.accuracy)
+        asked = "partly learned from" if evaluation.warning else "held-out"
+        shown[f"exact match, {asked} questions"] = percent(evaluation.accuracy)
     return figures_list(shown)
 
 
@@ -130,17 +131,21 @@ def evaluated(evaluation: Result | str | None) -> list[str]:
             pass
     blind = evaluation.blind
     rows = [("all", evaluation.overall, blind.overall)]
-    rows += [(kind, score, blind.by_kind[kind]) for kind, score in evaluation.by_kind.items()]
+    if any(evaluation.by_kind):
+        rows += [(kind, score, blind.by_kind[kind]) for kind, score in evaluation.by_kind.items()]
     shown = [(kind or "no kind", f"{score.questions:,}", percent(score.accuracy), percent(guess.accuracy)) for kind, score, guess in rows]
     notes = [f"Without looking: {blind.how}", f"Answers cut at {evaluation.max_tokens} tokens: {evaluation.cut}."]
     notes += [f"{name}: {evaluation.stamps[name]}" for name in ("checkpoint", "commit", "hardware") if evaluation.stamps.get(name)]
     if evaluation.rejected:
         notes.append(f"Not asked, since they were rejected: {', '.join(f'{n} {cause}' for cause, n in evaluation.rejected.items())}.")
+    if evaluation.given:
+        notes.append(f"The last question of each sample is asked; {evaluation.given:,} answers before it were given.")
     return [
         "<h2>Evaluation</h2>",
+        *([warning(evaluation.warning)] if evaluation.warning else []),
         table(("kind", "questions", "exact match", "without looking"), shown, numbers=1),
         *map(note, notes),
-        "<h2>Held-out samples</h2>",
+        "<h2>Questions and answers</h2>",
         '<div class="samples">',
         *map(sample, evaluation.samples),
         "</div>",

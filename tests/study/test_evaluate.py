@@ -1,0 +1,54 @@
+"""What `eyeline eval` says beside the scores: questions that are learned from are counted, and so are answers that are given."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.train.recipe import tiny_run
+
+from eyeline.data.sets import training_samples
+from eyeline.study.evaluate import evaluate, remarks, scores
+from eyeline.study.report import write_report
+from eyeline.train.loop import train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is evaluated on the file that it learns from, a fifth of whose pictures it holds out."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    data = str(folder / "data" / "data.json")
+    train(tiny_run(folder, "stages.0.steps=1", "stages.1.steps=1", f"evaluation={{sources: [{{path: {data}}}], max_tokens: 2}}"))
+    return folder / "run"
+
+
+def test_questions_that_are_learned_from_are_counted(run: Path) -> None:
+    rows = json.loads((run.parent / "data" / "data.json").read_text())
+    learned = {sample.id for sample in training_samples(tiny_run(run.parent).stages[0].data)}
+    found = evaluate(run)
+    assert found.questions == len(rows)
+    assert 0 < found.also_learned == len(learned) < len(rows)
+    assert found.given == sum(len(row["conversations"]) == 4 for row in rows)
+    said = "\n".join(remarks(found))
+    assert f"{found.also_learned} of {len(rows)} questions are learned from, too" in said
+    assert f"{found.given} answers before it were given" in said
+    page = write_report(run).read_text()
+    assert "exact match, partly learned from questions" in page
+    assert f"{found.also_learned} of {len(rows)} questions are learned from, too" in page
+
+
+def test_a_limit_counts_what_it_asks(run: Path) -> None:
+    whole, first = evaluate(run), evaluate(run, limit=5)
+    assert first.questions == 5
+    assert 0 <= first.also_learned <= min(5, whole.also_learned)
+
+
+def test_what_is_new_is_not_warned_of(run: Path) -> None:
+    found = evaluate(run).model_copy(update={"also_learned": 0, "given": 0})
+    assert [line.partition(":")[0] for line in remarks(found)] == ["without looking"]
+
+
+def test_one_kind_without_a_name_is_the_row_of_all(run: Path) -> None:
+    found = evaluate(run)
+    assert scores(found).row_count == len(found.by_kind) + 1
+    bare = found.model_copy(update={"by_kind": {"": found.overall}})
+    assert scores(bare).row_count == 1
