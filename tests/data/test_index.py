@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -229,6 +230,30 @@ def test_what_it_depends_on_makes_another(rows: Rows, plain: Encoder, qwen: Enco
     assert len(calls) == 3
 
 
+def test_a_shared_folder_gives_no_source_the_index_of_another(
+    rows: Rows, plain: Encoder, thinking: Encoder, rule: ImageRule, draw, tmp_path: Path
+) -> None:
+    """The same file with other pictures, under another name, read in another way, for another tokenizer or model: each as if alone."""
+    for n in range(5):
+        draw(f"else/{n}.png", width=30 + n)
+    shutil.copy(rows.path, tmp_path / "copy.jsonl")
+    (tmp_path / "two.jsonl").write_text(json.dumps({"image": "0.png", "a": "one", "b": "another one"}) + "\n")
+    path, two = str(rows.path), str(tmp_path / "two.jsonl")
+    ways: list[dict[str, Any]] = [
+        *({"path": path}, {"path": path, "images": str(tmp_path / "else")}, {"path": str(tmp_path / "copy.jsonl")}),
+        *({"path": path, "roles": {"assistant": "human", "user": "gpt"}}, {"path": two, "columns": {"caption": "a"}}),
+        {"path": two, "columns": {"caption": "b"}},
+    ]
+    seen: list[ShardIndex] = []
+    for source in map(open_source, (Source(**way) for way in ways)):
+        for encoder in (plain, thinking):
+            for of in (rule, None, ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Square(32), frames=2)):
+                alone, shared = Index((source,), encoder, of, None), Index((source,), encoder, of, tmp_path / "i")
+                assert all(same(shared.shard(0, n), alone.shard(0, n)) for n in range(len(source.shards)))
+                seen.append(alone.shard(0, 0))
+    assert sum(not same(one, seen[0]) for one in seen) > 24
+
+
 @pytest.mark.parametrize("harm", ["truncated", "a bit", "empty", "another's"])
 def test_a_damaged_file_is_made_anew(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch, harm: str) -> None:
     whole = opened(rows, plain, rule, tmp_path / "i")
@@ -275,7 +300,11 @@ def test_a_picture_that_may_not_be_read_is_a_reject_until_it_may(
 
 
 def test_pictures_that_changed_are_looked_at_again(rows: Rows, plain: Encoder, rule: ImageRule, draw, tmp_path: Path) -> None:
-    """A picture that was missing and is there now is not rejected for ever; another size is another size."""
+    """A picture that was missing and is there now is not rejected for ever; another size is another size, in as many bytes too."""
+    lines = rows.path.read_text().replace('"4.png"', '"4.bmp"')
+    rows.path.write_text(lines)
+    rows = open_source(rows.source)
+    before = draw("4.bmp", width=20, height=12).stat()
     index = opened(rows, plain, rule, tmp_path / "i")
     shards = range(len(rows.shards))
     lost = next((s, n) for s in shards for n, why in index.shard(0, s).rejects.items() if why[0] == "missing_image")
@@ -283,7 +312,9 @@ def test_pictures_that_changed_are_looked_at_again(rows: Rows, plain: Encoder, r
     draw("0.png", width=64, height=32)
     index = opened(rows, plain, rule, tmp_path / "i")
     assert lost[1] not in index.shard(0, lost[0]).rejects
-    assert index.shard(0, 0).sizes(0) == ((32, 64),)
+    assert (index.shard(0, 0).sizes(0), index.shard(0, 0).sizes(4)) == (((32, 64),), ((12, 20),))
+    assert draw("4.bmp", width=12, height=20).stat().st_size == before.st_size
+    assert opened(rows, plain, rule, tmp_path / "i").shard(0, 0).sizes(4) == ((20, 12),)
 
 
 def test_without_a_folder_nothing_is_written(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:

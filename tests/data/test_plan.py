@@ -371,6 +371,11 @@ def test_a_state_of_something_else_is_refused_by_name(
     refused(make(seed=1), "order")
     refused(make(share_images=2), "order")
     refused(make(hold_out=0.3), "order")
+    for other in ({"repeat": 2}, {"limit": 200}, {"kinds": ("",)}):
+        refused(make(sources=(Source(path=str(folder / "rows.jsonl"), **other),)), "order")
+    refused(make(blend="shares"), "order")
+    refused(make(sources=(Source(path=str(folder / "rows.jsonl"), columns={"image": "image"}),)), "layout")
+    refused(Reader(make().data, plain, rule, 0, longest=89), r"budget .*\[90, 80, \d+, 'reject'\] → \[90, 80, 89, 'reject'\]")
     refused(make(), r"budget .*\[90, 80, .*→ \[91, 80", Budget(91, 80))
     refused(make(too_long="shrink"), "budget .*reject.*shrink")
     data = make().data
@@ -492,6 +497,9 @@ def test_a_blend_resumes_exactly(make, folder: Path, stop: int, monkeypatch: pyt
             assert_same(a, b)
     seen = Counter(id.split(".")[0] for step in whole for batch in step.batches for id in batch.ids)
     assert 2.4 < seen["rows"] / seen["other"] < 3.6
+    heavier = make(sources=tuple(s.model_copy(update={"weight": 2.0}) for s in settings["sources"]), blend="shares")
+    with pytest.raises(Refused, match="Different are: order"):
+        next(heavier.steps(BUDGET, 3, None, whole[stop].state))
 
 
 def test_a_source_without_a_usable_row_cannot_have_a_share(make, folder: Path) -> None:
