@@ -16,7 +16,7 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -35,7 +35,7 @@ from eyeline.core.files import storage_failed
 from eyeline.core.locations import Remote
 from eyeline.core.settings import NotNegative, Settings
 from eyeline.data import stores
-from eyeline.data.containers.container import File, number_of, span_file
+from eyeline.data.containers.container import HEADER_BYTES, File, number_of, span_file
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
 Planes = tuple[NDArray[np.uint8], ...]  # red, green and blue: rows × columns each. A patch has its colours one after another
@@ -257,11 +257,15 @@ _ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), 
 @contextmanager
 def _opened(picture: Picture) -> Iterator[tuple[Pillow.Image, BinaryIO]]:
     """The picture opened, with its header checked, and its file. Errors of Pillow inside the block are BadSample `broken_image`."""
-    file = _stream(picture)
-    with file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Pillow, about odd metadata; what matters is checked here
+    with _stream(picture) as file, ExitStack() as quiet:
         try:
-            with Pillow.open(file, formats=FORMATS) as image:
+            try:
+                found: Pillow.Image = _PlainJpeg(file)
+            except SyntaxError:
+                quiet.enter_context(warnings.catch_warnings(action="ignore"))  # Pillow's, of odd metadata; what matters is checked here
+                file.seek(0)
+                found = Pillow.open(file, formats=FORMATS)
+            with found as image:
                 width, height = image.size
                 if width == 0 or height == 0:
                     raise BadSample("empty_image", "image", f"{picture.name} is {width}×{height} pixels")
@@ -279,6 +283,49 @@ def _opened(picture: Picture) -> Iterator[tuple[Pillow.Image, BinaryIO]]:
             raise BadSample("broken_image", "image", f"{picture.name}: {error}") from error
         except _BROKEN as error:
             raise BadSample("broken_image", "image", f"{picture.name}: {error or type(error).__name__}") from error
+
+
+class _PlainJpeg(ImageFile.ImageFile):
+    """A JPEG as Pillow would open it, in a quarter of the time. SyntaxError, as plugins of Pillow say it, for another file, and where
+    Pillow may find more in the header than the size."""
+
+    format, format_description = "JPEG", "JPEG with a plain header"
+
+    def _open(self) -> None:
+        assert self.fp is not None
+        frame = _frame(self.fp.read(HEADER_BYTES))
+        if frame is None:
+            raise SyntaxError("not plain")
+        self._mode, self._size = frame
+        self.tile = [ImageFile._Tile("jpeg", (0, 0, *self._size), 0, (self._mode, ""))]
+
+
+def _frame(head: bytes) -> tuple[str, tuple[int, int]] | None:
+    """Mode, width and height of a JPEG that begins so. None unless each segment before its first scan is one of those that every JPEG
+    has, or a comment, and has the length that it should have: of others Pillow may think what it wants."""
+    at, frame = 2, None
+    while head[at : at + 1] == b"\xff" and head.startswith(b"\xff\xd8"):
+        kind, begin = head[at + 1 : at + 2], at + 4
+        at += 2 + int.from_bytes(head[at + 2 : begin], "big")
+        if not begin <= at <= len(head):
+            return None
+        match kind:
+            case b"\xda":  # a scan
+                return frame
+            case b"\xc0" | b"\xc1" | b"\xc2" if frame is None and at - begin in (9, 15):  # baseline, extended, progressive
+                bits, height, width, colours = struct.unpack_from(">BHHB", head, begin)
+                if bits != 8 or at - begin != 6 + 3 * colours or not 0 < width * height <= MAX_PIXELS:
+                    return None
+                frame = "L" if colours == 1 else "RGB", (width, height)
+            case b"\xdb" if (at - begin) % 65 == 0 and max(head[begin:at:65], default=0) < 16:  # tables of 64 bytes, each with its number
+                pass
+            case b"\xe0" if at - begin == 14 and head.startswith(b"JFIF\0", begin):
+                pass
+            case b"\xc4" | b"\xdd" | b"\xfe":  # codes, the restart interval, a comment
+                pass
+            case _:
+                return None
+    return None
 
 
 def _stream(picture: Picture) -> BinaryIO:
@@ -396,6 +443,8 @@ def _what(head: bytes) -> str:
 
 def _orientation(image: Pillow.Image) -> int:
     """EXIF orientation, 1 (upright) when absent, unknown or unreadable: broken metadata does not spoil sound pixels."""
+    if isinstance(image, _PlainJpeg):
+        return 1
     try:
         value = image.getexif().get(0x0112, 1)
     except (OSError, *_BROKEN):
