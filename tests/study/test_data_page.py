@@ -27,7 +27,7 @@ from eyeline.data.rejects import CAUSES
 from eyeline.data.report import budgets
 from eyeline.data.report.budgets import Load
 from eyeline.data.report.budgets import packing as packing_of
-from eyeline.data.report.report import THOROUGH, Depth, data_report
+from eyeline.data.report.report import QUICK, THOROUGH, Depth, data_report
 from eyeline.data.report.shown import shown_samples
 from eyeline.models import build, facts
 from eyeline.models.flops import NONE, count
@@ -120,11 +120,11 @@ def looked(run: Run, folder: Path, depth: Depth = THOROUGH) -> tuple[Page, str]:
     return page_of(look(run, folder / "data.html", 6, depth, made)), out.getvalue()
 
 
-def stage_data(run: Run, index: int = 0) -> tuple[StageData, Reader]:
+def stage_data(run: Run, index: int = 0, depth: Depth = THOROUGH) -> tuple[StageData, Reader]:
     bundle = description(run)
     stage, stated = run.stages[index], facts(bundle.config)
     reader = Reader(stage.data, bundle.encoder(), stated.image, seed_for(run.seed, "stage", index))
-    report = data_report(reader, stage.batch.budget, THOROUGH)
+    report = data_report(reader, stage.batch.budget, depth)
     model = build(bundle.config, "meta")
     prepare(model, stated, run, index, {})
     arithmetic = count(model, stated)
@@ -325,13 +325,43 @@ def test_an_interrupted_look_leaves_no_page(mixed: Run, tmp_path: Path) -> None:
 
 
 def test_the_suggestion_keeps_the_size_of_a_step(mixed: Run) -> None:
+    """What is learned from, not what it is laid into: of a budget that is half padding, half as many slots do."""
     found, _ = stage_data(mixed)
-    best = found.report.budgets[1]
+    now, best = found.report.budgets[:2]
     tokens = best.budget.tokens
-    said = suggestion(best, found.report.budgets, Batching(tokens=4 * tokens, patches=80, micro_batches=2))
+    many = replace(now, pictured=Load(packs=10, token=4_000), texts=Load())
+    few = replace(best, pictured=Load(packs=10, token=1_000), texts=Load())
+    said = suggestion(few, [many, few], Batching(tokens=8 * tokens, patches=80, micro_batches=2))
     assert f"batch: {{tokens: {tokens}, patches: {best.budget.patches}, micro_batches: 8}}" in said
-    assert suggestion(found.report.budgets[0], found.report.budgets, found.batch).startswith("suggested: the batch as it is")
-    assert "micro_batches: 1}" in suggestion(best, found.report.budgets, Batching(tokens=1, patches=1))
+    assert suggestion(now, found.report.budgets, found.batch).startswith("suggested: the batch as it is")
+    assert "micro_batches: 1}" in suggestion(many, [few, many], Batching(tokens=1, patches=1))
+
+
+def test_a_batch_that_is_mostly_padding_is_warned_of(mixed: Run) -> None:
+    """By check too, which tries no other budget; not where too few packs were closed to say."""
+    wide = mixed.stages[0].model_copy(update={"batch": Batching(tokens=4096, patches=32)})
+    found, _ = stage_data(mixed.model_copy(update={"stages": (wide,)}), depth=QUICK)
+    (now,) = found.report.budgets
+    lines = [block for block in blocks(found) if isinstance(block, Line)]
+    said = [line.text for line in lines if line.warns]
+    assert said == [
+        f"{now.waste * 100:.1f} % of batch.tokens are padding: batch.patches is full long before. `eyeline data` tries other sizes"
+    ]
+    assert not any("suggested" in line.text for line in lines)
+    for other in (replace(now, settled=False), replace(now, budget=Budget(now.load.token // now.load.packs + 1, 32))):
+        calm = replace(found, report=replace(found.report, budgets=(other,)))
+        assert not any(isinstance(block, Line) and block.warns for block in blocks(calm))
+
+
+def test_numbers_that_follow_from_a_part_are_about(mixed: Run) -> None:
+    found, _ = stage_data(mixed)
+    source = found.report.sources[0]
+    for exact, about in ((True, ""), (False, "about ")):
+        made, out = console()
+        print_blocks(made, blocks(replace(found, report=replace(found.report, exact=exact))))
+        said = out.getvalue()
+        assert f"), {about}{source.rows} samples, {source.validation} of them to validate on, visited once an epoch\n" in said
+        assert f"\n{about}{found.report.training} samples to learn from" in said
 
 
 def test_headings_of_parts_are_for_the_page(mixed: Run) -> None:

@@ -18,6 +18,7 @@ from eyeline.study import page
 from eyeline.study.page import metric, percent, words
 from eyeline.train.run import Batching
 
+MUCH_WASTE = 0.25  # padding that is warned of
 LONGEST_CELL = 300  # characters of what is quoted
 MOST_ROWS = 200  # of a table
 PARTS = ("vision", "projector", "language", "head")
@@ -90,15 +91,17 @@ def blocks(found: StageData) -> Iterator[Block]:
         yield Line(f"Its data and its batches are those of stage {found.same_as}.")
         yield from _budgets(found)
         return
-    about = "" if report.exact else "about "  # of large data only some shards are looked at
     yield Heading("Sources", part=True)
+    shares = "; {6} of visits, {7} of tokens, {8} of visual ones" if len(report.sources) > 1 else ""
     yield Grid(
-        ("source", "layout", "recognised by", "samples", "to validate on", "an epoch", "of visits", "of tokens", "of visual"),
+        ("source", "layout", "recognised by", "samples", "to validate on", "visited", "of visits", "of tokens", "of visual"),
         _sources(report),
-        "{0}: {1} ({2}), {3} samples, {4} of them to validate on, {5}; {6} of visits, {7} of tokens, {8} of visual ones",
+        "{0}: {1} ({2}), {3} samples, {4} of them to validate on, visited {5}" + shares,
         numbers=3,
     )
-    yield Line(f"{about}{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined")
+    yield Line(
+        f"{_about(report)}{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined"
+    )
     if epoch := report.epoch:
         yield Line(
             f"an epoch: about {epoch.tokens:,.0f} tokens, {epoch.visual:,.0f} of them visual, in {epoch.visits:,.0f} visits to samples"
@@ -124,12 +127,18 @@ def blocks(found: StageData) -> Iterator[Block]:
         yield from found.samples
 
 
+def _about(report: DataReport) -> str:
+    return "" if report.exact else "about "  # of large data only some shards are looked at
+
+
 def _sources(report: DataReport) -> tuple[tuple[str, ...], ...]:
     rows = []
     for source in report.sources[:MOST_ROWS]:
-        often = f"weight {source.weight:g}" if source.weight != 1 else "once" if source.repeat == 1 else f"{source.repeat} times"
+        epochs = "once an epoch" if source.repeat == 1 else f"{source.repeat} times an epoch"
+        often = f"by weight {source.weight:g}" if source.weight != 1 else epochs
+        many, judging = _about(report) + f"{source.rows:,}", f"{source.validation:,}"
         shares = map(percent, (source.visits, source.tokens, source.visual)) if source.training else "–––"
-        rows.append((cut(source.path), source.layout, cut(source.why), f"{source.rows:,}", f"{source.validation:,}", often, *shares))
+        rows.append((cut(source.path), source.layout, cut(source.why), many, judging, often, *shares))
     return tuple(rows)
 
 
@@ -153,8 +162,8 @@ def _measures(report: DataReport) -> tuple[tuple[str, ...], ...]:
         "of them supervised": report.supervised,
         "tokens an answer": report.answers,
         "pictures a sample": report.pictures,
-        "picture width": report.widths,
-        "picture height": report.heights,
+        "picture width, pixels": report.widths,
+        "picture height, pixels": report.heights,
     }
     rows = [_measure(name, measure, 0) for name, measure in whole.items()]
     return (*rows, _measure("width / height", report.aspects, 2))
@@ -190,6 +199,11 @@ def _budgets(found: StageData) -> Iterator[Block]:
     rows = tuple((name, *_packing(p)) for name, p in zip(names, report.budgets, strict=True))
     yield Grid(("batch.tokens", "patches", "samples", "padding", "patches used", "too long"), rows)
     yield Line("Padding is what the planner's own packs leave empty; too long are samples over the budget or the model's positions.")
+    now, *others = report.budgets
+    if now.settled and now.waste > MUCH_WASTE:
+        why = "batch.patches is full long before" if now.filled > 1 - MUCH_WASTE else "samples are long for it, and few fit together"
+        remedy = "" if others else ". `eyeline data` tries other sizes"
+        yield Line(f"{percent(now.waste)} of batch.tokens are padding: {why}{remedy}", warns=True)
     if found.flops:
         packs = [packing.load.packs for packing in report.budgets]
         costs = [(*(flops.by_part[part] for part in PARTS), flops.total) for flops in found.flops]
@@ -197,11 +211,10 @@ def _budgets(found: StageData) -> Iterator[Block]:
         yield Grid(("FLOPs of a batch", *PARTS, "all"), tuple(rows))
         yield Line("Arithmetic that the model needs for a batch as the stage trains it, forward and backward without what is recomputed.")
     if report.epoch:
-        load = report.budgets[0].load
-        steps = report.epoch.visits * load.packs / max(load.sample, 1) / found.batch.micro_batches
+        steps = report.epoch.visits * now.load.packs / max(now.load.sample, 1) / found.batch.micro_batches
         yield Line(f"An epoch is about {steps:,.0f} steps as it is.")
     best = suggested(report.budgets)
-    if best is not None:
+    if best is not None and others:
         yield Line(suggestion(best, report.budgets, found.batch))
 
 
@@ -225,7 +238,8 @@ def suggestion(best: Packing, packings: Sequence[Packing], batch: Batching) -> s
         why = f"none has {wanted}; this one comes nearest" + ("" if best.settled else ", of few batches")
     if best is packings[0]:
         return f"suggested: the batch as it is ({why})"
-    micro_batches = max(round(batch.tokens * batch.micro_batches / best.budget.tokens), 1)
+    now, then = (p.load.token / p.load.packs for p in (packings[0], best))  # real tokens of a micro-batch: a step keeps about as many
+    micro_batches = max(round(now * batch.micro_batches / then), 1)
     line = f"batch: {{tokens: {best.budget.tokens}, patches: {best.budget.patches}, micro_batches: {micro_batches}}}"
     return f"suggested, if the device has the memory: {line} ({why})"
 
@@ -255,6 +269,7 @@ def _rejects(report: DataReport) -> Iterator[Block]:
         "rejected: {0} {1} ({2}): {3}. {4}",
         numbers=5,
     )
+    yield Line("the first of each cause; rows are counted from 0:")
     yield Grid(
         ("cause", "file", "row", "field", "message"),
         tuple((r.cause, cut(r.file), f"{r.row}", cut(r.field), cut(r.message)) for r in report.rejected),

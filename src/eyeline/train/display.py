@@ -59,6 +59,7 @@ class Terminal:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("[dim]passed"),
             console=console,
         )
         self._task = self._bar.add_task("")
@@ -90,8 +91,11 @@ class Pace:
     def left(self, figures: StepFigures) -> str:
         if figures.step == 1:
             self._recent.clear()
+        first = not self._recent  # it waits for workers to start, and says little about the others
         spent = figures.seconds
         self._recent.append(spent["step"] - spent["startup"] - spent["validation"] - spent["checkpoint"])
+        if first and figures.step < figures.steps:
+            return "–"
         minutes, seconds = divmod(int((figures.steps - figures.step) * median(self._recent)), 60)
         return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
 

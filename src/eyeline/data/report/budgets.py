@@ -78,12 +78,14 @@ class Packing:
 Shards = frozenset[tuple[int, int]]
 
 
-def packings(reader: Reader, shards: Shards, now: Budget) -> tuple[Packing, ...]:
-    """Of the budget as it is, then of others, with patches in the proportion that the data has. Rows come from these shards, by source
+def packings(reader: Reader, shards: Shards, now: Budget, others: bool = True) -> tuple[Packing, ...]:
+    """Of the budget as it is, then of `others`, with patches in the proportion that the data has. Rows come from these shards, by source
     and number. Samples over a budget are left out here, whatever `too_long` says."""
+    first = packing(reader, shards, now)
+    if not others:
+        return () if first is None else (first,)
     sizing = Sizing(reader.training.index, UNBOUNDED, min(UNBOUNDED.tokens, reader.longest), "reject", COUNTED)
     size_G2 = np.concatenate([np.empty((0, 2), np.int64), *(_sizes(reader, sizing, *entry) for entry in sorted(shards))])
-    first = packing(reader, shards, now)
     out = [first]
     # rows that are encoded together, and weights of sources, make the share of patches another than that of the rows one by one
     drawn = first.load.patch / first.load.token / _share(size_G2, now.tokens) if first and first.load.patch else 1.0

@@ -41,7 +41,7 @@ class Depth:
     rows: int = 20_000  # of each source; no further shard is looked at once there are so many
     examined: int = 2_000  # samples at most, evenly spread over the sources
     compared: int = 0  # samples at most that are compared with each other
-    packed: bool = False  # whether budgets are tried
+    packed: bool = False  # whether other budgets are tried
 
 
 QUICK = Depth()
@@ -156,7 +156,7 @@ class DataReport:
     said: int  # answers of the examined samples
     unlearned: int  # of them, those that the template does not learn
     template: str
-    budgets: tuple[Packing, ...]  # the stage's own first; empty when they were not tried
+    budgets: tuple[Packing, ...]  # the stage's own first; empty when no sample is left
     twins: Twins | None  # None when nothing was compared
 
 
@@ -199,7 +199,7 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         said=examined.said,
         unlearned=examined.said - examined.learned,
         template=reader.encoder.template.name,
-        budgets=packings(reader, frozenset((s, h) for s, h, _ in learning.rows), budget) if depth.packed else (),
+        budgets=packings(reader, frozenset((s, h) for s, h, _ in learning.rows), budget, others=depth.packed),
         twins=_compared(sides, depth.compared, others or {}) if depth.compared else None,
     )
 
