@@ -1,6 +1,8 @@
 """Storage that fails under a run: full, gone, or taken. It stops with a message that says so, and goes on from what was saved."""
 
+import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +17,7 @@ import eyeline.train.loop as loop
 from eyeline.bundle.bundle import open_bundle
 from eyeline.checkpoint import store
 from eyeline.core.errors import StorageFailed
-from eyeline.core.files import append_line, read_lines
+from eyeline.core.files import append_line, read_lines, storage_failed
 from eyeline.train.stop import sole_owner
 from tests.train.recipe import tiny_run
 from tests.train.test_resume import end_of
@@ -50,6 +52,25 @@ def test_a_disk_that_fills_up_at_any_moment_of_a_run(tmp_path: Path) -> None:
             subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
             loop.train(run)
             assert end_of(run) == whole
+
+
+@pytest.mark.parametrize(
+    ("verb", "number", "words"),
+    [
+        (
+            "write",
+            errno.ENOSPC,
+            r" \(7 bytes\): No space left on device; [\d,]+ bytes are free there\. Make room or choose another folder\.$",
+        ),
+        ("write", errno.EACCES, r"Permission denied; .*\. Give whoever runs this the right to it, or choose another folder\.$"),
+        ("read", errno.EMFILE, r": Too many open files\. Allow more open files: ulimit -n 4096\.$"),
+        ("read", errno.ENOENT, r": No such file or directory\. Put it back, or give another path\.$"),
+        ("read", errno.EIO, r": Input/output error\. Look after its store, then start again\.$"),
+    ],
+)
+def test_what_fails_is_told_with_its_own_remedy(tmp_path: Path, verb: str, number: int, words: str) -> None:
+    error = OSError(number, os.strerror(number))
+    assert re.search(words, str(storage_failed(verb, tmp_path / "x", error, 7 if verb == "write" else None)))
 
 
 def test_a_run_folder_that_is_deleted_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,11 +149,27 @@ def sync_folder(folder: Path) -> None:
 
 
 def storage_failed(verb: str, path: Path, error: OSError, needed: int | None = None) -> StorageFailed:
-    """A StorageFailed that says which file, why, and how much room there is."""
-    try:
-        stat = os.statvfs(path.parent)
-        room = f"; {stat.f_bavail * stat.f_frsize:,} bytes are free there"
-    except OSError:
-        room = "; its folder cannot be examined either"
+    """A StorageFailed that says which file, why, how much room there is where it was to be written, and what to do."""
+    room = ""
+    if verb != "read":
+        try:
+            stat = os.statvfs(path.parent)
+            room = f"; {stat.f_bavail * stat.f_frsize:,} bytes are free there"
+        except OSError:
+            room = "; its folder cannot be examined either"
     need = f" ({needed:,} bytes)" if needed is not None else ""
-    return StorageFailed(f"could not {verb} {path}{need}: {error.strerror or error}{room}. Make room or choose another folder.")
+    return StorageFailed(f"could not {verb} {path}{need}: {error.strerror or error}{room}. {_remedy(verb, error.errno)}")
+
+
+def _remedy(verb: str, number: int | None) -> str:
+    match number:
+        case errno.EMFILE | errno.ENFILE:
+            return "Allow more open files: ulimit -n 4096."
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return "Give whoever runs this the right to it, or choose another folder."
+        case errno.ENOENT | errno.ENOTDIR if verb == "read":
+            return "Put it back, or give another path."
+        case _ if verb == "read":
+            return "Look after its store, then start again."
+        case _:
+            return "Make room or choose another folder."
