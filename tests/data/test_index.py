@@ -317,6 +317,30 @@ def test_pictures_that_changed_are_looked_at_again(rows: Rows, plain: Encoder, r
     assert opened(rows, plain, rule, tmp_path / "i").shard(0, 0).sizes(4) == ((20, 12),)
 
 
+def test_a_store_that_fails_now_and_then_changes_no_index(rows: Rows, plain: Encoder, rule: ImageRule, monkeypatch) -> None:
+    """Each picture's header is asked for again, and no row is blamed; a store that stays away is no reject either."""
+    wanted = [opened(rows, plain, rule).shard(0, n) for n in range(len(rows.shards))]
+    asked = 0
+
+    def fails(times: int) -> Callable[[Any], Size]:
+        def look(medium: Any) -> Size:
+            nonlocal asked
+            asked += 1
+            if asked % (times + 1):
+                raise StorageFailed("could not read it.") from OSError(errno.EIO, "Input/output error")
+            return size_of(medium)
+
+        return look
+
+    monkeypatch.setattr("eyeline.data.containers.container.time.sleep", lambda _: None)
+    monkeypatch.setattr(index, "size_of", fails(rows.retries))
+    assert all(same(opened(rows, plain, rule).shard(0, n), whole) for n, whole in enumerate(wanted))
+    assert asked >= 7 * (rows.retries + 1)
+    monkeypatch.setattr(index, "size_of", fails(rows.retries + 1))
+    with pytest.raises(StorageFailed, match=f"tried {rows.retries + 1} times"):
+        opened(rows, plain, rule).shard(0, 0)
+
+
 def test_without_a_folder_nothing_is_written(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
     before = sorted(p.name for p in tmp_path.iterdir())
     opened(rows, plain, rule).shard(0, 0)

@@ -336,6 +336,21 @@ class _Entries(_Many):
         return 0, n
 
 
+def test_every_window_of_every_epoch_has_an_order_of_its_own(large: Path, plain: Encoder) -> None:
+    """Which shards it has, in which order, and how their rows are mixed: windows of 32 shards of 15 rows each."""
+    for blend_of in ("once", "shares"):
+        reader = Reader(Data(sources=(Source(path=str(large / "rows.jsonl")),), blend=blend_of), plain, None, 3)  # type: ignore[arg-type]
+        [pool] = reader.pools()
+        seen: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        for epoch, window in ((1, 0), (1, 1), (2, 0), (3, 0)):
+            shards = [shard for _, shard in pool.shards(pool.at(epoch, window))]
+            place = {shard: 15 * n for n, shard in enumerate(shards)}
+            seen[epoch, window] = shards, [place[shard] + number for _, shard, number in reader._order((0, epoch, window)).tolist()]
+        assert all(sorted(mixed) == list(range(len(shards) * 15)) for shards, mixed in seen.values())
+        for of in (0, 1):
+            assert len({tuple(both[of]) for both in seen.values()}) == 4
+
+
 def test_an_index_is_mapped_and_not_loaded(large: Path, plain: Encoder, tmp_path: Path) -> None:
     """Two hundred shards are read through, and no more than some stay open."""
     data = Data(sources=(Source(path=str(large / "rows.jsonl")),), cache=str(tmp_path / "index"))

@@ -114,6 +114,10 @@ def test_a_part_that_hangs_is_given_up(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
 
 
+def test_a_timeout_is_of_a_part_and_not_of_its_job() -> None:
+    assert [d.lost for d in run(jobs(("sleep:0.5",) * 7), settings(1, decode=2.5))] == [()]
+
+
 def test_what_happens_once_costs_no_sample(tmp_path: Path) -> None:
     """Someone killed the worker; a machine stood still."""
     parts = ("fine", f"crash once:{tmp_path / 'a'}", "fine", f"hang once:{tmp_path / 'b'}")
