@@ -61,7 +61,7 @@ def export(
         if adapter:
             (folder / "adapter").mkdir()
             _write_adapter(bundle.config, model, folder / "adapter", chosen, str(out / "base"))
-    say(f"{out}: {chosen.name} form ({chosen.reason})")
+    say(f"{out}: {chosen.name} form ({chosen.reason}); docs/exports.md has the lines that load and ask it")
     return chosen.name
 
 

@@ -49,7 +49,7 @@ def _fetched(model: str, revision: str | None, into: Path | None) -> Path:
 
     elsewhere = (
         f"Where there is network: `eyeline import OUT --model {model} --download-only`, or "
-        f"`hf download {model} --local-dir FOLDER`; then give that folder here."
+        f"`hf download {model} --local-dir FOLDER`; then give the folder that it names here."
     )
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_dir=into))

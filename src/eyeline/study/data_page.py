@@ -246,7 +246,7 @@ def suggestion(best: Packing, packings: Sequence[Packing], batch: Batching) -> s
 
 def _odd(report: DataReport) -> Iterator[Line]:
     if not (report.odd or report.rejects or report.control_strings or report.unlearned):
-        yield Line("nothing odd, nothing that cannot be used")
+        yield Line("every sample can be used, and none is odd")
     if report.odd:
         odd = ", ".join(f"{what} {count}" for what, count in report.odd.items())
         yield Line(f"odd pictures, usable (of {report.decoded:,}): {odd}")
@@ -269,7 +269,7 @@ def _rejects(report: DataReport) -> Iterator[Block]:
         "rejected: {0} {1} ({2}): {3}. {4}",
         numbers=5,
     )
-    yield Line("the first of each cause; rows are counted from 0:")
+    yield Line("the first few of each cause; rows are counted from 0:")
     yield Grid(
         ("cause", "file", "row", "field", "message"),
         tuple((r.cause, cut(r.file), f"{r.row}", cut(r.field), cut(r.message)) for r in report.rejected),

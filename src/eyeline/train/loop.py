@@ -228,4 +228,5 @@ def write_validation(home: Home, stage: Stage, state: State, loss: float, labels
     shown = loss if math.isfinite(loss) else None  # JSON has no NaN
     line = {"kind": "validation", "stage": stage.name, "global_step": state.global_step, "loss": shown, "supervised": labels}
     metrics.write(home.folder, line, home.attempt)
-    show.note(f"{stage.name} {state.step}: validation loss {loss:.4f} over {labels:,} labels{' (best)' if state.best == loss else ''}")
+    best = " (best)" if state.best == loss else ""
+    show.note(f"{stage.name} {state.step}: validation loss {loss:.4f} over {labels:,} supervised tokens{best}")
