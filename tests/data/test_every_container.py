@@ -22,7 +22,7 @@ from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import ImageRule
 from eyeline.data import prepare
-from eyeline.data.containers import beside, csv_rows, json_rows, tars
+from eyeline.data.containers import beside, csv_rows, json_rows, parquet, tars
 from eyeline.data.containers.container import File
 from eyeline.data.loader import Reader, Step
 from eyeline.data.sets import Data
@@ -150,9 +150,11 @@ CONTAINERS: dict[str, Callable[[Path, Rows], Source]] = {
     "several JSON lines": lambda s, r: several(lines, s, r),
     "several CSV": lambda s, r: several(table, s, r),
     "Parquet": lambda s, r: Source(path=str(written(s / "rows.parquet", r, 7))),
+    "Parquet in one group": lambda s, r: Source(path=str(written(s / "rows.parquet", r, 100))),
     "Parquet mapped": mapped,
     "Parquet inside": lambda s, r: Source(path=str(written(s / "rows.parquet", inlined(s, r), 7))),
     "Arrow": lambda s, r: Source(path=str(written_arrow(s / "rows.arrow", arrow.Table.from_pylist(r), 7, "file"))),
+    "Arrow in one batch": lambda s, r: Source(path=str(written_arrow(s / "rows.arrow", arrow.Table.from_pylist(r), 100, "file"))),
     "saved": saved,
     "WebDataset": tarred,
     "WebDataset mapped": crude,
@@ -165,7 +167,7 @@ CONTAINERS: dict[str, Callable[[Path, Rows], Source]] = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (json_rows, csv_rows, beside, tars):
+    for module in (json_rows, csv_rows, beside, tars, parquet):
         monkeypatch.setattr(module, "SHARD_ROWS", 7)
     monkeypatch.setattr(json_rows, "SHARD_BYTES", 400)
     monkeypatch.setattr(csv_rows, "SHARD_BYTES", 400)

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyeline.core.randomness import seed_for
 from eyeline.data import order
-from eyeline.data.order import RAMP, WINDOW_SHARDS, Permutation, shards_of, visits_of
+from eyeline.data.order import RAMP, WINDOW_SHARDS, Permutation, Runs, shards_of, visits_of
 
 pictures = st.lists(st.integers(0, 6), min_size=1, max_size=40)
 
@@ -46,12 +47,17 @@ GOLDEN_TEN = [1, 5, 2, 9, 8, 0, 7, 6, 3, 4]
 GOLDEN_MILLION = [271164, 860452, 611936]
 
 
+def alone(shards: int) -> Runs:
+    """Shards that belong to no other."""
+    return Runs.of(np.zeros(shards, bool))
+
+
 @settings(deadline=None)
 @given(st.integers(1, 200), st.integers(0, 2), st.integers(0, 5))
 def test_windows_cover_an_epoch_once(shards: int, epoch: int, seed: int) -> None:
     first, window, seen = 0, 0, []
     while first < shards:
-        some = shards_of(shards, seed, epoch, first, window, lambda _: 0)
+        some = shards_of(alone(shards), seed, epoch, first, window, lambda _: 0)
         assert 1 <= len(some) <= WINDOW_SHARDS
         first, window, seen = first + len(some), window + 1, seen + some
     assert sorted(seen) == list(range(shards))
@@ -60,16 +66,45 @@ def test_windows_cover_an_epoch_once(shards: int, epoch: int, seed: int) -> None
 def test_the_first_windows_of_a_run_are_small() -> None:
     sizes, first = [], 0
     for window in range(len(RAMP) + 2):
-        sizes.append(len(shards_of(1000, 0, 0, first, window, lambda _: 0)))
+        sizes.append(len(shards_of(alone(1000), 0, 0, first, window, lambda _: 0)))
         first += sizes[-1]
     assert sizes == [*RAMP, WINDOW_SHARDS, WINDOW_SHARDS]
-    assert len(shards_of(1000, 0, 1, 0, 0, lambda _: 0)) == WINDOW_SHARDS  # by then all is indexed
+    assert len(shards_of(alone(1000), 0, 1, 0, 0, lambda _: 0)) == WINDOW_SHARDS  # by then all is indexed
 
 
 def test_a_window_holds_no_more_memory_than_it_may() -> None:
     held = order.WINDOW_HELD // 4
-    assert len(shards_of(1000, 0, 1, 0, 0, lambda _: held)) == 4
-    assert len(shards_of(1000, 0, 1, 0, 0, lambda _: 9 * held)) == 1  # a shard is never cut
+    assert len(shards_of(alone(1000), 0, 1, 0, 0, lambda _: held)) == 4
+    assert len(shards_of(alone(1000), 0, 1, 0, 0, lambda _: 9 * held)) == 1  # a shard is never cut
+    joined = Runs.of(np.tile(np.arange(40) > 0, 10))  # runs of 40, each held once whatever is taken of it
+    assert len(shards_of(joined, 0, 1, 0, 0, lambda _: 9 * held)) == WINDOW_SHARDS
+    assert len(shards_of(joined, 0, 1, 32, 1, lambda _: 9 * held)) == 8  # the rest of the first run
+    assert len(shards_of(joined, 0, 1, 32, 1, lambda _: held)) == WINDOW_SHARDS
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=12), st.integers(0, 2), st.integers(0, 5), st.data())
+def test_runs_stay_together_and_any_position_is_known_alone(lengths: list[int], epoch: int, seed: int, data: st.DataObject) -> None:
+    runs = Runs.of(np.concatenate([np.arange(length) > 0 for length in lengths]))
+    positions = np.arange(sum(lengths))
+    chosen, run = runs.at(positions, seed, epoch)
+    assert sorted(chosen.tolist()) == positions.tolist()
+    met = list(dict.fromkeys(run.tolist()))
+    assert run.tolist() == [r for r in met for _ in range(lengths[r])]  # one after another, each whole
+    assert met == Permutation(len(lengths), seed_for(seed, "shards", epoch))(np.arange(len(lengths))).tolist()
+    begins = np.cumsum([0, *lengths])
+    assert all(begins[r] <= c < begins[r + 1] for c, r in zip(chosen.tolist(), run.tolist(), strict=True))
+    some = np.array(data.draw(st.lists(st.sampled_from(positions.tolist()), min_size=1)))
+    again = Runs.of(np.concatenate([np.arange(length) > 0 for length in lengths])).at(some, seed, epoch)[0]
+    assert again.tolist() == chosen[some].tolist()
+    assert runs.at(some, None, epoch)[0].tolist() == some.tolist()
+
+
+def test_parts_of_a_run_come_in_another_order_in_each_epoch() -> None:
+    runs = Runs.of(np.arange(60) > 0)
+    orders = [runs.at(np.arange(60), 0, epoch)[0].tolist() for epoch in range(3)]
+    assert len({tuple(order) for order in [*orders, list(range(60))]}) == 4
+    assert orders[0] == runs.at(np.arange(60), 0, 0)[0].tolist()  # whatever was asked for between
 
 
 @given(pictures, st.integers(1, 4), st.integers(0, 3))
@@ -103,4 +138,4 @@ def test_orders_differ_by_epoch_window_and_seed_and_are_pure() -> None:
 
 def test_without_a_seed_all_is_as_listed() -> None:
     assert list(visits_of(np.array([9, 4, 9, 0], np.uint64), 2, None)) == [[0, 2], [1], [3]]
-    assert shards_of(5, None, 0, 2, 2, lambda _: 0) == [2, 3]
+    assert shards_of(alone(5), None, 0, 2, 2, lambda _: 0) == [2, 3]

@@ -11,12 +11,15 @@ import pytest
 
 from eyeline.core.batch import Picture, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.data.blend import Cursor, Side, pool_of
 from eyeline.data.containers import parquet
 from eyeline.data.containers.container import Window
 from eyeline.data.images import picture_key
+from eyeline.data.index import Index
 from eyeline.data.sources import Rows, Source, open_source
 from tests.data.test_containers import everything
 from tests.data.test_tars import encoded
+from tests.data.trained import encoder
 
 
 def written(path: Path, rows: list[dict[str, Any]], group: int = 3, **how: Any) -> Path:
@@ -153,6 +156,42 @@ def test_only_groups_in_bounded_memory_are_kept_and_only_needed_columns_are_read
     assert cost([0, 1, 0, 1]) > cost([0, 0, 1, 1]) > 0
 
 
+def test_a_group_of_many_rows_is_several_shards_that_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is decoded once a window, whatever the number of its parts, and every row keeps its name."""
+    rows = [{"messages": talk(n), "images": [encoded(n)]} for n in range(23)]
+    path = written(tmp_path / "x.parquet", rows, group=10)
+    whole = opened(path)
+    names = [whole.named(place) for shard in range(3) for place, _, _ in whole.rows_in(shard)]
+    monkeypatch.setattr(parquet, "SHARD_ROWS", 4)
+    found = opened(path)
+    assert [shard.name for shard in found.shards] == [f"x.parquet[{g}]#{r}" for g in (0, 1) for r in (0, 4, 8)] + ["x.parquet[2]"]
+    assert [shard.joined for shard in found.shards] == [False, True, True, False, True, True, False]
+    assert len({shard.fingerprint for shard in found.shards}) == 7
+    assert [shard.held for shard in found.shards[:6]] == [whole.shards[0].held] * 3 + [whole.shards[1].held] * 3
+    assert 0 <= whole.shards[0].bytes - sum(shard.bytes for shard in found.shards[:3]) < 3
+    assert samples(found) == samples(whole)
+    assert [found.named(place) for shard in range(7) for place, _, _ in found.rows_in(shard)] == names
+    found = pickle.loads(pickle.dumps(found))
+    read: list[int] = []
+    real = found.container.read  # type: ignore[attr-defined]
+    object.__setattr__(found.container, "read", lambda file, group, columns: read.append(group.part) or real(file, group, columns))
+    monkeypatch.setattr(parquet, "KEPT", 1)
+    for seed in range(5):
+        read.clear()
+        found.container._kept.clear()  # type: ignore[attr-defined]
+        pool = pool_of(Side(Index((found,), encoder(), None, None), 0.0, judges=False), 1, seed)
+        cursor, drawn = Cursor(), []
+        while cursor.epoch == 0:
+            window = pool.window(cursor)
+            drawn += window.row_R3.tolist()
+            cursor = pool.after(cursor, window)
+        assert len({tuple(row) for row in drawn}) == len(drawn) == 23
+        assert sorted(read) == [0, 1, 2]
+    monkeypatch.setattr(parquet, "MAX_GROUP_ROWS", 9)
+    with pytest.raises(Refused, match=r"has 10 rows \(of at most 9\)"):
+        opened(path)
+
+
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"messages": talk(n), "images": [encoded(n)]} for n in range(4)]
     whole = written(tmp_path / "x.parquet", rows).read_bytes()
@@ -163,7 +202,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(Refused, match=r"no known columns\. It has foto, title\. Wanted some of: conversations, image"):
         opened(tmp_path / "strange.parquet")
     monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 1000)
-    with pytest.raises(Refused, match=r"row group 0 has 3 rows of .* row_group_size"):
+    with pytest.raises(Refused, match=r"row group 0 has 3 rows .* row_group_size"):
         opened(tmp_path / "x.parquet")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(Refused, match=r"pip install 'eyeline\[parquet\]'"):

@@ -328,12 +328,15 @@ class _Many:
         return self.count
 
     def __getitem__(self, n: int) -> Any:
-        return SimpleNamespace(held=0)
+        return SimpleNamespace(held=0, joined=False)
 
 
 class _Entries(_Many):
     def __getitem__(self, n: int) -> tuple[int, int]:
         return 0, n
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((0, n) for n in range(self.count))
 
 
 def test_every_window_of_every_epoch_has_an_order_of_its_own(large: Path, plain: Encoder) -> None:

@@ -8,6 +8,7 @@ A *cursor* says where a pool stands; cursors are all that there is to know.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import seed_for
 from eyeline.data.index import Index, ShardIndex
-from eyeline.data.order import WINDOW_SHARDS, Longs, shards_of, visits_of
+from eyeline.data.order import WINDOW_SHARDS, Longs, Runs, shards_of, visits_of
 from eyeline.data.plan import Ordered, Sizing
 
 MIXED_ROWS = (2_048, 65_536)  # rows of the first window of a blend by shares, and of the largest: they double
@@ -98,8 +99,13 @@ class Pool:
             source, shard = self.entries[entry]
             return self.side.index.sources[source].shards[shard].held
 
-        chosen = shards_of(len(self.entries), self.seed, cursor.epoch, cursor.first, cursor.window, held, self.most)
+        chosen = shards_of(self._runs, self.seed, cursor.epoch, cursor.first, cursor.window, held, self.most)
         return [self.entries[n] for n in chosen]
+
+    @cached_property
+    def _runs(self) -> Runs:
+        sources = self.side.index.sources
+        return Runs.of(np.array([sources[source].shards[shard].joined for source, shard in self.entries], np.bool_))
 
     def window(self, cursor: Cursor) -> Window:
         chosen = self.shards(cursor)

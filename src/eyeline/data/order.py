@@ -7,7 +7,7 @@ Dims: N positions  R rows of a window  V visits
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,18 +60,61 @@ def _feistel(x_N: Hashes, half: np.uint64, keys: Hashes) -> Hashes:
     return (left_N << half) | right_N
 
 
-def shards_of(
-    size: int, seed: int | None, epoch: int, first: int, window: int, held: Callable[[int], int], most: int = WINDOW_SHARDS
-) -> list[int]:
-    """The shards of a window that begins at position `first` of the epoch's order: of `size`, in the order in which they come.
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Shards in runs that stay together, such as the parts of a row group. Run r is `bounds_R1[r] : bounds_R1[r + 1]` of them; most
+    are one shard long."""
 
-    `held(n)` are the bytes that shard n keeps in memory. Without a seed, shards come as they are listed.
+    bounds_R1: Longs
+    _epoch: dict[int, tuple[Longs, Longs]] = field(default_factory=dict, repr=False)  # the order of the last one that was asked for
+
+    @staticmethod
+    def of(joined_N: NDArray[np.bool_]) -> "Runs":
+        """Of shards, by whether each belongs to the one before it."""
+        return Runs(np.append(np.flatnonzero(~joined_N), len(joined_N)))
+
+    @property
+    def shards(self) -> int:
+        return int(self.bounds_R1[-1])
+
+    def at(self, positions_N: Longs, seed: int | None, epoch: int) -> tuple[Longs, Longs]:
+        """The shards at these positions of an epoch's order, and the run of each. Runs are permuted, then the shards in each. Without a
+        seed, shards come as they are listed."""
+        runs = len(self.bounds_R1) - 1
+        if seed is None:
+            return positions_N, np.searchsorted(self.bounds_R1, positions_N, side="right") - 1
+        permutation = Permutation(runs, seed_for(seed, "shards", epoch))
+        if runs == self.shards:
+            chosen_N = permutation(positions_N)
+            return chosen_N, chosen_N
+        if permutation.key not in self._epoch:
+            self._epoch.clear()
+            run_R = permutation(np.arange(runs))
+            self._epoch[permutation.key] = run_R, np.cumsum(np.diff(self.bounds_R1)[run_R])
+        run_R, ends_R = self._epoch[permutation.key]
+        nth_N = np.searchsorted(ends_R, positions_N, side="right")
+        run_N = run_R[nth_N]
+        lengths_N = np.diff(self.bounds_R1)[run_N]
+        inside_N = positions_N - (ends_R[nth_N] - lengths_N)
+        for run in np.unique(run_N[lengths_N > 1]).tolist():
+            here = run_N == run
+            length = int(self.bounds_R1[run + 1] - self.bounds_R1[run])
+            inside_N[here] = Permutation(length, seed_for(seed, "parts", epoch, run))(inside_N[here])
+        return self.bounds_R1[run_N] + inside_N, run_N
+
+
+def shards_of(
+    runs: Runs, seed: int | None, epoch: int, first: int, window: int, held: Callable[[int], int], most: int = WINDOW_SHARDS
+) -> list[int]:
+    """The shards of a window that begins at position `first` of the epoch's order, in the order in which they come.
+
+    `held(n)` are the bytes that shard n keeps in memory, with all of its run. Without a seed, shards come as they are listed.
     """
     most = min(most, RAMP[window]) if epoch == 0 and window < len(RAMP) else most
-    positions = np.arange(first, min(first + most, size))
-    chosen = positions if seed is None else Permutation(size, seed_for(seed, "shards", epoch))(positions)
-    total = np.cumsum([held(n) for n in chosen.tolist()])
-    return chosen.tolist()[: max(int(np.searchsorted(total, WINDOW_HELD, side="right")), 1)]
+    chosen_N, run_N = runs.at(np.arange(first, min(first + most, runs.shards)), seed, epoch)
+    begins_N = np.diff(run_N, prepend=-1) != 0
+    total_N = np.cumsum([held(n) if begins else 0 for n, begins in zip(chosen_N.tolist(), begins_N.tolist(), strict=True)])
+    return chosen_N[(total_N <= WINDOW_HELD) | (run_N == run_N[:1])].tolist()  # of the first run all: it is held once for all of them
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ from eyeline.data.index import Shelf
 from eyeline.data.layouts import Layout, Mapping, Name, Shape
 from eyeline.data.sources import Rows, Source
 
-VERSION = 1  # of the folder
+VERSION = 2  # of the folder
 MANIFEST = "prepared.json"
 TOKENIZER = "tokenizer"
 
@@ -46,6 +46,7 @@ class StoredShard(Settings):
     fingerprint: str
     bytes: int
     held: int
+    joined: bool
     file: str  # where it came from, for messages
     id: str  # of its rows, up to the number
     first_id: int
@@ -54,7 +55,7 @@ class StoredShard(Settings):
 
     @property
     def shard(self) -> Shard:
-        return Shard(self.name, self.fingerprint, self.bytes, self.held)
+        return Shard(self.name, self.fingerprint, self.bytes, self.held, self.joined)
 
 
 class StoredSource(Settings):
@@ -80,7 +81,7 @@ class Archive(Settings):
 class Manifest(Settings):
     """What a prepared folder holds."""
 
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
     data: dict[str, Any]  # the settings that say which samples there are, and in which order
     identity: dict[str, Any]  # all that its plan depends on, as a reader states it
     tokens: int  # of the budget

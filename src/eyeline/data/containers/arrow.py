@@ -1,4 +1,4 @@
-"""Arrow: a shard a record batch, of streams (as `datasets.save_to_disk` writes them) and of files (Feather) alike.
+"""Arrow: record batches of streams (as `datasets.save_to_disk` writes them) and of files (Feather) alike.
 
 A stream has no table of contents, so the head of each message is read once; what is in them pyarrow reads.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, below
 from eyeline.data.containers.container import File, Shard, Window, fingerprints
-from eyeline.data.containers.parquet import MAX_GROUP_BYTES, Group, Tables, chosen, with_pyarrow
+from eyeline.data.containers.parquet import MAX_GROUP_BYTES, Group, Tables, chosen, parts, with_pyarrow
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -121,7 +121,9 @@ def open_arrow(paths: list[Location], base: Location, wanted: tuple[str, ...], r
                     f"{MAX_GROUP_BYTES:,}. Write it again in batches of a few hundred rows (writer_batch_size)"
                 )
             name = f"{below(base, file.path)}[{n}]"
-            groups.append(Group(number, message.begin, first, message.rows, message.length, head))
-            shards.append(Shard(name, f"{content[number]}[{n}]", message.length, held=message.length))
+            whole = Group(name, number, message.begin, first, 0, message.rows, message.length, head)
+            for part, shard in parts(whole, f"{content[number]}[{n}]", message.length):
+                groups.append(part)
+                shards.append(shard)
             first += message.rows
     return Tables(tuple(files), tuple(groups), columns, tuple(shards), tuple(names), read_batch, "Arrow")

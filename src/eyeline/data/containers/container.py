@@ -52,6 +52,7 @@ class Shard:
     fingerprint: str  # of its content; never of where it lies: a set that was moved is the same set
     bytes: int  # about
     held: int = 0  # bytes that a process keeps to read its rows in any order
+    joined: bool = False  # it lies in what the shard before it lies in, which is read whole: they come together, and `held` is of both
 
 
 class Container(Protocol):

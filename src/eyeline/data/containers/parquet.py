@@ -1,4 +1,7 @@
-"""Tables in groups of rows, of which only the columns are read that a layout knows; and Parquet, where a group is a row group."""
+"""Tables in groups of rows, of which only the columns are read that a layout knows; and Parquet, where a group is a row group.
+
+A row group is read whole, and is a shard, or several if it has many rows: so the first of a million are soon indexed.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -7,22 +10,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, below
-from eyeline.data.containers.container import File, Place, Shard, Window, fingerprints
+from eyeline.data.containers.container import SHARD_ROWS, File, Place, Shard, Window, fingerprints
 
 if TYPE_CHECKING:
     import pyarrow as arrow
 
 MAX_GROUP_BYTES = 1 << 30  # a row of a group cannot be read alone
+MAX_GROUP_ROWS = 1 << 26
 KEPT, KEPT_BYTES = 256, 256 << 20  # groups read last, in each process, and how much of them together
 
 
 class Group(NamedTuple):
-    """Rows that are read in one go: a shard."""
+    """Rows that are read in one go, or a part of them: a shard."""
 
+    name: str
     file: int
     part: int  # number of a row group, or where a record batch begins
     first: int  # number of its first row in the file
-    rows: int
+    begin: int  # the rows of it that this is
+    end: int
     length: int = 0  # bytes of a record batch,
     head: int = 0  # and of what lies before the first of them
 
@@ -38,15 +44,17 @@ class Tables:
     header: tuple[str, ...]
     read: "Callable[[File, Group, tuple[str, ...]], arrow.Table]"  # BadSample for a group that is damaged
     what: str
-    _kept: "OrderedDict[int, tuple[arrow.Table, int]]" = field(default_factory=OrderedDict, repr=False, compare=False)
+    _kept: "OrderedDict[tuple[int, int], tuple[arrow.Table, int]]" = field(default_factory=OrderedDict, repr=False, compare=False)
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
+        begin, end = self.groups[shard].begin, self.groups[shard].end
+        places = (Place(shard, row - begin, row, 1) for row in range(begin, end))
         try:
             table = self._group(shard)
         except BadSample as bad:
-            yield from ((Place(shard, row, row, 1), bad) for row in range(self.groups[shard].rows))
+            yield from ((place, bad) for place in places)
             return
-        yield from ((Place(shard, row, row, 1), _row(table, row)) for row in range(len(table)))
+        yield from ((place, _row(table, place.begin)) for place in places)
 
     def row(self, place: Place) -> Any:
         row = _row(self._group(place.shard), place.begin)
@@ -59,16 +67,20 @@ class Tables:
 
     def named(self, place: Place) -> tuple[str, str, int]:
         group = self.groups[place.shard]
-        return f"{self.shards[place.shard].name}#{place.number}", str(self.files[group.file].path), group.first + place.number
+        row = group.begin + place.number
+        return f"{group.name}#{row}", str(self.files[group.file].path), group.first + row
 
     def _group(self, shard: int) -> "arrow.Table":
-        """A whole group; the last ones are kept. BadSample when it is damaged: then none of its rows can be read."""
-        if shard in self._kept:
-            self._kept.move_to_end(shard)
-            return self._kept[shard][0]
+        """The whole group of a shard; the last ones are kept. BadSample when it is damaged: then none of its rows can be read."""
         group = self.groups[shard]
+        key = group.file, group.part
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
         table = self.read(self.files[group.file], group, self.columns)
-        self._kept[shard] = table, table.nbytes
+        if len(table) < group.end:
+            raise BadSample("damaged_parquet", "row", f"{group.name} has {len(table):,} rows, and says that there are more")
+        self._kept[key] = table, table.nbytes
         while len(self._kept) > KEPT or (len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > KEPT_BYTES):
             self._kept.popitem(last=False)
         return table
@@ -109,6 +121,15 @@ def chosen(path: Location, names: Sequence[str], wanted: Sequence[str], before: 
     return has
 
 
+def parts(group: Group, fingerprint: str, size: int) -> Iterator[tuple[Group, Shard]]:
+    """The shards of a group: itself, or runs of its rows if it has many. They are read together, so they come together."""
+    for begin in range(0, group.end, SHARD_ROWS):
+        end = min(begin + SHARD_ROWS, group.end)
+        which = f"#{begin}" if group.end > SHARD_ROWS else ""
+        share = size * (end - begin) // group.end
+        yield group._replace(begin=begin, end=end), Shard(group.name + which, fingerprint + which, share, held=size, joined=begin > 0)
+
+
 def read_row_group(file: File, group: Group, columns: tuple[str, ...]) -> "arrow.Table":
     import pyarrow.parquet as parquet
 
@@ -125,37 +146,35 @@ def open_parquet(paths: list[Location], base: Location, wanted: tuple[str, ...],
     with_pyarrow(paths[0])
     import pyarrow.parquet as parquet
 
-    files: list[File] = []
+    files = [File.of(path, retries) for path in paths]
+    content = fingerprints(files)
     groups: list[Group] = []
     shards: list[Shard] = []
     columns: tuple[str, ...] = ()
     names: list[str] = []
-    for number, path in enumerate(paths):
-        file = File.of(path, retries)
+    for number, file in enumerate(files):
         try:
             with Window(file, 0, file.size) as window:
                 about = parquet.ParquetFile(window).metadata
                 names = about.schema.to_arrow_schema().names
         except (OSError, ValueError) as error:
-            raise Refused(f"{path} is no whole Parquet file: {str(error)[:300]}. Download it again") from error
-        columns = chosen(path, names, wanted, columns, paths[0])
-        files.append(file)
+            raise Refused(f"{file.path} is no whole Parquet file: {str(error)[:300]}. Download it again") from error
+        columns = chosen(file.path, names, wanted, columns, paths[0])
         first = 0
         for group in range(about.num_row_groups):
             row_group = about.row_group(group)
+            rows = row_group.num_rows
             chunks = [row_group.column(c) for c in range(row_group.num_columns)]
             size = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
-            if size > MAX_GROUP_BYTES:
+            if size > MAX_GROUP_BYTES or rows > MAX_GROUP_ROWS:
                 raise Refused(
-                    f"{path}: row group {group} has {row_group.num_rows} rows of {size:,} bytes together, over {MAX_GROUP_BYTES:,}, and no "
-                    "row can be read without its group. Write the file again with a row_group_size of a few hundred rows"
+                    f"{file.path}: row group {group} has {rows:,} rows (of at most {MAX_GROUP_ROWS:,}) of {size:,} bytes together (of at "
+                    f"most {MAX_GROUP_BYTES:,}), and no row can be read without its group. Write the file again with a row_group_size of "
+                    "a few hundred rows"
                 )
-            groups.append(Group(number, group, first, row_group.num_rows))
-            shards.append(Shard(f"{below(base, path)}[{group}]", "", size, held=size))
-            first += row_group.num_rows
-    content = fingerprints(files)
-    named = tuple(
-        Shard(shard.name, f"{content[group.file]}[{group.part}]", shard.bytes, shard.held)
-        for shard, group in zip(shards, groups, strict=True)
-    )
-    return Tables(tuple(files), tuple(groups), columns, named, tuple(names), read_row_group, "Parquet")
+            whole = Group(f"{below(base, file.path)}[{group}]", number, group, first, 0, rows)
+            for part, shard in parts(whole, f"{content[number]}[{group}]", size):
+                groups.append(part)
+                shards.append(shard)
+            first += rows
+    return Tables(tuple(files), tuple(groups), columns, tuple(shards), tuple(names), read_row_group, "Parquet")
