@@ -502,6 +502,20 @@ def test_a_run_without_a_step_may_have_another_recipe(tmp_path: Path) -> None:
         loop.train(tiny_run(tmp_path, "model.config.language.width=8"))
 
 
+def test_what_has_changed_since_is_said(
+    uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An override that is left out of the same command goes back to what the recipe says, and is not silent about it."""
+    folder, *_ = uninterrupted
+    for overrides in (["stages.adapt.steps=5", "log_every=2"], []):
+        with monkeypatch.context() as patch:
+            stopped_at(patch, {2} if overrides else {3})
+            with pytest.raises(Stopped):
+                loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", *overrides))
+        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since: ")]
+        assert said == ([] if overrides else ["changed since: log_every: 2 → 10", "changed since: stages.1.steps: 5 → 4"])
+
+
 def test_a_refused_length_leaves_the_record_as_it_was(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, *_ = uninterrupted
     stopped_at(monkeypatch, {3})

@@ -58,9 +58,11 @@ def train(run: Run) -> None:
             home = begin(run, folder)
             checkpoint = store.newest(home.checkpoints, home.id)
             refuse_changed_past(run, home, checkpoint)
-            announce(run, home, here, checkpoint)
+            changed = announce(run, home, here, checkpoint)
         begun = f"resumed from step {checkpoint.step}" if checkpoint else "from the start"
         say(f"{folder}: {begun}, {run.precision} on {here.device.type} ({here.name}, threads: {here.threads})")
+        for line in changed:
+            say(f"changed since: {line}")
         show = display(console, run.log_every)
         stop = StopSignal()
         try:

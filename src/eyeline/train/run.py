@@ -189,8 +189,8 @@ MAY_CHANGE = (
 )
 
 
-def differences(old: Run, new: Run) -> list[str]:
-    """`path: old → new` of every setting that differs and may not (see MAY_CHANGE)."""
+def differences(old: Run, new: Run, may: bool = False) -> list[str]:
+    """`path: old → new` of every setting that differs and may not (see MAY_CHANGE), or of those that may."""
     before, after = _leaves(old.model_dump(mode="json")), _leaves(new.model_dump(mode="json"))
     gone = object()
 
@@ -201,7 +201,7 @@ def differences(old: Run, new: Run) -> list[str]:
     return [
         f"{path}: {_shown(before.get(path, gone), gone)} → {_shown(after.get(path, gone), gone)}"
         for path in sorted(before.keys() | after.keys())
-        if before.get(path, gone) != after.get(path, gone) and not allowed(path)
+        if before.get(path, gone) != after.get(path, gone) and allowed(path) == may
     ]
 
 

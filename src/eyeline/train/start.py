@@ -118,15 +118,18 @@ def refuse_changed_past(run: Run, home: Home, checkpoint: store.Checkpoint | Non
                 )
 
 
-def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> None:
-    """Put this attempt on record: its stamps in env.json and metrics.jsonl, and the settings that changed in recipe.yaml."""
+def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> list[str]:
+    """Put this attempt on record: its stamps in env.json and metrics.jsonl, and the settings that changed in recipe.yaml. The changes."""
+    recipe = home.folder / "recipe.yaml"
+    changed = differences(_recorded(recipe), run, may=True)
     stamps = environment(here) | {"precision": run.precision, "world_size": 1, "resumed_from": checkpoint.step if checkpoint else None}
     stamps["forced_expert_balance"] = any(isinstance(stage.experts, Forced) for stage in run.stages)
     env = home.folder / "env.json"
     known = read_json(env)
     write_json(env, known | {"attempts": [*known["attempts"], stamps]})
-    write_atomically(home.folder / "recipe.yaml", to_yaml(run))
+    write_atomically(recipe, to_yaml(run))
     metrics.write(home.folder, {"kind": "start", **stamps}, home.attempt)
+    return changed
 
 
 def _recorded(recipe: Path) -> Run:
