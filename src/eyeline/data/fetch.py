@@ -125,12 +125,12 @@ class Fetch:
         return Job(visits, tokens * TOKEN_BYTES + _patches(visits) * numbers)
 
     def _judged(self, row: Row, verdicts: Mapping[tuple[str, str], Reject]) -> Row:
-        id, file, _ = self.sources[row.source].named(row.place)
+        id, file, _ = self._named(row)
         known = verdicts.get((file, id))
         return row if known is None else replace(row, verdict=BadSample(known.cause, known.field, known.message))
 
     def __call__(self, job: Job, at: At = _unwatched) -> Fetched:
-        documents: list[Document] = []
+        found: list[tuple[Row, Tokenised | None, list[tuple[Image, ...] | BadSample]]] = []
         rejects: list[Reject] = []
         room = _Room(self.rule, _patches(job.visits))
         if job.visits:  # rows are seldom read again; still a file that changes stops the run
@@ -141,11 +141,10 @@ class Fetch:
             media: tuple[Picture | Video, ...] | None = None
             prepared: dict[str, tuple[Image, ...] | BadSample] = {}
             for row in visit.rows:
-                part = len(documents)
-                named = self.sources[row.source].named(row.place)
+                part = len(found)
                 if row.verdict is not None:
-                    rejects.append(Reject.of(*named, row.verdict))
-                    documents.append(_blank(named[0], row.tokens))
+                    rejects.append(Reject.of(*self._named(row), row.verdict))
+                    found.append((row, None, []))
                     continue
                 at(part, "reading")
                 if media is None and visit.media:
@@ -159,13 +158,16 @@ class Fetch:
                 media = media or ()
                 shown = [self._images(medium, visit, prepared, room, partial(at, part)) for medium in media[: len(known.slices)]]
                 bad = next((images for images in shown if isinstance(images, BadSample)), None)
-                document = self._document(row, known, shown)
                 if bad is not None:
-                    rejects.append(Reject.of(*named, bad))
-                    document = replace(document, labels_T=np.full_like(document.labels_T, IGNORE))
-                documents.append(document)
+                    rejects.append(Reject.of(*self._named(row), bad))
+                found.append((row, known, shown))
+        # one after another, with nothing decoded between: the processor has what that takes at hand
+        documents = [self._document(row, known, shown) for row, known, shown in found]
         at(-1, "idle")
         return Fetched(batch_of(documents, self.budget), tuple(rejects))
+
+    def _named(self, row: Row) -> tuple[str, str, int]:
+        return self.sources[row.source].named(row.place)
 
     def _together(self, media: tuple[Picture | Video, ...]) -> tuple[Picture | Video, ...]:
         """The same media, with the bytes of those that lie in one file and near to each other, in one request."""
@@ -199,15 +201,20 @@ class Fetch:
             raise self._changed(row, str(changed)) from changed
         return sample if row.messages is None else until(sample, row.messages)
 
-    def _document(self, row: Row, known: Tokenised, shown: Sequence[tuple[Image, ...] | BadSample]) -> Document:
+    def _document(self, row: Row, known: Tokenised | None, shown: Sequence[tuple[Image, ...] | BadSample]) -> Document:
+        """The document of a row, without labels where something of it cannot be shown. Nothing is known of what may not be touched."""
+        id, *_ = self._named(row)
+        if known is None:
+            return _blank(id, row.tokens)
         images = [grey(self._rule, row.sizes[n]) if isinstance(found, BadSample) else found for n, found in enumerate(shown)]
-        document = laid_out(self.sources[row.source].named(row.place)[0], known, images, self.encoder, self.rule)
+        document = laid_out(id, known, images, self.encoder, self.rule)
         if len(document.tokens_T) != row.tokens:
             raise self._changed(row, f"{len(document.tokens_T)} tokens where {row.tokens} were planned")
-        return document
+        bad = any(isinstance(found, BadSample) for found in shown)
+        return replace(document, labels_T=np.full_like(document.labels_T, IGNORE)) if bad else document
 
     def _changed(self, row: Row, what: str) -> StorageFailed:
-        _, file, number = self.sources[row.source].named(row.place)
+        _, file, number = self._named(row)
         return StorageFailed(
             f"{file} row {number}, or a picture of it, has changed since it was indexed: {what}. Restore it; a plan must not change"
         )
