@@ -540,6 +540,20 @@ def test_limits_over_shards(make, folder: Path) -> None:
     assert not judged & trained
 
 
+def test_a_limit_counts_rows_of_the_kinds_that_are_kept(make, folder: Path) -> None:
+    """Through all the shards that it takes."""
+    lines = [json.loads(line) | {"kind": "ab"[n % 3 == 0]} for n, line in enumerate((folder / "rows.jsonl").read_text().splitlines())]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    known = numbers(folder)
+    for limit in (1, 20, 60):
+        reader = make(sources=(Source(path=str(folder / "rows.jsonl"), kinds=("b",), limit=limit),))
+        seen = {known[id] for step in reader.steps(BUDGET, 2, 1) for batch in step.batches for id in batch.ids}
+        assert seen == set(range(0, 3 * limit, 3)) - BAD
+        assert reader.training.shards(0) == 1 + max(
+            shard for shard in range(reader.training.shards(0)) if reader.training.kept(0, shard).any()
+        )
+
+
 def test_validation_is_cut_between_ranks_and_complete(make, folder: Path) -> None:
     known = numbers(folder)
     reader = make(validation=(Source(path=str(folder / "rows.jsonl")),))
