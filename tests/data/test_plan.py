@@ -490,11 +490,15 @@ def test_shares_are_exact_at_any_place(make, folder: Path) -> None:
     sizing = reader.sizing(BUDGET)
     pools = pools_of(reader.training, 3, 0)
     cursors = tuple(Cursor() for _ in pools)
+    usable = Counter[int]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blend, "MIXED_ROWS", (50, 400))
         for number in range(6):
             ordered, cursors = blended(pools, (3.0, 1.0), cursors, number, sizing)
+            for _, _, source, shard, row in ordered.row_R5.tolist():
+                usable[source] += sizing(source, shard).usable_R[row]
             given = [cursor.given for cursor in cursors]
+            assert given == [usable[0], usable[1]]  # what cannot be used is in no share
             assert abs(given[0] - 3 * given[1]) <= 4 * 3
             assert len(ordered.row_R5) >= min(50 << number, 400)
     assert cursors[1].epoch >= 6  # of 37 rows
