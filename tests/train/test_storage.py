@@ -136,3 +136,16 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path: Path) -> None:
         append_line(path, {"n": 3})
         assert read_lines(path)[-2:] == [{"n": 2}, {"n": 3}]
         assert len(read_lines(path)) == 2 + torn.count("\n")
+
+
+def test_data_that_end_before_what_was_counted_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures that vanish after the epochs were counted make fewer packs."""
+    run = tiny_run(tmp_path, "stages.whole.steps=null", "stages.whole.epochs=3", "save_every=4")
+    count = loop.Reader.count_steps
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Reader, "count_steps", lambda *of: count(*of) + 2)
+        with pytest.raises(StorageFailed, match=r"stage whole ended after 6 steps, and 8 were counted"):
+            loop.train(run)
+    loop.train(run)
+    newest = store.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None and newest.step == 6 + 4

@@ -11,7 +11,7 @@ from torch import nn
 
 from eyeline.checkpoint import store
 from eyeline.core.batch import Batch
-from eyeline.core.errors import NotFinite, Refused, Stopped
+from eyeline.core.errors import NotFinite, Refused, Stopped, StorageFailed
 from eyeline.core.files import make_folder, write_json
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
@@ -169,7 +169,10 @@ def train_stage(
             )
         if leaving:
             return
-    raise AssertionError(f"the reader ended after {state.step} of {steps} steps")
+    raise StorageFailed(
+        f"the data of stage {stage.name} ended after {state.step} steps, and {steps} were counted: files or pictures have changed since. "
+        "Put them back as they were, and give the same command again: it goes on from the last checkpoint"
+    )
 
 
 def timed(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
