@@ -294,7 +294,10 @@ REFUSED = {
     ),
     "one row with a misspelt name": (b'{"mesages": [{"role": "user"}]}', "Perhaps columns: {messages: mesages}"),
     "rows by number": (b'{\n "0": {"messages": []},\n "1": {"messages": []}\n}', r"one JSON object, with '0'"),
-    "lines of which none is right": (b'{"messages": [}\n{"messages": [}\n', "none of its first rows is an object"),
+    "lines of which none is right": (
+        b'{"messages": [}\n{"messages": [}\n',
+        r"none of its first rows can be read\. The first: row: .*\. Write one JSON value a line",
+    ),
     "rows of strings": (b'["a", "b"]', "none of its first rows is an object"),
 }
 

@@ -124,7 +124,7 @@ def test_several_pictures_in_the_order_that_the_row_names_them(tmp_path: Path) -
         rows = opened(archive(tmp_path / "x.tar", [*pictures, ("k.json", two | ({"images": images} if images else {}))]))
         assert [p.name for p in rows.read(next(rows.rows_in(0))[0]).pictures] == wanted
     archive(tmp_path / "x.tar", [*pictures, ("k.json", two | {"images": ["2.jpg", "0.jpg"]})])
-    with pytest.raises(Refused, match=r"cannot be read: images: '2\.jpg' names none of the pictures 0\.jpg, 1\.png"):
+    with pytest.raises(Refused, match=r"can be read\. The first: images: '2\.jpg' names none of the pictures 0\.jpg, 1\.png"):
         opened(tmp_path / "x.tar")
 
 
@@ -361,7 +361,10 @@ def test_what_is_declared_is_not_blamed_for_rows_that_cannot_be_read(tmp_path: P
     members = [("0.left.png", b"a"), ("0.right.png", b"b"), ("0.said.txt", "what?"), ("0.json", {"image": "other.png"})]
     path = archive(tmp_path / "x.tar", members)
     with pytest.raises(
-        Refused, match=r"none of its first rows is an object \(the first that cannot be read: .*names none of the pictures left"
+        Refused, match=r"none of its first rows can be read\. The first: .*names none of the pictures left.*name pictures in the JSON as"
     ) as caught:
         open_source(Source(path=str(path), columns={"caption": "said.txt"}))
     assert "pictures alone" not in str(caught.value)
+    (tmp_path / "x.tar").write_bytes(b"")
+    with pytest.raises(Refused, match=r"the archive is empty: not even its end is there\. Fetch or write the archive again"):
+        open_source(Source(path=str(path)))

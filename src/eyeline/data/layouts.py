@@ -30,6 +30,7 @@ from eyeline.data.conversations import (
     vqa_kind,
 )
 from eyeline.data.media import FILMS, PICTURES, TIMES, unpacked
+from eyeline.data.rejects import REMEDIES
 
 Name = Literal[
     "llava", "openai", "cauldron", "prompt-completion", "exchanges", "alpaca", "query-response", "question-answer", "captions", "easy-vqa"
@@ -181,10 +182,11 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
     shapes = tuple(shape for shape in SHAPES if declared in (None, shape.name))
     _refuse_unknown(path, declared, mapping, shapes)
     rows: list[tuple[int, Any]] = []
-    trouble, count = "", 0
+    unread: BadSample | None = None
+    count = 0
     for row in islice((row for shard in range(len(container.shards)) for _, row in container.rows(shard)), SKIPPED):
         if isinstance(row, BadSample):
-            trouble = trouble or f" (the first that cannot be read: {row})"
+            unread = unread or row
         elif isinstance(row, dict | list):
             rows.append((count, row))
         count += 1
@@ -199,7 +201,9 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
     best = max(shapes, key=lambda shape: len(fits[shape.name]))
     if not fits[best.name]:
         _refuse_one_object(path, container, [row for _, row in rows])
-        columns = f"its rows have {', '.join(names[:20])}" if names else f"none of its first rows is an object{trouble}"
+        if unread is not None and not rows:
+            raise Refused(f"{path}: none of its first rows can be read. The first: {unread}. {REMEDIES[unread.cause]}")
+        columns = f"its rows have {', '.join(names[:20])}" if names else "none of its first rows is an object"
         none = "no known layout" if declared is None else f"none of its first rows is of the layout {declared}"
         raise Refused(
             f"{path}: {none}. Found: {container.what}; {columns}.{_guess(container.what, names, [row for _, row in rows])} Wanted: "
@@ -211,7 +215,7 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
     theirs = dict(mapping.columns)
     had = [next(c for c in one if row.get(c) is not None) for one in best.needs]
     said = " and ".join(f"{column} ({theirs[column]})" if column in theirs else column for column in had)
-    unread = [name for name in names if name not in (*best.columns, *mapping.taken, "id")]
+    skipped = [name for name in names if name not in (*best.columns, *mapping.taken, "id")]
     others = [shape.name for shape in shapes if shape is not best and fits[shape.name]]
     why = "; ".join([
         container.what,
@@ -219,7 +223,7 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
         f"row {first} {f'has {said}{best.note}' if had else 'is [question, answer, number of the picture]'}",
         *([f"{len(fits[best.name])} of the first {len(rows)} rows do"] if len(fits[best.name]) < len(rows) else []),
         *([f"{' and '.join(others)} would fit too: layout: NAME chooses"] if others else []),
-        *([f"not read: {', '.join(unread[:20])}{' …' if len(unread) > 20 else ''}"] if unread else []),
+        *([f"not read: {', '.join(skipped[:20])}{' …' if len(skipped) > 20 else ''}"] if skipped else []),
     ])  # fmt: skip
     return Layout(best, why, mapping)
 
