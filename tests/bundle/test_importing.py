@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, SiglipVisionModel
 
 from eyeline.bundle.bundle import open_bundle, recognised
-from eyeline.bundle.importing import import_model
+from eyeline.bundle.importing import import_model, import_whole
 from eyeline.core.errors import Refused
 from eyeline.data.templates import QWEN_SYSTEM, TEMPLATES
 from eyeline.models import facts, family_of, llava
@@ -403,3 +403,11 @@ def test_tiles_bring_their_marks(hub: Path, tmp_path: Path) -> None:
     assert text.count("<|global_image|>" + "<|image_pad|>" * 16 + tiles) == 2
     assert our_logits(built(opened.bundle, seed=1), document).isfinite().all()
     assert family_of(opened.bundle.config).form(opened.bundle.config).name == "parts"
+
+
+def test_a_run_needs_no_import(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("name: x\n")
+    with pytest.raises(Refused, match=r"run is a run folder\. Use it as it is: train from it \(model\.path\), talk to it, or export it\."):
+        import_whole(tmp_path / "run", tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -97,6 +97,8 @@ def import_whole(
     """
     if (model / DESCRIPTION).exists():
         raise Refused(f"{model} is a folder that Eyeline made, of parts. Use it as it is: train from it (model.path), or talk to it.")
+    if (model / "recipe.yaml").exists() and not (model / "config.json").exists():
+        raise Refused(f"{model} is a run folder. Use it as it is: train from it (model.path), talk to it, or export it.")
     config, form = read_shape(model)
     config = limited(config, least, most)
     weights = partial(_weights, config, form, dict.fromkeys(places(config, form), model), 0)
