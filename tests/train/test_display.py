@@ -1,9 +1,12 @@
 """What a person sees while a run trains."""
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
-from eyeline.train.display import Pace
+from rich.console import Console
+
+from eyeline.train.display import Pace, Terminal
 
 
 def figures(step: int, seconds: float, steps: int = 100) -> Any:
@@ -24,3 +27,11 @@ def test_the_next_stage_begins_anew() -> None:
     assert [pace.left(figures(step, 2.0, 2)) for step in (1, 2)] == ["–", "0:00"]
     assert [pace.left(figures(step, 60.0, 200)) for step in (1, 2)] == ["–", "3:18:00"]
     assert Pace().left(figures(1, 60.0, 1)) == "0:00"
+
+
+def test_a_terminal_shows_no_bar_before_the_first_step() -> None:
+    out = io.StringIO()
+    shown = Terminal(Console(file=out, force_terminal=True, width=80))
+    shown.note("stage a")
+    shown.close()
+    assert out.getvalue() == "stage a\n"

@@ -207,9 +207,12 @@ def test_a_real_signal_saves_and_exits_with_its_code(uninterrupted, tmp_path: Pa
     assert max(losses(shorter)) == newest.step + 2
 
 
-def test_a_finished_run_is_left_alone(uninterrupted) -> None:
+def test_a_finished_run_is_left_alone(uninterrupted, capsys: pytest.CaptureFixture[str]) -> None:
     folder, whole, whole_losses = uninterrupted
     loop.train(tiny_run(folder))
+    said = capsys.readouterr().out
+    assert "run: nothing is left to train, fp32" in said
+    assert "resumed" not in said
     assert end_of(tiny_run(folder)) == whole
     assert losses(tiny_run(folder)) == whole_losses
 

@@ -65,9 +65,9 @@ class Terminal:
         self._task = self._bar.add_task("")
         self._pace = Pace()
         self._live = Live(self._bar, console=console, refresh_per_second=4)
-        self._live.start()
 
     def step(self, figures: StepFigures) -> None:
+        self._live.start()  # with the first step: before it there is nothing to show
         self._bar.update(self._task, description=figures.stage, total=figures.steps, completed=figures.step)
         table = Table.grid(padding=(0, 3))
         pairs = [*_cells(figures, [figures]), ("left", self._pace.left(figures))]

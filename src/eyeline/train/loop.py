@@ -60,6 +60,8 @@ def train(run: Run) -> None:
             refuse_changed_past(run, home, checkpoint)
             changed = announce(run, home, here, checkpoint)
         begun = f"resumed from step {checkpoint.step}" if checkpoint else "from the start"
+        if checkpoint and checkpoint.state["stage"] == len(run.stages):
+            begun = "nothing is left to train"
         say(f"{folder}: {begun}, {run.precision} on {here.device.type} ({here.name}, threads: {here.threads})")
         for line in changed:
             say(f"changed since: {line}")
