@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eyeline.core.errors import BadSample, TooManyRejects
+from eyeline.core.errors import BadSample, Refused, TooManyRejects
 from eyeline.data.rejects import CAUSES, REMEDIES, Reject, Rejects
 
 
@@ -59,6 +59,23 @@ def test_the_rate_is_judged_after_a_hundred_samples_or_an_epoch(tmp_path: Path) 
 def test_text_that_no_file_can_hold_is_spelt_out(tmp_path: Path) -> None:
     Rejects(tmp_path, 1.0).add(reject(1, "bad_unicode", "a\udcff<script>"))
     assert json.loads((tmp_path / "rejects.jsonl").read_text(encoding="utf-8"))["message"] == "a\\udcff<script>"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{torn", "line 2 of .* is no JSON object"),
+        (b"7", "line 2 of .* is no JSON object"),
+        (b"\xff\xfe", "line 2 of .* is no JSON object"),
+        (b'{"id": 3}', "line 2 of .* has id; wanted id, file, row, field, cause, message"),
+    ],
+)
+def test_what_something_else_wrote_is_refused_by_its_line(tmp_path: Path, line: bytes, words: str) -> None:
+    Rejects(tmp_path, 1.0).add(reject(7))
+    with open(tmp_path / "rejects.jsonl", "ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(Refused, match=words):
+        Rejects(tmp_path, 1.0)
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

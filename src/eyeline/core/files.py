@@ -118,11 +118,23 @@ def _ends_a_line(file: BinaryIO) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines of `path`, without a torn last one. An absent file has none."""
-    if not path.exists():
+    """The JSON lines of `path`, without a torn last one. An absent file has none. Refused, naming the line, for what nobody wrote so."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut by a kill, or is empty
+    except FileNotFoundError:
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut by a kill, or is empty
+    except OSError as error:
+        raise storage_failed("read", path, error) from error
+    values: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise Refused(f"line {number} of {path} is no JSON object. Something else has written there: delete that line")
+        values.append(value)
+    return values
 
 
 def make_folder(folder: Path) -> None:

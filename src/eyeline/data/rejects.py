@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyeline.core.errors import BadSample, TooManyRejects
+from eyeline.core.errors import BadSample, Refused, TooManyRejects
 from eyeline.core.files import append_line, read_lines
 
 CAUSES: dict[str, str] = {
@@ -132,7 +132,7 @@ class Rejects:
         self.max_rate = max_rate
         self.seen = 0
         self.counts: dict[str, int] = {}
-        lines = [Reject(**line) for line in read_lines(self.path)] if self.path else []
+        lines = [_read(line, number, self.path) for number, line in enumerate(read_lines(self.path), 1)] if self.path else []
         self._written = {(line.file, line.id, line.cause) for line in lines}
         self.verdicts = {(line.file, line.id): line for line in lines if line.cause in LASTING}  # of this run, and of it before
 
@@ -173,6 +173,12 @@ class Rejects:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.seen, self.counts = int(state["seen"]), {str(k): int(v) for k, v in state["counts"].items()}
+
+
+def _read(line: dict[str, Any], number: int, path: Path) -> Reject:
+    if line.keys() != Reject.__annotations__.keys():
+        raise Refused(f"line {number} of {path} has {', '.join(line)}; wanted {', '.join(Reject.__annotations__)}. Delete that line")
+    return Reject(**line)
 
 
 def _printable(value: Any) -> Any:
