@@ -194,3 +194,19 @@ def test_without_a_folder_or_workers_there_is_no_process(archives: Path, plain: 
         assert made._open.keys() == {(0, 3)}
     assert list(indexed(opened(rows, plain, rule, tmp_path / "j"), [(0, 0)], Workers(0, 1, 1.0, 1.0))) == [None]
     assert written(tmp_path / "j") == 1
+
+
+def test_a_folder_that_may_not_be_looked_into_is_told_by_who_reads_it(
+    archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(Root may look anywhere, so the system's answers are made.)"""
+    made = opened(opened_source(archives), plain, rule, tmp_path / "i")
+    path, stat = str(made._path(made._identity(0, 0))), os.stat
+
+    def refuse(of: Any, *args: Any, **more: Any) -> Any:
+        if str(of) == path:
+            raise PermissionError(13, "Permission denied")
+        return stat(of, *args, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert made.absent(0, 0)

@@ -446,9 +446,9 @@ class Index:
         return self.folder is not None and self.shelf is None
 
     def absent(self, source: int, shard: int) -> bool:
-        """Whether nobody has written the index of a shard yet."""
+        """Whether nobody has written the index of a shard yet, as far as it can be told: who reads it is told why it cannot be read."""
         path = self._path(self._identity(source, shard))
-        return path is None or not path.exists()
+        return path is None or not os.path.exists(path)
 
     def shard(self, source: int, shard: int) -> ShardIndex:
         """The index of one shard: remembered, read, made, or waited for."""
