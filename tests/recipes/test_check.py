@@ -1,5 +1,6 @@
 """`check`: every problem at once, before training, with words that help."""
 
+import io
 import json
 import os
 import subprocess
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
-from eyeline.core.errors import Refused
-from eyeline.recipes.check import evaluation_warnings, folder_problems, refuse_problems, settings_problems
+from eyeline.core.errors import Refused, TooManyRejects
+from eyeline.recipes.check import check, evaluation_warnings, folder_problems, refuse_problems, settings_problems
+from eyeline.train.loop import train
 from eyeline.train.run import to_yaml
 from tests.command import Command
 from tests.train.recipe import tiny_recipe, tiny_run
@@ -29,6 +32,23 @@ def test_an_evaluation_on_what_is_learned_is_warned_of(tmp_path: Path) -> None:
     kinds = ("stages.0.data.sources.0.kinds=[red]", "stages.1.data.sources.0.kinds=[green]", "evaluation.sources.0.kinds=[blue, green]")
     (partly,) = evaluation_warnings(tiny_run(tmp_path, *kinds))
     assert "is trained on in adapt" in partly
+
+
+def test_a_run_folder_of_another_recipe_is_a_problem(tmp_path: Path) -> None:
+    """check says what train would: other settings are refused, those that may change are not, nor is a folder without a step."""
+    run = tiny_run(tmp_path, "stages.0.steps=1", "stages.1.steps=1")
+    other = tiny_run(tmp_path, "stages.0.steps=1", "stages.1.steps=2", "stages.0.clip=0.5")
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    with pytest.raises(TooManyRejects):
+        train(tiny_run(tmp_path, "stages.0.batch.tokens=8"))
+    assert check(other, 0, console)
+    train(run)
+    assert check(tiny_run(tmp_path, "stages.0.steps=1", "stages.1.steps=2"), 0, console)
+    assert not check(other, 0, console)
+    said = out.getvalue()
+    assert "tiny has a problem:\n  out: " in said
+    assert "may not change on resume:\n    stages.0.clip: 1.0 → 0.5\n  Choose another out=" in said
 
 
 def test_a_good_recipe_has_none(tmp_path: Path) -> None:
@@ -143,8 +163,6 @@ def broken_recipe(folder: Path) -> str:
     rows[1]["image"] = "pictures/none.png"
     rows[2]["conversations"][0]["value"] = "[bold]<image> <|endoftext|> not markup"
     (folder / "data" / "data.json").write_text(json.dumps(rows))
-    from eyeline.train.run import to_yaml
-
     (folder / "broken.yaml").write_text(to_yaml(run))
     return "broken.yaml"
 

@@ -32,7 +32,7 @@ from eyeline.models.moe import Bias
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, picture_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Run, Stage
-from eyeline.train.start import description
+from eyeline.train.start import description, refuse_another_recipe
 from eyeline.train.trainable import prepare
 
 
@@ -47,6 +47,10 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
     """Print what a run would do, its data and first samples, then every problem; whether there are none. Trains nothing."""
     console = console or Console()
     found = [*settings_problems(run)]
+    try:
+        refuse_another_recipe(run, run_folder(run))
+    except Refused as error:
+        found.append(f"out: {error}".replace("\n", "\n  "))
     try:
         bundle = description(run)
         encoder = bundle.encoder()

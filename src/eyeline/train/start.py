@@ -66,7 +66,7 @@ def begin(run: Run, folder: Path) -> Home:
             describe(description(run), folder / "model")
             write_atomically(recipe, to_yaml(run))
         else:
-            _refuse_another_recipe(run, before, folder)
+            refuse_another_recipe(run, folder)
     else:
         strangers = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not p.name.startswith("."))
         if strangers not in ([], ["model"], ["env.json", "model"]):  # the latter are what a start that was killed leaves
@@ -140,9 +140,10 @@ def _recorded(recipe: Path) -> Run:
         raise Refused(f"{recipe} cannot be read by this version of Eyeline: {error}. Choose another out=") from error
 
 
-def _refuse_another_recipe(run: Run, before: Run, folder: Path) -> None:
-    changed = differences(before, run)
-    if changed:
+def refuse_another_recipe(run: Run, folder: Path) -> None:
+    """Raise Refused if the folder holds a run that has made a step, with settings that may not change."""
+    recipe = folder / "recipe.yaml"
+    if recipe.exists() and not _untouched(folder) and (changed := differences(_recorded(recipe), run)):
         listed = "\n  ".join(changed)
         raise Refused(
             f"{folder} holds a run of another recipe; these settings differ and may not change on resume:\n  {listed}\n"
