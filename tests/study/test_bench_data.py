@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 from eyeline.core.errors import Refused
 from eyeline.study import bench
 from eyeline.study.bench import data, data_peers, data_work, packer
-from eyeline.study.bench.data_work import BUDGET, Packed, Setup
+from eyeline.study.bench.data_work import BUDGET, Packed, Seen, Setup
 from eyeline.study.bench.measure import NoPeer, Result, needs
 
 
@@ -49,38 +49,37 @@ def test_all_sides_pack_everything_and_lost_samples_are_refused() -> None:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work") / "set"
-    data_work.make(folder, shards=3, part=2)
+    data_work.make(folder, shards=2)
     return folder
 
 
 def test_the_work_is_the_same_everywhere_and_of_real_sizes(work: Path, tmp_path: Path) -> None:
-    data_work.make(tmp_path / "again", shards=1, part=1)
+    data_work.make(tmp_path / "again", shards=1)
     assert (tmp_path / "again" / "full" / "00.tar").read_bytes() == (work / "full" / "00.tar").read_bytes()
-    assert [len(Setup(work, name).paths) for name in ("full", "part", "tiny")] == [3, 2, 1]
-    with tarfile.open(work / "full" / "02.tar") as archive:
+    assert [len(Setup(work, name).paths) for name in ("full", "tiny")] == [2, 1]
+    with tarfile.open(work / "full" / "01.tar") as archive:
         content = {info.name: archive.extractfile(info).read() for info in archive}  # type: ignore[union-attr]
     assert len(content) == 2 * data_work.PER_SHARD
     pictures = [value for name, value in content.items() if name.endswith("jpg")]
     assert 30_000 < sum(map(len, pictures)) / len(pictures) < 60_000
     assert 320 <= min(Pillow.open(io.BytesIO(pictures[0])).size) <= 448
-    assert json.loads(content["02-03.json"])["conversations"][0]["value"].startswith("<image>\n")
+    assert json.loads(content["01-03.json"])["conversations"][0]["value"].startswith("<image>\n")
 
 
 @pytest.mark.parametrize("peer", data_peers.PEERS)
 def test_peers_read_what_ours_reads(work: Path, tmp_path: Path, peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tokens and pixels, every sample once; two of three ranks share nothing; and the state goes on, where it can."""
+    """The same tokens and pixels, every sample once; two ranks share nothing; and the state goes on, where it can."""
     package = data_peers.PACKAGES[peer]
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"{package} is not installed")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    setup = Setup(work, "part")
+    setup = Setup(work, "full")
     if peer == "energon":
-        for name in ("full", "part"):
-            data_peers.prepare_energon(Setup(work, name))
-    seen = {side: [pack for pack, _ in data.stream(side, setup, tmp_path / "index")] for side in ("ours", peer)}
+        data_peers.prepare_energon(setup)
+    seen = {side: Seen.of(pack for pack, _ in data.stream(side, setup, tmp_path / "index")) for side in ("ours", peer)}
     assert data.agree(seen, setup) == 2 * data_work.PER_SHARD
-    of_rank = [{id for pack, _ in data.stream(peer, Setup(work, "full"), tmp_path, None, n, 3) for id in pack.ids} for n in range(3)]
-    assert all(of_rank) and sum(map(len, of_rank)) == 3 * data_work.PER_SHARD == len(set.union(*of_rank))
+    of_rank = [{id for pack, _ in data.stream(peer, setup, tmp_path, None, n, 2) for id in pack.ids} for n in range(2)]
+    assert all(of_rank) and sum(map(len, of_rank)) == 2 * data_work.PER_SHARD == len(set.union(*of_rank))
 
 
 @pytest.mark.parametrize("side", ["ours", "DataLoader"])
@@ -89,7 +88,7 @@ def test_nothing_is_lost_or_repeated_over_two_processes(work: Path, side: str) -
     first = data.probe(side, work, "first")
     resumed = data.probe(side, work, "resume")
     assert len(first["ids"]) >= data_work.PER_SHARD
-    assert data.missing({"before": first["ids"], "after": resumed["ids"]}, data.setup_ids(3)) == (0, 0)
+    assert data.missing({"before": first["ids"], "after": resumed["ids"]}, data.setup_ids(2)) == (0, 0)
     assert resumed["bytes"] > 50_000  # the tokenizer and some pictures at least
     assert first["peak_bytes"] > 0
 
@@ -102,8 +101,9 @@ def pack(ids: tuple[str, ...], tokens: list[int], labelled: int = 1) -> Packed:
 def test_sides_that_read_otherwise_are_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "PER_SHARD", 2)
     setup = Setup(work, "tiny")
-    ours = [pack(("00-00", "00-01"), [5, 6])]
-    assert data.agree({"ours": ours, "peer": [pack(("00-01",), [6], 0), pack(("00-00",), [5])]}, setup) == 2
+    ours = Seen.of([pack(("00-00", "00-01"), [5, 6])])
+    assert ours.padding == 1 - 2 / BUDGET.tokens
+    assert data.agree({"ours": ours, "peer": Seen.of([pack(("00-01",), [6], 0), pack(("00-00",), [5])])}, setup) == 2
     for peer, why in (
         ([pack(("00-00",), [5])], "not give every sample"),
         ([pack(("00-00", "00-01", "00-01"), [5, 6, 6])], "not give every sample"),
@@ -111,7 +111,7 @@ def test_sides_that_read_otherwise_are_refused(work: Path, monkeypatch: pytest.M
         ([pack(("00-00", "00-01"), [5, 6], 2)], "learns from other tokens"),
     ):
         with pytest.raises(Refused, match=why):
-            data.agree({"ours": ours, "peer": peer}, setup)
+            data.agree({"ours": ours, "peer": Seen.of(peer)}, setup)
     assert data.missing({"before": ["a", "b"], "after": ["b", "d"]}, ["a", "b", "c", "d"]) == (1, 1)
 
 

@@ -11,6 +11,7 @@ Dims: R rows of a shard  U token ids, rows end to end  W placeholders of media  
 import errno
 import hashlib
 import json
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -378,7 +379,7 @@ def from_bytes(data: NDArray[np.uint8], identity: str) -> ShardIndex:
     start += -start % 64
     arrays = {}
     for name, (dtype, shape, at) in header["arrays"].items():
-        count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        count = math.prod(shape) * np.dtype(dtype).itemsize
         arrays[name] = data[start + at : start + at + count].view(dtype).reshape(shape)
     rejects = {int(row): (cause, where, message) for row, (cause, where, message) in header["rejects"].items()}
     return ShardIndex(**arrays, kinds=tuple(header["kinds"]), rejects=rejects, files=tuple(header["files"]))

@@ -15,15 +15,14 @@ from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source
 from eyeline.study.bench import data_work
-from eyeline.study.bench.data_work import BUDGET, BUFFER, PER_SHARD, RULE, Packed, Setup, hashes
+from eyeline.study.bench.data_work import BUDGET, BUFFER, PER_SHARD, RULE, Packed, Seen, Setup
 from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs, spread
 
 RANKS, SOME_RANKS = 64, (0, 63)  # simulated; those whose epoch is read
-CHECKED = 100  # samples whose pixels and tokens are compared
 RESUME_S = 2.0
 
 
-def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: int = data_work.SHARDS, part: int = data_work.PART) -> Result:
+def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: int = data_work.SHARDS) -> Result:
     """Check that all sides give the same tokens and pixels, then time them in turn; then resume each in a fresh process."""
     from eyeline.study.bench.data_peers import PACKAGES, PEERS, prepare_energon
 
@@ -32,15 +31,13 @@ def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: in
     conditions = Conditions()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        size = data_work.make(folder, shards, part)
+        size = data_work.make(folder, shards)
         if "energon" in peers:
-            for which in ("full", "part", "tiny"):
+            for which in ("full", "tiny"):
                 prepare_energon(Setup(folder, which))
-        setup = Setup(folder, "part")
-        seen = {side: [pack for pack, _ in stream(side, setup, folder / "index kept")] for side in ("ours", *peers)}
+        setup = Setup(folder, "full")
+        seen = {side: Seen.of(pack for pack, _ in stream(side, setup, folder / "index kept")) for side in ("ours", *peers)}
         checked = agree(seen, setup)
-        padding = {side: 1 - sum(int(p.cu_S1[-1]) for p in packs) / (len(packs) * BUDGET.tokens) for side, packs in seen.items()}
-        seen.clear()
 
         def passed(side: str, cache: Path | None) -> Timed:
             with tempfile.TemporaryDirectory(dir=folder) as own:
@@ -58,7 +55,7 @@ def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: in
         )  # fmt: skip
         probed = {side: probes(side, folder) for side in ("ours", *peers)}
     found: list[Fact] = []
-    samples = part * PER_SHARD
+    samples = shards * PER_SHARD
     for side, of in probed.items():
         lost, repeated = missing(of, setup_ids(shards))
         ours = side == "ours"
@@ -79,7 +76,7 @@ def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: in
             ),
             Fact(name=f"{side}: bytes of the state", value=str(of["state_bytes"])),
             Fact(name=f"{side}: peak memory above the imports, MiB", value=of["peak_bytes"] / 2**20),
-            Fact(name=f"{side}: token slots that are padding", value=padding[side]),
+            Fact(name=f"{side}: token slots that are padding", value=seen[side].padding),
             *(
                 Fact(
                     name=f"{side}: read for a sample at {RANKS} ranks, KiB and requests" + (f", {WHEN[when]}" if ours else ""),
@@ -103,16 +100,15 @@ def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: in
     return Result(
         case="data",
         command="eyeline bench data",
-        work=f"an epoch over {samples:,} samples in {part} WebDataset archives (resumed, and read by ranks, are {shards * PER_SHARD:,} in "
-        f"{shards}): a JPEG of 320 to 448 pixels a side ({size / 1024:.0f} KiB on average) and a conversation each, decoded, resized by "
-        f"Pillow (bicubic, Qwen's rule, patches of {RULE.patch}), tokenised, shuffled and packed into {BUDGET.tokens:,} tokens, in one "
-        "process and thread, files in the page cache. Ours makes its index inside the time of the first epoch, and lays out every index "
-        "array that a model needs; peers stop at tokens, labels and patches, joined and padded. They shuffle in buffers of "
-        f"{BUFFER} samples; the DataLoader has a permutation of all, over offsets that it scans from the archives. Energon packs "
-        f"first-fit-decreasing in its own buffer of {BUFFER}, and its `prepare` is not counted; the others pack samples as they come. "
-        "Webdataset has no way to resume: it reads what was seen again, without decoding it. Bytes and requests are those of the system's "
-        "`read` calls of the process; a mapped index is not among them.",
-        agreement=f"tokens and pixels of {checked} samples are the same on all sides, and every side gives every sample once",
+        work=f"an epoch over {samples:,} samples in {shards} WebDataset archives: a JPEG of 320 to 448 pixels a side "
+        f"({size / 1024:.0f} KiB on average) and a conversation each, decoded, resized by Pillow (bicubic, Qwen's rule, patches of "
+        f"{RULE.patch}), tokenised, shuffled and packed into {BUDGET.tokens:,} tokens, in one process and thread, files in the page cache. "
+        "Ours makes its index inside the time of the first epoch, and lays out every index array that a model needs; peers stop at "
+        f"tokens, labels and patches, joined and padded. They shuffle in buffers of {BUFFER} samples; the DataLoader has a permutation of "
+        f"all, over offsets that it scans from the archives. Energon packs first-fit-decreasing in its own buffer of {BUFFER}, and its "
+        "`prepare` is not counted; the others pack samples as they come. Webdataset has no way to resume: it reads what was seen again, "
+        "without decoding it. Bytes and requests are those of the system's `read` calls of the process; a mapped index is not among them.",
+        agreement=f"tokens and pixels of all {checked:,} samples are the same on all sides, and every side gives every sample once",
         comparisons=(*first, *later),
         facts=tuple(found),
         **conditions.read(),  # type: ignore[arg-type]  # its three fields
@@ -151,21 +147,19 @@ def setup_ids(shards: int) -> list[str]:
     return [f"{shard:02d}-{number:02d}" for shard in range(shards) for number in range(PER_SHARD)]
 
 
-def agree(seen: dict[str, list[Packed]], setup: Setup) -> int:
+def agree(seen: dict[str, Seen], setup: Setup) -> int:
     """How many samples were compared. Refused where a side loses or repeats one, or where tokens, pixels or labels differ."""
     wanted = sorted(setup_ids(len(setup.paths)))
-    mine = dict(hashes(seen["ours"]))
-    chosen = wanted[:: max(len(wanted) // CHECKED, 1)]
-    for side, packs in seen.items():
-        if sorted(id for pack in packs for id in pack.ids) != wanted:
+    mine = seen["ours"]
+    for side, of in seen.items():
+        if sorted(of.ids) != wanted:
             raise Refused(f"{side} does not give every sample of an epoch once, so its figures mean nothing.")
-        found = dict(hashes(packs))
-        different = [id for id in chosen if found[id] != mine[id]]
+        different = [id for id in wanted if of.hashes[id] != mine.hashes[id]]
         if different:
             raise Refused(f"{side} gives other tokens or pixels for {len(different)} samples, such as {different[0]}.")
-        if sum(pack.labelled for pack in packs) != sum(pack.labelled for pack in seen["ours"]):
+        if of.labelled != mine.labelled:
             raise Refused(f"{side} learns from other tokens than ours.")
-    return len(chosen)
+    return len(wanted)
 
 
 def missing(of: dict[str, Any], wanted: Sequence[str]) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -20,7 +20,7 @@ from eyeline.core.randomness import rng_for
 from eyeline.data.templates import template_named
 from eyeline.data.tokenizer import Encoder, load_tokenizer, train_bpe
 
-SHARDS, PER_SHARD, PART = 64, 26, 32  # archives; samples in one; archives of the part that is timed
+SHARDS, PER_SHARD = 64, 63  # archives; samples in one: 4,032 in all
 BUDGET = Budget(4_096, 1 << 16)
 RULE = ImageRule(16, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", Area(64**2, 512**2))
 TEMPLATE = template_named("plain")
@@ -46,10 +46,10 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """Where the work lies: in folders of archives, beside the folder `tokenizer`."""
+    """Where the work lies: in folders of archives (`tiny` has the first one), beside the folder `tokenizer`."""
 
     folder: Path
-    name: Literal["full", "part", "tiny"]
+    name: Literal["full", "tiny"]
 
     @property
     def archives(self) -> Path:
@@ -67,11 +67,11 @@ class Setup:
         return Encoder(load_tokenizer(self.folder / "tokenizer"), TEMPLATE)
 
 
-def make(folder: Path, shards: int = SHARDS, part: int = PART) -> float:
-    """Write the archives and the tokenizer; `part` and `tiny` are links to the first ones. Returns the mean size of a JPEG, in bytes."""
+def make(folder: Path, shards: int = SHARDS) -> float:
+    """Write the archives and the tokenizer. Returns the mean size of a JPEG, in bytes."""
     canvas = painted()
     sizes: list[int] = []
-    for name in ("full", "part", "tiny"):
+    for name in ("full", "tiny"):
         (folder / name).mkdir(parents=True)
     for shard in range(shards):
         path = folder / "full" / f"{shard:02d}.tar"
@@ -83,8 +83,8 @@ def make(folder: Path, shards: int = SHARDS, part: int = PART) -> float:
                     info = tarfile.TarInfo(f"{shard:02d}-{number:02d}.{part_name}")
                     info.size = len(content)
                     archive.addfile(info, io.BytesIO(content))
-        for name in ("part",) * (shard < part) + ("tiny",) * (shard == 0):
-            (folder / name / path.name).hardlink_to(path)
+        if shard == 0:
+            (folder / "tiny" / path.name).hardlink_to(path)
     texts = [turn["value"] for n in range(200) for turn in conversation(n)]
     train_bpe(texts, 1_000, TEMPLATE).save_pretrained(str(folder / "tokenizer"))
     return sum(sizes) / len(sizes)
@@ -123,10 +123,25 @@ def conversation(number: int) -> list[dict[str, str]]:
     return [{"from": "human", "value": f"<image>\n{question}?"}, {"from": "gpt", "value": f"{answer}."}]
 
 
-def hashes(packs: list[Packed]) -> Iterator[tuple[str, str]]:
-    """(id, hash of ids of tokens and of pixels) of every sample."""
-    for pack in packs:
-        for n, id in enumerate(pack.ids):
-            tokens = pack.tokens_T[pack.cu_S1[n] : pack.cu_S1[n + 1]].astype(np.int64)
-            patches = np.ascontiguousarray(pack.patches_PC[pack.cu_N1[n] : pack.cu_N1[n + 1]])
-            yield id, hashlib.sha256(tokens.tobytes() + patches.tobytes()).hexdigest()
+@dataclass(frozen=True)
+class Seen:
+    """What a side gave in an epoch, without its pixels."""
+
+    ids: list[str]
+    hashes: dict[str, str]  # of the ids of tokens and the pixels of each sample
+    labelled: int
+    padding: float  # share of token slots
+
+    @staticmethod
+    def of(packs: Iterable[Packed]) -> "Seen":
+        ids: list[str] = []
+        hashes: dict[str, str] = {}
+        labelled = used = count = 0
+        for pack in packs:
+            count, used, labelled = count + 1, used + int(pack.cu_S1[-1]), labelled + pack.labelled
+            for n, id in enumerate(pack.ids):
+                tokens = pack.tokens_T[pack.cu_S1[n] : pack.cu_S1[n + 1]].astype(np.int64)
+                patches = np.ascontiguousarray(pack.patches_PC[pack.cu_N1[n] : pack.cu_N1[n + 1]])
+                ids.append(id)
+                hashes[id] = hashlib.sha256(tokens.tobytes() + patches.tobytes()).hexdigest()
+        return Seen(ids, hashes, labelled, 1 - used / (count * BUDGET.tokens))
