@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from eyeline import __version__
-from eyeline.core.errors import EXPECTED, Refused
+from eyeline.core.errors import EXPECTED, Refused, StorageFailed
 from eyeline.core.log import say, visible
 
 EXIT_CODES = """
@@ -318,8 +318,16 @@ def main() -> None:
     except EXPECTED as error:
         if debug:
             raise
-        print(f"eyeline: {visible(str(error))}", file=sys.stderr)  # noqa: T201 - the program's last word
-        sys.exit(error.code)
+        _end(str(error), error.code)
+    except PermissionError as error:  # of a path that was given, by whatever looks at it first
+        if debug:
+            raise
+        _end(f"{error.filename}: {error.strerror}. Give whoever runs this the right to it, or give another path", StorageFailed.code)
+
+
+def _end(message: str, code: int) -> None:
+    print(f"eyeline: {visible(message)}", file=sys.stderr)  # noqa: T201 - the program's last word
+    sys.exit(code)
 
 
 def _read(recipe: str, overrides: list[str] | None):

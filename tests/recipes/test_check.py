@@ -3,9 +3,11 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -251,6 +253,27 @@ def test_errors_are_one_message_and_a_code(eyeline: Command, arguments: list[str
     assert done.code == code
     assert words in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("check", "{}/r.yaml"), ("data", "easyvqa-tiny", "--out", "{}/d.html"), ("eval", "{}"), ("report", "{}"), ("export", "{}", "x")],
+)
+def test_a_folder_that_may_not_be_looked_into_is_told(
+    eyeline: Command, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever verb it is given to. (Root may look anywhere, so the system's answers are made.)"""
+    closed, stat = str(tmp_path / "closed"), os.stat
+
+    def refuse(of: Any, *args: Any, **more: Any) -> Any:
+        if str(of).startswith(closed + "/"):
+            raise PermissionError(13, "Permission denied", str(of))
+        return stat(of, *args, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    done = eyeline(*(word.format(closed + "/in") for word in words))
+    assert done.code == 5
+    assert re.fullmatch(rf"eyeline: {closed}/in.*: Permission denied\. Give whoever runs this the right to it, or .*\n", done.err)
 
 
 def test_debug_shows_the_traceback(eyeline: Command) -> None:
