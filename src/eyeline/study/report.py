@@ -115,8 +115,8 @@ def figures(history: History, evaluation: Result | str | None) -> str:
     if losses:
         shown["validation loss, best"] = number(min(losses))
     if isinstance(evaluation, Result):
-        asked = "partly learned from" if evaluation.warning else "held-out"
-        shown[f"exact match, {asked} questions"] = percent(evaluation.accuracy)
+        asked = "questions partly learned from" if evaluation.warning else "held-out questions"
+        shown[f"exact match, {asked}"] = percent(evaluation.accuracy)
     return figures_list(shown)
 
 
