@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -43,7 +43,9 @@ KEPT_OPEN = 128  # shards whose index stays open: those of a window and of the o
 LONGEST_MESSAGE = 400  # characters of a reject's message that are kept
 OWN, INSIDE = -1, -2  # in `file_N`: the file that the shard lies in; the row, which has the bytes of the picture
 WHOLE = -1  # in `length_N`
-LOOKED_AHEAD = 64  # rows whose pictures are asked for together
+# rows that are read, then looked at, then tokenised: a processor that does one thing many times has what it takes at hand, and objects
+# of a store are asked for side by side
+TOGETHER = 64
 LOOKED_AT_ONCE = 16
 
 Longs = NDArray[np.int64]
@@ -158,35 +160,34 @@ def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> Sh
     kinds: dict[str, int] = {}
     rejects: dict[int, tuple[str, str, str]] = {}
     looked = _Looked(rows.root, rows.lies_in(shard).path, rows.retries)
-    for place, kind, found in _looked_ahead(rows, shard, looked):
-        known, media = NOTHING, _Media((), (), 0, -1.0)
-        try:
-            if isinstance(found, BadSample):
-                raise found
-            media = looked.at(found.media)
-            answered(found)
-            known = tokenised(found.messages, encoder, rule)
-            media.sound()
-        except BadSample as bad:
-            message = bad.message if len(bad.message) <= LONGEST_MESSAGE else bad.message[:LONGEST_MESSAGE] + "…"
-            rejects[place.number] = (bad.cause, bad.field, message)
-            known = NOTHING
-        assert place.number == len(begin), f"{rows.path}: row {place.number} came as number {len(begin)}"
-        begin.append(place.begin)
-        length.append(place.length)
-        ids.append(known.ids_U)
-        trained.append(known.trained_U)
-        counts.append(len(known.ids_U))
-        places.append(known.places_W)
-        place_counts.append(len(known.places_W))
-        if known is not NOTHING:
-            sizes += media.sound()
-            lies += media.lies
-        slices += known.slices
-        media_counts.append(len(known.slices))
-        pictures.append(media.key)
-        draws.append(media.drawn if media.drawn >= 0 else drawn([rows.named(place)[0]]))
-        kind_numbers.append(-1 if kind is None else kinds.setdefault(kind, len(kinds)))
+    found = rows.rows_in(shard)
+    while some := list(islice(found, TOGETHER)):
+        samples = [sample for _, _, sample in some]
+        if isinstance(rows.root, Remote):
+            looked.ahead(samples)
+        seen = [NO_MEDIA if isinstance(sample, BadSample) else looked.at(sample.media) for sample in samples]
+        said = [_said(sample, media, encoder, rule) for sample, media in zip(samples, seen, strict=True)]
+        for (place, kind, _), media, known in zip(some, seen, said, strict=True):
+            assert place.number == len(begin), f"{rows.path}: row {place.number} came as number {len(begin)}"
+            begin.append(place.begin)
+            length.append(place.length)
+            pictures.append(media.key)
+            draws.append(media.drawn if media.drawn >= 0 else drawn([rows.named(place)[0]]))
+            kind_numbers.append(-1 if kind is None else kinds.setdefault(kind, len(kinds)))
+            if isinstance(known, BadSample):
+                message = known.message if len(known.message) <= LONGEST_MESSAGE else known.message[:LONGEST_MESSAGE] + "…"
+                rejects[place.number] = (known.cause, known.field, message)
+                known = NOTHING
+            else:
+                sizes += media.sound()
+                lies += media.lies
+            ids.append(known.ids_U)
+            trained.append(known.trained_U)
+            counts.append(len(known.ids_U))
+            places.append(known.places_W)
+            place_counts.append(len(known.places_W))
+            slices += known.slices
+            media_counts.append(len(known.slices))
     bad_R = np.zeros(len(begin), bool)
     sizes_M3, lies_N3 = np.array(sizes, np.int32).reshape(-1, 3), np.array(lies, np.int64).reshape(-1, 3)
     bad_R[list(rejects)] = True
@@ -216,15 +217,17 @@ def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> Sh
     )
 
 
-def _looked_ahead(rows: Rows, shard: int, looked: "_Looked") -> Iterator[tuple[Place, str | None, Sample | BadSample]]:
-    """`rows_in`, some at a time where their pictures are objects of a store."""
-    found = rows.rows_in(shard)
-    if not isinstance(rows.root, Remote):
-        yield from found
-        return
-    while some := list(islice(found, LOOKED_AHEAD)):
-        looked.ahead([sample for _, _, sample in some])
-        yield from some
+def _said(sample: Sample | BadSample, media: "_Media", encoder: Encoder, rule: ImageRule | None) -> Tokenised | BadSample:
+    """A row tokenised, or what is wrong with it."""
+    try:
+        if isinstance(sample, BadSample):
+            return sample
+        answered(sample)
+        known = tokenised(sample.messages, encoder, rule)
+        media.sound()
+    except BadSample as bad:
+        return bad
+    return known
 
 
 NOTHING = Tokenised(np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.int32), ())
@@ -245,6 +248,9 @@ class _Media:
             if isinstance(size, BadSample):
                 raise size
         return [size for size in self.sizes if not isinstance(size, BadSample)]
+
+
+NO_MEDIA = _Media((), (), 0, -1.0)
 
 
 @dataclass(frozen=True, eq=False)
