@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from eyeline.core.batch import Picture, Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.locations import Remote, below, inside, location
-from eyeline.data import folders, stores
+from eyeline.data import folders, index, stores
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import tars
 from eyeline.data.containers.container import File, Window, fingerprints
@@ -662,6 +663,21 @@ def test_each_picture_is_asked_for_once_for_its_index_and_once_a_visit(
     store.asked.clear()
     Index((there.training.index.sources[0],), plain, rule, tmp_path / "run" / "index").shard(0, 0)
     assert store.asked == []  # an index that is read asks for none
+
+
+def test_pictures_are_asked_for_together(
+    folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after another they would be mostly waited for: each of these waits until others are asked for, too."""
+    store.put_folder(folder, "set")
+    there, stamp_of, meet = reader(f"{store.url}/set/rows.json", plain, rule, tmp_path / "run"), index.stamp_of, threading.Barrier(3)
+
+    def met(*of: Any, **more: Any) -> Any:
+        meet.wait(30)
+        return stamp_of(*of, **more)
+
+    monkeypatch.setattr(index, "stamp_of", met)  # nine pictures: three times three
+    assert len(there.training.index.shard(0, 0).files) == 9
 
 
 def test_an_absent_picture_is_asked_for_again_and_a_changed_one_stops_the_run(
