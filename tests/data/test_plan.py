@@ -211,16 +211,20 @@ def golden(seed: int) -> list[str]:
     return digests
 
 
-GOLDEN_ROADS = {"once": "adeab686e1615209", "shares": "9cc71389e2be269e"}  # they belong to the version, too
+GOLDEN_ROADS = {"once": "adeab686e1615209", "shares": "9cc71389e2be269e", "runs": "234b936f9b51b4b8"}  # they belong to the version, too
 
 
 @pytest.mark.parametrize("how", GOLDEN_ROADS)
 def test_golden_roads(how: str) -> None:
-    """The same of whole roads over two made-up sources: shards, windows, visits, blends and packs, over the end of an epoch."""
+    """The same of whole roads over two made-up sources: shards (of the third road, some of which stay together), windows, visits, blends
+    and packs, over the end of an epoch."""
     rng = np.random.RandomState(7)
     tokens, patches = rng.randint(5, 900, 60), rng.randint(0, 5, 60) * 64
     pictures = np.where(patches > 0, np.arange(60) // 2 + 1, 0).astype(np.uint64)
-    sources = [SimpleNamespace(shards=_Many(many), source=SimpleNamespace(repeat=repeat)) for many, repeat in ((70, 1), (9, 2))]
+    sources = [
+        SimpleNamespace(shards=_Many(many, 5 if how == "runs" else 1), source=SimpleNamespace(repeat=repeat))
+        for many, repeat in ((70, 1), (9, 2))
+    ]
     side: Any = SimpleNamespace(
         index=SimpleNamespace(sources=sources, shard=lambda *_: SimpleNamespace(pictures_R=pictures), begin=lambda _: None),
         kept=lambda *_: np.ones(60, bool),
@@ -228,8 +232,8 @@ def test_golden_roads(how: str) -> None:
     )
     sizing, carried, digests, cursor = made_up(tokens, patches, Budget(2048, 640)), (), [], Cursor()
     pools, cursors = pools_of(side, 3, 5), (Cursor(), Cursor())
-    for number in range(10 if how == "once" else 4):
-        if how == "once":
+    for number in range(4 if how == "shares" else 10):
+        if how != "shares":
             ordered, cursor = blend.whole(blend.pool_of(side, 3, 5), cursor)
         else:
             ordered, cursors = blended(pools, (3.0, 1.0), cursors, number, sizing)
@@ -348,16 +352,16 @@ def test_memory_does_not_grow_with_the_data() -> None:
 
 
 class _Many:
-    """So many shards, none of which exists."""
+    """So many shards, none of which exists, in runs of that length."""
 
-    def __init__(self, count: int):
-        self.count = count
+    def __init__(self, count: int, run: int = 1):
+        self.count, self.run = count, run
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, n: int) -> Any:
-        return SimpleNamespace(held=0, joined=False)
+        return SimpleNamespace(held=0, joined=n % self.run > 0)
 
 
 class _Entries(_Many):
