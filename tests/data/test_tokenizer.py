@@ -1,6 +1,7 @@
 """Nothing is added to text, text never becomes a control token, and made tokenizers are the same each time."""
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -175,6 +176,21 @@ def test_ids_are_those_of_the_plain_call(make: str, text: str) -> None:
     encoder = encoder_of(MAKES[make])
     wanted = encoder._plain.encode(text, add_special_tokens=False).ids
     assert not encoder._special.isdisjoint(wanted) or encoder.ids(text) == wanted
+
+
+@pytest.mark.parametrize("form", [normalizers.NFC, normalizers.NFD, normalizers.NFKC, normalizers.NFKD, normalizers.Lowercase])
+@pytest.mark.parametrize("pieces", [True, False])
+def test_ids_of_ascii_are_those_of_the_plain_call(form: Callable[[], Any], pieces: bool) -> None:
+    """Whether or not the tokenizer cuts text before it merges, and also in another process."""
+    backend = byte_level(PLAIN.controls)
+    backend.normalizer = form()
+    backend.pre_tokenizer = backend.pre_tokenizer if pieces else None  # type: ignore[assignment]
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend), PLAIN)
+    texts = [WORDS, "".join(map(chr, range(128))), "", "Don't SHOUT,  it's 12:30\r\n\t", "e\u0301 \ufb01"]
+    wanted = [encoder._plain.encode(text, add_special_tokens=False).ids for text in texts]
+    assert [encoder.ids(text) for text in texts] == wanted
+    assert [pickle.loads(pickle.dumps(encoder)).ids(text) for text in texts] == wanted
+    assert (encoder._without_forms is encoder._plain) == (form is normalizers.Lowercase)
 
 
 def test_no_thread_is_started() -> None:
