@@ -54,13 +54,14 @@ def _checked(id: str, messages: list[Message], kind: str) -> Sample:
     return Sample(id, tuple(messages), kind)
 
 
+_PLACES = re.compile(f"({'|'.join(PLACEHOLDERS)})")
 Media = dict[str, Iterator[Picture | Video]]  # placeholder -> what stands there, in order
 
 
 def _split(text: str, role: Role, media: Media, field: str) -> tuple[Text | Picture | Video, ...]:
     """Text with its placeholders replaced, wherever they stand. Newlines that set a placeholder off are dropped: the template
     says what surrounds a picture."""
-    pieces = re.split(f"({'|'.join(PLACEHOLDERS)})", text)
+    pieces = _PLACES.split(text)
     if role == "assistant" and len(pieces) > 1:
         raise BadSample("image_in_answer", field, f"{pieces[1]} in an answer")
     parts: list[Text | Picture | Video] = []

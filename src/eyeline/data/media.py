@@ -175,9 +175,9 @@ def media_of(row: dict[str, Any], root: Location) -> dict[str, list[Picture | Vi
 
 def pictures_of(row: dict[str, Any], root: Location) -> list[Picture | Video]:
     for field in PICTURES:
-        value = unpacked(row.get(field), field)
-        if value is None:
+        if row.get(field) is None:
             continue
+        value = unpacked(row[field], field)
         if isinstance(value, str | bytes | dict | Picture):
             return [picture_of(value, root, field)]
         if isinstance(value, list):
@@ -188,9 +188,9 @@ def pictures_of(row: dict[str, Any], root: Location) -> list[Picture | Video]:
 
 def films_of(row: dict[str, Any], root: Location) -> list[Picture | Video]:
     for field in FILMS:
-        value = unpacked(row.get(field), field)
-        if value is None:
+        if row.get(field) is None:
             continue
+        value = unpacked(row[field], field)
         if isinstance(value, list) and (field == "videos" or (value and isinstance(value[0], list))):
             each = {key: row[key] for key in TIMES if row.get(key) is not None}
             timing = [{k: v[n] if isinstance(v, list) and n < len(v) else v for k, v in each.items()} for n in range(len(value))]

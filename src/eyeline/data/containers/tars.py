@@ -27,20 +27,16 @@ BLOCK = 512  # bytes; headers and members begin at multiples of it
 AHEAD_BYTES = 64 << 10  # of an archive that is read in order: as many at once, whatever of them is looked at
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One file of an archive."""
 
     key: str  # its name without what follows the first dot
     part: str  # what follows it
+    kind: str  # what follows the last one
     begin: int  # of its header
     data: int  # where its content begins
     size: int
     plain: bool  # a regular file, inside the archive
-
-    @property
-    def kind(self) -> str:
-        return self.part.rpartition(".")[2]
 
 
 class Run(NamedTuple):
@@ -162,8 +158,9 @@ def _padded(member: Member) -> int:
 def _member(name: str, begin: int, data: int, size: int, regular: bool) -> Member:
     folder, _, last = name.rpartition("/")
     key, _, part = last.partition(".")
+    part = part.lower()
     inside = not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
-    return Member(f"{folder}/{key}" if folder else key, part.lower(), begin, data, size, regular and inside)
+    return Member(f"{folder}/{key}" if folder else key, part, part.rpartition(".")[2], begin, data, size, regular and inside)
 
 
 _NUMBERS = re.compile(rb"(?:[0-7]{7}[ \0]|[0-7]{6} \0){3}([0-7]{11})[ \0][0-7]{11}[ \0]([0-7]{6})\0 ([0x5])")  # mode ... type
