@@ -133,6 +133,27 @@ def test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes(
     assert read_lines(tmp_path / "run" / "rejects.jsonl") == lines
 
 
+def test_a_picture_that_kills_takes_the_rows_of_its_visit_and_no_others(
+    open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows share each picture, and are tried one by one: the parts of a job are rows, of whichever visit."""
+    pictures = [data for _, data in rows(5, {1: "crash"})]
+    for n, data in enumerate(pictures):
+        (tmp_path / f"{n}.png").write_bytes(data)
+    talk = [
+        {"image": f"{n // 2}.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": f"{n}"}]}
+        for n in range(10)
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(talk))
+    real = loader.fetched_in_order
+    monkeypatch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))
+    reader = open_reader(str(tmp_path / "rows.json"), share_images=2, workers=1)
+    found = {row: labels for batch in flat(reader.steps(BUDGET, 1, 1)) for row, labels in labelled(batch).items()}
+    assert [row for row, labels in sorted(found.items()) if not labels] == [2, 3]
+    assert len(found) == 10
+    assert reader.rejects.counts == {"decoder_crashed": 2}
+
+
 class _Starved(Mined):
     """In this process, which has no limit of memory: the decoder says that it has reached one."""
 
