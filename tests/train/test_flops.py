@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import eyeline.train.loop as loop
+from eyeline.core.facts import Cost
 from eyeline.models import flops
 from eyeline.models.flops import peak_of
 from tests.train.recipe import tiny_run
@@ -35,6 +36,21 @@ def test_each_step_states_its_arithmetic(tmp_path: Path) -> None:
         assert line["flops"]["head"] == 2 * 300 * D * line["supervised"] * (3 if line["stage"] == "whole" else 2)
         assert line["flops_per_s"] == pytest.approx(sum(line["flops"].values()) / line["step_s"])
         assert line["mfu"] is None, "a CPU has no peak"
+
+
+def test_packs_are_dealt_by_what_the_stage_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen tower is not gone through backwards, and adapters are cheaper than weights. One process deals nothing, so it is asked."""
+    told: list[Cost] = []
+    steps = loop.Reader.steps
+    monkeypatch.setattr(loop.Reader, "steps", lambda self, *rest: told.append(self.cost) or steps(self, *rest))
+    loop.train(tiny_run(tmp_path, "stages.whole.steps=1", "stages.adapt.steps=1"))
+    whole, adapt = told
+    embed, block, projector = 2 * C * D, 2 * (4 * D * D + 2 * D * F), (2 * 4 * D * D + 2 * D * D) // 4
+    assert whole.patch == 2 * embed + 3 * block + 3 * projector
+    assert (whole.patch_pair, adapt.patch_pair) == (3 * 4 * D, 4 * D)
+    assert embed + block < adapt.patch < whole.patch
+    assert adapt.token < whole.token
+    assert (whole.label, adapt.label) == (3 * 2 * 300 * D, 2 * 2 * 300 * D)
 
 
 def test_peaks_go_by_the_drivers_names() -> None:
