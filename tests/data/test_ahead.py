@@ -164,6 +164,21 @@ def test_a_defect_in_it_ends_the_run(archives: Path, plain: Encoder, rule: Image
     going.close()
 
 
+def test_it_ends_with_the_steps_whatever_it_is_at(reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
+    monkeypatch.setattr(ahead, "Making", Endless)
+    steps = reader("i", 1).steps(BUDGET, 1, None)
+    next(steps)
+    assert len(children() - before) == 2
+    steps.close()
+    assert gone(children() - before)
+
+
+class Endless(ahead.Making):
+    def __call__(self, wanted: Any, at: Any) -> None:
+        time.sleep(1000)
+
+
 class Defective(ahead.Making):
     def __call__(self, wanted: Any, at: Any) -> None:
         raise AssertionError("made up")

@@ -411,6 +411,13 @@ def test_validation_without_one_usable_row_is_refused(open_reader, folder: Path)
         list(open_reader(validation=(Source(path=str(folder / "bad.json")),)).validation(BUDGET))
 
 
+def test_kinds_that_are_not_there_are_refused_on_either_side(open_reader, folder: Path) -> None:
+    source = Source(path=str(folder / "rows.json"), kinds=("none",))
+    for settings in ({"sources": (source,)}, {"validation": (source,)}):
+        with pytest.raises(Refused, match=r"rows\.json has no samples of kind none; it has \(none\)"):
+            open_reader(**settings)
+
+
 def test_settings_that_contradict_are_refused(folder: Path, open_reader) -> None:
     source = Source(path=str(folder / "rows.json"))
     with pytest.raises(pydantic.ValidationError, match="hold_out and validation both say"):
