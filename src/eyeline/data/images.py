@@ -112,6 +112,9 @@ def open_picture(picture: Picture) -> tuple[int, int]:
     """(width, height) of the upright picture, from its header alone. Raises as `decode` does, except for broken pixels."""
     if isinstance(picture.source, Remote):
         picture = replace(picture, source=_object(picture.source, stores.HEAD_BYTES)[0])
+    begin = picture.source.data if isinstance(picture.source, Span) else picture.source
+    if isinstance(begin, bytes) and (frame := _frame(begin[:HEADER_BYTES])) is not None:
+        return frame[1]
     with _opened(picture) as (image, _):
         width, height = image.size
         # Pillow decodes a PNG to learn its orientation, which may follow the pixels: not where no chunk can hold one
