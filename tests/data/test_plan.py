@@ -441,6 +441,12 @@ def test_a_state_of_something_else_is_refused_by_name(
     refused(make(), "Different are: data")
     (folder / "rows.jsonl").write_text(lines)
     next(make().steps(BUDGET, 3, None, state))  # and put back it goes on
+    judged = {"hold_out": 0.0, "validation": (Source(path=str(folder / "judged.jsonl")),)}
+    (folder / "judged.jsonl").write_text(lines)
+    state = next(make(**judged).steps(BUDGET, 3, None)).state
+    next(make(**judged).steps(BUDGET, 3, None, state))
+    (folder / "judged.jsonl").write_text(lines.replace("question 10?", "question X?"))
+    refused(make(**judged), "Different are: validation")
 
 
 def test_a_picture_of_another_size_under_a_saved_window_is_refused(make, folder: Path, draw, plain: Encoder) -> None:

@@ -402,6 +402,7 @@ class Reader:
         order = [self.seed, data.blend, data.share_images, data.hold_out, choice]
         return {
             "data": [_hash([shard.fingerprint for shard in rows.shards]) for rows in self.training.index.sources],
+            "validation": [_hash([shard.fingerprint for shard in rows.shards]) for rows in self.judges.index.sources if data.validation],
             "layout": [rows.layout.identity for rows in self.training.index.sources],
             "order (seed, blend, share_images, hold_out, sources)": _hash(order),
             "budget (tokens, patches, longest, too_long)": [budget.tokens, budget.patches, self.longest, data.too_long],

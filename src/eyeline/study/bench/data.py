@@ -176,9 +176,8 @@ def probes(side: str, folder: Path) -> dict[str, Any]:
 
 def probe(side: str, folder: Path, task: str) -> dict[str, Any]:
     """What `data_probe.py` measures, in a process of its own. Refused when it fails."""
-    from eyeline.study.bench import data_probe
-
-    command = ["env", "OMP_NUM_THREADS=1", sys.executable, data_probe.__file__, side, str(folder), task]
+    script = str(Path(__file__).with_name("data_probe.py"))
+    command = ["env", "OMP_NUM_THREADS=1", sys.executable, script, side, str(folder), task]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         raise Refused(f"the {task} probe of {side} ended with code {done.returncode}. It said:\n{done.stderr[-2000:]}")
