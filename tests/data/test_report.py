@@ -78,7 +78,9 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
     assert (report.training, report.validation, report.looked, report.examined, report.decoded) == (7, 0, 7, 7, 3)
     assert (report.sources[0].layout, report.sources[0].rows, report.sources[0].repeat) == ("llava", 7, 2)
     assert (report.control_strings, report.said, report.unlearned) == (0, 5, 0)
-    assert report.budgets == ()
+    [packing] = report.budgets  # of the budget as it is: 16 patches a picture, so that every pack is full of four
+    assert packing.budget == Budget(50, 64)
+    assert packing.load.patch == 64 * packing.load.packs > 0
     assert report.twins is None
     assert data_report(reader, Budget(50, 64), Depth(examined=3)).examined == 3
 
