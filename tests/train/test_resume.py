@@ -104,32 +104,38 @@ def test_stopped_and_resumed_is_bit_equal(uninterrupted, tmp_path: Path, monkeyp
 def test_epochs_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not again when the run resumes, unless there are to be more of them; the rates are those of a run that was left alone."""
     counted: list[int] = []
-    real = loop.Reader.count_steps
-    monkeypatch.setattr(loop.Reader, "count_steps", lambda self, *how: counted.append(how[-1]) or real(self, *how))
+    real = loop.Reader.index_all
+    monkeypatch.setattr(loop.Reader, "index_all", lambda self: counted.append(1) or real(self))
 
     def run(name: str, epochs: int) -> Run:
-        return tiny_run(
-            tmp_path, f"out={tmp_path / name}", *(f"stages.{n}.{how}" for n in (0, 1) for how in ("steps=null", f"epochs={epochs}"))
-        )
+        lengths = [f"stages.{stage}.{how}" for stage in (0, 1) for how in ("steps=null", f"epochs={epochs}")]
+        return tiny_run(tmp_path, f"out={tmp_path / name}", *lengths)
 
     loop.train(run("whole", 2))
     steps = losses(run("whole", 2))
-    assert counted == [2, 2] and len(steps) > 6
+    assert len(counted) == 2 and len(steps) > 6  # two stages
     with monkeypatch.context() as patch:
         stopped_at(patch, {1, 2, len(steps) - 1})
         for _ in range(3):
             with pytest.raises(Stopped):
                 loop.train(run("again", 2))
         loop.train(run("again", 2))
-    assert counted == [2, 2, 2, 2]
+    assert len(counted) == 4
     assert losses(run("again", 2)) == steps
     with monkeypatch.context() as patch:
         stopped_at(patch, {1})
         with pytest.raises(Stopped):
-            loop.train(run("more", 1))
-    loop.train(run("more", 2))
-    assert counted[4:] == [1, 2, 2]
-    assert len(losses(run("more", 2))) == len(steps)
+            loop.train(run("more", 2))
+    [count] = (tmp_path / "more" / "index" / "counts").iterdir()
+    count.write_text("torn")
+    with monkeypatch.context() as patch:
+        stopped_at(patch, {2})
+        with pytest.raises(Stopped):
+            loop.train(run("more", 2))
+    assert len(counted) == 6  # what is not sound is counted anew
+    loop.train(run("more", 3))
+    assert len(counted) == 8
+    assert len(losses(run("more", 3))) == len(steps) * 3 // 2
 
 
 TOWER = {"patch": 4, "width": 16, "layers": 2, "heads": 2, "feed_forward": 24, "side": 4, "least": 64, "most": 512}

@@ -146,6 +146,7 @@ def test_data_that_end_before_what_was_counted_stop_the_run(tmp_path: Path, monk
         patch.setattr(loop.Reader, "count_steps", lambda *of: count(*of) + 2)
         with pytest.raises(StorageFailed, match=r"stage whole ended after 6 steps, and 8 were counted"):
             loop.train(run)
+    assert not list((tmp_path / "run" / "index" / "counts").iterdir())  # it is counted again
     loop.train(run)
     newest = store.newest(tmp_path / "run" / "checkpoints")
     assert newest is not None and newest.step == 6 + 4

@@ -25,6 +25,7 @@ from rich.progress import Progress
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Cost, ImageRule
+from eyeline.core.files import make_folder, read_json, storage_failed, write_json
 from eyeline.data import plan as planning
 from eyeline.data.ahead import Ahead, Entry, indexed
 from eyeline.data.blend import Cursor, Pool, Side, blended, pool_of, pools_of, whole
@@ -236,14 +237,33 @@ class Reader:
             batches, found = [], []
 
     def count_steps(self, budget: Budget, micro_batches: int, epochs: int) -> int:
-        """How many steps so many epochs are. Every row is indexed for it, once, behind a bar when that takes long."""
+        """How many steps so many epochs are. Every row is indexed for it, behind a bar when that takes long. The number is kept beside
+        the indexes, so that a run counts once however often it resumes."""
+        kept = self._count_file(budget, micro_batches, epochs)
+        known = _count_in(kept) if kept is not None else None
+        if known is not None:
+            return known
         self.index_all()
         packs = seen = rejected = 0
         for met in self._met(self.sizing(budget), epochs, None):
             packs, seen, rejected = packs + (met.pack is not None), seen + met.seen, rejected + len(met.rejects)
             if met.epoch_ended and rejected == seen:
                 raise Refused(f"no sample can be used: all {seen} were rejected. `eyeline check` says why")
-        return -(-packs // micro_batches)
+        steps = -(-packs // micro_batches)
+        if kept is not None:
+            make_folder(kept.parent)
+            write_json(kept, steps)
+        return steps
+
+    def forget_count(self, budget: Budget, micro_batches: int, epochs: int) -> None:
+        """Count again the next time: pictures have changed, which no fingerprint tells."""
+        kept = self._count_file(budget, micro_batches, epochs)
+        if kept is not None:
+            kept.unlink(missing_ok=True)
+
+    def _count_file(self, budget: Budget, micro_batches: int, epochs: int) -> Path | None:
+        folder = self.training.index.folder
+        return folder / "counts" / f"{_hash([self.identity(budget), micro_batches, epochs])}.json" if folder else None
 
     def index_all(self) -> None:
         """Make all indexes of training rows that are not there yet."""
@@ -488,6 +508,17 @@ def _cost(bin: Sequence[Item], sizing: Sizing) -> tuple[int, int]:
 
 def _listed(reject: Reject) -> list[Any]:
     return [reject.id, reject.file, reject.row, reject.field, reject.cause, reject.message]
+
+
+def _count_in(file: Path) -> int | None:
+    """What was counted; None where there is nothing, or nothing sound."""
+    try:
+        count = read_json(file)
+    except (FileNotFoundError, ValueError):
+        return None
+    except OSError as error:
+        raise storage_failed("read", file, error) from error
+    return count if isinstance(count, int) and count > 0 else None
 
 
 def _hash(value: Any) -> str:

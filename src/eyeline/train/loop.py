@@ -41,7 +41,6 @@ class State:
     data: dict[str, Any] | None = None  # the reader's own state; None at the start of a stage
     not_finite: int = 0  # steps dropped so far
     best: float | None = None  # lowest validation loss of this stage
-    counted: list[int] | None = None  # epochs of this stage, and the steps that they were found to be: once, however often it resumes
 
 
 def train(run: Run) -> None:
@@ -111,10 +110,7 @@ def train_stage(
             load_state_tensors(optimizers, checkpoint.load("optimizer"))
         seed = seed_for(run.seed, "stage", state.stage)
         reader = Reader(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest, arithmetic.cost())
-        if stage.epochs and (state.counted is None or state.counted[0] != stage.epochs):
-            found = reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs)
-            state = replace(state, counted=[stage.epochs, found])
-        steps = stage.steps or (state.counted[1] if state.counted else 0)
+        steps = stage.steps or reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
         if state.step >= steps:
             raise Refused(
                 f"stage {stage.name} is to have {steps} steps and has done {state.step} already; give it more, or leave it as it was"
@@ -175,6 +171,7 @@ def train_stage(
             )
         if leaving:
             return
+    reader.forget_count(stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
     raise StorageFailed(
         f"the data of stage {stage.name} ended after {state.step} steps, and {steps} were counted: files or pictures have changed since. "
         "Put them back as they were, and give the same command again: it goes on from the last checkpoint"
