@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.locations import Location, below
-from eyeline.data.containers.container import File, Shard, Window, fingerprints
-from eyeline.data.containers.parquet import MAX_GROUP_BYTES, Group, Tables, chosen, parts, with_pyarrow
+from eyeline.core.locations import Location
+from eyeline.data.containers.container import File, Window
+from eyeline.data.containers.parquet import MAX_GROUP_BYTES, Contents, Group, Listed, Tables, open_tables, with_pyarrow
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -90,40 +90,34 @@ def read_batch(file: File, group: Group, columns: tuple[str, ...]) -> "arrow.Tab
     return table
 
 
-def open_arrow(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int) -> Tables:
-    """List the record batches. Refused when pyarrow is missing, or a file cannot be used."""
-    with_pyarrow(paths[0])
+def record_batches(file: File) -> Contents:
+    """What the messages of a file are."""
     import pyarrow
     import pyarrow.ipc as ipc
 
-    files = [File.of(path, retries) for path in paths]
-    content = fingerprints(files)
-    groups: list[Group] = []
-    shards: list[Shard] = []
-    columns: tuple[str, ...] = ()
-    names: list[str] = []
-    for number, file in enumerate(files):
-        try:
-            with Window(file, 0, file.size) as window:
-                found = list(messages(window, len(FILE_MAGIC) if window.read(8) == FILE_MAGIC else 0))
-            head = next((message.begin for message in found if message.kind == BATCH), file.size)
-            names = ipc.read_schema(pyarrow.BufferReader(file.read(0, head).removeprefix(FILE_MAGIC))).names
-        except (OSError, ValueError) as error:
-            raise Refused(f"{file.path} is no whole Arrow file: {str(error)[:300]}. Fetch or write it again") from error
-        if any(message.kind == DICTIONARY and message.begin > head for message in found):
-            raise Refused(f"{file.path} changes the words of a dictionary in its middle, which is not read. Write it as Parquet")
-        columns = chosen(file.path, names, wanted, columns, paths[0])
-        first = 0
+    try:
+        with Window(file, 0, file.size) as window:
+            found = list(messages(window, len(FILE_MAGIC) if window.read(8) == FILE_MAGIC else 0))
+        head = next((message.begin for message in found if message.kind == BATCH), file.size)
+        names = ipc.read_schema(pyarrow.BufferReader(file.read(0, head).removeprefix(FILE_MAGIC))).names
+    except (OSError, ValueError) as error:
+        raise Refused(f"{file.path} is no whole Arrow file: {str(error)[:300]}. Fetch or write it again") from error
+    if any(message.kind == DICTIONARY and message.begin > head for message in found):
+        raise Refused(f"{file.path} changes the words of a dictionary in its middle, which is not read. Write it as Parquet")
+
+    def listed(columns: tuple[str, ...]) -> Iterator[Listed]:  # noqa: ARG001  # a batch is read whole
         for n, message in enumerate(message for message in found if message.kind == BATCH):
             if message.length > MAX_GROUP_BYTES:
                 raise Refused(
                     f"{file.path}: record batch {n} has {message.rows} rows of {message.length:,} bytes together, over "
                     f"{MAX_GROUP_BYTES:,}. Write it again in batches of a few hundred rows (writer_batch_size)"
                 )
-            name = f"{below(base, file.path)}[{n}]"
-            whole = Group(name, number, message.begin, first, 0, message.rows, message.length, head)
-            for part, shard in parts(whole, f"{content[number]}[{n}]", message.length):
-                groups.append(part)
-                shards.append(shard)
-            first += message.rows
-    return Tables(tuple(files), tuple(groups), columns, tuple(shards), tuple(names), read_batch, "Arrow")
+            yield Listed(message.begin, message.rows, message.length, message.length, head)
+
+    return names, listed
+
+
+def open_arrow(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int) -> Tables:
+    """List the record batches. Refused when pyarrow is missing, or a file cannot be used."""
+    with_pyarrow(paths[0])
+    return open_tables(paths, base, wanted, retries, record_batches, read_batch, "Arrow")

@@ -33,6 +33,9 @@ class Group(NamedTuple):
     head: int = 0  # and of what lies before the first of them
 
 
+Read = Callable[[File, Group, tuple[str, ...]], "arrow.Table"]  # BadSample for a group that is damaged
+
+
 @dataclass(frozen=True)
 class Tables:
     """Groups of rows of several files."""
@@ -42,7 +45,7 @@ class Tables:
     columns: tuple[str, ...]
     shards: tuple[Shard, ...]
     header: tuple[str, ...]
-    read: "Callable[[File, Group, tuple[str, ...]], arrow.Table]"  # BadSample for a group that is damaged
+    read: Read
     what: str
     _kept: "OrderedDict[tuple[int, int], tuple[arrow.Table, int]]" = field(default_factory=OrderedDict, repr=False, compare=False)
 
@@ -141,11 +144,29 @@ def read_row_group(file: File, group: Group, columns: tuple[str, ...]) -> "arrow
             raise BadSample("damaged_parquet", "row", str(error)[:300]) from error
 
 
-def open_parquet(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int) -> Tables:
-    """List the row groups from the files' footers. Refused when pyarrow is missing, or a file cannot be used."""
-    with_pyarrow(paths[0])
-    import pyarrow.parquet as parquet
+class Listed(NamedTuple):
+    """A group as its file lists it: see Group."""
 
+    part: int
+    rows: int
+    size: int  # bytes that are held to read its rows
+    length: int = 0
+    head: int = 0
+
+
+Contents = tuple[list[str], Callable[[tuple[str, ...]], Iterator[Listed]]]  # names of columns; columns that are read -> groups
+
+
+def open_tables(
+    paths: list[Location],
+    base: Location,
+    wanted: tuple[str, ...],
+    retries: int,
+    contents: Callable[[File], Contents],
+    read: Read,
+    what: str,
+) -> Tables:
+    """The groups of all files, in shards. Refused as `contents` does it, and where files have no or other columns."""
     files = [File.of(path, retries) for path in paths]
     content = fingerprints(files)
     groups: list[Group] = []
@@ -153,14 +174,30 @@ def open_parquet(paths: list[Location], base: Location, wanted: tuple[str, ...],
     columns: tuple[str, ...] = ()
     names: list[str] = []
     for number, file in enumerate(files):
-        try:
-            with Window(file, 0, file.size) as window:
-                about = parquet.ParquetFile(window).metadata
-                names = about.schema.to_arrow_schema().names
-        except (OSError, ValueError) as error:
-            raise Refused(f"{file.path} is no whole Parquet file: {str(error)[:300]}. Download it again") from error
+        names, listed = contents(file)
         columns = chosen(file.path, names, wanted, columns, paths[0])
         first = 0
+        for n, group in enumerate(listed(columns)):
+            whole = Group(f"{below(base, file.path)}[{n}]", number, group.part, first, 0, group.rows, group.length, group.head)
+            for part, shard in parts(whole, f"{content[number]}[{n}]", group.size):
+                groups.append(part)
+                shards.append(shard)
+            first += group.rows
+    return Tables(tuple(files), tuple(groups), columns, tuple(shards), tuple(names), read, what)
+
+
+def row_groups(file: File) -> Contents:
+    """What the footer of a file lists."""
+    import pyarrow.parquet as parquet
+
+    try:
+        with Window(file, 0, file.size) as window:
+            about = parquet.ParquetFile(window).metadata
+            names = about.schema.to_arrow_schema().names
+    except (OSError, ValueError) as error:
+        raise Refused(f"{file.path} is no whole Parquet file: {str(error)[:300]}. Download it again") from error
+
+    def listed(columns: tuple[str, ...]) -> Iterator[Listed]:
         for group in range(about.num_row_groups):
             row_group = about.row_group(group)
             rows = row_group.num_rows
@@ -172,9 +209,12 @@ def open_parquet(paths: list[Location], base: Location, wanted: tuple[str, ...],
                     f"most {MAX_GROUP_BYTES:,}), and no row can be read without its group. Write the file again with a row_group_size of "
                     "a few hundred rows"
                 )
-            whole = Group(f"{below(base, file.path)}[{group}]", number, group, first, 0, rows)
-            for part, shard in parts(whole, f"{content[number]}[{group}]", size):
-                groups.append(part)
-                shards.append(shard)
-            first += rows
-    return Tables(tuple(files), tuple(groups), columns, tuple(shards), tuple(names), read_row_group, "Parquet")
+            yield Listed(group, rows, size)
+
+    return names, listed
+
+
+def open_parquet(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int) -> Tables:
+    """List the row groups. Refused when pyarrow is missing, or a file cannot be used."""
+    with_pyarrow(paths[0])
+    return open_tables(paths, base, wanted, retries, row_groups, read_row_group, "Parquet")
