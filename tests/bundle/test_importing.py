@@ -303,6 +303,30 @@ def test_controls_that_are_missing_are_added_together(hub: Path, tmp_path: Path,
     assert f"rows {len(bare)} to {len(bare) + 4}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_added_tokens_are_recorded_as_untrained(hub: Path, tmp_path: Path, whole: bool) -> None:
+    """But for the image token, whose embedding visual features replace; a second import keeps the record."""
+    bare = tokenizer(replace(TEMPLATES["plain"], controls=("<|endoftext|>",)), vocabulary=300)
+    language = save_language(tmp_path / "language", tok=bare)
+    folder = tmp_path / "model"
+    if whole:
+        import_whole(language, folder, template="smollm2")
+    else:
+        import_model(hub / "siglip", language, folder, template="smollm2")
+    assert open_bundle(folder).bundle.untrained == ("<|im_start|>", "<|im_end|>")
+    if whole:
+        import_whole(folder, tmp_path / "again")
+        assert open_bundle(tmp_path / "again").bundle.untrained == ("<|im_start|>", "<|im_end|>")
+    else:
+        import_model(hub / "siglip", folder / "language", tmp_path / "again")
+        assert open_bundle(tmp_path / "again").bundle.untrained == ("<|im_start|>", "<|im_end|>")
+    import_model(hub / "siglip", hub / "tied", tmp_path / "own")
+    assert open_bundle(tmp_path / "own").bundle.untrained == ()
+    (folder / ("" if whole else "language") / "untrained_tokens.json").write_text('{"tokens": "x"}')
+    with pytest.raises(Refused, match="wanted a list of token strings"):
+        open_bundle(folder)
+
+
 # ---- whole models
 
 QWEN3: dict[str, Any] = {

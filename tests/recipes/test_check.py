@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ import pytest
 import yaml
 from rich.console import Console
 
+from eyeline.bundle.importing import import_model
 from eyeline.core.errors import Refused, TooManyRejects
-from eyeline.recipes.check import check, evaluation_warnings, folder_problems, refuse_problems, settings_problems
+from eyeline.data.templates import TEMPLATES
+from eyeline.recipes.check import check, evaluation_warnings, folder_problems, refuse_problems, settings_problems, untrained_tokens
+from eyeline.recipes.read import run_of
 from eyeline.train.loop import train
 from eyeline.train.run import to_yaml
+from eyeline.train.start import begin, description
+from tests.bundle.tiny import save_language, save_vision, tokenizer
 from tests.command import Command
 from tests.train.recipe import tiny_recipe, tiny_run
 
@@ -34,6 +40,26 @@ def test_an_evaluation_on_what_is_learned_is_warned_of(tmp_path: Path) -> None:
     kinds = ("stages.0.data.sources.0.kinds=[red]", "stages.1.data.sources.0.kinds=[green]", "evaluation.sources.0.kinds=[blue, green]")
     (partly,) = evaluation_warnings(tiny_run(tmp_path, *kinds))
     assert "is trained on in adapt" in partly
+
+
+def test_check_names_the_control_tokens_that_nothing_has_trained(tmp_path: Path) -> None:
+    bare = tokenizer(replace(TEMPLATES["plain"], controls=("<|endoftext|>",)), vocabulary=300)
+    language = save_language(tmp_path / "language", tok=bare)
+    import_model(save_vision(tmp_path / "siglip"), language, tmp_path / "model", template="smollm2")
+    recipe = tiny_recipe(tmp_path) | {"model": {"path": str(tmp_path / "model")}}
+    full, adapted = run_of(recipe, "tiny"), run_of(recipe | {"stages": recipe["stages"][1:]}, "tiny")
+    heard = io.StringIO()
+    check(adapted, 0, Console(file=heard, width=200))
+    assert "warning: model: the template 'smollm2' writes <|im_start|>, <|im_end|>, which import added" in heard.getvalue()
+    assert "no stage will, since LoRA leaves embeddings as they are. Train language with how: full" in heard.getvalue()
+    (line,) = untrained_tokens(full, description(full))
+    assert "stage whole starts to train them" in line
+    for name in ("adapted", "full"):
+        (tmp_path / name).mkdir()
+    assert begin(adapted, tmp_path / "adapted").bundle.untrained == ("<|im_start|>", "<|im_end|>")
+    trained = begin(full, tmp_path / "full").bundle
+    assert trained.untrained == ()
+    assert not list(untrained_tokens(full, trained))
 
 
 def test_a_run_folder_of_another_recipe_is_a_problem(tmp_path: Path) -> None:

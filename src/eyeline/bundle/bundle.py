@@ -6,6 +6,8 @@ MODEL/eyeline.json            format version, shape, name of the chat template: 
       language/               what transformers' class of the language model loads, with the tokenizer
       projector.safetensors   under our names
 RUN/model/                    eyeline.json and the tokenizer; the weights are in RUN/checkpoints
+
+Beside the tokenizer, where import added control tokens to it: untrained_tokens.json.
 """
 
 import json
@@ -39,6 +41,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 VERSION = 1
 DESCRIPTION = "eyeline.json"
+UNTRAINED = "untrained_tokens.json"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Bundle:
     config: Config
     tokenizer: "PreTrainedTokenizerBase"
     template: str  # a name in data.templates
+    untrained: tuple[str, ...] = ()  # control tokens that import added, whose embedding rows nothing has trained
 
     def encoder(self) -> Encoder:
         rule = facts(self.config).image
@@ -164,7 +168,7 @@ def describe(bundle: Bundle, folder: Path) -> None:
             raise Refused(f"{folder} holds a model, which would be replaced by a description without weights. Choose another out=")
         shutil.rmtree(folder)
     with new_folder(folder) as beside:
-        save_tokenizer(bundle.tokenizer, beside)
+        write_tokenizer(bundle, beside)
         write_description(bundle, beside)
 
 
@@ -172,6 +176,22 @@ def write_description(bundle: Bundle, folder: Path) -> None:
     """Write eyeline.json alone."""
     config = bundle.config.model_dump(mode="json")
     write_json(folder / DESCRIPTION, {"version": VERSION, "template": bundle.template, "config": config})
+
+
+def write_tokenizer(bundle: Bundle, folder: Path) -> None:
+    """The tokenizer, and which of its tokens are untrained if any are."""
+    save_tokenizer(bundle.tokenizer, folder)
+    if bundle.untrained:
+        write_json(folder / UNTRAINED, {"tokens": list(bundle.untrained)})
+
+
+def read_untrained(folder: Path) -> tuple[str, ...]:
+    """The tokens that `write_tokenizer` named as untrained. Raises Refused for a file that holds something else."""
+    path = folder / UNTRAINED
+    tokens = read_object(path).get("tokens") if path.exists() else []
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise Refused(f"{path} has tokens={tokens!r}; wanted a list of token strings. Delete the file, or import the model again.")
+    return tuple(tokens)
 
 
 def read_description(folder: Path) -> Bundle:
@@ -190,8 +210,8 @@ def read_description(folder: Path) -> Bundle:
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, fault['loc'][1:]))}: {fault['msg']}" for fault in error.errors())
         raise Refused(f"{path} describes no model: {faults}. Was it edited?") from error
-    tokenizer = load_tokenizer(folder if (folder / "tokenizer.json").exists() else folder / "language")
-    bundle = Bundle(config, tokenizer, str(content.get("template")))
+    at = folder if (folder / "tokenizer.json").exists() else folder / "language"
+    bundle = Bundle(config, load_tokenizer(at), str(content.get("template")), read_untrained(at))
     refuse_misfit(bundle)
     return bundle
 
@@ -230,7 +250,7 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
         )
     config, form = read_shape(folder)
     tokenizer = load_tokenizer(folder)
-    bundle = Bundle(config, tokenizer, recognised(tokenizer, folder))
+    bundle = Bundle(config, tokenizer, recognised(tokenizer, folder), read_untrained(folder))
     refuse_misfit(bundle)
     _refuse_other_tokens(folder, bundle, form)
     return Opened(folder, bundle, form)
@@ -346,7 +366,7 @@ def write_settings(bundle: Bundle, folder: Path, form: Form, dtype: str | None =
             content = {**content, **kept}
         write_json(folder / name, content)
     write_json(folder / place / "generation_config.json", stops)
-    save_tokenizer(bundle.tokenizer, folder / place)
+    write_tokenizer(bundle, folder / place)
     _warn_if_read_otherwise(bundle, folder / place)
     if form.name == "parts":
         write_description(bundle, folder)

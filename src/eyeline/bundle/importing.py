@@ -15,6 +15,7 @@ from eyeline.bundle.bundle import (
     named,
     places,
     read_shape,
+    read_untrained,
     recognised,
     refuse_misfit,
     stream_place,
@@ -26,7 +27,7 @@ from eyeline.checkpoint.tensors import SHARD_BYTES
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, warn
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.templates import template_named
+from eyeline.data.templates import FILM, template_named
 from eyeline.data.tokenizer import add_tokens, load_tokenizer
 from eyeline.models import Config, facts, family_of, llava, qwen3_5_vl, qwen3_vl, qwen_vision, siglip2
 from eyeline.models.forms import Form
@@ -139,7 +140,10 @@ def take(
     if needed > rows:
         language = config.language.model_copy(update={"vocabulary": -(-needed // ROWS) * ROWS})
         grown = config.model_copy(update={"language": language})
-    bundle = Bundle(grown, tokenizer, template)
+    # image and video tokens are placeholders: visual features replace their embeddings, so training is not needed
+    placeholders = (template_named(template).image, FILM)
+    untrained = (*read_untrained(tokenizers), *(token for token in added if token not in placeholders))
+    bundle = Bundle(grown, tokenizer, template, untrained)
     refuse_misfit(bundle)
     with new_folder(out) as folder:
         write_model(bundle, weights(grown.language.vocabulary), folder, form, max_shard_bytes)

@@ -31,7 +31,7 @@ from eyeline.models.flops import Arithmetic, count
 from eyeline.models.moe import Bias
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, picture_words
 from eyeline.train.loop import run_folder
-from eyeline.train.run import Adapted, Run, Stage
+from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.start import description, refuse_another_recipe
 from eyeline.train.trainable import prepare
 
@@ -70,7 +70,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
         found += data_problems(stage, report)
     console.rule(characters="-")
-    for line in evaluation_warnings(run):
+    for line in (*untrained_tokens(run, bundle), *evaluation_warnings(run)):
         _say(console, f"warning: {line}")
     _say(console, _listed(run.name, found) if found else f"{run.name}: no problems")
     return not found
@@ -319,6 +319,22 @@ def folder_problems(folder: Path) -> Iterator[str]:
             yield f"out: {parent} is a file, and the run folder would lie inside it"
         elif not os.access(parent, os.W_OK | os.X_OK):
             yield f"out: {parent} cannot be written to; choose another out="
+
+
+def untrained_tokens(run: Run, bundle: Bundle) -> Iterator[str]:
+    """Control tokens that import added to a pretrained model: what their embedding rows hold means nothing until they are trained."""
+    if not bundle.untrained:
+        return
+    full = [stage.name for stage in run.stages if isinstance(stage.trains.get("language"), Full)]
+    if full:
+        fate, remedy = f"stage {' and '.join(full)} starts to train them", ""
+    else:
+        fate = "no stage will, since LoRA leaves embeddings as they are"
+        remedy = " Train language with how: full in a stage."
+    yield (
+        f"model: the template {bundle.template!r} writes {', '.join(bundle.untrained)}, which import added to the tokenizer. Nothing has "
+        f"trained their embedding rows, and {fate}.{remedy} Import a model whose own template Eyeline knows without --template"
+    )
 
 
 def evaluation_warnings(run: Run) -> Iterator[str]:

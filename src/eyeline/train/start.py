@@ -4,7 +4,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from eyeline.models.moe import Forced, biases_of
 from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
 from eyeline.train.environment import environment
-from eyeline.train.run import Run, differences, from_yaml, to_yaml
+from eyeline.train.run import Full, Run, differences, from_yaml, to_yaml
 from eyeline.train.trainable import halved
 
 # What a start that was killed leaves beside the files that it was writing. Reports and evaluations are others' to clear away.
@@ -63,7 +63,7 @@ def begin(run: Run, folder: Path) -> Home:
     if recipe.exists():
         before, known = _recorded(recipe), _attempts(env)
         if before != run and _untouched(folder):
-            describe(description(run), folder / "model")
+            describe(_described(run), folder / "model")
             write_atomically(recipe, to_yaml(run))
         else:
             refuse_another_recipe(run, folder)
@@ -72,7 +72,7 @@ def begin(run: Run, folder: Path) -> Home:
         if strangers not in ([], ["model"], ["env.json", "model"]):  # the latter are what a start that was killed leaves
             raise Refused(f"{folder} holds {', '.join(strangers[:5])} and no recipe.yaml: it is no run folder. Choose another out=")
         known = {"run": uuid.uuid4().hex[:12], "attempts": []}
-        describe(description(run), folder / "model")
+        describe(_described(run), folder / "model")
         write_json(env, known)
         write_atomically(recipe, to_yaml(run))  # last: a folder with a recipe is complete
     for path in folder.iterdir():
@@ -174,6 +174,13 @@ def description(run: Run) -> Bundle:
         tokenizer = train_bpe(texts, facts.vocabulary - len(marks), template)
         add_tokens(tokenizer, template, marks)
     return Bundle(config, tokenizer, template.name)
+
+
+def _described(run: Run) -> Bundle:
+    """`description`, as it is once the run has trained: a stage that trains the language model in full trains its embeddings too."""
+    bundle = description(run)
+    full = any(isinstance(stage.trains.get("language"), Full) for stage in run.stages)
+    return replace(bundle, untrained=()) if full else bundle
 
 
 def build(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> tuple[Model, Facts, Mapping[Part, LoRA]]:
