@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from eyeline import __version__
-from eyeline.core.errors import EXPECTED, Refused, StorageFailed
+from eyeline.core.errors import EXPECTED, Abandoned, Refused, StorageFailed
 from eyeline.core.log import say, visible
 
 EXIT_CODES = (  # one line each: the terminal wraps them
     "Exit codes: 0 done · 1 a defect of Eyeline (with a traceback) · 2 refused: settings, files or arguments · 3 too many rejected "
-    "samples · 4 too many steps that are not finite · 5 storage failed · 6 the run folder is in use · 7 a micro-batch does not fit "
-    "into the device's memory · 75 stopped by a signal, all saved: the same command goes on from there."
+    "samples · 4 too many steps that are not finite · 5 storage failed · 6 the run folder is in use · 7 a step does not fit "
+    "into memory · 75 stopped by a signal, all saved: the same command resumes from there · 130 or 143 stopped by a second signal, "
+    "without saving."
 )
 IMPORT_EXAMPLE = (
     "Example: eyeline import models/start --vision google/siglip2-base-patch16-224 --language Qwen/Qwen2.5-0.5B-Instruct   (or a whole "
@@ -314,7 +315,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         app()
-    except EXPECTED as error:
+    except (*EXPECTED, Abandoned) as error:
         if debug:
             raise
         _end(str(error), error.code)

@@ -21,7 +21,7 @@ import eyeline.train.start as start
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export
 from eyeline.checkpoint import store
-from eyeline.core.errors import NotFinite, Refused, RunLocked, Stopped, TooManyRejects
+from eyeline.core.errors import Abandoned, NotFinite, Refused, RunLocked, Stopped, TooManyRejects
 from eyeline.core.files import read_lines
 from eyeline.core.log import say
 from eyeline.models import build
@@ -70,8 +70,8 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     stops: list[loop.StopSignal] = []
 
     class Watched(loop.StopSignal):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, *tell) -> None:
+            super().__init__(*tell)
             stops.append(self)
 
     def update(*args, step: int, **more):
@@ -464,8 +464,8 @@ def test_a_signal_during_the_save_is_for_the_next_step(uninterrupted, tmp_path: 
     stops: list[loop.StopSignal] = []
     original_stop, original_write = loop.StopSignal, loop.metrics.write
 
-    def made() -> loop.StopSignal:
-        stops.append(original_stop())
+    def made(*tell) -> loop.StopSignal:
+        stops.append(original_stop(*tell))
         return stops[-1]
 
     def write(folder: Path, line: dict, attempt: int) -> None:
@@ -482,15 +482,56 @@ def test_a_signal_during_the_save_is_for_the_next_step(uninterrupted, tmp_path: 
     assert end_of(run) == whole
 
 
-def test_the_first_signal_is_noted_and_the_second_is_the_systems() -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    stop = loop.StopSignal()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_quits_and_says_what_is_lost(number: signal.Signals) -> None:
+    before, told = signal.getsignal(number), []
+    stop = loop.StopSignal(told.append)
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked == "SIGTERM"
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        stop.done, stop.saved = 9, 4
+        os.kill(os.getpid(), number)
+        assert stop.asked == number.name
+        assert len(told) == 1 and "steps 5 to 9 are lost; the same command resumes from step 4" in told[0]
+        with pytest.raises(Abandoned, match=f"second {number.name}: quit without saving; steps 5 to 9 are lost") as raised:
+            os.kill(os.getpid(), number)
+        assert raised.value.code == 128 + number
+        assert signal.getsignal(number) == before  # a third one is the system's
     finally:
-        signal.signal(signal.SIGTERM, before)
+        stop.close()
+
+
+@pytest.mark.parametrize(
+    ("done", "saved", "said"),
+    [
+        (4, 4, "no step that was done is lost"),
+        (5, 4, "step 5 is lost; the same command resumes from step 4"),
+        (2, 0, "steps 1 to 2 are lost; nothing has been saved yet"),
+    ],
+)
+def test_what_a_second_signal_loses(done: int, saved: int, said: str) -> None:
+    stop = loop.StopSignal()
+    stop.close()
+    stop.done, stop.saved = done, saved
+    assert stop.lost() == said
+
+
+def test_hangup_stops_once_and_nohup_keeps_it_ignored() -> None:
+    """A terminal that is closed sends SIGHUP more than once; a second one must not end the save."""
+    stop = loop.StopSignal(lambda _: None)
+    try:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.asked == "SIGHUP"
+    finally:
+        stop.close()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = loop.StopSignal(lambda _: None)
+        os.kill(os.getpid(), signal.SIGHUP)
+        stop.close()
+        assert stop.asked is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,4 +650,4 @@ def test_a_signal_in_the_middle_of_a_line_is_noted(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(Interrupted())))
     say("step 1")
     assert stop.asked == "SIGTERM"
-    assert "finishing this step" in capfd.readouterr().out
+    assert "stopping after this step" in capfd.readouterr().out

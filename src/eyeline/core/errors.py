@@ -60,9 +60,20 @@ class OutOfMemory(Exception):
 
 
 class Stopped(Exception):
-    """SIGTERM or SIGINT asked for an end; all is saved, and the same command goes on from there. Exit code 75."""
+    """SIGTERM, SIGINT or SIGHUP asked for an end; all is saved, and the same command resumes from there. Exit code 75."""
 
     code: ClassVar[int] = 75
+
+
+class Abandoned(BaseException):
+    """A second SIGTERM or SIGINT: the run ends at once, and what is not in a checkpoint is lost. Exit code 143 or 130.
+
+    Raised by a signal handler anywhere, so like KeyboardInterrupt it is no Exception: no handler of errors may take it for one.
+    """
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
 
 
 EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, OutOfMemory, Stopped)  # each has a `code`

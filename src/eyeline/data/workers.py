@@ -118,9 +118,9 @@ class _Worker:
         progress = _memory()
         os.ftruncate(progress, _PROGRESS.size)
         code = f"import sys; sys.path[:] = {sys.path!r}; from eyeline.data.workers import serve; "
-        # Ctrl-C reaches every process of a terminal, and schedulers send SIGTERM to every process of a job; the main one ends the
-        # run in order, and its workers with it. They inherit what is blocked here; the main one has what came meanwhile right after
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        # Ctrl-C and a hangup reach every process of a terminal, and schedulers send SIGTERM to every process of a job; the main one ends
+        # the run in order, and its workers with it. They inherit what is blocked here; the main one has what came meanwhile right after
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code + f"serve({its.fileno()}, {progress}, {os.getpid()}, {most_bytes})"],

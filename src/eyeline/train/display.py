@@ -9,8 +9,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from eyeline.core.log import say
+from eyeline.core.log import say, say_at_once
 from eyeline.train.metrics import StepFigures
 
 
@@ -19,6 +20,7 @@ class Display(Protocol):
 
     def step(self, figures: StepFigures) -> None: ...
     def note(self, message: str) -> None: ...
+    def stopping(self, message: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -46,6 +48,10 @@ class Lines:
     def note(self, message: str) -> None:
         say(message)
 
+    def stopping(self, message: str) -> None:
+        """Called by a signal's handler."""
+        say_at_once(message)
+
     def close(self) -> None:
         pass
 
@@ -64,19 +70,32 @@ class Terminal:
         )
         self._task = self._bar.add_task("")
         self._pace = Pace()
-        self._live = Live(self._bar, console=console, refresh_per_second=4)
+        self._table: Table | None = None
+        self._notice: str | None = None
+        self._live = Live(get_renderable=self._view, console=console, refresh_per_second=4)
+
+    def _view(self) -> Group:
+        """What is painted: the bar, the latest figures, and what was said that must stay on the screen."""
+        notice = None if self._notice is None else Text(self._notice, style="bold")
+        return Group(self._bar, *(part for part in (self._table, notice) if part is not None))
 
     def step(self, figures: StepFigures) -> None:
-        self._live.start()  # with the first step: before it there is nothing to show
         self._bar.update(self._task, description=figures.stage, total=figures.steps, completed=figures.step)
         table = Table.grid(padding=(0, 3))
         pairs = [*_cells(figures, [figures]), ("left", self._pace.left(figures))]
         table.add_row(*(f"[dim]{name}[/]" for name, _ in pairs))
         table.add_row(*(value for _, value in pairs))
-        self._live.update(Group(self._bar, table))
+        self._table = table
+        self._live.start()  # with the first step: before it there is nothing to show
 
     def note(self, message: str) -> None:
         self._live.console.print(message, markup=False, highlight=False)
+
+    def stopping(self, message: str) -> None:
+        """Called by a signal's handler, in the middle of anything else: it only sets what the next refresh paints."""
+        self._notice = message
+        if not self._live.is_started:
+            say_at_once(message)
 
     def close(self) -> None:
         self._live.stop()

@@ -66,12 +66,13 @@ def train(run: Run) -> None:
         for line in changed:
             say(f"changed since: {line}")
         show = display(console, run.log_every)
-        stop = StopSignal()
+        stop = StopSignal(show.stopping)
+        stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
         try:
             while checkpoint is None or checkpoint.state["stage"] < len(run.stages):
                 if stop.asked:
                     done = f"{checkpoint.state['global_step']} steps are saved" if checkpoint else "no step was done"
-                    raise Stopped(f"stopped by {stop.asked}; {done}, and the same command goes on from there")
+                    raise Stopped(f"stopped by {stop.asked}; {done}, and the same command resumes from there")
                 train_stage(run, home, here, checkpoint, clock, show, console, stop)
                 checkpoint = store.newest(home.checkpoints, home.id)
         finally:
@@ -132,6 +133,7 @@ def train_stage(
             data=data_state,
             not_finite=state.not_finite + (report.outcome == "not finite"),
         )
+        stop.done = state.global_step
         ended = state.step == steps
         better = False
         if run.validate_every and reader.validates and (state.step % run.validate_every == 0 or ended):
@@ -145,6 +147,7 @@ def train_stage(
         if leaving or better or (run.save_every and state.step % run.save_every == 0):
             with clock.spending("checkpoint"):
                 save(run, home, model, optimizers, stage, state, ended=ended, best=better)
+            stop.saved = state.global_step
 
         figures = StepFigures(
             stage=stage.name,

@@ -4,27 +4,48 @@ import fcntl
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from eyeline.core.errors import RunLocked
+from eyeline.core.errors import Abandoned, RunLocked
 from eyeline.core.files import storage_failed
 from eyeline.core.log import say_at_once
 
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT, so that the loop ends at its next step border. A second one ends the process at once."""
+    """Notes SIGTERM, SIGINT and SIGHUP (a terminal that is closed), so that the loop ends at its next step border, all saved.
 
-    def __init__(self) -> None:
+    A second SIGTERM or SIGINT raises Abandoned. A second SIGHUP says nothing new: a terminal that is closed sends several. Where
+    SIGHUP is ignored already (nohup) it stays ignored.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = say_at_once) -> None:
+        """`tell` shows a line to the user. It is called by a handler, so in the middle of anything else."""
         self.asked: str | None = None  # the signal's name
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.done = self.saved = 0  # global steps: done, and of these in a checkpoint
+        self._tell = tell
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self._before = {number: signal.signal(number, self._note) for number in ASKING if not (ignored and number == signal.SIGHUP)}
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is the system's
-        self.asked = signal.Signals(number).name
-        say_at_once(f"{self.asked}: finishing this step, then saving. Once more ends at once, without saving.")
-        self.close()
+        name = signal.Signals(number).name
+        if self.asked is None:
+            self.asked = name
+            self._tell(f"{name}: stopping after this step, then saving. A second signal quits without saving: {self.lost()}")
+        elif number != signal.SIGHUP:
+            self.close()  # a third one is the system's
+            raise Abandoned(f"second {name}: quit without saving; {self.lost()}", 128 + number)
+
+    def lost(self) -> str:
+        """What ends with the process if it ends now."""
+        if self.done == self.saved:
+            return "no step that was done is lost"
+        steps = f"step {self.done} is" if self.done == self.saved + 1 else f"steps {self.saved + 1:,} to {self.done:,} are"
+        return f"{steps} lost; " + (f"the same command resumes from step {self.saved:,}" if self.saved else "nothing has been saved yet")
 
     def close(self) -> None:
         """Give the signals back to whoever had them."""
