@@ -16,8 +16,10 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM, Qwen3Config, Qwen3ForC
 
 from eyeline.bundle.bundle import open_bundle, recognised
 from eyeline.bundle.importing import import_model, import_whole
+from eyeline.core.batch import Message, Text
 from eyeline.core.errors import Refused
 from eyeline.data.templates import QWEN_SYSTEM, TEMPLATES
+from eyeline.generate.prompts import Prompts
 from eyeline.models import facts, family_of, llava
 from tests.bundle.tiny import ROWS, SIDE, asked, built, our_logits, randomise, save_language, save_vision, tokenizer, without_image_token
 from tests.command import Command
@@ -339,7 +341,7 @@ QWEN3: dict[str, Any] = {
 def test_a_whole_model_is_taken_in_with_the_controls_of_its_template(hub: Path, tmp_path: Path, eyeline: Command) -> None:
     small = tokenizer(without_image_token(TEMPLATES["qwen2.5"]), vocabulary=300)
     language = save_language(tmp_path / "language", tied=False, rows=len(small), tok=small)
-    done = eyeline("import", "taken", "--model", str(language), "--template", "qwen2.5")
+    done = eyeline("import", "taken", "--model", str(language), "--template", "qwen3-thinking")
     assert done.code == 0, done.err
     assert f"grew from {len(small)} to 320" in done.out
     assert "Qwen2ForCausalLM" in done.out
@@ -351,6 +353,27 @@ def test_a_whole_model_is_taken_in_with_the_controls_of_its_template(hub: Path, 
         assert torch.equal(x[: len(before[name])], before[name])
         assert len(x) == (320 if name in ("model.embed_tokens.weight", "lm_head.weight") else len(before[name]))
     assert Qwen2ForCausalLM.from_pretrained(tmp_path / "taken").config.vocab_size == 320
+
+
+def test_a_text_model_gets_no_image_token(hub: Path, tmp_path: Path, eyeline: Command) -> None:
+    """Its embedding stays the original's, row by row, so that the two can be merged; what it answers with does not need one."""
+    template = TEMPLATES["qwen2.5"]
+    small = tokenizer(replace(template, controls=tuple(c for c in template.controls if c not in template.media)), vocabulary=300)
+    language = save_language(tmp_path / "language", rows=len(small), tok=small)
+    done = eyeline("import", "taken", "--model", str(language), "--template", "qwen2.5")
+    assert (done.code, "added" in done.out) == (0, False), done.err
+    before, after = load_file(language / "model.safetensors"), load_file(tmp_path / "taken" / "model.safetensors")
+    assert {name: x.shape for name, x in before.items()} == {name: x.shape for name, x in after.items()}
+    bundle = open_bundle(tmp_path / "taken").bundle
+    assert bundle.tokenizer.get_vocab() == small.get_vocab()
+    prompt = Prompts(bundle.encoder(), None).prompt([Message("user", (Text("hi"),))])
+    asked = small.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True, return_dict=False)
+    assert prompt.tokens_T.tolist() == asked
+    done = eyeline("export", "taken", "out")
+    assert done.code == 0, done.err
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == before.keys()
+    joined = import_model(hub / "siglip", tmp_path / "taken", tmp_path / "joined")  # where an image token is needed, it comes
+    assert joined.encoder().image_token >= len(small)
 
 
 def test_a_folder_in_bf16_is_exported_in_bf16(hub: Path, tmp_path: Path, eyeline: Command) -> None:

@@ -1,5 +1,6 @@
 """Templates equal the tokenizers' own, token for token, and what is learned is what the assistant says, with its end."""
 
+import json
 import re
 from copy import copy
 from dataclasses import replace
@@ -21,7 +22,8 @@ from eyeline.core.facts import Area, ImageRule, Square
 from eyeline.data.documents import document_of, prompt_of, tokenised
 from eyeline.data.images import grey
 from eyeline.data.templates import TEMPLATES, template_named
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.tokenizer import Encoder, train_bpe
+from tests.data.conftest import WORDS
 from tests.data.made import DOT, said, sample
 from tests.data.published import PUBLISHED
 
@@ -95,6 +97,26 @@ def test_tokens_equal_the_tokenizers_own(name: str, messages: tuple[Message, ...
 
 def test_every_template_but_our_own_is_a_published_one() -> None:
     assert [name for name in TEMPLATES if name not in PUBLISHED] == ["plain"]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3", "plain"])
+@pytest.mark.parametrize("strips", [{}, {"lstrip": True, "rstrip": True}])
+def test_added_tokens_in_messages_equal_the_tokenizers_own(name: str, strips: dict[str, bool]) -> None:
+    """Of a location, of tools, special or not; also where the control token that ends an answer takes the spaces around it."""
+    template = TEMPLATES[name]
+    tokenizer = train_bpe([WORDS], 420, template)
+    if strips:
+        record = json.loads(tokenizer.backend_tokenizer.to_str())
+        for token in record["added_tokens"]:
+            token |= strips if token["content"] == template.terminator else {}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(record)), eos_token=template.terminator)
+    tokenizer.add_tokens(["<loc_1>", "<loc_7>", "<tool_call>"])
+    tokenizer.add_tokens(["<|box_start|>"], special_tokens=True)
+    messages = said("Where is <loc_1> ?", "the box is <loc_1><loc_7>. ", " <tool_call>", "<|box_start|>(1,2)  ")
+    found = ours(Encoder(tokenizer, template), messages, False)
+    tokenizers = {name: tokenizer}
+    assert found == theirs(tokenizers, name, messages, False, template.jinja)
+    assert {tokenizer.convert_tokens_to_ids(token) for token in ("<loc_1>", "<loc_7>", "<tool_call>", "<|box_start|>")} <= {*found}
 
 
 THOUGHT = "<think>\nA square?\n</think>\n\n"

@@ -13,12 +13,12 @@ from unicodedata import normalize
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder, add_tokens, load_tokenizer, train_bpe
+from eyeline.data.tokenizer import FILLER, Encoder, add_tokens, load_tokenizer, train_bpe
 from tests.data.conftest import WORDS
 
 PLAIN = TEMPLATES["plain"]
@@ -157,7 +157,8 @@ SPECIAL = ["<s>", "</s>", "<unk>", "<|endoftext|>", "<|image_pad|>", "<|im_end|>
 
 @lru_cache
 def encoder_of(make: Callable[[tuple[str, ...]], Tokenizer]) -> Encoder:
-    return Encoder(PreTrainedTokenizerFast(tokenizer_object=make(PLAIN.controls)), PLAIN)
+    roles = {} if make is byte_level else {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return Encoder(PreTrainedTokenizerFast(tokenizer_object=make(PLAIN.controls), **roles), PLAIN)
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -175,7 +176,7 @@ def test_text_survives_every_make(make: str, text: str) -> None:
 def test_ids_are_those_of_the_plain_call(make: str, text: str) -> None:
     encoder = encoder_of(MAKES[make])
     wanted = encoder._plain.encode(text, add_special_tokens=False).ids
-    assert not encoder._special.isdisjoint(wanted) or encoder.ids(text) == wanted
+    assert not encoder._control_ids.isdisjoint(wanted) or encoder.ids(text) == wanted
 
 
 @pytest.mark.parametrize("form", [normalizers.NFC, normalizers.NFD, normalizers.NFKC, normalizers.NFKD, normalizers.Lowercase])
@@ -221,6 +222,139 @@ def test_no_make_lets_text_become_a_control_token(make: str, text: str) -> None:
     ids = encoder.ids(f"say {text}!")
     assert not {*encoder.controls.values(), *(encoder._backend.token_to_id(t) for t in ("<s>", "</s>", "<unk>"))} & {*ids}
     assert encoder.decode(ids, special=True) == f"say {text}!"
+
+
+# Added tokens that are not control tokens
+
+
+def added(make: Callable[[tuple[str, ...]], Tokenizer], lower: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer to which control tokens were added between others, as by a `resize_token_embeddings` before and after."""
+    backend = make(())
+    if lower:
+        backend.normalizer = normalizers.Lowercase()
+    roles = {} if make is byte_level else {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+    tokenizer.add_tokens(["<loc_1>", "<loc_10>", "<LOUD>"])
+    tokenizer.add_tokens([*PLAIN.controls, "<|box|>"], special_tokens=True)
+    flags = [{"lstrip": True}, {"rstrip": True}, {"single_word": True}, {"normalized": False}, {"lstrip": True, "rstrip": True}]
+    tokenizer.add_tokens([AddedToken(f"<flag_{n}>", **flag) for n, flag in enumerate(flags)])
+    tokenizer.add_tokens(["<é>", AddedToken("word", single_word=True), "\ufb01"])
+    return tokenizer
+
+
+PIECES = ["<loc_1>", "<loc_10>", "<loc_1", "<LOUD>", "<loud>", "<|box|>", *(f"<flag_{n}>" for n in range(5)), "<é>", "<e\u0301>", "word"]
+MIXED = st.lists(st.sampled_from([*PIECES, *WORDS.split()[:4], "fi", "\ufb01", "s", " ", "  ", "\n", ".", "é", "1", ">", "<"])).map("".join)
+
+
+@lru_cache
+def added_and_encoder(make: str, lower: bool) -> tuple[PreTrainedTokenizerFast, Encoder, Encoder]:
+    tokenizer = added(MAKES[make], lower)
+    encoder = Encoder(tokenizer, PLAIN)
+    return tokenizer, encoder, pickle.loads(pickle.dumps(encoder))
+
+
+@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize("make", MAKES)
+@settings(max_examples=150, deadline=None)
+@given(text=MIXED)
+def test_added_tokens_are_read_as_transformers_reads_them(make: str, lower: bool, text: str) -> None:
+    """Special or not, with every flag, in another process too."""
+    tokenizer, encoder, sent = added_and_encoder(make, lower)
+    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if tokenizer.unk_token_id in wanted and tokenizer.unk_token_id is not None:
+        with pytest.raises(BadSample):
+            encoder.ids(text)
+        return
+    assert encoder.ids(text) == sent.ids(text) == wanted
+
+
+@pytest.mark.parametrize("make", MAKES)
+@settings(max_examples=100, deadline=None)
+@given(text=st.lists(st.sampled_from([*PIECES, *PLAIN.controls, "the", " ", "<|image", "_pad|>", "<|im_end|>", FILLER])).map("".join))
+def test_no_text_becomes_a_control_token_among_added_tokens(make: str, text: str) -> None:
+    tokenizer, encoder, _ = added_and_encoder(make, False)
+    ids = encoder.ids(text)
+    assert not {*encoder.all_controls.values()} & {*ids}
+    assert {tokenizer.convert_tokens_to_ids(token) for token in PLAIN.controls} <= {*encoder.all_controls.values()}
+    flags = ("<flag_0>", "<flag_1>", "<flag_4>", "<é>", "<e\u0301>")  # strip spaces, or come back composed
+    assert any(flag in text for flag in flags) or encoder.decode(ids) == text
+
+
+def test_a_token_with_a_role_is_a_control_token() -> None:
+    """BOS, EOS, padding and what is put around a text, whatever the template; a special token without a role is not."""
+    tokenizer = train_bpe([WORDS], 400, PLAIN)
+    names = ["<bos>", "<pad>", "<mask>", "<image>", "<cls>", "<|video_pad|>", "<|box_start|>"]
+    tokenizer.add_tokens(names, special_tokens=True)
+    around = [("<cls>", tokenizer.convert_tokens_to_ids("<cls>"))]
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(), processors.TemplateProcessing(single="<cls> $A", special_tokens=around)]
+    )
+    roles = {"bos_token": "<bos>", "pad_token": "<pad>", "mask_token": "<mask>", "extra_special_tokens": {"image_token": "<image>"}}
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **roles), PLAIN)
+    assert {*encoder.all_controls} == {*names, *PLAIN.controls} - {"<|box_start|>"}
+    for name in names:
+        [*ids] = encoder.ids(name)
+        assert (ids == [tokenizer.convert_tokens_to_ids(name)]) == (name == "<|box_start|>")
+
+
+def test_roberta_like_ends_are_control_tokens() -> None:
+    tokenizer = train_bpe([WORDS], 400, PLAIN)
+    tokenizer.add_tokens(["<s>", "</s>"], special_tokens=True)
+    ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("</s>", "<s>")]
+    tokenizer.backend_tokenizer.post_processor = processors.RobertaProcessing(*ends)
+    assert {"<s>", "</s>"} < {*Encoder(tokenizer, PLAIN).all_controls}
+
+
+def test_an_added_token_whose_normal_form_is_ascii_is_read_in_ascii() -> None:
+    tokenizer = train_bpe([WORDS], 400, PLAIN)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.add_tokens(["\ufb01\ufb01"])  # a ligature, fi as two letters in this form
+    assert Encoder(tokenizer, PLAIN).ids("a fifi") == tokenizer("a fifi", add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_tokens_to_ids("\ufb01\ufb01") in Encoder(tokenizer, PLAIN).ids("a fifi")
+
+
+def test_special_tokens_that_a_tokenizer_splits_are_split() -> None:
+    tokenizer = train_bpe([WORDS], 400, PLAIN)
+    tokenizer.add_tokens(["<|box|>"], special_tokens=True)
+    tokenizer.add_tokens(["<loc>"])
+    tokenizer.split_special_tokens = True
+    text = "a <|box|><loc>"
+    assert Encoder(tokenizer, PLAIN).ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_tokens_to_ids("<|box|>") not in Encoder(tokenizer, PLAIN).ids(text)
+
+
+def test_ids_of_added_tokens_are_kept_where_a_vocabulary_has_gaps() -> None:
+    """As pruned ones do: an added token lies behind the last id, or in a gap, as the library has put it."""
+    vocabulary = {"[unknown]": 0, "hello": 1, "<|endoftext|>": 9, "<|image_pad|>": 12}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[unknown]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<|endoftext|>", "<|image_pad|>"])
+    backend.add_tokens(["<loc>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    for behind, wanted in ((False, tokenizer("<loc>")["input_ids"]), (True, [13])):
+        if behind:
+            tokenizer._tokenizer = backend
+        encoder = Encoder(tokenizer, PLAIN)
+        assert encoder.ids("hello<loc> hello") == pickle.loads(pickle.dumps(encoder)).ids("hello<loc> hello") == [1, *wanted, 1]
+
+
+def test_what_is_decoded_holds_added_tokens_and_no_control_tokens() -> None:
+    _, encoder, _ = added_and_encoder("byte level", False)
+    text = "at <loc_1><|box|> the"
+    ids = [encoder.image_token, *encoder.ids(text), *encoder.stop_ids]
+    assert encoder.decode(ids) == text
+    assert encoder.decode(ids, special=True) == f"<|image_pad|>{text}<|endoftext|>"
+
+
+def test_the_identity_knows_which_added_tokens_are_control_tokens() -> None:
+    """An index made when `<loc_1>` was a control token is not taken for one that reads it."""
+    plain = train_bpe([WORDS], 400, PLAIN)
+    plain.add_tokens(["<loc_1>"], special_tokens=True)
+    before = Encoder(plain, PLAIN)
+    plain.pad_token = "<loc_1>"
+    after = Encoder(plain, PLAIN)
+    assert before.ids("<loc_1>") != after.ids("<loc_1>")
+    assert before.identity != after.identity
 
 
 @pytest.mark.parametrize("single", [[], ["<|endoftext|>", "$A", "<|endoftext|>"], ["$A:1"]])

@@ -55,16 +55,16 @@ class Bundle:
 
     def encoder(self) -> Encoder:
         rule = facts(self.config).image
-        return Encoder(self.tokenizer, template_named(self.template), rule.marks if rule else ())
+        return Encoder(self.tokenizer, template_named(self.template), rule.marks if rule else None)
 
     def files(self, form: Form) -> Files:
         """The JSON files of a folder of this form."""
         return family_of(self.config).to_hf(self.config, form, self.media_tokens())
 
     def media_tokens(self) -> MediaTokens:
-        encoder, ids = self.encoder(), self.tokenizer.get_vocab()
+        image, ids = template_named(self.template).image, self.tokenizer.get_vocab()
         others = (ids.get(token) for token in (FILM, "<|vision_start|>", "<|vision_end|>"))
-        return MediaTokens(encoder.image_token, encoder.template.image, *others)
+        return MediaTokens(ids.get(image), image, *others)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def take(
     if template is None:
         template = recognised(tokenizer, tokenizers)
     rule = facts(config).image
-    added = add_tokens(tokenizer, template_named(template), rule.marks if rule else ())
+    added = add_tokens(tokenizer, template_named(template), rule.marks if rule else None)
     rows, needed = config.language.vocabulary, 1 + max(tokenizer.get_vocab().values())
     grown = config
     if needed > rows:

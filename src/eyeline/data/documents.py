@@ -88,15 +88,18 @@ def _said(part: Text | Picture | Video) -> Hashable:
 
 
 def _runs(messages: Sequence[Message], encoder: Encoder, prompt: bool, frames: int) -> Iterator[tuple[list[int], bool, bool]]:
-    """Runs of the document in order: (ids, trained, whether it is the placeholder of a medium)."""
-    run, trained = "", False
+    """Runs of the document in order: (ids, trained, whether it is the placeholder of a medium). Spaces next to a control token are
+    dropped where the tokenizer says so of that token (`lstrip`, `rstrip`)."""
+    run, trained, strip = "", False, False  # strip: the control token before takes the spaces after it
     for segment in encoder.template.segments(messages, prompt, frames):
         if isinstance(segment, Content) and (segment.trained == trained or not run):
-            run, trained = run + segment.text, segment.trained
+            run, trained = run + (segment.text.lstrip() if strip and not run else segment.text), segment.trained
             continue
+        before, after = (False, False) if isinstance(segment, Content) else encoder.strips.get(segment.token, (False, False))
+        run = run.rstrip() if before else run
         if run:
             yield encoder.ids(run), trained, False
-        run = ""
+        run, strip = "", after
         match segment:
             case Content():
                 run, trained = segment.text, segment.trained

@@ -48,6 +48,7 @@ class Template:
 
     name: str
     controls: tuple[str, ...]  # control tokens that the tokenizer must have, those of media among them
+    media: tuple[str, ...]  # of these, the ones that only images and videos are written with
     image: str  # the control token that every visual token of a picture is written as
     terminator: str  # ends every answer and is a target: generation stops at it
     jinja: str  # the same template for `tokenizer.apply_chat_template`, one image token a picture
@@ -148,6 +149,7 @@ def _chatml_template(name: str, marks: Marks, system: str | None) -> Template:
     return Template(
         name=name,
         controls=("<|im_start|>", "<|im_end|>", "<|endoftext|>", *marks.controls),
+        media=marks.controls,
         image=marks.image,
         terminator="<|im_end|>",
         jinja=_said_jinja(marks) + first + "{%- for message in messages %}"
@@ -220,6 +222,7 @@ def _thinking_template(name: str, thinking: Thinking) -> Template:
     return Template(
         name=name,
         controls=("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", *QWEN_MARKS.controls),
+        media=QWEN_MARKS.controls,
         image=IMAGE,
         terminator="<|im_end|>",
         jinja=_said_jinja(QWEN_MARKS) + "{%- set last = namespace(question=-1) %}"
@@ -288,6 +291,7 @@ def _llama3_template(name: str, preamble: str) -> Template:
     return Template(
         name=name,
         controls=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>", IMAGE),
+        media=(IMAGE,),
         image=IMAGE,
         terminator="<|eot_id|>",
         jinja=_said_jinja(Marks(IMAGE)) + begins + "{{- '<|begin_of_text|>' }}" + first + "{%- for message in messages %}"
@@ -326,7 +330,7 @@ _ALL = (
     _chatml_template("smollm2", Marks(IMAGE), SMOL_SYSTEM),
     _llama3_template("llama3", ""),
     _llama3_template("llama3.1", LLAMA_PREAMBLE),  # and 3.2's and 3.3's
-    Template("plain", ("<|endoftext|>", IMAGE), IMAGE, "<|endoftext|>", PLAIN_JINJA, _plain),
+    Template("plain", ("<|endoftext|>", IMAGE), (IMAGE,), IMAGE, "<|endoftext|>", PLAIN_JINJA, _plain),
 )
 TEMPLATES: dict[str, Template] = {template.name: template for template in _ALL}
 

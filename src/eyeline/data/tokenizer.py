@@ -1,17 +1,22 @@
-"""Text to token ids, with one law: text from data can never become a control token, and nothing is ever added to it."""
+"""Text to token ids, with one law: text from data never becomes a control token, and nothing is ever added to it.
+
+A *control token* is one that the chat template writes, an image, video or tile token, or one that the tokenizer gives a role (BOS,
+EOS, padding, unknown, ...) or puts around a text. All other added tokens (`<loc_1>`, `<tool_call>`, `<|box_start|>`), special or not,
+are read in text as transformers reads them.
+"""
 
 import hashlib
 import json
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.files import read_object, storage_failed
-from eyeline.data.templates import Template
+from eyeline.data.templates import QWEN_MARKS, Template
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions that need it do it themselves
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -31,8 +36,9 @@ T = TypeVar("T")
 class Encoder:
     """A tokenizer and a chat template: what turns segments into ids. Pickles small, and without transformers, for workers."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: Template, marks: Sequence[str] = ()):
-        """`marks` are further control tokens that a model's pictures are written with (`ImageRule.marks`).
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: Template, marks: Sequence[str] | None = ()):
+        """`marks` are further control tokens that a model's images are written with (`ImageRule.marks`); None for a model of text
+        alone, which needs no image token.
 
         Refused when the tokenizer lacks one of the control tokens, or is not a `tokenizers` one.
         """
@@ -45,20 +51,33 @@ class Encoder:
         self.template = template
         self._backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        missing = [token for token in (*template.controls, *marks) if token not in vocabulary]
+        needed = written_by(template, marks)
+        missing = [token for token in needed if token not in vocabulary]
         if missing:
             raise Refused(
                 f"the tokenizer has no {', '.join(missing)}, which the template {template.name!r} writes. Choose another template, "
                 "or add the tokens when the model is imported"
             )
-        self.controls = {token: vocabulary[token] for token in (*template.controls, *marks)}
-        self.image_token = self.controls[template.image]
+        self.controls = {token: vocabulary[token] for token in needed}
         self.stop_ids = tuple(sorted({self.controls[template.terminator], self.controls[template.end]}))
         self.vocabulary = 1 + max(vocabulary.values())  # ids that may occur: the embedding needs at least as many rows
-        self._special = frozenset(backend.get_added_tokens_decoder()) | frozenset(self.controls.values())
-        self._plain = _without_added_tokens(backend)
+        added = backend.get_added_tokens_decoder()
+        known = {*needed, *QWEN_MARKS.controls, *_named(tokenizer), *_put_around(backend)} & vocabulary.keys()
+        self.all_controls = {token: vocabulary[token] for token in sorted(known)}
+        self.strips = {token.content: (token.lstrip, token.rstrip) for token in added.values() if token.content in self.controls}
+        split = bool(getattr(tokenizer, "split_special_tokens", False))
+        self._added = {i: token for i, token in added.items() if token.content not in known and not (split and token.special)}
+        self._plain = _bare(backend)
+        _add_in_place(self._plain, self._added)
+        self._control_ids = frozenset(self.all_controls.values())
         self._memory: dict[Hashable, Any] = {}
-        self.identity = hashlib.sha256((template.name + template.jinja + backend.to_str()).encode()).hexdigest()[:16]
+        said = template.name + template.jinja + backend.to_str() + "".join(f"\n{i} {token!r}" for i, token in sorted(self._added.items()))
+        self.identity = hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    @property
+    def image_token(self) -> int:
+        """The id that every visual token of an image is written as; a model of text alone has none."""
+        return self.controls[self.template.image]
 
     def ids(self, text: str) -> list[int]:
         """Ids of text from data. BadSample `control_token` if, against all measures, one of them would be a control token, and
@@ -68,17 +87,18 @@ class Encoder:
         # `encode` would say where in the text each piece lies, too; that takes a fifth of its time
         plain = self._without_forms if text.isascii() else self._plain
         ids = plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        if not self._special.isdisjoint(ids):
+        if not self._control_ids.isdisjoint(ids):
             raise BadSample("control_token", "text", f"{text[:60]!r} would be read as a control token by this tokenizer")
         return ids
 
     @cached_property
     def _without_forms(self) -> Tokenizer:
         """The same tokenizer for ASCII, which the normal forms of Unicode leave as it is: they take a sixth of the time."""
-        if not isinstance(self._plain.normalizer, FORMS):
+        if not isinstance(self._plain.normalizer, FORMS) or not all(token.content.isascii() for token in self._added.values()):
             return self._plain
         out = Tokenizer(self._plain.model)  # shared, and not copied
         out.pre_tokenizer = self._plain.pre_tokenizer
+        _add_in_place(out, self._added)
         return out
 
     def remembered(self, key: Hashable) -> Any:
@@ -95,17 +115,61 @@ class Encoder:
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of ids; control tokens are left out unless `special`."""
-        return self._backend.decode(list(ids), skip_special_tokens=not special)
+        kept = [i for i in ids if special or i not in self._control_ids]
+        return self._backend.decode(kept, skip_special_tokens=False)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_without_forms"} | {"_memory": {}}
 
 
-def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
+def written_by(template: Template, marks: Sequence[str] | None) -> tuple[str, ...]:
+    """The control tokens that a tokenizer must have: the template's, and those of images unless the model has none (`marks` None)."""
+    if marks is None:
+        return tuple(token for token in template.controls if token not in template.media)
+    return (*template.controls, *marks)
+
+
+def _named(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """The tokens that have a role: BOS, EOS, padding, unknown, mask, and those that a processor calls image_token and the like.
+    Special tokens without a role (`additional_special_tokens`) are not among them."""
+    return [str(token) for token in tokenizer.special_tokens_map.values() if not isinstance(token, list | tuple)]
+
+
+def _put_around(backend: Tokenizer) -> list[str]:
+    """The tokens that the tokenizer puts around a text."""
+    around = json.loads(backend.to_str())["post_processor"]
+    steps = around.get("processors", [around]) if around else []
+    templates = [name for step in steps for name in (step.get("special_tokens") or ())]
+    return templates + [step[end][0] for step in steps for end in ("cls", "sep") if isinstance(step.get(end), list)]
+
+
+def _bare(backend: Tokenizer) -> Tokenizer:
     """A copy that knows the model's own pieces only: no added tokens, no BOS nor anything else around a text, no padding, no cutting."""
     record = json.loads(backend.to_str())
     record |= {"added_tokens": [], "padding": None, "truncation": None, "post_processor": None}
     return Tokenizer.from_str(json.dumps(record))
+
+
+FILLER = "\U0010ffff"  # no character, by Unicode's own word: it stands in for tokens that a copy must not know, to keep ids in place
+
+
+def _add_in_place(tokenizer: Tokenizer, added: Mapping[int, AddedToken]) -> None:
+    """Add the tokens under their own ids. The library gives each new token the next id, so what lies between them is filled up.
+    Refused where that cannot be."""
+    tokens: list[AddedToken] = []
+    free = tokenizer.get_vocab_size(with_added_tokens=False)
+    for i, token in sorted(added.items()):
+        if tokenizer.token_to_id(token.content) is None:
+            tokens += [AddedToken(f"{FILLER}{n}{FILLER}", normalized=False) for n in range(free, i)]
+        tokens.append(token)
+        free = max(free, i + 1)
+    tokenizer.add_tokens(tokens)
+    for i, token in added.items():
+        if tokenizer.token_to_id(token.content) != i:
+            raise Refused(
+                f"the tokenizer has the added token {token.content!r} under id {i}, below the size of its vocabulary, and Eyeline cannot "
+                "keep it there. Save the tokenizer again with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
@@ -202,14 +266,14 @@ def train_bpe(texts: Iterable[str], vocabulary: int, template: Template) -> "Pre
     return tokenizer
 
 
-def add_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template, marks: Sequence[str] = ()) -> list[str]:
-    """Add the missing control tokens of the template and of the model's pictures (`ImageRule.marks`) to `tokenizer`, and set
-    its chat template; returns what was added.
+def add_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template, marks: Sequence[str] | None = ()) -> list[str]:
+    """Add the missing control tokens of the template and of the model's images (`ImageRule.marks`; None: it has none) to
+    `tokenizer`, and set its chat template; returns what was added.
 
     Ids follow the largest one in use, so that the free rows which checkpoints pad their embeddings with are used first.
     """
     known = tokenizer.get_vocab()
-    missing = [token for token in (*template.controls, *marks) if token not in known]
+    missing = [token for token in written_by(template, marks) if token not in known]
     if missing:
         tokenizer.add_tokens(missing, special_tokens=True)
     tokenizer.chat_template = template.jinja

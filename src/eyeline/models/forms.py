@@ -27,7 +27,7 @@ class Form:
 class MediaTokens:
     """Ids of the control tokens that a template writes for pictures and films."""
 
-    image: int  # of every visual token of a picture
+    image: int | None  # of every visual token of an image; a tokenizer of text alone may have none
     written: str  # the same as text
     video: int | None = None  # of a film
     start: int | None = None  # before them

@@ -326,7 +326,7 @@ class _Examined:
                 continue
             place = index.place(shard, number)
             sample = rows.read(place)
-            out.spelt += any(control in text for text in texts(sample) for control in reader.encoder.controls)
+            out.spelt += any(control in text for text in texts(sample) for control in reader.encoder.all_controls)
             out.said += sum(message.role == "assistant" for message in sample.messages)
             out.learned += int((np.diff(index.tokenised(number).trained_U.astype(np.int8), prepend=0) == 1).sum())
             bad = _pictures_of(sample, out.pictures, out.odd)
