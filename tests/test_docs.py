@@ -185,11 +185,16 @@ def test_every_figure_is_defined(eyeline: Command, tmp_path: Path) -> None:
     """Against the lines of a real run, both ways."""
     assert eyeline("train", "easyvqa-tiny", "stages.shapes.steps=1", "stages.all.steps=1", "validate_every=1", "threads=1").code == 0
     text = (ROOT / "docs/metrics.md").read_text()
-    step, validation, start = (text[text.index(f"## A {name}") :].split("\n## ")[0] for name in ("step", "validation", "start"))
+    kinds = ("step", "validation", "stage", "start")
+    step, validation, stage, start = (text[text.index(f"## A {name}\n") :].split("\n## ")[0] for name in kinds)
     lines = {line["kind"]: set(line) - {"kind"} for line in read_lines(tmp_path / "runs/easyvqa-tiny/metrics.jsonl")}
     defined = {name for row in re.findall(r"^\| (`[^|]+`) \|", step, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert defined == lines["step"]
-    assert lines["validation"] - {"stage", "global_step", "wall", "attempt"} == set(re.findall(r"`(\w+)`", validation))
+    assert lines["validation"] - {"wall", "attempt"} == set(re.findall(r"`(\w+)`", validation))
+    inner = {"parameters", "trained", "how", "lr", "layout", "container", "samples", "held_out"}  # of a part, and of a source
+    assert lines["stage"] - {"wall", "attempt", "stage", "stage_index", "global_step"} == set(re.findall(r"`(\w+)`", stage)) - inner - {
+        "null"
+    }
     assert lines["start"] - {"wall", "attempt"} == set(re.findall(r"`(\w+)`", start))
 
 

@@ -1,12 +1,20 @@
 """What a person sees while a run trains."""
 
 import io
+import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import pytest
 from rich.console import Console
 
-from eyeline.train.display import Pace, Terminal
+from eyeline.core.batch import Counts
+from eyeline.models.flops import NONE
+from eyeline.train.display import SMOOTHED_STEPS, Lines, Log, Pace, Terminal, View
+from eyeline.train.metrics import StepFigures
+from eyeline.train.run import Stage
+from eyeline.train.step import ExpertLoad, Report
+from eyeline.train.trainable import Row, table
 
 
 def figures(step: int, seconds: float, steps: int = 100) -> Any:
@@ -29,9 +37,150 @@ def test_the_next_stage_begins_anew() -> None:
     assert Pace().left(figures(1, 60.0, 1)) == "0:00"
 
 
+def whole(step: int = 1_234, steps: int = 25_000, loss: float = 0.1234, **changed: Any) -> StepFigures:
+    """A step of half a second: 90 of 100 slots are tokens, 10 of them in the loss."""
+    counts = Counts(slots=100, real=90, visual=32, text=58, supervised=changed.pop("supervised", 10), documents=4, images=2, patches=128)
+    report = Report(loss, 1.5, changed.pop("outcome", "applied"), counts, changed.pop("experts", None))
+    seconds = {"step": 0.5, "startup": 0.0, "data_wait": 0.05, "compute": 0.4, "validation": 0.0, "checkpoint": 0.0, "other": 0.05}
+    fields: dict[str, Any] = {
+        "stage": "tune", "stage_index": 0, "step": step, "steps": steps, "global_step": step, "report": report,
+        "lr": {"vision": 1e-5, "projector": 1e-3, "language": 2e-5}, "seconds": seconds, "memory_bytes": 123 * 2**30, "rejected": 12,
+        "flops": NONE, "peak": None, "imbalance": {}, "epoch": 1.75,
+    }  # fmt: skip
+    return StepFigures(**(fields | changed))
+
+
+SHOWN = {  # every figure of `whole`, by the name that stands above it or before it
+    "loss": "0.1234", "smoothed": "0.1234", "epoch": "1.75", "lr": "1.00e-05 1.00e-03 2.00e-05", "grad norm": "1.50", "tokens/s": "180",
+    "steps/s": "2.00", "data wait": "10%", "padding": "10.0%", "skipped": "12", "experts": "1.25× mean, 3 unused", "memory": "123.00 GiB",
+}  # fmt: skip
+
+
+def painted(width: int, **changed: Any) -> list[str]:
+    """The lines of the live display."""
+    view, log = View(), Log(10)
+    shown = whole(experts=ExpertLoad(1.25, 3, None), **changed)
+    log.line(shown, width)
+    view.show(shown, log.cells(shown), "3:18:00")
+    out = io.StringIO()
+    Console(file=out, force_terminal=False, width=width).print(view)
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 50, 60, 72, 80, 100, 120, 200])
+@pytest.mark.parametrize("stage", ["tune", "a-stage-whose-name-has-forty-characters-"])
+def test_a_narrow_terminal_gets_fewer_columns_and_no_number_is_cut(width: int, stage: str) -> None:
+    lines = painted(width, stage=stage)
+    assert len(lines) == 3, "a bar, one line of names, one of values"
+    assert max(map(len, lines)) <= width
+    bar, heads, values = lines
+    assert "1,234/25,000" in bar and "ETA 3:18:00" in bar
+    names = [name for name in SHOWN if name in heads]
+    assert names[:2] == ["loss", "smoothed"]
+    starts = [heads.index(name) for name in names]
+    assert starts == sorted(starts)
+    assert [values[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)] == [SHOWN[name] for name in names]
+    assert heads.split() == " ".join(names).split(), "no part of a name is left"
+    assert "…" not in heads + values
+    room = width - max(len(heads), len(values)) - 3
+    assert all(max(len(name), len(value)) > room - 2 for name, value in SHOWN.items() if name not in names), "none that is left out fits"
+    if width == 200:
+        assert names == list(SHOWN)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_lines_scroll_by_above_the_live_display(width: int) -> None:
+    """One per `log_every` steps, the first and the last; each fits the terminal, and its figures are whole."""
+    out = io.StringIO()
+    shown = Terminal(Console(file=out, force_terminal=True, width=width, color_system=None), 10)
+    for step in range(1, 26):
+        shown.step(whole(step, 25))
+    said = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()))
+    lines = [line for line in said if line.startswith("tune ") and " · " in line]
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    for line in lines:
+        assert len(line) <= width
+        cells = line.split(" · ")[1:]
+        assert cells[0] == "loss 0.1234"
+        for cell in cells:
+            name = next(name for name in (*SHOWN, "ETA") if cell.startswith(f"{name} "))
+            assert name == "ETA" or cell == f"{name} {SHOWN[name]}"
+    assert len(lines[1].split(" · ")) == {40: 3, 60: 4, 80: 5, 200: 12}[width]
+
+
+def test_the_smoothed_loss_is_a_mean_over_supervised_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the last 20 applied steps of the stage: a step without labels or with a loss that is not finite has none."""
+    shown = Lines(1)
+    losses = [(9.0, 5), *[(1.0, 30)] * (SMOOTHED_STEPS - 1), (4.0, 10)]
+    for step, (loss, supervised) in enumerate(losses, 1):
+        shown.step(whole(step, 30, loss=loss, supervised=supervised))
+    shown.step(whole(22, 30, loss=float("nan"), outcome="not finite"))
+    shown.step(whole(23, 30, loss=0.0, supervised=0, outcome="no targets"))
+    shown.step(whole(1, 30, loss=3.0, stage="next"))
+    smoothed = [line.split("smoothed ")[1].split(" ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert smoothed[:2] == ["9.0000", f"{(45 + 30) / 35:.4f}"]
+    assert smoothed[20] == smoothed[21] == smoothed[22] == f"{(19 * 30 + 40) / 580:.4f}"
+    assert smoothed[23] == "3.0000"
+
+
+def test_rates_of_a_line_are_over_the_steps_since_the_line_before(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Lines(10)
+    for step in range(1, 11):
+        seconds = dict(whole().seconds) | {"step": 1.0 if step == 5 else 0.5}
+        shown.step(whole(step, 10, seconds=seconds))
+    first, last = capsys.readouterr().out.splitlines()
+    assert "tokens/s 180 · steps/s 2.00 · data wait 10%" in first
+    assert f"tokens/s {9 * 90 / 5:,.0f} · steps/s {9 / 5:.2f} · data wait {9 * 0.05 / 5:.0%}" in last
+
+
 def test_a_terminal_shows_no_bar_before_the_first_step() -> None:
     out = io.StringIO()
-    shown = Terminal(Console(file=out, force_terminal=True, width=80))
+    shown = Terminal(Console(file=out, force_terminal=True, width=80), 10)
     shown.note("stage a")
     shown.close()
     assert out.getvalue() == "stage a\n"
+
+
+def test_a_stop_is_said_at_once_where_nothing_is_painted(capfd: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    shown = Terminal(Console(file=out, force_terminal=True, width=80), 10)
+    shown.stopping("stopping")
+    assert capfd.readouterr().out == "stopping\n"
+    shown.step(whole())
+    shown.stopping("stopping now")
+    shown.close()
+    assert capfd.readouterr().out == ""
+    assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).rstrip().endswith("\nstopping now")
+
+
+def test_what_the_run_does_is_said_until_the_next_step() -> None:
+    """Before the first step with the time that it has taken. An alert stays through steps."""
+    view = View()
+
+    def seen() -> str:
+        out = io.StringIO()
+        Console(file=out, width=60).print(view)
+        return out.getvalue()
+
+    view.status = "first step: reading and indexing data"
+    assert seen() == "first step: reading and indexing data 0:00\n"
+    view.notice = "stopping after this step"
+    view.show(whole(), Log(1).cells(whole()), "1:00")
+    assert "first step" not in seen()
+    assert seen().endswith("\nstopping after this step\n")
+    view.status = "validating"
+    assert seen().endswith("\nvalidating\nstopping after this step\n")
+
+
+@pytest.mark.parametrize("width", [40, 50, 60, 72, 80, 100, 120, 200])
+def test_no_number_of_what_a_stage_trains_is_cut(width: int) -> None:
+    out = io.StringIO()
+    lora = "LoRA r 16, α 32 on q k v o gate up down"
+    rows = [Row("vision", 411_000_000, 0, "frozen", None), Row("language", 8_190_735_360, 43_646_976, lora, 1e-4)]
+    Console(file=out, width=width).print(table(cast(Stage, SimpleNamespace(name="tune")), rows, width))
+    said = out.getvalue()
+    assert "…" not in said
+    assert said.startswith("stage tune")
+    for whole in ("411,000,000", "8,190,735,360", "43,646,976", "0.0001", "frozen", "language"):
+        assert whole in said
+    assert max(map(len, said.splitlines())) <= width

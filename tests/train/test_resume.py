@@ -541,9 +541,9 @@ def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: 
     seeds: list[int] = []
 
     class Watched(loop.Reader):
-        def __init__(self, data, encoder, rule, seed: int, *more):
+        def __init__(self, data, encoder, rule, seed: int, *more, **named):
             seeds.append(seed)
-            super().__init__(data, encoder, rule, seed, *more)
+            super().__init__(data, encoder, rule, seed, *more, **named)
 
     monkeypatch.setattr(loop, "Reader", Watched)
     run = tiny_run(folder, f"out={tmp_path / 'run'}", "validate_every=3", "not_finite_budget=1")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from eyeline.data.tokenizer import Encoder
 VERSION = 3  # of the state
 PLAIN = Cost(token=1, pair=0, label=0, patch=1, patch_pair=0)
 PATIENCE = 2.0  # seconds of indexing before a bar appears
+COUNTED_SHARDS = 32  # of a source, at most, when its samples are counted
 
 
 # Where a plan stands
@@ -90,6 +92,7 @@ class Met:
     after: Position
     digest: str  # of the plan that it belongs to
     epoch_ended: bool = False
+    epoch: float | None = None  # epochs done after it, by shards; None where each source has epochs of its own
 
     @property
     def window(self) -> int:
@@ -107,6 +110,7 @@ class Group:
     after: Position
     digests: tuple[str, ...]  # of the plans that it takes from
     epoch_ended: bool
+    epoch: float | None
 
 
 class Step(NamedTuple):
@@ -115,6 +119,14 @@ class Step(NamedTuple):
     batches: tuple[Batch, ...]
     state: dict[str, Any]
     imbalance: Mapping[str, float]  # by part: cost of the slowest rank of each micro-batch, over the mean; 1 is ideal
+    epoch: float | None  # epochs done after it
+
+
+class Count(NamedTuple):
+    """How many samples a source has."""
+
+    samples: int | None  # None: not known yet
+    exact: bool
 
 
 Gather = Callable[[Any], Sequence[Any]]  # a plain value of each rank -> those of all ranks, in their order
@@ -138,12 +150,14 @@ class Reader:
         cost: Cost = PLAIN,
         gather: Gather = alone,
         found: Divided | None = None,
+        notify: Callable[[str], None] | None = None,
     ):
         """`seed` orders and augments. Rejects are written into `folder` when there is one, and indexes unless `data.cache` names another.
-        A document has at most `longest` tokens: the model's positions. `found` is what `data` are, where that is known already.
+        A document has at most `longest` tokens: the model's positions. `found` is what `data` are, where that is known already. `notify`
+        is told how far indexing is, in place of a bar, where that takes long.
         Refused for unusable sources."""
         self.data, self.encoder, self.rule, self.seed, self.longest, self.cost = data, encoder, rule, seed, longest, cost
-        self.gather = gather
+        self.gather, self.notify = gather, notify
         self.rejects = Rejects(folder, data.max_reject_rate)
         found = found or divided(data)
         self.prepared = found.prepared
@@ -231,6 +245,7 @@ class Reader:
                     tuple(batches),
                     {"version": VERSION, "identity": identity} | group.after.state() | {"rejects": self.rejects.state()},
                     imbalance,
+                    group.epoch,
                 )
             elif group.epoch_ended and self.rejects.seen == self.rejects.rejected:
                 raise Refused(f"no sample can be used: all {self.rejects.seen} were rejected. `eyeline check` says why")
@@ -270,13 +285,18 @@ class Reader:
         self._index(self.training.index, sorted({entry for pool in self.pools() for entry in pool.entries}))
 
     def _index(self, index: Index, shards: Sequence[Entry]) -> None:
-        """With a bar when that takes long."""
-        begin, bar = time.monotonic(), None
+        """With a bar when that takes long, or with messages to `notify`."""
+        begin, bar, told = time.monotonic(), None, False
         console = Console(stderr=True)
         absent = [entry for entry in shards if index.absent(*entry)] if index.written else []
         try:
             for done, _ in enumerate(indexed(index, absent, self.data.fetching), 1):
-                if bar is None and console.is_terminal and time.monotonic() - begin > PATIENCE:
+                if time.monotonic() - begin < PATIENCE:
+                    continue
+                if self.notify is not None:
+                    self.notify(f"indexing data: {done:,} of {len(absent):,} shards")
+                    told = True
+                elif bar is None and console.is_terminal:
                     bar = Progress(console=console, transient=True)
                     bar.start()
                     bar.add_task("indexing", total=len(absent))
@@ -285,6 +305,32 @@ class Reader:
         finally:
             if bar is not None:
                 bar.stop()
+            if self.notify is not None and told:
+                self.notify("")
+
+    def index_first(self, budget: Budget, state: dict[str, Any] | None) -> None:
+        """Make the indexes that the next step needs, at the start or after `state`. Refused when that belongs to other data."""
+        if state is not None:
+            _refuse_another(state, self.identity(budget))
+        pools = self.pools()
+        cursors = Position.of(state, self._order).cursors if state else [Cursor() for _ in pools]
+        self._index(self.training.index, sorted(set(_shards(pools, cursors))))
+
+    def samples(self, side: Side) -> list[Count]:
+        """How many samples each source has on a side, as far as its indexes are made. Where some are not, the number follows from
+        the bytes of those that are."""
+        return [self._count(side, source) for source in range(len(side.index.sources))]
+
+    def _count(self, side: Side, source: int) -> Count:
+        index, shards = side.index, side.index.sources[source].shards
+        whole = range(side.shards(source))
+        there = (n for n in whole if index.shelf is not None or not index.absent(source, n))
+        chosen = list(islice(there, COUNTED_SHARDS))
+        found = sum(int(side.kept(source, n).sum()) for n in chosen)
+        if len(chosen) == len(whole):
+            return Count(found, True)
+        share = sum(shards[n].bytes for n in chosen) / max(sum(shards[n].bytes for n in whole), 1)
+        return Count(round(found / share) if share else None, False)
 
     def pools(self) -> tuple[Pool, ...]:
         """What the training rows are drawn from: one pool of everything, or one of each source."""
@@ -319,6 +365,7 @@ class Reader:
             ended = self.data.blend == "once" and after[0].epoch > at.cursors[0].epoch
             at = Position(after, at.number + 1, 0, Carried(tuple(map(tuple, made.bins)), len(pools), self._order))
             rest = list(_packs_and_rests(made))
+            start, end = (self._epoch(pools, cursors) for cursors in (here.cursors, after))
             coming = _shards(pools, after)
             if ahead is not None:
                 ahead.begin(coming)
@@ -327,11 +374,16 @@ class Reader:
                     ahead.share(coming, n, len(rest))
                 last = n + 1 == len(rest)
                 found = None if pack is None else Pack(made.items(pack), made.cost(pack))
-                yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), digest, last and ended)
+                epoch = None if start is None or end is None else start + (end - start) * (n + 1) / len(rest)
+                yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), digest, last and ended, epoch)
         planning.reopened(at.bins.bins, sizing)  # are they still what was planned?
         left = [Pack(list(bin), _cost(bin, sizing)) for bin in at.bins.bins]
         for n, pack in enumerate(left):
-            yield Met(pack, 0, (), replace(at, bins=at.bins.without(n + 1)), digest)
+            yield Met(pack, 0, (), replace(at, bins=at.bins.without(n + 1)), digest, epoch=self._epoch(pools, at.cursors))
+
+    def _epoch(self, pools: tuple[Pool, ...], cursors: Sequence[Cursor]) -> float | None:
+        """Epochs that are done where a window starts, by shards."""
+        return None if self.data.blend == "shares" else cursors[0].epoch + cursors[0].first / max(len(pools[0].entries), 1)
 
     def _order(self, drawn: Drawn) -> Longs:
         """The rows of a window of a pool, as they come."""
@@ -356,7 +408,7 @@ class Reader:
         def group(given: Sequence[Pack], after: Met) -> Group:
             rejects = tuple(reject for met in uncounted for reject in met.rejects)
             digests = tuple(dict.fromkeys(met.digest for met in uncounted))
-            return Group(tuple(given), sum(met.seen for met in uncounted), rejects, after.after, digests, after.epoch_ended)
+            return Group(tuple(given), sum(met.seen for met in uncounted), rejects, after.after, digests, after.epoch_ended, after.epoch)
 
         for met in plan:
             uncounted.append(met)

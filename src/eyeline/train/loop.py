@@ -28,6 +28,7 @@ from eyeline.train.schedule import factor
 from eyeline.train.start import Home, announce, begin, build, refuse_changed_past, tensors_of
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
+from eyeline.train.summary import Tally, stage_lines, stage_record
 from eyeline.train.trainable import adapters_of, prepare, rates, table
 
 
@@ -65,7 +66,7 @@ def train(run: Run) -> None:
         say(f"{folder}: {begun}, {run.precision} on {here.device.type} ({here.name}, threads: {here.threads})")
         for line in changed:
             say(f"changed since: {line}")
-        show = display(console, run.log_every)
+        show, tally = display(console, run.log_every), Tally()
         stop = StopSignal(show.stopping)
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
         try:
@@ -73,12 +74,13 @@ def train(run: Run) -> None:
                 if stop.asked:
                     done = f"{checkpoint.state['global_step']} steps are saved" if checkpoint else "no step was done"
                     raise Stopped(f"stopped by {stop.asked}; {done}, and the same command resumes from there")
-                train_stage(run, home, here, checkpoint, clock, show, console, stop)
+                train_stage(run, home, here, checkpoint, clock, show, tally, console, stop)
                 checkpoint = store.newest(home.checkpoints, home.id)
         finally:
             stop.close()
             show.close()
-    say(f"done: {checkpoint.state['global_step']} steps, {checkpoint.folder}")
+    say(tally.line(checkpoint.state["global_step"]))
+    say(f"saved: {checkpoint.folder}")
 
 
 def run_folder(run: Run) -> Path:
@@ -93,6 +95,7 @@ def train_stage(
     checkpoint: store.Checkpoint | None,
     clock: Clock,
     show: Display,
+    tally: Tally,
     console: Console,
     stop: StopSignal,
 ) -> None:
@@ -110,17 +113,25 @@ def train_stage(
         if checkpoint and state.step > 0:
             load_state_tensors(optimizers, checkpoint.load("optimizer"))
         seed = seed_for(run.seed, "stage", state.stage)
-        reader = Reader(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest, arithmetic.cost())
+        reader = Reader(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest, arithmetic.cost(), notify=show.status)
         steps = stage.steps or reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
         if state.step >= steps:
             raise Refused(
                 f"stage {stage.name} is to have {steps} steps and has done {state.step} already; give it more, or leave it as it was"
             )
-    console.print(table(stage, rows))
+    console.print(table(stage, rows, console.width))
+    show.status("first step: reading and indexing data")
+    with clock.spending("data_wait"):
+        reader.index_first(stage.batch.budget, state.data)
+    record = stage_record(run, state.stage, steps, rows, reader, home.bundle)
+    metrics.write(home.folder, record | {"global_step": state.global_step}, home.attempt)
+    for line in stage_lines(record):
+        show.note(line)
+    show.status("first step: decoding images")
 
     model.train()
     arriving = reader.steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs, state.data)
-    for micro_batches, data_state, imbalance in timed(arriving, clock):
+    for micro_batches, data_state, imbalance, epoch in timed(arriving, clock):
         set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
         with clock.spending("compute"):
             report = update(model, optimizers, micro_batches, clip=stage.clip, seed=run.seed, step=state.global_step)
@@ -137,14 +148,17 @@ def train_stage(
         ended = state.step == steps
         better = False
         if run.validate_every and reader.validates and (state.step % run.validate_every == 0 or ended):
+            show.status("validating")
             with clock.spending("validation"):
                 loss, labels = validate(model, reader.validation(stage.batch.budget))
             better = math.isfinite(loss) and (state.best is None or loss < state.best)
             state = replace(state, best=loss if better else state.best)
             write_validation(home, stage, state, loss, labels, show)
+            tally.validated(stage.name, state.step, loss, state.best)
         over = state.not_finite > run.not_finite_budget
         leaving = ended or over or stop.asked is not None  # read once: a signal after this line is for the next step
         if leaving or better or (run.save_every and state.step % run.save_every == 0):
+            show.status("saving a checkpoint")
             with clock.spending("checkpoint"):
                 save(run, home, model, optimizers, stage, state, ended=ended, best=better)
             stop.saved = state.global_step
@@ -163,9 +177,11 @@ def train_stage(
             flops=sum((arithmetic.of(batch) for batch in micro_batches), flops.NONE),
             peak=flops.peak_of(here.name) if run.precision == "bf16" else None,
             imbalance=imbalance,
+            epoch=epoch,
         )
         metrics.write(home.folder, figures.line(), home.attempt)
         show.step(figures)
+        tally.step(figures)
         if over:
             raise NotFinite(
                 f"{state.not_finite} steps had a loss or gradient that is not finite, more than not_finite_budget={run.not_finite_budget}. "
@@ -237,7 +253,15 @@ def keep_evidence(home: Home, state: State, report: Report, micro_batches: tuple
 def write_validation(home: Home, stage: Stage, state: State, loss: float, labels: int, show: Display) -> None:
     """One line of metrics, one line on the screen."""
     shown = loss if math.isfinite(loss) else None  # JSON has no NaN
-    line = {"kind": "validation", "stage": stage.name, "global_step": state.global_step, "loss": shown, "supervised": labels}
+    line = {
+        "kind": "validation",
+        "stage": stage.name,
+        "stage_index": state.stage,
+        "step": state.step,
+        "global_step": state.global_step,
+        "loss": shown,
+        "supervised": labels,
+    }
     metrics.write(home.folder, line, home.attempt)
     best = " (best)" if state.best == loss else ""
     show.note(f"{stage.name} {state.step}: validation loss {loss:.4f} over {labels:,} supervised tokens{best}")

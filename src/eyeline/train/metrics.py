@@ -37,6 +37,7 @@ class StepFigures:
     flops: Flops  # of the step's batches
     peak: float | None  # FLOPs a second that the device could do in this run's precision; None where it is not known
     imbalance: Mapping[str, float]  # by part: cost of the slowest rank of each micro-batch, over the mean; 1 on one rank
+    epoch: float | None = None  # epochs of the stage's data done so far; None where each source has epochs of its own
 
     @property
     def flops_per_s(self) -> float:
@@ -81,6 +82,7 @@ class StepFigures:
             "flops_per_s": self.flops_per_s,
             "mfu": self.flops_per_s / self.peak if self.peak else None,
             "imbalance": dict(self.imbalance),
+            "epoch": self.epoch,
         }
 
 
@@ -114,3 +116,9 @@ def write(folder: Path, line: dict[str, Any], attempt: int) -> None:
     """Append one line, with the time of day (for people; durations come from the monotonic clock) and the attempt."""
     wall = datetime.now(UTC).isoformat(timespec="seconds")
     append_line(folder / "metrics.jsonl", {**line, "wall": wall, "attempt": attempt})
+
+
+def clock_time(seconds: float) -> str:
+    """1:05 or 2:03:04 for people."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from eyeline.core.facts import PARTS, Facts, Part, part_of
@@ -107,11 +110,18 @@ def _row(model: nn.Module, facts: Facts, stage: Stage, part: Part) -> Row:
     )
 
 
-def table(stage: Stage, rows: list[Row]) -> Table:
-    """The table printed at the start of a stage."""
+def table(stage: Stage, rows: list[Row], width: int) -> Table | Text:
+    """The table printed at the start of a stage; where it is wider than the terminal, a line per part, so that no number is cut."""
     out = Table(title=f"stage {stage.name}", title_justify="left")
-    for column in ("part", "parameters", "learns", "how", "learning rate"):
-        out.add_column(column, justify="right" if column in ("parameters", "learns", "learning rate") else "left")
+    for column in ("part", "parameters", "trained", "how", "learning rate"):
+        out.add_column(column, justify="right" if column in ("parameters", "trained", "learning rate") else "left", no_wrap=True)
     for row in rows:
         out.add_row(row.part, f"{row.parameters:,}", f"{row.trained:,}", row.how, f"{row.lr:g}" if row.lr else "–")
-    return out
+    endless = Console(width=10_000)
+    if Measurement.get(endless, endless.options, out).maximum <= width:
+        return out
+    lines = (
+        f"{row.part}: {row.parameters:,} parameters, {row.trained:,} trained, {row.how}" + (f", lr {row.lr:g}" if row.lr else "")
+        for row in rows
+    )
+    return Text("\n".join([f"stage {stage.name}", *lines]))

@@ -1,0 +1,125 @@
+"""What a stage is, told before its first step, and the result of a run, told after its last: for the screen and for metrics.jsonl."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from eyeline.bundle.bundle import Bundle
+from eyeline.data.loader import Count, Reader
+from eyeline.data.sources import Rows
+from eyeline.train.display import SMOOTHED_STEPS
+from eyeline.train.metrics import StepFigures, clock_time
+from eyeline.train.run import Run
+from eyeline.train.trainable import Row
+
+MOST_SOURCES = 5  # lines on the screen
+
+
+def stage_record(run: Run, index: int, steps: int, rows: Sequence[Row], reader: Reader, bundle: Bundle) -> dict[str, Any]:
+    """The line of metrics.jsonl that says what a stage trains, from what, and how: the model, its parts, the data, the batch."""
+    stage = run.stages[index]
+    own = bool(stage.data.validation)  # validation sources of their own, not a part that is held out
+    judging = reader.samples(reader.judges) if reader.validates else []
+    training = reader.samples(reader.training)
+    held = [None] * len(training) if own else judging or [None] * len(training)
+    return {
+        "kind": "stage",
+        "stage": stage.name,
+        "stage_index": index,
+        "steps": steps,
+        "epochs": stage.epochs,
+        "family": bundle.config.family,
+        "model": run.model.path,
+        "template": bundle.template,
+        "parts": [{"part": row.part, "parameters": row.parameters, "trained": row.trained, "how": row.how, "lr": row.lr} for row in rows],
+        "sources": [_source(*one) for one in zip(reader.training.index.sources, training, held, strict=True)],
+        "validation": [_source(*one, None) for one in zip(reader.judges.index.sources, judging, strict=True)] if own else [],
+        "batch": stage.batch.model_dump(mode="json"),
+        "optimizer": stage.optimizer.kind,
+        "schedule": stage.schedule.kind,
+    }
+
+
+def _source(rows: Rows, count: Count, held: Count | None) -> dict[str, Any]:
+    return {
+        "path": rows.source.path,
+        "layout": rows.layout.name,
+        "container": rows.container.what,
+        "samples": count.samples,
+        "exact": count.exact,
+        "held_out": held.samples if held else None,
+    }
+
+
+def stage_lines(record: dict[str, Any]) -> Iterator[str]:
+    """The same for a person: the data, and the size of a step."""
+    sources = record["sources"]
+    for source in sources[:MOST_SOURCES]:
+        yield f"data: {_said(source)}"
+    if len(sources) > MOST_SOURCES:
+        yield f"data: {len(sources) - MOST_SOURCES} more sources"
+    for source in record["validation"][:MOST_SOURCES]:
+        yield f"validation data: {_said(source)}"
+    batch = record["batch"]
+    times = f"{batch['micro_batches']} × " if batch["micro_batches"] > 1 else ""
+    patches = f" and {batch['patches']:,} patches" if batch["patches"] else ""
+    length = f"{record['steps']:,} steps" + (f" ({record['epochs']} epochs)" if record["epochs"] else "")
+    yield f"one step: up to {times}{batch['tokens']:,} tokens{patches}; {length}"
+
+
+def _said(source: dict[str, Any]) -> str:
+    about = "" if source["exact"] else "about "
+    samples = "" if source["samples"] is None else f", {about}{source['samples']:,} samples"
+    held = f", {about}{source['held_out']:,} more held out for validation" if source["held_out"] else ""
+    return f"{source['path']} ({source['layout']}, {source['container']}){samples}{held}"
+
+
+class Tally:
+    """What is worth telling when a run ends: of its last stage, since the loss of another stage is not that of the model."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._steps: deque[StepFigures] = deque(maxlen=SMOOTHED_STEPS)
+        self._validation: tuple[str, float] | None = None  # the last one: stage and loss
+        self._best: tuple[float, int] | None = None  # of that stage: loss and step
+        self._skipped: dict[str, int] = {}  # by stage
+
+    def step(self, figures: StepFigures) -> None:
+        if self._steps and self._steps[-1].stage != figures.stage:
+            self._steps.clear()
+        self._steps.append(figures)
+        self._skipped[figures.stage] = figures.rejected
+
+    def validated(self, stage: str, step: int, loss: float, best: float | None) -> None:
+        """A validation loss, and the lowest one of the stage so far."""
+        if self._validation is not None and self._validation[0] != stage:
+            self._best = None
+        self._validation = stage, loss
+        if best is not None and (self._best is None or best != self._best[0]):
+            self._best = best, step if best == loss else 0
+
+    def line(self, steps: int) -> str:
+        """The result in one line."""
+        parts = [f"done: {steps:,} steps"]
+        if not self._steps:
+            return parts[0]
+        parts[0] += f" in {clock_time(time.monotonic() - self._start)}"
+        last = self._steps[-1].stage
+        applied = [one.report for one in self._steps if one.report.outcome == "applied"]
+        if labels := sum(report.counts.supervised for report in applied):
+            loss = sum(report.loss * report.counts.supervised for report in applied) / labels
+            parts.append(f"loss {loss:.4f} (mean of the last {len(self._steps)} steps)")
+        if self._validation is not None and self._validation[0] == last:
+            parts.append(self._validated(self._validation[1]))
+        if skipped := sum(self._skipped.values()):
+            parts.append(f"{skipped:,} samples skipped (rejects.jsonl says why)")
+        return " · ".join(parts)
+
+    def _validated(self, loss: float) -> str:
+        shown = f"validation loss {loss:.4f}" if math.isfinite(loss) else "validation loss not finite"
+        if self._best is None:
+            return shown
+        best, step = self._best
+        return f"{shown}, the best" if best == loss else f"{shown}, best {best:.4f}" + (f" at step {step:,} of the stage" if step else "")
