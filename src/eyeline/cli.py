@@ -1,7 +1,6 @@
 """The command line: a verb each. Nothing heavy is imported before a verb runs, so that `--help` answers at once."""
 
 import enum
-import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ import typer
 
 from eyeline import __version__
 from eyeline.core.errors import EXPECTED, Abandoned, Refused, StorageFailed
-from eyeline.core.log import say, visible
+from eyeline.core.log import keep_streams, refuse_lost_output, say, visible
 
 EXIT_CODES = (  # one line each: the terminal wraps them
     "Exit codes: 0 done · 1 a defect of Eyeline (with a traceback) · 2 refused: settings, files or arguments · 3 too many rejected "
@@ -89,6 +88,7 @@ def check(recipe: Recipe, overrides: Overrides = None, samples: Annotated[int, t
 
     if not check_run(run, samples=samples):
         raise typer.Exit(2)
+    refuse_lost_output()
 
 
 @app.command(epilog="Example: eyeline prepare my-recipe.yaml --stage tune --out /data/tune-prepared")
@@ -161,6 +161,7 @@ def chat(
     asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     sampling = settings_of(Sampling, asked, "the sampling asked for")
     chat_with(model, images=image or [], ask=ask, sampling=sampling)
+    refuse_lost_output()
 
 
 @app.command(name="import", epilog=IMPORT_EXAMPLE)
@@ -288,6 +289,7 @@ def env() -> None:
     from eyeline.train.environment import environment
 
     say(json.dumps(environment(machine()), indent=1, ensure_ascii=False))
+    refuse_lost_output()
 
 
 @app.command(epilog="Example: eyeline bench step packed --out bench/results")
@@ -310,9 +312,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode shows \\u2019, and is no reason to end
-            stream.reconfigure(errors="backslashreplace")
+    keep_streams()
     try:
         app()
     except (*EXPECTED, Abandoned) as error:

@@ -5,8 +5,10 @@ import pty
 import re
 import signal
 import struct
+import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from fcntl import ioctl
@@ -15,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from eyeline.checkpoint import store
+from eyeline.core.files import read_lines
+from eyeline.core.log import Unfailing
 from eyeline.train.run import to_yaml
 from tests.train.recipe import tiny_run
 
@@ -126,3 +130,81 @@ def test_second_ctrl_c_quits_and_says_what_is_lost(terminal: Callable[..., Termi
     assert "Traceback" not in shown.text
     newest = store.newest(tmp_path / "run" / "checkpoints")
     assert newest is not None and newest.step == 2
+
+
+def test_terminal_that_is_closed_ends_the_run_saved(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    """Its process gets SIGHUP, and every write to the terminal fails from then on."""
+    shown = terminal("save_every=1000")
+    os.close(shown.fd)
+    shown.release()
+    _, status = os.waitpid(shown.pid, 0)
+    shown.pid = 0
+    assert os.waitstatus_to_exitcode(status) == 75
+    newest = store.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None and newest.step == 3
+
+
+def train_into(folder: Path, stdout: int, stderr: int = subprocess.PIPE, *overrides: str) -> subprocess.CompletedProcess[str]:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(to_yaml(tiny_run(folder, "log_every=1", *overrides)))
+    command = [sys.executable, "-m", "eyeline", "train", str(recipe)]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": "src"}, stdout=stdout, stderr=stderr, text=True, check=False)
+
+
+def done_steps(folder: Path) -> int:
+    newest = store.newest(folder / "run" / "checkpoints")
+    assert newest is not None and newest.state["stage"] == 2  # of two: it has ended
+    assert sum(line["kind"] == "step" for line in read_lines(folder / "run" / "metrics.jsonl")) == newest.step
+    return newest.step
+
+
+def test_pipe_whose_reader_ends_does_not_end_the_run(tmp_path: Path) -> None:
+    """As `eyeline train … | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = train_into(tmp_path, writing)
+    os.close(writing)
+    assert (ended.returncode, done_steps(tmp_path)) == (0, 8), ended.stderr
+    assert ended.stderr == "warning: standard output is lost (Broken pipe); the command goes on without it\n"
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
+def test_full_disk_under_standard_output_does_not_end_the_run(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = train_into(tmp_path, full.fileno(), full.fileno())
+    assert (ended.returncode, done_steps(tmp_path)) == (0, 8)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
+def test_result_that_could_not_be_printed_is_a_failure() -> None:
+    command = [sys.executable, "-m", "eyeline", "env"]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": "src"}, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 5
+    assert "eyeline: standard output could not be written: No space left on device." in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_number_of_a_closed_stream_goes_to_no_file(tmp_path: Path) -> None:
+    """Else the next file that is opened gets it, and a notice of a signal would be written into that file."""
+    program = "import os; from eyeline.core.log import keep_streams; keep_streams(); os.write(2, b'%d' % os.open('file', os.O_CREAT))"
+    shell = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, program]
+    env = os.environ | {"PYTHONPATH": str(Path("src").resolve())}
+    ended = subprocess.run(shell, cwd=tmp_path, env=env, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, int(ended.stderr) > 2) == (0, True)
+
+
+def test_writer_that_may_not_block_waits() -> None:
+    """Another program on the same terminal may have set it so."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 65536)
+    with Unfailing(writing, "wb", closefd=True) as stream:
+        reader = threading.Thread(target=lambda: os.read(reading, 1 << 20))
+        reader.start()
+        assert stream.write(b"now") == 3
+        reader.join()
+    os.close(reading)
