@@ -6,6 +6,7 @@ from torch import Tensor
 
 from eyeline.kernels import attention
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention, packed_attention_plain
+from eyeline.kernels.gpu import flash_obstacle, grouped_obstacle
 
 H, G, K = 6, 2, 8
 LAYOUTS = {
@@ -159,3 +160,56 @@ def test_cache_is_for_its_rows():
     cached_attention(q, k, v, bounds([2, 2]), 2, cache)
     with pytest.raises(AssertionError, match="empty cache"):
         cached_attention(q, k, v, bounds([2, 2]), 2, cache)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "why"),
+    [
+        (torch.bfloat16, 64, (8, 0), None),
+        (torch.bfloat16, 72, (9, 0), None),  # so400m's
+        (torch.float16, 256, (12, 0), None),
+        (torch.bfloat16, 64, (7, 5), "needs compute capability 8.0"),
+        (torch.float32, 64, (9, 0), "this is float32"),
+        (torch.bfloat16, 6, (9, 0), "multiple of 8"),
+        (torch.bfloat16, 84, (9, 0), "multiple of 8"),
+        (torch.bfloat16, 264, (9, 0), "at most 256"),
+        (torch.bfloat16, 200, (8, 9), "no backward pass for a head dim of 200 on compute capability 8.9"),
+        (torch.bfloat16, 200, (9, 0), None),
+    ],
+)
+def test_flash_attention_or_not_is_known_beforehand(dtype, head_dim, capability, why):
+    """And the kernel goes by it: what flash attention cannot compute equals the plain version, what it can reaches it."""
+    obstacle = flash_obstacle(dtype, head_dim, capability)
+    assert (obstacle is None) if why is None else (why in obstacle)
+    rng, lengths = torch.Generator().manual_seed(0), [3, 1, 4]
+    inputs = [torch.randn(8, heads, head_dim, generator=rng).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    reached = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "capability_of", lambda device: capability)
+        patch.setattr(attention, "_varlen", lambda *x: reached.append(x) or packed_attention_plain(*x[:4], x[5]))
+        got = attention._on_gpu(*inputs, bounds(lengths), 4, True)
+        gradients = torch.autograd.grad(got.float().square().sum(), inputs)
+    assert len(reached) == (why is None)
+    want = packed_attention_plain(*inputs, bounds(lengths), True)
+    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype != torch.float32 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(got, want, **tolerance)
+    for x, y in zip(gradients, torch.autograd.grad(want.float().square().sum(), inputs), strict=True):
+        torch.testing.assert_close(x, y, rtol=0.05, atol=0.05) if dtype != torch.float32 else torch.testing.assert_close(x, y)
+
+
+def test_fallback_asks_for_no_groups(monkeypatch):
+    """The memory-efficient kernel knows none, and the kernel that does holds length² scores."""
+    seen = []
+    monkeypatch.setattr(attention, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "packed_attention_plain", lambda q, k, v, *x: seen.append((q.shape, k.shape, v.shape)) or q)
+    attention._on_gpu(*tensors(8), bounds([8]), 8, True)
+    assert len(set(seen[0])) == 1
+
+
+def test_rocm_build_takes_no_untried_kernel(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "ROCm" in flash_obstacle(torch.bfloat16, 64, (9, 4))
+    assert "ROCm" in grouped_obstacle(torch.bfloat16, (9, 4))

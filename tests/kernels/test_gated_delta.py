@@ -1,14 +1,12 @@
 """The gated delta rule in chunks against one token after another, each document alone; the cache against whole sequences."""
 
-import sys
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
 
 from eyeline.kernels import gated_delta
 from eyeline.kernels.gated_delta import StateCache, cached_gated_delta_rule, gated_delta_rule, gated_delta_rule_plain
+from tests.fla_stand_in import install
 
 G, H, K, J = 2, 6, 12, 7
 LAYOUTS = {
@@ -149,22 +147,28 @@ def test_call_of_fla(monkeypatch):
         out, state = gated_delta_rule_plain(q[0, :, :: H // G], k[0, :, :: H // G], v[0], g[0], beta[0], cu_seqlens)
         return out[None], state
 
-    module = ModuleType("fla.ops.gated_delta_rule")
-    module.chunk_gated_delta_rule = chunk_gated_delta_rule
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(gated_delta, "_installed", lambda: True)
-
-    class OnGPU:  # what `_fla` asks of a tensor
-        is_cuda, dtype = True, torch.bfloat16
-
+    install(monkeypatch, chunk_gated_delta_rule)
     inputs, cu = tensors(9), bounds([4, 5])
-    assert gated_delta._fla(inputs[0]) is None, "never on a CPU"
-    kernel = gated_delta._fla(OnGPU())
-    assert kernel is chunk_gated_delta_rule
-    for got, want in zip(gated_delta._by_fla(kernel, *inputs, cu), gated_delta_rule_plain(*inputs, cu), strict=True):
-        close(got, want)
+    want, states = gated_delta_rule_plain(*inputs, cu)
+    close(gated_delta_rule(*inputs, cu, fla=True), want)
+    cache = state_cache(2)
+    close(cached_gated_delta_rule(*inputs, cu, cache, fla=True), want.detach())
+    close(cache.state_BHKJ, states.detach())
+
+
+def test_running_sums_without_cumsum_are_the_same(monkeypatch):
+    """cumsum has no deterministic version on CUDA, so that where one is asked for, the rule does without."""
+    inputs, cu = tensors(90), bounds([20, 70])
+    want = gated_delta_rule(*inputs, cu)
+    want_gradients = torch.autograd.grad(want.square().sum(), inputs)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    cumsum, floats = Tensor.cumsum, []
+    monkeypatch.setattr(Tensor, "cumsum", lambda x, *a: floats.append(x.dtype) or cumsum(x, *a))
+    got = gated_delta_rule(*inputs, cu)
+    close(got, want)
+    for x, y in zip(torch.autograd.grad(got.square().sum(), inputs), want_gradients, strict=True):
+        close(x, y)
+    assert set(floats) == {torch.int64}
 
 
 # ---- the cache

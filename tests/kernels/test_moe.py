@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyeline.kernels import moe
+from eyeline.kernels.gpu import grouped_obstacle, grouped_waits
 from eyeline.kernels.moe import by_expert, choose, grouped_swiglu, grouped_swiglu_plain, permute, round_robin, unpermute
 
 T, E, A, D = 9, 5, 2, 6
@@ -105,3 +107,46 @@ def test_operators_keep_torchs_rules(needed):
     out_ND, *products = operators.grouped_swiglu(*given, ends_E)
     flags = [name in needed for name in INPUTS]
     torch.library.opcheck(operators.grouped_swiglu_backward.default, (out_ND, *given, ends_E, *products, flags))
+
+
+# ---- on a GPU
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "obstacle", "waits"),
+    [
+        ((9, 0), torch.bfloat16, None, False),
+        ((10, 0), torch.bfloat16, None, False),
+        ((10, 3), torch.bfloat16, None, False),
+        ((8, 0), torch.bfloat16, None, True),
+        ((8, 9), torch.bfloat16, None, True),
+        ((12, 0), torch.bfloat16, None, True),
+        ((7, 5), torch.bfloat16, "compute capability 8.0", True),
+        ((9, 0), torch.float32, "float32", False),
+    ],
+)
+def test_grouped_product_or_not_is_known_beforehand(capability, dtype, obstacle, waits):
+    found = grouped_obstacle(dtype, capability)
+    assert (found is None) if obstacle is None else (obstacle in found)
+    assert grouped_waits(capability) == waits
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
+def test_expert_without_rows_has_a_gradient_of_zero_on_blackwell(capability, monkeypatch):
+    """There the kernel leaves it as the memory was: nothing of that reaches an optimizer."""
+    ends = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+
+    def grouped_mm(dout_FN, x_ND, offs):
+        parts = [(dout_FN[:, a:b] @ x_ND[a:b]) for a, b in ((0, 0), (0, 3), (3, 3), (3, 8))]
+        return torch.stack([torch.full_like(part, torch.nan) if e in (0, 2) else part for e, part in enumerate(parts)])
+
+    monkeypatch.setattr(moe, "_kernel_takes", lambda *x: True)
+    monkeypatch.setattr(moe, "capability_of", lambda device: capability)
+    monkeypatch.setattr(moe.F, "grouped_mm", grouped_mm)
+    dout, x = random(8, 4), random(8, 6, seed=1)
+    got = moe._gradient(dout, x, ends)
+    assert got.isnan().any() == (capability[0] == 9)  # a real Hopper gives zeros
+    if capability[0] == 10:
+        assert not got[[0, 2]].any()
+        torch.testing.assert_close(got[1], dout[:3].T @ x[:3])
+        torch.testing.assert_close(got[3], dout[3:].T @ x[3:])

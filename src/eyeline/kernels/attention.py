@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
+from eyeline.kernels.gpu import capability_of, flash_obstacle
 from eyeline.kernels.opaque import opaque
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns (out, log-sum-exp)
@@ -38,15 +39,23 @@ def packed_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor,
     """`packed_attention_plain`, fast. `longest` bounds the documents' lengths from above: a host number, so that nobody
     asks the device. Every token must lie in a document: cu[0] = 0, cu[S] = T.
 
-    CPU: one opaque operator, for any layout the same graph. CUDA in half precision: PyTorch's variable-length flash
-    attention. CUDA in float32 (comparisons): the plain version, which reads `cu_S1` on the host.
+    CPU: one opaque operator, for any layout the same graph. CUDA: PyTorch's variable-length flash attention where it can compute this
+    (`gpu.flash_obstacle`), else one document after another, with `cu_S1` read on the host.
     """
     dims("THK", q_THK, "TGK", k_TGK, "TGK", v_TGK)
     if not q_THK.is_cuda:
         return _Packed.apply(q_THK, k_TGK, v_TGK, cu_S1, causal)
-    if q_THK.dtype == torch.float32:
-        return packed_attention_plain(q_THK, k_TGK, v_TGK, cu_S1, causal)
-    return _varlen(q_THK, k_TGK, v_TGK, cu_S1, longest, causal)
+    return _on_gpu(q_THK, k_TGK, v_TGK, cu_S1, longest, causal)
+
+
+def _on_gpu(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest: int, causal: bool) -> Tensor:
+    if flash_obstacle(q_THK.dtype, q_THK.shape[2], capability_of(q_THK.device)) is None:
+        return _varlen(q_THK, k_TGK, v_TGK, cu_S1, longest, causal)
+    # as many key heads as query heads: PyTorch's memory-efficient kernel takes every dtype and GPU but no groups, and the one that
+    # does take them there holds length² scores
+    groups = q_THK.shape[1] // k_TGK.shape[1]
+    k_THK, v_THK = (x.repeat_interleave(groups, 1) for x in (k_TGK, v_TGK))
+    return packed_attention_plain(q_THK, k_THK, v_THK, cu_S1, causal)
 
 
 def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest: int, causal: bool) -> Tensor:

@@ -11,9 +11,7 @@ Dims: T tokens  S documents  G heads of queries and keys  H value heads (a multi
       C tokens of a chunk  R chunks  B rows of a cache; a Y after R stands for the H/G value heads of one key head
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eyeline.core.dims import dims
+from eyeline.kernels.fla import by_fla
 from eyeline.kernels.opaque import opaque
 
 EPS = 1e-6  # under the root of a key's length, as in the reference and in fla
@@ -46,16 +45,17 @@ def gated_delta_rule_plain(
     return torch.cat(outs).to(v_THJ.dtype), torch.cat(states)
 
 
-def gated_delta_rule(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor) -> Tensor:
+def gated_delta_rule(
+    q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor, fla: bool = False
+) -> Tensor:
     """`gated_delta_rule_plain`, fast, without the memories. Every token must lie in a document: cu[0] = 0, cu[S] = T.
 
-    CUDA in half precision, where fla is installed: its kernel (which torch.compile does not look into). Everything else: chunks,
-    as one opaque operator, for any layout the same graph.
+    In chunks, as one opaque operator, for any layout the same graph. With `fla`, by fla's kernel (which torch.compile does not look
+    into): for a GPU where `self_test.fla_fault` found nothing.
     """
     _check(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH)
-    fla = _fla(q_TGK)
-    if fla is not None:
-        return _by_fla(fla, q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)[0]
+    if fla:
+        return by_fla(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)[0]
     return _InChunks.apply(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)
 
 
@@ -88,22 +88,26 @@ class StateCache:
 
 @torch.no_grad()
 def cached_gated_delta_rule(
-    q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor, cache: StateCache
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THJ: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    cu_S1: Tensor,
+    cache: StateCache,
+    fla: bool = False,
 ) -> Tensor:
     """The rule for sequences that are being generated; document s belongs to row s of the cache, whose memory goes on from there.
 
-    Prefill: an empty cache and any documents. Afterwards one token a row. Advances `cache.lengths`.
+    Prefill: an empty cache and any documents, by fla's kernel with `fla`. Afterwards one token a row. Advances `cache.lengths`.
     """
     sizes = _check(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH)
     rows = len(cu_S1) - 1
     assert rows == len(cache.lengths), f"{rows} documents for a cache of {len(cache.lengths)} rows"
     if len(q_TGK) > rows:
         assert not any(cache.lengths), "several tokens a row fit an empty cache only"
-        fla = _fla(q_TGK)
-        if fla is not None:
-            out_THJ, cache.state_BHKJ = _by_fla(fla, q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)
-        else:
-            out_THJ, cache.state_BHKJ = _forward(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)
+        compute = by_fla if fla else _forward
+        out_THJ, cache.state_BHKJ = compute(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)
         cache.lengths = cu_S1.diff().tolist()
         return out_THJ
     q_BHK, k_BHK = (_unit(x_TGK)[0].repeat_interleave(sizes["H"] // sizes["G"], 1) for x_TGK in (q_TGK, k_TGK))
@@ -118,47 +122,6 @@ def _check(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_T
     sizes = dims("TGK", q_TGK, "TGK", k_TGK, "THJ", v_THJ, "TH", decay_TH, "TH", beta_TH)
     assert sizes["H"] % sizes["G"] == 0, f"{sizes['H']} value heads for {sizes['G']} key heads"
     return sizes
-
-
-# ---- fla
-
-
-@functools.cache
-def _installed() -> bool:
-    return find_spec("fla") is not None
-
-
-def _fla(q_TGK: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """fla's kernel where it can run: it takes CUDA tensors in half precision only. Importing it elsewhere starts Triton for nothing."""
-    if not q_TGK.is_cuda or q_TGK.dtype == torch.float32 or not _installed():
-        return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]: optional, CUDA only
-
-    return chunk_gated_delta_rule
-
-
-def _by_fla(
-    kernel: Callable[..., tuple[Tensor, Tensor]],
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THJ: Tensor,
-    decay_TH: Tensor,
-    beta_TH: Tensor,
-    cu_S1: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Older versions of fla want as many key heads as value heads; all scale by 1/√K and take bounds of one row of documents."""
-    q_THK, k_THK = (x_TGK.repeat_interleave(v_THJ.shape[1] // x_TGK.shape[1], 1) for x_TGK in (q_TGK, k_TGK))
-    out_1THJ, state_SHKJ = kernel(
-        q=q_THK[None],
-        k=k_THK[None],
-        v=v_THJ[None],
-        g=decay_TH.float()[None],
-        beta=beta_TH.float()[None],
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=cu_S1.long(),
-    )
-    return out_1THJ[0], state_SHKJ
 
 
 # ---- chunks
@@ -213,6 +176,14 @@ def _unit(x_TGK: Tensor) -> tuple[Tensor, Tensor]:
     return x_TGK * inverse_TG1, inverse_TG1
 
 
+def _running_sum(x_RYC: Tensor) -> Tensor:
+    """Along a chunk. CUDA's cumsum adds in no fixed order, and raises where deterministic algorithms are asked for."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return x_RYC.cumsum(-1)
+    C = x_RYC.shape[-1]
+    return x_RYC @ torch.ones(C, C, device=x_RYC.device, dtype=x_RYC.dtype).triu()
+
+
 class _Chunks(NamedTuple):
     """What all chunks of a plan compute before they know the memory. [R, G, H/G, ...] where heads of values are many."""
 
@@ -242,7 +213,7 @@ def _within(plan: _Plan, q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: 
     q_RGCK, k_RGCK = cut(q_TGK) * K**-0.5, cut(k_TGK)
     v_RYCJ, decay_RYC, beta_RYC = (cut(x).unflatten(1, (G, -1)) for x in (v_THJ, decay_TH, beta_TH))
     real_R11C = plan.real_RC[:, None, None]
-    grown_RYC, beta_RYC = (decay_RYC * real_R11C).cumsum(-1), beta_RYC * real_R11C
+    grown_RYC, beta_RYC = _running_sum(decay_RYC * real_R11C), beta_RYC * real_R11C
     left_RYC = grown_RYC[..., -1:] - grown_RYC
     above_CC = torch.ones(q_RGCK.shape[2], q_RGCK.shape[2], dtype=torch.bool, device=q_RGCK.device).triu(1)
     # masked before exp: above the diagonal it would overflow
@@ -387,7 +358,7 @@ def _backward_of(
     dgrown_RYC = dbetween_RYCC.sum(-1) - dbetween_RYCC.sum(-2) + (dq_grown_RYCK * x.q_grown_RYCK).sum(-1) + x.beta_RYC * dread_k_RYC
     dgrown_RYC -= dleft_RYC
     dgrown_RYC[..., -1] += dleft_RYC.sum(-1) + (kept_RY11 * state_RYKJ * dstate_RYKJ).sum((-1, -2))
-    ddecay_RYC = dgrown_RYC.flip(-1).cumsum(-1).flip(-1)
+    ddecay_RYC = _running_sum(dgrown_RYC.flip(-1)).flip(-1)
     dv_RYCJ = x.beta_RYC[..., None] * dwritten_RYCJ
     return dq_RGCK, dk_RGCK, dv_RYCJ.flatten(1, 2), ddecay_RYC.flatten(1, 2), dbeta_RYC.flatten(1, 2)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
+from eyeline.kernels.gpu import capability_of, grouped_obstacle
 from eyeline.kernels.opaque import opaque
 
 
@@ -101,15 +102,18 @@ def grouped_swiglu_plain(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_ED
 def grouped_swiglu(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped_swiglu_plain` as one opaque operator, for any ends the same graph. All rows must be some expert's: ends[-1] = N.
 
-    CUDA in bfloat16: PyTorch's grouped kernel, which never asks the device. CPU, float32 (comparisons), and rows that are not a
-    multiple of 16 bytes long, which that kernel does not take: expert by expert, with the ends read on the host.
+    CUDA in bfloat16: PyTorch's grouped kernel, which never asks the device on compute capability 9.x and 10.x, and reads the ends on the
+    host elsewhere (`gpu.grouped_waits`). CPU, float32, older GPUs, and rows that are not a multiple of 16 bytes long, which that kernel
+    does not take: expert by expert, with the ends read on the host.
     """
     dims("ND", x_ND, "EFD", gate_EFD, "EFD", up_EFD, "EDF", down_EDF, "E", ends_E)
     return _Swiglu.apply(x_ND, gate_EFD, up_EFD, down_EDF, ends_E)
 
 
 def _kernel_takes(*matrices: Tensor) -> bool:
-    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in matrices)
+    if not all(x.is_cuda and x.shape[-1] % 8 == 0 for x in matrices):
+        return False
+    return all(grouped_obstacle(x.dtype, capability_of(x.device)) is None for x in matrices)
 
 
 def _times(x_NF: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
@@ -125,11 +129,19 @@ def _times(x_NF: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
 def _gradient(dout_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
     """doutᵀ·x of each expert's rows: the gradient of its matrix [F, D]."""
     if _kernel_takes(dout_NF, x_ND):
-        return F.grouped_mm(dout_NF.T, x_ND, offs=ends_E)
+        dweight_EFD = F.grouped_mm(dout_NF.T, x_ND, offs=ends_E)
+        # on Blackwell that kernel leaves the gradient of an expert without rows as the memory was (PyTorch's issue 172439)
+        return _without_unused(dweight_EFD, ends_E) if capability_of(x_ND.device)[0] == 10 else dweight_EFD
     dweight_EFD = x_ND.new_empty(len(ends_E), dout_NF.shape[1], x_ND.shape[1])
     for dweight_FD, (start, end) in zip(dweight_EFD.unbind(), pairwise([0, *ends_E.tolist()]), strict=True):
         torch.mm(dout_NF[start:end].T, x_ND[start:end], out=dweight_FD)
     return dweight_EFD
+
+
+def _without_unused(dweight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """The gradient with zeros for experts that had no rows, whatever stood there."""
+    unused_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+    return dweight_EFD.masked_fill_(unused_E[:, None, None], 0)
 
 
 # torch's own fake kernel of grouped_mm takes bfloat16 only, and its gradient fails on expanded ones: hence an operator of ours

@@ -171,6 +171,7 @@ class Scan(nn.Module):
     def __init__(self, key_dim: int, value_dim: int):
         super().__init__()
         self.K, self.J = key_dim, value_dim
+        self.fla = False  # set where fla's kernel was found to compute the same: `kernel_paths.choose`
 
     def forward(
         self,
@@ -189,8 +190,8 @@ class Scan(nn.Module):
         q_TGK, k_TGK = (x_TC.unflatten(-1, (-1, self.K)) for x_TC in (q_TC, k_TC))
         v_THJ = v_TC.unflatten(-1, (-1, self.J))
         if cache is None:
-            return gated_delta_rule(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)
-        return cached_gated_delta_rule(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1, cache)
+            return gated_delta_rule(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1, self.fla)
+        return cached_gated_delta_rule(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1, cache, self.fla)
 
 
 class GatedDeltaNet(nn.Module):

@@ -1,0 +1,50 @@
+"""What fast kernels ask of a GPU: its compute capability, and why one of them cannot run there. None of it looks at a tensor's content."""
+
+import torch
+
+Capability = tuple[int, int]  # NVIDIA's compute capability: (8, 0) is an A100, (8, 9) an L4 or 4090, (9, 0) an H100, (10, 0) a B200
+HALF = (torch.bfloat16, torch.float16)
+LONGEST_HEAD = 256  # of FlashAttention-2
+NARROW_BACKWARD = ((8, 6), (8, 9), (12, 0), (12, 1))  # too little shared memory for its backward pass at head dims of 193 to 224
+
+
+@torch.compiler.assume_constant_result
+def capability_of(device: torch.device) -> Capability:
+    """The compute capability of a CUDA device; torch keeps it, so asking costs microseconds. A compiled graph has it as a constant."""
+    return torch.cuda.get_device_capability(device)
+
+
+def written(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def flash_obstacle(dtype: torch.dtype, head_dim: int, capability: Capability) -> str | None:
+    """Why PyTorch's variable-length flash attention cannot compute this on a GPU; None where it can."""
+    if torch.version.hip is not None:
+        return "this is a ROCm build of torch, where flash attention over packed documents was never tried"
+    if capability < (8, 0):
+        return f"flash attention needs compute capability 8.0 (Ampere), and this GPU has {written(capability)}"
+    if dtype not in HALF:
+        return "flash attention computes in bfloat16 or float16, and this is float32"
+    if head_dim % 8 or head_dim > LONGEST_HEAD:
+        return f"flash attention needs a head dim that is a multiple of 8 and at most {LONGEST_HEAD}, and this is {head_dim}"
+    if 192 < head_dim <= 224 and capability in NARROW_BACKWARD:
+        return f"flash attention has no backward pass for a head dim of {head_dim} on compute capability {written(capability)}"
+    return None
+
+
+def grouped_obstacle(dtype: torch.dtype, capability: Capability) -> str | None:
+    """Why PyTorch's grouped matrix product cannot be called at all on a GPU; None where it can, fast or not (`grouped_waits`)."""
+    if torch.version.hip is not None:
+        return "this is a ROCm build of torch, where the grouped matrix product was never tried"
+    if capability < (8, 0):
+        return f"the grouped matrix product needs compute capability 8.0, and this GPU has {written(capability)}"
+    if dtype != torch.bfloat16:
+        return "the grouped matrix product computes in bfloat16, and this is float32"
+    return None
+
+
+def grouped_waits(capability: Capability) -> bool:
+    """Whether torch's grouped matrix product reads the group sizes on the host and loops over groups: everywhere but on data-centre
+    Hopper and Blackwell (9.x, 10.x)."""
+    return capability[0] not in (9, 10)
