@@ -338,6 +338,7 @@ def _read(recipe: str, overrides: list[str] | None):
 
 
 def _calm() -> None:
-    from eyeline.parallel.threads import calm_threads
+    from eyeline.parallel.threads import calm_threads, expandable_segments
 
     calm_threads()
+    expandable_segments()

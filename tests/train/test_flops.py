@@ -60,6 +60,42 @@ def test_peaks_go_by_the_drivers_names() -> None:
     assert peak_of("AMD EPYC 7763 64-Core Processor × 2") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),  # names as drivers give them
+    [
+        ("NVIDIA B300 SXM6 AC", 2250e12),
+        ("NVIDIA GB300", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA A40", 149.7e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090", 209.5e12),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA RTX A6000", 154.8e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 504e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("Tesla T4", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_peak_of_each_product_is_its_own(name: str, peak: float | None) -> None:
+    assert peak_of(name) == peak
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_utilisation_is_of_the_bf16_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     monkeypatch.setattr(flops, "peak_of", lambda _name: 1e12)

@@ -8,6 +8,7 @@ Counted: products with weights, attention's two products over pairs, and the gat
 norms, rotations, softmax, activations, convolutions of a few taps, weighting experts, the optimizer. Padding does not count.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -192,18 +193,49 @@ def count(model: nn.Module, facts: Facts) -> Arithmetic:
     return Arithmetic(pictured=tallies[True], texts=tallies[False], image=facts.image)
 
 
-# Dense bfloat16 products of the accelerator, FLOPs a second, without sparsity, as its maker publishes them.
+# Dense bfloat16 products with float32 accumulation, FLOPs a second, without sparsity, as the maker publishes them. NVIDIA's data sheets
+# of the products; its Ampere (GA102), Ada and Blackwell white papers, appendices, for GeForce, RTX and L40S; AMD's data sheets of
+# Instinct. Data sheets with an asterisk give twice as much, "with sparsity". Longer names first.
 PEAKS = {
+    "GB300": 2.5e15,
     "GB200": 2.5e15,
+    "B300": 2.25e15,
     "B200": 2.25e15,
+    "GH200": 9.89e14,
     "H200": 9.89e14,
     "H100 PCIe": 7.56e14,
     "H100 NVL": 8.35e14,
     "H100": 9.89e14,
+    "H800": 9.89e14,
+    "H20": 1.48e14,
     "A100": 3.12e14,
+    "A800": 3.12e14,
+    "A30": 1.65e14,
+    "A40": 1.497e14,
+    "A10G": 7.0e13,  # of Amazon's, with fewer units
+    "A10": 1.25e14,
+    "L40S": 3.62e14,
+    "L40": 1.81e14,
+    "L4": 1.21e14,
+    "RTX PRO 6000 Blackwell Max-Q": 4.39e14,
+    "RTX PRO 6000 Blackwell": 5.04e14,
+    "RTX 6000 Ada": 3.64e14,
+    "RTX A6000": 1.548e14,
+    "RTX 5090": 2.095e14,
+    "RTX 4090": 1.652e14,
+    "RTX 3090": 7.1e13,
+    "MI355X": 2.517e15,
+    "MI350X": 2.307e15,
+    "MI325X": 1.307e15,
+    "MI300X": 1.307e15,
+    "MI300A": 9.81e14,
+    "MI250X": 3.83e14,
 }
+_OTHER = r"(?! (Laptop|D|Ti|SUPER)\b)"  # a word after the name that makes it another product
 
 
 def peak_of(device_name: str) -> float | None:
-    """By the name that the driver gives; None where it is not known, as for a CPU."""
-    return next((peak for name, peak in PEAKS.items() if name in device_name), None)
+    """By the name that the driver gives, in whole words; None where it is not known, as for a CPU or a part of a GPU (MIG)."""
+    if " MIG " in device_name:
+        return None
+    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{re.escape(name)}\b{_OTHER}", device_name)), None)

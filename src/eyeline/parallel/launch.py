@@ -3,10 +3,13 @@
 import os
 import platform
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from eyeline.core.errors import Refused
+from eyeline.core.log import warn
+from eyeline.parallel.threads import ALLOCATOR
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,8 @@ class Machine:
     device: torch.device
     name: str  # of the accelerator, or of the processor
     threads: int  # CPU threads that torch computes with
+    capability: tuple[int, int] | None = None  # compute capability of a CUDA device
+    deterministic: bool = False  # torch uses deterministic algorithms only
 
     def memory_bytes(self) -> int:
         """Bytes in use at their highest: of the accelerator's allocator, or of this process on a CPU."""
@@ -25,9 +30,24 @@ class Machine:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
+    def stamps(self) -> dict[str, Any]:
+        """Versions of what a GPU computes with, as plain JSON; null on a CPU."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "capability": f"{self.capability[0]}.{self.capability[1]}" if self.capability else None,
+            "device_memory_bytes": torch.cuda.get_device_properties(self.device).total_memory if on_gpu else None,
+            "cuda": torch.version.cuda if on_gpu else None,
+            "rocm": torch.version.hip if on_gpu else None,
+            "cudnn": torch.backends.cudnn.version() if on_gpu else None,
+            "driver": _driver() if on_gpu else None,
+            "allocator": next((os.environ[name] for name in ALLOCATOR if name in os.environ), None) if on_gpu else None,
+            "deterministic": self.deterministic,
+        }
 
-def machine(device: str = "auto", threads: int | None = None) -> Machine:
-    """Choose the device ("auto", "cpu", "cuda") and set the number of threads. Refuses what is not there."""
+
+def machine(device: str = "auto", threads: int | None = None, deterministic: bool = False) -> Machine:
+    """Choose the device ("auto", "cpu", "cuda"), set the number of threads, and whether torch uses deterministic algorithms only.
+    Refuses what is not there."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise Refused(
@@ -37,10 +57,44 @@ def machine(device: str = "auto", threads: int | None = None) -> Machine:
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused("device is cuda, but torch sees no CUDA device here. Use device=cpu, or install a CUDA build of torch.")
     chosen = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
+    if device == "auto" and chosen == "cpu" and (other := _other_accelerator()):
+        warn(f"device: auto takes the CPU: this machine has {other}, which Eyeline does not compute on. Set device=cpu to leave this out")
     if threads is not None:
         torch.set_num_threads(threads)
-    name = torch.cuda.get_device_name() if chosen == "cuda" else _processor()
-    return Machine(torch.device(chosen), name, torch.get_num_threads())
+    _set_deterministic(deterministic)
+    if chosen == "cpu":
+        return Machine(torch.device("cpu"), _processor(), torch.get_num_threads(), deterministic=deterministic)
+    return Machine(
+        torch.device("cuda"), torch.cuda.get_device_name(), torch.get_num_threads(), torch.cuda.get_device_capability(), deterministic
+    )
+
+
+def _set_deterministic(on: bool) -> None:
+    """Process-wide: torch then raises where an operator has no deterministic version."""
+    if torch.are_deterministic_algorithms_enabled() != on:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a search for defects: what it fills is overwritten
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used, and torch asks for it
+
+
+def _other_accelerator() -> str | None:
+    """An accelerator that torch sees and Eyeline does not use."""
+    if torch.backends.mps.is_available():
+        return "an Apple GPU (MPS)"
+    if torch.xpu.is_available():
+        return "an Intel GPU (XPU)"
+    return None
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel module as Linux tells it."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            words = file.readline().split()
+    except OSError:
+        return None
+    return next((word for word in words if word[0].isdigit() and "." in word), None)
 
 
 def _processor() -> str:

@@ -1,6 +1,9 @@
-"""How CPU threads wait, and which there are none of. Apart from `launch.py`, since it must be asked before torch is imported."""
+"""What is asked of CPU threads and of the GPU's allocator. Apart from `launch.py`, since it must be asked before torch is imported."""
 
 import os
+import sys
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # the latter two are older names
 
 
 def calm_threads() -> None:
@@ -12,3 +15,13 @@ def calm_threads() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def expandable_segments() -> None:
+    """Ask the GPU's allocator for segments that grow. Before torch is imported, or it has no effect; what the user has set stays.
+
+    Packs differ in shape from step to step, and with segments of fixed size the gaps between them add up until a step that fits
+    the memory finds no room in one piece.
+    """
+    if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

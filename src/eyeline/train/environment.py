@@ -9,7 +9,10 @@ from typing import Any
 from eyeline import __version__
 from eyeline.parallel.launch import Machine
 
-PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pillow", "pydantic", "peft")
+PACKAGES = (
+    *("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pillow", "pydantic", "peft"),
+    *("triton", "flash-linear-attention", "fla-core"),  # kernels on a GPU
+)
 
 
 def environment(here: Machine) -> dict[str, Any]:
@@ -23,6 +26,7 @@ def environment(here: Machine) -> dict[str, Any]:
         "device": here.device.type,
         "hardware": here.name,
         "threads": here.threads,
+        **here.stamps(),
     }
 
 
