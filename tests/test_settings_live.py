@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import eyeline.data.containers.container
@@ -120,6 +121,16 @@ def device(recipe: dict[str, Any], folder: Path) -> Any:
         return json.loads((trained(recipe, folder) / "env.json").read_text())["attempts"][0]["device"]
     except Refused as refused:
         return str(refused)
+
+
+def deterministic(recipe: dict[str, Any], folder: Path) -> Any:
+    """What torch is asked for while the run computes, and what the run says of itself."""
+    asked = set()
+    with pytest.MonkeyPatch.context() as patch:
+        forward = siglip2.Block.forward
+        patch.setattr(siglip2.Block, "forward", lambda *x: asked.add(torch.are_deterministic_algorithms_enabled()) or forward(*x))
+        run = trained(recipe, folder)
+    return asked, json.loads((run / "env.json").read_text())["attempts"][0]["deterministic"]
 
 
 def run_folders(recipe: dict[str, Any], folder: Path) -> str:
@@ -487,6 +498,7 @@ CASES: dict[str, Case] = {
     "evaluation.max_tokens": turned("evaluation.max_tokens=2", see=evaluated),
     "precision": turned("precision=bf16"),
     "device": turned("device=cuda", see=device),
+    "deterministic": turned("deterministic=true", see=deterministic),
     "threads": turned("threads=2", see=stamps),
     "log_every": turned("log_every=1", see="printed", base=("stages.0.steps=5",)),
     "validate_every": turned("validate_every=1", see=validations),

@@ -8,6 +8,7 @@ import torch
 
 from eyeline.core.facts import PARTS, matches, part_of
 from eyeline.core.randomness import torch_rng_for
+from eyeline.data.batches import batch_of
 from eyeline.models import build, llava, qwen2, siglip2
 from eyeline.models.layers import Attend, LayerNorm, Linear, RMSNorm
 from tests.models import twins
@@ -195,3 +196,26 @@ def test_head_width_is_free_of_the_width():
     c = language(tied=True, head_dim=8)
     assert (c.K, language(tied=True).K) == (8, 6)
     assert qwen2.Model(c).blocks[0].attn.q.weight.shape == (32, 24)
+
+
+@each_case
+@torch.no_grad()
+def test_weights_cast_once_give_the_same_bits(case):
+    """What is cast to bfloat16 at every use may be so from the beginning; what computes in float32 (routers, positions) may not."""
+    at_use = twins.built(case, torch.bfloat16)
+    twins.randomise(at_use)
+    once = twins.built(case, torch.bfloat16, cast_once=True)
+    for name, p in once.named_parameters():
+        p.copy_(at_use.get_parameter(name))
+    held = dict(once.named_parameters())
+    for name, module in once.named_modules():
+        if isinstance(module, Linear):
+            assert module.weight.dtype == torch.bfloat16, name
+    single = {name for name, p in held.items() if p.dtype == torch.float32}
+    assert all(held[name].ndim == 1 or "router" in name or "positions" in name or "conv" in name for name in single)
+    assert {"language.embed.weight", "language.blocks.0.norm1.weight"} - single == {"language.embed.weight"}
+    for documents in (case.documents, case.texts):
+        batch = batch_of(documents, None, next_tokens=True)
+        want = at_use.eval()(batch)
+        assert want.isfinite().all()
+        assert torch.equal(once.eval()(batch), want)

@@ -177,3 +177,33 @@ def test_a_model_that_is_only_adapted_is_never_whole_in_fp32(start: Path, tmp_pa
     stored = checkpoint.load("model", "frozen")
     assert {name: p.dtype for name, p in resumed.named_parameters()} == {name: x.dtype for name, x in stored.items()}
     assert all(torch.equal(p, stored[name]) for name, p in resumed.named_parameters())
+
+
+@pytest.mark.parametrize("ways", [(FULL, FULL, FULL), (LORA, FULL, LORA), (None, None, LORA)], ids=names)
+@torch.no_grad()
+def test_model_that_answers_holds_its_weights_in_the_dtype_that_it_computes_in(start: Path, tmp_path: Path, ways) -> None:
+    """Cast once where it is loaded, after adapters were merged in float32: what is held is what each use would have made of it."""
+    for precision in ("fp32", "bf16"):
+        loop.train(from_start(start, tmp_path / precision, ways, f"precision={precision}"))
+        opened = open_bundle(tmp_path / precision)
+        whole = models.build(opened.bundle.config, "cpu")
+        opened.load(whole)
+        for dtype in (torch.float32, torch.bfloat16):
+            model = opened.answering(torch.device("cpu"), dtype)
+            assert not model.training
+            held = dict(model.named_parameters())
+            assert held.keys() == dict(whole.named_parameters()).keys(), "adapters are merged"
+            for name, p in held.items():
+                cast = p.ndim > 1 and "positions" not in name
+                assert p.dtype == (dtype if cast else torch.float32), name
+                assert torch.equal(p, whole.get_parameter(name).to(p.dtype)), name
+
+
+def test_model_that_answers_from_a_folder_is_cast_once_too(start: Path, tmp_path: Path) -> None:
+    opened = open_bundle(start / "run")
+    whole = models.build(opened.bundle.config, "cpu")
+    opened.load(whole)
+    export(opened.bundle, whole, tmp_path / "folder")
+    model = open_bundle(tmp_path / "folder").answering(torch.device("cpu"), torch.bfloat16)
+    assert model.language.blocks[0].attn.q.weight.dtype == torch.bfloat16
+    assert torch.equal(model.language.blocks[0].attn.q.weight, whole.language.blocks[0].attn.q.weight.bfloat16())

@@ -24,16 +24,16 @@ from torch import Tensor
 
 from eyeline.bundle.folders import about, new_folder, read_config, read_preprocessor, read_video_preprocessor
 from eyeline.checkpoint import store
-from eyeline.checkpoint.tensors import entries_in, key_of, stream
+from eyeline.checkpoint.tensors import entries_in, entries_of, key_of, stream
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import read_object, write_json
 from eyeline.core.log import warn
 from eyeline.data.templates import FILM, LLAMA_DATE, TEMPLATES, template_named
 from eyeline.data.tokenizer import Encoder, load_tokenizer, save_tokenizer
-from eyeline.models import CONFIG, FAMILIES, Config, Model, facts, family_of
+from eyeline.models import CONFIG, FAMILIES, Config, Model, build, facts, family_of
 from eyeline.models.forms import Files, Form, MediaTokens
-from eyeline.models.lora import LoRA, merge, wrap
+from eyeline.models.lora import LoRA, adapters, merge, wrap
 from eyeline.models.moe import add_biases, biases_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -94,15 +94,40 @@ class Opened:
         if not keep_adapters:
             merge(model)
 
+    def answering(self, device: torch.device, compute_dtype: torch.dtype) -> Model:
+        """The model to generate with. Weights are cast to the dtype that they compute in here, once, and not at every token: in
+        bfloat16 it needs half the memory. Adapters are merged layer by layer, in float32, before that. Raises Refused."""
+        config = self.bundle.config
+        model = build(config, device, compute_dtype=compute_dtype, cast_once=True)
+        if self.checkpoint is None:
+            self.load(model)
+        else:
+            load_checkpoint(model, config, self.checkpoint, rounded=True)
+            merge(model, compute_dtype)
+        return model.eval()
 
-def load_checkpoint(model: Model, config: Config, checkpoint: store.Checkpoint) -> None:
-    """Fill a plain model from a run's checkpoint, with the adapters that it had when it was saved."""
+
+def load_checkpoint(model: Model, config: Config, checkpoint: store.Checkpoint, rounded: bool = False) -> None:
+    """Fill a plain model from a run's checkpoint, with the adapters that it had when it was saved. With `rounded`, weights may be cast
+    to a narrower dtype, but for those that adapters are to be added to."""
     anything = torch.Generator()  # the adapters' initial values are overwritten
     for part, settings in checkpoint.state["lora"].items():
         wrap(model, facts(config), part, LoRA(**settings), anything)
     if checkpoint.state.get("expert_biases"):
         add_biases(model)
-    checkpoint.fill(dict(model.named_parameters()) | biases_of(model), "model", "frozen")
+    if rounded:
+        _widen_adapted(model, checkpoint)
+    checkpoint.fill(dict(model.named_parameters()) | biases_of(model), "model", "frozen", rounded=rounded)
+
+
+def _widen_adapted(model: Model, checkpoint: store.Checkpoint) -> None:
+    """Give weights that have an adapter the dtype that they are stored in."""
+    stored = {name: x.dtype for name in ("model", "frozen") for name, x in entries_of(checkpoint.folder / f"{name}.safetensors").items()}
+    for name in adapters(model):
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, torch.nn.Parameter)
+        if stored.get(f"{name}.weight") == "F32":
+            weight.data = weight.data.float()
 
 
 # ---- weights

@@ -79,17 +79,18 @@ class Checkpoint:
         return found
 
     @torch.no_grad()
-    def fill(self, targets: Mapping[str, Tensor], *names: str) -> None:
+    def fill(self, targets: Mapping[str, Tensor], *names: str, rounded: bool = False) -> None:
         """Copy the tensors of these sets into `targets`: exactly the same names and shapes, or Refused with the differences.
 
-        A target may be wider than what was stored (a bfloat16 weight into float32: exact), never narrower.
+        A target may be wider than what was stored (a bfloat16 weight into float32: exact), and narrower only with `rounded`.
         """
         stored = self.load(*names)
         problems = [f"{name} is not in the checkpoint" for name in targets if name not in stored]
         problems += [f"{name} is not in the model" for name in stored if name not in targets]
         for name in targets.keys() & stored.keys():
             got, want = stored[name], targets[name]
-            if got.shape != want.shape or torch.promote_types(got.dtype, want.dtype) != want.dtype:
+            fits = rounded or torch.promote_types(got.dtype, want.dtype) == want.dtype
+            if got.shape != want.shape or not fits:
                 problems.append(f"{name} is {list(got.shape)} {got.dtype}, wanted {list(want.shape)} {want.dtype}")
         if problems:
             more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""

@@ -10,7 +10,7 @@ import torch
 from pydantic import Discriminator, Tag, TypeAdapter
 
 from eyeline.core.facts import Facts, KeyRule, Part, part_of
-from eyeline.models import llava, qwen3_5_vl, qwen3_vl, qwen_vl, text
+from eyeline.models import decoder, llava, qwen3_5_vl, qwen3_vl, qwen_vl, text
 from eyeline.models.forms import NONE, Files, Form, MediaTokens, Shapes
 from eyeline.models.hf_config import Json
 
@@ -77,11 +77,16 @@ def build(
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
     half: Collection[Part] = (),
+    cast_once: bool = False,
 ) -> Model:
     """A model on `device` whose weights, of `dtype`, are not yet filled: no time is spent on numbers that are overwritten. Matrices
-    of the parts in `half` are bfloat16."""
+    of the parts in `half` are bfloat16. With `cast_once`, for models that only answer, those that are cast to `compute_dtype` wherever
+    they are used are of that dtype, and the answers the same."""
     with torch.device("meta"):
         model = family_of(c).Model(c, compute_dtype).to(dtype)
+    if cast_once:
+        for weight in decoder.cast_at_use(model):
+            weight.data = weight.data.to(compute_dtype)
     if half:
         stated = facts(c)
         for name, parameter in model.named_parameters():

@@ -7,7 +7,7 @@ Dims: T tokens  S documents  D width  H query heads  G key/value heads  K head d
       V vocabulary  L wanted rows  M visual tokens
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -21,7 +21,7 @@ from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
 from eyeline.models.layers import MLP, Attend, Linear, RMSNorm, normal_, run_block
-from eyeline.models.moe import Aux, Balance, Bias, Forced, MoE, Routed, add_biases, balance_loss, routers
+from eyeline.models.moe import Aux, Balance, Bias, ExpertWeights, Forced, MoE, Routed, add_biases, balance_loss, routers
 
 
 class Layout(NamedTuple):
@@ -252,6 +252,17 @@ class Decoder(nn.Module):
         for module in self.modules():
             if module is not self and isinstance(module, StartsItself):
                 module.initialise(rng)
+
+
+def cast_at_use(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Every matrix that is cast to the activations' dtype wherever it is used, and nowhere read in float32. Not among them: routers,
+    tables of positions and convolutions, which compute in float32, and vectors, which are few numbers."""
+    for module in model.modules():
+        match module:
+            case Linear() | Head() | ExpertWeights():
+                yield from (weight for weight in module.parameters(recurse=False) if weight.ndim > 1)
+            case Decoder():
+                yield cast(nn.Parameter, module.embed.weight)
 
 
 # ---- experts of the decoders in a model

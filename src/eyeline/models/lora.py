@@ -85,10 +85,11 @@ def adapters(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def merge(model: nn.Module) -> list[str]:
+def merge(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[str]:
     """Add every update to its weight and take the adapters off; return the names of the layers that had one.
 
-    The sum is made and kept in float32, also where the frozen weight was kept in bfloat16: nothing of the update is rounded away.
+    The sum is made in float32, also where the frozen weight was kept in bfloat16, and kept in `dtype`: in float32, nothing of the
+    update is rounded away.
     """
     merged = adapters(model)
     for name in merged:
@@ -96,7 +97,7 @@ def merge(model: nn.Module) -> list[str]:
         assert isinstance(adapted, LoRALinear)
         plain = Linear(adapted.in_features, adapted.out_features, bias=False, device="meta")
         sum_OI = adapted.weight.float() + adapted.scale * (adapted.lora_B @ adapted.lora_A)
-        plain.weight = nn.Parameter(sum_OI, requires_grad=adapted.weight.requires_grad)
+        plain.weight = nn.Parameter(sum_OI.to(dtype), requires_grad=adapted.weight.requires_grad)
         plain.bias = adapted.bias
         model.set_submodule(name, plain)
     return merged

@@ -73,7 +73,8 @@ def _set_deterministic(on: bool) -> None:
     """Process-wide: torch then raises where an operator has no deterministic version."""
     if torch.are_deterministic_algorithms_enabled() != on:  # the call imports torch's compiler
         torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a search for defects: what it fills is overwritten
+    # a search for defects, which costs time: what it fills is overwritten
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]: a property of the module
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used, and torch asks for it
 

@@ -11,18 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from eyeline.bundle.bundle import open_bundle
+from eyeline.bundle.computing import choose_kernels
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, visible
 from eyeline.data.sets import opened, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
 from eyeline.evals.result import Result, write_result
-from eyeline.models import build, facts
+from eyeline.models import facts
 from eyeline.parallel.launch import machine
 from eyeline.train.environment import environment
 from eyeline.train.run import from_yaml
 from eyeline.train.start import COMPUTE
-from eyeline.train.trainable import halved
 
 
 def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoint: Literal["newest", "best"] = "newest") -> Result:
@@ -39,11 +39,11 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
         raise Refused(f"{recipe} cannot be read by this version of Eyeline: {error}. Put it back as `eyeline train` wrote it") from error
     if run.evaluation is None:
         raise Refused(f"{recipe} has no evaluation. Add evaluation.sources to the recipe and run `eyeline train` again: it may change")
-    here = machine(run.device, run.threads)
+    here = machine(run.device, run.threads, run.deterministic)
     found = open_bundle(folder, checkpoint)
     assert found.checkpoint is not None, "a run has one"
-    model = build(found.bundle.config, here.device, compute_dtype=COMPUTE[run.precision], half=halved(run))
-    found.load(model)
+    model = found.answering(here.device, COMPUTE[run.precision])
+    choose_kernels(model, here, COMPUTE[run.precision], trains=False)
     asked = opened(run.evaluation.sources)
     learned = dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data))  # stages share samples
     prior = prior_of(learned)
@@ -54,7 +54,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     with Progress(transient=True) as bar:
         task = bar.add_task("answering", total=questions)
         result = exact_match(
-            model.eval(),
+            model,
             facts(found.bundle.config),
             found.bundle.encoder(),
             asked,

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from eyeline.bundle.computing import choose_kernels
 from eyeline.checkpoint import store
 from eyeline.core.batch import Batch
 from eyeline.core.errors import NotFinite, Refused, Stopped, StorageFailed
@@ -25,7 +26,7 @@ from eyeline.train.metrics import Clock, StepFigures
 from eyeline.train.optim import load_state_tensors, make_optimizers, set_learning_rates, state_tensors
 from eyeline.train.run import Run, Stage
 from eyeline.train.schedule import factor
-from eyeline.train.start import Home, announce, begin, build, refuse_changed_past, tensors_of
+from eyeline.train.start import COMPUTE, Home, announce, begin, build, refuse_changed_past, tensors_of
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.summary import Tally, stage_lines, stage_record
@@ -50,7 +51,7 @@ def train(run: Run) -> None:
     Raises Refused before anything is written if the folder holds another run; Stopped after a signal, with all saved.
     """
     clock = Clock()
-    here = machine(run.device, run.threads)
+    here = machine(run.device, run.threads, run.deterministic)
     folder = run_folder(run)
     make_folder(folder)
     console = Console()
@@ -108,6 +109,7 @@ def train_stage(
         stage = run.stages[state.stage]
         model, facts, adapters = build(run, home, here, checkpoint)
         rows = prepare(model, facts, run, state.stage, adapters)
+        choose_kernels(model, here, COMPUTE[run.precision], trains=True)
         arithmetic = flops.count(model, facts)
         optimizers = make_optimizers(model, facts, stage.optimizer)
         if checkpoint and state.step > 0:

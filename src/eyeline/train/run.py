@@ -118,6 +118,7 @@ class Run(Settings):
     evaluation: Evaluation | None = None
     precision: Literal["fp32", "bf16"] = "fp32"  # of activations and products; what trains is kept in fp32 in any case
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = False  # only algorithms that give the same bits every time; on a GPU others are faster
     threads: Positive | None = None  # CPU threads; torch's own choice when not given
     log_every: Positive = 10  # steps between lines where the screen is not a terminal
     validate_every: Positive | None = None  # steps; also at the end of a stage. None: never
@@ -172,6 +173,7 @@ def from_yaml(text: str) -> Run:
 MAY_CHANGE = (
     "out",
     "device",
+    "deterministic",
     "threads",
     "log_every",
     "validate_every",
