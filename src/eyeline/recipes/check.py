@@ -29,6 +29,7 @@ from eyeline.models import build, family_of
 from eyeline.models import facts as facts_of
 from eyeline.models.flops import Arithmetic, count
 from eyeline.models.moe import Bias
+from eyeline.recipes.device import device_report
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, picture_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
@@ -55,11 +56,16 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         bundle = description(run)
         encoder = bundle.encoder()
     except Refused:  # among the settings' problems already: without a model no sample can be shown
+        found += device_report(run, None).problems
         _say(console, _listed(run.name, found))
         return False
     facts, form = facts_of(bundle.config), family_of(bundle.config).form(bundle.config)
     _say(console, f"run folder: {run_folder(run)}")
     _say(console, f"export: {form.name} form, for transformers' {classes(bundle, form)} ({form.reason})")
+    device = device_report(run, bundle)
+    for line in device.lines:
+        _say(console, line)
+    found += device.problems
     for index, stage in enumerate(run.stages):
         try:
             reader = Reader(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
@@ -70,7 +76,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
         found += data_problems(stage, report)
     console.rule(characters="-")
-    for line in (*untrained_tokens(run, bundle), *evaluation_warnings(run)):
+    for line in (*device.warnings, *untrained_tokens(run, bundle), *evaluation_warnings(run)):
         _say(console, f"warning: {line}")
     _say(console, _listed(run.name, found) if found else f"{run.name}: no problems")
     return not found

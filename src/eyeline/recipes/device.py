@@ -1,0 +1,32 @@
+"""What `check` says about the machine: the device that a run would take, and the kernels that its model would compute with there."""
+
+from dataclasses import dataclass, replace
+
+from eyeline.bundle.bundle import Bundle
+from eyeline.core.errors import Refused
+from eyeline.models import build
+from eyeline.models.kernel_paths import KernelPaths, choose
+from eyeline.parallel.launch import machine
+from eyeline.train.run import Run
+from eyeline.train.start import COMPUTE
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    lines: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def device_report(run: Run, bundle: Bundle | None) -> DeviceReport:
+    """Of this machine. With a bundle also its kernels, which are tried on the GPU as at the start of a stage, on one small batch."""
+    try:
+        here = replace(machine(run.device), deterministic=run.deterministic)
+    except Refused as error:
+        return DeviceReport(problems=(f"device: {error}",))
+    dtype = COMPUTE[run.precision]
+    paths = KernelPaths()
+    if bundle is not None:
+        paths = choose(build(bundle.config, "meta"), here.device, here.capability, dtype, trains=True, deterministic=here.deterministic)
+    capability = f", compute capability {here.capability[0]}.{here.capability[1]}" if here.capability else ""
+    return DeviceReport((f"device: {here.device.type} ({here.name}{capability}), {run.precision}", *paths.lines), paths.warnings)

@@ -1,0 +1,224 @@
+"""`check`, `train`, `eval` and their kernels on GPUs that are made up: a CPU that says it has a compute capability."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import eyeline.train.loop as loop
+from eyeline.core.errors import Refused
+from eyeline.core.files import read_lines
+from eyeline.kernels import fla
+from eyeline.models import CONFIG, build
+from eyeline.models.kernel_paths import choose
+from eyeline.parallel.launch import Machine
+from eyeline.recipes import device as module
+from eyeline.recipes.check import check
+from eyeline.recipes.device import device_report
+from eyeline.study import evaluate as evaluation
+from eyeline.train.start import description
+from tests.fla_stand_in import install, kernel, raising_in_backward
+from tests.train.recipe import tiny_run
+
+LLAVA = {  # head dims 8 and 16
+    "vision": {"image_size": 16, "patch": 8, "width": 16, "layers": 1, "heads": 2, "feed_forward": 16},
+    "language": {"vocabulary": 300, "width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "feed_forward": 32, "tied": True},
+}
+DELTA = {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 8}
+HYBRID = {
+    "family": "text",
+    "language": {
+        "family": "qwen3_5", "vocabulary": 300, "width": 16, "layers": 2, "kinds": ["linear_attention", "full_attention"], "heads": 2,
+        "kv_heads": 1, "head_dim": 8, "delta": DELTA, "feed_forward": 24, "rotary": 0.5, "sections": [1, 1, 0], "tied": True,
+    },
+}  # fmt: skip
+SPARSE = {"count": 4, "active": 2, "feed_forward": 16}
+EXPERTS = {
+    "family": "text",
+    "language": {
+        "family": "qwen3", "vocabulary": 300, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "feed_forward": 24,
+        "experts": SPARSE, "tied": True,
+    },
+}  # fmt: skip
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def chosen(config: dict[str, Any], capability: tuple[int, int] | None, dtype: torch.dtype = BF16, **how: Any) -> tuple[str, str]:
+    """The lines and the warnings."""
+    model = build(CONFIG.validate_python(config), "meta")
+    found = choose(model, torch.device("cpu"), capability, dtype, **{"trains": True, **how})
+    return "\n".join(found.lines), "\n".join(found.warnings)
+
+
+def with_heads(config: dict[str, Any], heads: int) -> dict[str, Any]:
+    return config | {"vision": config["vision"] | {"width": 24, "heads": heads}}
+
+
+def test_a_cpu_has_one_kernel_and_says_nothing() -> None:
+    assert chosen(LLAVA, None) == chosen(HYBRID, None, FP32) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "dtype", "line", "warning"),
+    [
+        (LLAVA, (9, 0), BF16, "attention of vision (head dim 8) and language (head dim 16): flash attention over packed documents", None),
+        (LLAVA, (8, 0), BF16, "flash attention", None),
+        (LLAVA, (7, 5), BF16, None, "has no bfloat16 in hardware"),
+        (LLAVA, (7, 5), BF16, None, "one document at a time (scaled_dot_product_attention), because flash attention needs compute"),
+        (LLAVA, (9, 0), FP32, None, "precision: fp32 on a GPU"),
+        (LLAVA, (9, 0), FP32, None, "flash attention computes in bfloat16 or float16, and this is float32"),
+        (
+            with_heads(LLAVA, 4),
+            (9, 0),
+            BF16,
+            "attention of language (head dim 16): flash",
+            "attention of vision (head dim 6): one document",
+        ),
+        (EXPERTS, (9, 0), BF16, "experts: torch's grouped matrix product (grouped_mm)", None),
+        (EXPERTS, (10, 0), BF16, "experts: torch's grouped matrix product (grouped_mm)", None),
+        (EXPERTS, (8, 0), BF16, None, "loops over experts on this GPU and waits for it in every layer"),
+        (EXPERTS, (12, 0), BF16, None, "this one has 12.0"),
+        (EXPERTS, (7, 0), FP32, None, "experts: one at a time"),
+    ],
+)
+def test_each_gpu_is_told_what_computes(config, capability, dtype, line, warning) -> None:
+    lines, warnings = chosen(config, capability, dtype)
+    assert line is None or line in lines
+    assert warning in warnings if warning else not warnings
+
+
+def test_experts_of_odd_widths_are_said() -> None:
+    odd = EXPERTS | {"language": EXPERTS["language"] | {"experts": SPARSE | {"feed_forward": 12}}}
+    assert "widths that are multiples of 8, and these are [16, 12]" in chosen(odd, (9, 0))[1]
+
+
+def test_missing_fla_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla, "installed", lambda: False)
+    warnings = chosen(HYBRID, (9, 0))[1]
+    assert "because fla is not installed" in warnings
+    assert "pip install 'flash-linear-attention>=0.5.2'" in warnings
+    assert "fla is" not in "".join(chosen(LLAVA, (9, 0))), "only where a model has such layers"
+
+
+def test_fla_is_not_tried_where_it_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    install(monkeypatch, kernel(calls=calls))
+    assert "fla computes in half precision" in chosen(HYBRID, (9, 0), FP32)[0]
+    assert "deterministic is on" in chosen(HYBRID, (9, 0), deterministic=True)[0]
+    assert not calls
+
+
+def test_fault_of_fla_is_said_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla, "_version", {"flash-linear-attention": "0.4.2", "triton": "3.6.0"}.get)
+    install(monkeypatch, kernel(gradient_by={"decay": 1.5, "beta": 0.5}))
+    warnings = chosen(HYBRID, (9, 0))[1]
+    assert "fla does not compute the same here: the gradient of decay is off by 50%, the gradient of beta is off by 50%" in warnings
+    assert f"(flash-linear-attention 0.4.2, triton 3.6.0, torch {torch.__version__}, cpu)" in warnings
+    assert "fla, compared with our own kernel" in chosen(HYBRID, (9, 0), trains=False)[0], "its output is right"
+
+
+# ---- runs
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that computes on the CPU, as an H100 is asked."""
+    for place in (loop, module, evaluation):
+        monkeypatch.setattr(place, "machine", lambda *_: Machine(torch.device("cpu"), "NVIDIA H100", 1, (9, 0)))
+
+
+def hybrid_run(folder: Path, *overrides: str):
+    source = {"sources": [{"path": str(folder / "text.json")}]}
+    rows = [{"conversations": [{"from": "human", "value": f"say {n}"}, {"from": "gpt", "value": f"it is {n}"}]} for n in range(12)]
+    (folder / "text.json").write_text(json.dumps(rows))
+    stage = {
+        "name": "text", "trains": {"language": {"how": "full", "lr": 0.01}}, "data": source, "steps": 2,
+        "batch": {"tokens": 200, "patches": 0},
+    }  # fmt: skip
+    return tiny_run(
+        folder,
+        f"model.config={json.dumps(HYBRID)}",
+        f"stages={json.dumps([stage])}",
+        f"evaluation={json.dumps(source | {'max_tokens': 2})}",
+        "precision=bf16",
+        *overrides,
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "step"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_stage_takes_fla_only_after_it_agreed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(fla, "installed", lambda: False)
+    loop.train(hybrid_run(tmp_path, f"out={tmp_path / 'none'}"))
+    assert "because fla is not installed" in capsys.readouterr().err
+
+    calls: list[Any] = []
+    with monkeypatch.context() as patch:
+        install(patch, kernel(calls=calls))
+        loop.train(hybrid_run(tmp_path, f"out={tmp_path / 'right'}"))
+        heard = capsys.readouterr()
+        assert "gated delta rule: fla, compared with our own kernel on this GPU" in heard.out
+        assert "attention of language (head dim 8): flash attention" in heard.out
+        assert len(calls) > 1, "it computes the steps too"
+        assert losses(tmp_path / "right") == pytest.approx(losses(tmp_path / "none"), rel=1e-3)
+        calls.clear()
+        evaluation.evaluate(tmp_path / "right", limit=2)
+        assert len(calls) > 1
+        assert "gated delta rule: fla" in capsys.readouterr().out
+
+    for name, wrong in {"wrong": kernel(gradient_by={"decay": 0.0}, calls=calls), "raising": raising_in_backward}.items():
+        calls.clear()
+        with monkeypatch.context() as patch:
+            install(patch, wrong)
+            loop.train(hybrid_run(tmp_path, f"out={tmp_path / name}"))
+        assert "because fla does not compute the same here: " in capsys.readouterr().err
+        assert len(calls) == (1 if name == "wrong" else 0), "after the comparison it is never called"
+        assert losses(tmp_path / name) == losses(tmp_path / "none")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_check_says_what_the_device_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, raising_in_backward)
+    out = io.StringIO()
+    assert check(hybrid_run(tmp_path), 0, Console(file=out, width=200)), "slow is no problem"
+    said = out.getvalue()
+    assert "device: cpu (NVIDIA H100, compute capability 9.0), bf16" in said
+    assert "attention of language (head dim 8): flash attention over packed documents" in said
+    assert (
+        "warning: gated delta rule: our own kernel, in chunks of plain PyTorch, because fla does not compute the same here: it raised"
+        in said
+    )
+
+
+def test_check_names_a_device_that_is_not_there(tmp_path: Path) -> None:
+    """Also where there is no model to look at."""
+    for overrides in ((), (f"model={{path: {tmp_path / 'nowhere'}}}",)):
+        out = io.StringIO()
+        assert not check(tiny_run(tmp_path, "device=cuda", *overrides), 0, Console(file=out, width=200))
+        assert "  device: device is cuda, but torch sees no CUDA device here. Use device=cpu" in out.getvalue()
+
+
+def test_check_on_a_cpu_names_the_cpu(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    report = device_report(run, description(run))
+    assert not report.warnings and not report.problems
+    (line,) = report.lines
+    assert line.startswith("device: cpu (") and line.endswith("), fp32")
+
+
+def test_deterministic_is_not_left_on_by_check(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, "deterministic=true")
+    device_report(run, description(run))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_unknown_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="device"):
+        tiny_run(tmp_path, "device=gpu")
