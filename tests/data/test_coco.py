@@ -80,3 +80,10 @@ def test_lines_that_begin_alike_are_lines(tmp_path: Path) -> None:
         opened(tmp_path / "x.json", json.dumps({"images": [], "rows": [{"messages": []}]}, indent=1))
     with pytest.raises(Refused, match="holds no rows"):
         opened(tmp_path / "x.json", {"images": [], "annotations": []})
+
+
+def test_an_annotation_or_image_that_is_nested_too_deep_costs_itself(tmp_path: Path) -> None:
+    deep = "[" * 90_000 + "]" * 90_000
+    text = json.dumps(WHOLE | {"info": "DEEP", "annotations": [*ANNOTATIONS[:2], {"image_id": 10, "caption": "DEEP"}, *ANNOTATIONS[2:]]})
+    rows = opened(tmp_path / "x.json", text.replace('"DEEP"', deep))
+    assert [isinstance(found, BadSample) and found.cause for *_, found in rows.kept()] == [*[False] * 2, "nesting", *[False] * 5]

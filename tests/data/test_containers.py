@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
-from eyeline.core.batch import Picture, Span
+from eyeline.core.batch import Budget, Picture, Span
 from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.core.files import read_lines
 from eyeline.data.containers import container as containers
-from eyeline.data.containers import json_rows
-from eyeline.data.containers.container import Container, File, fingerprints, persistent, span_file
+from eyeline.data.containers import csv_rows, json_rows
+from eyeline.data.containers.container import Container, File, Place, fingerprints, persistent, span_file
 from eyeline.data.containers.json_rows import open_lines, open_list
 from eyeline.data.images import decode, open_picture, picture_key
+from eyeline.data.loader import Reader
+from eyeline.data.sets import Data
 from eyeline.data.sources import Source, open_source
+from eyeline.data.tokenizer import Encoder
 
 ODD = ["plain", 'nested [ ] { } " , \\', "bytes ä 漢 \N{GRINNING FACE}", "x" * 300, "", "line\nbreak\ttab"]
 
@@ -103,6 +107,96 @@ def test_ids_say_where_a_row_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         *("x.jsonl#0", "x.jsonl#1", "x.jsonl#2"),
         *("x.jsonl@20#0", "x.jsonl@20#1"),
     ]
+
+
+# Numbers that a user can go by
+
+
+def odd_text(tmp_path: Path, kind: str) -> tuple[Path, list[int], list[int]]:
+    """A file in several ranges, in which row 7 of every ten is broken; the numbers and the lines of the broken rows."""
+    say = {"messages": [{"role": "user", "content": "a" * 30}, {"role": "assistant", "content": "b"}]}
+    rows = [json.dumps(say | ({"n": 10**30} if n % 10 == 7 else {})) for n in range(40)]
+    bad = list(range(7, 40, 10))
+    match kind:
+        case "lines":
+            (tmp_path / "x.jsonl").write_text("\n".join(rows))
+            return tmp_path / "x.jsonl", bad, [n + 1 for n in bad]
+        case "lines, some of them blank":  # an editor counts them
+            (tmp_path / "x.jsonl").write_text("\n".join(row + "\n" * (n % 3) for n, row in enumerate(rows)) + "\n")
+            lines = (tmp_path / "x.jsonl").read_text().split("\n")
+            bad = [n for n, line in enumerate(lines) if "000000" in line]
+            return tmp_path / "x.jsonl", bad, [n + 1 for n in bad]
+        case "list":
+            (tmp_path / "x.json").write_text("[\n" + ",\n\n".join(rows) + "]")
+            return tmp_path / "x.json", bad, [2 * n + 2 for n in bad]
+        case _:
+            cells = [f'"a line\nand another {n}",{"b" if n % 10 != 7 else "b,c"}\n' for n in range(40)]
+            (tmp_path / "x.csv").write_text("question,answer\n" + "".join(cells))
+            return tmp_path / "x.csv", bad, [2 * n + 2 for n in bad]
+
+
+@pytest.mark.parametrize("block", [50, 1 << 20])
+@pytest.mark.parametrize("kind", ["lines", "lines, some of them blank", "list", "table"])
+def test_numbers_of_rejects_count_from_the_start_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, block: int, plain: Encoder
+) -> None:
+    """As `sed -n` and an editor find them, in every range; by the index, by the page of `check`, and in rejects.jsonl."""
+    monkeypatch.setattr(containers, "COUNTED_BYTES", block)
+    for module in (json_rows, csv_rows):
+        monkeypatch.setattr(module, "SHARD_BYTES", 300)
+    path, numbers, lines = odd_text(tmp_path, kind)
+    rows = open_source(Source(path=str(path)))
+    assert len(rows.shards) >= 4
+    found = [rows.reject(place, bad) for place, _, bad in rows.kept() if isinstance(bad, BadSample)]
+    assert [(reject.row, reject.message.rpartition(" ")[2]) for reject in found] == [
+        (n, f"{m})") for n, m in zip(numbers, lines, strict=True)
+    ]
+    reader = Reader(Data(sources=(Source(path=str(path)),), max_reject_rate=1.0), plain, None, 0, tmp_path / "run")
+    assert len([id for step in reader.steps(Budget(400, 100), 1, 1) for batch in step.batches for id in batch.ids]) == 36
+    written = sorted((line["row"], line["message"]) for line in read_lines(tmp_path / "run" / "rejects.jsonl"))
+    assert written == [(reject.row, reject.message) for reject in found]
+
+
+def test_the_first_row_of_a_range_is_numbered_without_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prepared folder keeps the number of the first row of each range."""
+    monkeypatch.setattr(json_rows, "SHARD_BYTES", 20)
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(500)))
+    container = open_lines(tmp_path / "x.jsonl", 0)
+    for shard in range(len(container.shards)):
+        place = next((place for place, _ in container.rows(shard)), None)
+        if place is not None:
+            assert container.named(place) == container.named(Place(shard, 0, 0, 0)) == (container.id(place), *container.named(place)[1:])
+
+
+# Brackets
+
+
+def test_a_row_of_a_list_that_is_nested_too_deep_is_rejected_alone(tmp_path: Path) -> None:
+    deep = {"nine hundred": "[" * 909 + "]" * 909, "more": "[" * 910 + "]" * 910, "far more": '{"a": [' * 90_000 + "]}" * 90_000}
+    for name, value in deep.items():
+        (tmp_path / "x.json").write_text(f'[{{"n": 0, "a": "[[ \\" ]"}}, {{"n": {value}}}, {{"n": 2}}]')
+        found = everything(open_list(tmp_path / "x.json", 0))
+        assert [row.cause if isinstance(row, BadSample) else row["n"] == n or "deep" for n, row in enumerate(found)] == [
+            *(True, "deep" if name == "nine hundred" else "nesting", True),
+        ]
+        (tmp_path / "x.jsonl").write_text(f'{{"n": 0}}\n{{"n": {value}}}\n{{"n": 2}}')
+        found = everything(open_lines(tmp_path / "x.jsonl", 0))
+        assert [isinstance(row, BadSample) for row in found] == [False, name != "nine hundred", False]
+    (tmp_path / "x.json").write_text('[{"n": ' + "[" * 90_000 + "}]")
+    with pytest.raises(Refused, match=r"x\.json is not JSON: Brackets are nested too deep and never closed"):
+        open_list(tmp_path / "x.json", 0)
+
+
+def test_brackets_in_texts_are_not_counted(tmp_path: Path) -> None:
+    rows = [{"text": '[{"\\' * 500}, {"wide": [[1]] * 1000}, {"text": "\\" * 301 + '"[' * 200}]
+    (tmp_path / "x.json").write_text(json.dumps(rows))
+    assert everything(open_list(tmp_path / "x.json", 0)) == rows
+
+
+@pytest.mark.parametrize(("text", "where"), [('{"a": "b', "Unterminated string starting at character 6"), ('{"a" 1}', "delimiter at char")])
+def test_messages_of_broken_json_read_as_sentences(text: str, where: str) -> None:
+    with pytest.raises(BadSample, match=where):
+        json_rows.row_of(text.encode())
 
 
 # Content and change

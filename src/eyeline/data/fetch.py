@@ -125,8 +125,10 @@ class Fetch:
         return Job(visits, tokens * TOKEN_BYTES + _patches(visits) * numbers)
 
     def _judged(self, row: Row, verdicts: Mapping[tuple[str, str], Reject]) -> Row:
-        id, file, _ = self._named(row)
-        known = verdicts.get((file, id))
+        id = self.sources[row.source].id(row.place)
+        if not any(id == known for _, known in verdicts):  # else lines would be counted for every row
+            return row
+        known = verdicts.get((self.sources[row.source].named(row.place)[1], id))
         return row if known is None else replace(row, verdict=BadSample(known.cause, known.field, known.message))
 
     def __call__(self, job: Job, at: At = _unwatched) -> Fetched:
@@ -143,7 +145,7 @@ class Fetch:
             for row in visit.rows:
                 part = len(found)
                 if row.verdict is not None:
-                    rejects.append(Reject.of(*self._named(row), row.verdict))
+                    rejects.append(self._reject(row, row.verdict))
                     found.append((row, None, []))
                     continue
                 at(part, "reading")
@@ -159,15 +161,16 @@ class Fetch:
                 shown = [self._images(medium, visit, prepared, room, partial(at, part)) for medium in media[: len(known.slices)]]
                 bad = next((images for images in shown if isinstance(images, BadSample)), None)
                 if bad is not None:
-                    rejects.append(Reject.of(*self._named(row), bad))
+                    at(part, "reading")  # lines are counted
+                    rejects.append(self._reject(row, bad))
                 found.append((row, known, shown))
         # one after another, with nothing decoded between: the processor has what that takes at hand
         documents = [self._document(row, known, shown) for row, known, shown in found]
         at(-1, "idle")
         return Fetched(batch_of(documents, self.budget), tuple(rejects))
 
-    def _named(self, row: Row) -> tuple[str, str, int]:
-        return self.sources[row.source].named(row.place)
+    def _reject(self, row: Row, bad: BadSample) -> Reject:
+        return self.sources[row.source].reject(row.place, bad)
 
     def _together(self, media: tuple[Picture | Video, ...]) -> tuple[Picture | Video, ...]:
         """The same media, with the bytes of those that lie in one file and near to each other, in one request."""
@@ -203,7 +206,7 @@ class Fetch:
 
     def _document(self, row: Row, known: Tokenised | None, shown: Sequence[tuple[Image, ...] | BadSample]) -> Document:
         """The document of a row, without labels where something of it cannot be shown. Nothing is known of what may not be touched."""
-        id, *_ = self._named(row)
+        id = self.sources[row.source].id(row.place)
         if known is None:
             return _blank(id, row.tokens)
         images = [grey(self._rule, row.sizes[n]) if isinstance(found, BadSample) else found for n, found in enumerate(shown)]
@@ -214,7 +217,7 @@ class Fetch:
         return replace(document, labels_T=np.full_like(document.labels_T, IGNORE)) if bad else document
 
     def _changed(self, row: Row, what: str) -> StorageFailed:
-        _, file, number = self._named(row)
+        _, file, number = self.sources[row.source].named(row.place)
         return StorageFailed(
             f"{file} row {number}, or a picture of it, has changed since it was indexed: {what}. Restore it; a plan must not change"
         )

@@ -146,6 +146,6 @@ def _object(path: Location, retries: int) -> dict[str, Any]:
     file = File.of(path, retries)
     try:
         value = json.loads(file.read(0, file.size))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"{path} is not JSON: {error}. Write the folder again") from error
     return value if isinstance(value, dict) else {}

@@ -172,7 +172,7 @@ def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> Sh
             begin.append(place.begin)
             length.append(place.length)
             pictures.append(media.key)
-            draws.append(media.drawn if media.drawn >= 0 else drawn([rows.named(place)[0]]))
+            draws.append(media.drawn if media.drawn >= 0 else drawn([rows.id(place)]))
             kind_numbers.append(-1 if kind is None else kinds.setdefault(kind, len(kinds)))
             if isinstance(known, BadSample):
                 message = known.message if len(known.message) <= LONGEST_MESSAGE else known.message[:LONGEST_MESSAGE] + "…"

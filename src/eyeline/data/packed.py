@@ -125,9 +125,16 @@ class Packed:
         archive = bisect_right(self.ends, place.begin)
         return self.archives.row(Place(archive, place.number, place.begin - (self.ends[archive - 1] if archive else 0), place.length))
 
+    def id(self, place: Place) -> str:
+        stored = self.stored[place.shard]
+        return f"{stored.id}#{stored.first_id + place.number}"
+
     def named(self, place: Place) -> tuple[str, str, int]:
         stored = self.stored[place.shard]
-        return f"{stored.id}#{stored.first_id + place.number}", stored.file, stored.first_row + place.number
+        return self.id(place), stored.file, stored.first_row + place.number
+
+    def line(self, place: Place) -> None:  # noqa: ARG002
+        return None
 
     def lies_in(self, shard: int) -> File:  # noqa: ARG002 - an index says it for each picture
         return self.archives.files[0]

@@ -242,7 +242,7 @@ def reject_of(sizing: Sizing, row: RowOf) -> Reject:
     source, shard, number = row
     cause, where, message = sizing(source, shard).rejects[number]
     place = sizing.index.shard(source, shard).place(shard, number)
-    return Reject.of(*sizing.index.sources[source].named(place), BadSample(cause, where, message))
+    return sizing.index.sources[source].reject(place, BadSample(cause, where, message))
 
 
 def _visit_of(bounds_V1: Longs) -> Longs:

@@ -557,6 +557,6 @@ def _said(items: Sequence[Item], sizing: Sizing) -> dict[str, Any]:
             sized, where = sizing(source, shard), sizing.index.shard(source, shard).place(shard, row)
             tokens += int(sized.tokens_R[row])
             most = max(most, int(sized.patches_R[row]))
-            ids.append(sizing.index.sources[source].named(where)[0])
+            ids.append(sizing.index.sources[source].id(where))
         patches += most
     return {"tokens": tokens, "patches": patches, "samples": ids}

@@ -79,7 +79,7 @@ def opened(sources: Iterable[Source], retries: int = RETRIES) -> tuple[Rows, ...
 
 def held_out(rows: Rows, place: Place, found: Sample | BadSample, share: float) -> bool:
     """Whether a row is kept for validation: when any of its pictures is drawn, so that training never sees one of those."""
-    return share > 0 and drawn(names_of(found, rows.named(place)[0], rows.root)) < share
+    return share > 0 and drawn(names_of(found, rows.id(place), rows.root)) < share
 
 
 @dataclass(frozen=True, eq=False)

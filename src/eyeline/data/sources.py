@@ -1,7 +1,7 @@
 """Where samples come from: containers of rows, found by what they are, and read by a layout."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import Field
@@ -22,6 +22,7 @@ from eyeline.data.containers.tars import open_tars
 from eyeline.data.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named, unmatched
 from eyeline.data.found import Found, found_in
 from eyeline.data.layouts import COLUMNS, Layout, Mapping, Name, recognised
+from eyeline.data.rejects import Reject
 
 
 class Source(Settings):
@@ -77,11 +78,21 @@ class Rows:
 
     def read(self, place: Place) -> Sample:
         """One row as a Sample. Raises BadSample, and StorageFailed when its file has changed."""
-        return self.layout.read(self.container.row(place), self.named(place)[0], self.root)
+        return self.layout.read(self.container.row(place), self.id(place), self.root)
+
+    def id(self, place: Place) -> str:
+        """The name of a row, equal in every run."""
+        return self.container.id(place)
 
     def named(self, place: Place) -> tuple[str, str, int]:
-        """Id, file and row number in the file (in its shard, where nobody has counted the rows before), for messages."""
+        """Id, file and row number in the file, for messages."""
         return self.container.named(place)
+
+    def reject(self, place: Place, bad: BadSample) -> Reject:
+        """What is said of a row that cannot be used; of a text file with the line, which editors find."""
+        line = self.container.line(place)
+        reject = Reject.of(*self.named(place), bad)
+        return reject if line is None else replace(reject, message=f"{reject.message} (line {line})")
 
     def lies_in(self, shard: int) -> File:
         """The file of a shard."""
@@ -89,7 +100,7 @@ class Rows:
 
     def _sample(self, place: Place, row: Any) -> Sample | BadSample:
         try:
-            return row if isinstance(row, BadSample) else self.layout.read(row, self.named(place)[0], self.root)
+            return row if isinstance(row, BadSample) else self.layout.read(row, self.id(place), self.root)
         except BadSample as bad:
             return bad
 

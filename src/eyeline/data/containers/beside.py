@@ -49,9 +49,14 @@ class Beside:
         numbers = chain(range(first, len(self.texts)), range(first))
         return next(text for number in numbers if (text := self.texts[number]) is not None)
 
+    def id(self, place: Place) -> str:
+        return f"{self.folder.name}#{place.shard * self.run + place.number}"
+
     def named(self, place: Place) -> tuple[str, str, int]:
-        number = place.shard * self.run + place.number
-        return f"{self.folder.name}#{number}", str(self.folder), number
+        return self.id(place), str(self.folder), place.shard * self.run + place.number
+
+    def line(self, place: Place) -> None:  # noqa: ARG002
+        return None
 
 
 def open_beside(pictures: Sequence[Location], texts: Sequence[Location | None], folder: Location, retries: int) -> Beside:

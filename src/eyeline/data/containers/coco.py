@@ -37,6 +37,12 @@ class Coco:
     def lies_in(self, shard: int) -> File:
         return self.annotations.lies_in(shard)
 
+    def id(self, place: Place) -> str:
+        return self.annotations.id(place)
+
+    def line(self, place: Place) -> int:
+        return self.annotations.line(place)
+
     def named(self, place: Place) -> tuple[str, str, int]:
         return self.annotations.named(place)
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from eyeline.data import stores
 HASHED = 64 << 20  # files up to this size are known by their content, larger ones by size and time
 SHARD_BYTES = 4 << 20  # of text: enough that a shard is worth a request, and so few rows that the first one is soon indexed
 SHARD_ROWS = 2048
+COUNTED_BYTES = 4 << 20  # of text whose lines are counted together
 HEADER_BYTES = 4096  # of a picture in an archive are read at first: most say their size there
 RETRIES = 3
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -75,8 +76,16 @@ class Container(Protocol):
         """One row. Raises BadSample as `rows` gives it, and StorageFailed when the file has changed."""
         ...
 
+    def id(self, place: Place) -> str:
+        """The name of a row, equal in every run. Costs nothing."""
+        ...
+
     def named(self, place: Place) -> tuple[str, str, int]:
-        """(its id, the file it lies in, its number there)."""
+        """(its id, the file that it is in, its number there, from 0). Of a row far into a large file this may take a second or more."""
+        ...
+
+    def line(self, place: Place) -> int | None:
+        """The line of the file that a row starts in, as editors count them, from 1. None where a file is not text."""
         ...
 
     def lies_in(self, shard: int) -> "File":
@@ -229,6 +238,18 @@ def span_file(span: Span) -> io.BytesIO | io.BufferedReader:
     if len(span.data) == span.length:
         return io.BytesIO(span.data)
     return io.BufferedReader(_Begun(span), HEADER_BYTES)
+
+
+@lru_cache(maxsize=1 << 16)
+def _newlines(file: File, block: int) -> int:
+    begin = block * COUNTED_BYTES
+    return file.read(begin, min(COUNTED_BYTES, file.size - begin)).count(b"\n")
+
+
+def line_at(file: File, offset: int) -> int:
+    """Number of the line that a byte of a text file belongs to, from 0. Earlier blocks of the file are read once in each process."""
+    blocks, rest = divmod(offset, COUNTED_BYTES)
+    return sum(_newlines(file, block) for block in range(blocks)) + file.read(offset - rest, rest).count(b"\n")
 
 
 def fingerprints(files: Sequence[File], hashed: int = HASHED) -> list[str]:

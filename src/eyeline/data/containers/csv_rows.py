@@ -13,7 +13,7 @@ from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location
-from eyeline.data.containers.container import SHARD_BYTES, SHARD_ROWS, File, Place, Shard
+from eyeline.data.containers.container import SHARD_BYTES, SHARD_ROWS, File, Place, Shard, line_at
 
 MAX_ROW_BYTES = 64 << 20
 DELIMITERS = b",;\t"
@@ -54,9 +54,14 @@ class Table:
     def lies_in(self, shard: int) -> File:  # noqa: ARG002
         return self.file
 
+    def id(self, place: Place) -> str:
+        return f"{self.file.path.name}#{self.firsts[place.shard] + place.number}"
+
     def named(self, place: Place) -> tuple[str, str, int]:
-        number = self.firsts[place.shard] + place.number
-        return f"{self.file.path.name}#{number}", str(self.file.path), number
+        return self.id(place), str(self.file.path), self.firsts[place.shard] + place.number
+
+    def line(self, place: Place) -> int:
+        return line_at(self.file, place.begin) + 1
 
     def _try(self, data: bytes) -> Any | BadSample:
         try:

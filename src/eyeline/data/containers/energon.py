@@ -30,7 +30,7 @@ def energon_shards(folder: Location, there: list[Location], retries: int) -> lis
         excluded = {name for pattern in split.get("exclude") or () for name in expanded(pattern)}
         if not excluded <= set(listed):
             raise TypeError("exclude names more than archives")
-    except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise Refused(
             f"{about / 'split.yaml'} does not list the archives to train on ({error}). Run `energon prepare` again, or give a pattern"
         ) from error
@@ -75,7 +75,7 @@ def energon_columns(about: Location, retries: int) -> tuple[dict[str, str], str]
     file = File.of(about, retries)
     try:
         said = yaml.safe_load(file.read(0, file.size))
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise Refused(f"{about} is no YAML: {str(error)[:200]}. Mend it, or give the archives by a pattern") from error
     said = said if isinstance(said, dict) else {}
     if said.get("sample_loader") is not None:

@@ -34,10 +34,18 @@ class Joined:
         part, inner = self._part(shard)
         return self.parts[part].lies_in(inner)
 
+    def id(self, place: Place) -> str:
+        part, inner = self._part(place.shard)
+        return self._renamed(part, self.parts[part].id(place._replace(shard=inner)))
+
     def named(self, place: Place) -> tuple[str, str, int]:
         part, inner = self._part(place.shard)
-        id, file, number = self.parts[part].named(place._replace(shard=inner))
-        return self._renamed(part, id), file, number
+        _, file, number = self.parts[part].named(place._replace(shard=inner))
+        return self.id(place), file, number
+
+    def line(self, place: Place) -> int | None:
+        part, inner = self._part(place.shard)
+        return self.parts[part].line(place._replace(shard=inner))
 
     def _part(self, shard: int) -> tuple[int, int]:
         part = bisect_right(self.firsts, shard) - 1

@@ -9,10 +9,11 @@ from typing import Any
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location
-from eyeline.data.containers.container import HASHED, SHARD_BYTES, SHARD_ROWS, File, Place, Shard, fingerprints
+from eyeline.data.containers.container import HASHED, SHARD_BYTES, SHARD_ROWS, File, Place, Shard, fingerprints, line_at
 
 MAX_LINE_BYTES = 64 << 20  # a longer line of JSON lines is skipped without being held in memory
 MAX_DIGITS = 18
+MAX_DEPTH = 910  # of brackets in a row: below where Python's decoder gives up, which depends on who calls it
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -48,6 +49,8 @@ def _number(text: str) -> Any:
 
 def parse(text: str) -> tuple[Any, bool]:
     """The value, and whether there is a `Broken` in it. BadSample `not_json` or `nesting` when there is no value."""
+    if text.count("[") + text.count("{") > MAX_DEPTH and (depth := _depth(text)) > MAX_DEPTH:
+        raise BadSample("nesting", "row", f"brackets are nested {depth:,} deep, over {MAX_DEPTH}")
     flaws: list[Broken] = []
 
     def seen(value: Any) -> Any:
@@ -64,9 +67,21 @@ def parse(text: str) -> tuple[Any, bool]:
     try:
         return decoder.decode(text), bool(flaws)
     except json.JSONDecodeError as error:
-        raise BadSample("not_json", "row", f"{error.msg} at character {error.pos}") from error
+        raise BadSample("not_json", "row", f"{error.msg.removesuffix(' at')} at character {error.pos}") from error
     except RecursionError as error:
         raise BadSample("nesting", "row", "brackets are nested too deep") from error
+
+
+_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])|([\]}])', re.DOTALL)  # or a string, in which brackets are text
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested."""
+    depth = most = 0
+    for found in _BRACKET.finditer(text):
+        depth += (found[1] is not None) - (found[2] is not None)
+        most = max(most, depth)
+    return most
 
 
 def sound(row: Any) -> Any:
@@ -121,9 +136,14 @@ class JsonList:
     def lies_in(self, shard: int) -> File:  # noqa: ARG002
         return self.file
 
+    def id(self, place: Place) -> str:
+        return f"{self.file.path.name}#{self.firsts[place.shard] + place.number}"
+
     def named(self, place: Place) -> tuple[str, str, int]:
-        number = self.firsts[place.shard] + place.number
-        return f"{self.file.path.name}#{number}", str(self.file.path), number
+        return self.id(place), str(self.file.path), self.firsts[place.shard] + place.number
+
+    def line(self, place: Place) -> int:
+        return line_at(self.file, place.begin) + 1
 
 
 def elements(data: bytes, inside: bool = False) -> Iterator[tuple[int, int]]:
@@ -138,7 +158,7 @@ def elements(data: bytes, inside: bool = False) -> Iterator[tuple[int, int]]:
         if text[at : at + 1] == "]":
             return
     while True:
-        end = _SCANNER.raw_decode(text, at)[1]
+        end = _end_of(text, at)
         yield at, end - at
         at = _beyond_space(text, end)
         if text[at : at + 1] == ",":
@@ -156,6 +176,21 @@ def elements(data: bytes, inside: bool = False) -> Iterator[tuple[int, int]]:
 
 
 _SCANNER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str)
+
+
+def _end_of(text: str, at: int) -> int:
+    """Where the value ends that starts here. One that is nested too deep for the decoder ends with its bracket."""
+    try:
+        return _SCANNER.raw_decode(text, at)[1]
+    except RecursionError:
+        depth = 0
+        for found in _BRACKET.finditer(text, at):
+            depth += (found[1] is not None) - (found[2] is not None)
+            if depth == 0:
+                return found.end()
+        raise json.JSONDecodeError("Brackets are nested too deep and never closed", "", at) from None
+
+
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -181,8 +216,6 @@ def list_in(file: File, data: bytes, offset: int) -> JsonList:
             runs[-1][1], runs[-1][3] = begin + length, runs[-1][3] + 1
     except json.JSONDecodeError as error:
         raise Refused(f"{path} is not JSON: {_broken(error, data)}. It starts with [, so one list of rows was expected") from error
-    except RecursionError as error:
-        raise Refused(f"{path} is not JSON: brackets are nested too deep") from error
     shards = tuple(
         Shard(f"{path.name}#{first}", hashlib.sha256(memoryview(data)[begin:end]).hexdigest(), end - begin) for begin, end, first, _ in runs
     )
@@ -204,7 +237,7 @@ def members(data: bytes) -> dict[str, tuple[int, int]]:
         if text[at : at + 1] != ":":
             break
         at = _beyond_space(text, at + 1)
-        end = _SCANNER.raw_decode(text, at)[1]
+        end = _end_of(text, at)
         found[key] = (at, end - at)
         at, before = _beyond_space(text, end), ","
     if text[at : at + 1] != "}" or _beyond_space(text, at + 1) < len(text):
@@ -259,9 +292,18 @@ class JsonLines:
     def lies_in(self, shard: int) -> File:  # noqa: ARG002
         return self.file
 
+    def id(self, place: Place) -> str:
+        begin = place.shard * self.step  # rows of earlier ranges are not counted: that would read them
+        return f"{self.file.path.name}{f'@{begin}' if begin else ''}#{place.number}"
+
     def named(self, place: Place) -> tuple[str, str, int]:
-        begin = place.shard * self.step  # rows of earlier ranges are not counted: nobody has read them
-        return f"{self.file.path.name}{f'@{begin}' if begin else ''}#{place.number}", str(self.file.path), place.number
+        return self.id(place), str(self.file.path), self.line(place) - 1
+
+    def line(self, place: Place) -> int:
+        begin = place.shard * self.step
+        if place.begin >= begin:
+            return line_at(self.file, place.begin) + 1
+        return line_at(self.file, begin - 1) + 2  # the first line that starts in the range, whose place is not given
 
     def _lines(self, shard: int) -> Iterator[tuple[int, bytes | None]]:
         """Where each line that begins in the range lies, and what it says; None when that is over the cap."""

@@ -68,10 +68,16 @@ class Tables:
     def lies_in(self, shard: int) -> File:
         return self.files[self.groups[shard].file]
 
+    def id(self, place: Place) -> str:
+        group = self.groups[place.shard]
+        return f"{group.name}#{group.begin + place.number}"
+
     def named(self, place: Place) -> tuple[str, str, int]:
         group = self.groups[place.shard]
-        row = group.begin + place.number
-        return f"{group.name}#{row}", str(self.files[group.file].path), group.first + row
+        return self.id(place), str(self.files[group.file].path), group.first + group.begin + place.number
+
+    def line(self, place: Place) -> None:  # noqa: ARG002
+        return None
 
     def _group(self, shard: int) -> "arrow.Table":
         """The whole group of a shard; the last ones are kept. BadSample when it is damaged: then none of its rows can be read."""

@@ -122,10 +122,16 @@ class Tars:
     def lies_in(self, shard: int) -> File:
         return self.files[self._run(shard).file]
 
+    def id(self, place: Place) -> str:
+        run, name = self._run(place.shard), self.shards[place.shard].name
+        return f"{name if run.index is None else name.rpartition('#')[0]}#{run.first + place.number}"
+
     def named(self, place: Place) -> tuple[str, str, int]:
         run = self._run(place.shard)
-        name, number = self.shards[place.shard].name, run.first + place.number
-        return f"{name if run.index is None else name.rpartition('#')[0]}#{number}", str(self.files[run.file].path), number
+        return self.id(place), str(self.files[run.file].path), run.first + place.number
+
+    def line(self, place: Place) -> None:  # noqa: ARG002
+        return None
 
     def _run(self, shard: int) -> Run:
         return self.runs[shard] if self.runs else Run(shard, 0, self.files[shard].size)

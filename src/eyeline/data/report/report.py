@@ -331,7 +331,7 @@ class _Examined:
             out.learned += int((np.diff(index.tokenised(number).trained_U.astype(np.int8), prepend=0) == 1).sum())
             bad = _pictures_of(sample, out.pictures, out.odd)
             if bad is not None:
-                out._reject(Reject.of(*rows.named(place), bad=bad))
+                out._reject(rows.reject(place, bad))
         return out
 
     def _reject(self, reject: Reject) -> None:
