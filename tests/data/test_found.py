@@ -288,3 +288,100 @@ def test_files_that_hold_no_rows(tmp_path: Path, data: bytes, message: str, name
     (tmp_path / name).write_bytes(data)
     with pytest.raises(Refused, match=message):
         opened(tmp_path / name)
+
+
+# What is followed, and what is skipped
+
+
+def pair(folder: Path, name: str) -> None:
+    """An image with its caption beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.png").write_bytes(encoded(0, "PNG"))
+    (folder / f"{name}.txt").write_text(name)
+
+
+def why_of(rows: Rows) -> str:
+    return rows.layout.why.partition("skipped: ")[2]
+
+
+def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
+    """Wherever they are, and never in a circle; a folder itself comes before a link to it."""
+    pair(tmp_path / "set/real", "one")
+    pair(tmp_path / "away/deep", "two")
+    pair(tmp_path / "away/deep", "three")
+    (tmp_path / "set/a-linked").symlink_to(tmp_path / "away")
+    (tmp_path / "set/b-linked").symlink_to(tmp_path / "away/deep")
+    (tmp_path / "set/a-real").symlink_to("real")
+    (tmp_path / "set/real/up").symlink_to(tmp_path / "set")
+    (tmp_path / "set/far-up").symlink_to("/")
+    (tmp_path / "away/deep/back").symlink_to(tmp_path / "away")
+    (tmp_path / "set/itself").symlink_to(tmp_path / "set/itself")
+    (tmp_path / "set/gone.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "set/four.png").symlink_to(tmp_path / "set/real/one.png")
+    (tmp_path / "set/four.txt").write_text("four")
+    rows = opened(tmp_path / "set")
+    assert answers(rows) == ["three", "two", "four", "one"]
+    assert why_of(rows) == (
+        "5 links to folders that are read already (a-linked/deep/back, a-real, b-linked, …), "
+        "2 links to files that do not exist (gone.png, itself)"
+    )
+    (tmp_path / "door").symlink_to(tmp_path / "set")
+    assert answers(opened(tmp_path / "door")) == ["three", "two", "four", "one"]
+
+
+def test_a_pattern_meets_each_file_once_where_links_go_in_circles(tmp_path: Path) -> None:
+    for name in ("in/a", "b"):
+        write(tmp_path / f"{name}.jsonl", lines({"messages": chat("?", name)}))
+    (tmp_path / "in/up").symlink_to(tmp_path)
+    (tmp_path / "in/c.jsonl").symlink_to(tmp_path / "b.jsonl")  # a file is what its name says
+    assert answers(opened(tmp_path / "**/*.jsonl")) == ["b", "in/a", "b"]
+
+
+def test_hidden_backup_and_system_files_are_skipped_and_that_is_said(tmp_path: Path) -> None:
+    pair(tmp_path, "one")
+    folders = [".ipynb_checkpoints", ".git", "__MACOSX", ".cache/huggingface", ".Trash", "@eaDir", "__pycache__", "in/.hidden"]
+    for folder in folders:
+        pair(tmp_path / folder, "copy")
+    for name in ("._one.png", "._one.txt", ".two.png", "one.txt~", "#one.txt#", "Thumbs.db", "desktop.ini", ".DS_Store"):
+        (tmp_path / name).write_bytes(b"\0")
+    rows = opened(tmp_path)
+    assert answers(rows) == ["one"]
+    assert why_of(rows) == f"{len(folders) + 8} hidden, backup or system files or folders (#one.txt#, .DS_Store, .Trash, …)"
+    (tmp_path / "one.txt").unlink()
+    with pytest.raises(Refused, match=r"nothing that says what they show\. Skipped: 16 hidden, backup or system files"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "rows.tar", "metadata.csv"])
+def test_copies_of_an_editor_are_no_second_file(tmp_path: Path, name: str) -> None:
+    """Of whatever kind the set is, and by whatever name they are there."""
+    row = {"image": "1.png", "caption": "one"}
+    (tmp_path / "1.png").write_bytes(encoded(0, "PNG"))
+    match name.partition(".")[2]:
+        case "jsonl":
+            write(tmp_path / name, lines(row))
+        case "csv":
+            write(tmp_path / name, "image,caption\n1.png,one\n")
+        case "parquet":
+            as_parquet(tmp_path / name, [row])
+        case _:
+            archive(tmp_path / name, [("1.png", encoded(0, "PNG")), ("1.txt", "one")])
+    data = (tmp_path / name).read_bytes()
+    for copy in (
+        f".ipynb_checkpoints/{name}",
+        f".ipynb_checkpoints/test-{name}",
+        f"{name}~",
+        f"._{name}",
+        f"__MACOSX/{name}",
+        ".git/x.tar",
+    ):
+        (tmp_path / copy).parent.mkdir(exist_ok=True)
+        (tmp_path / copy).write_bytes(data)
+    rows = opened(tmp_path)
+    assert answers(rows) == ["one"]
+    assert why_of(rows).startswith("5 hidden, backup or system files or folders")
+
+
+def test_a_hidden_folder_that_is_named_is_read(tmp_path: Path) -> None:
+    pair(tmp_path / ".cache/set", "one")
+    assert answers(opened(tmp_path / ".cache/set")) == ["one"]

@@ -7,16 +7,17 @@ import importlib.util
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from eyeline.core.errors import Refused, StorageFailed, nearest
 from eyeline.core.locations import Location, Remote, below
 from eyeline.data import stores
 from eyeline.data.containers.container import PASSING, number_of, persistent
 from eyeline.data.images import no_folder
+from eyeline.data.skipped import is_skipped, is_skipped_file, is_skipped_folder, said_of
 
 T = TypeVar("T")
 
@@ -84,25 +85,100 @@ def image_folder(images: str, retries: int) -> Location:
     return folder
 
 
+LEFT_OUT = ("hidden, backup or system file or folder", "hidden, backup or system files or folders")
+
+
+class Below(NamedTuple):
+    """What is in a folder and in those below it."""
+
+    files: list[Location]  # in order
+    skipped: str  # what was left out, as a part of a sentence; empty for nothing
+
+
 def files_below(folder: Location, retries: int) -> list[Location]:
-    """All files of a folder and of those in it, in order. Hidden ones are left out."""
+    """As `listed_below`, the files alone."""
+    return listed_below(folder, retries).files
+
+
+def listed_below(folder: Location, retries: int) -> Below:
+    """All files of a folder and of those in it. Linked folders are followed; what is hidden, a backup or a system's own is left out, and
+    so is a folder that was read already by another name, or that holds this one."""
     if isinstance(folder, Remote):
         found = _asked(partial(stores.listed, folder), retries)
-        return sorted((file for file in found if not file.name.startswith(".")), key=lambda file: below(folder, file).split("/"))
-    return list(_walked(folder))
+        names = {below(folder, file): file for file in found}
+        left_out = [name for name in sorted(names) if is_skipped(name)]
+        kept = sorted((name for name in names if not is_skipped(name)), key=lambda name: name.split("/"))
+        return Below([names[name] for name in kept], said_of(left_out, *LEFT_OUT))
+    walk = _Walk(folder)
+    return Below([folder / name for name in sorted(walk.files, key=lambda name: name.split("/"))], walk.skipped())
 
 
-def _walked(folder: Path) -> Iterator[Path]:
+class _Walk:
+    """The files below a folder, by their names from there on."""
+
+    def __init__(self, folder: Path):
+        real = Path(os.path.realpath(folder))
+        self.folder = folder
+        self.files: list[str] = []
+        self.left_out: list[str] = []
+        self.again: list[str] = []
+        self.dangling: list[str] = []
+        self._seen = {_identity(above) for above in real.parents}
+        links = sorted(self._entered(""))
+        while links:  # folders themselves come first: a link to one of them is left out, and not the folder
+            links = sorted(inner for link in links for inner in self._entered(link))
+
+    def _entered(self, start: str) -> list[str]:
+        """Read a folder and all below it. The linked folders that were met."""
+        links: list[str] = []
+        waiting = [start]
+        while waiting:
+            name = waiting.pop()
+            identity = _identity(self.folder / name)
+            if identity in self._seen:
+                self.again.append(name)
+                continue
+            self._seen.add(identity)
+            for entry in _entries(self.folder / name):
+                inner = f"{name}/{entry.name}" if name else entry.name
+                if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry)):
+                    if is_skipped_folder(entry.name):
+                        self.left_out.append(inner)
+                    else:
+                        (links if entry.is_symlink() else waiting).append(inner)
+                elif is_skipped_file(entry.name):
+                    self.left_out.append(inner)
+                elif os.path.isfile(entry):
+                    self.files.append(inner)
+                elif entry.is_symlink() and not os.path.exists(entry):
+                    self.dangling.append(inner)
+        return links
+
+    def skipped(self) -> str:
+        """What was left out, as a part of a sentence."""
+        parts = [
+            said_of(sorted(self.left_out), *LEFT_OUT),
+            said_of(sorted(self.again), "link to a folder that is read already", "links to folders that are read already"),
+            said_of(sorted(self.dangling), "link to a file that does not exist", "links to files that do not exist"),
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+            return list(found)
     except OSError as error:
         raise Refused(f"{folder} cannot be read: {error.strerror or error}. Give another path, or a pattern") from error
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walked(folder / entry.name)
-        elif entry.is_file() and not entry.name.startswith("."):
-            yield folder / entry.name
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    """Equal for two names of one folder."""
+    try:
+        about = os.stat(folder)
+    except OSError as error:
+        raise Refused(f"{folder} cannot be read: {error.strerror or error}. Give another path, or a pattern") from error
+    return about.st_dev, about.st_ino
 
 
 def common_folder(files: Sequence[Location]) -> Location:
@@ -121,7 +197,11 @@ def matching(pattern: str, retries: int) -> list[Location] | None:
     if not any(letter in pattern for letter in "*?[") or os.path.lexists(os.path.expanduser(pattern)):
         return None
     names = sorted(glob.glob(os.path.abspath(os.path.expanduser(pattern)), recursive=True))
-    return [Path(name) for name in names if os.path.isfile(name)]
+    found: dict[str, str] = {}  # a linked folder that holds itself would give its files again and again
+    for name in sorted(names, key=lambda name: (name.count("/"), name)):
+        if os.path.isfile(name):
+            found.setdefault(f"{os.path.realpath(os.path.dirname(name))}/{os.path.basename(name)}", name)
+    return [Path(name) for name in sorted(found.values())]
 
 
 def unmatched(pattern: str) -> str:

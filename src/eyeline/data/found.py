@@ -9,7 +9,7 @@ from eyeline.core.locations import Location, below
 from eyeline.data.containers.container import File
 from eyeline.data.containers.energon import energon_columns, energon_shards
 from eyeline.data.containers.tars import PICTURES
-from eyeline.data.folders import common_folder, files_below
+from eyeline.data.folders import common_folder, listed_below
 
 
 class Found(NamedTuple):
@@ -22,23 +22,25 @@ class Found(NamedTuple):
     columns: dict[str, str] | None = None  # as a source declares them, where the folder does
     note: str = ""  # what it says that is not obeyed
     indexes: dict[Location, Location] | None = None  # of files, where the folder has them
+    skipped: str = ""  # what was left out of the folder
 
 
 def found_in(path: Location, retries: int) -> Found:
     """The data in a folder. Refused, with what is there, when it is no set or several."""
-    there = files_below(path, retries)
-    known = {below(path, file): file for file in there}
+    there = listed_below(path, retries)
+    known = {below(path, file): file for file in there.files}
     for kind in (_easy_vqa, _saved, _prepared, _with_table, _of_one_kind, _json, _beside):
         found = kind(path, known, retries)
         if found is not None:
-            return found
+            return found._replace(skipped=there.skipped)
+    skipped = f" Skipped: {there.skipped}." if there.skipped else ""
     pictures = sum(_is_picture(name) for name in known)
     if pictures:
         remedy = "Put a metadata.csv with the columns file_name and caption there, or a .txt beside each"
-        raise Refused(f"{path} is a folder with {pictures:,} pictures, and nothing that says what they show. {remedy}")
+        raise Refused(f"{path} is a folder with {pictures:,} pictures, and nothing that says what they show.{skipped} {remedy}")
     raise Refused(
         f"{path} is a folder without data that are known: none of its {len(known):,} files is .json, .jsonl, .csv, .parquet, .arrow or "
-        ".tar. Name another"
+        f".tar.{skipped} Name another"
     )
 
 

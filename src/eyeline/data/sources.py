@@ -114,7 +114,10 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
     root = found.folder if source.images is None else image_folder(source.images, retries)
     mapping = Mapping(tuple(sorted((source.columns or found.columns or {}).items())), tuple(sorted(source.roles.items())))
     container = open_container(found, mapping, retries)
-    return Rows(source, found.path, root, recognised(found.path, container, source.layout, mapping), container, retries)
+    layout = recognised(found.path, container, source.layout, mapping)
+    if found.skipped:
+        layout = replace(layout, why=f"{layout.why}; skipped: {found.skipped}")
+    return Rows(source, found.path, root, layout, container, retries)
 
 
 def _found(source: Source, retries: int) -> Found:
