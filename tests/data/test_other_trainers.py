@@ -410,26 +410,6 @@ REJECTED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         },
         ("unsupported", "objects"),
     ),
-    "ms-swift: an answer not to learn": (
-        {
-            "messages": [
-                *said(("user", "Hi")),
-                {"role": "assistant", "content": "Hello", "loss": False},
-                *said(("user", "?"), ("assistant", "!")),
-            ]
-        },
-        ("unsupported", "messages[1].loss"),
-    ),
-    "OpenAI: an answer not to learn": (
-        {
-            "messages": [
-                *said(("user", "Hi")),
-                {"role": "assistant", "content": "Hello", "weight": 0},
-                *said(("user", "?"), ("assistant", "!")),
-            ]
-        },
-        ("unsupported", "messages[1].weight"),
-    ),
     "ms-swift: pretraining": (
         {"messages": said(("assistant", "<image>is a puppy")), "images": ["red.png"]},
         ("image_in_answer", "messages[0].content"),
@@ -439,9 +419,9 @@ REJECTED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         {"messages": said(("user", "Draw it."), ("assistant", "<image>")), "images": ["red.png"]},
         ("image_in_answer", "messages[1].content"),
     ),
-    "LLaMA-Factory: an answer not to learn": (
+    "LLaMA-Factory: no answer in the loss": (
         {"messages": [*said(("user", "Hi")), {"role": "assistant", "content": "Hello", "loss_weight": 0.0}]},
-        ("unsupported", "messages[1].loss_weight"),
+        ("no_target", "messages[1].loss_weight"),
     ),
     "TRL: thoughts": (
         {"messages": [*said(("user", "Hi")), {"role": "assistant", "thinking": "A greeting.", "content": "Hello"}]},

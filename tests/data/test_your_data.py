@@ -85,6 +85,7 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: [white]Alike?[black]", "assistant: «No.»"],
         ["user: Say hello.", "assistant: «Hello.»"],
     ],
+    "Turns that are left out of the loss": [["user: [black]What is it?", "assistant: A dog.", "user: Sure?", "assistant: «A cat.»"]] * 2,
     "Prompts and completions": [
         ["user: Name it.[white]", "assistant: «A cat.»"],
         ["system: Be brief.", *A_CAT],

@@ -59,11 +59,12 @@ class Video:
 class Message:
     role: Role
     parts: tuple[Text | Picture | Video, ...]
+    supervised: bool = True  # of an answer: whether it is in the loss. One that is not is shown like any other, and has no labels
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation, before tokenising. An assistant message is what is learned."""
+    """One conversation, before tokenising. Assistant messages are in the loss, but for those that are not `supervised`."""
 
     id: str  # unique in its source and stable over runs: "questions.json#17"
     messages: tuple[Message, ...]

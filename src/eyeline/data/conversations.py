@@ -3,11 +3,12 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
 from eyeline.core.errors import BadSample, closest, nearest
 from eyeline.core.locations import Location
+from eyeline.data.marks import refuse_marked_part, supervised
 from eyeline.data.media import (
     FILMS,
     IMAGE,
@@ -115,26 +116,33 @@ def _role(turn: dict[str, Any], key: str, roles: dict[str, Role], field: str) ->
 
 
 TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython")
-Turn = tuple[Role, str, str]  # who speaks, what, and the field that says so
+
+
+class Turn(NamedTuple):
+    role: Role
+    text: str
+    field: str  # that says it
+    object: dict[str, Any] | None = None  # that may mark it as left out of the loss
 
 
 def _told(row: dict[str, Any], id: str, root: Location, turns: Sequence[Turn], column: str, implied: bool = True) -> Sample:
     """The sample of turns that are text with placeholders for what the columns have. Where `implied`, and there is no placeholder at
     all, pictures and films come before the first question."""
-    _refuse_other_training(row, [text for _, text, _ in turns])
+    _refuse_other_training(row, [turn.text for turn in turns])
     media = media_of(row, root)
-    places = {p: sum(text.count(p) for _, text, _ in turns) for p in PLACEHOLDERS}
+    places = {p: sum(turn.text.count(p) for turn in turns) for p in PLACEHOLDERS}
     first: list[Text | Picture | Video] = []
     if implied and not any(places.values()):
         first = [medium for found in media.values() for medium in found]
         media = {p: [] for p in PLACEHOLDERS}
     standing = _counted(row, places, media, column)
     messages = _system(row)
-    for role, text, field in turns:
+    kept = supervised(row, [(turn.role, turn.field.rpartition(".")[0], turn.object) for turn in turns])
+    for (role, text, field, _), in_loss in zip(turns, kept, strict=True):
         parts = _split(text, role, standing, field)
         if first and role == "user":
             parts, first = (*first, *parts), []
-        messages.append(Message(role, parts))
+        messages.append(Message(role, parts, in_loss))
     return _checked(id, messages, named_kind(row))
 
 
@@ -192,12 +200,11 @@ def _spoken(items: list[dict[str, Any]], column: str) -> list[Turn]:
     turns: list[Turn] = []
     for n, turn in enumerate(items):
         role = _role(turn, "from", LLAVA_ROLES, f"{column}[{n}]")
-        turns.append((role, _text_of(turn, "value", f"{column}[{n}]"), f"{column}[{n}].value"))
+        turns.append(Turn(role, _text_of(turn, "value", f"{column}[{n}]"), f"{column}[{n}].value", turn))
     return turns
 
 
 TEXT_PARTS = ("text", "input_text")
-UNLEARNED = ("loss", "weight", "loss_weight")  # 0 in a turn that is not to be learned
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 OPENAI_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
@@ -225,19 +232,19 @@ def _talked(row: dict[str, Any], id: str, root: Location, turns: list[tuple[str,
         columns = {p: [] for p in PLACEHOLDERS}
     media = _counted(row, places, columns, turns[0][0] if turns else "messages")
     messages = _system(row)
+    roles: list[Role] = []
     for column, n, turn in turns:
-        role = _role(turn, "role", OPENAI_ROLES, f"{column}[{n}]")
-        field = f"{column}[{n}].content"
-        content = turn.get("content")
-        for key in (*UNLEARNED, *THOUGHTS) if role == "assistant" else ():
-            if turn.get(key) == 0 and key in UNLEARNED:
-                why = "every answer is learned, and this one is not to be. Leave the row out, or make the turns up to it part of a question"
-                raise BadSample("unsupported", f"{column}[{n}].{key}", why)
-            if turn.get(key) and key in THOUGHTS:
-                why = "thoughts are read where they stand: write them into the content, between <think> and </think>"
-                raise BadSample("unsupported", f"{column}[{n}].{key}", why)
+        roles.append(_role(turn, "role", OPENAI_ROLES, f"{column}[{n}]"))
         if turn.get("tool_calls"):
             raise BadSample("tool_turn", f"{column}[{n}].tool_calls", "calls of tools are not read. Leave such conversations out")
+    kept = supervised(row, [(role, f"{column}[{n}]", turn) for role, (column, n, turn) in zip(roles, turns, strict=True)])
+    for (column, n, turn), role, in_loss in zip(turns, roles, kept, strict=True):
+        field = f"{column}[{n}].content"
+        content = turn.get("content")
+        for key in THOUGHTS if role == "assistant" else ():
+            if turn.get(key):
+                why = "thoughts are read where they stand: write them into the content, between <think> and </think>"
+                raise BadSample("unsupported", f"{column}[{n}].{key}", why)
         match content:
             case str():
                 said = _split(clean(content, field), role, media, field)
@@ -247,7 +254,7 @@ def _talked(row: dict[str, Any], id: str, root: Location, turns: list[tuple[str,
                 raise BadSample("wrong_type", field, f"text or a list of parts was wanted, got {shown(content)}")
         if first and role == "user":
             said, first = (*first, *said), []
-        messages.append(Message(role, said))
+        messages.append(Message(role, said, in_loss))
     return _checked(id, messages, named_kind(row))
 
 
@@ -271,6 +278,7 @@ def _bare(part: Any) -> str | None:
 def _openai_part(part: Any, root: Location, media: Media, field: str) -> Text | Picture | Video:
     if not isinstance(part, dict):
         raise BadSample("wrong_type", field, f"an object was wanted, got {shown(part)}")
+    refuse_marked_part(part, field)
     bare = _bare(part)
     if bare is not None:
         return next(media[bare])
@@ -308,8 +316,8 @@ def _exchanges(items: list[dict[str, Any]], keys: tuple[str, str], column: str) 
     turns: list[Turn] = []
     for n, item in enumerate(items):
         at = f"{column}[{n}]"
-        turns.append(("user", _text_of(item, keys[0], at), f"{at}.{keys[0]}"))
-        turns.append(("assistant", _text_of(item, keys[1], at), f"{at}.{keys[1]}"))
+        turns.append(Turn("user", _text_of(item, keys[0], at), f"{at}.{keys[0]}"))
+        turns.append(Turn("assistant", _text_of(item, keys[1], at), f"{at}.{keys[1]}", item))  # a mark is of the answer
     return turns
 
 
@@ -339,8 +347,8 @@ def alpaca_sample(row: Any, id: str, root: Location) -> Sample:
     """Alpaca: {instruction, input, output, history: [[question, answer]], system}; an input is asked below its instruction."""
     turns = [*_history(_object(row)), *_exchange(row, "instruction", "output")]
     if row.get("input"):
-        role, asked, field = turns[-2]
-        turns[-2] = (role, f"{asked}\n{_text_of(row, 'input', 'row')}", field)
+        asked = turns[-2]
+        turns[-2] = asked._replace(text=f"{asked.text}\n{_text_of(row, 'input', 'row')}")
     return _told(row, id, root, turns, "instruction")
 
 
@@ -350,7 +358,7 @@ def query_response_sample(row: Any, id: str, root: Location) -> Sample:
 
 
 def _exchange(row: dict[str, Any], asked: str, answer: str) -> list[Turn]:
-    return [("user", _text_of(row, asked, "row"), f"row.{asked}"), ("assistant", _text_of(row, answer, "row"), f"row.{answer}")]
+    return [Turn("user", _text_of(row, asked, "row"), f"row.{asked}"), Turn("assistant", _text_of(row, answer, "row"), f"row.{answer}")]
 
 
 def _history(row: dict[str, Any]) -> list[Turn]:
@@ -359,7 +367,9 @@ def _history(row: dict[str, Any]) -> list[Turn]:
     if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 and all(isinstance(t, str) for t in p) for p in pairs):
         raise BadSample("wrong_type", "history", f"a list of [question, answer] was wanted, got {shown(pairs)}")
     roles: tuple[Role, Role] = ("user", "assistant")
-    return [(role, clean(text, f"history[{n}]"), f"history[{n}]") for n, p in enumerate(pairs) for role, text in zip(roles, p, strict=True)]
+    return [
+        Turn(role, clean(text, f"history[{n}]"), f"history[{n}]") for n, p in enumerate(pairs) for role, text in zip(roles, p, strict=True)
+    ]
 
 
 def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
@@ -383,8 +393,8 @@ def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
         raise BadSample("no_target", column, "there is no answer")
     if not isinstance(answer, str):
         raise BadSample("wrong_type", column, f"text was wanted, got {shown(answer)}")
-    asked: Turn = ("user", _text_of(row, "question", "row"), "row.question")
-    return _told(row, id, root, [asked, ("assistant", clean(answer, column), column)], "question")
+    asked = Turn("user", _text_of(row, "question", "row"), "row.question")
+    return _told(row, id, root, [asked, Turn("assistant", clean(answer, column), column)], "question")
 
 
 def caption_sample(row: Any, id: str, root: Location) -> Sample:
@@ -397,6 +407,7 @@ def caption_sample(row: Any, id: str, root: Location) -> Sample:
     if caption is None:
         raise BadSample("no_target", column, "there is no caption")
     caption = _text_of({column: caption[0] if isinstance(caption, list) and caption else caption}, column, "row")
+    supervised(row, [("assistant", f"row.{column}", None)])
     return _checked(
         id, [Message("user", (*pictures, Text(CAPTION_PROMPT))), Message("assistant", (Text(caption.strip()),))], named_kind(row)
     )

@@ -50,14 +50,15 @@ class Measured:
 def tokenised(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | None, prompt: bool = False) -> Tokenised:
     """Render and tokenise, once. `prompt` opens an answer at the end. BadSample for what the template or the model does not take.
 
-    Text between two controls is encoded in one run, except that a run is broken where training begins or ends. Short
-    conversations are remembered by the encoder: data sets repeat them.
+    Text between two controls is encoded in one run, except that a run is broken where an answer starts or ends, whether it is in the
+    loss or not: a conversation has the same ids whatever is supervised. Short conversations are remembered by the encoder: data sets
+    repeat them.
     """
     media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
     if media and rule is None:
         raise BadSample("picture_without_tower", "image", f"{media[0].name} is a picture or film, and this model reads text only")
     frames = rule.frames if rule else 1
-    key = (prompt, frames, *((m.role, *map(_said, m.parts)) for m in messages))
+    key = (prompt, frames, *((m.role, m.supervised, *map(_said, m.parts)) for m in messages))
     known = encoder.remembered(key)
     if known is not None:
         return known
@@ -90,25 +91,26 @@ def _said(part: Text | Picture | Video) -> Hashable:
 def _runs(messages: Sequence[Message], encoder: Encoder, prompt: bool, frames: int) -> Iterator[tuple[list[int], bool, bool]]:
     """Runs of the document in order: (ids, trained, whether it is the placeholder of a medium). Spaces next to a control token are
     dropped where the tokenizer says so of that token (`lstrip`, `rstrip`)."""
-    run, trained, strip = "", False, False  # strip: the control token before takes the spaces after it
+    run, trained, masked, strip = "", False, False, False  # strip: the control token before takes the spaces after it
     for segment in encoder.template.segments(messages, prompt, frames):
         if isinstance(segment, Content) and (segment.trained == trained or not run):
-            run, trained = run + (segment.text.lstrip() if strip and not run else segment.text), segment.trained
+            run += segment.text.lstrip() if strip and not run else segment.text
+            trained, masked = segment.trained, segment.masked
             continue
         before, after = (False, False) if isinstance(segment, Content) else encoder.strips.get(segment.token, (False, False))
         run = run.rstrip() if before else run
         if run:
-            yield encoder.ids(run), trained, False
+            yield encoder.ids(run), trained and not masked, False
         run, strip = "", after
         match segment:
             case Content():
-                run, trained = segment.text, segment.trained
+                run, trained, masked = segment.text, segment.trained, segment.masked
             case Control():
-                yield [encoder.controls[segment.token]], segment.trained, False
+                yield [encoder.controls[segment.token]], segment.trained and not segment.masked, False
             case Media():
                 yield [encoder.controls[segment.token]], False, True
     if run:
-        yield encoder.ids(run), trained, False
+        yield encoder.ids(run), trained and not masked, False
 
 
 def measured(known: Tokenised, sizes: Sequence[Size], rule: ImageRule | None) -> Measured:
@@ -191,13 +193,13 @@ def _positions(length: int, starts: Sequence[int], images: Sequence[Image]) -> I
 def measure(sample: Sample, sizes: Sequence[Size], encoder: Encoder, rule: ImageRule | None) -> Measured:
     """Sizes of `document_of(sample)` from those of its media. Raises the same BadSample for its text."""
     answered(sample)
-    return measured(tokenised(sample.messages, encoder, rule), sizes, rule)
+    return measured(targeted(tokenised(sample.messages, encoder, rule)), sizes, rule)
 
 
 def document_of(sample: Sample, encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
     """A whole conversation; `media` has the images of each of its pictures and films in order. BadSample without an answer."""
     answered(sample)
-    return laid_out(sample.id, tokenised(sample.messages, encoder, rule), media, encoder, rule)
+    return laid_out(sample.id, targeted(tokenised(sample.messages, encoder, rule)), media, encoder, rule)
 
 
 def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
@@ -218,9 +220,19 @@ def answered(sample: Sample) -> None:
     answers = [m for m in sample.messages if m.role == "assistant"]
     if not answers:
         raise BadSample("no_target", "messages", "no assistant message, so there is nothing to learn")
+    if not any(message.supervised for message in answers):
+        raise BadSample("no_target", "messages", "every answer is marked as left out of the loss, so nothing would be trained")
     for number, message in enumerate(sample.messages):
-        if message.role == "assistant" and not any(isinstance(p, Text) and p.text.strip() for p in message.parts):
+        if message.role == "assistant" and message.supervised and not any(isinstance(p, Text) and p.text.strip() for p in message.parts):
             raise BadSample("no_target", f"messages[{number}]", "the assistant's message is empty")
+
+
+def targeted(known: Tokenised) -> Tokenised:
+    """The same, if any of its tokens is in the loss. BadSample where the template trains on the last answer alone, which is marked."""
+    if not known.trained_U.any():
+        why = "the template trains on the last answer alone, and that one is marked as left out of the loss"
+        raise BadSample("no_target", "messages", why)
+    return known
 
 
 def fitted(
@@ -230,12 +242,12 @@ def fitted(
 
     An exchange is what leads to one answer, and that answer. Nothing is ever cut inside one, so a picture never loses its
     tokens. `sizes` are those of the sample's media. BadSample `too_long` when the policy is `reject`, or when the first
-    exchange alone does not fit.
+    exchange alone does not fit. The last answer that is kept is in the loss, whatever others are marked as.
     """
 
     def measure_until(messages: int) -> Measured:
         part = until(sample, messages)
-        return measure(part, sizes[: len(part.media)], encoder, rule)
+        return measured(tokenised(part.messages, encoder, rule), sizes[: len(part.media)], rule)
 
     def fits(size: Measured) -> bool:
         return size.tokens <= tokens and size.patches <= patches
@@ -256,6 +268,10 @@ def fitted(
             few = middle
         else:
             many = middle
+    while few and not sample.messages[ends[few - 1] - 1].supervised:
+        few -= 1
+    if not few:
+        raise BadSample("no_target", "messages", "every answer of the exchanges that fit is marked as left out of the loss")
     return until(sample, ends[few - 1]), measure_until(ends[few - 1])
 
 
@@ -265,5 +281,11 @@ def too_long(tokens: int, most_tokens: int, patches: int, most_patches: int, wha
 
 
 def until(sample: Sample, messages: int) -> Sample:
-    """The sample as it begins."""
+    """The first messages of the sample."""
     return Sample(sample.id, sample.messages[:messages], sample.kind)
+
+
+def until_supervised(sample: Sample) -> Sample:
+    """The sample up to its last answer that is in the loss: what an evaluation asks."""
+    last = max((n for n, m in enumerate(sample.messages) if m.role == "assistant" and m.supervised), default=-1)
+    return sample if last < 0 else until(sample, last + 1)

@@ -32,12 +32,12 @@ from eyeline.core.files import claimed, make_folder, storage_failed, write_atomi
 from eyeline.core.locations import Location, Remote, Stamp, location
 from eyeline.data import stores
 from eyeline.data.containers.container import File, Shard, number_of, persistent
-from eyeline.data.documents import Tokenised, answered, tokenised
+from eyeline.data.documents import Tokenised, answered, targeted, tokenised
 from eyeline.data.images import MAX_FILE_BYTES, Size, frames_of, medium_key, picture_key, size_of
 from eyeline.data.sources import Place, Rows
 from eyeline.data.tokenizer import Encoder
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"eyeline index\n"
 KEPT_OPEN = 128  # shards whose index stays open: those of a window and of the ones beside it, and some that open bins still refer to
 LONGEST_MESSAGE = 400  # characters of a reject's message that are kept
@@ -223,7 +223,7 @@ def _said(sample: Sample | BadSample, media: "_Media", encoder: Encoder, rule: I
         if isinstance(sample, BadSample):
             return sample
         answered(sample)
-        known = tokenised(sample.messages, encoder, rule)
+        known = targeted(tokenised(sample.messages, encoder, rule))
         media.sound()
     except BadSample as bad:
         return bad

@@ -29,6 +29,7 @@ from eyeline.data.conversations import (
     question_answer_sample,
     vqa_kind,
 )
+from eyeline.data.marks import ROW_MARKS, is_row_mark
 from eyeline.data.media import FILMS, PICTURES, TIMES, unpacked
 from eyeline.data.rejects import REMEDIES
 
@@ -71,20 +72,21 @@ class Shape:
 
 MEDIA = (*PICTURES, *FILMS, *TIMES)
 REJECTED = ("tools", *COMPARED, *SOUNDS, "objects")  # columns that a row is rejected for
-TOLD = (*MEDIA, "system", *REJECTED)
+TOLD = (*MEDIA, "system", *REJECTED, *ROW_MARKS)
+MARKS = ("loss", "masked")  # keys of a turn, of which `columns` may say what they are called
 SHAPES = (  # in the order in which they are taken where several fit
-    Shape("llava", llava_sample, (("conversations",),), TOLD, ("conversations",), ("from", "value")),
-    Shape("openai", openai_sample, (("messages",),), TOLD, ("messages",), ("role", "content")),
-    Shape("cauldron", cauldron_sample, (("texts",),), TOLD, ("texts",), ("user", "assistant")),
+    Shape("llava", llava_sample, (("conversations",),), TOLD, ("conversations",), ("from", "value", *MARKS)),
+    Shape("openai", openai_sample, (("messages",),), TOLD, ("messages",), ("role", "content", *MARKS)),
+    Shape("cauldron", cauldron_sample, (("texts",),), TOLD, ("texts",), ("user", "assistant", *MARKS)),
     Shape(
         *("prompt-completion", prompt_completion_sample, (("prompt",), ("completion",)), TOLD),
-        *(("prompt", "completion"), ("role", "content")),
+        *(("prompt", "completion"), ("role", "content", *MARKS)),
     ),
-    Shape("exchanges", exchanges_sample, (("conversation",),), TOLD, ("conversation",), ("human", "assistant")),
+    Shape("exchanges", exchanges_sample, (("conversation",),), TOLD, ("conversation",), ("human", "assistant", *MARKS)),
     Shape("alpaca", alpaca_sample, (("instruction",), ("output",)), (*TOLD, "input", "history")),
     Shape("query-response", query_response_sample, (("query",), ("response",)), (*TOLD, "history")),
     Shape("question-answer", question_answer_sample, (("question",), ANSWERS), (*TOLD, "choices")),
-    Shape("captions", caption_sample, (PICTURES, CAPTIONS), (), note=f", which is the answer to {CAPTION_PROMPT!r}"),
+    Shape("captions", caption_sample, (PICTURES, CAPTIONS), ROW_MARKS, note=f", which is the answer to {CAPTION_PROMPT!r}"),
     Shape("easy-vqa", easy_vqa_sample, (), (), kind=vqa_kind),
 )
 assert tuple(shape.name for shape in SHAPES) == get_args(Name)
@@ -215,7 +217,9 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
     theirs = dict(mapping.columns)
     had = [next(c for c in one if row.get(c) is not None) for one in best.needs]
     said = " and ".join(f"{column} ({theirs[column]})" if column in theirs else column for column in had)
-    skipped = [name for name in names if name not in (*best.columns, *mapping.taken, "id")]
+    marking = [name for name in ROW_MARKS if any(is_row_mark(name, row.get(name)) for _, row in rows if isinstance(row, dict))]
+    read = [name for name in best.columns if name not in ROW_MARKS or name in marking]
+    skipped = [name for name in names if name not in (*read, *mapping.taken, "id")]
     others = [shape.name for shape in shapes if shape is not best and fits[shape.name]]
     why = "; ".join([
         container.what,
@@ -279,7 +283,7 @@ def _wanted(shape: Shape) -> str:
 
 def _refuse_unknown(path: Location, declared: str | None, mapping: Mapping, shapes: tuple[Shape, ...]) -> None:
     own = dict.fromkeys(name for shape in shapes for name in (*shape.columns, *shape.keys))
-    known = tuple(name for name in own if name not in REJECTED)
+    known = tuple(name for name in own if name not in REJECTED and (name not in ROW_MARKS or name in MARKS))
     for ours, theirs in mapping.columns:
         if ours not in known:
             whose = f"the layout {declared}" if declared else "any layout"

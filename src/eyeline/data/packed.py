@@ -158,7 +158,10 @@ def packed_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
                 taken = list(islice(left, len(frames)))
                 return {"type": "video", "name": name, "frames": taken, "names": [f.name for f in frames], "timestamps": list(seconds)}
 
-    messages = [{"role": message.role, "content": [part_of(part) for part in message.parts]} for message in sample.messages]
+    messages = [
+        {"role": message.role, "content": [part_of(part) for part in message.parts]} | ({} if message.supervised else {"loss": False})
+        for message in sample.messages
+    ]
     row = {"id": sample.id, "kind": sample.kind, "messages": messages}
     return row | ({"images": list(names)} if names else {})
 
@@ -177,7 +180,7 @@ def packed_sample(row: Any, id: str, root: Location) -> Sample:  # noqa: ARG001 
                 frames = tuple(replace(next(left), name=name) for name in part["names"])
                 return Video(part["name"], frames, tuple(part["timestamps"]))
 
-    messages = tuple(Message(message["role"], tuple(map(part_of, message["content"]))) for message in row["messages"])
+    messages = tuple(Message(m["role"], tuple(map(part_of, m["content"])), m.get("loss", True)) for m in row["messages"])
     return Sample(id, messages, row["kind"])
 
 

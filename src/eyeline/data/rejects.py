@@ -26,10 +26,11 @@ CAUSES: dict[str, str] = {
     "role_order": "turns that do not alternate, or do not end with an answer",
     "placeholder_count": "not as many <image> as pictures, or <video> as films",
     "image_in_answer": "a picture in what the model should write",
-    "no_target": "nothing to learn: no answer, or an empty one",
+    "no_target": "nothing to learn: no answer, an empty one, or every answer left out of the loss",
     "tool_turn": "a turn or a call of a tool",
     "preference": "answers that are compared or rated, for another kind of training",
-    "unsupported": "something that is not read: sound, films without a template for them, marks that another trainer fills in",
+    "unsupported": "something that is not read: sound, films without a template for them, marks that another trainer fills in, marks of "
+    "the loss that are neither on nor off",
     # the picture
     "remote_url": "a URL where a file is wanted",
     "bad_path": "a path that cannot name a file",

@@ -22,6 +22,7 @@ class Control:
 
     token: str
     trained: bool = False
+    masked: bool = False  # trained, but for a mark of its turn: the ids stay, the labels go
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Content:
 
     text: str
     trained: bool = False
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
     for part in message.parts:
         match part:
             case Text():
-                out.append(Content(part.text, message.role == "assistant"))
+                out.append(Content(part.text, message.role == "assistant", not message.supervised))
             case Picture():
                 out += _medium(marks.image, marks)
             case Video():
@@ -122,7 +124,7 @@ def _chatml(messages: Sequence[Message], prompt: bool, frames: int, marks: Marks
         messages = [Message("system", (Text(system),)), *messages]
     for message in messages:
         out += [Control("<|im_start|>"), Content(message.role + "\n"), *_parts(message, marks, frames)]
-        out += [Control("<|im_end|>", message.role == "assistant"), Content("\n")]
+        out += [Control("<|im_end|>", message.role == "assistant", not message.supervised), Content("\n")]
     if prompt:
         out += [Control("<|im_start|>"), Content("assistant\n")]
     return out
@@ -206,10 +208,11 @@ def _thinking(messages: Sequence[Message], prompt: bool, frames: int, thinking: 
         if message.role == "assistant":
             text = "".join(part.text for part in message.parts if isinstance(part, Text))
             earlier = _thought(text)[1] if "</think>" in text else text
-            out += thinking.answer(text) if learned else [Content(earlier)]
+            answer = thinking.answer(text) if learned else [Content(earlier)]
+            out += answer if message.supervised else [part if isinstance(part, Media) else replace(part, masked=True) for part in answer]
         else:
             out += _parts(message, QWEN_MARKS, frames)
-        out += [Control("<|im_end|>", learned), Content("\n")]
+        out += [Control("<|im_end|>", learned, not message.supervised), Content("\n")]
     if prompt:
         out += [Control("<|im_start|>"), Content("assistant\n"), *thinking.opening]
     return out
@@ -257,7 +260,7 @@ def _trimmed(message: Message) -> Message:
         parts[0] = Text(parts[0].text.lstrip())
     if parts and isinstance(parts[-1], Text):
         parts[-1] = Text(parts[-1].text.rstrip())
-    return Message(message.role, tuple(parts))
+    return replace(message, parts=tuple(parts))
 
 
 LLAMA_DATE = "26 Jul 2024"  # what Llama 3.1's template says today is, and 3.2's where nobody tells it the day
@@ -272,7 +275,8 @@ def _llama3(messages: Sequence[Message], prompt: bool, frames: int, preamble: st
         messages = [Message("system", ()), *messages]
     for n, message in enumerate(messages):
         out += [*_header(message.role), Content(preamble if n == 0 and message.role == "system" else "")]
-        out += [*_parts(_trimmed(message), Marks(IMAGE), frames), Control("<|eot_id|>", message.role == "assistant")]
+        out += _parts(_trimmed(message), Marks(IMAGE), frames)
+        out += [Control("<|eot_id|>", message.role == "assistant", not message.supervised)]
     return [*out, *_header("assistant")] if prompt else out
 
 
@@ -308,7 +312,7 @@ def _plain(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segme
     out: list[Segment] = []
     for message in messages:
         out += _parts(message, Marks(IMAGE), frames)
-        out.append(Control("<|endoftext|>", True) if message.role == "assistant" else Content("\n"))
+        out.append(Control("<|endoftext|>", True, not message.supervised) if message.role == "assistant" else Content("\n"))
     return out
 
 

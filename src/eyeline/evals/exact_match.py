@@ -15,6 +15,7 @@ from eyeline.core.batch import Budget, Document, Picture, Sample, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import Facts
 from eyeline.core.randomness import seed_for
+from eyeline.data.documents import until_supervised
 from eyeline.data.images import decode, picture_key
 from eyeline.data.sources import Rows
 from eyeline.data.tokenizer import Encoder
@@ -63,6 +64,7 @@ def prior_of(samples: Iterable[Sample]) -> Prior:
     by_question: dict[str, Counter[str]] = defaultdict(Counter)
     overall: Counter[str] = Counter()
     for sample in samples:
+        sample = until_supervised(sample)
         answer = normalised(answer_of(sample))
         by_question[question_of(sample)][answer] += 1
         overall[answer] += 1
@@ -74,13 +76,14 @@ def most_frequent(counts: Counter[str]) -> str:
 
 
 def usable(sources: Iterable[Rows], rejected: Counter[str]) -> Iterator[Sample]:
-    """Every sample of the sources in order; the unusable ones are counted in `rejected` by cause."""
+    """Every sample of the sources in order, up to its last answer that is in the loss; the unusable ones are counted in `rejected` by
+    cause."""
     for rows in sources:
         for _, _, found in rows.kept():
             if isinstance(found, BadSample):
                 rejected[found.cause] += 1
             else:
-                yield found
+                yield until_supervised(found)
 
 
 @dataclass(frozen=True)

@@ -252,6 +252,8 @@ def _odd(report: DataReport) -> Iterator[Line]:
         yield Line(f"odd pictures, usable (of {report.decoded:,}): {odd}")
     if report.control_strings:
         yield Line(f"samples whose text spells out a control token, which stays text: {report.control_strings}")
+    if report.masked:
+        yield Line(f"answers that the data mark as left out of the loss: {report.masked:,} (of {report.masked + report.said:,})")
     if report.unlearned:
         yield Line(
             f"{report.unlearned:,} of {report.said:,} answers are not learned: the template {report.template} learns the last answer of a "

@@ -153,7 +153,8 @@ class DataReport:
     odd: dict[str, int]  # what is unusual about usable pictures, and how many have it
     decoded: int  # distinct pictures that were decoded
     control_strings: int  # samples whose text spells out a control token; it stays text
-    said: int  # answers of the examined samples
+    said: int  # answers of the examined samples, without
+    masked: int  # those that the data mark as left out of the loss
     unlearned: int  # of them, those that the template does not learn
     template: str
     budgets: tuple[Packing, ...]  # the stage's own first; empty when no sample is left
@@ -197,6 +198,7 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         decoded=len(examined.pictures),
         control_strings=examined.spelt,
         said=examined.said,
+        masked=examined.masked,
         unlearned=examined.said - examined.learned,
         template=reader.encoder.template.name,
         budgets=packings(reader, frozenset((s, h) for s, h, _ in learning.rows), budget, others=depth.packed),
@@ -313,6 +315,7 @@ class _Examined:
     pictures: dict[str, BadSample | None]
     spelt: int = 0
     said: int = 0
+    masked: int = 0
     learned: int = 0
 
     @staticmethod
@@ -327,7 +330,8 @@ class _Examined:
             place = index.place(shard, number)
             sample = rows.read(place)
             out.spelt += any(control in text for text in texts(sample) for control in reader.encoder.all_controls)
-            out.said += sum(message.role == "assistant" for message in sample.messages)
+            out.said += sum(message.role == "assistant" and message.supervised for message in sample.messages)
+            out.masked += sum(not message.supervised for message in sample.messages)
             out.learned += int((np.diff(index.tokenised(number).trained_U.astype(np.int8), prepend=0) == 1).sum())
             bad = _pictures_of(sample, out.pictures, out.odd)
             if bad is not None:
