@@ -10,7 +10,7 @@ JOBS ?= 2
 BIN := .venv/bin
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split('+')[0].split('.')[:2])) < (2, 11))
 
-.PHONY: demo test test-slow test-gpu check format bench clean
+.PHONY: demo test test-slow test-transformers4 test-gpu check format bench clean
 
 demo: .venv/ready
 	$(BIN)/eyeline train easyvqa-tiny out=runs/demo
@@ -22,6 +22,17 @@ test: .venv/ready
 
 test-slow: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -s
+
+# Exports in the newest transformers 4, in an environment of its own that shares torch and the test tools with .venv
+test-transformers4: .venv/ready .venv-transformers4/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m transformers4 tests/bundle/test_transformers4.py
+
+.venv-transformers4/ready: Makefile .venv/ready
+	$(BIN)/python -m venv --clear .venv-transformers4
+	.venv-transformers4/bin/python -m pip install --quiet --disable-pip-version-check 'transformers>=4.57,<5'
+	@$(BIN)/python -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+	  > "$$(.venv-transformers4/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	@touch $@
 
 test-gpu: .venv/ready
 	$(BIN)/python -m pytest -m gpu
@@ -49,4 +60,4 @@ bench: .venv/ready
 	@touch $@
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-transformers4 runs .pytest_cache .ruff_cache .hypothesis

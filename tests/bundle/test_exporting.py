@@ -30,6 +30,7 @@ from eyeline.models import llava
 from eyeline.models.lora import LoRA, merge, wrap
 from tests.bundle.tiny import CONVERSATION, FORMS, asked, built, drawing, imported, our_logits, save_language, save_vision
 
+TOWERS = [("llava", "", "vision_tower."), ("lfm2_vl", "", "model.vision_tower."), ("parts", "vision", "")]
 SETTINGS = [(form, tied) for form in FORMS for tied in (True, False)]
 
 
@@ -278,16 +279,23 @@ def test_a_folder_of_transformers_own_making_is_opened(made: dict, tmp_path: Pat
     assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in again.named_parameters())
 
 
-def test_the_towers_names_of_transformers_4_are_read(made: dict, tmp_path: Path) -> None:
-    bundle = made["llava", True]
+@pytest.mark.parametrize(("form", "place", "prefix"), TOWERS)
+def test_tower_names_are_the_hubs_and_those_of_transformers_5_are_read(
+    made: dict, tmp_path: Path, form: str, place: str, prefix: str
+) -> None:
+    """The hub's names are the ones that transformers 4 reads too: with others it starts the tower at random, behind a warning."""
+    bundle = made[form, True]
     model = built(bundle, seed=3)
     export(bundle, model, tmp_path / "out")
-    file = tmp_path / "out" / "model.safetensors"
-    old = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in load_file(file).items()}
-    save_file(old | {"vision_tower.vision_model.head.probe": torch.zeros(1)}, file)
-    again = built(bundle)
-    open_bundle(tmp_path / "out").load(again)
-    assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in again.named_parameters())
+    file = tmp_path / "out" / place / "model.safetensors"
+    hub = load_file(file)
+    assert f"{prefix}vision_model.embeddings.patch_embedding.weight" in hub
+    short = {name.replace("vision_model.", ""): x for name, x in hub.items()}
+    for names, head in ((hub, "vision_model.head.probe"), (short, "head.probe")):
+        save_file(names | {prefix + head: torch.zeros(1)}, file)
+        again = built(bundle)
+        open_bundle(tmp_path / "out").load(again)
+        assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in again.named_parameters())
 
 
 def test_the_vocabulary_grows_with_the_tokenizer_and_the_export_follows(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from eyeline.bundle.bundle import Bundle, open_bundle
 from eyeline.bundle.exporting import export
 from eyeline.bundle.importing import import_whole
 from eyeline.core.batch import Document
-from eyeline.core.facts import PARTS
+from eyeline.core.facts import PARTS, Part
 from eyeline.data.batches import batch_of
 from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
@@ -126,7 +126,7 @@ def same_files(one: Path, two: Path) -> None:
     different = [name for name in names if not filecmp.cmp(one / name, two / name, shallow=False)]
     assert different in ([], ["config.json"]), different
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (one, two))
-    assert before.pop("dtype") == "float32"
+    assert (before.pop("dtype"), before.pop("torch_dtype")) == ("float32", "float32")
     assert before == after  # an import keeps tensors as they are, of whatever dtype
 
 
@@ -175,10 +175,10 @@ def test_parts_out_and_back(case: Case, exported: Callable[[Case], Exported], tm
         loaded(made.folder / part)
 
 
-def adapted(bundle: Bundle) -> Model:
+def adapted(bundle: Bundle, without: tuple[Part, ...] = ("projector",)) -> Model:
     model = random_model(bundle)
     stated = facts(bundle.config)
-    for i, part in enumerate(part for part in PARTS if part in stated.parts and part != "projector"):
+    for i, part in enumerate(part for part in PARTS if part in stated.parts and part not in without):
         wrap(model, stated, part, LoRA(rank=2 + i, alpha=3, targets="all-linear"), torch.Generator().manual_seed(i))
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -48,7 +48,7 @@ def llava_twins(folder: Path, tied: bool = False) -> tuple[LlavaForConditionalGe
     load_into(
         dict(model.named_parameters(remove_duplicate=False)),
         folder,
-        llava.keys(ours, llava.form(ours)),
+        llava.keys(ours, llava.form(ours), {"vision_tower.embeddings.patch_embedding.bias": (1,)}),
         dropped=("vision_tower.post_layernorm.*",),
     )
     return twin, model, llava.facts(ours)

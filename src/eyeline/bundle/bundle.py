@@ -381,7 +381,7 @@ def write_settings(bundle: Bundle, folder: Path, form: Form, dtype: str | None =
 
     `dtype` is transformers' name of the one that all weights have; None where they differ, or are as they came.
     """
-    kept = {} if dtype is None else {"dtype": dtype}
+    kept = {} if dtype is None else {"dtype": dtype, "torch_dtype": dtype}  # the name until transformers 4.55
     place = text_place(bundle.config, form)
     stops = stop_settings(bundle)
     for name, content in bundle.files(form).items():

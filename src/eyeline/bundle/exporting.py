@@ -149,7 +149,8 @@ def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base:
         name = _module(key.theirs, form)
         a_rI, b_Or, scale = _fused(key, model, adapted)
         tensors |= {f"base_model.model.{name}.lora_A.weight": a_rI, f"base_model.model.{name}.lora_B.weight": b_Or}
-        target = f"{name}.weight" if mixed and name.endswith(EXPERTS_NAMES) else name
+        target = name.rpartition(".vision_model.")[2]  # peft compares ends of names: so this is the layer in transformers 4 and 5
+        target = f"{target}.weight" if mixed and name.endswith(EXPERTS_NAMES) else target
         ranks[target], alphas[target] = len(a_rI), _whole(scale * len(a_rI))
     projector = [(name, x) for name, x in weights(model, True, torch.float32) if name.startswith("projector.")]
     saved = list(renamed(projector, rules))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.files import read_object, storage_failed
+from eyeline.core.files import read_object, storage_failed, write_json
 from eyeline.data.templates import QWEN_MARKS, Template
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions that need it do it themselves
@@ -224,8 +224,35 @@ def _refuse_endless(backend: Tokenizer, folder: Path) -> None:
 PROBES = ("a", "1", " ", "\n", "!", "é", "你", "_", "'s")
 
 
+# Entries of tokenizer_config.json that say how and from where a tokenizer was loaded, or name code and classes that another folder has
+LOADING = frozenset(
+    (
+        *("auto_map", "backend", "init_inputs", "processor_class", "transformers_version"),
+        *("cache_dir", "commit_hash", "_commit_hash", "force_download", "is_local", "local_files_only", "name_or_path", "proxies"),
+        *("resume_download", "revision", "subfolder", "token", "use_auth_token", "trust_remote_code", "user_agent"),
+        *("from_auto", "_from_auto", "from_pipeline", "_from_pipeline", "from_slow", "use_fast"),
+        *("gguf_file", "merges_file", "special_tokens_map_file", "tokenizer_file", "vocab_file"),
+    )
+)
+
+
+def _for_every_version(written: Mapping[str, Any]) -> dict[str, Any]:
+    """tokenizer_config.json as transformers 4 and 5 both read it, of what 5 wrote: 4 does not know the class TokenizersBackend, and
+    takes a list under `extra_special_tokens` for a mapping, which is how 5 reads one too."""
+    config = {key: value for key, value in written.items() if key not in LOADING}
+    special, named = config.pop("extra_special_tokens", []), config.pop("model_specific_special_tokens", {})
+    if isinstance(special, Mapping):
+        special, named = [], {**special, **named}
+    return {
+        **config,
+        **({"additional_special_tokens": list(special)} if special else {}),
+        **({"extra_special_tokens": named} if named else {}),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+
+
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Write what `load_tokenizer` and transformers read. Raises StorageFailed."""
+    """Write what `load_tokenizer` and transformers, 4 as well as 5, read. Raises StorageFailed."""
     try:
         tokenizer.save_pretrained(str(folder))
     except Exception as error:
@@ -233,6 +260,8 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         if type(error) is not Exception and not isinstance(error, OSError):
             raise
         raise storage_failed("write", folder / "tokenizer.json", OSError(str(error))) from error
+    settings = folder / "tokenizer_config.json"
+    write_json(settings, _for_every_version(read_object(settings)))
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int, template: Template) -> "PreTrainedTokenizerFast":

@@ -75,6 +75,20 @@ def rope(where: str, config: Json, default_theta: float) -> tuple[float, str, di
     return theta, type, {key: value for key, value in scaled.items() if key not in ("rope_theta", "rope_type", "type")}
 
 
+def rope_to_hf(theta: float, scaling: Json) -> dict[str, Any]:
+    """The entries of config.json that describe rotary positions, as both generations of transformers read them: `rope_parameters` (5),
+    and `rope_theta` and `rope_scaling` (4, which knows no `rope_parameters` and would compute with a base of 10,000). `scaling` has
+    `rope_type` and what belongs to that type."""
+    share = {key: value for key, value in scaling.items() if key == "partial_rotary_factor"}  # 4 has it one level up
+    rest = {key: value for key, value in scaling.items() if key not in share}
+    return {
+        "rope_parameters": {**scaling, "rope_theta": theta},
+        "rope_theta": theta,
+        "rope_scaling": None if rest == {"rope_type": "default"} else rest,
+        **share,
+    }
+
+
 def plain_rope(where: str, config: Json, default_theta: float) -> float:
     """The base of unscaled rotary positions of whole heads. Raises Refused for others."""
     theta, type, others = rope(where, config, default_theta)

@@ -14,7 +14,7 @@ from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import Stretch, rope_tables
 from eyeline.models import decoder
-from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, kind, made, number, rope
+from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, kind, made, number, rope, rope_to_hf
 from eyeline.models.layers import MLP, RMSNorm
 
 
@@ -167,6 +167,6 @@ def to_hf(c: Config) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "mlp_bias": False,
         "max_position_embeddings": c.longest,
-        "rope_parameters": {**scaling, "rope_theta": c.rope_theta},
+        **rope_to_hf(c.rope_theta, scaling),
         "tie_word_embeddings": c.tied,
     }

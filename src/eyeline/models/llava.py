@@ -213,7 +213,7 @@ def form(c: Config) -> Form:
             "parts", f"LFM2-VL's pictures are whole patches, and {c.vision.image_size} pixels are not a multiple of {c.vision.patch}"
         )
     if c.feature_norm:
-        return Form("lfm2_vl", "an MLP, on features after the tower's final norm")
+        return Form("lfm2_vl", "an MLP, on features after the tower's final norm", _LFM2_VL_MODULES)
     if c.projector.shuffle > 1 or c.projector.norm:
         return Form("parts", "only LLaVA takes features before the tower's final norm, and it has no pixel shuffle and no projector.norm")
     if c.hidden != c.language.width:
@@ -221,19 +221,22 @@ def form(c: Config) -> Form:
     return Form("llava", "an MLP without pixel shuffle, on features before the tower's final norm", _LLAVA_MODULES)
 
 
-# LLaVA's class keeps on disk the names that it had before transformers 4.52
+# LLaVA's class keeps on disk the names that it had before transformers 4.52. In transformers 5 the towers have no module `vision_model`:
+# for LLaVA's class peft renames the adapters of it, for LFM2-VL's (peft 0.21) it does not.
 _LLAVA_MODULES = {
     "language_model.model.": "model.language_model.",
     "vision_tower.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
 
+_LFM2_VL_MODULES = {"model.vision_tower.vision_model.": "model.vision_tower."}
+
 PROJECTOR_KEYS = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2", "out": "linear"}
 
 
 def keys(c: Config, form: Form, found: Shapes = NONE) -> tuple[KeyRule, ...]:
-    """Our tensors, and their names in a folder of this form as transformers 5 writes it. `found` are the names that a folder has:
-    a tower that lies there as in the hub's files is read so."""
+    """Our tensors, and their names in a folder of this form as the hub has it, which every transformers reads. `found` are the names
+    that a folder has: a tower as transformers 5 writes it is read too."""
     language = LANGUAGES[c.language.family].keys(c.language)
     match form.name:
         case "llava":
@@ -253,7 +256,8 @@ def keys(c: Config, form: Form, found: Shapes = NONE) -> tuple[KeyRule, ...]:
 
 def _tower(rules: tuple[KeyRule, ...], prefix: str, found: Shapes) -> tuple[KeyRule, ...]:
     hub = prefix + siglip2.HUB_PREFIX
-    return prefixed(rules, "vision.", hub if any(name.startswith(hub) for name in found) else prefix)
+    short = any(name.startswith(prefix) for name in found) and not any(name.startswith(hub) for name in found)
+    return prefixed(rules, "vision.", prefix if short else hub)
 
 
 def _projector(c: Config, prefix: str) -> list[KeyRule]:

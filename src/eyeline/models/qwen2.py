@@ -14,7 +14,7 @@ from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import decoder
-from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, kind, made, number, plain_rope, refuse_windows
+from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, kind, made, number, plain_rope, refuse_windows, rope_to_hf
 from eyeline.models.layers import MLP, RMSNorm
 
 
@@ -126,7 +126,7 @@ def to_hf(c: Config) -> dict[str, Any]:
         "rms_norm_eps": c.eps,
         "attention_dropout": 0.0,
         "max_position_embeddings": c.longest,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        **rope_to_hf(c.rope_theta, {"rope_type": "default"}),
         "use_sliding_window": False,
         "tie_word_embeddings": c.tied,
     }

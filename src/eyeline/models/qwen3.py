@@ -17,7 +17,7 @@ from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import decoder
-from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, made, number, plain_rope, refuse_windows, rope
+from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, made, number, plain_rope, refuse_windows, rope, rope_to_hf
 from eyeline.models.layers import MLP, RMSNorm
 from eyeline.models.moe import DISPATCH, EXPERT_NAMES, EXPERTS, ROUTER_NAMES, Experts, MoE
 
@@ -184,12 +184,12 @@ def _experts(where: str, config_json: Json, visual: bool) -> dict[str, Any]:
 def to_hf(c: Config) -> dict[str, Any]:
     """config.json of the `...ForCausalLM` class that computes this; with `sections`, the text_config of Qwen3-VL."""
     name = "qwen3" if c.experts is None else "qwen3_moe"
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_theta}
+    scaling: dict[str, Any] = {"rope_type": "default"}
     if c.sections is None:
         kind = {"architectures": ["Qwen3ForCausalLM" if c.experts is None else "Qwen3MoeForCausalLM"], "model_type": name}
     else:
         kind = {"model_type": name.replace("qwen3", "qwen3_vl") + "_text"}
-        rope |= {"mrope_section": list(c.sections), "mrope_interleaved": True}
+        scaling |= {"mrope_section": list(c.sections), "mrope_interleaved": True}
     experts: dict[str, Any] = {}
     if c.experts is not None:
         experts = {
@@ -214,7 +214,7 @@ def to_hf(c: Config) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "max_position_embeddings": c.longest,
-        "rope_parameters": rope,
+        **rope_to_hf(c.rope_theta, scaling),
         **({} if c.sections else {"use_sliding_window": False}),
         **experts,
         "tie_word_embeddings": c.tied,

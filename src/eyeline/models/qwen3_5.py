@@ -30,7 +30,7 @@ from eyeline.kernels.rope import rope_tables, rotate
 from eyeline.models import decoder
 from eyeline.models.decoder import Layout
 from eyeline.models.flops import Tally, learns
-from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, layer_types, made, number, rope
+from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, layer_types, made, number, rope, rope_to_hf
 from eyeline.models.layers import MLP, Attend, Linear
 from eyeline.models.moe import DISPATCH, EXPERT_NAMES, EXPERTS, ROUTER_NAMES, Experts, MoE, Routed
 
@@ -445,6 +445,12 @@ def to_hf(c: Config) -> dict[str, Any]:
             "moe_intermediate_size": c.experts.feed_forward,
             "shared_expert_intermediate_size": c.shared,
         }
+    scaling = {
+        "rope_type": "default",
+        "partial_rotary_factor": c.rotary,
+        "mrope_section": list(c.sections),
+        "mrope_interleaved": True,
+    }
     return {
         **kind,
         "vocab_size": c.vocabulary,
@@ -465,12 +471,6 @@ def to_hf(c: Config) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "max_position_embeddings": c.longest,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": c.rope_theta,
-            "partial_rotary_factor": c.rotary,
-            "mrope_section": list(c.sections),
-            "mrope_interleaved": True,
-        },
+        **rope_to_hf(c.rope_theta, scaling),
         "tie_word_embeddings": c.tied,
     }

@@ -340,7 +340,8 @@ def to_hf(c: Config, out: int) -> dict[str, Any]:
 
 def to_preprocessor(c: Config) -> dict[str, Any]:
     """preprocessor_config.json of the `Qwen2VLImageProcessor` that prepares stills as the model was trained."""
-    return {"image_processor_type": "Qwen2VLImageProcessor", **_to_processor(c, c.least, c.most)}
+    older = {"min_pixels": c.least, "max_pixels": c.most}  # transformers 4.57 without torchvision does not read `size`
+    return {"image_processor_type": "Qwen2VLImageProcessor", **_to_processor(c, c.least, c.most), **older}
 
 
 def to_video_preprocessor(c: Config) -> dict[str, Any]:

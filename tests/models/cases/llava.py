@@ -75,6 +75,10 @@ def pixels(image: Image, c: llava.Config) -> Tensor:
     return whole
 
 
+# the tower's names where transformers 5 saved a model; the hub's have one level more
+SAVED = {f"{prefix}embeddings.patch_embedding.bias": (1,) for prefix in ("vision_tower.", "model.vision_tower.")}
+
+
 def inputs_of(c: llava.Config) -> Callable[[Document], dict[str, Tensor]]:
     """Pixel values for LLaVA's class; for LFM2-VL's, padded rows of patches."""
 
@@ -108,7 +112,7 @@ def config_json(c: llava.Config) -> dict:
 def case(id: str, c: llava.Config, as_written: llava.Config | None = None) -> Case:
     """`as_written`: what is exported to the twin's class, where that is not this config."""
     w = as_written or c
-    return Case(id, c, lambda: twin_of(config_json(w)), inputs_of(c), llava.keys(w, llava.form(w)), documents(*shown(c)))
+    return Case(id, c, lambda: twin_of(config_json(w)), inputs_of(c), llava.keys(w, llava.form(w), SAVED), documents(*shown(c)))
 
 
 CASES = [case(id, c) for id, c in CONFIGS.items()]
