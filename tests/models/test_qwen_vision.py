@@ -196,7 +196,7 @@ def test_old_names_of_the_limits_go_before():
         ({}, {"do_resize": False}, {}, "do_resize=False"),
         ({}, {"rescale_factor": 1.0}, {}, "1/255"),
         ({}, {"image_mean": [0.5]}, {}, "three numbers"),
-        ({}, {"size": {"shortest_edge": 9, "longest_edge": 4}}, {}, "least=9"),
+        ({}, {"size": {"shortest_edge": 9, "longest_edge": 4}, "min_pixels": None, "max_pixels": None}, {}, "least=9"),
         ({}, {}, {"cap_pixels_per_frame": True}, "cap_pixels_per_frame"),
         ({}, {}, {"image_mean": [0.5, 0.5, 0.5]}, "both alike"),
     ],
