@@ -118,7 +118,7 @@ def test_exports_are_used_as_documented(eyeline: Command, tmp_path: Path) -> Non
 def test_the_two_commands_are_targets() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for document in DOCUMENTS:
-        for target in re.findall(r"^ *make ([a-z][a-z-]*)|`make ([a-z][a-z-]*)", document.read_text(), re.MULTILINE):
+        for target in re.findall(r"^ *make ([a-z][a-z0-9-]*)|`make ([a-z][a-z0-9-]*)", document.read_text(), re.MULTILINE):
             assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), f"{document.name} names make {target}"
 
 
