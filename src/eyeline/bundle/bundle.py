@@ -14,21 +14,22 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 import torch
-from jinja2 import TemplateError
 from pydantic import ValidationError
 from torch import Tensor
 
-from eyeline.bundle.folders import about, new_folder, read_config, read_preprocessor, read_video_preprocessor
+from eyeline.bundle.folders import about, chat_templates, new_folder, read_config, read_preprocessor, read_video_preprocessor
+from eyeline.bundle.rendering import Unbounded, render, rendered
 from eyeline.checkpoint import store
 from eyeline.checkpoint.tensors import entries_in, entries_of, key_of, stream
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import read_object, write_json
-from eyeline.core.log import warn
+from eyeline.core.log import say, warn
 from eyeline.data.templates import FILM, LLAMA_DATE, TEMPLATES, template_named
 from eyeline.data.tokenizer import Encoder, load_tokenizer, save_tokenizer
 from eyeline.models import CONFIG, FAMILIES, Config, Model, build, facts, family_of
@@ -334,7 +335,8 @@ def _refuse_disagreement(folder: Path, bundle: Bundle, form: Form) -> None:
 
 # ---- chat templates
 
-_PROBES: tuple[list[dict[str, str]], ...] = (
+_DAY: dict[str, Any] = {"date_string": LLAMA_DATE}  # else 3.2's writes today's
+_PROBES: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "a b?\n"}],
     [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}],  # some put a think block before a last answer
     [
@@ -343,27 +345,42 @@ _PROBES: tuple[list[dict[str, str]], ...] = (
         {"role": "assistant", "content": "a"},
         {"role": "user", "content": "v"},
     ],
-)
+]
 
 
 def recognised(tokenizer: "PreTrainedTokenizerBase", where: Path) -> str:
-    """The name of the chat template that a tokenizer carries, found by what it renders. Raises Refused when it is none of ours."""
-    theirs = _rendered(tokenizer, tokenizer.chat_template) if isinstance(tokenizer.chat_template, str) else None
-    for name, template in TEMPLATES.items():
-        if theirs is not None and theirs == _rendered(tokenizer, template.jinja):
-            return name
+    """The name of the chat template that a model's folder carries, found by what it renders. Of several, the default comes first, and
+    the first that Eyeline knows is taken. Raises Refused when none is ours."""
+    found = chat_templates(tokenizer.chat_template, where)
+    for name, jinja in found.items():
+        try:
+            known = _known_as(jinja, tokenizer)
+        except Unbounded as error:
+            raise Refused(f"the chat template of {where} {error}. Import the model with --template, which replaces it.") from error
+        if known is not None:
+            if name != next(iter(found)):
+                say(f"{where}: the chat template {name!r} is taken ({known}); {next(iter(found))!r} is none that Eyeline knows")
+            return known
+    fault = "is missing" if not found else "is none that Eyeline knows"
+    listed = f" ({', '.join(found)}: none)" if len(found) > 1 else ""
     raise Refused(
-        f"the chat template of {where} {'is none that Eyeline knows' if theirs else 'is missing'}; it has {', '.join(TEMPLATES)}. "
-        f"Import the model with --template, which replaces it."
+        f"the chat template of {where} {fault}{listed}; it has {', '.join(TEMPLATES)}. Import the model with --template, which replaces it."
     )
 
 
-def _rendered(tokenizer: "PreTrainedTokenizerBase", jinja: str) -> list[str] | None:
-    asked: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "date_string": LLAMA_DATE}  # else 3.2's writes today's
-    try:
-        return [str(tokenizer.apply_chat_template(probe, chat_template=jinja, **asked)) for probe in _PROBES]
-    except (TemplateError, ValueError, TypeError, KeyError):  # a template that does not take such a conversation is another one
-        return None
+def _known_as(jinja: str, tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """The template of ours that writes the same. Raises Unbounded."""
+    for name, template in TEMPLATES.items():
+        if jinja == template.jinja:
+            return name
+    roles = {key: str(token) for key, token in tokenizer.special_tokens_map.items() if not isinstance(token, list | tuple)}
+    theirs = rendered(jinja, _PROBES, roles | _DAY)
+    return next((name for name in TEMPLATES if theirs == _ours(name)), None)
+
+
+@cache
+def _ours(name: str) -> list[str]:
+    return [render(TEMPLATES[name].jinja, probe, _DAY) for probe in _PROBES]
 
 
 def stop_settings(bundle: Bundle) -> dict[str, Any]:

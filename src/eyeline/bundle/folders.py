@@ -81,6 +81,27 @@ def read_video_preprocessor(folder: Path) -> dict[str, Any] | None:
     return _processor(folder, "video_preprocessor_config.json", "video_processor")
 
 
+def chat_templates(of_tokenizer: Any, folder: Path) -> dict[str, str]:
+    """The chat templates of a model by name, the default first: the tokenizer's (`of_tokenizer`, which transformers reads from
+    tokenizer_config.json, chat_template.jinja and additional_chat_templates/), else those of the processor's files. Raises Refused."""
+    found = _by_name(of_tokenizer, folder / "tokenizer_config.json")
+    for name in ("chat_template.json", "processor_config.json"):
+        if (folder / name).exists():
+            here = _by_name(read_object(folder / name).get("chat_template"), folder / name)
+            found |= {f"{key} of {name}" if key in found else key: jinja for key, jinja in here.items() if jinja not in found.values()}
+    return dict(sorted(found.items(), key=lambda item: item[0] != "default"))
+
+
+def _by_name(value: Any, path: Path) -> dict[str, str]:
+    """One template, or several by name: a mapping, or a list of {name, template}."""
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        value = {one.get("name"): one.get("template") for one in value}
+    named = {"default": value} if isinstance(value, str) else value or {}
+    if not isinstance(named, dict) or not all(isinstance(x, str) for pair in named.items() for x in pair):
+        raise Refused(f"{path} has chat_template={value!r:.200}; wanted a text, or texts by name. Is the file damaged?")
+    return named
+
+
 def _processor(folder: Path, name: str, part: str) -> dict[str, Any] | None:
     if (folder / name).exists():
         return read_object(folder / name)

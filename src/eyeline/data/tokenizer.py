@@ -26,6 +26,8 @@ QWEN_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^
 LONGEST_PIECE = 10_000  # characters that a tokenizer is trained on at once: its time grows with the square of a word's length
 LONGEST_TEXT = 4 << 20  # characters of one run: no model has positions for them, and runs of spaces of twice this length break splitting
 MOST_IDS = 1 << 22  # sixteen times the largest vocabulary there is: the tokenizers library takes memory for every id below the largest
+LARGEST_TEMPLATE = 1 << 20  # bytes of a chat template: the largest published ones have a fiftieth of it
+MOST_TEMPLATES = 64
 FORMS = (normalizers.NFC, normalizers.NFD, normalizers.NFKC, normalizers.NFKD)
 KEPT = 20_000  # conversations that are remembered tokenised
 KEPT_TOKENS = 512  # longer ones are not
@@ -181,6 +183,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     from transformers import PreTrainedTokenizerFast
 
     content = read_object(folder / "tokenizer.json")
+    _refuse_settings(folder)
     model = content.get("model")
     pieces = model.get("vocab") if isinstance(model, dict) else None
     owners = {i: piece for piece, i in pieces.items() if isinstance(i, int)} if isinstance(pieces, dict) else {}
@@ -198,11 +201,29 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))  # local: the file above was there
     except Exception as error:
         # the tokenizers library raises bare Exceptions for files that it cannot read; a subclass is something else
-        if type(error) is not Exception and not isinstance(error, ValueError | KeyError):
+        if type(error) is not Exception and not isinstance(error, _OF_SETTINGS):
             raise
         raise Refused(f"the tokenizer in {folder} cannot be read: {error}. Download it again.") from error
     _refuse_endless(tokenizer.backend_tokenizer, folder)
     return tokenizer
+
+
+# what transformers raises for settings of another type than it wants
+_OF_SETTINGS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def _refuse_settings(folder: Path) -> None:
+    """Refused for files beside tokenizer.json that transformers would read without looking at their size or type."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).exists():
+            read_object(folder / name)
+    texts = [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    for path in texts:
+        if path.exists() and (not path.is_file() or path.stat().st_size > LARGEST_TEMPLATE):
+            found = f"{path.stat().st_size:,} bytes" if path.is_file() else "no file"
+            raise Refused(f"{path} is {found}; wanted a chat template of at most {LARGEST_TEMPLATE:,} bytes. Remove it.")
+    if len(texts) > MOST_TEMPLATES:
+        raise Refused(f"{folder} has {len(texts):,} chat templates; wanted at most {MOST_TEMPLATES}. Remove those that are not needed.")
 
 
 def _refuse_endless(backend: Tokenizer, folder: Path) -> None:
