@@ -199,6 +199,22 @@ def test_the_shown_samples_depend_neither_on_order_nor_on_answers() -> None:
     assert first == shown(reversed(samples), "y")
 
 
+def test_wrong_answers_are_kept_apart_whatever_the_order() -> None:
+    """However few they are among the rest."""
+    samples = [sample(f"s#{n}", "q", "x") for n in range(400)]
+    wrong = {f"s#{n}" for n in range(0, 400, 25)}  # 16
+
+    def kept(samples: Iterable[Sample]) -> list[str]:
+        tally = module.Tally(NOTHING)
+        for one in samples:
+            tally.add(module.Answered(one, "y" if one.id in wrong else "x", False))
+        return [answered.sample.id for answered in tally.wrong()]
+
+    first = kept(samples)
+    assert len(first) == module.SHOWN and set(first) < wrong
+    assert first == kept(reversed(samples))
+
+
 @pytest.mark.parametrize(("size", "kind"), [((40, 20), "png"), ((900, 300), "jpeg")])
 def test_thumbnails_are_small_and_those_of_small_pictures_exact(tmp_path: Path, size: tuple[int, int], kind: str) -> None:
     picture = Picture("p", tmp_path / "p.png")

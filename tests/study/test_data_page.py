@@ -42,7 +42,7 @@ ELEMENTS = {
     *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "div", "table", "tr", "th", "td"),
     *("figure", "figcaption", "img", "b", "i"),
 }
-ATTRIBUTES = {"lang", "charset", "name", "content", "http-equiv", "class", "src", "alt"}
+ATTRIBUTES = {"lang", "charset", "name", "content", "http-equiv", "class", "src", "alt", "data-label"}
 
 
 class Page(HTMLParser):

@@ -25,7 +25,7 @@ from eyeline.generate.prompts import Prompts
 from eyeline.generate.sampling import Sampling
 from eyeline.models import Model
 
-SHOWN = 10  # samples in eval.json
+SHOWN = 10  # samples in eval.json, and as many wrong answers
 WINDOW = 2048  # samples that are put in order of their pictures at a time
 THUMBNAIL = 320  # pixels of the longer side of a shown picture
 BUDGET = Budget(tokens=16_384, patches=16_384)  # of a round of questions: the tokens that its cache has room for
@@ -148,6 +148,7 @@ def exact_match(
         seconds=time.monotonic() - begin,
         stamps=stamps or {},
         samples=tuple(shown(answered) for answered in tally.shown()),
+        wrong=tuple(shown(answered) for answered in tally.wrong()),
     )
 
 
@@ -162,6 +163,7 @@ class Tally:
         self.given = 0
         self.cut = 0
         self._shown: dict[int, Answered] = {}
+        self._wrong: dict[int, Answered] = {}
 
     def add(self, answered: Answered) -> None:
         sample = answered.sample
@@ -171,9 +173,11 @@ class Tally:
         self.given += sum(message.role == "assistant" for message in sample.messages[:-1])
         self.cut += answered.cut
         # the samples with the smallest digests: chosen by nobody, and the same ones whatever the order
-        self._shown[seed_for(0, f"shown {sample.id}")] = answered
-        if len(self._shown) > SHOWN:
-            del self._shown[max(self._shown)]
+        digest = seed_for(0, f"shown {sample.id}")
+        for kept in (self._shown, *([] if answered.correct else [self._wrong])):
+            kept[digest] = answered
+            if len(kept) > SHOWN:
+                del kept[max(kept)]
 
     @property
     def questions(self) -> int:
@@ -188,6 +192,9 @@ class Tally:
 
     def shown(self) -> list[Answered]:
         return [self._shown[digest] for digest in sorted(self._shown)]
+
+    def wrong(self) -> list[Answered]:
+        return [self._wrong[digest] for digest in sorted(self._wrong)]
 
 
 def score(correct: int, questions: int) -> Score:

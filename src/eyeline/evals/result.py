@@ -54,7 +54,8 @@ class Result(Settings):
     max_tokens: int  # that limit
     seconds: float  # wall time of asking
     stamps: dict[str, Any]  # checkpoint, data, hardware, commit: given by the caller
-    samples: tuple[Asked, ...]
+    samples: tuple[Asked, ...]  # some questions, drawn without looking at their answers
+    wrong: tuple[Asked, ...] = ()  # some that were answered wrongly, drawn the same way
 
     @property
     def warning(self) -> str | None:

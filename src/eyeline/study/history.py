@@ -3,11 +3,11 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 LINE_LIMIT = 1 << 20  # bytes; a longer line is no metrics line, and is skipped without being held in memory
 
@@ -19,7 +19,8 @@ class Line(BaseModel):
 
 
 class Step(Line):
-    """One optimizer step, as `train/metrics.py` writes it. `loss` and `grad_norm` are None where they were not finite."""
+    """One optimizer step, as `train/metrics.py` writes it. `loss` and `grad_norm` are None where they were not finite, and where no token
+    of the step is in the loss."""
 
     stage: str
     stage_index: int
@@ -29,6 +30,7 @@ class Step(Line):
     lr: dict[str, float]  # by part
     grad_norm: float | None
     applied: bool
+    outcome: str | None = None  # "applied", "not finite" or "no targets"; runs of older versions may have none
     slots: int
     real: int
     visual: int
@@ -48,10 +50,17 @@ class Step(Line):
     flops_recomputed: int = 0
     flops_per_s: float | None = None  # without what is recomputed, over step_s
     mfu: float | None = None  # flops_per_s of the device's peak, where that is known
+    epoch: float | None = None  # epochs of the stage's data done
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_loss(cls, line: dict[str, Any]) -> dict[str, Any]:
+        """Older versions wrote 0 as the loss of a step without supervised tokens."""
+        return line | {"loss": None, "grad_norm": None} if line.get("outcome") == "no targets" else line
 
 
 class Validation(Line):
-    """One pass over the held-out data."""
+    """One pass over the held-out data of a stage."""
 
     stage: str
     global_step: int
@@ -59,16 +68,61 @@ class Validation(Line):
     supervised: int
 
 
+class Part(Line):
+    """A part of the model in a stage."""
+
+    part: str
+    parameters: int
+    trained: int
+    how: str
+    lr: float | None
+
+
+class Origin(Line):
+    """A source of data in a stage."""
+
+    path: str
+    layout: str
+    samples: int | None
+    exact: bool
+    held_out: int | None
+
+
+class BatchSize(Line):
+    tokens: int
+    patches: int
+    micro_batches: int
+
+
+class StageStart(Line):
+    """What a stage trains, as `train/summary.py` writes it when the stage starts."""
+
+    stage: str
+    stage_index: int
+    steps: int
+    epochs: int | None
+    family: str
+    model: str | None  # the folder that the run started from; None for a fresh model
+    parts: tuple[Part, ...]
+    sources: tuple[Origin, ...]
+    validation: tuple[Origin, ...]
+    batch: BatchSize
+    optimizer: str
+    schedule: str
+
+
 @dataclass(frozen=True)
 class History:
-    """A run's lines in order. After a resume, steps are done again: the later line of a global step is the one that counts."""
+    """A run's lines in order. After a resume, steps are done again: what came after the checkpoint that it started from is lost work, and
+    of two lines of a global step the later one counts."""
 
     steps: tuple[Step, ...]  # one a global step, rising
     validations: tuple[Validation, ...]  # one a global step, rising
     starts: tuple[dict[str, Any], ...]  # one an attempt: its stamps
-    done_twice: int  # step lines that a resume replaced: work that was lost
+    lost: int  # steps that a resume did again or has yet to do again
     spent_s: dict[str, float]  # by cause over all attempts, lost work included
     unreadable: int  # lines that a kill tore, or that are of no known kind
+    stages: dict[str, StageStart] = field(default_factory=dict)  # by name, as the last attempt started it; older versions wrote none
 
 
 def read_history(path: Path) -> History:
@@ -77,19 +131,27 @@ def read_history(path: Path) -> History:
     validations: dict[int, Validation] = {}
     starts: list[dict[str, Any]] = []
     spent_s: Counter[str] = Counter()
-    done_twice = unreadable = 0
+    stages: dict[str, StageStart] = {}
+    lost = unreadable = 0
     for line in json_lines(path):
         try:
             match line:
                 case {"kind": "step"}:
                     step = Step.model_validate(line | {"seconds": causes(line)})
-                    done_twice += step.global_step in steps
+                    lost += step.global_step in steps
                     steps[step.global_step] = step
                     spent_s.update(step.seconds)
                 case {"kind": "validation"}:
                     validation = Validation.model_validate(line)
                     validations[validation.global_step] = validation
+                case {"kind": "stage"}:
+                    stage = StageStart.model_validate(line)
+                    stages[stage.stage] = stage
                 case {"kind": "start"}:
+                    if starts and (kept := resumed_from(line)) is not None:
+                        lost += sum(number > kept for number in steps)
+                        steps = {number: one for number, one in steps.items() if number <= kept}
+                        validations = {number: one for number, one in validations.items() if number <= kept}
                     starts.append({k: v for k, v in line.items() if k != "kind"})
                 case _:
                     unreadable += 1
@@ -99,10 +161,17 @@ def read_history(path: Path) -> History:
         tuple(steps[i] for i in sorted(steps)),
         tuple(validations[i] for i in sorted(validations)),
         tuple(starts),
-        done_twice,
+        lost,
         dict(spent_s),
         unreadable,
+        stages,
     )
+
+
+def resumed_from(start: dict[str, Any]) -> int | None:
+    """The steps that an attempt had when it started: those of its checkpoint, or 0 without one. None where the line does not say."""
+    step = start.get("resumed_from", "")
+    return 0 if step is None else step if isinstance(step, int) else None
 
 
 def causes(line: dict[str, Any]) -> dict[str, Any]:

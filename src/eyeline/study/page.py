@@ -12,7 +12,10 @@ from eyeline.core.log import visible
 
 PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of picture that a page embeds, beside our plots
 
+STACKED = 5  # columns from which on a table is a list on a narrow page
 SHORT_CELL = 24  # characters that stay on one line
+
+NARROW = "40rem"  # pages up to this width are laid out for a phone
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1d1f23; --soft: #5c6068; --line: #e5e6e9; --paper: #fff; --panel: #f6f7f8; --good: #00694d;
@@ -31,14 +34,24 @@ p.warning { margin: .5rem 0; padding: .5rem .8rem; border-left: 3px solid var(--
 table { border-collapse: collapse; margin: .4rem 0; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
          overflow-wrap: anywhere; }
-th { font-weight: 600; color: var(--soft); white-space: nowrap; } td.n, td.s { white-space: nowrap; }
+th { font-weight: 600; color: var(--soft); overflow-wrap: normal; } td.n, td.s { white-space: nowrap; }
 td:first-child { overflow-wrap: normal; }
 td.n, th.n { text-align: right; }
 dl.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .9rem 1.2rem; margin: 1.2rem 0; }
 dl.figures dt { color: var(--soft); font-size: .85rem; } dl.figures dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
+.stage { border: 1px solid var(--line); border-radius: 6px; padding: .7rem 1rem; margin: .8rem 0; } .stage h3 { margin: 0 0 .4rem; }
+dl.facts { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 0; font-size: .92rem;
+           font-variant-numeric: tabular-nums; }
+dl.facts dt { color: var(--soft); } dl.facts dd { margin: 0; overflow-wrap: anywhere; }
+details { margin: .6rem 0; } summary { cursor: pointer; color: var(--soft); }
 figure { margin: .6rem 0 1.2rem; } figure img { width: 100%; } figcaption { color: var(--soft); font-size: .85rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(16rem, 1fr)); gap: .2rem 1.4rem; margin: .8rem 0; }
-.plots figure { margin: 0; }
+.plots .stage { border: 1px solid var(--line); border-radius: 6px; padding: .7rem 1rem; margin: .8rem 0; } .stage h3 { margin: 0 0 .4rem; }
+dl.facts { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 0; font-size: .92rem;
+           font-variant-numeric: tabular-nums; }
+dl.facts dt { color: var(--soft); } dl.facts dd { margin: 0; overflow-wrap: anywhere; }
+details { margin: .6rem 0; } summary { cursor: pointer; color: var(--soft); }
+figure { margin: 0; }
 .samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(14.5rem, 1fr)); gap: 1.1rem; }
 .sample { border: 1px solid var(--line); border-radius: 6px; padding: .7rem .8rem; overflow-wrap: anywhere; }
 .sample img { width: 100%; max-height: 13rem; object-fit: contain; image-rendering: auto; background: var(--panel); }
@@ -48,8 +61,14 @@ figure { margin: .6rem 0 1.2rem; } figure img { width: 100%; } figcaption { colo
 .seen p { margin: 0; } .seen p.text { white-space: pre-wrap; font: .87rem/1.6 ui-monospace, Menlo, Consolas, monospace; }
 .seen b { font-weight: inherit; background: var(--learned); border-radius: 3px; padding: .08rem 0; }
 .seen i { font-style: normal; background: var(--image); border-radius: 3px; padding: .08rem .25rem; }
+@media (max-width: NARROW) {
+  body { margin-top: 1.2rem; padding: 0 .8rem; } td.s { white-space: normal; } th, td { padding-right: .6rem; }
+  dl.facts { grid-template-columns: 1fr; gap: 0; } dl.facts dd { margin-bottom: .35rem; }
+  .stacked tr { display: block; padding: .35rem 0; border-bottom: 1px solid var(--line); } .stacked tr.head { display: none; }
+  .stacked td, .stacked td.n { display: block; text-align: left; padding: .05rem 0; border: 0; white-space: normal; }
+  .stacked td::before { content: attr(data-label) " "; color: var(--soft); } }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: .8rem; overflow-x: auto; font-size: .84rem; }
-"""
+""".replace("NARROW", NARROW)
 
 
 def document(title: str, sections: Iterable[str]) -> str:
@@ -67,23 +86,39 @@ def words(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int | None = None) -> str:
-    """An HTML table of any cells. Columns from `numbers` on are aligned as numbers."""
+    """An HTML table of any cells. Columns from `numbers` on are aligned as numbers. On a narrow page a table of many columns becomes a
+    list: the cells of a row one below the other, each behind the name of its column."""
+    stacked = len(head) >= STACKED
 
     def css(n: int, text: str) -> str:
         return ' class="n"' if numbers is not None and n >= numbers else ' class="s"' if len(text) <= SHORT_CELL else ""
 
     def cells(tag: str, values: Sequence[object]) -> str:
-        return "".join(f"<{tag}{css(n, text)}>{words(text)}</{tag}>" for n, text in enumerate(map(str, values)))
+        labels = [f' data-label="{words(name)}"' if stacked and name and tag == "td" else "" for name in (*head, *[""] * len(values))]
+        texts = enumerate(map(str, values))
+        return "".join(f"<{tag}{css(n, text)}{labels[n]}>{words(text)}</{tag}>" for n, text in texts)
 
-    top = f"<tr>{cells('th', head)}</tr>" if head else ""
+    top = f'<tr class="head">{cells("th", head)}</tr>' if head else ""
     body = "".join("<tr>" + cells("td", row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table>{top}{body}</table></div>'
+    tag = '<table class="stacked">' if stacked else "<table>"
+    return f'<div class="wide">{tag}{top}{body}</table></div>'
 
 
 def figures_list(shown: Mapping[str, str]) -> str:
     """A few large figures, each under its name."""
     items = "".join(f"<div><dt>{words(k)}</dt><dd>{words(v)}</dd></div>" for k, v in shown.items())
     return f'<dl class="figures">{items}</dl>'
+
+
+def facts(shown: Mapping[str, str]) -> str:
+    """Names and what they are, a line each; one below the other where the page is narrow."""
+    items = "".join(f"<dt>{words(k)}</dt><dd>{words(v)}</dd>" for k, v in shown.items())
+    return f'<dl class="facts">{items}</dl>'
+
+
+def folded(title: str, body: str) -> str:
+    """HTML that is safe already, behind a title that opens it."""
+    return f"<details><summary>{words(title)}</summary>{body}</details>"
 
 
 def note(text: str) -> str:
@@ -94,10 +129,13 @@ def warning(text: str) -> str:
     return f'<p class="warning">{words(text)}</p>'
 
 
-def figure(svg: str, caption: str) -> str:
-    """An SVG as an image: isolated, so that ids of two plots never meet and nothing in it could run."""
-    data = base64.b64encode(svg.encode()).decode()
-    return f'<figure><img alt="{words(caption)}" src="data:image/svg+xml;base64,{data}"><figcaption>{words(caption)}</figcaption></figure>'
+def figure(svg: str, caption: str, narrow: str | None = None) -> str:
+    """An SVG as an image: isolated, so that ids of two plots never meet and nothing in it could run. `narrow` is shown on a narrow page."""
+    wide, small = (f"data:image/svg+xml;base64,{base64.b64encode(one.encode()).decode()}" if one else "" for one in (svg, narrow))
+    image = f'<img alt="{words(caption)}" src="{wide}">'
+    if small:
+        image = f'<picture><source media="(max-width: {NARROW})" srcset="{small}">{image}</picture>'
+    return f"<figure>{image}<figcaption>{words(caption)}</figcaption></figure>"
 
 
 def picture(jpeg: bytes) -> str:

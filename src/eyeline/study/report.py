@@ -1,15 +1,34 @@
 """`report.html` of a run folder: one self-contained page without script, that shows what the run wrote and nothing else."""
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_atomically
+from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.evals.result import Asked, Result, read_result
-from eyeline.study.history import History, RejectSummary, Step, read_history, read_rejects
-from eyeline.study.page import PICTURE, document, figure, figures_list, metric, note, number, percent, table, warning, words
+from eyeline.study.history import History, Origin, RejectSummary, StageStart, Step, read_history, read_rejects
+from eyeline.study.page import (
+    PICTURE,
+    document,
+    facts,
+    figure,
+    figures_list,
+    folded,
+    metric,
+    note,
+    number,
+    percent,
+    table,
+    warning,
+    words,
+)
+from eyeline.train.display import SMOOTHED_STEPS
 
+MEMORY = "Memory at its peak: the device's, or on a CPU the process's."
 FLOPS = "Arithmetic that the model needs, forward and backward without what is recomputed, over the step's full wall time, by part."
 
 
@@ -48,39 +67,83 @@ def texts(run: Path) -> dict[str, str]:
 
 
 def page(name: str, history: History, evaluation: Result | str | None, rejects: RejectSummary, texts: dict[str, str]) -> str:
-    """The page. Everything that comes from a file is escaped here, at the place where it is written down."""
+    """The page: what was trained and the result, how it went, what the model answers, and at the end what it all depends on, folded.
+    Everything that comes from a file is escaped here, at the place where it is written down."""
     sections = [
         f"<h1>{words(name)}</h1>",
-        *stamps(history),
-        figures(history, evaluation),
-        *evaluated(evaluation),
+        note(subject(history)),
+        *remarks(history, evaluation),
+        figures(history, evaluation, rejects),
+        "<h2>What was trained</h2>",
+        *stages(history),
         "<h2>Curves</h2>",
         *curves(history),
-        "<h2>Stages</h2>",
-        stage_table(history),
+        *evaluated(evaluation),
+        *skipped(rejects),
         "<h2>Where the time went</h2>",
         ledger(history),
-        *rejected(rejects),
-        *(f"<h2>{words(file)}</h2>\n<pre>{words(text)}</pre>" for file, text in texts.items()),
+        "<h2>Settings and environment</h2>",
+        *(folded(file, f"<pre>{words(text)}</pre>") for file, text in texts.items()),
+        *environment(history),
     ]
     return document(name, sections)
 
 
-def stamps(history: History) -> list[str]:
-    """What every number below depends on, from the last start, and the notes that a reader must not miss."""
-    out: list[str] = []
-    if history.starts:
-        out.append(table((), ((name, stamp(value)) for name, value in history.starts[-1].items())))
+def subject(history: History) -> str:
+    """What was trained, in one line."""
+    last = history.steps[-1]
+    start = history.stages.get(last.stage)
+    parts = []
+    if start is not None:
+        begun = f"from {start.model}" if start.model else "from scratch"
+        parts += [f"{start.family}, {begun}", f"{sum(part.parameters for part in start.parts):,} parameters"]
+    stages = dict.fromkeys(step.stage for step in history.steps)
+    parts.append(f"{counted(last.global_step, 'step')} in {counted(len(stages), 'stage')}")
+    known = history.starts[-1] if history.starts else {}
+    parts += [stamp(known[name]) for name in ("precision", "hardware") if name in known]
+    return " · ".join(parts)
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def remarks(history: History, evaluation: Result | str | None) -> list[str]:
+    """What a reader must not miss."""
     notes = []
     if any(start.get("forced_expert_balance") for start in history.starts):
         notes.append("Forced expert balance: tokens went to experts in turn. Speeds can be read; losses and answers mean nothing.")
+    if (before := older(history, evaluation)) is not None:
+        notes.append(f"{before} Run `eyeline eval` again for the model that this page shows.")
+    if failed := sum(step.outcome == "not finite" or (step.outcome is None and not step.applied) for step in history.steps):
+        notes.append(f"{counted(failed, 'step')} had a loss or gradient that was not finite and were not applied.")
+    if idle := sum(step.outcome == "no targets" for step in history.steps):
+        notes.append(f"{counted(idle, 'step')} had no supervised token, so no loss, and changed nothing.")
     if len(history.starts) > 1:
-        notes.append(f"The run was started {len(history.starts)} times; {history.done_twice} steps were done again after a resume.")
-    if not_applied := sum(not s.applied for s in history.steps):
-        notes.append(f"{not_applied} steps had a loss or gradient that was not finite and were not applied.")
+        notes.append(
+            f"The run was started {len(history.starts)} times; {counted(history.lost, 'step')} after the last checkpoint were lost."
+        )
     if history.unreadable:
-        notes.append(f"{history.unreadable} lines of metrics.jsonl could not be read.")
-    return out + [note(text) for text in notes]
+        notes.append(f"{counted(history.unreadable, 'line')} of metrics.jsonl could not be read.")
+    return [warning(text) for text in notes]
+
+
+def older(history: History, evaluation: Result | str | None) -> str | None:
+    """That the evaluation is of an earlier checkpoint than the last step, where it says so."""
+    if not isinstance(evaluation, Result):
+        return None
+    found = re.fullmatch(r"step-(\d{1,15})(-\w+)?", str(evaluation.stamps.get("checkpoint")))
+    if found is None or int(found[1]) == history.steps[-1].global_step:
+        return None
+    return f"The evaluation is of the checkpoint after step {int(found[1]):,}, and the run has {history.steps[-1].global_step:,} steps."
+
+
+def environment(history: History) -> list[str]:
+    """The stamps of the last start: what every number of the page depends on."""
+    if not history.starts:
+        return []
+    rows = ((name.replace("_", " "), stamp(value)) for name, value in history.starts[-1].items())
+    return [folded("environment of the last start", table((), rows))]
 
 
 def stamp(value: object) -> str:
@@ -96,32 +159,105 @@ def stamp(value: object) -> str:
             return json.dumps(value)
 
 
-def figures(history: History, evaluation: Result | str | None) -> str:
-    """The figures a reader looks for first, each with the name that says what it counts."""
+def figures(history: History, evaluation: Result | str | None, rejects: RejectSummary) -> str:
+    """The figures that a reader looks for first. Losses are those of the last stage, since it made the model that came out."""
     steps = history.steps
-    shown = {
-        "steps": f"{steps[-1].global_step:,}",
-        "training loss, last 20 steps": number(weighted_loss(steps[-20:])),
-        "real tokens/s, full step wall time": f"{rate(steps):,.0f}",
-        "real tokens trained on": f"{sum(s.real for s in steps):,}",
-        "padding, share of slots": percent(padding(steps)),
+    last = steps[-1].stage
+    stage = [step for step in steps if step.stage == last]
+    of_stage = f" of stage {last}" if len(stage) < len(steps) else ""
+    shown: dict[str, str] = {}
+    if isinstance(evaluation, Result):
+        asked = "questions partly trained on" if evaluation.warning else "questions held out"
+        shown[f"exact match, {asked}"] = percent(evaluation.accuracy)
+    if (end := validated(history, last)) is not None:
+        shown[f"validation loss at the end{of_stage}"] = end
+    shown |= {
+        f"training loss, last {min(len(stage), SMOOTHED_STEPS)} steps{of_stage}": number(weighted_loss(stage[-SMOOTHED_STEPS:])),
+        "tokens trained on": metric(sum(s.real for s in steps)),
+        "tokens/s": f"{rate(steps):,.0f}",
         "time in steps": duration(sum(history.spent_s.values())),
+        "padding": percent(padding(steps)),
     }
     if any(s.flops for s in steps):
-        shown["FLOP/s of the model, full step wall time"] = metric(flop_rate(steps))
+        shown["FLOP/s"] = metric(flop_rate(steps))
     if (mfu := utilisation(steps)) is not None:
-        shown["MFU, share of the bf16 peak"] = percent(mfu)
-    losses = [v.loss for v in history.validations if v.loss is not None]
-    if losses:
-        shown["validation loss, best"] = number(min(losses))
-    if isinstance(evaluation, Result):
-        asked = "questions partly learned from" if evaluation.warning else "held-out questions"
-        shown[f"exact match, {asked}"] = percent(evaluation.accuracy)
+        shown["MFU, of the bf16 peak"] = percent(mfu)
+    if rejects.by_cause:
+        shown["samples skipped"] = f"{sum(count for _, count in rejects.by_cause):,}"
     return figures_list(shown)
 
 
+def validated(history: History, stage: str) -> str | None:
+    """The last validation loss of a stage. None where it has none: another stage's is not that of the same model."""
+    found = [v for v in history.validations if v.stage == stage]
+    return None if not found else number(found[-1].loss)
+
+
+def stages(history: History) -> list[str]:
+    """A block for each stage: what it trained, from what, how fast, and what came out. Every mean is a sum divided once."""
+    out = []
+    for name in dict.fromkeys(step.stage for step in history.steps):
+        steps = [step for step in history.steps if step.stage == name]
+        settings = trained(history.stages[name], steps) if name in history.stages else {}
+        out.append(f'<div class="stage"><h3>{words(f"stage {name}")}</h3>{facts(settings | results(history, name, steps))}</div>')
+    return out
+
+
+def trained(start: StageStart, steps: Sequence[Step]) -> dict[str, str]:
+    """What a stage was given."""
+    shown = {}
+    for part in start.parts:
+        how = (
+            f"{part.how}, {part.trained:,} of {part.parameters:,} parameters" if part.trained else f"frozen, {part.parameters:,} parameters"
+        )
+        shown[part.part] = how + (f", peak lr {part.lr:g}" if part.lr else "")
+    own = start.validation
+    shown |= {f"data {n}" if len(start.sources) > 1 else "data": source(one) for n, one in enumerate(start.sources, 1)}
+    shown |= {f"validation data {n}" if len(own) > 1 else "validation data": source(one) for n, one in enumerate(own, 1)}
+    batch = start.batch
+    times = f"{batch.micro_batches} × " if batch.micro_batches > 1 else ""
+    shown["batch"] = f"{times}up to {batch.tokens:,} tokens and {batch.patches:,} patches"
+    planned = f"{start.steps:,}" + (f" ({counted(start.epochs, 'epoch')})" if start.epochs else "")
+    done = f"{len(steps):,} of {planned}" if len(steps) != start.steps else planned
+    epoch = "" if steps[-1].epoch is None or start.epochs else f", {steps[-1].epoch:.2f} epochs"
+    shown["steps"] = done + epoch
+    shown["optimizer"] = f"{start.optimizer}, {start.schedule} schedule"
+    return shown
+
+
+def source(origin: Origin) -> str:
+    about = "" if origin.exact else "about "
+    samples = "" if origin.samples is None else f", {about}{origin.samples:,} samples"
+    held = f", {about}{origin.held_out:,} more held out" if origin.held_out else ""
+    return f"{origin.path} ({origin.layout}{samples}{held})"
+
+
+def results(history: History, name: str, steps: Sequence[Step]) -> dict[str, str]:
+    """What came out of a stage."""
+    shown = {f"training loss, last {min(len(steps), SMOOTHED_STEPS)} steps": number(weighted_loss(steps[-SMOOTHED_STEPS:]))}
+    found = [v for v in history.validations if v.stage == name]
+    if found:
+        shown["validation loss"] = number(found[-1].loss)
+        lowest = min((v for v in found if v.loss is not None), key=lambda v: v.loss or 0.0, default=None)
+        if lowest is not None and lowest is not found[-1]:
+            shown["validation loss"] += (
+                f", best {number(lowest.loss)} at step {lowest.global_step - steps[0].global_step + steps[0].step:,}"
+            )
+    wait = sum(s.seconds.get("data_wait", 0.0) for s in steps) / (sum(s.step_s for s in steps) or 1)
+    shown |= {
+        "tokens": f"{sum(s.real for s in steps):,}, of them {sum(s.supervised for s in steps):,} supervised",
+        "images encoded": f"{sum(s.images for s in steps):,}",
+    }
+    if any(s.flops for s in steps):
+        shown["FLOPs"] = metric(sum(sum(s.flops.values()) for s in steps))
+    return shown | {
+        "speed": f"{rate(steps):,.0f} tokens/s, {percent(padding(steps))} padding, {percent(wait)} data wait",
+        "peak memory": f"{max(s.memory_bytes for s in steps) / 2**30:.2f} GiB",
+    }
+
+
 def evaluated(evaluation: Result | str | None) -> list[str]:
-    """Accuracy by kind beside the blind prior's, and the samples with their pictures."""
+    """Accuracy by kind beside the text-only baseline's, and answers with their images: wrong ones first, since they teach most."""
     match evaluation:
         case None:
             return []
@@ -132,24 +268,34 @@ def evaluated(evaluation: Result | str | None) -> list[str]:
     blind = evaluation.blind
     rows = [("all", evaluation.overall, blind.overall)]
     if any(evaluation.by_kind):
-        rows += [(kind, score, blind.by_kind[kind]) for kind, score in evaluation.by_kind.items()]
-    shown = [(kind or "no kind", f"{score.questions:,}", percent(score.accuracy), percent(guess.accuracy)) for kind, score, guess in rows]
-    notes = [f"Without looking: {blind.how}", f"Answers cut at {evaluation.max_tokens} tokens: {evaluation.cut}."]
-    notes += [f"{name}: {evaluation.stamps[name]}" for name in ("checkpoint", "commit", "hardware") if evaluation.stamps.get(name)]
+        rows += [(kind, score, blind.by_kind.get(kind)) for kind, score in evaluation.by_kind.items()]
+    shown = [
+        (kind or "no kind", f"{score.questions:,}", percent(score.accuracy), percent(guess.accuracy) if guess else "–")
+        for kind, score, guess in rows
+    ]
+    notes = [f"Text-only baseline: {blind.how}", f"Answers cut at {evaluation.max_tokens} tokens: {evaluation.cut}."]
+    made = [f"{name} {evaluation.stamps[name]}" for name in ("checkpoint", "commit", "hardware") if evaluation.stamps.get(name)]
+    notes += [" · ".join(made)] if made else []
     if evaluation.rejected:
         notes.append(f"Not asked, since they were rejected: {', '.join(f'{n} {cause}' for cause, n in evaluation.rejected.items())}.")
     if evaluation.given:
         notes.append(f"The last question of each sample is asked; {evaluation.given:,} answers before it were given.")
+    wrong = evaluation.questions - evaluation.overall.correct
+    drawn = {one.id for one in evaluation.wrong}
+    others = [one for one in sorted(evaluation.samples, key=lambda one: one.correct) if one.id not in drawn]
     return [
         "<h2>Evaluation</h2>",
         *([warning(evaluation.warning)] if evaluation.warning else []),
-        table(("kind", "questions", "exact match", "without looking"), shown, numbers=1),
+        table(("kind", "questions", "exact match", "text-only baseline"), shown, numbers=1),
         *map(note, notes),
-        "<h2>Questions and answers</h2>",
-        '<div class="samples">',
-        *map(sample, evaluation.samples),
-        "</div>",
+        *samples(f"Wrong answers: {wrong:,} of {evaluation.questions:,}", evaluation.wrong),
+        *samples("Questions drawn at random", others),
     ]
+
+
+def samples(title: str, shown: Sequence[Asked]) -> list[str]:
+    """Cards under a title; nothing where there are none."""
+    return [f"<h2>{words(title)}</h2>", '<div class="samples">', *map(sample, shown), "</div>"] if shown else []
 
 
 def sample(asked: Asked) -> str:
@@ -166,67 +312,71 @@ def sample(asked: Asked) -> str:
 
 
 def curves(history: History) -> list[str]:
-    """The plots, each in a figure whose caption defines what is drawn."""
+    """The plots, each in a figure whose caption defines what is drawn. All are over the same steps, one exactly below the other."""
     # here, since matplotlib takes half a second to import, and a run imports this file before it has anything to draw
-    from eyeline.study.plots import Curve, plot
+    from eyeline.study.plots import NARROW, WIDE, Curve, plot, smoothed, together
 
     steps = history.steps
-    x = [s.global_step for s in steps]
-    befores = (None, *(s.stage for s in steps))
+    x, piece = [s.global_step for s in steps], [s.stage for s in steps]
+    befores = (None, *piece)
     borders = [(s.global_step, s.stage) for before, s in zip(befores, steps, strict=False) if before != s.stage]
     parts = list(dict.fromkeys(part for s in steps for part in s.lr))  # of all stages: each trains some
-    loss = [Curve("training", x, [s.loss for s in steps], weight=[s.supervised for s in steps])]
+
+    def curve(name: str, y: Sequence[float | None], weight: Sequence[float] | None = None) -> Curve:
+        return Curve(name, x, y, weight=weight, piece=piece)
+
+    def shown(label: str, caption: str, curves: Sequence[Curve], log: bool = False, epochs: Sequence[tuple[int, str]] = ()) -> str:
+        wide, narrow = (plot(curves, label, borders, log, (x[0], x[-1]), epochs, width) for width in (WIDE, NARROW))
+        return figure(wide, caption, narrow)
+
+    each = replace(curve("each step", [s.loss for s in steps], [s.supervised for s in steps]), pale=True)
+    loss = [each, replace(smoothed(each, SMOOTHED_STEPS), name=f"mean of {SMOOTHED_STEPS} steps")]
     if found := history.validations:
-        loss.append(Curve("validation", [v.global_step for v in found], [v.loss for v in found], dots=True))
+        at, of = [v.global_step for v in found], [v.stage for v in found]
+        loss.append(Curve("validation", at, [v.loss for v in found], dots=True, piece=of))
     waits = [100 * s.seconds.get("data_wait", 0.0) / s.step_s if s.step_s > 0 else None for s in steps]
     shares = [
-        Curve("padding", x, [100 * s.padding for s in steps], weight=[s.slots for s in steps]),
-        Curve("data wait", x, waits, weight=[s.step_s for s in steps]),
+        curve("padding", [100 * s.padding for s in steps], [s.slots for s in steps]),
+        curve("data wait", waits, [s.step_s for s in steps]),
     ]
-
-    def shown(label: str, caption: str, curves: Sequence[Curve], log: bool = False) -> str:
-        return figure(plot(curves, label, borders, log), caption)
-
-    rates = [Curve("rate", x, [s.real_tokens_per_s for s in steps])]
     counted = dict.fromkeys(part for s in steps for part in s.flops)
-    flops = [Curve(p, x, [s.flops.get(p, 0) / s.step_s / 1e9 if s.step_s > 0 else None for s in steps]) for p in counted]
-    norms = [Curve("norm", x, [s.grad_norm for s in steps])]
-    memory = [Curve("memory", x, [s.memory_bytes / 2**30 for s in steps])]
+    flops = [curve(p, [s.flops.get(p, 0) / s.step_s / 1e9 if s.step_s > 0 else None for s in steps]) for p in counted]
+    above = epoch_marks(steps)
+    losses = (
+        "Loss per supervised token"
+        + (", epochs of each stage's data above" if above else "")
+        + ". Stages are not joined: each has its own data."
+    )
     return [
-        shown("loss", "Loss a supervised token. Merged steps: their mean over tokens, in a band from least to greatest.", loss, log=True),
-        shown("real tokens/s", "Real tokens (no padding) over the step's full wall time.", rates),
+        shown("loss", losses, loss, log=True, epochs=above),
+        shown(
+            "learning rate", "Learning rate of each part that trains.", together([curve(p, [s.lr.get(p) for s in steps]) for p in parts])
+        ),
+        shown("gradient norm", "Norm of all gradients before clipping.", [curve("norm", [s.grad_norm for s in steps])], log=True),
+        shown("tokens/s", "Tokens without padding over the step's full wall time.", [curve("rate", [s.real_tokens_per_s for s in steps])]),
         *([shown("GFLOP/s", FLOPS, flops)] if flops else []),
-        shown("learning rate", "Learning rate of each part that trains.", [Curve(p, x, [s.lr.get(p) for s in steps]) for p in parts]),
-        shown("gradient norm", "Norm of all gradients before clipping.", norms, log=True),
-        shown("%", "Padding as a share of token slots, and waiting for data as a share of the step's wall time.", shares),
-        shown("GiB", "Memory at its peak: the device's, or on a CPU the process's.", memory),
+        shown("%", "Padding as a share of token positions, and waiting for data as a share of the step's wall time.", shares),
+        shown("GiB", MEMORY, [curve("memory", [s.memory_bytes / 2**30 for s in steps])]),
     ]
 
 
-def stage_table(history: History) -> str:
-    """A row a stage: every mean is a sum divided once."""
-    stages = dict.fromkeys((s.stage_index, s.stage) for s in history.steps)
-    rows = []
-    for index, name in stages:
-        steps = [s for s in history.steps if (s.stage_index, s.stage) == (index, name)]
-        wait = sum(s.seconds.get("data_wait", 0.0) for s in steps) / (sum(s.step_s for s in steps) or 1)
-        rows.append(
-            (
-                name,
-                f"{len(steps):,}",
-                number(weighted_loss(steps[-20:])),
-                f"{sum(s.real for s in steps):,}",
-                f"{sum(s.supervised for s in steps):,}",
-                f"{sum(s.images for s in steps):,}",
-                metric(sum(sum(s.flops.values()) for s in steps)) if any(s.flops for s in steps) else "–",
-                f"{rate(steps):,.0f}",
-                percent(padding(steps)),
-                percent(wait),
-                f"{max(s.memory_bytes for s in steps) / 2**30:.2f}",
-            )
-        )
-    head = ("stage", "steps", "last loss", "real tokens", "supervised", "images encoded", "FLOPs", "real tokens/s")
-    return table((*head, "padding", "data wait", "GiB"), rows, numbers=1)
+def epoch_marks(steps: Sequence[Step], most: int = 10) -> list[tuple[int, str]]:
+    """Steps at which some round share of an epoch, or a whole number of epochs, is done; each stage counts its own."""
+    known = [s.epoch for s in steps if s.epoch is not None]
+    for every in (f * 10.0**power for power in range(-2, 7) for f in (1, 2, 5)):
+        if max(known, default=0.0) / every > most:
+            continue
+        marks: list[tuple[int, str]] = []
+        stage, done = None, 0
+        for step in steps:
+            if step.stage != stage:
+                stage, done = step.stage, 0
+            if step.epoch is not None and (now := int(step.epoch / every + 1e-9)) > done:
+                marks.append((step.global_step, f"{now * every:,.4g}"))
+                done = now
+        if len(marks) <= most:
+            return marks
+    return []
 
 
 def ledger(history: History) -> str:
@@ -237,13 +387,20 @@ def ledger(history: History) -> str:
     return table(("cause", "time", "share"), [*rows, ("all steps", f"{total:,.1f} s", percent(1.0))], numbers=1)
 
 
-def rejected(rejects: RejectSummary) -> list[str]:
-    """Rejected samples: counts by cause, then the first lines."""
+def skipped(rejects: RejectSummary) -> list[str]:
+    """Samples that were left out: how many by cause, why, and what to do; then the first of them."""
     if not rejects.by_cause:
         return []
-    columns = ("id", "file", "row", "field", "cause", "message")
+    causes = [(cause, f"{count:,}", CAUSES.get(cause, "–"), REMEDIES.get(cause, "–")) for cause, count in rejects.by_cause]
+    columns = ("file", "row", "field", "cause", "message")
     first = [[str(line.get(c, ""))[:300] for c in columns] for line in rejects.first]
-    return ["<h2>Rejected samples</h2>", table(("cause", "samples"), rejects.by_cause, numbers=1), table(columns, first)]
+    total = sum(count for _, count in rejects.by_cause)
+    return [
+        "<h2>Samples that were skipped</h2>",
+        note(f"{counted(total, 'sample')} of training and validation data could not be used; each is named in rejects.jsonl."),
+        table(("cause", "samples", "what it means", "what to do"), causes),
+        folded(f"the first {len(first)}; rows are counted from 0", table(columns, first)),
+    ]
 
 
 def weighted_loss(steps: Sequence[Step]) -> float | None:
@@ -281,4 +438,4 @@ def padding(steps: Sequence[Step]) -> float:
 def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
