@@ -32,11 +32,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _path(text: str) -> Path:
+    """A path that was typed; the shell leaves ~ alone in `--out=~/x`."""
+    return Path(text).expanduser()
+
+
 Recipe = Annotated[str, typer.Argument(help="A shipped recipe's name, or the path of a .yaml file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change: seed=1 stages.tune.steps=100")]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", parser=_path, help="A run folder.", show_default=False)]
 ModelFolder = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A run folder, or a folder that export or import made.", show_default=False)
+    Path, typer.Argument(metavar="MODEL", parser=_path, help="A run folder, or a folder that export or import made.", show_default=False)
 ]
 
 
@@ -94,7 +100,7 @@ def check(recipe: Recipe, overrides: Overrides = None, samples: Annotated[int, t
 @app.command(epilog="Example: eyeline prepare my-recipe.yaml --stage tune --out /data/tune-prepared")
 def prepare(
     recipe: Recipe,
-    out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="PATH", parser=_path, help="The folder to write.", show_default=False)],
     overrides: Overrides = None,
     stage: Annotated[str | None, typer.Option(help="Name or number, where the recipe has several.", show_default=False)] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs whose plan is stored; pictures and text are stored once.")] = 1,
@@ -116,7 +122,7 @@ def prepare(
 def data(
     recipe: Recipe,
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("data.html"),
+    out: Annotated[Path, typer.Option(metavar="PATH", parser=_path, help="The page.")] = Path("data.html"),
     samples: Annotated[int, typer.Option(min=0, help="Samples to show, of each source at least one.")] = 6,
     all: Annotated[bool, typer.Option("--all", help="Look at every sample, however long it takes; else at some of large data.")] = False,
 ) -> None:
@@ -144,7 +150,9 @@ def evaluate(
 @app.command(epilog='Example: eyeline chat runs/easyvqa-tiny --image picture.png   (or, once: --ask "what shape is it?")')
 def chat(
     model: ModelFolder,
-    image: Annotated[list[Path] | None, typer.Option(help="A picture of the first message; may be given several times.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH", parser=_path, help="A picture of the first message; may be given several times.")
+    ] = None,
     ask: Annotated[str | None, typer.Option(help="Ask this, print the answer, and end.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
@@ -167,7 +175,7 @@ def chat(
 @app.command(name="import", epilog=IMPORT_EXAMPLE)
 def import_model(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new model folder.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", parser=_path, help="The new model folder.", show_default=False)],
     model: Annotated[str | None, typer.Option(help="A whole model: a folder, or its name on the hub.", show_default=False)] = None,
     vision: Annotated[str | None, typer.Option(help="A SigLIP or SigLIP 2 tower to join with --language.", show_default=False)] = None,
     language: Annotated[str | None, typer.Option(help="A language model to join with --vision.", show_default=False)] = None,
@@ -249,7 +257,7 @@ def _refuse_idle(context: typer.Context, whole: bool, transplant: bool) -> None:
 @app.command(epilog="Example: eyeline export runs/easyvqa-tiny exported")
 def export(
     model: ModelFolder,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", parser=_path, help="The new folder.", show_default=False)],
     form: Annotated[Form, typer.Option(help="parts: one folder a part, even where one class could load the whole.")] = Form.auto,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write LoRA and projector as a PEFT adapter, and the base beside it.")] = False,
     dtype: Annotated[
@@ -298,7 +306,7 @@ def bench(
         list[str] | None,
         typer.Argument(metavar="[CASE]...", help="step, packed, start, head, attention, model, packer, data; all if none is named."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("bench/results"),
+    out: Annotated[Path, typer.Option(metavar="PATH", parser=_path, help="Folder of the results.")] = Path("bench/results"),
 ) -> None:
     """Measure against peers, both sides in one go. Needs the extra `bench`, and `bench-data` for the case data."""
     _calm()

@@ -118,7 +118,7 @@ def test_head_width_of_its_own_is_kept():
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
-        ({"num_key_value_heads": 3}, "describes no model: kv_heads=3 must divide heads=14"),
+        ({"num_key_value_heads": 3}, "does not describe a model: kv_heads=3 must divide heads=14"),
     ],
 )
 def test_qwen2_refusals(change, message):

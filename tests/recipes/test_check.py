@@ -76,7 +76,7 @@ def test_a_run_folder_of_another_recipe_is_a_problem(tmp_path: Path) -> None:
     assert not check(other, 0, console)
     said = out.getvalue()
     assert "tiny has a problem:\n  out: " in said
-    assert "may not change on resume:\n    stages.0.clip: 1.0 → 0.5\n  Choose another out=" in said
+    assert "may not change on resume:\n    stages.whole.clip: 1.0 → 0.5\n  Choose another out=" in said
 
 
 def test_a_good_recipe_has_none(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path) -> None:
         (["check", "{recipe}", "--samples", "-1"], "--samples"),
         (["eval", "{run}", "--limit", "-1"], "--limit"),
         (["eval", "{run}", "--show", "-1"], "--show"),
-        (["chat", "{run}", "--ask", "x", "--max-tokens", "0"], "max_tokens: got 0; input should be greater than 0"),
+        (["chat", "{run}", "--ask", "x", "--max-tokens", "0"], "max_tokens: got 0, wanted a whole number greater than 0"),
         (["chat", "{run}", "--ask", "x", "--temperature", "nan"], "temperature: got nan"),
         (["train", "{recipe}", "steps"], "not an override"),
     ],
@@ -345,7 +345,7 @@ def test_a_recipe_that_is_torn_in_a_run_folder_is_refused(eyeline: Command, tmp_
     (tmp_path / "run" / "recipe.yaml").write_text("a: [1\n")
     for done in (eyeline("train", str(tmp_path / "tiny.yaml")), eyeline("eval", str(tmp_path / "run"))):
         assert done.code == 2
-        assert "recipe.yaml cannot be read by this version of Eyeline: it is not YAML" in done.err
+        assert "recipe.yaml cannot be read by this version of Eyeline: the file is not valid YAML: line 2" in done.err
 
 
 def test_a_terminal_without_unicode_is_no_reason_to_end(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_results_survive_a_file_and_strangers_are_refused(tmp_path: Path) -> Non
     assert path.name == "made-up.json"
     assert read_result(path) == result()
     path.write_text('{"version": 2}')
-    with pytest.raises(Refused, match="no benchmark result of version 1"):
+    with pytest.raises(Refused, match="not a benchmark result of version 1"):
         read_result(path)
 
 

@@ -256,7 +256,7 @@ def test_a_finished_run_is_left_alone(uninterrupted, capsys: pytest.CaptureFixtu
 
 def test_another_recipe_is_refused_with_the_difference(uninterrupted) -> None:
     folder, *_ = uninterrupted
-    with pytest.raises(Refused, match=r"stages\.0\.clip: 1\.0 → 0\.5"):
+    with pytest.raises(Refused, match=r"stages\.whole\.clip: 1\.0 → 0\.5"):
         loop.train(tiny_run(folder, "stages.whole.clip=0.5"))
 
 
@@ -594,7 +594,7 @@ def test_what_has_changed_since_is_said(
             with pytest.raises(Stopped):
                 loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", *overrides))
         said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since: ")]
-        assert said == ([] if overrides else ["changed since: log_every: 2 → 10", "changed since: stages.1.steps: 5 → 4"])
+        assert said == ([] if overrides else ["changed since: log_every: 2 → 10", "changed since: stages.adapt.steps: 5 → 4"])
 
 
 def test_a_refused_length_leaves_the_record_as_it_was(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import read_object, write_json
 from eyeline.core.log import say, warn
+from eyeline.core.problems import lines_of
 from eyeline.data.templates import FILM, LLAMA_DATE, TEMPLATES, template_named
 from eyeline.data.tokenizer import Encoder, load_tokenizer, save_tokenizer
 from eyeline.models import CONFIG, FAMILIES, Config, Model, build, facts, family_of
@@ -234,8 +235,8 @@ def read_description(folder: Path) -> Bundle:
     try:
         config = CONFIG.validate_python(content["config"])
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc'][1:]))}: {fault['msg']}" for fault in error.errors())
-        raise Refused(f"{path} describes no model: {faults}. Was it edited?") from error
+        faults = "; ".join(lines_of(Config, content["config"], error))
+        raise Refused(f"{path} does not describe a model: {faults}. Was it edited?") from error
     at = folder if (folder / "tokenizer.json").exists() else folder / "language"
     bundle = Bundle(config, load_tokenizer(at), str(content.get("template")), read_untrained(at))
     refuse_misfit(bundle)

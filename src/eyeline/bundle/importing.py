@@ -26,6 +26,7 @@ from eyeline.bundle.folders import about, new_folder, read_config, read_preproce
 from eyeline.checkpoint.tensors import SHARD_BYTES
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, warn
+from eyeline.core.problems import lines_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.templates import FILM, template_named
 from eyeline.data.tokenizer import add_tokens, load_tokenizer
@@ -72,7 +73,7 @@ def import_model(
             feature_norm=feature_norm,
         )
     except ValidationError as error:
-        raise Refused("; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())) from error
+        raise Refused("; ".join(lines_of(llava.Config, None, error))) from error
     weights = partial(_weights, config, llava.PARTS, {"vision": vision, "language": language}, seed)
     return take(config, llava.PARTS, weights, language, template, out, max_shard_bytes)
 

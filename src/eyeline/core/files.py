@@ -161,9 +161,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def storage_failed(verb: str, path: Path, error: OSError, needed: int | None = None) -> StorageFailed:
-    """A StorageFailed that says which file, why, how much room there is where it was to be written, and what to do."""
+    """A StorageFailed that says which file, why, how much room is left where the disk is full, and what to do."""
     room = ""
-    if verb != "read":
+    if verb != "read" and error.errno in _FULL:
         try:
             stat = os.statvfs(path.parent)
             room = f"; {stat.f_bavail * stat.f_frsize:,} bytes are free there"
@@ -171,6 +171,9 @@ def storage_failed(verb: str, path: Path, error: OSError, needed: int | None = N
             room = "; its folder cannot be examined either"
     need = f" ({needed:,} bytes)" if needed is not None else ""
     return StorageFailed(f"could not {verb} {path}{need}: {error.strerror or error}{room}. {_remedy(verb, error.errno)}")
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: a library that tells the reason in words alone
 
 
 def _remedy(verb: str, number: int | None) -> str:
@@ -183,5 +186,7 @@ def _remedy(verb: str, number: int | None) -> str:
             return "Put it back, or give another path."
         case _ if verb == "read":
             return "Look after its store, then start again."
-        case _:
+        case _ if number in _FULL:
             return "Make room or choose another folder."
+        case _:
+            return "Choose another folder."

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.locations import Location, location
+from eyeline.core.problems import lines_of
 from eyeline.core.settings import Settings
 from eyeline.data.containers.container import HASHED, RETRIES, File, Place, Shard, number_of
 from eyeline.data.containers.tars import Tars
@@ -292,7 +293,7 @@ def open_prepared(path: str, retries: int = RETRIES) -> Prepared:
     try:
         manifest = Manifest.model_validate(value)
     except ValidationError as error:
-        raise Refused(f"{about} is damaged ({error.errors()[0]['loc']}). Delete it, and run `eyeline prepare` again") from error
+        raise Refused(f"{about} is damaged: {lines_of(Manifest, value, error)[0]}. Delete it, and run `eyeline prepare` again") from error
     return opened(folder, manifest, retries)
 
 

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_json
+from eyeline.core.problems import lines_of
 from eyeline.core.settings import Settings
 
 
@@ -78,6 +79,5 @@ def read_result(path: Path) -> Result:
     try:
         return Result.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise Refused(f"{path} is no evaluation of version 1: {where}: {first['msg']}. Run `eyeline eval` again to replace it.") from error
+        wrong = lines_of(Result, None, error)[0]
+        raise Refused(f"{path} is not an evaluation of version 1: {wrong}. Run `eyeline eval` again to replace it.") from error

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from eyeline.core.errors import Refused
+from eyeline.core.problems import lines_of
 from eyeline.core.settings import Settings
 
 Json = Mapping[str, Any]
@@ -128,8 +129,5 @@ def made(where: str, record: type[S], values: Json) -> S:
     try:
         return record(**values)
     except ValidationError as error:
-        faults = "; ".join(
-            ".".join(map(str, fault["loc"])) + (": " if fault["loc"] else "") + fault["msg"].removeprefix("Value error, ")
-            for fault in error.errors()
-        )
-        raise Refused(f"{where} describes no model: {faults}. Is the file damaged?") from error
+        faults = "; ".join(lines_of(record, values, error))
+        raise Refused(f"{where} does not describe a model: {faults}. Is the file damaged?") from error

@@ -5,12 +5,14 @@ Nothing here is derived or looked up: `recipes/read.py` makes a Run, `recipes/ch
 
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from eyeline.core.batch import Budget
+from eyeline.core.errors import Refused
 from eyeline.core.facts import Part
-from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
+from eyeline.core.problems import lines_of
+from eyeline.core.settings import NotNegative, PathText, Positive, PositiveFloat, Settings
+from eyeline.core.yaml_text import read_yaml, write_yaml
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source
 from eyeline.models import Config
@@ -52,7 +54,13 @@ class Batching(Settings):
 class Stage(Settings):
     """One phase of training: what learns, how fast, from what, for how long. Parts that `trains` does not name are frozen."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    name: Annotated[
+        str,
+        Field(
+            pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$",
+            description="lowercase letters, digits, - and _, at most 40 of them, a letter or digit first",
+        ),
+    ]
     trains: Annotated[dict[Part, Trained], Field(min_length=1)]
     data: Data
     steps: Positive | None = None
@@ -67,7 +75,10 @@ class Stage(Settings):
     @model_validator(mode="after")
     def _one_length(self) -> "Stage":
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give steps or epochs, one of them")
+            name = f"stages.{self.name}"
+            if self.steps is None:
+                raise ValueError(f"neither steps nor epochs is given. Give one of them, such as {name}.steps=1000")
+            raise ValueError(f"both steps and epochs are given. Remove one: {name}.steps=null or {name}.epochs=null")
         if self.epochs is not None and self.data.blend == "shares":
             raise ValueError("with blend: shares each source has epochs of its own, so epochs has no meaning for the stage. Give steps")
         return self
@@ -76,15 +87,19 @@ class Stage(Settings):
 class Model(Settings):
     """The model to start from: a folder that `eyeline import` or `export` made, or a fresh one of the given shape."""
 
-    path: str | None = None
+    path: PathText | None = None
     config: Config | None = None
     template: str | None = None  # chat template of a fresh model; a folder brings its own
-    tokenizer: str | None = None  # folder of a fresh model's tokenizer; without one, a BPE is trained on the recipe's texts
+    tokenizer: PathText | None = None  # folder of a fresh model's tokenizer; without one, a BPE is trained on the recipe's texts
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":
         if (self.path is None) == (self.config is None):
-            raise ValueError("give path (a model folder) or config (a fresh model), one of them")
+            if self.path is None:
+                raise ValueError("neither path (a model folder) nor config (a fresh model) is given. Give one of them")
+            raise ValueError(
+                "both path (a model folder) and config (a fresh model) are given. Remove one: model.path=null or model.config=null"
+            )
         if self.path is not None and (self.template is not None or self.tokenizer is not None):
             raise ValueError("template and tokenizer belong to a fresh model; the folder in path brings its own. Leave them out")
         if self.config is not None and self.template is None:
@@ -110,8 +125,14 @@ class Evaluation(Settings):
 class Run(Settings):
     """A recipe."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,79}$")]
-    out: str | None = None  # the run folder; runs/<name> when not given
+    name: Annotated[
+        str,
+        Field(
+            pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,79}$",
+            description="letters, digits, ., - and _, at most 80 of them, a letter or digit first",
+        ),
+    ]
+    out: PathText | None = None  # the run folder; runs/<name> when not given
     seed: NotNegative = 0
     model: Model
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
@@ -155,16 +176,18 @@ class Run(Settings):
 
 def to_yaml(run: Run) -> str:
     """A Run as YAML that `from_yaml` reads back to the same Run: the resolved recipe of a run folder."""
-    return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return write_yaml(run.model_dump(mode="json"))
 
 
 def from_yaml(text: str) -> Run:
-    """The Run that `to_yaml` wrote. ValueError if it is none."""
+    """The Run that `to_yaml` wrote. ValueError if it is not one."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"it is not YAML: {error}") from error
-    return Run.model_validate(value)
+        value = read_yaml(text, "the file")
+        return Run.model_validate(value)
+    except Refused as error:
+        raise ValueError(str(error)) from error
+    except ValidationError as error:
+        raise ValueError("; ".join(lines_of(Run, value, error))) from error
 
 
 # Settings that a run may be resumed with, changed: they steer how it is watched and stored, or how long it goes on. Steps and
@@ -201,10 +224,18 @@ def differences(old: Run, new: Run, may: bool = False) -> list[str]:
         return any(general == name or general.startswith(name + ".") for name in MAY_CHANGE)
 
     return [
-        f"{path}: {_shown(before.get(path, gone), gone)} → {_shown(after.get(path, gone), gone)}"
+        f"{_called(path, new)}: {_shown(before.get(path, gone), gone)} → {_shown(after.get(path, gone), gone)}"
         for path in sorted(before.keys() | after.keys())
         if before.get(path, gone) != after.get(path, gone) and allowed(path) == may
     ]
+
+
+def _called(path: str, run: Run) -> str:
+    """A setting's path with its stage by name."""
+    first, *rest = path.split(".")
+    if first == "stages" and rest and rest[0].isdigit() and int(rest[0]) < len(run.stages):
+        rest[0] = run.stages[int(rest[0])].name
+    return ".".join([first, *rest])
 
 
 def _shown(value: Any, gone: object) -> str:

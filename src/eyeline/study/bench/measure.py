@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_json
 from eyeline.core.log import say
+from eyeline.core.problems import lines_of
 from eyeline.parallel.launch import machine
 from eyeline.train.environment import environment
 
@@ -204,6 +205,5 @@ def read_result(path: Path) -> Result:
     try:
         return Result.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise Refused(f"{path} is no benchmark result of version 1: {where}: {first['msg']}. Run the benchmark again.") from error
+        wrong = lines_of(Result, None, error)[0]
+        raise Refused(f"{path} is not a benchmark result of version 1: {wrong}. Run the benchmark again.") from error
