@@ -151,7 +151,7 @@ def evaluate(
 def chat(
     model: ModelFolder,
     image: Annotated[
-        list[Path] | None, typer.Option(metavar="PATH", parser=_path, help="A picture of the first message; may be given several times.")
+        list[Path] | None, typer.Option(metavar="PATH", parser=_path, help="An image of the first message; may be given several times.")
     ] = None,
     ask: Annotated[str | None, typer.Option(help="Ask this, print the answer, and end.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
@@ -159,8 +159,9 @@ def chat(
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that hold this share.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: from all.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    checkpoint: Annotated[Which, typer.Option(help="Of a run; best is by validation loss.")] = Which.newest,
 ) -> None:
-    """Talk to a model about pictures, in the terminal."""
+    """Talk to a model about images, in the terminal."""
     _calm()
     from eyeline.generate.chat import chat as chat_with
     from eyeline.generate.sampling import Sampling
@@ -168,7 +169,7 @@ def chat(
 
     asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     sampling = settings_of(Sampling, asked, "the sampling asked for")
-    chat_with(model, images=image or [], ask=ask, sampling=sampling)
+    chat_with(model, images=image or [], ask=ask, sampling=sampling, checkpoint=checkpoint.value)
     refuse_lost_output()
 
 

@@ -102,7 +102,7 @@ def test_positions_end_the_answer(tmp_path: Path) -> None:
     _, model, facts = qwen2_twins(tmp_path, longest=12)
     got = generate(model, facts, [prompt("a", 9), prompt("b", 2)], Sampling(max_tokens=5), [])
     assert [(len(a.tokens), a.finish) for a in got] == [(3, "length"), (5, "length")]
-    with pytest.raises(Refused, match="'full' has 12 tokens and the model 12 positions"):
+    with pytest.raises(Refused, match="a prompt has 12 tokens, and the model's context holds 12 with the answer"):
         generate(model, facts, [prompt("full", 12)], Sampling(), [])
 
 

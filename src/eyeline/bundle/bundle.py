@@ -260,6 +260,8 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
     """Open any folder that Eyeline can use a model from; `checkpoint` chooses among a run's. Raises Refused with what was found."""
     if (folder / "model" / DESCRIPTION).exists():
         return Opened(folder, read_description(folder / "model"), None, _checkpoint_of(folder, checkpoint))
+    if checkpoint != "newest" and folder.is_dir():
+        raise Refused(f"{folder} is not a run folder: it has no checkpoints to choose {checkpoint} of. Leave --checkpoint out.")
     if (folder / DESCRIPTION).exists():
         bundle = read_description(folder)
         form = family_of(bundle.config).PARTS

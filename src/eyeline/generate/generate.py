@@ -3,7 +3,7 @@
 Dims: S documents (the prompts)  B rows that still go on  L rows of logits  V vocabulary
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,13 +17,15 @@ from eyeline.data.tokenizer import Encoder
 from eyeline.generate.sampling import Sampling, next_tokens
 from eyeline.models import Model
 
+Finish = Literal["stop", "length"]  # "length": cut at max_tokens, or at the end of the model's positions
+
 
 @dataclass(frozen=True)
 class Answer:
     """What a prompt was answered."""
 
     tokens: tuple[int, ...]  # without the stop token
-    finish: Literal["stop", "length"]  # "length": cut at max_tokens, or at the end of the model's positions
+    finish: Finish
 
 
 def generate(model: Model, facts: Facts, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]) -> list[Answer]:
@@ -42,10 +44,20 @@ def generate(model: Model, facts: Facts, prompts: Sequence[Document], sampling: 
     return [Answer(tuple(t), "stop" if ended else "length") for t, ended in zip(tokens, stopped, strict=True)]
 
 
-def stream(model: Model, facts: Facts, prompt: Document, sampling: Sampling, encoder: Encoder) -> Iterator[str]:
-    """The answer to one prompt as pieces of text, each as soon as it is certain."""
-    drawn = draw(model, facts, [prompt], sampling, encoder.stop_ids)
-    return pieces((token for [(_, token)] in drawn if token not in encoder.stop_ids), encoder.decode)
+def stream(model: Model, facts: Facts, prompt: Document, sampling: Sampling, encoder: Encoder) -> Generator[str, None, Finish]:
+    """The answer to one prompt as pieces of text, each as soon as it is certain. Returns how it ended."""
+    finish: Finish = "length"
+
+    def tokens() -> Iterator[int]:
+        nonlocal finish
+        for [(_, token)] in draw(model, facts, [prompt], sampling, encoder.stop_ids):
+            if token in encoder.stop_ids:
+                finish = "stop"
+            else:
+                yield token
+
+    yield from pieces(tokens(), encoder.decode)
+    return finish
 
 
 def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
@@ -78,8 +90,7 @@ def draw(
         return
     lengths = [len(p.tokens_T) for p in prompts]
     if max(lengths) >= facts.longest:
-        worst = prompts[lengths.index(max(lengths))]
-        raise Refused(f"the prompt {worst.id!r} has {max(lengths)} tokens and the model {facts.longest} positions: shorten it.")
+        raise Refused(f"a prompt has {max(lengths)} tokens, and the model's context holds {facts.longest} with the answer. Shorten it")
     device = next(model.parameters()).device
     limits = [min(sampling.max_tokens, facts.longest - length) for length in lengths]
     cache = model.new_cache(len(prompts), max(length + limit for length, limit in zip(lengths, limits, strict=True)))
