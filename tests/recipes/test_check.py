@@ -202,9 +202,9 @@ def test_check_shows_data_and_refuses_what_would_stop_the_run(eyeline: Command, 
     assert "missing_image 1" in done.out
     assert "data.json row 1, image" in done.out
     assert "7 of 24 examined samples would be rejected" in done.out
-    assert "spells out a control token, which stays text: 1" in done.out
+    assert "spells a control token, which stays text: 1" in done.out
     assert "[bold]" in done.out  # data is no markup
-    assert "[picture 1: 4 tokens]" in done.out
+    assert "[image 1: 4 tokens]" in done.out
     assert not (tmp_path / "run").exists()
 
 
@@ -353,7 +353,7 @@ def test_a_terminal_without_unicode_is_no_reason_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "eyeline", "check", str(tmp_path / "tiny.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert r"a step: 2 \xd7 up to 160 tokens" in done.stdout
+    assert r"one step: 2 \xd7 up to 160 tokens" in done.stdout
 
 
 def test_a_conversation_longer_than_the_models_positions_is_rejected(eyeline: Command, tmp_path: Path) -> None:

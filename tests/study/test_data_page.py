@@ -33,6 +33,7 @@ from eyeline.models import build, facts
 from eyeline.models.flops import NONE, count
 from eyeline.recipes.check import look, print_blocks
 from eyeline.study.data_page import LARGEST_PAGE, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, suggestion
+from eyeline.study.page import table
 from eyeline.train.run import Batching, Run
 from eyeline.train.start import description
 from eyeline.train.trainable import prepare
@@ -182,13 +183,13 @@ def test_the_words_of_what_was_found_by_hand(mixed: Run, tmp_path: Path) -> None
     page, out = looked(mixed.model_copy(update={"stages": whole}), tmp_path)
     text = "\n".join(page.text)
     for said in (out, text):
-        assert "samples whose text spells out a control token, which stays text: 1" in said
+        assert "samples whose text spells a control token, which stays text: 1" in said
         assert CAUSES["no_target"] in said and CAUSES["missing_image"] in said
         assert "Its data and its batches are those of stage whole." in said
     assert ["no_target", "1", "3.8 %"] in [row[:3] for row in page.rows]
     assert [row[2] for row in page.rows if row and row[0] == "missing_image" and len(row) == 5][1:] == ["1"]
     assert text.count("rejected") == 1, "what two stages share is said once"
-    assert "evaluation: of 5 samples 4 are also learned from" in text  # the first 6 rows, one without its picture, one without an answer
+    assert "evaluation overlap with training: 4 of 5 samples" in text  # the first 6 rows, one without its picture, one without an answer
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -218,7 +219,7 @@ def test_arithmetic_is_that_of_the_batches_that_training_gets(tmp_path: Path, in
                 assert 0.7 * flops.by_part[part] <= wanted.by_part[part] <= flops.by_part[part]
             if packing.budget == run.stages[index].batch.budget:
                 assert flops.by_part == wanted.by_part
-    grid = next(block for block in blocks(found) if isinstance(block, Grid) and block.head[0] == "FLOPs of a batch")
+    grid = next(block for block in blocks(found) if isinstance(block, Grid) and block.head[0] == "FLOPs per batch")
     assert len(grid.rows) == len(found.flops)
 
 
@@ -287,7 +288,7 @@ def test_a_page_stays_small_whatever_the_data(mixed: Run, tmp_path: Path, monkey
     less = data_page("mixed", [found] * 3, [])
     assert len(less.encode()) <= 60_000 < len(whole.encode())
     Page(less.removeprefix("<!doctype html>"))
-    assert "FLOPs of a batch" in less
+    assert "FLOPs per batch" in less
     assert "pieces are left out, since the page would be over 60,000 bytes" in less
     assert "pieces are left out" not in "".join(Page(whole.removeprefix("<!doctype html>")).text)
 
@@ -345,7 +346,7 @@ def test_a_batch_that_is_mostly_padding_is_warned_of(mixed: Run) -> None:
     lines = [block for block in blocks(found) if isinstance(block, Line)]
     said = [line.text for line in lines if line.warns]
     assert said == [
-        f"{now.waste * 100:.1f} % of batch.tokens are padding: batch.patches is full long before. `eyeline data` tries other sizes"
+        f"{now.waste * 100:.1f} % of batch.tokens is padding: batch.patches is full long before. `eyeline data` tries other sizes"
     ]
     assert not any("suggested" in line.text for line in lines)
     for other in (replace(now, settled=False), replace(now, budget=Budget(now.load.token // now.load.packs + 1, 32))):
@@ -360,8 +361,8 @@ def test_numbers_that_follow_from_a_part_are_about(mixed: Run) -> None:
         made, out = console()
         print_blocks(made, blocks(replace(found, report=replace(found.report, exact=exact))))
         said = out.getvalue()
-        assert f"), {about}{source.rows} samples, {source.validation} of them to validate on, visited once an epoch\n" in said
-        assert f"\n{about}{found.report.training} samples to learn from" in said
+        assert f"), {about}{source.rows} samples, {source.validation} of them held out for validation, once per epoch\n" in said
+        assert f"\n{about}{found.report.training} training samples" in said
 
 
 def test_headings_of_parts_are_for_the_page(mixed: Run) -> None:
@@ -370,3 +371,13 @@ def test_headings_of_parts_are_for_the_page(mixed: Run) -> None:
     print_blocks(made, iter([Heading("stage x"), Heading("Sizes", part=True)]))
     assert "stage x" in out.getvalue() and "Sizes" not in out.getvalue()
     assert [b.text for b in blocks(found) if isinstance(b, Heading)][:2] == ["stage whole", "Sources"]
+
+
+def test_a_table_too_wide_for_a_phone_becomes_a_list_there() -> None:
+    """By its numbers and longest words, which stay whole; a long path may break anywhere."""
+    small = table(("", "min", "max"), [("tokens per sample", "1", "23")], numbers=1)
+    wide = table(("source", "a", "b", "c"), [("x", "1,000,000,000,000", "1,000,000,000,000", "1,000,000,000,000")], numbers=1)
+    assert 'class="stacked"' not in small and "data-label" not in small
+    assert 'class="stacked"' in wide and '<td class="n" data-label="a">1,000,000,000,000</td>' in wide
+    path = "/data/" + "x" * 40
+    assert f'<td class="w">{path}</td>' in table(("source", "kind"), [(path, "red")])

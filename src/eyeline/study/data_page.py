@@ -92,38 +92,38 @@ def blocks(found: StageData) -> Iterator[Block]:
         yield from _budgets(found)
         return
     yield Heading("Sources", part=True)
-    shares = "; {6} of visits, {7} of tokens, {8} of visual ones" if len(report.sources) > 1 else ""
+    several = len(report.sources) > 1
+    shares = ("share of samples", "share of tokens", "share of visual tokens") if several else ()
     yield Grid(
-        ("source", "layout", "recognised by", "samples", "to validate on", "visited", "of visits", "of tokens", "of visual"),
-        _sources(report),
-        "{0}: {1} ({2}), {3} samples, {4} of them to validate on, visited {5}" + shares,
+        ("source", "layout", "detected from", "samples", "held out", "per epoch", *shares),
+        _sources(report, several),
+        "{0}: {1} ({2}), {3} samples, {4} of them held out for validation, {5} per epoch"
+        + ("; {6} of the samples, {7} of the tokens, {8} of the visual tokens" if several else ""),
         numbers=3,
     )
     yield Line(
-        f"{_about(report)}{report.training:,} samples to learn from, {report.validation:,} to validate on; {report.examined:,} examined"
+        f"{_about(report)}{report.training:,} training samples, {report.validation:,} validation samples; {report.examined:,} examined"
     )
     if epoch := report.epoch:
-        yield Line(
-            f"an epoch: about {epoch.tokens:,.0f} tokens, {epoch.visual:,.0f} of them visual, in {epoch.visits:,.0f} visits to samples"
-        )
+        yield Line(f"one epoch: about {epoch.tokens:,.0f} tokens, {epoch.visual:,.0f} of them visual, from {epoch.visits:,.0f} samples")
     if kinds := _kinds(report):
         yield Grid(("source", "kind", "samples", "share"), kinds, numbers=2)
     yield Heading("Sizes", part=True)
-    yield Grid(("", "min", "median", "mean", "99 of 100", "max"), _measures(report))
+    yield Grid(("", "min", "median", "mean", "p99", "max"), _measures(report))
     yield from _histograms(report)
     batch = found.batch
     yield Heading("Batches", part=True)
-    yield Line(f"a step: {batch.micro_batches} × up to {batch.tokens:,} tokens and {batch.patches:,} patches")
+    yield Line(f"one step: {batch.micro_batches} × up to {batch.tokens:,} tokens and {batch.patches:,} patches")
     yield from _budgets(found)
-    yield Heading("What is odd or unusable", part=True)
+    yield Heading("Invalid and unusual samples", part=True)
     yield from _odd(report)
     yield from _rejects(report)
     if report.twins is not None:
-        yield Heading("What occurs twice", part=True)
+        yield Heading("Duplicates and overlap", part=True)
         yield from _twins(report.twins, report)
     if found.samples:
         yield Heading("Samples", part=True)
-        yield Line("the first samples, as the model sees them; what is learned is green:")
+        yield Line("the first samples, as the model sees them; tokens in the loss are green:")
         yield from found.samples
 
 
@@ -131,14 +131,13 @@ def _about(report: DataReport) -> str:
     return "" if report.exact else "about "  # of large data only some shards are looked at
 
 
-def _sources(report: DataReport) -> tuple[tuple[str, ...], ...]:
+def _sources(report: DataReport, several: bool) -> tuple[tuple[str, ...], ...]:
     rows = []
     for source in report.sources[:MOST_ROWS]:
-        epochs = "once an epoch" if source.repeat == 1 else f"{source.repeat} times an epoch"
-        often = f"by weight {source.weight:g}" if source.weight != 1 else epochs
+        often = f"by weight {source.weight:g}" if source.weight != 1 else "once" if source.repeat == 1 else f"{source.repeat} times"
         many, judging = _about(report) + f"{source.rows:,}", f"{source.validation:,}"
         shares = map(percent, (source.visits, source.tokens, source.visual)) if source.training else "–––"
-        rows.append((cut(source.path), source.layout, cut(source.why), many, judging, often, *shares))
+        rows.append((cut(source.path), source.layout, cut(source.why), many, judging, often, *(shares if several else ())))
     return tuple(rows)
 
 
@@ -156,14 +155,14 @@ def _kinds(report: DataReport) -> tuple[tuple[str, ...], ...]:
 
 def _measures(report: DataReport) -> tuple[tuple[str, ...], ...]:
     whole = {
-        "tokens a sample": report.tokens,
-        "of them text": report.text,
-        "of them visual": report.visual,
-        "of them supervised": report.supervised,
-        "tokens an answer": report.answers,
-        "pictures a sample": report.pictures,
-        "picture width, pixels": report.widths,
-        "picture height, pixels": report.heights,
+        "tokens per sample": report.tokens,
+        "of these, text": report.text,
+        "of these, visual": report.visual,
+        "of these, in the loss": report.supervised,
+        "tokens per answer": report.answers,
+        "images per sample": report.pictures,
+        "image width, pixels": report.widths,
+        "image height, pixels": report.heights,
     }
     rows = [_measure(name, measure, 0) for name, measure in whole.items()]
     return (*rows, _measure("width / height", report.aspects, 2))
@@ -179,14 +178,14 @@ def _measure(name: str, measure: Measure | None, places: int) -> tuple[str, ...]
 
 def _histograms(report: DataReport) -> Iterator[Histogram]:
     shown = (
-        ("tokens a sample", "All tokens of a sample, visual ones included.", report.tokens),
-        ("text tokens", "Its tokens of text and of the template.", report.text),
+        ("tokens per sample", "All tokens of a sample, visual ones included.", report.tokens),
+        ("text tokens", "Its text tokens, those of the chat template included.", report.text),
         ("visual tokens", "Its visual tokens.", report.visual),
-        ("tokens an answer", "Tokens of an answer that is learned, its end included.", report.answers),
-        ("width, pixels", "Pictures as they are stored, upright.", report.widths),
-        ("height, pixels", "Pictures as they are stored, upright.", report.heights),
-        ("width / height", "Below 1 a picture stands, above 1 it lies.", report.aspects),
-        ("pictures a sample", "Stills and films of a sample.", report.pictures),
+        ("tokens per answer", "Tokens of an answer in the loss, its end-of-turn token included.", report.answers),
+        ("width, pixels", "Images as they are stored, after EXIF rotation.", report.widths),
+        ("height, pixels", "Images as they are stored, after EXIF rotation.", report.heights),
+        ("width / height", "Below 1: portrait. Above 1: landscape.", report.aspects),
+        ("images per sample", "Images and videos of a sample.", report.pictures),
     )
     yield from (Histogram(label, caption, measure) for label, caption, measure in shown if measure and measure.least < measure.most)
 
@@ -198,21 +197,21 @@ def _budgets(found: StageData) -> Iterator[Block]:
     names = [f"{p.budget.tokens:,}" + (" (now)" if n == 0 else "") for n, p in enumerate(report.budgets)]
     rows = tuple((name, *_packing(p)) for name, p in zip(names, report.budgets, strict=True))
     yield Grid(("batch.tokens", "patches", "samples", "padding", "patches used", "too long"), rows)
-    yield Line("Padding is what the planner's own packs leave empty; too long are samples over the budget or the model's positions.")
+    yield Line("padding: unused token positions; too long: samples over batch.tokens, batch.patches or the model's context length")
     now, *others = report.budgets
     if now.settled and now.waste > MUCH_WASTE:
         why = "batch.patches is full long before" if now.filled > 1 - MUCH_WASTE else "samples are long for it, and few fit together"
         remedy = "" if others else ". `eyeline data` tries other sizes"
-        yield Line(f"{percent(now.waste)} of batch.tokens are padding: {why}{remedy}", warns=True)
+        yield Line(f"{percent(now.waste)} of batch.tokens is padding: {why}{remedy}", warns=True)
     if found.flops:
         packs = [packing.load.packs for packing in report.budgets]
         costs = [(*(flops.by_part[part] for part in PARTS), flops.total) for flops in found.flops]
         rows = [(name, *(metric(cost / n) for cost in of)) for name, of, n in zip(names, costs, packs, strict=True)]
-        yield Grid(("FLOPs of a batch", *PARTS, "all"), tuple(rows))
-        yield Line("Arithmetic that the model needs for a batch as the stage trains it, forward and backward without what is recomputed.")
+        yield Grid(("FLOPs per batch", *PARTS, "all"), tuple(rows))
+        yield Line("FLOPs per batch: forward and backward passes as the stage trains, without recomputation")
     if report.epoch:
         steps = report.epoch.visits * now.load.packs / max(now.load.sample, 1) / found.batch.micro_batches
-        yield Line(f"An epoch is about {steps:,.0f} steps as it is.")
+        yield Line(f"1 epoch ≈ {steps:,.0f} steps with the batch as it is")
     best = suggested(report.budgets)
     if best is not None and others:
         yield Line(suggestion(best, report.budgets, found.batch))
@@ -246,12 +245,12 @@ def suggestion(best: Packing, packings: Sequence[Packing], batch: Batching) -> s
 
 def _odd(report: DataReport) -> Iterator[Line]:
     if not (report.odd or report.rejects or report.control_strings or report.unlearned):
-        yield Line("every sample can be used, and none is odd")
+        yield Line("all examined samples are usable")
     if report.odd:
         odd = ", ".join(f"{what} {count}" for what, count in report.odd.items())
-        yield Line(f"odd pictures, usable (of {report.decoded:,}): {odd}")
+        yield Line(f"unusual but usable images (of {report.decoded:,}): {odd}")
     if report.control_strings:
-        yield Line(f"samples whose text spells out a control token, which stays text: {report.control_strings}")
+        yield Line(f"samples whose text spells a control token, which stays text: {report.control_strings}")
     if report.masked:
         yield Line(f"answers that the data mark as left out of the loss: {report.masked:,} (of {report.masked + report.said:,})")
     if report.unlearned:
@@ -266,12 +265,12 @@ def _rejects(report: DataReport) -> Iterator[Block]:
     if not report.rejects:
         return
     yield Grid(
-        ("rejected", "samples", "of examined", "what it means", "what to do"),
+        ("rejected", "samples", "share of examined", "what it means", "what to do"),
         tuple((c, f"{n:,}", percent(n / report.examined), CAUSES[c], REMEDIES[c]) for c, n in report.rejects.items()),
         "rejected: {0} {1} ({2}): {3}. {4}",
         numbers=5,
     )
-    yield Line("the first few of each cause; rows are counted from 0:")
+    yield Line("the first of each cause; rows are counted from 0:")
     yield Grid(
         ("cause", "file", "row", "field", "message"),
         tuple((r.cause, cut(r.file), f"{r.row}", cut(r.field), cut(r.message)) for r in report.rejected),
@@ -283,21 +282,21 @@ def _rejects(report: DataReport) -> Iterator[Block]:
 def _twins(twins: Twins, report: DataReport) -> Iterator[Block]:
     some = "" if twins.whole else f" of about {report.training:,} (so there may be more)"
     yield Line(
-        f"compared: {twins.samples:,} training samples{some}; {twins.equal_samples:,} equal an earlier one, and "
-        f"{twins.equal_pictures:,} of {twins.pictures:,} pictures have the bytes of another"
+        f"duplicates: {twins.equal_samples:,} of {twins.samples:,} training samples{some}, {twins.equal_pictures:,} of "
+        f"{twins.pictures:,} images"
     )
-    pairs = [("sample", *pair) for pair in twins.sample_examples] + [("picture", *pair) for pair in twins.picture_examples]
+    pairs = [("sample", *pair) for pair in twins.sample_examples] + [("image", *pair) for pair in twins.picture_examples]
     if pairs:
-        yield Grid(("twin", "this", "equals"), _cut(pairs), "  {0} {1} equals {2}", numbers=3)
+        yield Grid(("duplicate", "this", "equals"), _cut(pairs), "  {0} {1} equals {2}", numbers=3)
     for overlap in twins.overlaps:
         yield Line(
-            f"{overlap.name}: of {overlap.samples:,} samples {overlap.equal_samples:,} are also learned from, and the text of "
-            f"{overlap.equal_texts:,}; of {overlap.pictures:,} pictures {overlap.equal_pictures:,} are ({overlap.equal_paths:,} by path)",
+            f"{overlap.name} overlap with training: {overlap.equal_samples:,} of {overlap.samples:,} samples, {overlap.equal_texts:,} "
+            f"question texts, {overlap.equal_pictures:,} of {overlap.pictures:,} images ({overlap.equal_paths:,} by path)",
             warns=overlap.equal_samples + overlap.equal_pictures > 0,
         )
         if overlap.examples:
             rows = _cut([(overlap.name, *pair) for pair in overlap.examples])
-            yield Grid(("shared", "this picture", "is learned as"), rows, "  {1} is learned as {2}", numbers=3)
+            yield Grid(("overlap", "this image", "is trained on as"), rows, "  {1} is trained on as {2}", numbers=3)
 
 
 def _cut(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
@@ -314,8 +313,10 @@ def cut(text: str, longest: int = LONGEST_CELL) -> str:
 
 def data_page(name: str, stages: Sequence[StageData], problems: Sequence[str]) -> str:
     """The page of a recipe's data. At most LARGEST_PAGE bytes: what does not fit is left out whole, and that is said."""
-    top = [f"<h1>{words(name)}</h1>", page.note("What its data are, as Eyeline reads them. Nothing was trained.")]
-    top += [page.warning(problem) for problem in problems] or [page.note("No problems were found.")]
+    top = [f"<h1>{words(name)}</h1>", page.note("The data of this recipe as Eyeline reads them. Nothing was trained.")]
+    top += [page.warning(problem) for problem in problems] or [
+        page.note("No problem that would stop training. Warnings, if any, are marked below.")
+    ]
     body: list[str] = []
     left_out = 0
     room = LARGEST_PAGE - len(page.document(name, top).encode()) - 1024
@@ -358,8 +359,8 @@ def _plot(block: Histogram) -> str:
 
 def _sample(shown: Shown) -> str:
     pictures = "".join(page.picture(jpeg) for jpeg in shown.thumbnails)
-    more = f", {shown.pictures - len(shown.thumbnails)} more pictures" if shown.pictures > len(shown.thumbnails) else ""
-    about = f"{cut(shown.id)} · {cut(shown.source)} · {shown.tokens:,} tokens, {shown.supervised:,} learned{more}"
+    more = f", {shown.pictures - len(shown.thumbnails)} more images" if shown.pictures > len(shown.thumbnails) else ""
+    about = f"{cut(shown.id)} · {cut(shown.source)} · {shown.tokens:,} tokens, {shown.supervised:,} in the loss{more}"
     pieces = []
     for piece in shown.pieces:
         if piece.image is not None:
@@ -370,4 +371,4 @@ def _sample(shown: Shown) -> str:
 
 
 def picture_words(image: int, tokens: int) -> str:
-    return f"[picture {image}: {tokens} tokens]"
+    return f"[image {image}: {tokens} tokens]"

@@ -12,7 +12,7 @@ from eyeline.core.log import visible
 
 PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of picture that a page embeds, beside our plots
 
-STACKED = 5  # columns from which on a table is a list on a narrow page
+PHONE = 46  # characters side by side on a narrow page; a wider table becomes a list there
 SHORT_CELL = 24  # characters that stay on one line
 
 NARROW = "40rem"  # pages up to this width are laid out for a phone
@@ -32,10 +32,9 @@ p.note { color: var(--soft); margin: .25rem 0 .6rem; max-width: 46rem; overflow-
 p.warning { margin: .5rem 0; padding: .5rem .8rem; border-left: 3px solid var(--bad); background: var(--panel); overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: .4rem 0; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
-         overflow-wrap: anywhere; }
-th { font-weight: 600; color: var(--soft); overflow-wrap: normal; } td.n, td.s { white-space: nowrap; }
-td:first-child { overflow-wrap: normal; }
+th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { font-weight: 600; color: var(--soft); } td.n, td.s { white-space: nowrap; }
+td.w { overflow-wrap: anywhere; }
 td.n, th.n { text-align: right; }
 dl.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .9rem 1.2rem; margin: 1.2rem 0; }
 dl.figures dt { color: var(--soft); font-size: .85rem; } dl.figures dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
@@ -62,11 +61,12 @@ figure { margin: 0; }
 .seen b { font-weight: inherit; background: var(--learned); border-radius: 3px; padding: .08rem 0; }
 .seen i { font-style: normal; background: var(--image); border-radius: 3px; padding: .08rem .25rem; }
 @media (max-width: NARROW) {
-  body { margin-top: 1.2rem; padding: 0 .8rem; } td.s { white-space: normal; } th, td { padding-right: .6rem; }
+  body { margin-top: 1.2rem; padding: 0 .8rem; } td.s { white-space: normal; overflow-wrap: anywhere; }
+  table { font-size: .82rem; } th, td { padding-right: .6rem; }
   dl.facts { grid-template-columns: 1fr; gap: 0; } dl.facts dd { margin-bottom: .35rem; }
   .stacked tr { display: block; padding: .35rem 0; border-bottom: 1px solid var(--line); } .stacked tr.head { display: none; }
   .stacked td, .stacked td.n { display: block; text-align: left; padding: .05rem 0; border: 0; white-space: normal; }
-  .stacked td::before { content: attr(data-label) " "; color: var(--soft); } }
+  .stacked td::before { content: attr(data-label) ": "; color: var(--soft); } .stacked td:not([data-label])::before { content: ""; } }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: .8rem; overflow-x: auto; font-size: .84rem; }
 """.replace("NARROW", NARROW)
 
@@ -86,12 +86,17 @@ def words(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int | None = None) -> str:
-    """An HTML table of any cells. Columns from `numbers` on are aligned as numbers. On a narrow page a table of many columns becomes a
-    list: the cells of a row one below the other, each behind the name of its column."""
-    stacked = len(head) >= STACKED
+    """An HTML table of any cells. Columns from `numbers` on are aligned as numbers. On a narrow page a table with too much for its width
+    becomes a list: the cells of a row one below the other, each behind the name of its column."""
+    rows = [[str(cell) for cell in row] for row in rows]
+    stacked = bool(head) and _characters(head, rows, numbers) > PHONE
 
     def css(n: int, text: str) -> str:
-        return ' class="n"' if numbers is not None and n >= numbers else ' class="s"' if len(text) <= SHORT_CELL else ""
+        if numbers is not None and n >= numbers:
+            return ' class="n"'
+        if len(text) <= SHORT_CELL:
+            return ' class="s"'
+        return ' class="w"' if max(map(len, text.split()), default=0) > SHORT_CELL else ""  # a path, say: it may break anywhere
 
     def cells(tag: str, values: Sequence[object]) -> str:
         labels = [f' data-label="{words(name)}"' if stacked and name and tag == "td" else "" for name in (*head, *[""] * len(values))]
@@ -102,6 +107,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int | 
     body = "".join("<tr>" + cells("td", row) + "</tr>" for row in rows)
     tag = '<table class="stacked">' if stacked else "<table>"
     return f'<div class="wide">{tag}{top}{body}</table></div>'
+
+
+def _characters(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int | None) -> int:
+    """How wide a table is at least: numbers stay on one line, and text may wrap at 12 characters."""
+    wide = 0
+    for n, name in enumerate(head):
+        longest = max((len(row[n]) for row in rows if n < len(row)), default=0)
+        words_of = max(map(len, name.split()), default=0)
+        wide += max(words_of, longest if numbers is not None and n >= numbers else min(longest, 12)) + 2
+    return wide
 
 
 def figures_list(shown: Mapping[str, str]) -> str:
