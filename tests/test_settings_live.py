@@ -503,6 +503,7 @@ CASES: dict[str, Case] = {
     "log_every": turned("log_every=1", see="printed", base=("stages.0.steps=5",)),
     "validate_every": turned("validate_every=1", see=validations),
     "save_every": turned("save_every=1", see=kept, base=("stages.0.steps=3",)),
+    "save_minutes": turned("save_minutes=1.0e-9", see=kept, base=("stages.0.steps=3",)),
     "keep_last": turned("keep_last=3", see=kept, base=("stages.0.steps=3", "save_every=1")),
     "not_finite_budget": turned("not_finite_budget=0", see=budgeted),
 }

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from eyeline import __version__
-from eyeline.core.errors import EXPECTED, Abandoned, Refused, StorageFailed
+from eyeline.core.errors import EXPECTED, Abandoned, OutOfMemory, Refused, StorageFailed, out_of_memory
 from eyeline.core.log import keep_streams, refuse_lost_output, say, visible
 
 EXIT_CODES = (  # one line each: the terminal wraps them
@@ -328,6 +328,11 @@ def main() -> None:
         if debug:
             raise
         _end(str(error), error.code)
+    except (MemoryError, RuntimeError) as error:
+        said = out_of_memory(error)
+        if debug or said is None:
+            raise
+        _end(f"this does not fit into memory ({said}). Use a machine with more of it, or a smaller model", OutOfMemory.code)
     except PermissionError as error:  # of a path that was given, by whatever looks at it first
         if debug:
             raise

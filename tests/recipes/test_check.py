@@ -76,7 +76,7 @@ def test_a_run_folder_of_another_recipe_is_a_problem(tmp_path: Path) -> None:
     assert not check(other, 0, console)
     said = out.getvalue()
     assert "tiny has a problem:\n  out: " in said
-    assert "may not change on resume:\n    stages.whole.clip: 1.0 → 0.5\n  Choose another out=" in said
+    assert "may not change on resume:\n    stages.whole.clip: 1.0 → 0.5\n  Go back to the settings it" in said
 
 
 def test_a_good_recipe_has_none(tmp_path: Path) -> None:

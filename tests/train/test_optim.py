@@ -1,11 +1,15 @@
 """Optimizers: who is in which group, against torch's own optimizers on the same gradients."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
+from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts
 from eyeline.models import llava
-from eyeline.train.optim import AdamW, Muon, load_state_tensors, make_optimizers, set_learning_rates, state_tensors
+from eyeline.train.optim import AdamW, Muon, load_state_tensors, make_optimizers, set_learning_rates, state_tensors, without_state
 from tests.train.tiny import CONFIG, model
 
 FACTS: Facts = llava.facts(CONFIG)
@@ -118,7 +122,60 @@ def test_a_saved_state_goes_on_bit_for_bit(settings) -> None:
     assert all(torch.equal(p, second.get_parameter(n)) for n, p in whole.named_parameters())
 
 
-def test_state_of_something_else_is_refused() -> None:
-    optimizers = make_optimizers(model(), FACTS, AdamW())
-    with pytest.raises(ValueError, match="not trained"):
-        load_state_tensors(optimizers, {"language.nothing:exp_avg": torch.zeros(1)})
+def stepped(settings: Any) -> tuple[list[torch.optim.Optimizer], dict[str, torch.Tensor]]:
+    """Fresh optimizers, and what others had after a step."""
+    made = model()
+    optimizers = make_optimizers(made, FACTS, settings)
+    set_learning_rates(optimizers, RATES, 1.0)
+    fill_gradients(made, 0)
+    for optimizer in optimizers:
+        optimizer.step()
+    return make_optimizers(model(), FACTS, settings), {name: tensor.clone() for name, tensor in state_tensors(optimizers).items()}
+
+
+NORM, MATRIX = "language.norm.weight", "language.blocks.0.mlp.up.weight"  # moved by AdamW and, if there is one, by Muon
+SPOILT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "a missing tensor": (lambda s: s.pop(f"{NORM}:exp_avg"), rf"{NORM}:exp_avg is not in the checkpoint"),
+    "a missing step": (lambda s: s.pop(f"{NORM}:step"), rf"{NORM}:step is not in the checkpoint"),
+    "a missing parameter": (lambda s: [s.pop(name) for name in list(s) if name.startswith(NORM)], rf"{NORM}:step is not in the checkpoint"),
+    "nothing at all": (lambda s: s.clear(), "is not in the checkpoint.*\n  ... and [0-9]+ more"),
+    "another parameter's": (lambda s: s.update({"language.no:exp_avg": torch.zeros(1)}), "language.no:exp_avg is not in the model"),
+    "another optimizer's": (lambda s: s.update({f"{NORM}:momentum_buffer": torch.zeros(16)}), "momentum_buffer is not in the model"),
+    "a short tensor": (lambda s: s.update({f"{NORM}:exp_avg": s[f"{NORM}:exp_avg"][:3]}), r"exp_avg is \[3\] torch.float32, wanted \[16\]"),
+    "as many numbers in another shape": (lambda s: turned(s, MATRIX), r"wanted \[24, 16\]"),
+    "a longer step": (lambda s: s.update({f"{NORM}:step": torch.ones(1)}), r"step is \[1\] torch.float32, wanted \[\]"),
+    "halved numbers": (lambda s: s.update({f"{NORM}:exp_avg": torch.ones(16).half()}), r"torch.float16, wanted \[16\] torch.float32"),
+    "whole numbers": (lambda s: s.update({f"{NORM}:step": torch.ones((), dtype=torch.int64)}), r"step is \[\] torch.int64, wanted"),
+}  # fmt: skip
+
+
+def turned(state: dict[str, torch.Tensor], name: str) -> None:
+    state |= {full: tensor.T for full, tensor in state.items() if full.startswith(name) and tensor.ndim}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+@pytest.mark.parametrize("settings", [AdamW(), Muon()])
+def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(settings, what: str) -> None:
+    """A kernel would read past the end of a short one."""
+    optimizers, state = stepped(settings)
+    spoil, words = SPOILT[what]
+    spoil(state)
+    with pytest.raises(Refused, match=rf"(?s)the optimizer state of runs/x does not fit this model:.*{words}.*Use the recipe"):
+        load_state_tensors(optimizers, state, where="runs/x")
+    assert state_tensors(optimizers) == {}
+
+
+@pytest.mark.parametrize("settings", [AdamW(), Muon()])
+def test_parameter_without_a_gradient_has_no_state_and_loads(settings) -> None:
+    made = model()
+    optimizers = make_optimizers(made, FACTS, settings)
+    fill_gradients(made, 0)
+    made.language.norm.weight.grad = None
+    for optimizer in optimizers:
+        optimizer.step()
+    state, without = state_tensors(optimizers), without_state(optimizers)
+    assert without == [NORM]
+    load_state_tensors(again := make_optimizers(model(), FACTS, settings), state, without)
+    assert state_tensors(again).keys() == state.keys()
+    with pytest.raises(Refused, match=f"{NORM}:exp_avg is not in the checkpoint"):
+        load_state_tensors(again, state)

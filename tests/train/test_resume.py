@@ -5,6 +5,8 @@ import hashlib
 import io
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,13 +23,14 @@ import eyeline.train.start as start
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export
 from eyeline.checkpoint import store
-from eyeline.core.errors import Abandoned, NotFinite, Refused, RunLocked, Stopped, TooManyRejects
+from eyeline.core.errors import Abandoned, NotFinite, OutOfMemory, Refused, RunLocked, Stopped, TooManyRejects
 from eyeline.core.files import read_lines
 from eyeline.core.log import say
 from eyeline.models import build
 from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run, to_yaml
 from eyeline.train.stop import StopSignal, sole_owner
+from tests.command import Command
 from tests.train.recipe import tiny_recipe, tiny_run
 
 STEPS = 8
@@ -260,6 +263,148 @@ def test_another_recipe_is_refused_with_the_difference(uninterrupted) -> None:
         loop.train(tiny_run(folder, "stages.whole.clip=0.5"))
 
 
+def test_new_run_starts_from_the_weights_as_the_refusal_says(uninterrupted, tmp_path: Path) -> None:
+    """The words that the message tells to add, added to the refused command."""
+    folder, *_ = uninterrupted
+    shutil.copytree(folder / "run", tmp_path / "run")
+    command = [f"out={tmp_path / 'run'}", "stages.whole.batch.tokens=200"]
+    with pytest.raises(Refused) as refused:
+        loop.train(tiny_run(folder, *command))
+    message = str(refused.value)
+    assert "batch.tokens: 160 → 200" in message
+    added = shlex.split(message.rpartition(": ")[2])
+    assert added == [f"out={tmp_path / 'run-2'}", f"model.path={tmp_path / 'run'}", "model.config=null", "model.template=null"]
+    run = tiny_run(folder, *command, *added, "stages.whole.steps=1", "stages.adapt.steps=1")
+    loop.train(run)
+    old, new = (open_bundle(tmp_path / name) for name in ("run", "run-2"))
+    assert new.bundle.tokenizer.get_vocab() == old.bundle.tokenizer.get_vocab()
+    assert losses(run)[1] < max(losses(tiny_run(folder))[n] for n in (1, 2))  # not from scratch
+    with pytest.raises(Refused, match=re.escape(f"out={tmp_path / 'run-3'}")):
+        loop.train(tiny_run(folder, *command))
+
+
+def test_recompute_may_change_on_resume_and_changes_no_number(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, whole, whole_losses = uninterrupted
+    parts = ["stages.whole.recompute=[vision, language]", "stages.adapt.recompute=[language]"]
+    with monkeypatch.context() as patch:
+        stopped_at(patch, {2})
+        with pytest.raises(Stopped):
+            loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
+    loop.train(run := tiny_run(folder, f"out={tmp_path / 'run'}", *parts))
+    assert end_of(run) == whole
+    assert losses(run) == whole_losses
+
+
+class Given:
+    """A clock that goes on as it is told: so many seconds per step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float):
+        self.time = 1000.0
+        original = loop.update
+
+        def update(*args, **more):
+            self.time += seconds
+            return original(*args, **more)
+
+        monkeypatch.setattr(loop, "update", update)
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [("null", [4, 8]), ("30", [3, 4, 7, 8]), ("10", [1, 2, 3, 4, 5, 6, 7, 8]), ("1000", [4, 8])])
+def test_checkpoints_by_the_clock_are_where_they_are_due(
+    uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: str, saved: list[int]
+) -> None:
+    """Steps of 10 minutes each, by a clock that is given; both stages end after 4."""
+    folder, whole, whole_losses = uninterrupted
+    steps: list[int] = []
+    save = store.save
+    monkeypatch.setattr(store, "save", lambda *args, step, **more: (steps.append(step), save(*args, step=step, **more))[1])
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", f"save_minutes={minutes}")
+    loop.train(run, now=Given(monkeypatch, 600.0))
+    assert steps == saved
+    assert end_of(run) == whole
+    assert losses(run) == whole_losses
+
+
+def test_run_that_is_killed_resumes_from_a_checkpoint_by_the_clock(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, whole, whole_losses = uninterrupted
+
+    class Killed(BaseException):
+        pass
+
+    with monkeypatch.context() as patch:
+        clock = Given(patch, 600.0)
+        write = loop.metrics.write
+
+        def killing(folder: Path, line: dict[str, Any], attempt: int) -> None:
+            write(folder, line, attempt)
+            if line.get("global_step") == 4 and line["kind"] == "step":
+                raise Killed
+
+        patch.setattr(loop.metrics, "write", killing)
+        patch.setattr(loop, "save", lambda *a, **m: None if a[5].global_step == 4 else original(*a, **m)) if (
+            original := loop.save
+        ) else None
+        with pytest.raises(Killed):
+            loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"), now=clock)
+    newest = store.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None and newest.step == 3
+    loop.train(run := tiny_run(folder, f"out={tmp_path / 'run'}"))
+    assert end_of(run) == whole
+    assert losses(run) == whole_losses
+
+
+@pytest.mark.parametrize("saved", ["nothing", "steps without a checkpoint", "a checkpoint"])
+def test_too_little_memory_says_what_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str) -> None:
+    """The command that it tells is accepted."""
+    run = tiny_run(tmp_path, *(["save_every=1"] if saved == "a checkpoint" else []))
+    original, fails = loop.update, 0 if saved == "nothing" else 5 if saved == "a checkpoint" else 1
+
+    def update(*args, step: int, **more):
+        if step == fails:
+            raise OutOfMemory("micro-batch 0 of step 6 does not fit into memory (none)")
+        return original(*args, step=step, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "update", update)
+        with pytest.raises(OutOfMemory) as raised:
+            loop.train(run)
+    said, stage = str(raised.value), "adapt" if fails == 5 else "whole"
+    [less] = re.findall(r"add ('stages\.[^']*') to the same command", said)
+    assert shlex.split(less) == [f"stages.{stage}.recompute=[vision, language]"]
+    match saved:
+        case "nothing":
+            assert said.endswith("or lower batch.tokens and batch.patches: no step was done yet")
+            loop.train(tiny_run(tmp_path, "stages.whole.batch.tokens=150", "stages.whole.steps=1", "stages.adapt.steps=1"))
+        case "a checkpoint":
+            assert "it resumes from the last checkpoint. Lower batch.tokens and batch.patches in a new run." in said
+            assert said.endswith(f"out={tmp_path / 'run-2'} model.path={tmp_path / 'run'} model.config=null model.template=null "
+                                 "stages.adapt.batch.tokens=N")  # fmt: skip
+            loop.train(tiny_run(tmp_path, "save_every=1", *shlex.split(less)))
+            assert max(losses(run)) == STEPS
+        case _:
+            assert said.endswith("with another out=: nothing has been saved yet")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batch_that_no_host_can_hold_is_exit_code_7(tmp_path: Path, eyeline: Command, workers: int) -> None:
+    """A real one: it is padded to so many tokens."""
+    (tmp_path / "recipe.yaml").write_text(to_yaml(tiny_run(tmp_path)))
+    done = eyeline("train", "recipe.yaml", "stages.whole.batch.tokens=1000000000000000", f"stages.whole.data.workers={workers}")
+    assert done.code == 7, done.err
+    assert "does not fit into" in done.err and "Traceback" not in done.err
+    assert "stages.whole.recompute" in done.err
+
+
+def test_start_says_when_checkpoints_are_written(uninterrupted, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, *_ = uninterrupted
+    loop.train(tiny_run(folder, "save_every=7"))
+    said = capsys.readouterr().out
+    assert "checkpoints: every 30 minutes (save_minutes), every 7 steps (save_every), at the end of each stage, and when a signal" in said
+
+
 def test_data_that_moved_are_gone_on_with_and_others_are_not(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, whole, whole_losses = uninterrupted
     names = ("before", "after", "others")
@@ -286,6 +431,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "thesis.tex").write_text("do not touch")
     with pytest.raises(Refused, match=r"holds thesis\.tex"):
         loop.train(tiny_run(tmp_path))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]  # not even a lock
     assert (tmp_path / "run" / "thesis.tex").read_text() == "do not touch"
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ def test_clipping_bounds_the_gradient_that_is_applied() -> None:
     optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
     report = update(made, [optimizer], [batch(*UNEVEN)], clip=1e-3, seed=0, step=0)
     moved = torch.stack([(made.get_parameter(n).detach() - t).norm() for n, t in before.items()]).norm()
-    assert report.grad_norm > 1.0
+    assert report.grad_norm is not None and report.grad_norm > 1.0
     assert float(moved) == pytest.approx(1e-3, rel=1e-2)
 
 
@@ -181,20 +182,67 @@ def test_text_alone_is_passed_over_by_parts_that_only_pictures_reach(part: str) 
     a, b = step(together, [batch(text, picture)]), step(apart, [batch(text), batch(picture)])
     assert b.loss == pytest.approx(a.loss, rel=1e-6)
     assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
-    assert b.grad_norm > 0
+    assert b.grad_norm is not None and b.grad_norm > 0
 
 
+TOO_LARGE = 2**55  # numbers: no host has so much memory
+
+
+def no_device_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+
+def no_host_memory(*_: object, **__: object) -> None:
+    torch.empty(TOO_LARGE)  # as torch's own allocator says it
+
+
+def no_array_memory(*_: object, **__: object) -> None:
+    np.empty(TOO_LARGE)
+
+
+FULL = {"device": (no_device_memory, "2.00 GiB"), "host": (no_host_memory, "allocate memory"), "array": (no_array_memory, "Unable to")}
+
+
+@pytest.mark.parametrize("where", FULL)
 @pytest.mark.parametrize("judged", [False, True])
-def test_what_does_not_fit_into_memory_is_named(judged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["forward", "backward", "copy"])
+def test_batch_that_does_not_fit_into_memory_is_named(what: str, judged: bool, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if judged and what == "backward":
+        return
     made, large = model(), batch(document(7, 12, 5), document(8, 30, 1, images=2), tokens=80)
-
-    def full(*_) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-
-    monkeypatch.setattr(made, "forward", full)
+    full, words = FULL[where]
+    match what:
+        case "forward":
+            monkeypatch.setattr(made, "forward", full)
+        case "backward":
+            monkeypatch.setattr(torch.Tensor, "backward", full)
+        case _:
+            monkeypatch.setattr(type(large), "to", lambda self, device: full() if self.counts.slots == 80 else self)
     with pytest.raises(OutOfMemory) as caught:
         validate(made, [large]) if judged else step(made, [batch(document(1, 9, 0)), large])
     said = str(caught.value)
-    assert ("a batch of validation" if judged else "micro-batch 1 of step 0") in said
+    assert said.startswith("a batch of validation (80 tokens" if judged else "micro-batch 1 of step 1 (80 tokens")
     assert f"80 tokens; its longest document is {large.ids[1]} with 30; {large.counts.patches} patches" in said
-    assert "batch.tokens" in said and "2.00 GiB" in said and "more" not in said.rpartition("(")[2]
+    assert words in said and "more" not in said.rpartition("(")[2]
+
+
+@pytest.mark.parametrize("where", FULL)
+def test_optimizer_state_that_does_not_fit_into_memory_is_named(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim.AdamW, "step", FULL[where][0])
+    with pytest.raises(OutOfMemory, match="the optimizer's state in step 1 does not fit into memory"):
+        step(model(), [batch(*UNEVEN)])
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model()
+    monkeypatch.setattr(made, "forward", lambda _: torch.zeros(2) + torch.zeros(3))
+    with pytest.raises(RuntimeError, match="must match"):
+        step(made, [batch(*UNEVEN)])
+
+
+def test_step_without_labels_has_no_loss() -> None:
+    made = model()
+    before = tensors(made)
+    report = step(made, [batch(document(1, 9, 0)), batch(document(2, 12, 0))])
+    assert (report.loss, report.grad_norm, report.outcome) == (None, None, "no targets")
+    assert all(torch.equal(made.get_parameter(name), tensor) for name, tensor in before.items())

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from eyeline.checkpoint.tensors import Written, header_of, read_file, size_of, write_file
+from eyeline.checkpoint.tensors import Written, header_of, misfits, read_file, refuse_misfits, size_of, write_file
 from eyeline.core.errors import Refused
 from eyeline.core.files import sha256_of, storage_failed, sync_folder
 from eyeline.core.log import warn
@@ -85,17 +85,7 @@ class Checkpoint:
         A target may be wider than what was stored (a bfloat16 weight into float32: exact), and narrower only with `rounded`.
         """
         stored = self.load(*names)
-        problems = [f"{name} is not in the checkpoint" for name in targets if name not in stored]
-        problems += [f"{name} is not in the model" for name in stored if name not in targets]
-        for name in targets.keys() & stored.keys():
-            got, want = stored[name], targets[name]
-            fits = rounded or torch.promote_types(got.dtype, want.dtype) == want.dtype
-            if got.shape != want.shape or not fits:
-                problems.append(f"{name} is {list(got.shape)} {got.dtype}, wanted {list(want.shape)} {want.dtype}")
-        if problems:
-            more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
-            listed = "\n  ".join(sorted(problems)[:10])
-            raise Refused(f"{self.folder} does not fit this model:\n  {listed}{more}\nUse the recipe that the run was started with.")
+        refuse_misfits(str(self.folder), misfits(stored, targets, "any" if rounded else "wider"))
         for name, target in targets.items():
             target.copy_(stored[name])
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -135,6 +135,30 @@ def read_file(file: Path) -> dict[str, Tensor]:
     entries = entries_of(file)
     with safe_open(file, framework="pt") as opened:
         return {name: opened.get_tensor(name) for name in entries}
+
+
+def misfits(stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtypes: Literal["exact", "wider", "any"]) -> list[str]:
+    """In what stored tensors differ from those that are wanted, a line each: names, shapes, dtypes. `wanted` may be on the meta device.
+
+    `dtypes` must be equal, or may be wider than what was stored (a bfloat16 weight for a float32 one: no value changes), or any.
+    """
+    found = [f"{name} is not in the checkpoint" for name in wanted if name not in stored]
+    found += [f"{name} is not in the model" for name in stored if name not in wanted]
+    for name in wanted.keys() & stored.keys():
+        got, want = stored[name], wanted[name]
+        wider = torch.promote_types(got.dtype, want.dtype) == want.dtype
+        fits = {"exact": got.dtype == want.dtype, "wider": wider, "any": True}[dtypes]
+        if got.shape != want.shape or not fits:
+            found.append(f"{name} is {list(got.shape)} {got.dtype}, wanted {list(want.shape)} {want.dtype}")
+    return sorted(found)
+
+
+def refuse_misfits(where: str, found: Sequence[str]) -> None:
+    """Raise Refused with the first differences, where there are any."""
+    if found:
+        more = f"\n  ... and {len(found) - 10} more" if len(found) > 10 else ""
+        listed = "\n  ".join(found[:10])
+        raise Refused(f"{where} does not fit this model:\n  {listed}{more}\nUse the recipe that the run was started with.")
 
 
 def _no_repeated_names(file: Path) -> None:

@@ -4,6 +4,8 @@ Every message has four parts: what is wrong, what was got, what was wanted, and 
 of these is a defect of Eyeline and exits with code 1 and a traceback.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -54,7 +56,7 @@ class RunLocked(Exception):
 
 
 class OutOfMemory(Exception):
-    """A micro-batch does not fit into the device's memory; exit code 7."""
+    """Something does not fit into memory, the device's or the host's; exit code 7."""
 
     code: ClassVar[int] = 7
 
@@ -77,6 +79,37 @@ class Abandoned(BaseException):
 
 
 EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, OutOfMemory, Stopped)  # each has a `code`
+
+
+_NO_MEMORY = (  # how torch and CUDA say it in a RuntimeError; torch.OutOfMemoryError is one, too
+    "out of memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """What an error says, in a line, where it means that memory was too small: of the host (MemoryError, or a RuntimeError of torch's CPU
+    allocator) or of a device. None where it means something else."""
+    text = str(error).strip()
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)):
+        return text.splitlines()[0] if text else "no memory is left"
+    return None
+
+
+@contextmanager
+def fitting(what: str | Callable[[], str]) -> Iterator[None]:
+    """OutOfMemory, saying what it was for, where memory is too small inside."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        said = out_of_memory(error)
+        if said is None:
+            raise
+        raise OutOfMemory(f"{what if isinstance(what, str) else what()} does not fit into memory ({said})") from error
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:

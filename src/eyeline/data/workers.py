@@ -31,7 +31,7 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 
-from eyeline.core.errors import EXPECTED, BadSample, Refused, StorageFailed
+from eyeline.core.errors import EXPECTED, BadSample, OutOfMemory, Refused, StorageFailed
 from eyeline.core.log import say
 
 DECODER_BYTES = 4 << 30  # what a worker may take beyond what it has when it starts: the largest picture that is allowed needs 1.5 GiB
@@ -429,6 +429,8 @@ def _done(work: Callable[[Any, At], Any], job: Any, at: At) -> Any:
         return work(job, at)
     except EXPECTED as expected:
         return _Failed(type(expected).__name__, str(expected))
+    except MemoryError as error:  # of a batch: a decoder's is a reject
+        return _Failed(OutOfMemory.__name__, f"a batch does not fit into the memory of a worker ({error})")
     except Exception:  # noqa: BLE001  # a defect: it is raised again in the main process, which ends the run
         return _Failed("", traceback.format_exc())
 

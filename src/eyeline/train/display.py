@@ -142,7 +142,7 @@ class Log:
             self._since.clear()
             self._recent.clear()
         self._since.append(figures)
-        if figures.report.outcome == "applied":
+        if figures.report.outcome == "applied" and figures.report.loss is not None:
             self._recent.append((figures.report.loss, figures.report.counts.supervised))
         self.left = self._pace.left(figures)
         if figures.step % self._every and figures.step not in (1, figures.steps):
@@ -165,11 +165,11 @@ class Log:
         labels = sum(count for _, count in self._recent)
         smoothed = sum(loss * count for loss, count in self._recent) / labels if labels else None
         return [
-            Cell("loss", f"{report.loss:.4f}" if report.outcome == "applied" else report.outcome, 0, 7),
+            Cell("loss", f"{report.loss:.4f}" if report.outcome == "applied" and report.loss is not None else report.outcome, 0, 7),
             Cell("smoothed", "–" if smoothed is None else f"{smoothed:.4f}", 2),
             *([] if figures.epoch is None else [Cell("epoch", f"{figures.epoch:,.2f}", 5)]),
             Cell("lr", " ".join(f"{rate:.2e}" for rate in dict.fromkeys(figures.lr.values())), 3),
-            Cell("grad norm", f"{report.grad_norm:.2f}", 6),
+            Cell("grad norm", "–" if report.grad_norm is None else f"{report.grad_norm:.2f}", 6),
             Cell("tokens/s", f"{real / wall:,.0f}", 4),
             Cell("steps/s", _speed(len(since) / wall), 7),
             Cell("data wait", f"{waited / wall:.0%}", 9),

@@ -1,7 +1,8 @@
 """Training, top to bottom. Read this file first."""
 
 import math
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from eyeline.bundle.computing import choose_kernels
 from eyeline.checkpoint import store
 from eyeline.core.batch import Batch
-from eyeline.core.errors import NotFinite, Refused, Stopped, StorageFailed
+from eyeline.core.errors import NotFinite, OutOfMemory, Refused, Stopped, StorageFailed, fitting
 from eyeline.core.files import make_folder, write_json
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
@@ -23,10 +24,20 @@ from eyeline.parallel.launch import Machine, machine
 from eyeline.train import metrics
 from eyeline.train.display import Display, display
 from eyeline.train.metrics import Clock, StepFigures
-from eyeline.train.optim import load_state_tensors, make_optimizers, set_learning_rates, state_tensors
+from eyeline.train.optim import load_state_tensors, make_optimizers, set_learning_rates, state_tensors, without_state
 from eyeline.train.run import Run, Stage
 from eyeline.train.schedule import factor
-from eyeline.train.start import COMPUTE, Home, announce, begin, build, refuse_changed_past, tensors_of
+from eyeline.train.start import (
+    COMPUTE,
+    Home,
+    announce,
+    begin,
+    build,
+    refuse_changed_past,
+    refuse_strangers,
+    smaller,
+    tensors_of,
+)
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.summary import Tally, stage_lines, stage_record
@@ -45,14 +56,15 @@ class State:
     best: float | None = None  # lowest validation loss of this stage
 
 
-def train(run: Run) -> None:
-    """Train `run` in its folder, from where the newest checkpoint there stands.
+def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
+    """Train `run` in its folder, from where the newest checkpoint there stands. `now` is the clock, in seconds.
 
     Raises Refused before anything is written if the folder holds another run; Stopped after a signal, with all saved.
     """
-    clock = Clock()
+    clock = Clock(now)
     here = machine(run.device, run.threads, run.deterministic)
     folder = run_folder(run)
+    refuse_strangers(folder)
     make_folder(folder)
     console = Console()
     with sole_owner(folder):
@@ -67,6 +79,7 @@ def train(run: Run) -> None:
         say(f"{folder}: {begun}, {run.precision} on {here.device.type} ({here.name}, threads: {here.threads})")
         for line in changed:
             say(f"changed since: {line}")
+        say(f"checkpoints: {saves(run)}")
         show, tally = display(console, run.log_every), Tally()
         stop = StopSignal(show.stopping)
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
@@ -75,13 +88,23 @@ def train(run: Run) -> None:
                 if stop.asked:
                     done = f"{checkpoint.state['global_step']} steps are saved" if checkpoint else "no step was done"
                     raise Stopped(f"stopped by {stop.asked}; {done}, and the same command resumes from there")
-                train_stage(run, home, here, checkpoint, clock, show, tally, console, stop)
+                try:
+                    train_stage(run, home, here, checkpoint, clock, show, tally, console, stop)
+                except OutOfMemory as error:
+                    raise OutOfMemory(f"{error}. {smaller(run, home, checkpoint.state['stage'] if checkpoint else 0)}") from error
                 checkpoint = store.newest(home.checkpoints, home.id)
         finally:
             stop.close()
             show.close()
     say(tally.line(checkpoint.state["global_step"]))
     say(f"saved: {checkpoint.folder}")
+
+
+def saves(run: Run) -> str:
+    """When checkpoints are written, in words."""
+    times = [f"every {run.save_minutes:g} minutes (save_minutes)"] if run.save_minutes else []
+    times += [f"every {run.save_every:,} steps (save_every)"] if run.save_every else []
+    return ", ".join([*times, "at the end of each stage, and when a signal stops the run"])
 
 
 def run_folder(run: Run) -> Path:
@@ -104,7 +127,7 @@ def train_stage(
 
     A stage border is a checkpoint and a rebuild: going on to the next stage and resuming a run are this same code.
     """
-    with clock.spending("startup"):
+    with clock.spending("startup"), fitting("the model with its optimizer's state"):
         state = State(**checkpoint.state["progress"]) if checkpoint else State()
         stage = run.stages[state.stage]
         model, facts, adapters = build(run, home, here, checkpoint)
@@ -113,7 +136,10 @@ def train_stage(
         arithmetic = flops.count(model, facts)
         optimizers = make_optimizers(model, facts, stage.optimizer)
         if checkpoint and state.step > 0:
-            load_state_tensors(optimizers, checkpoint.load("optimizer"))
+            tensors = checkpoint.load("optimizer")
+            # a checkpoint of an earlier version does not say which parameters have none: those that it has nothing of
+            unsaid = {name for name in without_state(optimizers) if not any(key.startswith(f"{name}:") for key in tensors)}
+            load_state_tensors(optimizers, tensors, checkpoint.state.get("without_state", unsaid), str(checkpoint.folder))
         seed = seed_for(run.seed, "stage", state.stage)
         reader = Reader(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest, arithmetic.cost(), notify=show.status)
         steps = stage.steps or reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
@@ -132,6 +158,7 @@ def train_stage(
     show.status("first step: decoding images")
 
     model.train()
+    saved_at = clock.now()
     arriving = reader.steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs, state.data)
     for micro_batches, data_state, imbalance, epoch in timed(arriving, clock):
         set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
@@ -159,11 +186,12 @@ def train_stage(
             tally.validated(stage.name, state.step, loss, state.best)
         over = state.not_finite > run.not_finite_budget
         leaving = ended or over or stop.asked is not None  # read once: a signal after this line is for the next step
-        if leaving or better or (run.save_every and state.step % run.save_every == 0):
+        due = run.save_minutes is not None and clock.now() - saved_at >= 60 * run.save_minutes
+        if leaving or better or due or (run.save_every and state.step % run.save_every == 0):
             show.status("saving a checkpoint")
-            with clock.spending("checkpoint"):
+            with clock.spending("checkpoint"), fitting(f"the checkpoint of step {state.global_step}"):
                 save(run, home, model, optimizers, stage, state, ended=ended, best=better)
-            stop.saved = state.global_step
+            stop.saved, saved_at = state.global_step, clock.now()
 
         figures = StepFigures(
             stage=stage.name,
@@ -203,7 +231,7 @@ def timed(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
     """The same items, with the time until each arrives counted as data wait."""
     iterator = iter(arriving)
     while True:
-        with clock.spending("data_wait"):
+        with clock.spending("data_wait"), fitting("a batch (of batch.tokens and batch.patches)"):
             item = next(iterator, None)
         if item is None:
             return
@@ -231,6 +259,7 @@ def save(run: Run, home: Home, model: nn.Module, optimizers: list, stage: Stage,
             "global_step": state.global_step,
             "lora": adapters,
             "expert_biases": bool(biases),
+            "without_state": [] if ended else without_state(optimizers),
             "progress": vars(progress),
         },
         keep_last=run.keep_last,

@@ -5,7 +5,7 @@ compute, validation, checkpoint, other. Rates are real tokens over that wall tim
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -89,22 +89,24 @@ class StepFigures:
 class Clock:
     """Gives every second of a run a name. Monotonic: a change of the machine's clock moves nothing."""
 
-    def __init__(self) -> None:
-        self._mark = time.monotonic()
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """`now` gives seconds since some moment."""
+        self.now = now
+        self._mark = now()
         self._spent: dict[str, float] = {}
 
     @contextmanager
     def spending(self, on: Spending) -> Iterator[None]:
         """Count the seconds inside as spent on `on`."""
-        begin = time.monotonic()
+        begin = self.now()
         try:
             yield
         finally:
-            self._spent[on] = self._spent.get(on, 0.0) + time.monotonic() - begin
+            self._spent[on] = self._spent.get(on, 0.0) + self.now() - begin
 
     def lap(self) -> dict[str, float]:
         """Seconds since the last lap by name, "step" in all and "other" for what had no name; then start anew."""
-        now = time.monotonic()
+        now = self.now()
         total, spent = now - self._mark, self._spent
         self._mark, self._spent = now, {}
         names = ("startup", "data_wait", "compute", "validation", "checkpoint")

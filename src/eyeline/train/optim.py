@@ -1,12 +1,13 @@
 """Optimizers: settings, which parameter goes where, and the learning rate of each part."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, assert_never
 
 import torch
 from pydantic import Field
 from torch import nn
 
+from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.facts import Facts, Part, matches, part_of
 from eyeline.core.settings import PositiveFloat, Settings, Share
 
@@ -106,24 +107,57 @@ def _adamw(settings: AdamW | Muon, groups: list[dict[str, Any]]) -> torch.optim.
 
 
 def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """Every tensor of every optimizer's state, named `parameter:key`, for a checkpoint."""
+    """Every tensor of every optimizer's state, named `parameter:key`, for a checkpoint. A parameter that never had a gradient has none."""
     return {
         f"{name}:{key}": value
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["names"], group["params"], strict=True)
-        for key, value in optimizer.state[parameter].items()
+        for optimizer, name, parameter in _parameters(optimizers)
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def load_state_tensors(optimizers: list[torch.optim.Optimizer], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `state_tensors` gave. A tensor for a parameter that is not trained is an error."""
-    left = dict(tensors)
+def without_state(optimizers: list[torch.optim.Optimizer]) -> list[str]:
+    """Names of the parameters that have no state yet: no step has used them. A checkpoint says which, so that nothing else is missing."""
+    return [name for optimizer, name, parameter in _parameters(optimizers) if not optimizer.state.get(parameter)]
+
+
+def load_state_tensors(
+    optimizers: list[torch.optim.Optimizer],
+    tensors: Mapping[str, torch.Tensor],
+    without: Collection[str] = (),
+    where: str = "the checkpoint",
+) -> None:
+    """Put back what `state_tensors` gave. `without` are the parameters that had no state; all others must have theirs.
+
+    Raises Refused, with what is missing, unknown, or has another shape or dtype, before anything is put back: an optimizer's kernel
+    reads as many numbers as the parameter has, whatever there are.
+    """
+    wanted = {
+        f"{name}:{key}": tensor
+        for optimizer, name, parameter in _parameters(optimizers)
+        if name not in without
+        for key, tensor in _state_of(optimizer, parameter).items()
+    }
+    refuse_misfits(f"the optimizer state of {where}", misfits(tensors, wanted, "exact"))
+    for optimizer, name, parameter in _parameters(optimizers):
+        # `step` is a number on the host for AdamW's plain kernel and lies on the parameter's device for the fused one
+        keys = () if name in without else _state_of(optimizer, parameter)
+        optimizer.state[parameter] = {key: tensors[f"{name}:{key}"].to(parameter.device) for key in keys}
+
+
+def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """What an optimizer keeps of a parameter once it has moved it, without values."""
+    like = torch.empty_like(parameter, device="meta")
+    match optimizer:
+        case torch.optim.AdamW():
+            return {"step": torch.empty((), dtype=torch.float32, device="meta"), "exp_avg": like, "exp_avg_sq": like}
+        case torch.optim.Muon():
+            return {"momentum_buffer": like}
+        case _:
+            raise AssertionError(f"{type(optimizer).__name__} is not made here")
+
+
+def _parameters(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, str, nn.Parameter]]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                keys = [full for full in left if full.rpartition(":")[0] == name]
-                # `step` is a number on the host for AdamW's plain kernel and lies beside the parameter for the fused one
-                optimizer.state[parameter] = {full.rpartition(":")[2]: left.pop(full).to(parameter.device) for full in keys}
-    if left:
-        raise ValueError(f"optimizer state of parameters that are not trained: {sorted(left)[:5]}")
+                yield optimizer, name, parameter

@@ -144,6 +144,7 @@ class Run(Settings):
     log_every: Positive = 10  # steps between lines where the screen is not a terminal
     validate_every: Positive | None = None  # steps; also at the end of a stage. None: never
     save_every: Positive | None = None  # steps; a checkpoint at the end of every stage is always written
+    save_minutes: PositiveFloat | None = 30.0  # minutes between checkpoints, by the clock; null: by steps alone
     keep_last: Positive = 2  # checkpoints beside the best one
     not_finite_budget: NotNegative = 5  # steps that may be dropped because a loss or gradient is not finite
 
@@ -190,7 +191,8 @@ def from_yaml(text: str) -> Run:
         raise ValueError("; ".join(lines_of(Run, value, error))) from error
 
 
-# Settings that a run may be resumed with, changed: they steer how it is watched and stored, or how long it goes on. Steps and
+# Settings that a run may be resumed with, changed: they steer how it is watched and stored, what memory it takes, or how long it goes
+# on, and change no number of what was planned. Steps and
 # epochs are of stages that have not ended; the schedule of the rest follows the new length. Data may lie elsewhere: a reader refuses
 # others than those that it stands in. `*` stands for a number.
 MAY_CHANGE = (
@@ -201,11 +203,13 @@ MAY_CHANGE = (
     "log_every",
     "validate_every",
     "save_every",
+    "save_minutes",
     "keep_last",
     "not_finite_budget",
     "evaluation",
     "stages.*.steps",
     "stages.*.epochs",
+    "stages.*.recompute",
     *(f"stages.*.data.{name}" for name in ("workers", "read_ahead", "decode_timeout", "read_timeout", "read_retries")),
     "stages.*.data.cache",
     "stages.*.data.prepared",

@@ -1,6 +1,8 @@
 """Where a run begins: its folder, its model's description, and the weights that a stage starts from."""
 
+import itertools
 import re
+import shlex
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -68,9 +70,7 @@ def begin(run: Run, folder: Path) -> Home:
         else:
             refuse_another_recipe(run, folder)
     else:
-        strangers = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not p.name.startswith("."))
-        if strangers not in ([], ["model"], ["env.json", "model"]):  # the latter are what a start that was killed leaves
-            raise Refused(f"{folder} holds {', '.join(strangers[:5])} and no recipe.yaml: it is no run folder. Choose another out=")
+        refuse_strangers(folder)
         known = {"run": uuid.uuid4().hex[:12], "attempts": []}
         describe(_described(run), folder / "model")
         write_json(env, known)
@@ -81,6 +81,15 @@ def begin(run: Run, folder: Path) -> Home:
     store.remove_leftovers(folder / "checkpoints")
     bundle = read_description(folder / "model")
     return Home(folder, known["run"], len(known["attempts"]) + 1, bundle, bundle.encoder())
+
+
+def refuse_strangers(folder: Path) -> None:
+    """Raise Refused if a folder that is there is not a run folder and not empty. Nothing is written, not even a lock."""
+    if not folder.is_dir() or (folder / "recipe.yaml").exists():
+        return
+    strangers = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not p.name.startswith("."))
+    if strangers not in ([], ["model"], ["env.json", "model"]):  # the latter are what a start that was killed leaves
+        raise Refused(f"{folder} holds {', '.join(strangers[:5])} and no recipe.yaml: it is not a run folder. Choose another out=")
 
 
 def _untouched(folder: Path) -> bool:
@@ -147,8 +156,31 @@ def refuse_another_recipe(run: Run, folder: Path) -> None:
         listed = "\n  ".join(changed)
         raise Refused(
             f"{folder} holds a run of another recipe; these settings differ and may not change on resume:\n  {listed}\n"
-            "Choose another out=, or go back to the settings it was started with."
+            f"Go back to the settings it was started with, or choose another out=. {onward(run, folder)}"
         )
+
+
+def onward(run: Run, folder: Path) -> str:
+    """What to add to a command so that a new run starts from the newest weights of the run in `folder`."""
+    number = next(n for n in itertools.count(2) if not folder.with_name(f"{folder.name}-{n}").exists())
+    words = [f"out={folder.with_name(f'{folder.name}-{number}')}", f"model.path={folder}"]
+    words += [f"model.{name}=null" for name in ("config", "template", "tokenizer") if getattr(run.model, name) is not None]
+    stages = " (after removing the stages that have ended from the recipe)" if len(run.stages) > 1 else ""
+    return f"To start a new run from these weights, add to the command{stages}: {shlex.join(words)}"
+
+
+def smaller(run: Run, home: Home, number: int) -> str:
+    """What to do about too little memory in a stage."""
+    stage = run.stages[number]
+    parts = [part for part in models.facts(home.bundle.config).blocks if part not in stage.recompute]
+    setting = shlex.quote(f"stages.{stage.name}.recompute=[{', '.join((*stage.recompute, *parts))}]")
+    again = f"To keep less in memory, add {setting} to the same command" if parts else ""
+    saved = home.checkpoints.is_dir() and any(home.checkpoints.glob("step-*"))
+    if saved:
+        again += "; it resumes from the last checkpoint. " if parts else ""
+        return f"{again}Lower batch.tokens and batch.patches in a new run. {onward(run, home.folder)} stages.{stage.name}.batch.tokens=N"
+    lower = f"{again}{', or lower' if parts else 'Lower'} batch.tokens and batch.patches"
+    return f"{lower}: no step was done yet" if _untouched(home.folder) else f"{lower}, with another out=: nothing has been saved yet"
 
 
 def description(run: Run) -> Bundle:

@@ -1,15 +1,15 @@
 """One optimizer update. Sums and counts first, one division at the end."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 
 from eyeline.core.batch import Batch, Counts
-from eyeline.core.errors import OutOfMemory
+from eyeline.core.errors import fitting
 from eyeline.core.randomness import seed_for
 from eyeline.models.decoder import take_load
 from eyeline.models.moe import Aux, Bias, move_biases
@@ -31,8 +31,8 @@ class ExpertLoad:
 class Report:
     """What one step did."""
 
-    loss: float  # nats a label, over every label of the step, without what balances experts
-    grad_norm: float  # of all trainable parameters together, before clipping
+    loss: float | None  # nats per label, over every label of the step, without what balances experts; None without labels
+    grad_norm: float | None  # of all trainable parameters together, before clipping; None without labels
     outcome: Outcome  # weights and optimizer are untouched unless "applied"
     counts: Counts
     experts: ExpertLoad | None = None  # of a model that has some
@@ -55,19 +55,21 @@ def update(
     """
     counts = sum((batch.counts for batch in micro_batches), Counts.zero())
     if counts.supervised == 0:
-        return Report(0.0, 0.0, "no targets", counts)
+        return Report(None, None, "no targets", counts)
 
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
-    for i, batch in enumerate(on_device(micro_batches, device)):
-        if batch.counts.supervised == 0:
-            continue
-        torch.manual_seed(seed_for(seed, "dropout", step, i))
-        with fitting(micro_batches[i], f"micro-batch {i} of step {step}"):
+    arriving = on_device(micro_batches, device)
+    for i, here in enumerate(micro_batches):
+        with fitting(partial(described, here, f"micro-batch {i} of step {step + 1}")):
+            batch = next(arriving)  # the copy of a batch may not fit, either
+            if batch.counts.supervised == 0:
+                continue
+            torch.manual_seed(seed_for(seed, "dropout", step, i))
             loss = model(batch) / counts.supervised
             if loss.requires_grad:  # text alone never reaches a projector or tower that learns alone
                 loss.backward()
-        total += loss.detach()
+            total += loss.detach()
 
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients).to(device)  # of no gradients it is a zero on the host
@@ -82,8 +84,9 @@ def update(
     if finite:
         if clip is not None:
             torch.nn.utils.clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], clip, norm)
-        for optimizer in optimizers:
-            optimizer.step()
+        with fitting(f"the optimizer's state in step {step + 1}"):  # which it makes in its first step
+            for optimizer in optimizers:
+                optimizer.step()
         if load is not None and isinstance(load.by, Bias):
             move_biases(model, load.tokens_NE, load.by.rate)
     model.zero_grad(set_to_none=True)
@@ -94,19 +97,12 @@ def update(
     return Report(loss_value, norm_value, "applied" if finite else "not finite", counts, experts)
 
 
-@contextmanager
-def fitting(batch: Batch, what: str) -> Iterator[None]:
-    """Where the device's memory is too small: OutOfMemory, with what was in the batch (on the host) and its longest document."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        lengths = batch.cu_S1.diff()[: len(batch.ids)]
-        longest = f"; its longest document is {batch.ids[int(lengths.argmax())]} with {int(lengths.max()):,}" if batch.ids else ""
-        raise OutOfMemory(
-            f"{what} does not fit into the memory of the device: {batch.counts.slots:,} tokens{longest}; {batch.counts.patches:,} patches, "
-            f"the largest image has {batch.longest_image:,}. Lower batch.tokens or batch.patches, or list more parts under recompute; the "
-            f"same command goes on from the last checkpoint ({str(error).splitlines()[0]})"
-        ) from error
+def described(batch: Batch, what: str) -> str:
+    """What a batch on the host holds, and its longest document."""
+    lengths = batch.cu_S1.diff()[: len(batch.ids)]
+    longest = f"; its longest document is {batch.ids[int(lengths.argmax())]} with {int(lengths.max()):,}" if batch.ids else ""
+    counts = batch.counts
+    return f"{what} ({counts.slots:,} tokens{longest}; {counts.patches:,} patches, the largest image has {batch.longest_image:,})"
 
 
 @torch.no_grad()
@@ -119,7 +115,7 @@ def validate(model: nn.Module, batches: Iterable[Batch]) -> tuple[float, int]:
     labels = 0
     for batch in batches:
         if batch.counts.supervised:
-            with fitting(batch, "a batch of validation"):
+            with fitting(partial(described, batch, "a batch of validation")):
                 total += model(batch.to(device))
             labels += batch.counts.supervised
     model.train(was_training)

@@ -107,9 +107,9 @@ class Tally:
             return parts[0]
         parts[0] += f" in {clock_time(time.monotonic() - self._start)}"
         last = self._steps[-1].stage
-        applied = [one.report for one in self._steps if one.report.outcome == "applied"]
-        if labels := sum(report.counts.supervised for report in applied):
-            loss = sum(report.loss * report.counts.supervised for report in applied) / labels
+        applied = [(r.loss, r.counts.supervised) for one in self._steps if (r := one.report).outcome == "applied" and r.loss is not None]
+        if labels := sum(count for _, count in applied):
+            loss = sum(loss * count for loss, count in applied) / labels
             parts.append(f"loss {loss:.4f} (mean of the last {len(self._steps)} steps)")
         if self._validation is not None and self._validation[0] == last:
             parts.append(self._validated(self._validation[1]))
