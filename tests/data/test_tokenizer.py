@@ -11,7 +11,7 @@ from typing import Any
 from unicodedata import normalize
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -260,6 +260,7 @@ def added_and_encoder(make: str, lower: bool) -> tuple[PreTrainedTokenizerFast, 
 def test_added_tokens_are_read_as_transformers_reads_them(make: str, lower: bool, text: str) -> None:
     """Special or not, with every flag, in another process too."""
     tokenizer, encoder, sent = added_and_encoder(make, lower)
+    assume(not any(control in text for control in encoder.all_controls))  # such as "<s>", of three pieces
     wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
     if tokenizer.unk_token_id in wanted and tokenizer.unk_token_id is not None:
         with pytest.raises(BadSample):
