@@ -1,11 +1,13 @@
 """Folders appear whole or not at all, wherever the writer is killed or fails."""
 
+import grp
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
-from eyeline.bundle.folders import new_folder
+from eyeline.bundle.folders import new_folder, warn_of_others
 from eyeline.core.errors import Refused, StorageFailed
 from tests.checkpoint.faults import FAILED, KILLED, WELL, arm, in_child, kill_me
 
@@ -99,3 +101,48 @@ def test_what_came_there_meanwhile_is_not_deleted(tmp_path: Path) -> None:
     with pytest.raises(StorageFailed, match="not empty"), new_folder(tmp_path / "model"):
         (tmp_path / "model" / "other.txt").write_text("someone else's")
     assert content(tmp_path) == {"model/other.txt": "someone else's"}
+
+
+# ---- run folders of others
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for name in ("run", "run/model", "run/checkpoints", "run/checkpoints/step-1"):
+        (tmp_path / name).mkdir(mode=0o755)
+    for name in ("recipe.yaml", "model/eyeline.json", "checkpoints/step-1/weights.safetensors"):
+        (tmp_path / "run" / name).write_text("")
+        (tmp_path / "run" / name).chmod(0o644)
+    return tmp_path / "run"
+
+
+def test_a_run_folder_of_ones_own_is_not_warned_of(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "link").symlink_to("recipe.yaml")
+    warn_of_others(run)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["", "recipe.yaml", "model/eyeline.json", "checkpoints", "checkpoints/step-1/weights.safetensors"])
+def test_a_run_folder_that_others_may_write_is_warned_of(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (run / name).chmod(0o757)
+    warn_of_others(run)
+    found = capsys.readouterr().err
+    assert found == f"warning: {run / name} can be written by other users: they can change the run. To keep them out: chmod -R go-w {run}\n"
+
+
+def test_a_group_may_write_if_it_is_the_users_alone(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "recipe.yaml").chmod(0o664)
+    (run / "model").chmod(0o775)
+    name = pwd.getpwuid(os.geteuid()).pw_name
+    for known, members, warned in ((name, [], False), (name, ["other"], True), ("staff", [], True)):
+        group = grp.struct_group((known, "x", 0, members))
+        monkeypatch.setattr(grp, "getgrgid", lambda _, group=group: group)
+        warn_of_others(run)
+        assert ("can be written by other users, and so does 1 more" in capsys.readouterr().err) == warned
+
+
+def test_a_run_folder_of_another_owner_is_warned_of(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12_345_678)
+    warn_of_others(run)
+    owner = pwd.getpwuid(os.getuid()).pw_name
+    assert f"warning: {run} belongs to another user ({owner}), and so do 6 more" in capsys.readouterr().err

@@ -32,6 +32,7 @@ def test_only_what_a_model_is_read_from_is_fetched(tmp_path: Path, monkeypatch: 
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    (tmp_path / "config.json").write_text("{}")
     patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     assert local_folder("owner/model", "v1") == tmp_path
     assert calls == [{"name": "owner/model", "revision": "v1", "allow_patterns": patterns, "local_dir": None}]
@@ -41,6 +42,14 @@ def test_only_what_a_model_is_read_from_is_fetched(tmp_path: Path, monkeypatch: 
         ("owner/model", tmp_path / "out" / "owner--model"),
         ("other/model", tmp_path / "out" / "other--model"),
     ]
+
+
+def test_a_repository_that_is_no_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(Refused, match=r"owner/model has no config\.json on the Hub, so it is no checkpoint of transformers\.$"):
+        local_folder("owner/model")
+    with pytest.raises(Refused, match="GGUF files hold quantised weights: take the model that they were made from"):
+        local_folder("owner/Model-GGUF")
 
 
 def test_a_missing_model_is_refused_with_the_command_that_fetches_it(monkeypatch: pytest.MonkeyPatch) -> None:

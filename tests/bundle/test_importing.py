@@ -458,3 +458,64 @@ def test_a_run_needs_no_import(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"run is a run folder\. Use it as it is: train from it \(model\.path\), talk to it, or export it\."):
         import_whole(tmp_path / "run", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+# ---- folders of other kinds
+
+
+def adapter(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"}))
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+ADAPTER = r"is an adapter \(LORA\) for the model Qwen/Qwen2\.5-0\.5B-Instruct, not a model\. Merge it .*merge_and_unload"
+
+
+def test_an_adapter_is_named_with_what_to_do(hub: Path, tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter")
+    for ask in (
+        lambda: import_whole(folder, tmp_path / "out"),
+        lambda: open_bundle(folder),
+        lambda: import_model(hub / "siglip", folder, tmp_path / "out"),
+        lambda: import_model(folder, hub / "tied", tmp_path / "out"),
+    ):
+        with pytest.raises(Refused, match=ADAPTER):
+            ask()
+    (folder / "config.json").write_text("{}")  # some trainers save the base's beside it
+    with pytest.raises(Refused, match=ADAPTER):
+        import_whole(folder, tmp_path / "out")
+
+
+def test_an_export_with_an_adapter_says_which_folder(tmp_path: Path) -> None:
+    adapter(tmp_path / "exported" / "adapter")
+    (tmp_path / "exported" / "base").mkdir()
+    (tmp_path / "exported" / "base" / "config.json").write_text("{}")
+    with pytest.raises(Refused, match=r"is an export with an adapter\. Give .*/exported/base"):
+        open_bundle(tmp_path / "exported")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "quantised by GPTQ or AWQ to 4 bits"),
+        ("quant_config.json", {"w_bit": 4, "zero_point": True}, "quantised by GPTQ or AWQ to 4 bits"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "quantised by ModelOpt"),
+    ],
+)
+def test_quantisation_in_a_file_of_its_own_is_named(hub: Path, tmp_path: Path, name: str, content: dict, message: str) -> None:
+    shutil.copytree(hub / "tied", tmp_path / "language")
+    (tmp_path / "language" / name).write_text(json.dumps(content))
+    with pytest.raises(Refused, match=message):
+        import_whole(tmp_path / "language", tmp_path / "out")
+
+
+def test_gguf_files_are_named(tmp_path: Path, eyeline: Command) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "x.Q4_K_M.gguf").write_bytes(b"GGUF")
+    for command in (("import", "out", "--model", "model"), ("import", "out", "--model", "model/x.Q4_K_M.gguf"), ("export", "model", "out")):
+        done = eyeline(*command)
+        assert (done.code, "whose weights are mostly quantised" in done.err) == (2, True), done.err
+    (tmp_path / "weights.safetensors").write_bytes(b"")
+    assert "is a file; give the folder that it lies in" in eyeline("import", "out", "--model", "weights.safetensors").err

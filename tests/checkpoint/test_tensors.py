@@ -22,7 +22,7 @@ from eyeline.checkpoint.tensors import (
     write_file,
     write_folder,
 )
-from eyeline.core.errors import Refused
+from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import KeyRule
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8]
@@ -189,7 +189,23 @@ BROKEN_FOLDERS: dict[str, tuple[Callable[[Path, dict], object], str]] = {
     "wrong total": (spoil_index(lambda i: i["metadata"].update(total_size=81)), "total_size 81"),
     "no map": (spoil_index(lambda i: i.pop("weight_map")), "weight_map"),
     "map of numbers": (spoil_index(lambda i: i["weight_map"].update(t0=1)), "weight_map"),
-    "index is a list": (lambda f, _: (f / INDEX).write_text("[]"), "weight_map"),
+    "index is a list": (lambda f, _: (f / INDEX).write_text("[]"), "holds a list, wanted a JSON object"),
+    "index is nested without end": (lambda f, _: (f / INDEX).write_text("[" * 10**5), "not JSON"),
+    "index is a folder": (lambda f, _: ((f / INDEX).unlink(), (f / INDEX).mkdir()), "it is a folder|Is a directory"),
+    "index of gigabytes": (lambda f, _: os.truncate(f / INDEX, 2**31), "wanted at most"),
+    "metadata is a list": (spoil_index(lambda i: i.update(metadata=[1])), r"metadata=\[1\]; wanted a JSON object"),
+    "metadata is text": (spoil_index(lambda i: i.update(metadata="x")), "metadata='x'; wanted a JSON object"),
+    "total is text": (spoil_index(lambda i: i["metadata"].update(total_size="80")), "total_size 80"),
+    "total is a list": (spoil_index(lambda i: i["metadata"].update(total_size=[80])), r"total_size \[80\]"),
+    "map is a list": (spoil_index(lambda i: i.update(weight_map=["t0"])), "weight_map"),
+    "map is text": (spoil_index(lambda i: i.update(weight_map="t0")), "weight_map"),
+    "map is empty": (spoil_index(lambda i: i.update(weight_map={})), "weight_map"),
+    "map of lists": (spoil_index(lambda i: i["weight_map"].update(t0=[ONE])), "weight_map"),
+    "map of null": (spoil_index(lambda i: i["weight_map"].update(t0=None)), "weight_map"),
+    "folder in the index": (spoil_index(lambda i: i["weight_map"].update(t0=f"sub/{ONE}")), "never a path"),
+    "file with a NUL": (spoil_index(lambda i: i["weight_map"].update(t0=f"x\0{ONE}")), "never a path"),
+    "shard is a folder": (lambda f, _: ((f / TWO).unlink(), (f / TWO).mkdir()), TWO),
+    "shard is a pipe": (lambda f, _: ((f / TWO).unlink(), os.mkfifo(f / TWO)), TWO),
     "index is not JSON": (lambda f, _: (f / INDEX).write_text("{"), "not JSON"),
     "name twice in the index": (lambda f, _: (f / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}'), "twice"),
     "both layouts": (lambda f, _: write_file(f / SINGLE, {"a": torch.zeros(1)}), "both"),
@@ -204,8 +220,50 @@ def test_broken_folders_are_refused_by_name(tmp_path: Path, name: str) -> None:
     assert len(entries_in(tmp_path)) == 4
     spoil, message = BROKEN_FOLDERS[name]
     spoil(tmp_path, index)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises((Refused, StorageFailed), match=message):
         entries_in(tmp_path)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_weights_that_are_no_file_are_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / SINGLE)
+    with pytest.raises(Refused, match="is a folder or a device"):
+        entries_in(tmp_path)
+
+
+def test_a_header_of_no_end_is_not_read(tmp_path: Path) -> None:
+    """Its length is within the file's, which is sparse: the library refuses it by its length."""
+    (tmp_path / SINGLE).write_bytes((2**36).to_bytes(8, "little") + b"[" * 10**5)
+    os.truncate(tmp_path / SINGLE, 2**37)
+    with pytest.raises(Refused, match="is no whole safetensors file"):
+        entries_in(tmp_path)
+
+
+def test_a_header_nested_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / SINGLE).write_bytes((10**5).to_bytes(8, "little") + b"[" * 10**5)
+    with pytest.raises(Refused, match="is no whole safetensors file"):
+        entries_in(tmp_path)
+
+
+OTHER_FORMATS = {
+    "model.Q4_K_M.gguf": "holds GGUF files, llama.cpp's, whose weights are mostly quantised. Take the safetensors checkpoint",
+    "__0_0.distcp": "a distributed checkpoint of PyTorch",
+    "global_step100": "a checkpoint of DeepSpeed",
+    "model_index.json": "a pipeline of diffusers",
+    "model.onnx": "ONNX files, which cannot be trained",
+    "tf_model.h5": "weights of TensorFlow",
+    "flax_model.msgpack": "weights of Flax",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_weights_of_another_format_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(Refused, match=OTHER_FORMATS[name]):
+        entries_in(tmp_path)
+    write_file(tmp_path / SINGLE, {"a": torch.zeros(1)})  # beside safetensors they are left alone
+    assert entries_in(tmp_path).keys() == {"a"}
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

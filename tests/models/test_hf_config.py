@@ -6,7 +6,7 @@ import transformers
 from eyeline.core.errors import Refused
 from eyeline.models import family_of, llava, qwen2, siglip2
 from eyeline.models.forms import MediaTokens
-from eyeline.models.languages import LANGUAGES
+from eyeline.models.languages import LANGUAGES, language_from_hf
 from tests.models.cases import each_case
 from tests.models.cases.llava import CONFIGS, EVEN, TIED, VISION, config_json, language
 from tests.models.twins import twin_of
@@ -144,7 +144,11 @@ def test_rope_theta_in_all_its_places():
         ({"image_size": [224, 256]}, {}, r"image_size=\[224, 256\]"),
         ({"num_attention_heads": 7}, {}, "heads=7 must divide width=768"),
         ({}, {"size": {"height": 256, "width": 256}}, "size="),
-        ({}, {"size": {"shortest_edge": 224}}, "size="),
+        ({}, {"size": {"shortest_edge": 224}}, "size=.* limits for the size of an image, and this tower takes squares of 224 pixels"),
+        ({}, {"size": {"shortest_edge": 3136, "longest_edge": 99_999}}, "limits for the size of an image"),
+        ({}, {"min_pixels": 3136}, "min_pixels=3136: limits"),
+        ({}, {"max_pixels": 99_999}, "max_pixels=99999: limits"),
+        ({}, {"size": 256}, "size=256"),
         ({}, {"do_center_crop": True}, "do_center_crop=True"),
         ({}, {"do_rescale": False}, "do_rescale=False"),
         ({}, {"rescale_factor": 1.0}, "rescale_factor=1.0"),
@@ -157,6 +161,36 @@ def test_siglip2_refusals(vision, preprocessor, message):
     config = SIGLIP | {"vision_config": SIGLIP["vision_config"] | vision}
     with pytest.raises(Refused, match=message):
         siglip2.from_hf(config, PREPROCESSOR | preprocessor)
+
+
+@pytest.mark.parametrize("size", [224, [224, 224]])
+def test_a_size_as_older_files_have_it_is_taken(size):
+    assert siglip2.from_hf(SIGLIP, PREPROCESSOR | {"size": size}) == siglip2.from_hf(SIGLIP, PREPROCESSOR)
+
+
+QUANTISED = [
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantised by bitsandbytes to 4 bits"),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "quantised by bitsandbytes to 8 bits"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}, "quantised by GPTQ to 4 bits"),
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised by AWQ to 4 bits"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "quantised by FP8, and"),
+    ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantised by compressed-tensors"),
+    ({"quantization_config": [1]}, "a method that it does not name"),
+    ({"compression_config": {"quant_method": "compressed-tensors"}}, "quantised by compressed-tensors"),
+    ({"quantization": {"group_size": 64, "bits": 4}}, "quantised by MLX to 4 bits"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), QUANTISED)
+def test_a_quantised_checkpoint_is_refused_by_its_name(config, message):
+    with pytest.raises(Refused, match=f"{message}.* Take the checkpoint that they were made from"):
+        siglip2.from_hf(SIGLIP | {"vision_config": SIGLIP["vision_config"] | config}, PREPROCESSOR)
+    with pytest.raises(Refused, match=message):
+        language_from_hf({"model_type": "llama", **config})
+
+
+def test_an_empty_quantization_is_none():
+    siglip2.from_hf(SIGLIP | {"vision_config": SIGLIP["vision_config"] | {"quantization_config": None, "quantization": {}}}, PREPROCESSOR)
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,25 @@ def test_settings_come_back(c):
 
 def test_old_names_of_the_limits_go_before():
     assert (read(DEEP, still={"min_pixels": 9}).least, read(DEEP, still={"max_pixels": 99_999}).most) == (9, 99_999)
+    none = {"min_pixels": None, "max_pixels": None}
+    inside = read(DEEP, still={**none, "size": {"min_pixels": 9, "max_pixels": 99_999}})
+    assert (inside.least, inside.most) == (9, 99_999)
+    assert read(DEEP, still={**none, "size": {"min_pixels": 9, "longest_edge": 99_999}, "min_pixels": 9}) == inside
+
+
+@pytest.mark.parametrize("limits", [(9, 99_999), (9, None), (None, 99_999), (None, None)])
+@pytest.mark.parametrize("old", [False, True])
+def test_limits_are_those_of_the_reference(limits, old):
+    """In the size of a file, or as the older names beside it; a name that is missing has the class's value."""
+    names = ("min_pixels", "max_pixels") if old else ("shortest_edge", "longest_edge")
+    given = {name: value for name, value in zip(names, limits, strict=True) if value is not None}
+    file = qwen_vision.to_preprocessor(DEEP)
+    file = {key: value for key, value in file.items() if key not in ("size", "min_pixels", "max_pixels")} | (
+        given if old else {"size": given} if len(given) != 1 else {}
+    )
+    wanted = Qwen2VLImageProcessorPil(**{key: value for key, value in file.items() if key != "image_processor_type" and value != {}}).size
+    found = qwen_vision.from_hf(qwen_vision.to_hf(DEEP, OUT), file, None, "vision_config", (8, 16, 24))
+    assert (found.least, found.most) == (wanted["shortest_edge"], wanted["longest_edge"])
 
 
 @pytest.mark.parametrize(
@@ -197,6 +216,14 @@ def test_old_names_of_the_limits_go_before():
         ({}, {"rescale_factor": 1.0}, {}, "1/255"),
         ({}, {"image_mean": [0.5]}, {}, "three numbers"),
         ({}, {"size": {"shortest_edge": 9, "longest_edge": 4}, "min_pixels": None, "max_pixels": None}, {}, "least=9"),
+        ({}, {"size": {"height": 224, "width": 224}}, {}, "not height, width"),
+        ({}, {"size": {"shortest_edge": 9, "max_height": 50}}, {}, "not max_height"),
+        ({}, {"size": {"min_pixels": 8}, "min_pixels": 9}, {}, "min_pixels twice"),
+        ({}, {"size": {"longest_edge": 0}, "max_pixels": None}, {}, "longest_edge=0"),
+        ({}, {"size": [9, 99]}, {}, "size="),
+        ({}, {"size": 224}, {}, "size=224"),
+        ({}, {}, {"max_pixels": 5_000}, "max_pixels=5000, which transformers does not read there"),
+        ({}, {}, {"size": {"height": 9, "width": 9}}, "not height, width"),
         ({}, {}, {"cap_pixels_per_frame": True}, "cap_pixels_per_frame"),
         ({}, {}, {"image_mean": [0.5, 0.5, 0.5]}, "both alike"),
     ],

@@ -22,10 +22,18 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from eyeline.bundle.folders import about, chat_templates, new_folder, read_config, read_preprocessor, read_video_preprocessor
+from eyeline.bundle.folders import (
+    about,
+    chat_templates,
+    new_folder,
+    read_config,
+    read_preprocessor,
+    read_video_preprocessor,
+    warn_of_others,
+)
 from eyeline.bundle.rendering import Unbounded, render, rendered
 from eyeline.checkpoint import store
-from eyeline.checkpoint.tensors import entries_in, entries_of, key_of, stream
+from eyeline.checkpoint.tensors import entries_in, entries_of, key_of, refuse_other_formats, stream
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import KeyRule
 from eyeline.core.files import read_object, write_json
@@ -259,6 +267,7 @@ def refuse_misfit(bundle: Bundle) -> None:
 def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") -> Opened:
     """Open any folder that Eyeline can use a model from; `checkpoint` chooses among a run's. Raises Refused with what was found."""
     if (folder / "model" / DESCRIPTION).exists():
+        warn_of_others(folder)
         return Opened(folder, read_description(folder / "model"), None, _checkpoint_of(folder, checkpoint))
     if checkpoint != "newest" and folder.is_dir():
         raise Refused(f"{folder} is not a run folder: it has no checkpoints to choose {checkpoint} of. Leave --checkpoint out.")
@@ -271,6 +280,7 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
         return Opened(folder, bundle, form)
     if not folder.is_dir():
         raise Refused(f"{folder} is no folder. Give a run folder, or one that `eyeline import` or `eyeline export` made.")
+    refuse_other_formats(folder)
     if not (folder / "config.json").exists():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise Refused(

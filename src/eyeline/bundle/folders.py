@@ -1,16 +1,21 @@
 """Folders of other people's JSON, and folders of ours that appear whole."""
 
+import grp
 import os
+import pwd
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from eyeline.checkpoint.tensors import refuse_other_formats
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_object, storage_failed, sync_folder
 from eyeline.core.log import warn
+from eyeline.models.hf_config import refuse_quantised
 
 
 @contextmanager
@@ -53,6 +58,53 @@ def _refuse_occupied(target: Path) -> None:
         raise Refused(f"{target} exists already and is not an empty folder. Choose another one, or remove it.")
 
 
+def warn_of_others(run: Path) -> None:
+    """Warn of a run folder whose files others may have changed, before they are read: another owner's, or writable by others."""
+    mine = os.geteuid()
+    paths = [run, *run.iterdir(), *(run / "model").glob("*"), *(run / "checkpoints").glob("*"), *(run / "checkpoints").glob("*/*")]
+    stats = [(path, path.lstat()) for path in paths if path.exists()]
+    foreign = [path for path, found in stats if found.st_uid != mine]
+    writable = [path for path, found in stats if _others_may_write(found)]
+    if foreign:
+        warn(
+            f"{foreign[0]} belongs to another user ({_owner(foreign[0])}){_and_more(foreign)}: resume and export only what you trust. "
+            f"To make it yours, copy the run: cp -r {run} NEW."
+        )
+    if writable:
+        warn(
+            f"{writable[0]} can be written by other users{_and_more(writable)}: they can change the run. "
+            f"To keep them out: chmod -R go-w {run}"
+        )
+
+
+def _and_more(paths: list[Path]) -> str:
+    return f", and so {'does' if len(paths) == 2 else 'do'} {len(paths) - 1} more" if len(paths) > 1 else ""
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.owner()
+    except KeyError:  # an id without a name, as in containers
+        return str(path.lstat().st_uid)
+
+
+def _others_may_write(found: os.stat_result) -> bool:
+    """Links always look writable, and a group of one's own, whose name is the user's, has no one else in it."""
+    if stat.S_ISLNK(found.st_mode):
+        return False
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    return bool(found.st_mode & stat.S_IWGRP) and not _of_one(found.st_gid)
+
+
+def _of_one(group: int) -> bool:
+    try:
+        known = grp.getgrgid(group)
+        return known.gr_mem == [] and known.gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+
+
 @contextmanager
 def about(folder: Path) -> Iterator[None]:
     """A refusal inside names the folder whose files it is about."""
@@ -63,8 +115,14 @@ def about(folder: Path) -> Iterator[None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model's config.json. Code that it names (`auto_map`) is never run: Eyeline has its own models, and says so."""
+    """A model's config.json. Code that it names (`auto_map`) is never run: Eyeline has its own models, and says so. Refused for a folder
+    that holds something else than a model whose weights are numbers: an adapter, a quantised checkpoint, a GGUF file."""
+    refuse_other_formats(folder)
     config = read_object(folder / "config.json")
+    for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):  # of GPTQ, AWQ and ModelOpt, in older folders
+        if (folder / name).exists():
+            method = {"q": "GPTQ or AWQ", "h": "ModelOpt"}[name[0]]
+            refuse_quantised(str(folder / name), {"quantization_config": {"quant_method": method, **read_object(folder / name)}})
     if "auto_map" in config:
         warn(f"{folder / 'config.json'} names code of its own (auto_map); it is not run.")
     return config

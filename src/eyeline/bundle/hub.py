@@ -20,6 +20,13 @@ def local_folder(model: str, revision: str | None = None) -> Path:
     """
     if model and Path(model).expanduser().is_dir():
         return Path(model).expanduser()
+    if model and (path := Path(model).expanduser()).is_file():
+        what = (
+            "a GGUF file, whose weights are mostly quantised; take the safetensors checkpoint that it was made from"
+            if (path.suffix == ".gguf")
+            else f"a file; give the folder that it lies in, with its config.json and tokenizer: {path.parent}"
+        )
+        raise Refused(f"{model} is {what}.")
     if _NAME.fullmatch(model) is None or ".." in model:
         raise Refused(f"{model!r} is no folder here, and no name of the Hub (owner/model) either.")
     return _fetched(model, revision, None)
@@ -52,7 +59,7 @@ def _fetched(model: str, revision: str | None, into: Path | None) -> Path:
         f"`hf download {model} --local-dir FOLDER`; then give the folder that it names here."
     )
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_dir=into))
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_dir=into))
     except RepositoryNotFoundError as error:  # also what a private one says to a stranger
         raise Refused(f"the Hub has no model {model!r} that you may read. Check the name; `hf auth login` for private ones.") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
@@ -65,3 +72,7 @@ def _fetched(model: str, revision: str | None, into: Path | None) -> Path:
         ) from error
     except OSError as error:
         raise storage_failed("download into", into or Path.home(), error) from error
+    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json", "model_index.json")):
+        gguf = " GGUF files hold quantised weights: take the model that they were made from." if "gguf" in model.lower() else ""
+        raise Refused(f"{model} has no config.json on the Hub, so it is no checkpoint of transformers.{gguf}")
+    return folder

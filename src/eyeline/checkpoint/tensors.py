@@ -21,10 +21,11 @@ from torch import Tensor
 
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import KeyRule, matches
-from eyeline.core.files import storage_failed, sync_folder, write_json
+from eyeline.core.files import LARGEST_JSON, read_object, storage_failed, sync_folder, write_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LARGEST_HEADER = 100_000_000  # bytes that the safetensors library reads; it refuses longer ones by itself
 SHARD_BYTES = 5 * 2**30  # what transformers writes by default
 
 # In the order in which the safetensors library lays tensors out, so that our files equal its own byte for byte.
@@ -119,6 +120,8 @@ def _order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def entries_of(file: Path) -> dict[str, Entry]:
     """Names, dtypes and shapes in a safetensors file, checked against its length. Raises Refused."""
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise Refused(f"{file} is a folder or a device; wanted a safetensors file. Download it again.")
     _no_repeated_names(file)
     try:
         with safe_open(file, framework="pt") as opened:
@@ -166,14 +169,14 @@ def _no_repeated_names(file: Path) -> None:
     try:
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            text = opened.read(length) if length <= file.stat().st_size else b""
+            text = opened.read(length) if length <= min(file.stat().st_size, LARGEST_HEADER) else b""
     except OSError as error:
         raise storage_failed("read", file, error) from error
     try:
         json.loads(text or b"{}", object_pairs_hook=_unique)
     except _Repeated as error:
         raise Refused(f"{file} names {error} twice. Copy or download it again.") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         pass  # not JSON: the library's own message is better
 
 
@@ -193,6 +196,44 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # ---- folders
 
 
+ADAPTER = "adapter_config.json"
+OTHERS = {  # what else checkpoints are stored as -> what it is, and what to do
+    "*.gguf": "GGUF files, llama.cpp's, whose weights are mostly quantised. Take the safetensors checkpoint that they were made from (on "
+    "the Hub mostly the same name without -GGUF)",
+    "*.distcp": "a distributed checkpoint of PyTorch. Convert it with the program that trained it (its export, or "
+    "torch.distributed.checkpoint.format_utils), and save it with transformers' save_pretrained",
+    "global_step*": "a checkpoint of DeepSpeed. Convert it with its zero_to_fp32.py, and save it with transformers' save_pretrained",
+    "model_index.json": "a pipeline of diffusers, which is no vision-language model",
+    "*.onnx": "ONNX files, which cannot be trained. Take the safetensors checkpoint that they were made from",
+    "*.h5": "weights of TensorFlow. Take the checkpoint's safetensors revision",
+    "*.msgpack": "weights of Flax. Take the checkpoint's safetensors revision",
+}
+
+
+def refuse_other_formats(folder: Path) -> None:
+    """Raise Refused for a folder without weights in safetensors that holds something else by name: an adapter, GGUF files, ..."""
+    if not folder.is_dir() or (folder / SINGLE).exists() or (folder / INDEX).exists():
+        return
+    if (folder / "base" / "config.json").exists() and (folder / "adapter" / ADAPTER).exists():
+        raise Refused(
+            f"{folder} is an export with an adapter. Give {folder / 'base'} for the model without it, or the run that it was exported from "
+            "(or export that without --adapter, which merges it)."
+        )
+    if (folder / ADAPTER).exists():
+        about = read_object(folder / ADAPTER)
+        base = about.get("base_model_name_or_path") or "BASE"
+        raise Refused(
+            f"{folder} is an adapter ({about.get('peft_type', 'of PEFT')}) for the model {base}, not a model. Merge it into that one, and "
+            f"give OUT: `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {str(folder)!r}).merge_and_unload()"
+            ".save_pretrained('OUT')` (AutoModelForImageTextToText for a vision-language model), with the base's tokenizer and processor "
+            "files beside it. Or start from the base itself."
+        )
+    for pattern, what in OTHERS.items():
+        there = sorted(path.name for path in folder.glob(pattern))
+        if there:
+            raise Refused(f"{folder} holds {what}. Found {', '.join(there[:3])}, and no {SINGLE}.")
+
+
 def entries_in(folder: Path) -> dict[str, Entry]:
     """Every tensor of a checkpoint folder in Hugging Face's layout, or of one safetensors file, by headers alone.
 
@@ -208,6 +249,7 @@ def entries_in(folder: Path) -> dict[str, Entry]:
         return entries_of(single)
     if index.exists():
         return _entries_by_index(folder, index)
+    refuse_other_formats(folder)
     pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern)) if folder.is_dir() else []
     if pickled:
         raise Refused(
@@ -220,15 +262,12 @@ def entries_in(folder: Path) -> dict[str, Entry]:
 
 
 def _entries_by_index(folder: Path, index: Path) -> dict[str, Entry]:
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except _Repeated as error:
-        raise Refused(f"{index} lists {error} twice. Download it again.") from error
-    except ValueError as error:
-        raise Refused(f"{index} is not JSON ({error}). Download it again.") from error
-    where = content.get("weight_map") if isinstance(content, dict) else None
+    content = _read_index(index)
+    where, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(where, dict) or not where or not all(isinstance(v, str) for v in where.values()):
         raise Refused(f"{index} has no `weight_map` from tensor names to file names. Download it again.")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise Refused(f"{index} has metadata={metadata!r:.80}; wanted a JSON object, or none. Download it again.")
 
     shards = sorted(set(where.values()))
     for name in shards:
@@ -244,11 +283,28 @@ def _entries_by_index(folder: Path, index: Path) -> dict[str, Entry]:
             lost, extra = sorted(listed - here.keys()), sorted(here.keys() - listed)
             raise Refused(f"{folder / name} and {INDEX} disagree: {_listing('missing in the file', lost)}{_listing('not listed', extra)}")
         entries |= here
-    total = (content.get("metadata") or {}).get("total_size")
+    total = (metadata or {}).get("total_size")
     actual = sum(_bytes(e) for e in entries.values())
     if total is not None and total != actual:
         raise Refused(f"{index} says total_size {total}, but its tensors have {actual:,} bytes. Download the checkpoint again.")
     return entries
+
+
+def _read_index(index: Path) -> dict[str, Any]:
+    """The JSON object in an index, whose keys must differ. Raises Refused, and StorageFailed where it cannot be read."""
+    try:
+        if (size := index.stat().st_size) > LARGEST_JSON:
+            raise Refused(f"{index} has {size:,} bytes; wanted at most {LARGEST_JSON:,}. Download it again.")
+        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except _Repeated as error:
+        raise Refused(f"{index} lists {error} twice. Download it again.") from error
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{index} is not JSON ({error}). Download it again.") from error
+    except OSError as error:
+        raise storage_failed("read", index, error) from error
+    if not isinstance(content, dict):
+        raise Refused(f"{index} holds a {type(content).__name__}, wanted a JSON object. Download it again.")
+    return content
 
 
 _BITS = {"64": 64, "32": 32, "16": 16, "8": 8, "6": 6, "4": 4}

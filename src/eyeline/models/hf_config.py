@@ -23,6 +23,38 @@ def expect(where: str, config: Json, wanted: Mapping[str, Any]) -> None:
             raise Refused(f"{where} has {key}={got!r}; Eyeline computes with {value!r} only. Use a checkpoint that has that.")
 
 
+METHODS = {"bitsandbytes": "bitsandbytes", "gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "fbgemm_fp8": "FP8", "mxfp4": "MXFP4"}
+
+
+def refuse_quantised(where: str, config: Json) -> None:
+    """Raise Refused for weights that are stored in another form than numbers of their own: what is trained is the checkpoint that they
+    were made from. `quantization` is what MLX writes."""
+    for key in ("quantization_config", "compression_config", "quantization"):
+        got = config.get(key)
+        if not got:
+            continue
+        settings = got if isinstance(got, Mapping) else {}
+        method = str(settings.get("quant_method") or ("MLX" if key == "quantization" else "a method that it does not name"))
+        bits = next((str(settings[name]) for name in ("bits", "w_bit", "weight_bits") if settings.get(name)), "")
+        bits = bits or "4" * bool(settings.get("load_in_4bit")) or "8" * bool(settings.get("load_in_8bit"))
+        raise Refused(
+            f"{where} has {key}: the weights are quantised by {METHODS.get(method, method)}{f' to {bits} bits' if bits else ''}, and "
+            "Eyeline computes with unquantised ones. Take the checkpoint that they were made from (on the Hub mostly the same name without "
+            "-bnb-4bit, -GPTQ, -AWQ, -FP8 or the like), or dequantise them with the library that quantised them."
+        )
+
+
+def refuse_limits(where: str, json: Json, why: str) -> None:
+    """Raise Refused where an image processor's file has limits for the size of images, which this model does not have; `why` says so."""
+    size = json.get("size")
+    edges = [key for key in size if key not in ("height", "width")] if isinstance(size, Mapping) else []
+    found = [f"size={size!r}"] if edges else [f"{key}={json[key]!r}" for key in ("min_pixels", "max_pixels") if json.get(key) is not None]
+    if found:
+        raise Refused(
+            f"{where} has {', '.join(found)}: limits for the size of an image, and {why}. Use the model's own file, or remove them."
+        )
+
+
 def integer(where: str, config: Json, key: str, default: int, most: int = 2**31 - 1) -> int:
     """A positive whole number; a pair of equal ones counts as one (image and patch sizes). Raises Refused."""
     got = config.get(key, default)

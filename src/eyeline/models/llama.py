@@ -14,7 +14,7 @@ from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import Stretch, rope_tables
 from eyeline.models import decoder
-from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, kind, made, number, rope, rope_to_hf
+from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, kind, made, number, refuse_quantised, rope, rope_to_hf
 from eyeline.models.layers import MLP, RMSNorm
 
 
@@ -102,7 +102,8 @@ def keys(_c: Config) -> tuple[KeyRule, ...]:
 def from_hf(config_json: Json, where: str = "config.json") -> Config:
     """The model described by a Llama config.json. Keys that it leaves out have the defaults of transformers' class. Raises Refused."""
     kind(where, config_json, "llama", {})
-    others = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "mlp_bias": False, "quantization_config": None}
+    refuse_quantised(where, config_json)
+    others = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "mlp_bias": False}
     expect(where, config_json, others)
     width, heads = integer(where, config_json, "hidden_size", 4096), integer(where, config_json, "num_attention_heads", 32)
     head_dim = None if config_json.get("head_dim") is None else integer(where, config_json, "head_dim", 0)

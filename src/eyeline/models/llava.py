@@ -23,7 +23,7 @@ from eyeline.models import qwen3, siglip2
 from eyeline.models.decoder import Cache
 from eyeline.models.flops import Tally, learns
 from eyeline.models.forms import NONE, Files, Form, MediaTokens, Shapes, within
-from eyeline.models.hf_config import Json, expect, integer, made, section
+from eyeline.models.hf_config import Json, expect, integer, made, refuse_quantised, section
 from eyeline.models.languages import LANGUAGES, LanguageConfig, language_from_hf
 from eyeline.models.layers import LayerNorm, Linear, normal_
 
@@ -331,7 +331,8 @@ def to_hf(c: Config, form: Form, tokens: MediaTokens) -> Files:
 def from_hf(config_json: Json, preprocessor_json: Json | None, _video_json: Json | None = None) -> Config:
     """The model described by a LLaVA or LFM2-VL folder with a SigLIP 2 tower and any language model of ours. Raises Refused."""
     where = "config.json"
-    expect(where, config_json, {"projector_hidden_act": "gelu", "quantization_config": None})
+    refuse_quantised(where, config_json)
+    expect(where, config_json, {"projector_hidden_act": "gelu"})
     towers, texts = section(where, config_json, "vision_config"), section(where, config_json, "text_config")
     match config_json.get("model_type"):
         case "llava":

@@ -14,7 +14,20 @@ from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import decoder
-from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, kind, made, number, plain_rope, refuse_windows, rope_to_hf
+from eyeline.models.hf_config import (
+    LAYERS,
+    Json,
+    expect,
+    flag,
+    integer,
+    kind,
+    made,
+    number,
+    plain_rope,
+    refuse_quantised,
+    refuse_windows,
+    rope_to_hf,
+)
 from eyeline.models.layers import MLP, RMSNorm
 
 
@@ -87,7 +100,8 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
     """The model described by a Qwen2 config.json. Keys that it leaves out have the defaults of transformers' class. Raises Refused."""
     kind(where, config_json, "qwen2", {"qwen3": "a Qwen3 model, which norms its queries and keys"})
     # attention_bias is not one of Qwen2's keys: q, k and v always have one, and a file that denies it means another model
-    expect(where, config_json, {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": True, "quantization_config": None})
+    refuse_quantised(where, config_json)
+    expect(where, config_json, {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": True})
     layers = integer(where, config_json, "num_hidden_layers", 32, LAYERS)
     heads = integer(where, config_json, "num_attention_heads", 32)
     width = integer(where, config_json, "hidden_size", 4096)

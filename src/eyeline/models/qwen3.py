@@ -17,7 +17,20 @@ from eyeline.core.facts import KeyRule, Split
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import decoder
-from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, made, number, plain_rope, refuse_windows, rope, rope_to_hf
+from eyeline.models.hf_config import (
+    LAYERS,
+    Json,
+    expect,
+    flag,
+    integer,
+    made,
+    number,
+    plain_rope,
+    refuse_quantised,
+    refuse_windows,
+    rope,
+    rope_to_hf,
+)
 from eyeline.models.layers import MLP, RMSNorm
 from eyeline.models.moe import DISPATCH, EXPERT_NAMES, EXPERTS, ROUTER_NAMES, Experts, MoE
 
@@ -116,7 +129,8 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
     if type not in MODEL_TYPES:
         raise Refused(f"{where} has model_type={type!r}: Eyeline reads {', '.join(MODEL_TYPES)} here.")
     visual, sparse = "_vl_" in type, "moe" in type
-    expect(where, config_json, {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "quantization_config": None})
+    refuse_quantised(where, config_json)
+    expect(where, config_json, {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False})
     defaults = _DEFAULTS[type]
     layers = integer(where, config_json, "num_hidden_layers", defaults["num_hidden_layers"], LAYERS)
     heads = integer(where, config_json, "num_attention_heads", defaults["num_attention_heads"])

@@ -30,7 +30,7 @@ from eyeline.kernels.rope import rope_tables, rotate
 from eyeline.models import decoder
 from eyeline.models.decoder import Layout
 from eyeline.models.flops import Tally, learns
-from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, layer_types, made, number, rope, rope_to_hf
+from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, layer_types, made, number, refuse_quantised, rope, rope_to_hf
 from eyeline.models.layers import MLP, Attend, Linear
 from eyeline.models.moe import DISPATCH, EXPERT_NAMES, EXPERTS, ROUTER_NAMES, Experts, MoE, Routed
 
@@ -377,7 +377,8 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
         raise Refused(f"{where} has model_type={type!r}: Eyeline reads {', '.join(MODEL_TYPES)} here.")
     sparse = type == "qwen3_5_moe_text"
     plain = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "attn_output_gate": True, "output_gate_type": "swish"}
-    expect(where, config_json, plain | {"mlp_only_layers": [], "quantization_config": None})
+    refuse_quantised(where, config_json)
+    expect(where, config_json, plain | {"mlp_only_layers": []})
 
     def whole(key: str, default: int) -> int:
         return integer(where, config_json, key, default)

@@ -24,7 +24,7 @@ from eyeline.core.facts import Area, Film, ImageRule, KeyRule, Split
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
-from eyeline.models.hf_config import LAYERS, Json, expect, integer, made, mapping, number
+from eyeline.models.hf_config import LAYERS, Json, expect, integer, made, mapping, number, refuse_quantised
 from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
 from eyeline.models.siglip2 import FILTERS, HALF, normalised, sine_positions
 
@@ -371,7 +371,8 @@ def _to_processor(c: Config, least: int, most: int) -> dict[str, Any]:
 def from_hf(json: Json, preprocessor: Json | None, video: Json | None, where: str, deep: tuple[int, ...]) -> Config:
     """The tower of a `vision_config`, preprocessor_config.json and video_preprocessor_config.json. Keys that a file leaves out have
     the defaults of transformers' classes, `deep` among them; a file that is not there has those of Qwen3-VL's. Raises Refused."""
-    expect(where, json, {**FIXED, "quantization_config": None})
+    refuse_quantised(where, json)
+    expect(where, json, FIXED)
     expect(f"rope_parameters in {where}", mapping(where, json, "rope_parameters"), {"rope_type": "axial", "rope_theta": THETA})
     positions = integer(where, json, "num_position_embeddings", 2304)
     side = math.isqrt(positions)
@@ -403,6 +404,28 @@ def from_hf(json: Json, preprocessor: Json | None, video: Json | None, where: st
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))  # what the image processor has by default
 
 
+def _limits(where: str, json: Json, names: tuple[str, str], limits: tuple[int, int]) -> dict[str, int]:
+    """The pixels that an image, or a film, has at least and at most, under these names: `size` has them as shortest_edge and
+    longest_edge, older files as min_pixels and max_pixels, in `size` or beside it. Raises Refused for any other key of `size`."""
+    size = mapping(where, json, "size")
+    keys = (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
+    unknown = sorted(size.keys() - {*keys[0], *keys[1]})
+    if unknown:
+        raise Refused(
+            f"{where} has size={dict(size)!r}, and Eyeline takes shortest_edge and longest_edge there, in pixels of the whole image: not "
+            f"{', '.join(map(str, unknown))}. Use the model's own file."
+        )
+    found: dict[str, int] = {}
+    for name, (key, older), default in zip(names, keys, limits, strict=True):
+        given = [value for value in (size.get(older), json.get(older)) if value is not None]
+        if names[0] == "film_least" and json.get(older) not in (None, size.get(key, default)):  # the class for films does not read it
+            raise Refused(f"{where} has {older}={json[older]!r}, which transformers does not read there. Write it into size, as {key}.")
+        if len(given) > 1 and given[0] != given[1]:
+            raise Refused(f"{where} has {older} twice, in size and beside it, with different values. Remove one.")
+        found[name] = integer(where, {key: given[0] if given else size.get(key, default)}, key, default)
+    return found
+
+
 def _from_processor(
     where: str, json: Json, tower: Json, names: tuple[str, str], limits: tuple[int, int], colours: tuple[tuple[float, ...], ...]
 ) -> dict[str, Any]:
@@ -414,11 +437,7 @@ def _from_processor(
         raise Refused(f"{where} has cap_pixels_per_frame=true; Eyeline limits the pixels of a whole film only. Set it to false.")
     if abs(number(where, json, "rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
         raise Refused(f"{where} has rescale_factor={json['rescale_factor']!r}; wanted 1/255. Use the model's own file.")
-    size = {**dict(zip(("shortest_edge", "longest_edge"), limits, strict=True)), **mapping(where, json, "size")}
-    if names[0] == "least":  # older names, which go before those; the class for films does not read them
-        older = {"shortest_edge": json.get("min_pixels"), "longest_edge": json.get("max_pixels")}
-        size |= {key: value for key, value in older.items() if value is not None}
-    found: dict[str, Any] = {name: integer(f"size in {where}", size, key, 0) for name, key in zip(names, size, strict=False)}
+    found: dict[str, Any] = _limits(where, json, names, limits)
     for key, default in zip(("mean", "std"), colours, strict=True):
         got = json.get(f"image_{key}", default)
         if not isinstance(got, list | tuple) or len(got) != 3 or not all(isinstance(x, int | float) for x in got):

@@ -21,7 +21,7 @@ from eyeline.models import qwen_vision
 from eyeline.models.decoder import Cache, Decoder
 from eyeline.models.flops import Tally
 from eyeline.models.forms import Files, MediaTokens, within
-from eyeline.models.hf_config import Json, expect, integer, section
+from eyeline.models.hf_config import Json, expect, integer, refuse_quantised, section
 
 
 class Model(nn.Module):
@@ -178,7 +178,7 @@ def from_hf(
     kind = config_json.get("model_type")
     if kind not in kinds:
         raise Refused(f"{where} has model_type={kind!r}; Eyeline reads {' and '.join(kinds)} here.")
-    expect(where, config_json, {"quantization_config": None})
+    refuse_quantised(where, config_json)
     towers, texts = section(where, config_json, "vision_config"), section(where, config_json, "text_config")
     expect(inside, texts, {"model_type": f"{kind}_text"})
     tied = config_json.get("tie_word_embeddings", False)  # the folder's, whatever its text_config says: as the reference reads it

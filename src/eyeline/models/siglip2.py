@@ -22,7 +22,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.facts import ImageRule, KeyRule, Patches, Resample, Split, Square, Tiles, prefixed
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.models.flops import Tally, learns
-from eyeline.models.hf_config import LAYERS, Json, expect, integer, kind, made, number, section
+from eyeline.models.hf_config import LAYERS, Json, expect, integer, kind, made, number, refuse_limits, refuse_quantised, section
 from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
 
 HALF = (0.5, 0.5, 0.5)
@@ -287,12 +287,17 @@ def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
     sizes = _sizes(where, config_json)
     image_size = integer(where, config_json, "image_size", 224)
     square = {"height": image_size, "width": image_size}  # another size would need positions in between the learned ones
-    prepared = _read_preprocessor(preprocessor_json or {}, {"do_center_crop": False, "do_pad": False, "size": square}, "bicubic")
+    given = preprocessor_json or {}
+    refuse_limits("preprocessor_config.json", given, f"this tower takes squares of {image_size} pixels a side")
+    if given.get("size") in (image_size, [image_size, image_size]):  # as older files have it
+        given = {**given, "size": square}
+    prepared = _read_preprocessor(given, {"do_center_crop": False, "do_pad": False, "size": square}, "bicubic")
     return made(where, Config, {"image_size": image_size, **sizes, **prepared})
 
 
 def _sizes(where: str, config_json: Json) -> dict[str, Any]:
-    expect(where, config_json, ACTIVATION | {"num_channels": 3, "attention_dropout": 0.0, "quantization_config": None})
+    refuse_quantised(where, config_json)
+    expect(where, config_json, ACTIVATION | {"num_channels": 3, "attention_dropout": 0.0})
     return {
         "patch": integer(where, config_json, "patch_size", 16),
         "width": integer(where, config_json, "hidden_size", 768),
@@ -308,6 +313,7 @@ def _naflex(where: str, config_json: Json, preprocessor_json: Json) -> Config:
     side = math.isqrt(table)
     if side**2 != table:
         raise Refused(f"{where} has num_patches={table}; wanted a square number, for a square table of positions. Is the file damaged?")
+    refuse_limits("preprocessor_config.json", preprocessor_json, "this tower takes as many patches as max_num_patches says")
     prepared = _read_preprocessor(preprocessor_json, {"patch_size": sizes["patch"]}, "bilinear")
     patches = integer("preprocessor_config.json", preprocessor_json, "max_num_patches", 256)
     return made(where, Config, {"image_size": side * sizes["patch"], "patches": patches, **sizes, **prepared})

@@ -14,6 +14,7 @@ import torch
 
 from eyeline import models
 from eyeline.bundle.bundle import Bundle, describe, load_checkpoint, open_bundle, read_description
+from eyeline.bundle.folders import warn_of_others
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, Part
@@ -69,6 +70,7 @@ def begin(run: Run, folder: Path) -> Home:
             write_atomically(recipe, to_yaml(run))
         else:
             refuse_another_recipe(run, folder)
+            warn_of_others(folder)
     else:
         refuse_strangers(folder)
         known = {"run": uuid.uuid4().hex[:12], "attempts": []}
