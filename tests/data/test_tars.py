@@ -225,6 +225,138 @@ def test_headers_are_read_as_tarfile_reads_them() -> None:
     assert ours > 250 and both > 450
 
 
+# Names with dots, and what macOS leaves
+
+
+def told(n: int) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": "<image>\nwhen?"}, {"from": "gpt", "value": f"at {n}"}]}
+
+
+def shown(rows: Rows) -> list[Any]:
+    """Answer and images of each row, or its cause."""
+    outcomes(rows)  # the same by place
+    found = [found for _, _, found in rows.kept()]
+    return [f.cause if isinstance(f, BadSample) else (f.messages[-1].parts[0].text, [p.name for p in f.pictures]) for f in found]  # type: ignore[union-attr]
+
+
+SOUND = [("b.jpg", encoded(0)), ("b.txt", "b")]
+NO = {"caption": "no"}
+DOTS: dict[str, tuple[list[tuple[str, Any]], list[Any]]] = {
+    "times": (
+        [(f"v_{n}.{end}", encoded(0) if end == "jpg" else told(n)) for n in (1.25, 1.5, 2.75) for end in ("jpg", "json")],
+        [(f"at {n}", [f"v_{n}.jpg"]) for n in (1.25, 1.5, 2.75)],
+    ),
+    "versions, with captions": (
+        [(f"in/v1.2.{n}.{end}", encoded(0) if end == "png" else f"text {n}") for n in range(3) for end in ("png", "txt")],
+        [(f"text {n}", [f"in/v1.2.{n}.png"]) for n in range(3)],
+    ),
+    "two a and two b": (
+        [("a.b.jpg", encoded(0)), ("a.b.txt", "one"), ("a.c.txt", "two"), ("a.c.jpg", encoded(0))],
+        [("one", ["a.b.jpg"]), ("two", ["a.c.jpg"])],
+    ),
+    "questions": (
+        [(f"a.{n}.{e}", encoded(0) if e == "jpg" else f"{e[0]}{n}") for n in range(2) for e in ("answer.txt", "jpg", "question.txt")],
+        [("a0", ["a.0.jpg"]), ("a1", ["a.1.jpg"])],
+    ),
+    "several images of each": (
+        [(f"a.{n}.{e}", told(n) if e == "json" else encoded(0)) for n in range(2) for e in ("0.jpg", "json")],
+        [("at 0", ["a.0.0.jpg"]), ("at 1", ["a.1.0.jpg"])],
+    ),
+    "a text is missing": (
+        [("v.25.jpg", encoded(0)), ("v.25.txt", "one"), ("v.50.jpg", encoded(0)), ("v.75.jpg", encoded(0)), ("v.75.txt", "three")],
+        [("one", ["v.25.jpg"]), "no_target", ("three", ["v.75.jpg"])],
+    ),
+    "keys in turns": (
+        [(f"{k}.{n}.{e}", encoded(0) if e == "jpg" else f"{k}{n}") for n in range(2) for k in "vw" for e in ("jpg", "txt")],
+        [(f"{k}{n}", [f"{k}.{n}.jpg"]) for n in range(2) for k in "vw"],
+    ),
+    "images and their text": (
+        [("a.image.png", encoded(0, "PNG")), ("a.mask.png", encoded(1, "PNG")), ("a.txt", "both")],
+        [("both", ["a.image.png", "a.mask.png"])],
+    ),
+    "texts of parts": (
+        [*[(f"a.{n}.{e}", encoded(0) if e == "jpg" else NO) for n in range(2) for e in ("jpg", "json")], ("a.json", told(0))],
+        ["placeholder_count"],  # it has two images, and one place
+    ),
+    "one of two texts": ([("a.jpg", encoded(0)), ("a.json", {"caption": "one"}), ("a.meta.json", NO)], [("one", ["a.jpg"])]),
+    "two texts": ([("a.jpg", encoded(0)), ("a.0.json", {"caption": "one"}), ("a.1.json", {"caption": "two"})], ["tar_key"]),
+    "a key within another": (
+        [("a.1.jpg", encoded(0)), ("a.1.txt", "one"), ("a.jpg", encoded(0)), ("a.txt", "two"), *SOUND],
+        ["tar_key", ("b", ["b.jpg"])],
+    ),
+    "images, then texts": (
+        [*[(f"a.{n}.jpg", encoded(0)) for n in range(2)], *[(f"a.{n}.txt", "x") for n in range(2)], *SOUND],
+        ["tar_key", ("b", ["b.jpg"])],
+    ),
+    "a text far from its image": (
+        [("a.1.jpg", encoded(0)), ("b.jpg", encoded(0)), ("b.txt", "b"), ("a.1.txt", "x")],
+        ["no_target", ("b", ["b.jpg"]), "tar_key"],
+    ),
+    "one name twice": ([("a.jpg", encoded(0)), ("a.jpg", encoded(1)), ("a.txt", "x"), *SOUND], ["tar_key", ("b", ["b.jpg"])]),
+    "one name in two cases": ([("a.jpg", encoded(0)), ("a.JPG", encoded(1)), ("a.txt", "x"), *SOUND], ["tar_key", ("b", ["b.jpg"])]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOTS)
+def test_keys_with_dots_are_samples_of_their_own(tmp_path: Path, name: str) -> None:
+    members, wanted = DOTS[name]
+    end = [
+        ("z.jpg", encoded(0)),
+        ("z.json" if "conversations" in str(members) else "z.txt", TALK if "conversations" in str(members) else "z"),
+    ]
+    assert shown(opened(archive(tmp_path / "x.tar", [*members, *end])))[:-1] == wanted
+
+
+def test_two_members_that_would_be_one_are_both_named(tmp_path: Path) -> None:
+    archive(tmp_path / "x.tar", [*DOTS["two texts"][0], ("z.jpg", encoded(0)), ("z.txt", "z")])
+    [bad] = [found.message for _, _, found in opened(tmp_path / "x.tar").kept() if isinstance(found, BadSample)]
+    assert "'a.0.json' and 'a.1.json' have one key" in bad and "without dots" in bad
+
+
+def test_columns_of_keys_with_dots(tmp_path: Path) -> None:
+    members = [(f"v.{n}.{e}", encoded(0) if e == "jpg" else {"best": f"at {n}"}) for n in range(2) for e in ("jpg", "meta.json")]
+    archive(tmp_path / "x.tar", members)
+    rows = open_source(Source(path=str(tmp_path / "x.tar"), columns={"image": "jpg", "caption": "meta.json.best"}))
+    assert shown(rows) == [("at 0", ["v.0.jpg"]), ("at 1", ["v.1.jpg"])]
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members_that_macos_and_editors_leave_are_read_past(tmp_path: Path, form: int) -> None:
+    members: list[tuple[str, Any]] = [(".DS_Store", b"Bud1"), ("Thumbs.db", b"x")]
+    for n in range(2):
+        for e in ("jpg", "txt"):
+            members += [
+                (f"./in/._{n}.{e}", b"\0\5\x16\7"),
+                (f"./in/{n}.{e}", encoded(n) if e == "jpg" else f"{n}"),
+                (f"__MACOSX/{n}.{e}", b"x"),
+            ]
+    rows = opened(
+        archive(tmp_path / "x.tar", [*members, ("./in/.ipynb_checkpoints/0.txt", "x"), ("PaxHeaders.7/0.jpg", b"x"), ("1.txt~", "x")], form)
+    )
+    assert shown(rows) == [("0", ["./in/0.jpg"]), ("1", ["./in/1.jpg"])]
+    assert rows.skipped(0) == 2 + 4 + 4 + 3
+
+
+@pytest.mark.parametrize("name", ["{n}.jpg", "a.{n}.jpg", "a.{n}.txt"])
+def test_too_many_small_members_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(tars, "MAX_MEMBERS", 100)
+    monkeypatch.setattr(tars, "MAX_TOGETHER", 50)
+    path = archive(tmp_path / "x.tar", [("k.jpg", encoded(0)), ("k.txt", "x"), *[(name.format(n=n), b"") for n in range(98)]])
+    found = [found.cause for _, _, found in opened(path).kept() if isinstance(found, BadSample)]
+    assert found == (["tar_key"] if name[0] == "a" else ["no_target"] * 98)
+    archive(path, [("k.jpg", encoded(0)), ("k.txt", "x"), *[(name.format(n=n), b"") for n in range(99)]])
+    with pytest.raises(Refused, match=r"x\.tar has more than 100 members, most empty or small"):
+        list(tars.open_tars([path], tmp_path, (), "", {}, 0).rows(0))
+    archive(path, [(f"{n}.{e}", bytes(8000) if e == "jpg" else f"{n}") for n in range(60) for e in ("jpg", "txt")])
+    assert len(list(tars.open_tars([path], tmp_path, (), "", {}, 0).rows(0))) == 60
+
+
+def test_a_name_of_a_megabyte_costs_its_sample(tmp_path: Path) -> None:
+    members = [("k.jpg", encoded(0)), ("k.txt", "x"), ("x" + "a." * 300_000 + "txt", "x"), *SOUND]
+    found = shown(opened(archive(tmp_path / "x.tar", members, tarfile.PAX_FORMAT)))
+    assert [one if isinstance(one, str) else one[0] for one in found] == ["x", "tar_member", "b"]
+
+
 # What goes wrong
 
 

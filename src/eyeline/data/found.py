@@ -8,7 +8,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.locations import Location, below
 from eyeline.data.containers.container import File
 from eyeline.data.containers.energon import energon_columns, energon_shards
-from eyeline.data.containers.tars import PICTURES
+from eyeline.data.containers.keys import PICTURES
 from eyeline.data.folders import common_folder, listed_below
 
 

@@ -78,6 +78,7 @@ class ShardIndex:
     rejects: dict[int, tuple[str, str, str]]  # number of a bad row -> cause, field, message
     files: tuple[str, ...]  # files of pictures, and their size and time of change when they were looked at (-1: absent)
     stamps_F2: Longs
+    skipped: int  # members of the archive that belong to no data set
 
     def __len__(self) -> int:
         return len(self.begin_R)
@@ -214,6 +215,7 @@ def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> Sh
         rejects=rejects,
         files=tuple(looked.stamps),
         stamps_F2=np.array(list(looked.stamps.values()), np.int64).reshape(-1, 2),
+        skipped=rows.skipped(shard),
     )
 
 
@@ -355,7 +357,8 @@ def _is_still(written: str, stamp: Stamp, retries: int) -> bool:
 def to_bytes(index: ShardIndex, identity: str) -> bytes:
     """The file of an index."""
     arrays = {f.name: value for f in fields(index) if isinstance(value := getattr(index, f.name), np.ndarray)}
-    header = {"identity": identity, "kinds": index.kinds, "rejects": index.rejects, "files": index.files, "arrays": {}}
+    header = {"identity": identity, "kinds": index.kinds, "rejects": index.rejects, "files": index.files, "skipped": index.skipped}
+    header["arrays"] = {}
     at = 0
     for name, array in arrays.items():
         header["arrays"][name] = [array.dtype.str, list(array.shape), at]
@@ -388,7 +391,7 @@ def from_bytes(data: NDArray[np.uint8], identity: str) -> ShardIndex:
         count = math.prod(shape) * np.dtype(dtype).itemsize
         arrays[name] = data[start + at : start + at + count].view(dtype).reshape(shape)
     rejects = {int(row): (cause, where, message) for row, (cause, where, message) in header["rejects"].items()}
-    return ShardIndex(**arrays, kinds=tuple(header["kinds"]), rejects=rejects, files=tuple(header["files"]))
+    return ShardIndex(**arrays, kinds=tuple(header["kinds"]), rejects=rejects, files=tuple(header["files"]), skipped=header["skipped"])
 
 
 def identity_of(about: Shard, layout: str, root: Location, encoder: Encoder, rule: ImageRule | None) -> str:

@@ -18,7 +18,7 @@ from eyeline.data.containers.csv_rows import open_table
 from eyeline.data.containers.joined import joined
 from eyeline.data.containers.json_rows import open_lines, open_list
 from eyeline.data.containers.parquet import open_parquet
-from eyeline.data.containers.tars import open_tars
+from eyeline.data.containers.tars import Tars, open_tars
 from eyeline.data.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named, unmatched
 from eyeline.data.found import Found, found_in
 from eyeline.data.layouts import COLUMNS, Layout, Mapping, Name, recognised
@@ -97,6 +97,10 @@ class Rows:
     def lies_in(self, shard: int) -> File:
         """The file of a shard."""
         return self.container.lies_in(shard)
+
+    def skipped(self, shard: int) -> int:
+        """Members of an archive that belong to no data set, such as `._a.jpg`. Known once its rows were read."""
+        return self.container.skipped(shard) if isinstance(self.container, Tars) else 0
 
     def _sample(self, place: Place, row: Any) -> Sample | BadSample:
         try:

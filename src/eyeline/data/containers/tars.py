@@ -6,7 +6,7 @@ import re
 import struct
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,28 +15,18 @@ from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, Remote, below
 from eyeline.data.containers.container import HEADER_BYTES, SHARD_ROWS, File, Place, Shard, Window, fingerprints
 from eyeline.data.containers.json_rows import parse, sound
+from eyeline.data.containers.keys import PICTURES, TEXTS, WRITE, Member, member_of, split, stem_of, text_of, tops_of
+from eyeline.data.skipped import is_skipped
 
-PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
-TEXTS = ("json", "txt")
-NAMED_TEXTS = ("question", "answer", "caption", "prompt", "completion", "instruction", "output", "query", "response", "system")
 MAX_MEMBER_BYTES = 256 << 20
 MAX_TEXT_BYTES = 64 << 20
+MAX_MEMBERS = 1 << 18  # of an archive, where they are small: all are listed at once
+SMALL_BYTES = 2 << 10  # of a member with its header
+MAX_TOGETHER = 10_000  # members whose names are equal up to the first dot
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 RUN_BYTES = 64 << 20  # of an archive that has an index: a larger one is read in runs
 BLOCK = 512  # bytes; headers and members begin at multiples of it
 AHEAD_BYTES = 64 << 10  # of an archive that is read in order: as many at once, whatever of them is looked at
-
-
-class Member(NamedTuple):
-    """One file of an archive."""
-
-    key: str  # its name without what follows the first dot
-    part: str  # what follows it
-    kind: str  # what follows the last one
-    begin: int  # of its header
-    data: int  # where its content begins
-    size: int
-    plain: bool  # a regular file, inside the archive
 
 
 class Run(NamedTuple):
@@ -80,6 +70,7 @@ class Tars:
     what: str = "WebDataset"
     runs: tuple[Run, ...] = ()  # of each shard; none: it is a whole archive
     header: tuple[str, ...] = ()
+    _skipped: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         run = self._run(shard)
@@ -87,27 +78,50 @@ class Tars:
         size = run.end - run.begin
         begins = run.begins()
         known: set[str] = set()
+        keys: set[str] = set()  # up to the first dot, as the index counts samples
+        skipped: list[int] = []
         number = 0
         with _Archive(Window(file, run.begin, size), size) as archive:
-            for group in _groups(_members(archive), archive, HEADER_BYTES, self.wanted):
+            for group in _groups(_capped(_members(archive), file, skipped), archive, HEADER_BYTES, self.wanted):
                 if isinstance(group, BadSample):
                     yield Place(shard, number, 0, UNUSABLE), group
-                    return
-                key, begin, end = group[0][0].key, run.begin + group[0][0].begin, run.begin + _padded(group[-1][0])
-                if begins is not None and (number >= len(begins) or begins[number] != begin):
-                    raise _unfit(run.index, f"sample {run.first + number} begins at byte {begin:,} of the archive, and not where it says")
-                try:
-                    if key in known:
-                        raise BadSample("tar_key", "row", f"the key {_shown(key)} was there before, with others between")
-                    known.add(key)
-                    row = _row(group, file, run.begin, self.wanted)
-                except BadSample as bad:
-                    yield Place(shard, number, begin, UNUSABLE), bad
-                else:
-                    yield Place(shard, number, begin, end - begin), row
-                number += 1
-        if begins is not None and (number < len(begins) or _member(_header(file, run.end), 0, 0, 0, True).key in known):
-            raise _unfit(run.index, f"sample {run.first + number} of the archive begins elsewhere")
+                    break
+                keys.add(group[0][0].key)
+                samples, unclear = _samples(group, self.wanted)
+                for sample in samples:
+                    begin, end = run.begin + sample[0][0].begin, run.begin + _padded(sample[-1][0])
+                    self._check(run, begins, number, begin, samples)
+                    try:
+                        _new_names(sample, len(samples) == 1, known)
+                        if unclear is not None:
+                            raise unclear
+                        row = _row(sample, file, run.begin, self.wanted)
+                    except BadSample as bad:
+                        yield Place(shard, number, begin, UNUSABLE), bad
+                    else:
+                        yield Place(shard, number, begin, end - begin), row
+                    number += 1
+            else:
+                if begins is not None and (number < len(begins) or member_of(_header(file, run.end), 0, 0, 0, True).key in keys):
+                    raise _unfit(run.index, f"sample {run.first + number} of the archive begins elsewhere")
+        self._skipped[shard] = len(skipped)
+
+    def _check(self, run: Run, begins: list[int] | None, number: int, begin: int, samples: "list[Group]") -> None:
+        """Refused where a sample is none of those that an index lists."""
+        if begins is None:
+            return
+        if len(samples) > 1:
+            names = " and ".join(repr(sample[0][0].name[-100:]) for sample in samples[:2])
+            raise _unfit(run.index, f"it counts {names} as one sample, since their names are equal up to the first dot")
+        if number >= len(begins) or begins[number] != begin:
+            raise _unfit(run.index, f"sample {run.first + number} begins at byte {begin:,} of the archive, and not where it says")
+
+    def skipped(self, shard: int) -> int:
+        """Members that no data set means, such as `._a.jpg` of macOS. Known once its rows were read."""
+        return self._skipped.get(shard, 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_skipped": {}}
 
     def row(self, place: Place) -> Any:
         if place.length == UNUSABLE:  # what its neighbours are tells why
@@ -117,7 +131,8 @@ class Tars:
         with _Archive(io.BytesIO(data), len(data)) as archive:
             [group] = _groups(_members(archive), archive, place.length, self.wanted)
         assert not isinstance(group, BadSample), f"{file.path} is as it was, and {place} is unusable now"
-        return _row(group, file, place.begin, self.wanted)
+        [sample], _ = _samples(group, self.wanted)
+        return _row(sample, file, place.begin, self.wanted)
 
     def lies_in(self, shard: int) -> File:
         return self.files[self._run(shard).file]
@@ -159,14 +174,6 @@ def _shown(name: str) -> str:
 def _padded(member: Member) -> int:
     """Where the next member begins."""
     return member.data + -(-member.size // BLOCK) * BLOCK
-
-
-def _member(name: str, begin: int, data: int, size: int, regular: bool) -> Member:
-    folder, _, last = name.rpartition("/")
-    key, _, part = last.partition(".")
-    part = part.lower()
-    inside = not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
-    return Member(f"{folder}/{key}" if folder else key, part, part.rpartition(".")[2], begin, data, size, regular and inside)
 
 
 _NUMBERS = re.compile(rb"(?:[0-7]{7}[ \0]|[0-7]{6} \0){3}([0-7]{11})[ \0][0-7]{11}[ \0]([0-7]{6})\0 ([0x5])")  # mode ... type
@@ -212,7 +219,7 @@ def _members(file: _Archive) -> Iterator[Member | BadSample]:
             break
         kind, name, data, length = found
         if kind == b"0":
-            yield _member(name, at, data, length, True)
+            yield member_of(name, at, data, length, True)
         if data + length > size:
             yield _cut(name, length)
             return
@@ -238,7 +245,7 @@ def _odd_members(file: _Archive, begin: int) -> Iterator[Member | BadSample]:
                 archive.members = []  # pyright: ignore[reportAttributeAccessIssue]  # else it keeps all that it has seen
                 if info.isdir():
                     continue
-                yield _member(info.name, info.offset, info.offset_data, info.size, info.isreg() and not info.issparse())
+                yield member_of(info.name, info.offset, info.offset_data, info.size, info.isreg() and not info.issparse())
                 if info.offset_data + info.size > file.size:
                     yield _cut(info.name, info.size)
                     return
@@ -252,7 +259,46 @@ def _odd_members(file: _Archive, begin: int) -> Iterator[Member | BadSample]:
             yield BadSample("damaged_tar", "row", "the archive is empty: not even its end is there")
 
 
+def _capped(members: Iterator[Member | BadSample], file: File, skipped: list[int]) -> Iterator[Member | BadSample]:
+    """The members, and where those begin that are skipped. Refused where there are too many to be listed."""
+    for count, member in enumerate(members, 1):
+        if count > max(MAX_MEMBERS, file.size // SMALL_BYTES):
+            raise Refused(
+                f"{file.path} has more than {MAX_MEMBERS:,} members, most empty or small, and an archive is listed as a whole. Write "
+                "several archives of at most some ten thousand samples each, or Parquet"
+            )
+        if not isinstance(member, BadSample) and is_skipped(member.name):
+            skipped.append(member.begin)
+        yield member
+
+
 Group = list[tuple[Member, bytes]]  # members, and what is read of each
+
+
+def _samples(group: Group, wanted: tuple[str, ...]) -> tuple[list[Group], BadSample | None]:
+    """The samples of neighbours; all as one, and why, where it cannot be told what they are."""
+    try:
+        if len(group) > MAX_TOGETHER:
+            name = _shown(group[0][0].key)
+            raise BadSample("tar_key", "row", f"more than {MAX_TOGETHER:,} members have names that are {name} up to the first dot. {WRITE}")
+        parts = split([member for member, _ in group], wanted)
+    except BadSample as bad:
+        return [group], bad
+    content = {member.begin: content for member, content in group}
+    return [[(member, content[member.begin]) for member in part] for part in parts], None
+
+
+def _new_names(sample: Group, whole: bool, known: set[str]) -> None:
+    """Remember what a sample is called. BadSample where an earlier one was called so: it is only a part of a sample, perhaps."""
+    key = sample[0][0].key
+    names = {key} if whole else set()
+    if any(text_of(member, ()) for member, _ in sample):
+        names = {key}
+    else:  # a text of the same name may be elsewhere
+        names |= {f"{key}.{stem}" for member, _ in sample if (stem := stem_of(member))}
+    if twice := names & known:
+        raise BadSample("tar_key", "row", f"the key {_shown(min(twice))} was there before, with others between")
+    known |= names
 
 
 def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int, wanted: tuple[str, ...]) -> Iterator[Group | BadSample]:
@@ -263,9 +309,14 @@ def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int,
         if isinstance(member, BadSample):
             yield member
             return
+        if is_skipped(member.name):
+            continue
         if group and member.key != group[0][0].key:
             yield group
             group = []
+        if len(group) >= MAX_TOGETHER:  # nothing more of it is read
+            group[MAX_TOGETHER:] = [(member, b"")]
+            continue
         text = member.kind in TEXTS or member.part in wanted
         length = min(member.size, most) if member.kind in PICTURES else member.size if text else 0
         archive.seek(member.data)
@@ -284,11 +335,14 @@ def _row(group: Group, file: File, offset: int, wanted: tuple[str, ...]) -> dict
     own: dict[str, Any] = {}
     pictures: dict[str, Picture] = {}
     texts: dict[str, str] = {}
+    tops = tops_of(text for member, _ in group if (text := text_of(member, wanted)) is not None)
     parts: set[str] = set()
     for member, content in group:
-        name = f"{member.key}.{member.part}"
+        name, text = member.name, text_of(member, wanted)
         if not member.plain:
-            raise BadSample("tar_member", "row", f"{_shown(name)} is a link, a device, or has a path that leads out of the archive")
+            raise BadSample(
+                "tar_member", "row", f"{_shown(name)} is a link, a device, too long a name, or has a path that leads out of the archive"
+            )
         if member.part in parts:
             raise BadSample("tar_key", "row", f"{_shown(name)} is there twice")
         parts.add(member.part)
@@ -298,7 +352,7 @@ def _row(group: Group, file: File, offset: int, wanted: tuple[str, ...]) -> dict
             pictures[member.part] = Picture(name, Span(file.path, member.data + offset, member.size, file.stamp, content))
             if member.part in wanted:
                 own[member.part] = pictures[member.part]
-        elif member.kind in TEXTS or member.part in wanted:
+        elif member.part in wanted or (text is not None and text.base in tops):
             if member.size > MAX_TEXT_BYTES:
                 raise BadSample("file_too_large", "row", f"{_shown(name)} has {member.size:,} bytes, over {MAX_TEXT_BYTES:,}")
             if member.kind == "json":
@@ -309,17 +363,17 @@ def _row(group: Group, file: File, offset: int, wanted: tuple[str, ...]) -> dict
                 row |= value
                 if member.part in wanted:
                     own[member.part] = value
-            else:
-                texts[member.part] = content.decode("utf-8-sig", "surrogateescape").strip()
-                if member.part in wanted:
-                    own[member.part] = texts.pop(member.part)
+            elif member.part in wanted:
+                own[member.part] = content.decode("utf-8-sig", "surrogateescape").strip()
+            elif text is not None:
+                texts[text.slot] = content.decode("utf-8-sig", "surrogateescape").strip()
         else:
             own[member.part] = None
-    named = {part.removesuffix(".txt"): text for part, text in texts.items() if part.removesuffix(".txt") in NAMED_TEXTS}
-    if named:
-        row = named | row
-    elif texts and not {"caption", "text", "conversations", "messages"} & row.keys():
-        row["caption"] = next(iter(texts.values()))
+    caption = texts.pop("txt", None)
+    if texts:
+        row = texts | row
+    elif caption is not None and not {"caption", "text", "conversations", "messages"} & row.keys():
+        row["caption"] = caption
     row = {part: value for part, value in own.items() if value is None} | row | {p: v for p, v in own.items() if v is not None}
     if pictures:
         row = {column: value for column, value in row.items() if column not in ("image", "images")} | {"images": _ordered(row, pictures)}
@@ -337,12 +391,17 @@ def _ordered(row: dict[str, Any], pictures: dict[str, Picture]) -> list[Picture]
         fits = [
             p
             for part, p in pictures.items()
-            if isinstance(name, str) and (name.lower() == part or os.path.basename(p.name) == os.path.basename(name))
+            if isinstance(name, str) and (name.lower() == part or os.path.basename(p.name) == os.path.basename(name) or _dotted(p, name))
         ]
         if len(fits) != 1:
             raise BadSample("tar_member", "images", f"{str(name)[:100]!r} names none of the pictures {', '.join(pictures)}")
         found += fits
     return found
+
+
+def _dotted(picture: Picture, name: str) -> bool:
+    """Whether a name is what follows the first dot, of a key that has dots itself."""
+    return os.path.basename(picture.name).partition(".")[2].lower() == name.lower()
 
 
 def open_tars(

@@ -272,6 +272,10 @@ class Looked:
 
         return self._of_shards(of).reshape(-1, 2)
 
+    def skipped(self, source: int) -> int:
+        """Members of archives that belong to no data set."""
+        return sum(self.side.index.shard(s, shard).skipped for s, shard in self.numbers if s == source)
+
     def kinds(self, source: int) -> Counter[str]:
         """Rows of each kind."""
         out: Counter[str] = Counter()
@@ -379,15 +383,18 @@ def _sources_found(reader: Reader, learning: Looked, judging: list[Looked], own:
         validation = judging[0].counts[n] if judging and not own else 0
         kinds = learning.kinds(n)
         figures = (learning.counts[n], validation, rows.source.repeat, rows.source.weight)
-        out.append(_source_found(rows, figures, shares[n], kinds))
+        out.append(_source_found(rows, figures, shares[n], kinds, learning.skipped(n)))
     for n, rows in enumerate(judging[0].side.index.sources if judging and own else ()):
-        out.append(_source_found(rows, (0, judging[0].counts[n], 1, 1.0), (0.0, 0.0, 0.0), judging[0].kinds(n)))
+        out.append(_source_found(rows, (0, judging[0].counts[n], 1, 1.0), (0.0, 0.0, 0.0), judging[0].kinds(n), judging[0].skipped(n)))
     return tuple(out), None if blended else Epoch(sum(visits), *map(sum, summed))
 
 
-def _source_found(rows: Rows, figures: tuple[int, int, int, float], shares: tuple[float, float, float], kinds: Counter[str]) -> SourceFound:
+def _source_found(
+    rows: Rows, figures: tuple[int, int, int, float], shares: tuple[float, float, float], kinds: Counter[str], skipped: int
+) -> SourceFound:
     shown = tuple(kinds.most_common(KINDS))
-    return SourceFound(rows.source.path, rows.layout.name, rows.layout.why, *figures, *shares, shown, len(kinds) - len(shown))
+    members = f"; skipped: {skipped:,} hidden, backup or system members of archives, such as ._a.jpg" if skipped else ""
+    return SourceFound(rows.source.path, rows.layout.name, rows.layout.why + members, *figures, *shares, shown, len(kinds) - len(shown))
 
 
 def _shares(values: list[float]) -> list[float]:
