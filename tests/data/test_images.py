@@ -24,6 +24,7 @@ from eyeline.data.images import (
     augmented,
     decode,
     grey,
+    held,
     open_picture,
     picture_key,
     prepare,
@@ -208,3 +209,47 @@ def test_the_stand_in_is_grey(rule: ImageRule) -> None:
     (image,) = grey(rule)
     assert (image.patches_PC == 128).all()
     assert (image.patches_PC.shape, image.tokens) == ((16, 192), 4)
+
+
+@pytest.mark.parametrize(
+    "path", ["/proc/self/mem", "/proc/kmsg", "/proc/self/status", "/proc/meminfo", "/sys/kernel/uevent_seqnum", "/dev/zero"]
+)
+def test_files_of_the_system_are_no_images(tmp_path: Path, path: str) -> None:
+    """Reading some fails, and of some it never ends."""
+    if not Path(path).exists():
+        pytest.skip("this system has no such file")
+    (tmp_path / "a.png").symlink_to(path)
+    for given in (Path(path), tmp_path / "a.png"):
+        for look in (open_picture, decode, held):
+            with pytest.raises(BadSample, match=r"of the system|not a regular file") as caught:
+                look(Picture(path, given))
+            assert caught.value.cause == "not_a_file"
+
+
+NEAR = {
+    "Cat.jpg": "'cat.jpg'",
+    "cat.JPEG": "'cat.jpg'",
+    "dog.jpg": "'dog.jpeg'",
+    "cat": "'cat.jpg'",
+    "my%20dog.png": "'my dog.png'",
+    " cat.jpg": "'cat.jpg'",
+    "caf\u00e9.png": "'cafe\u0301.png'",
+    "000000000009.jpg": "'COCO_train2014_000000000009.jpg'",
+    "COCO_val_000000000010.jpg": "'000000000010.png'",
+    "in.png": "'in/in.png'",
+    "in/cat.jpg": "cat.jpg', without the folder 'in'",
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_a_missing_image_whose_near_name_is_there_names_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "in").mkdir()
+    there = ["cat.jpg", "dog.jpeg", "my dog.png", "cafe\u0301.png", "COCO_train2014_000000000009.jpg", "000000000010.png", "in/in.png"]
+    for one in there:
+        (tmp_path / one).touch()
+    with pytest.raises(BadSample) as caught:
+        decode(Picture(name, tmp_path / name))
+    assert caught.value.cause == "missing_image"
+    assert caught.value.message.startswith(f"{tmp_path / name} does not exist (did you mean ") and NEAR[name] in caught.value.message
+    with pytest.raises(BadSample, match=r"bird\.jpg does not exist$"):
+        decode(Picture("bird.jpg", tmp_path / "bird.jpg"))

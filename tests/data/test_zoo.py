@@ -138,6 +138,10 @@ def half(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
+def zeroed(data: bytes) -> bytes:
+    return half(data) + bytes(len(data) - len(data) // 2)
+
+
 def jpeg(pixels: Pixels = SMOOTH, **options: object) -> bytes:
     return saved(of(pixels), "JPEG", **({"quality": 95, "subsampling": 0} | options))
 
@@ -373,7 +377,15 @@ ZOO: dict[str, Animal] = {
         ),
         Rejected("broken_image", "damaged header"),
     ),
-    "PNG, wrong checksum of its data": (lambda: png(6, 5, rows_of(DOTS), crc=7), Shown(DOTS)),  # zlib's own is right
+    "PNG, wrong checksum of its data": (
+        lambda: png(6, 5, rows_of(DOTS), crc=7),
+        Rejected("broken_image", "checksum of IDAT", header=False),
+    ),
+    "PNG, wrong checksum behind its data": (
+        lambda: png(6, 5, rows_of(DOTS), after=chunk(b"eXIf", exif(6)[10:], 7)),
+        Rejected("broken_image", "checksum of eXIf", header=False),
+    ),
+    "PNG, without its end": (lambda: png(6, 5, rows_of(DOTS))[:-12], Shown(DOTS)),
     "PNG, wrong checksum of a note": (
         lambda: png(6, 5, rows_of(DOTS), before=chunk(b"tEXt", b"a\0b", 7)),
         Rejected("broken_image", "damaged header"),
@@ -470,6 +482,9 @@ ZOO: dict[str, Animal] = {
         Shown(plain(4, 4, RED), said=MOVES),
     ),
     "WebP, cut": (lambda: half(webp(noise(64, 64), lossless=True)), Rejected("broken_image")),
+    "WebP, lossy, its second half zeros": (lambda: zeroed(webp(noise(64, 64), quality=90)), LOST),
+    "WebP, animated, its second half zeros": (lambda: zeroed(animated_webp(64, 64, [webp(noise(64, 64), quality=90)])), LOST),
+    "WebP, of one colour": (lambda: webp(plain(500, 500, BLACK), quality=80), Shown(plain(500, 500, BLACK))),
     "WebP, lossy, cut": (lambda: half(webp(noise(64, 64), quality=90)), Rejected("broken_image")),
     "WebP, 16,384 × 16,384 claimed": (
         lambda: riff((b"VP8X", b"\0\0\0\0" + struct.pack("<I", 16383)[:3] * 2), (b"VP8L", webp(DOTS, lossless=True)[20:])),
@@ -601,6 +616,45 @@ def test_a_damaged_file_is_a_picture_of_the_size_that_its_header_says_or_a_rejec
             width, height = open_picture(picture)
             if width * height < 1_000_000:
                 assert decode(picture).shape == (height, width, 3)
+
+
+@pytest.mark.parametrize("way", ["unfiltered", "as Pillow writes it", "interlaced", "in pieces", "palette"])
+def test_no_bit_of_a_png_can_change_unseen(way: str) -> None:
+    pixels = noise(16, 16)
+    data = {
+        "unfiltered": png(16, 16, rows_of(pixels)),
+        "as Pillow writes it": saved(of(SMOOTH), "PNG"),
+        "interlaced": png(16, 16, adam7(pixels), interlaced=True),
+        "in pieces": png(16, 16, rows_of(pixels), pieces=100, after=chunk(b"tEXt", b"a\0b")),
+        "palette": saved(of(pixels).quantize(16), "PNG"),
+    }[way]
+    rng = random.Random(way)
+    for _ in range(200):
+        changed, at = bytearray(data), rng.randrange(8, len(data) - 12)  # what is behind its last pixel may change
+        changed[at] ^= 1 << rng.randrange(8)
+        with pytest.raises(BadSample) as caught:
+            decode(Picture("changed.png", bytes(changed)))
+        assert caught.value.cause in ("broken_image", "too_many_pixels", "empty_image")
+
+
+HALF_ZERO = {
+    "JPEG": jpeg(noise(64, 64)),
+    "JPEG, progressive": jpeg(noise(64, 64), progressive=True),
+    "PNG": saved(of(noise(64, 64)), "PNG"),
+    "GIF": packed_gif(noise(64, 64)),
+    "WebP": webp(noise(64, 64), quality=80),
+}
+
+
+@pytest.mark.parametrize("name", HALF_ZERO)
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_a_file_that_ends_in_zeros_is_rejected(name: str, share: float) -> None:
+    """As a file is left when a download of known size breaks off. Of BMP and lossless WebP nobody can tell: docs/your-data.md says so."""
+    data = HALF_ZERO[name]
+    kept = int(len(data) * share)
+    with pytest.raises(BadSample) as caught:
+        decode(Picture("zeros", data[:kept] + bytes(len(data) - kept)))
+    assert caught.value.cause == "broken_image"
 
 
 # Headers that are read here, and not by Pillow

@@ -16,7 +16,7 @@ from eyeline.core.errors import Refused, StorageFailed, nearest
 from eyeline.core.locations import Location, Remote, below
 from eyeline.data import stores
 from eyeline.data.containers.container import PASSING, number_of, persistent
-from eyeline.data.images import no_folder
+from eyeline.data.near import no_folder
 from eyeline.data.skipped import is_skipped, is_skipped_file, is_skipped_folder, said_of
 
 T = TypeVar("T")

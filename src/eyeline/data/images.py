@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,13 +28,15 @@ from PIL import Image as Pillow
 from PIL import ImageChops, ImageFile
 
 from eyeline.core.batch import Image, Ints, Picture, Span, Video
-from eyeline.core.errors import BadSample, Refused, StorageFailed, closest
+from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import ImageRule, Unit
 from eyeline.core.files import storage_failed
 from eyeline.core.locations import Remote
 from eyeline.core.settings import NotNegative, Settings
 from eyeline.data import stores
 from eyeline.data.containers.container import HEADER_BYTES, File, number_of, span_file
+from eyeline.data.integrity import ends_in_zeros, is_complete, jpeg_scans, wrong_chunk
+from eyeline.data.near import near_name, no_folder
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
 Planes = tuple[NDArray[np.uint8], ...]  # red, green and blue: rows × columns each. A patch has its colours one after another
@@ -186,7 +187,7 @@ def _load(image: Pillow.Image, file: BinaryIO, name: str) -> None:
         case "JPEG" | "MPO":
             file.seek(0)
             data = file.read()
-            scans, end = _scans(data)
+            scans, end = jpeg_scans(data)
             if scans > MAX_SCANS:
                 raise BadSample("broken_image", "image", f"{name} has {scans:,} scans, over {MAX_SCANS}")
             image.load()
@@ -196,30 +197,26 @@ def _load(image: Pillow.Image, file: BinaryIO, name: str) -> None:
                 raise lost
         case "PNG":
             interlaced = bool(image.info.get("interlace"))
+            file.seek(0)
+            if (wrong := wrong_chunk(file.read())) is not None:
+                raise BadSample("broken_image", "image", f"{name} is damaged: the checksum of {wrong} is wrong, or it is cut")
             image.load()
             if image.mode == "P" and image.palette is None:
                 raise BadSample("broken_image", "image", f"{name} has no palette")
             # Pillow takes the end of the compressed data for that of the picture
             last_row = image.crop((0, image.height - 1, *image.size)).tobytes()
-            if (interlaced or not any(last_row)) and not _complete(file):
+            if (interlaced or not any(last_row)) and not is_complete(file):
+                raise lost
+        case "WEBP":
+            image.load()
+            file.seek(0)
+            if ends_in_zeros(file.read()):
                 raise lost
         case _:
             image.load()
 
 
-_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # within a scan FF00 is a byte, FFD0 to FFD7 are restarts, FFFF fills
 _FURTHER = bytes(range(255))
-
-
-def _scans(jpeg: bytes) -> tuple[int, int | None]:
-    """The scans of the first picture of a JPEG file, and where its end marker lies, None where there is none."""
-    at, scans = 2, 0
-    while found := _MARKER.search(jpeg, at):
-        if found[0] == b"\xff\xd9":
-            return scans, found.start()
-        scans += found[0] == b"\xff\xda"
-        at = found.end() + int.from_bytes(jpeg[found.end() : found.end() + 2], "big")
-    return scans, None
 
 
 def _all(pixel: float | tuple[int, ...] | None, least: int, most: int) -> bool:
@@ -229,32 +226,6 @@ def _all(pixel: float | tuple[int, ...] | None, least: int, most: int) -> bool:
 def _differs(image: Pillow.Image, jpeg: bytes) -> bool:
     with Pillow.open(io.BytesIO(jpeg), formats=("JPEG",)) as other:
         return ImageChops.difference(image, other).getbbox() is not None
-
-
-def _complete(png: BinaryIO) -> bool:
-    """Whether the compressed data of a PNG file hold as many bytes as its header promises. They are decoded once more for that."""
-    inflate, found, wanted = zlib.decompressobj(), 0, 0
-    png.seek(8)
-    while len(head := png.read(8)) == 8:
-        length, kind = struct.unpack(">I4s", head)
-        if kind not in (b"IHDR", b"IDAT"):
-            png.seek(length + 4, os.SEEK_CUR)
-            continue
-        data = png.read(length)
-        png.seek(4, os.SEEK_CUR)
-        if kind == b"IHDR":
-            width, height, depth, colour, _, _, interlaced = struct.unpack(">IIBBBBB", data[:13])
-            bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
-            for left, top, right, down in _ADAM7 if interlaced else ((0, 0, 1, 1),):
-                columns, rows = -(-(width - left) // right), -(-(height - top) // down)
-                wanted += rows * (1 + -(-columns * bits // 8)) if columns > 0 else 0
-        while data and found < wanted and not inflate.eof and kind == b"IDAT":
-            found += len(inflate.decompress(data, 1 << 20))
-            data = inflate.unconsumed_tail
-    return found >= wanted
-
-
-_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))  # column, row, and their steps
 
 
 @contextmanager
@@ -373,10 +344,20 @@ def _examined(path: Path) -> None:
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):  # opening a FIFO would wait for ever
             raise BadSample("not_a_file", "image", f"{path} is {'a folder' if stat.S_ISDIR(about.st_mode) else 'not a regular file'}")
+        if about.st_dev in _system_devices():  # reading some of them fails, never ends, or does something
+            raise BadSample("not_a_file", "image", f"{path} is a file of the system, and not of a disk")
         if about.st_size > MAX_FILE_BYTES:
             raise BadSample("file_too_large", "image", f"{path} has {about.st_size:,} bytes, over {MAX_FILE_BYTES:,}")
     except OSError as error:
         raise _failed(path, error) from error
+
+
+@lru_cache(maxsize=1)
+def _system_devices() -> frozenset[int]:
+    """What regular files are on that are none: /proc/self/mem, /proc/kmsg, /sys/..."""
+    mounts = ("/proc", "/proc/sys/fs/binfmt_misc", "/sys", "/sys/fs/cgroup", "/sys/kernel/debug", "/sys/kernel/tracing")
+    root = os.stat("/").st_dev
+    return frozenset(os.stat(mount).st_dev for mount in mounts if os.path.isdir(mount)) - {root}
 
 
 def _failed(path: Path, error: OSError) -> BadSample | StorageFailed:
@@ -399,21 +380,7 @@ def _lost(path: Path) -> str:
     """Why a file is probably not where it was looked for, as the end of a sentence."""
     if "\\" in str(path):
         return ". It has backslashes, and / is what sets folders apart"
-    return "" if os.path.isdir(path.parent) else no_folder(path.parent)
-
-
-@lru_cache(maxsize=64)  # a folder that is missing is missing for all its pictures
-def no_folder(folder: Path) -> str:
-    """That a folder is not there, as the end of a sentence: the first piece of its path that is missing, and what may have been meant."""
-    while not os.path.isdir(folder.parent):
-        folder = folder.parent
-    try:
-        beside = [entry.name for entry in islice(os.scandir(folder.parent), 1_000) if entry.is_dir()]
-    except OSError:  # not ours to read
-        beside = []
-    lowered = {name.lower(): name for name in beside}
-    guess = closest(folder.name.lower(), list(lowered))
-    return f", nor does the folder {folder}" + (f" (did you mean {lowered[guess]!r}?)" if guess else "")
+    return near_name(path) if os.path.isdir(path.parent) else no_folder(path.parent)
 
 
 def _object(location: Remote, length: int) -> tuple[Span, bytes]:

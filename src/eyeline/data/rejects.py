@@ -38,7 +38,7 @@ CAUSES: dict[str, str] = {
     "data_url": "a data: URL or base64 that is not a picture, or is too long",
     "missing_image": "the file does not exist",
     "unreadable": "a file that may not be read",
-    "not_a_file": "a folder, device or pipe",
+    "not_a_file": "a folder, device, pipe or file of the system",
     "file_too_large": "a file over the cap",
     "image_format": "not one of the accepted formats",
     "too_many_pixels": "more pixels than the cap",

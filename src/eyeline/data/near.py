@@ -1,0 +1,75 @@
+"""What was probably meant by the name of a file that does not exist: what is there under nearly the same name."""
+
+import os
+import unicodedata
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from urllib.parse import unquote
+
+from eyeline.core.errors import closest
+
+MANY_NAMES = 100_000  # of a folder are looked at
+ENDS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+
+
+@lru_cache(maxsize=64)  # a folder that is missing is missing for all its pictures
+def no_folder(folder: Path) -> str:
+    """That a folder is not there, as the end of a sentence: the first piece of its path that is missing, and what may have been meant."""
+    while not os.path.isdir(folder.parent):
+        folder = folder.parent
+    try:
+        beside = [entry.name for entry in islice(os.scandir(folder.parent), 1_000) if entry.is_dir()]
+    except OSError:  # not ours to read
+        beside = []
+    lowered = {name.lower(): name for name in beside}
+    guess = closest(folder.name.lower(), list(lowered))
+    return f", nor does the folder {folder}" + (f" (did you mean {lowered[guess]!r}?)" if guess else "")
+
+
+def near_name(path: Path) -> str:
+    """What may have been meant, as the end of a sentence: in another case, with another extension, a prefix or none, or a folder more
+    or less. Empty where nothing is like it."""
+    for name in dict.fromkeys((path.name, unquote(path.name), path.name.strip())):
+        found = _like(path.parent, name)
+        if found is not None:
+            return f" (did you mean {found!r}?)"
+    outer = path.parent.parent / path.name
+    if os.path.isfile(outer):
+        return f" (did you mean {str(outer)!r}, without the folder {path.parent.name!r}?)"
+    inner = next((f"{folder}/{path.name}" for folder in _names(path.parent)[2] if os.path.isfile(path.parent / folder / path.name)), None)
+    return f" (did you mean {inner!r}?)" if inner else ""
+
+
+def _like(folder: Path, name: str) -> str | None:
+    whole, stems, _ = _names(folder)
+    stem, end = os.path.splitext(_plain(name))
+    found = whole.get(_plain(name)) or (stems.get(stem) if end in ENDS else stems.get(_plain(name)))
+    if found is None and len(stem) > 4:  # COCO_train2014_000000000009.jpg, or only its number
+        found = stems.get(stem.rpartition("_")[2]) or next((have for known, have in stems.items() if known.endswith(f"_{stem}")), None)
+    return found
+
+
+def _plain(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+@lru_cache(maxsize=64)  # a name that is wrong in one row is wrong in many
+def _names(folder: Path) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
+    """The images of a folder by their plain names, and without extensions; and the folders in it."""
+    whole: dict[str, str] = {}
+    stems: dict[str, str] = {}
+    folders: list[str] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in islice(entries, MANY_NAMES):
+                plain = _plain(entry.name)
+                stem, end = os.path.splitext(plain)
+                if end in ENDS:
+                    whole[plain] = entry.name
+                    stems.setdefault(stem, entry.name)
+                elif len(folders) < 100 and entry.is_dir():
+                    folders.append(entry.name)
+    except OSError:  # not ours to read
+        pass
+    return whole, stems, tuple(sorted(folders))
