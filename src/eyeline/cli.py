@@ -13,7 +13,7 @@ from eyeline.core.log import keep_streams, refuse_lost_output, say, visible
 
 EXIT_CODES = (  # one line each: the terminal wraps them
     "Exit codes: 0 done · 1 a defect of Eyeline (with a traceback) · 2 refused: settings, files or arguments · 3 too many rejected "
-    "samples · 4 too many steps that are not finite · 5 storage failed · 6 the run folder is in use · 7 a step does not fit "
+    "samples · 4 too many non-finite steps · 5 storage failed · 6 the run folder is in use · 7 a step does not fit "
     "into memory · 75 stopped by a signal, all saved: the same command resumes from there · 130 or 143 stopped by a second signal, "
     "without saving."
 )
@@ -74,7 +74,7 @@ class Dtype(enum.Enum):
 
 @app.command(epilog="Example: eyeline train easyvqa-tiny out=runs/first seed=1")
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Train a recipe. The same command again goes on where the run stopped."""
+    """Train a recipe. Run the same command again to resume."""
     run = _read(recipe, overrides)
     from eyeline.recipes.check import refuse_problems
     from eyeline.study.report import write_report
@@ -102,14 +102,21 @@ def prepare(
     recipe: Recipe,
     out: Annotated[Path, typer.Option(metavar="PATH", parser=_path, help="The folder to write.", show_default=False)],
     overrides: Overrides = None,
-    stage: Annotated[str | None, typer.Option(help="Name or number, where the recipe has several.", show_default=False)] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs whose plan is stored; pictures and text are stored once.")] = 1,
+    stage: Annotated[
+        str | None, typer.Option(help="The stage to prepare, by name or number; needed where the recipe has several.", show_default=False)
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs whose plan is stored; images and text are stored once.")] = 1,
     resize: Annotated[
         int | None,
-        typer.Option(min=1, max=100, metavar="QUALITY", help="Scale pictures down to what the model looks at, as JPEG of this quality."),
+        typer.Option(
+            min=1,
+            max=100,
+            metavar="QUALITY",
+            help="Scale images down to the size that the model sees, and store them as JPEG of this quality.",
+        ),
     ] = None,
 ) -> None:
-    """Pack a stage's data offline: index, plan, and archives that training then reads from begin to end. Run again, it goes on."""
+    """Pack a stage's data offline: index, plan, and archives that training reads from start to end. Run it again to resume."""
     run = _read(recipe, overrides)
     from eyeline.recipes.check import refuse_problems
     from eyeline.train.prepare import prepare_stage
@@ -122,11 +129,13 @@ def prepare(
 def data(
     recipe: Recipe,
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(metavar="PATH", parser=_path, help="The page.")] = Path("data.html"),
-    samples: Annotated[int, typer.Option(min=0, help="Samples to show, of each source at least one.")] = 6,
-    all: Annotated[bool, typer.Option("--all", help="Look at every sample, however long it takes; else at some of large data.")] = False,
+    out: Annotated[Path, typer.Option(metavar="PATH", parser=_path, help="The page to write.")] = Path("data.html"),
+    samples: Annotated[int, typer.Option(min=0, help="Samples to show, at least one per source.")] = 6,
+    all: Annotated[
+        bool, typer.Option("--all", help="Examine every sample, however long it takes. By default, large data are sampled.")
+    ] = False,
 ) -> None:
-    """Show what a recipe's data are: sizes, lengths, budgets, rejects, twins, samples; in the terminal and as a page without script."""
+    """Show a recipe's data: sizes, lengths, padding, rejects, duplicates, samples; in the terminal and as a page without script."""
     run = _read(recipe, overrides)
     from eyeline.data.report.report import THOROUGH, WHOLE
     from eyeline.recipes.check import look
@@ -137,9 +146,9 @@ def data(
 @app.command(name="eval", epilog="Example: eyeline eval runs/easyvqa-tiny --show 10")
 def evaluate(
     run: RunFolder,
-    show: Annotated[int, typer.Option(min=0, help="Answers to print.")] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Ask only the first so many; eval.json is left alone.")] = None,
-    checkpoint: Annotated[Which, typer.Option(help="best is by validation loss.")] = Which.newest,
+    show: Annotated[int, typer.Option(min=0, help="How many answers to print.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask only the first LIMIT questions; eval.json is not changed.")] = None,
+    checkpoint: Annotated[Which, typer.Option(help="Which checkpoint to evaluate; best has the lowest validation loss.")] = Which.newest,
 ) -> None:
     """Answer every question of the recipe's evaluation and write eval.json in the run folder."""
     from eyeline.study.evaluate import evaluate as evaluate_run
@@ -153,15 +162,15 @@ def chat(
     image: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", parser=_path, help="An image of the first message; may be given several times.")
     ] = None,
-    ask: Annotated[str | None, typer.Option(help="Ask this, print the answer, and end.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that hold this share.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: from all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    checkpoint: Annotated[Which, typer.Option(help="Of a run; best is by validation loss.")] = Which.newest,
+    ask: Annotated[str | None, typer.Option(help="Ask this one question, print the answer, and exit.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum length of an answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that together have this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many of the likeliest tokens; 0 means all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
+    checkpoint: Annotated[Which, typer.Option(help="Which checkpoint of a run; best has the lowest validation loss.")] = Which.newest,
 ) -> None:
-    """Talk to a model about images, in the terminal."""
+    """Chat with a model about images, in the terminal."""
     _calm()
     from eyeline.generate.chat import chat as chat_with
     from eyeline.generate.sampling import Sampling
@@ -177,26 +186,43 @@ def chat(
 def import_model(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", parser=_path, help="The new model folder.", show_default=False)],
-    model: Annotated[str | None, typer.Option(help="A whole model: a folder, or its name on the hub.", show_default=False)] = None,
-    vision: Annotated[str | None, typer.Option(help="A SigLIP or SigLIP 2 tower to join with --language.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="A complete model: a folder, or its name on the Hub.", show_default=False)] = None,
+    vision: Annotated[
+        str | None, typer.Option(help="A SigLIP or SigLIP 2 vision encoder to join with --language.", show_default=False)
+    ] = None,
     language: Annotated[str | None, typer.Option(help="A language model to join with --vision.", show_default=False)] = None,
-    projector: Annotated[str, typer.Option(help="mlp or linear.")] = "mlp",
-    projector_width: Annotated[int | None, typer.Option(help="Hidden width of an mlp; the language model's when not given.")] = None,
-    shuffle: Annotated[int, typer.Option(help="r: r×r patches become one token.")] = 1,
-    norm: Annotated[bool, typer.Option(help="A LayerNorm before the projector.")] = False,
-    feature_layer: Annotated[int, typer.Option(help="Hidden state of the tower: -1 after its last block.")] = -1,
-    feature_norm: Annotated[bool, typer.Option(help="Apply the tower's final norm.")] = True,
+    projector: Annotated[str, typer.Option(help="Type of the projector: mlp or linear.")] = "mlp",
+    projector_width: Annotated[int | None, typer.Option(help="Hidden size of an mlp projector. [default: the language model's]")] = None,
+    shuffle: Annotated[int, typer.Option(help="Pixel shuffle: R×R patches become one token.")] = 1,
+    norm: Annotated[bool, typer.Option(help="Put a LayerNorm before the projector.")] = False,
+    feature_layer: Annotated[
+        int, typer.Option(help="Which hidden state of the vision encoder to use; -1 is the output of its last block.")
+    ] = -1,
+    feature_norm: Annotated[bool, typer.Option(help="Apply the vision encoder's final norm.")] = True,
     transplant: Annotated[
-        bool, typer.Option("--transplant", help="Make a model of Qwen3-VL's shape of the tower and a Qwen3, with fresh mergers.")
+        bool,
+        typer.Option(
+            "--transplant", help="Build a model with Qwen3-VL's architecture from the vision encoder and a Qwen3, with new mergers."
+        ),
     ] = False,
-    tiles: Annotated[int, typer.Option(help="Cut large pictures: most images of one, its whole among them (at most 5).")] = 1,
-    min_pixels: Annotated[int | None, typer.Option(min=1, help="Of a --model of native sizes: smaller pictures are made larger.")] = None,
-    max_pixels: Annotated[int | None, typer.Option(min=1, help="Of a --model of native sizes: larger pictures are made smaller.")] = None,
-    template: Annotated[str | None, typer.Option(help="Chat template; the tokenizer's own, where we know it, when not given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the fresh projector or mergers.")] = 0,
-    download_only: Annotated[bool, typer.Option("--download-only", help="Only fetch the models into FOLDER.")] = False,
+    tiles: Annotated[
+        int, typer.Option(help="Cut large images into tiles: the maximum number of tiles per image, counting the whole image (at most 5).")
+    ] = 1,
+    min_pixels: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --model, for models that take any image size: smaller images are enlarged to this many pixels."),
+    ] = None,
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --model, for models that take any image size: larger images are reduced to this many pixels."),
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Name of the chat template. [default: the tokenizer's own, if it is a known one]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the new projector or mergers.")] = 0,
+    download_only: Annotated[bool, typer.Option("--download-only", help="Only download the models into FOLDER.")] = False,
 ) -> None:
-    """Take a whole model, or join a vision tower and a language model with a fresh projector. Folders or names on the hub."""
+    """Import a complete model, or join a vision encoder and a language model with a new projector. Folders or names on the Hub."""
     _calm()
     from eyeline.bundle.hub import download_only as fetch
     from eyeline.bundle.hub import local_folder
@@ -207,16 +233,16 @@ def import_model(
     from eyeline.recipes.read import settings_of
 
     if model is not None and (vision is not None or language is not None):
-        raise Refused("--model takes a whole model, and --vision and --language the parts of a new one. Give one or the other.")
+        raise Refused("--model takes a complete model; --vision and --language take the parts of a new one. Give one or the other.")
     if model is None and (min_pixels is not None or max_pixels is not None):
-        raise Refused("--min-pixels and --max-pixels are limits of a whole model's pictures (--model). Leave them out.")
+        raise Refused("--min-pixels and --max-pixels need --model: they set the image limits of a complete model. Leave them out.")
     _refuse_idle(context, whole=model is not None, transplant=transplant)
     if download_only:
         fetch([name for name in (model, vision, language) if name is not None], folder)
     elif model is not None:
         import_whole(local_folder(model), folder, least=min_pixels, most=max_pixels, template=template)
     elif vision is None or language is None:
-        raise Refused("give --model with a whole model, or --vision and --language with the two parts of a new one.")
+        raise Refused("give --model with a complete model, or --vision and --language with the two parts of a new one.")
     elif transplant:
         transplant_tower(local_folder(vision), local_folder(language), folder, template=template, seed=seed)
     else:
@@ -259,12 +285,12 @@ def _refuse_idle(context: typer.Context, whole: bool, transplant: bool) -> None:
 def export(
     model: ModelFolder,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", parser=_path, help="The new folder.", show_default=False)],
-    form: Annotated[Form, typer.Option(help="parts: one folder a part, even where one class could load the whole.")] = Form.auto,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write LoRA and projector as a PEFT adapter, and the base beside it.")] = False,
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="fp32 is exact, bf16 half as large; bf16 of a folder in bf16, else fp32, when not given.")
-    ] = None,
-    checkpoint: Annotated[Which, typer.Option(help="Of a run; best is by validation loss.")] = Which.newest,
+    form: Annotated[
+        Form, typer.Option(help="parts: one folder per component, even where one class could load the complete model.")
+    ] = Form.auto,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write a PEFT adapter, and the base model next to it.")] = False,
+    dtype: Annotated[Dtype | None, typer.Option(help="fp32 is exact, bf16 is half the size. [default: the dtype of the folder]")] = None,
+    checkpoint: Annotated[Which, typer.Option(help="Which checkpoint of a run; best has the lowest validation loss.")] = Which.newest,
 ) -> None:
     """Write a folder that transformers loads with its own classes and that gives the same logits."""
     _calm()
@@ -282,7 +308,7 @@ def export(
 
 @app.command(epilog="Example: eyeline report runs/easyvqa-tiny")
 def report(run: RunFolder) -> None:
-    """Write report.html in a run folder: curves, samples with pictures and answers, one file without script."""
+    """Write report.html in a run folder: curves, and samples with images and answers, in one file without script."""
     from eyeline.study.report import write_report
 
     say(f"report: {write_report(run)}")

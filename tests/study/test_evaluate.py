@@ -44,7 +44,7 @@ def test_a_limit_counts_what_it_asks(run: Path) -> None:
 
 def test_what_is_new_is_not_warned_of(run: Path) -> None:
     found = evaluate(run).model_copy(update={"also_learned": 0, "given": 0})
-    assert [line.partition(":")[0] for line in remarks(found)] == ["without looking"]
+    assert [line.partition(":")[0] for line in remarks(found)] == ["text-only baseline"]
 
 
 def test_one_kind_without_a_name_is_the_row_of_all(run: Path) -> None:

@@ -15,6 +15,7 @@ from eyeline.bundle.computing import choose_kernels
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, visible
+from eyeline.core.words import counted, percent
 from eyeline.data.sets import opened, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
 from eyeline.evals.result import Result, write_result
@@ -78,28 +79,28 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
 
 
 def scores(result: Result) -> Table:
-    """Accuracy over all and by kind of question, beside what a model reaches that never looks."""
-    table = Table(title=f"exact match, {result.questions:,} questions, {result.seconds:.0f} s", title_justify="left")
-    for column in ("", "questions", "accuracy", "without looking"):
+    """Accuracy over all and by kind of question, next to the text-only baseline."""
+    table = Table(title=f"exact match, {counted(result.questions, 'question')}, {result.seconds:.0f} s", title_justify="left")
+    for column in ("", "questions", "accuracy", "text-only baseline"):
         table.add_column(column, justify="right" if column else "left")
     for kind, score in result.by_kind.items() if any(result.by_kind) else ():
         table.add_row(
             Text(visible(kind) or "(no kind)"),
             f"{score.questions:,}",
-            f"{score.accuracy:.1%}",
-            f"{result.blind.by_kind[kind].accuracy:.1%}",
+            percent(score.accuracy),
+            percent(result.blind.by_kind[kind].accuracy),
         )
     table.add_row(
-        "all", f"{result.overall.questions:,}", f"{result.overall.accuracy:.1%}", f"{result.blind.overall.accuracy:.1%}", style="bold"
+        "all", f"{result.overall.questions:,}", percent(result.overall.accuracy), percent(result.blind.overall.accuracy), style="bold"
     )
     return table
 
 
 def remarks(result: Result) -> Iterator[str]:
     """What one has to know to read the scores."""
-    yield f"without looking: {result.blind.how}"
+    yield f"text-only baseline: {result.blind.how}"
     if result.given:
-        yield f"asked: the last question of each sample; {result.given:,} answers before it were given, not asked"
+        yield f"asked: the last question of each sample; earlier answers ({result.given:,}) were given, not asked"
     if result.rejected:
         yield "not asked: " + ", ".join(f"{cause} {count}" for cause, count in result.rejected.items())
     if result.warning:
