@@ -30,7 +30,7 @@ def test_questions_that_are_learned_from_are_counted(run: Path) -> None:
     assert found.given == sum(len(row["conversations"]) == 4 for row in rows)
     said = "\n".join(remarks(found))
     assert f"{found.also_learned} of {len(rows)} questions are learned from, too" in said
-    assert f"{found.given} answers before it were given" in said
+    assert f"earlier answers ({found.given}) were given, not asked" in said
     page = write_report(run).read_text()
     assert "exact match, questions partly learned from" in page
     assert f"{found.also_learned} of {len(rows)} questions are learned from, too" in page
