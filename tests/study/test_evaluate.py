@@ -32,7 +32,7 @@ def test_questions_that_are_learned_from_are_counted(run: Path) -> None:
     assert f"{found.also_learned} of {len(rows)} questions are learned from, too" in said
     assert f"earlier answers ({found.given}) were given, not asked" in said
     page = write_report(run).read_text()
-    assert "exact match, questions partly learned from" in page
+    assert "exact match, questions partly trained on" in page
     assert f"{found.also_learned} of {len(rows)} questions are learned from, too" in page
 
 
