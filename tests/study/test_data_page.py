@@ -186,7 +186,7 @@ def test_the_words_of_what_was_found_by_hand(mixed: Run, tmp_path: Path) -> None
         assert "samples whose text spells a control token, which stays text: 1" in said
         assert CAUSES["no_target"] in said and CAUSES["missing_image"] in said
         assert "Its data and its batches are those of stage whole." in said
-    assert ["no_target", "1", "3.8 %"] in [row[:3] for row in page.rows]
+    assert ["no_target", "1", "3.8%"] in [row[:3] for row in page.rows]
     assert [row[2] for row in page.rows if row and row[0] == "missing_image" and len(row) == 5][1:] == ["1"]
     assert text.count("rejected") == 1, "what two stages share is said once"
     assert "evaluation overlap with training: 4 of 5 samples" in text  # the first 6 rows, one without its picture, one without an answer
@@ -346,7 +346,7 @@ def test_a_batch_that_is_mostly_padding_is_warned_of(mixed: Run) -> None:
     lines = [block for block in blocks(found) if isinstance(block, Line)]
     said = [line.text for line in lines if line.warns]
     assert said == [
-        f"{now.waste * 100:.1f} % of batch.tokens is padding: batch.patches is full long before. `eyeline data` tries other sizes"
+        f"{now.waste * 100:.1f}% of batch.tokens is padding: batch.patches is full long before. `eyeline data` tries other sizes"
     ]
     assert not any("suggested" in line.text for line in lines)
     for other in (replace(now, settled=False), replace(now, budget=Budget(now.load.token // now.load.packs + 1, 32))):

@@ -168,20 +168,20 @@ def test_the_figures_are_the_hand_computed_ones(run: Path) -> None:
     assert shown["training loss, last 3 steps of stage tune"] == "1"  # not those of the stage before it, which has other data
     assert shown["tokens/s"] == "90"
     assert shown["tokens trained on"] == "540"
-    assert shown["padding"] == "10.0 %"
+    assert shown["padding"] == "10.0%"
     assert shown["validation loss at the end of stage tune"] == "1.5"
-    assert shown["exact match, questions held out"] == "75.0 %"
+    assert shown["exact match, questions held out"] == "75.0%"
     tune = rows[rows.index("stage tune") : rows.index("Curves")]
     assert after(tune, "tokens") == "270, of them 90 supervised"
     assert after(tune, "images encoded") == "6"
-    assert after(tune, "speed") == "90 tokens/s, 10.0 % padding, 25.0 % data wait"
+    assert after(tune, "speed") == "90 tokens/s, 10.0% padding, 25.0% data wait"
     assert after(tune, "peak memory") == "1.00 GiB"
     assert after(rows, "training loss, last 3 steps", "stage align") == "2"
     at = rows.index("color")
-    assert rows[at : at + 4] == ["color", "2", "50.0 %", "0.0 %"]
+    assert rows[at : at + 4] == ["color", "2", "50.0%", "0.0%"]
     assert "checkpoint step-6" in rows
     at = rows.index("data wait", rows.index("cause"))
-    assert rows[at : at + 3] == ["data wait", "1.5 s", "25.0 %"]
+    assert rows[at : at + 3] == ["data wait", "1.5 s", "25.0%"]
 
 
 def test_the_headline_is_of_the_last_stage_even_where_an_earlier_one_has_a_lower_loss(run: Path) -> None:
@@ -367,7 +367,7 @@ def test_what_is_missing_or_broken_is_said_and_the_rest_is_shown(run: Path) -> N
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(step_line(7, loss=None, grad_norm=None, applied=False)) + "\n" + json.dumps({"kind": "start"}) + "\n{\n{torn")
     text = report(run).text
-    assert "no evaluation of version 1: version" in text
+    assert "not an evaluation of version 1: version" in text
     assert "1 step had a loss or gradient that was not finite" in text
     assert "1 line of metrics.jsonl could not be read" in text
     assert "started 2 times; 0 steps after the last checkpoint were lost" in text
@@ -398,7 +398,7 @@ def test_arithmetic_by_part_and_its_share_of_the_peak(tmp_path: Path) -> None:
     ]
     write_lines(tmp_path / "metrics.jsonl", lines)
     text = report(tmp_path).text
-    assert "1.5 T" in text and "6 T" in text and "15.0 %" in text
+    assert "1.5 T" in text and "6 T" in text and "15.0%" in text
     assert "flops" not in read_history(tmp_path / "metrics.jsonl").spent_s
     write_lines(tmp_path / "metrics.jsonl", [step_line(1)])
     assert "MFU" not in report(tmp_path).text, "a run of an older version has none"

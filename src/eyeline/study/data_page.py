@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from eyeline.core.facts import ImageRule
+from eyeline.core.words import percent
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.data.report.budgets import LOST, WASTE, Load, Packing, suggested
 from eyeline.data.report.report import DataReport, Measure
@@ -15,7 +16,7 @@ from eyeline.data.report.shown import Shown
 from eyeline.data.report.twins import Twins
 from eyeline.models.flops import NONE, Arithmetic, Flops, Work
 from eyeline.study import page
-from eyeline.study.page import metric, percent, words
+from eyeline.study.page import metric, words
 from eyeline.train.run import Batching
 
 MUCH_WASTE = 0.25  # padding that is warned of

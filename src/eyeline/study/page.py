@@ -166,7 +166,3 @@ def metric(value: float) -> str:
     """With the prefix of a thousand to the n: 1.23 T."""
     power = max(0, min(6, (len(str(int(value))) - 1) // 3))
     return f"{value / 1000**power:.3g} {' kMGTPE'[power]}".strip()
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

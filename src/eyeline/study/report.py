@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_atomically
+from eyeline.core.words import percent
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.evals.result import Asked, Result, read_result
 from eyeline.study.history import History, Origin, RejectSummary, StageStart, Step, read_history, read_rejects
@@ -21,7 +22,6 @@ from eyeline.study.page import (
     metric,
     note,
     number,
-    percent,
     table,
     warning,
     words,
