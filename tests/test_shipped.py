@@ -26,7 +26,7 @@ from transformers import SiglipVisionModel
 from eyeline.bundle.bundle import Bundle, open_bundle
 from eyeline.core.batch import Document
 from eyeline.core.facts import PARTS, part_of
-from eyeline.core.files import read_lines
+from eyeline.core.files import read_lines, read_object
 from eyeline.data.templates import TEMPLATES
 from eyeline.models import Model, build, facts, llava
 from eyeline.recipes.read import read_recipe, shipped
@@ -185,7 +185,9 @@ def resize(preprocessor: Path) -> None:
     if preprocessor.exists():
         settings = json.loads(preprocessor.read_text())
         if "longest_edge" in settings["size"]:
-            preprocessor.write_text(json.dumps(settings | {"size": {"shortest_edge": 8**2, "longest_edge": 40**2}}))
+            preprocessor.write_text(
+                json.dumps(settings | {"size": {"shortest_edge": 8**2, "longest_edge": 40**2}, "min_pixels": 8**2, "max_pixels": 40**2})
+            )
 
 
 def passed(done: Done) -> Done:
@@ -231,6 +233,8 @@ def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path
 
     if any(isinstance(trained, Adapted) for trained in run.stages[-1].trains.values()):
         passed(eyeline("export", f"runs/{run.name}", "apart", "--adapter"))
+        saved = read_object(tmp_path / "apart" / "adapter" / "adapter_config.json")["modules_to_save"]
+        assert bool(saved) is any(isinstance(stage.trains.get("projector"), Full) for stage in run.stages)
 
     bundle, model = loaded(folder)
     document = asked(bundle, facts(bundle.config).image, tmp_path, size=24)

@@ -303,7 +303,15 @@ def export(
     stored = "bf16" if found.in_bf16() else "fp32"
     made = build(found.bundle.config, "cpu", DTYPES[stored])
     found.load(made, keep_adapters=True)
-    write(found.bundle, made, folder, form=form.value, adapter=adapter, dtype=stored if dtype is None else dtype.value)
+    write(
+        found.bundle,
+        made,
+        folder,
+        form=form.value,
+        adapter=adapter,
+        dtype=stored if dtype is None else dtype.value,
+        trained=found.trained(),
+    )
 
 
 @app.command(epilog="Example: eyeline report runs/easyvqa-tiny")

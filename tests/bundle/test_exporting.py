@@ -16,12 +16,11 @@ from transformers import (
     Lfm2VlForConditionalGeneration,
     LlavaForConditionalGeneration,
     Qwen2ForCausalLM,
-    Siglip2ImageProcessorPil,
     SiglipImageProcessorPil,
     SiglipVisionModel,
 )
 
-from eyeline.bundle.bundle import Bundle, open_bundle
+from eyeline.bundle.bundle import Bundle, describe, open_bundle, read_description
 from eyeline.bundle.exporting import export, weights
 from eyeline.bundle.importing import import_model
 from eyeline.core.batch import Document
@@ -31,6 +30,7 @@ from eyeline.models.lora import LoRA, merge, wrap
 from tests.bundle.tiny import CONVERSATION, FORMS, asked, built, drawing, imported, our_logits, save_language, save_vision
 
 TOWERS = [("llava", "", "vision_tower."), ("lfm2_vl", "", "model.vision_tower."), ("parts", "vision", "")]
+SIZE = 40  # pixels of the images that are asked about: another size than the tower's, so that they are resized
 SETTINGS = [(form, tied) for form in FORMS for tied in (True, False)]
 
 
@@ -48,7 +48,7 @@ def close(got: Tensor, want: Tensor) -> None:
 @torch.no_grad()
 def their_logits(folder: Path, form: str, bundle: Bundle, document: Document, model: nn.Module | None = None) -> Tensor:
     """The same question, as a user of the exported folder asks it."""
-    drawings = [drawing(0), drawing(1)]
+    drawings = [drawing(0, SIZE), drawing(1, SIZE)]
     match form:
         case "llava":
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
@@ -58,9 +58,12 @@ def their_logits(folder: Path, form: str, bundle: Bundle, document: Document, mo
             model = model or LlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
             return model.eval()(**inputs).logits[0]
         case "lfm2_vl":
-            prepared = Siglip2ImageProcessorPil.from_pretrained(folder)(drawings, return_tensors="pt")
+            processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=True)
+            text = processor.apply_chat_template(CONVERSATION, add_generation_prompt=True)
+            inputs = processor(text=text, images=drawings, return_tensors="pt")
+            assert inputs["input_ids"][0].tolist() == document.tokens_T.tolist(), "processor and loader differ"
             model = model or Lfm2VlForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
-            return model.eval()(input_ids=torch.tensor(document.tokens_T, dtype=torch.int64)[None], **prepared).logits[0]
+            return model.eval()(**inputs).logits[0]
         case _:
             prepared = SiglipImageProcessorPil.from_pretrained(folder / "vision")(drawings, return_tensors="pt")
             tower, language = SiglipVisionModel.from_pretrained(folder / "vision"), Qwen2ForCausalLM.from_pretrained(folder / "language")
@@ -75,7 +78,7 @@ def their_logits(folder: Path, form: str, bundle: Bundle, document: Document, mo
 
 
 def compare(folder: Path, form: str, bundle: Bundle, model: llava.Model, scratch: Path, their_model: nn.Module | None = None) -> None:
-    document = asked(bundle, llava.facts(bundle.config).image, scratch)
+    document = asked(bundle, llava.facts(bundle.config).image, scratch, SIZE)
     close(their_logits(folder, form, bundle, document, their_model), our_logits(model, document))
 
 
@@ -143,6 +146,47 @@ def test_what_goes_along(made: dict, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]["vocab_size"] == 384
 
 
+def test_tokenizer_config_holds_nothing_of_how_it_was_loaded(tmp_path: Path) -> None:
+    """Nor what a published file says of it; what text becomes, and which tokens are special, stays."""
+    imported(tmp_path, "llava")
+    source = tmp_path / "hub-language" / "tokenizer_config.json"
+    loading = {"name_or_path": "/home/me/secret", "special_tokens_map_file": "/root/x", "local_files_only": True, "auto_map": {"a": "b"}}
+    named = {"extra_special_tokens": {"image_token": "<|image_pad|>"}, "padding_side": "left"}
+    before = json.loads(source.read_text())
+    named["additional_special_tokens"] = before["extra_special_tokens"]
+    source.write_text(json.dumps(before | loading | named | {"processor_class": "OtherProcessor"}))
+    bundle = import_model(tmp_path / "hub-vision", tmp_path / "hub-language", tmp_path / "m", **FORMS["llava"])
+    export(bundle, built(bundle, seed=3), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    kept = {"additional_special_tokens", "clean_up_tokenization_spaces", "eos_token", "extra_special_tokens", "image_token"}
+    assert written.keys() == kept | {"model_input_names", "model_max_length", "pad_token", "padding_side", "tokenizer_class"}
+    assert (written["tokenizer_class"], written["padding_side"]) == ("PreTrainedTokenizerFast", "left")
+    assert written["extra_special_tokens"] == {"image_token": "<|image_pad|>"}
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.image_token, sorted(theirs.all_special_tokens)) == ("<|image_pad|>", sorted(bundle.tokenizer.all_special_tokens))
+
+
+def test_sampling_of_the_published_model_survives_import_training_and_export(tmp_path: Path) -> None:
+    imported(tmp_path, "llava")
+    language = tmp_path / "hub-language"
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 17, "top_p": 0.85, "repetition_penalty": 1.1, "bos_token_id": 3}
+    ids = json.loads((tmp_path / "model" / "language" / "generation_config.json").read_text())
+    published = sampling | {"eos_token_id": [7, *ids["eos_token_id"]], "pad_token_id": 5, "transformers_version": "4.37.0"}
+    (language / "generation_config.json").write_text(json.dumps(published))
+    import_model(tmp_path / "hub-vision", language, tmp_path / "m", **FORMS["llava"])
+    bundle = open_bundle(tmp_path / "m").bundle
+    describe(bundle, tmp_path / "run" / "model")  # what a run keeps
+    bundle = read_description(tmp_path / "run" / "model")
+    export(bundle, built(bundle, seed=3), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == sampling | {"eos_token_id": [7, *ids["eos_token_id"]], "pad_token_id": ids["pad_token_id"]}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == written["eos_token_id"]
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
+    (language / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
+    with pytest.raises(Refused, match=r"generation_config.json has eos_token_id=\['x'\]; wanted a token's id, or a list of them"):
+        import_model(tmp_path / "hub-vision", language, tmp_path / "n", **FORMS["llava"])
+
+
 def test_an_export_in_bf16_rounds_each_weight_once(made: dict, tmp_path: Path) -> None:
     bundle = made["llava", True]
     model = built(bundle, seed=3)
@@ -193,7 +237,7 @@ def test_peft_loads_the_adapter_on_the_exported_base(made: dict, tmp_path: Path,
     export(bundle, model, tmp_path / "out", adapter=True)
     cls = LlavaForConditionalGeneration if form == "llava" else Lfm2VlForConditionalGeneration
     base = cls.from_pretrained(tmp_path / "out" / "base", attn_implementation="eager")
-    document = asked(bundle, llava.facts(bundle.config).image, tmp_path)
+    document = asked(bundle, llava.facts(bundle.config).image, tmp_path, SIZE)
     plain = their_logits(tmp_path / "out" / "base", form, bundle, document, base)
     theirs = PeftModel.from_pretrained(base, str(tmp_path / "out" / "adapter"))
     compare(tmp_path / "out" / "base", form, bundle, model, tmp_path, theirs)
@@ -203,6 +247,30 @@ def test_peft_loads_the_adapter_on_the_exported_base(made: dict, tmp_path: Path,
     assert len(layers) == len(ours)
     stored = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
     assert not [name for name in stored if "projector" in name and "lora" in name], "a module cannot be adapted and saved"
+
+
+@pytest.mark.parametrize("form", ["llava", "lfm2_vl"])
+def test_a_projector_that_was_not_trained_is_not_in_the_adapter(made: dict, tmp_path: Path, form: str) -> None:
+    """vLLM refuses an adapter with `modules_to_save`. LoRA of such a projector is LoRA in the adapter too."""
+    bundle = made[form, True]
+    model = adapted(bundle)
+    export(bundle, model, tmp_path / "out", adapter=True, trained=())
+    assert json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["modules_to_save"] is None
+    stored = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in stored)
+    assert any("multi_modal_projector" in name for name in stored) is (form == "lfm2_vl")
+    cls = LlavaForConditionalGeneration if form == "llava" else Lfm2VlForConditionalGeneration
+    base = cls.from_pretrained(tmp_path / "out" / "base", attn_implementation="eager")
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "out" / "adapter"))
+    compare(tmp_path / "out" / "base", form, bundle, model, tmp_path, theirs)
+
+
+def test_parts_in_the_base_alone_are_named(made: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = made["llava", True]
+    export(bundle, adapted(bundle), tmp_path / "one", adapter=True, trained=("projector",))
+    assert "also trained in full" not in capsys.readouterr().out
+    export(bundle, adapted(bundle), tmp_path / "two", adapter=True, trained=("vision", "projector"))
+    assert f"also trained in full: vision. Load the adapter on {tmp_path / 'two' / 'base'}" in capsys.readouterr().out
 
 
 def test_the_adapters_projector_is_the_one_that_counts(made: dict, tmp_path: Path) -> None:
@@ -222,7 +290,7 @@ def test_the_adapters_projector_is_the_one_that_counts(made: dict, tmp_path: Pat
 
 
 def test_an_adapter_that_is_not_there_or_cannot_be_taken_is_refused(made: dict, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no layer of the tower or the language model has an adapter"):
+    with pytest.raises(Refused, match="no layer has an adapter that can be written"):
         export(made["llava", True], built(made["llava", True], seed=3), tmp_path / "out", adapter=True)
     with pytest.raises(Refused, match="one class of transformers"):
         export(made["parts", True], adapted(made["parts", True]), tmp_path / "out", adapter=True)

@@ -7,21 +7,25 @@ folder. Classes that 4 lacks are listed here and in docs/exports.md.
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, GenerationConfig
 
 from eyeline.bundle.exporting import export
 from eyeline.models import family_of
 from tests.bundle.test_families import PARTED, WHOLE, Exported, adapted, bundle_of, close, our_logits, random_model
 from tests.bundle.test_families import exported as exported  # a fixture
-from tests.bundle.tiny import drawing
+from tests.bundle.tiny import CONVERSATION, built, drawing, imported
+from tests.command import Command
 from tests.models.twins import Case
+from tests.test_docs import exports_as_documented
 
 pytestmark = pytest.mark.transformers4
 ROOT = Path(__file__).parents[2]
@@ -177,12 +181,13 @@ def test_tokenizer_and_template(exported: Callable[[Case], Exported], older: Old
     assert answer["ids"][0] == made.bundle.tokenizer.encode(TEXTS[0])
 
 
-def test_generation_settings(exported: Callable[[Case], Exported], older: Older) -> None:
-    folder = exported(first("llava")).folder
-    theirs = GenerationConfig.from_pretrained(folder)
-    answer = older.ask("generation", folder=folder)
-    assert answer["eos_token_id"] == theirs.eos_token_id
-    assert answer["pad_token_id"] == theirs.pad_token_id
+def test_generation_settings(older: Older, tmp_path: Path) -> None:
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 17, "top_p": 0.85, "repetition_penalty": 1.1}
+    bundle = replace(bundle_of(first("llava")), generation=sampling)
+    export(bundle, random_model(bundle), tmp_path / "out")
+    answer, theirs = older.ask("generation", folder=tmp_path / "out"), GenerationConfig.from_pretrained(tmp_path / "out")
+    assert sampling.items() <= answer.items()
+    assert (answer["eos_token_id"], answer["pad_token_id"]) == (theirs.eos_token_id, theirs.pad_token_id)
 
 
 @pytest.mark.parametrize("name", ["llava", "lfm2_vl", "qwen3_vl"])
@@ -198,6 +203,30 @@ def test_image_processors(name: str, exported: Callable[[Case], Exported], older
     )
     assert got.keys() == set(want.keys())
     assert all(got[key].shape == want[key].shape and float((got[key] - want[key]).abs().max()) < 1e-5 for key in got)
+
+
+@pytest.mark.parametrize(("form", "processor"), [("llava", "LlavaProcessor"), ("lfm2_vl", "SquareProcessor")])
+def test_a_conversation_with_images_as_a_user_asks_it(form: str, processor: str, older: Older, tmp_path: Path) -> None:
+    _, bundle = imported(tmp_path, form)
+    export(bundle, built(bundle, seed=3), tmp_path / "out")
+    for i in (0, 1):
+        drawing(i).resize((30 + 20 * i, 40)).save(tmp_path / f"{i}.png")
+    files = [tmp_path / "0.png", tmp_path / "1.png"]
+    request = {"folder": tmp_path / "out", "messages": CONVERSATION, "architecture": architecture(tmp_path / "out")}
+    answer = older.ask("prompt", files=files, out=tmp_path / "inputs", **request)
+    assert answer["class"] == processor
+    theirs = AutoProcessor.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    text = theirs.apply_chat_template(CONVERSATION, add_generation_prompt=True)
+    want = theirs(text=text, images=[Image.open(file) for file in files], return_tensors="pt")
+    got = load_file(tmp_path / "inputs")
+    assert got.keys() == set(want.keys())
+    assert all(torch.allclose(got[key].float(), want[key].float(), atol=1e-5) for key in got)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    assert answer["answer"] == model.generate(**want, max_new_tokens=8, do_sample=False)[0, want["input_ids"].shape[1] :].tolist()
+
+
+def test_exports_are_used_as_documented(eyeline: Command, older: Older, tmp_path: Path) -> None:
+    exports_as_documented(eyeline, tmp_path, PYTHON)
 
 
 def test_bf16_is_loaded_as_bf16(older: Older, tmp_path: Path) -> None:

@@ -63,13 +63,15 @@ def images(folder: str, files: list[str], out: str) -> dict:
     return {"class": type(processor).__name__}
 
 
-def prompt(folder: str, messages: list, files: list[str], out: str) -> dict:
-    """What the folder's whole processor makes of a conversation with images."""
+def prompt(folder: str, architecture: str, messages: list, files: list[str], out: str) -> dict:
+    """What the folder's whole processor makes of a conversation with images, and the model's answer to it."""
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=True)
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     inputs = processor(text=text, images=[Image.open(file) for file in files], return_tensors="pt", add_special_tokens=False)
     save_file({name: x.contiguous() for name, x in inputs.items()}, out)
-    return {"class": type(processor).__name__}
+    model, _ = loaded(folder, architecture)
+    answer = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return {"class": type(processor).__name__, "answer": answer.tolist()}
 
 
 ANSWERS = {f.__name__: f for f in (logits, dtype, tokens, generation, images, prompt)}

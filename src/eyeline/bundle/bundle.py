@@ -13,7 +13,7 @@ Beside the tokenizer, where import added control tokens to it: untrained_tokens.
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, assert_never
@@ -35,7 +35,7 @@ from eyeline.bundle.rendering import Unbounded, render, rendered
 from eyeline.checkpoint import store
 from eyeline.checkpoint.tensors import entries_in, entries_of, key_of, refuse_other_formats, stream
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.facts import KeyRule
+from eyeline.core.facts import KeyRule, Part
 from eyeline.core.files import read_object, write_json
 from eyeline.core.log import say, warn
 from eyeline.core.problems import lines_of
@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 VERSION = 1
 DESCRIPTION = "eyeline.json"
 UNTRAINED = "untrained_tokens.json"
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Bundle:
     config: Config
     tokenizer: "PreTrainedTokenizerBase"
     template: str  # a name in data.templates
+    generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json of the model that this one comes from
     untrained: tuple[str, ...] = ()  # control tokens that import added, whose embedding rows nothing has trained
 
     def encoder(self) -> Encoder:
@@ -92,6 +94,10 @@ class Opened:
             return False
         held = (entries_in(self.folder / place) for place in places(self.bundle.config, self.form))
         return {entry.dtype for entries in held for entry in entries.values()} == {"BF16"}
+
+    def trained(self) -> tuple[Part, ...]:
+        """The parts that the run has trained in full, in any of its stages so far; an older run's projector may be one."""
+        return ("projector",) if self.checkpoint is None else tuple(self.checkpoint.state.get("trained", ("projector",)))
 
     def load(self, model: Model, keep_adapters: bool = False) -> None:
         """Fill a model that was built from `bundle.config`. Adapters of a run are merged into its weights, or stay beside them
@@ -214,8 +220,9 @@ def write_description(bundle: Bundle, folder: Path) -> None:
 
 
 def write_tokenizer(bundle: Bundle, folder: Path) -> None:
-    """The tokenizer, and which of its tokens are untrained if any are."""
+    """The tokenizer, how text is generated, and which of its tokens are untrained if any are."""
     save_tokenizer(bundle.tokenizer, folder)
+    write_json(folder / GENERATION, generation_settings(bundle))
     if bundle.untrained:
         write_json(folder / UNTRAINED, {"tokens": list(bundle.untrained)})
 
@@ -246,7 +253,7 @@ def read_description(folder: Path) -> Bundle:
         faults = "; ".join(lines_of(Config, content["config"], error))
         raise Refused(f"{path} does not describe a model: {faults}. Was it edited?") from error
     at = folder if (folder / "tokenizer.json").exists() else folder / "language"
-    bundle = Bundle(config, load_tokenizer(at), str(content.get("template")), read_untrained(at))
+    bundle = Bundle(config, load_tokenizer(at), str(content.get("template")), read_generation(at), read_untrained(at))
     refuse_misfit(bundle)
     return bundle
 
@@ -289,7 +296,7 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
         )
     config, form = read_shape(folder)
     tokenizer = load_tokenizer(folder)
-    bundle = Bundle(config, tokenizer, recognised(tokenizer, folder), read_untrained(folder))
+    bundle = Bundle(config, tokenizer, recognised(tokenizer, folder), read_generation(folder), read_untrained(folder))
     refuse_misfit(bundle)
     _refuse_other_tokens(folder, bundle, form)
     return Opened(folder, bundle, form)
@@ -397,10 +404,32 @@ def _ours(name: str) -> list[str]:
 
 
 def stop_settings(bundle: Bundle) -> dict[str, Any]:
-    """generation_config.json: where generation stops, so that whoever loads the model stops there too."""
-    encoder = bundle.encoder()
-    pad = bundle.tokenizer.pad_token_id
-    return {"eos_token_id": list(encoder.stop_ids), "pad_token_id": encoder.stop_ids[0] if pad is None else pad}
+    """The tokens that end an answer and the one that fills up: the template's, and those that the model came with."""
+    stops, pad = bundle.encoder().stop_ids, bundle.tokenizer.pad_token_id
+    return {
+        "eos_token_id": sorted({*stops, *_ids(bundle.generation.get("eos_token_id"))}),
+        "pad_token_id": stops[0] if pad is None else pad,
+    }
+
+
+def generation_settings(bundle: Bundle) -> dict[str, Any]:
+    """generation_config.json: where generation stops, and the sampling that the model came with (temperature, top_p, ...)."""
+    return {**bundle.generation, **stop_settings(bundle)}
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """A folder's generation_config.json, but for what says which version wrote it; empty where there is none. Raises Refused."""
+    path = folder / GENERATION
+    found = read_object(path) if path.exists() else {}
+    if found.get("eos_token_id") is not None and not _ids(found["eos_token_id"]):
+        raise Refused(f"{path} has eos_token_id={found['eos_token_id']!r}; wanted a token's id, or a list of them. Download it again.")
+    return {key: value for key, value in found.items() if key not in ("transformers_version", "_from_model_config") and value is not None}
+
+
+def _ids(value: Any) -> list[int]:
+    """The ids in an `eos_token_id`; none where it holds something else."""
+    ids = value if isinstance(value, list) else [value]
+    return ids if all(isinstance(one, int) and not isinstance(one, bool) for one in ids) else []
 
 
 # ---- everything but the weights
@@ -420,8 +449,9 @@ def write_settings(bundle: Bundle, folder: Path, form: Form, dtype: str | None =
         elif name.endswith("/config.json"):
             content = {**content, **kept}
         write_json(folder / name, content)
-    write_json(folder / place / "generation_config.json", stops)
     write_tokenizer(bundle, folder / place)
+    if form.code is not None:
+        shutil.copyfile(Path(__file__).with_name(form.code), folder / form.code)
     _warn_if_read_otherwise(bundle, folder / place)
     if form.name == "parts":
         write_description(bundle, folder)

@@ -1,6 +1,6 @@
 """A trained model as a folder that transformers loads with its own classes and computes the same from."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -12,6 +12,7 @@ from eyeline.bundle.bundle import Bundle, place_of, refuse_misfit, rules_at, wri
 from eyeline.bundle.folders import new_folder
 from eyeline.checkpoint.tensors import SHARD_BYTES, Key, key_of, renamed, write_file, write_folder
 from eyeline.core.errors import Refused
+from eyeline.core.facts import PARTS, Part
 from eyeline.core.files import write_json
 from eyeline.core.log import say
 from eyeline.models import Config, Model, facts, family_of
@@ -32,13 +33,15 @@ def export(
     form: Literal["auto", "parts"] = "auto",
     adapter: bool = False,
     dtype: Dtype = "fp32",
+    trained: Collection[Part] = ("projector",),
     max_shard_bytes: int = SHARD_BYTES,
 ) -> str:
     """Write `model` into a new folder and return the name of its form. The model is only read.
 
     `form` auto takes the one class of transformers that computes the same (the family's `form`), or the parts one by one where
     there is none. Adapters on the model are merged into the weights that are written, or, with `adapter`, `out` gets two
-    folders: `base`, without them, and `adapter`, which peft loads on it. fp32 is exact; bf16 rounds each weight once.
+    folders: `base`, without them, and `adapter`, which peft loads on it, with the projector where it is one of the parts that were
+    `trained` in full. fp32 is exact; bf16 rounds each weight once.
 
     Raises Refused for a folder that is not empty, for parts of a model that has one, and for an adapter that is not there or
     that no class can take.
@@ -47,8 +50,8 @@ def export(
     _refuse_biases(model)
     chosen = chosen_form(bundle.config, form)
     if adapter:
-        if not _adapted(model):
-            raise Refused("no layer of the tower or the language model has an adapter: the last stage trained none. Leave --adapter out.")
+        if not _adapted(model, trained):
+            raise Refused("no layer has an adapter that can be written: the last stage trained none. Leave --adapter out.")
         if chosen.name == "parts":
             raise Refused(
                 f"an adapter needs a model that one class of transformers loads, and this one is exported as parts: {chosen.reason}."
@@ -60,8 +63,10 @@ def export(
         write_settings(bundle, base, chosen, HF_DTYPES[dtype])
         if adapter:
             (folder / "adapter").mkdir()
-            _write_adapter(bundle.config, model, folder / "adapter", chosen, str(out / "base"))
+            _write_adapter(bundle.config, model, folder / "adapter", chosen, str(out / "base"), trained)
     say(f"{out}: {chosen.name} form ({chosen.reason}); docs/exports.md has the lines that load and ask it")
+    if adapter and (whole := [part for part in PARTS if part in trained and part in facts(bundle.config).parts and part != "projector"]):
+        say(f"also trained in full: {', '.join(whole)}. Load the adapter on {out / 'base'}, which holds that, and on no other base model.")
     return chosen.name
 
 
@@ -113,10 +118,10 @@ def write_model(bundle: Bundle, tensors: Iterable[tuple[str, Tensor]], folder: P
 # ---- adapters
 
 
-def _adapted(model: Model) -> dict[str, LoRALinear]:
-    """The layers outside the projector that have an adapter."""
+def _adapted(model: Model, trained: Collection[Part]) -> dict[str, LoRALinear]:
+    """The layers that have an adapter, but for those of a projector that was trained in full too: it is saved as it is."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
-    return {name: layer for name, layer in layers.items() if not name.startswith("projector.")}
+    return {name: layer for name, layer in layers.items() if not (name.startswith("projector.") and "projector" in trained)}
 
 
 def _module(on_disk: str, form: Form) -> str:
@@ -133,13 +138,13 @@ def _module(on_disk: str, form: Form) -> str:
 EXPERTS_NAMES = (".gate_proj", ".up_proj", ".down_proj")
 
 
-def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base: str) -> None:
-    """adapter_config.json and adapter_model.safetensors as peft writes them, the layers of the projector in `modules_to_save`.
+def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base: str, trained: Collection[Part]) -> None:
+    """adapter_config.json and adapter_model.safetensors as peft writes them, a projector that was trained in full in `modules_to_save`.
 
-    A layer cannot be adapted and saved, so adapters of the projector are merged into what is saved of it.
+    A layer cannot be adapted and saved, so adapters of such a projector are merged into what is saved of it.
     """
     rules = family_of(config).keys(config, form)
-    adapted = _adapted(model)
+    adapted = _adapted(model, trained)
     wanted = {key.theirs: key for key in (key_of(f"{name}.weight", rules) for name in adapted)}
     mixed = facts(config).experts is not None
     tensors: dict[str, Tensor] = {}
@@ -152,7 +157,8 @@ def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base:
         target = name.rpartition(".vision_model.")[2]  # peft compares ends of names: so this is the layer in transformers 4 and 5
         target = f"{target}.weight" if mixed and name.endswith(EXPERTS_NAMES) else target
         ranks[target], alphas[target] = len(a_rI), _whole(scale * len(a_rI))
-    projector = [(name, x) for name, x in weights(model, True, torch.float32) if name.startswith("projector.")]
+    whole = "projector" in trained
+    projector = [(name, x) for name, x in weights(model, True, torch.float32) if whole and name.startswith("projector.")]
     saved = list(renamed(projector, rules))
     for theirs, x in saved:
         tensors[f"base_model.model.{_module(theirs, form)}.{theirs.rpartition('.')[2]}"] = x

@@ -14,6 +14,7 @@ from eyeline.bundle.bundle import (
     classes,
     named,
     places,
+    read_generation,
     read_shape,
     read_untrained,
     recognised,
@@ -144,7 +145,7 @@ def take(
     # image and video tokens are placeholders: visual features replace their embeddings, so training is not needed
     placeholders = (template_named(template).image, FILM)
     untrained = (*read_untrained(tokenizers), *(token for token in added if token not in placeholders))
-    bundle = Bundle(grown, tokenizer, template, untrained)
+    bundle = Bundle(grown, tokenizer, template, read_generation(tokenizers), untrained)
     refuse_misfit(bundle)
     with new_folder(out) as folder:
         write_model(bundle, weights(grown.language.vocabulary), folder, form, max_shard_bytes)

@@ -259,12 +259,14 @@ LOADING = frozenset(
 
 def _for_every_version(written: Mapping[str, Any]) -> dict[str, Any]:
     """tokenizer_config.json as transformers 4 and 5 both read it, of what 5 wrote: 4 does not know the class TokenizersBackend, and
-    takes a list under `extra_special_tokens` for a mapping, which is how 5 reads one too."""
+    takes a list under `extra_special_tokens` for a mapping, which is how 5 reads one too. Where no inputs are named, 4 makes
+    `token_type_ids`, which models refuse."""
     config = {key: value for key, value in written.items() if key not in LOADING}
     special, named = config.pop("extra_special_tokens", []), config.pop("model_specific_special_tokens", {})
     if isinstance(special, Mapping):
         special, named = [], {**special, **named}
     return {
+        "model_input_names": ["input_ids", "attention_mask"],
         **config,
         **({"additional_special_tokens": list(special)} if special else {}),
         **({"extra_special_tokens": named} if named else {}),

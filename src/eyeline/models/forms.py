@@ -20,6 +20,7 @@ class Form:
 
     name: str
     reason: str
+    code: str | None = None  # a file of Python in bundle/ that goes along: a processor that transformers does not have
     modules: Mapping[str, str] = field(default_factory=dict)  # beginning of a tensor's name on disk -> in the model that is made of it
 
 

@@ -192,6 +192,7 @@ def facts(c: Config) -> Facts:
 # ---- Hugging Face's forms
 
 MODEL_TYPES = ("llava", "lfm2_vl")
+SQUARE = "processing_square.py"  # LFM2-VL's own processor keeps an image's shape and cuts tiles, and these models are trained on squares
 PARTS = Form("parts", "it was asked for")  # every config has this form too
 
 
@@ -213,12 +214,12 @@ def form(c: Config) -> Form:
             "parts", f"LFM2-VL's pictures are whole patches, and {c.vision.image_size} pixels are not a multiple of {c.vision.patch}"
         )
     if c.feature_norm:
-        return Form("lfm2_vl", "an MLP, on features after the tower's final norm", _LFM2_VL_MODULES)
+        return Form("lfm2_vl", "an MLP, on features after the tower's final norm", SQUARE, _LFM2_VL_MODULES)
     if c.projector.shuffle > 1 or c.projector.norm:
         return Form("parts", "only LLaVA takes features before the tower's final norm, and it has no pixel shuffle and no projector.norm")
     if c.hidden != c.language.width:
         return Form("parts", f"LLaVA's projector is as wide as its language model ({c.language.width}), and projector.width is {c.hidden}")
-    return Form("llava", "an MLP without pixel shuffle, on features before the tower's final norm", _LLAVA_MODULES)
+    return Form("llava", "an MLP without pixel shuffle, on features before the tower's final norm", None, _LLAVA_MODULES)
 
 
 # LLaVA's class keeps on disk the names that it had before transformers 4.52. In transformers 5 the towers have no module `vision_model`:
@@ -317,7 +318,15 @@ def to_hf(c: Config, form: Form, tokens: MediaTokens) -> Files:
                 "projector_use_layernorm": c.projector.norm,
                 "tie_word_embeddings": c.language.tied,
             }
-            return {"config.json": config, "preprocessor_config.json": siglip2.to_preprocessor_naflex(vision)}
+            processor = {
+                "processor_class": "SquareProcessor",
+                "auto_map": {"AutoProcessor": f"{SQUARE.removesuffix('.py')}.SquareProcessor"},
+                "image_token": tokens.written,
+                "image_size": vision.image_size,
+                "tokens_per_image": (vision.side // c.projector.shuffle) ** 2,
+            }
+            preprocessor = siglip2.to_preprocessor_naflex(vision)
+            return {"config.json": config, "preprocessor_config.json": preprocessor, "processor_config.json": processor}
         case "parts":
             return {
                 "vision/config.json": siglip2.to_hf(vision),

@@ -41,7 +41,7 @@ from eyeline.train.start import (
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.summary import Tally, stage_lines, stage_record
-from eyeline.train.trainable import adapters_of, prepare, rates, table
+from eyeline.train.trainable import adapters_of, prepare, rates, table, trained_in_full
 
 
 @dataclass(frozen=True)
@@ -258,6 +258,7 @@ def save(run: Run, home: Home, model: nn.Module, optimizers: list, stage: Stage,
             "stage": progress.stage,
             "global_step": state.global_step,
             "lora": adapters,
+            "trained": trained_in_full(run.stages[: state.stage + 1]),
             "expert_biases": bool(biases),
             "without_state": [] if ended else without_state(optimizers),
             "progress": vars(progress),

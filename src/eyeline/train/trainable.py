@@ -1,6 +1,6 @@
 """What learns in a stage: freezing by subtree, LoRA, precision, and the table that says so."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,11 @@ class Row:
     trained: int
     how: str
     lr: float | None
+
+
+def trained_in_full(stages: Sequence[Stage]) -> list[Part]:
+    """The parts of which one of these stages trains every parameter."""
+    return [part for part in PARTS if any(isinstance(stage.trains.get(part), Full) for stage in stages)]
 
 
 def adapters_of(stage: Stage) -> dict[Part, LoRA]:
