@@ -120,6 +120,10 @@ ROWS: dict[str, dict[str, Any]] = {
         "messages": talk({"weight": 0}),
         **{"mask": "masks/1.png", "train": "train", "weight": "3 kg", "loss": None},
     },
+    "figures of a filter": {
+        "messages": talk({"weight": 0}),
+        **{"loss": 0.73, "weight": 72, "train": 3},
+    },
 }
 
 

@@ -61,7 +61,8 @@ def is_row_mark(column: str, value: Any) -> bool:
         return bool(listed) or value.strip().lower() in _TEXTS or (column == UNCLEAR and value.strip().lower() in _SPEAKERS)
     if isinstance(value, list):
         return all(v is None or isinstance(v, int | float) for v in value)
-    return isinstance(value, int | float)
+    # a weight in kg and a loss that a filter measured are figures; a share of the loss is a mark, and is refused as one
+    return value in (0, 1) or (column == "weight" and isinstance(value, float) and 0 < value < 1)
 
 
 def _absent(value: Any) -> bool:
