@@ -163,6 +163,15 @@ def test_steps_are_counted_before(open_reader) -> None:
             assert 1 <= len(steps[-1][0]) <= micro_batches
 
 
+def test_each_step_says_how_many_epochs_are_done(open_reader) -> None:
+    """Also after a resume, and in each epoch from its own start; not where sources have epochs of their own."""
+    found = list(open_reader().steps(BUDGET, 1, 2))
+    epochs = [step.epoch for step in found]
+    assert epochs == sorted(epochs) and epochs[0] > 0 and epochs[-1] == 2.0
+    assert [step.epoch for step in open_reader().steps(BUDGET, 1, 2, found[1].state)] == epochs[2:]
+    assert next(open_reader(blend="shares").steps(BUDGET, 1, None)).epoch is None
+
+
 def test_accumulation_only_groups_the_same_batches(open_reader) -> None:
     single = flat(open_reader().steps(BUDGET, 1, 2))
     for one, two in zip(single, flat(open_reader().steps(BUDGET, 3, 2)), strict=True):

@@ -14,6 +14,7 @@ from eyeline.train.display import SMOOTHED_STEPS, Lines, Log, Pace, Terminal, Vi
 from eyeline.train.metrics import StepFigures
 from eyeline.train.run import Stage
 from eyeline.train.step import ExpertLoad, Report
+from eyeline.train.summary import Tally
 from eyeline.train.trainable import Row, table
 
 
@@ -184,3 +185,21 @@ def test_no_number_of_what_a_stage_trains_is_cut(width: int) -> None:
     for whole in ("411,000,000", "8,190,735,360", "43,646,976", "0.0001", "frozen", "language"):
         assert whole in said
     assert max(map(len, said.splitlines())) <= width
+
+
+def test_a_run_ends_with_the_result_of_its_last_stage() -> None:
+    """The loss and validation loss of an earlier stage are of other data. Skipped samples are those of all stages."""
+    tally = Tally()
+    for step in (1, 2):
+        tally.step(whole(step, 2, loss=0.001, stage="first", rejected=2))
+    tally.validated("first", 2, 0.0005, 0.0005)
+    tally.step(whole(1, 4, loss=3.0, stage="last", rejected=0))
+    assert "validation" not in tally.line(3), "the last stage has none yet"
+    tally.validated("last", 1, 0.5, 0.5)
+    tally.step(whole(2, 4, loss=1.0, stage="last", supervised=30, rejected=5))
+    tally.validated("last", 2, 0.75, 0.5)
+    said = tally.line(1_004)
+    assert said.startswith("done: 1,004 steps in 0:0")
+    assert " · loss 1.5000 (mean of the last 2 steps) · validation loss 0.7500, best 0.5000 at step 1 of the stage" in said
+    assert "7 samples skipped" in said
+    assert Tally().line(4) == "done: 4 steps", "nothing was left to train"

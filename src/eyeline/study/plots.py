@@ -228,7 +228,7 @@ def draw(axes: Axes, curve: Curve, colour: str) -> None:
             thinned.x,
             thinned.mean,
             color=colour,
-            alpha=0.35 if curve.pale else 1.0,
+            alpha=0.55 if curve.pale else 1.0,
             linewidth=0.8 if curve.pale else 1.3,
             linestyle=(0, (4, 3)) if curve.dashed else "-",
             marker="o" if curve.dots or alone else "",
