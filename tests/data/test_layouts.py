@@ -131,7 +131,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "no question": (SOUND, {"question": None, "answer": "a"}, "wrong_type", "row.question"),
     "choices": (SOUND, SOUND | {"answer": 1, "choices": ["a", "b"]}, "unsupported", "choices"),
     "tools": (SOUND, SOUND | {"tools": "[{}]"}, "tool_turn", "tools"),
-    "a system that is no text": (SOUND, SOUND | {"system": 3}, "wrong_type", "row.system"),
+    "a system that is no text": (SOUND, SOUND | {"system": [3]}, "wrong_type", "row.system"),
     "history of strings": ({"query": "a", "response": "b"}, {"query": "a", "response": "b", "history": ["x"]}, "wrong_type", "history"),
     "half a prompt in messages": (
         {"prompt": "a", "completion": "b"},

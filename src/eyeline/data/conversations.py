@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
@@ -15,6 +15,7 @@ from eyeline.data.media import (
     PICTURES,
     PLACEHOLDERS,
     VIDEO,
+    as_text,
     clean,
     film_of,
     media_of,
@@ -22,6 +23,7 @@ from eyeline.data.media import (
     pictures_of,
     shown,
     unpacked,
+    without_escapes,
 )
 
 ANSWERS = ("answer", "multiple_choice_answer", "answers")  # columns of answers: the first of these that a row has is used
@@ -55,16 +57,16 @@ def _checked(id: str, messages: list[Message], kind: str) -> Sample:
     return Sample(id, tuple(messages), kind)
 
 
-_PLACES = re.compile(f"({'|'.join(PLACEHOLDERS)})")
+_PLACES = re.compile(rf"(?<!\\)({'|'.join(PLACEHOLDERS)})")  # with a backslash before it, it is text
 Media = dict[str, Iterator[Picture | Video]]  # placeholder -> what stands there, in order
 
 
-def _split(text: str, role: Role, media: Media, field: str) -> tuple[Text | Picture | Video, ...]:
-    """Text with its placeholders replaced, wherever they stand. Newlines that set a placeholder off are dropped: the template
-    says what surrounds a picture."""
+def _split(text: str, role: Role, media: Media) -> tuple[Text | Picture | Video, ...]:
+    """Text with its placeholders replaced, wherever they stand in a question; in an answer they are text. Newlines that set a
+    placeholder off are dropped: the template says what surrounds a picture."""
+    if role == "assistant":
+        return (Text(without_escapes(text)),) if text else ()
     pieces = _PLACES.split(text)
-    if role == "assistant" and len(pieces) > 1:
-        raise BadSample("image_in_answer", field, f"{pieces[1]} in an answer")
     parts: list[Text | Picture | Video] = []
     for n, piece in enumerate(pieces):
         if n % 2:
@@ -73,16 +75,33 @@ def _split(text: str, role: Role, media: Media, field: str) -> tuple[Text | Pict
         piece = piece.removeprefix("\n") if n else piece
         piece = piece.removesuffix("\n") if n < len(pieces) - 1 else piece
         if piece:
-            parts.append(Text(piece))
+            parts.append(Text(without_escapes(piece)))
     return tuple(parts)
 
 
-def _counted(row: dict[str, Any], places: dict[str, int], media: dict[str, list[Picture | Video]], field: str) -> Media:
+def _places_in(texts: Iterable[str]) -> Counter[str]:
+    """How often each placeholder stands in texts, but for those with a backslash before them."""
+    return Counter(found for text in texts if "<" in text for found in _PLACES.findall(text))
+
+
+def _refuse_to_draw(media: dict[str, list[Picture | Video]], places: Counter[str], answers: Sequence[tuple[str, str]]) -> None:
+    """BadSample where placeholders in answers, (text, field), are not text: images are left that only they would give a place."""
+    for placeholder in PLACEHOLDERS:
+        said = [(text, field) for text, field in answers if placeholder in text]
+        there = _places_in(text for text, _ in said)[placeholder]
+        if there and len(media[placeholder]) == places[placeholder] + there:
+            why = f"{placeholder} in an answer, where one of the row's {PLACEHOLDERS[placeholder]} would stand, and an answer is text"
+            raise BadSample("image_in_answer", said[0][1], f"{why}. Write it into the turn before, or as \\{placeholder} where it is text")
+
+
+def _counted(row: dict[str, Any], places: Counter[str], media: dict[str, list[Picture | Video]], field: str) -> Media:
     """The media in order, if there are exactly as many as places for them."""
     for placeholder, columns in ((IMAGE, PICTURES), (VIDEO, FILMS)):
         if places[placeholder] != len(media[placeholder]):
             count = f"{places[placeholder]} {placeholder} in the text for {len(media[placeholder])} {PLACEHOLDERS[placeholder]}"
             guesses = [f"; {key!r} is no column of them.{guess}" for key in row if (guess := nearest(key, columns[:2]))]
+            if not media[placeholder] and not guesses:
+                guesses = [f". Where it is text and not the place of one, write \\{placeholder}"]
             raise BadSample("placeholder_count", field, count + (guesses[0] if guesses and not media[placeholder] else ""))
     return {placeholder: iter(found) for placeholder, found in media.items()}
 
@@ -104,15 +123,26 @@ def _objects(row: Any, field: str) -> list[dict[str, Any]]:
     return turns
 
 
-def _role(turn: dict[str, Any], key: str, roles: dict[str, Role], field: str) -> Role:
+def _role(turn: dict[str, Any], ours: str, field: str) -> Role:
+    """Who speaks, by the key `ours` or by the other one that means the same."""
+    key = key_of(turn, ours)
     value, field = turn.get(key), f"{field}.{key}"
     if key not in turn:
         raise BadSample("role", field, f"the turn has no {key}, but {_keys(turn, key)}")
     if value in TOOL_ROLES:
         raise BadSample("tool_turn", field, f"{value!r}: turns of tools are not read. Leave such conversations out, or tell them in text")
-    if not isinstance(value, str) or value not in roles:
-        raise BadSample("role", field, f"got {shown(value)}, wanted one of {', '.join(roles)}")
-    return roles[value]
+    if not isinstance(value, str) or value not in ROLES:
+        raise BadSample("role", field, f"got {shown(value)}, wanted one of {', '.join(ROLES)}")
+    return ROLES[value]
+
+
+SAME_KEYS = {"from": "role", "role": "from", "value": "content", "content": "value"}  # of turns: LLaVA's and OpenAI's, often mixed
+
+
+def key_of(turn: dict[str, Any], ours: str) -> str:
+    """The key of a turn that says what `ours` says: itself, or the other one where that alone is there."""
+    other = SAME_KEYS[ours]
+    return other if turn.get(ours) is None and turn.get(other) is not None else ours
 
 
 TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython")
@@ -130,7 +160,8 @@ def _told(row: dict[str, Any], id: str, root: Location, turns: Sequence[Turn], c
     all, pictures and films come before the first question."""
     _refuse_other_training(row, [turn.text for turn in turns])
     media = media_of(row, root)
-    places = {p: sum(turn.text.count(p) for turn in turns) for p in PLACEHOLDERS}
+    places = _places_in(turn.text for turn in turns if turn.role != "assistant")
+    _refuse_to_draw(media, places, [(turn.text, turn.field) for turn in turns if turn.role == "assistant"])
     first: list[Text | Picture | Video] = []
     if implied and not any(places.values()):
         first = [medium for found in media.values() for medium in found]
@@ -138,8 +169,8 @@ def _told(row: dict[str, Any], id: str, root: Location, turns: Sequence[Turn], c
     standing = _counted(row, places, media, column)
     messages = _system(row)
     kept = supervised(row, [(turn.role, turn.field.rpartition(".")[0], turn.object) for turn in turns])
-    for (role, text, field, _), in_loss in zip(turns, kept, strict=True):
-        parts = _split(text, role, standing, field)
+    for (role, text, _, _), in_loss in zip(turns, kept, strict=True):
+        parts = _split(text, role, standing)
         if first and role == "user":
             parts, first = (*first, *parts), []
         messages.append(Message(role, parts, in_loss))
@@ -172,7 +203,7 @@ def _system(row: dict[str, Any]) -> list[Message]:
 
 
 def _text_of(value: dict[str, Any], key: str, field: str) -> str:
-    text = value.get(key)
+    text = as_text(value.get(key), f"{field}.{key}")
     if not isinstance(text, str):
         got = f"got {shown(text)}" if key in value else f"and there is no {key}, but {_keys(value, key)}"
         raise BadSample("wrong_type", f"{field}.{key}", f"text was wanted, {got}")
@@ -188,25 +219,47 @@ def _keys(value: dict[str, Any], key: str) -> str:
 # Layouts
 
 
-LLAVA_ROLES: dict[str, Role] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES: dict[str, Role] = {
+    **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
+    **{"system": "system", "developer": "system"},
+}
 
 
 def llava_sample(row: Any, id: str, root: Location) -> Sample:
-    """LLaVA: {image: path or paths, video: frames, conversations: [{from: human|gpt|system, value: text with <image>, <video>}]}."""
-    return _told(row, id, root, _spoken(_objects(row, "conversations"), "conversations"), "conversations", implied=False)
+    """LLaVA: {image: path or paths, video: frames, conversations: [{from: human|gpt|system, value: text with <image>, <video>}]}. Turns
+    may be OpenAI's messages ({role, content}), too."""
+    return _conversed(row, id, root, _objects(row, "conversations"), "conversations")
+
+
+def _conversed(row: dict[str, Any], id: str, root: Location, items: list[dict[str, Any]], column: str) -> Sample:
+    """The sample of turns in LLaVA's words or in OpenAI's, or in a mixture. Only in OpenAI's may images have no place in the text."""
+    if any(isinstance(item.get(key_of(item, "value")), list) for item in items):
+        return _talked(row, id, root, [(column, n, item) for n, item in enumerate(items)])
+    implied = any(key_of(item, "from") == "role" for item in items)
+    return _told(row, id, root, _spoken(items, column), column, implied)
 
 
 def _spoken(items: list[dict[str, Any]], column: str) -> list[Turn]:
     turns: list[Turn] = []
     for n, turn in enumerate(items):
-        role = _role(turn, "from", LLAVA_ROLES, f"{column}[{n}]")
-        turns.append(Turn(role, _text_of(turn, "value", f"{column}[{n}]"), f"{column}[{n}].value", turn))
+        role, key = _role(turn, "from", f"{column}[{n}]"), key_of(turn, "value")
+        refuse_unread_keys(turn, role, f"{column}[{n}]")
+        turns.append(Turn(role, _text_of(turn, key, f"{column}[{n}]"), f"{column}[{n}].{key}", turn))
     return turns
+
+
+def refuse_unread_keys(turn: dict[str, Any], role: Role, field: str) -> None:
+    """BadSample for a turn that has calls of tools, or thoughts beside what it says."""
+    if turn.get("tool_calls"):
+        raise BadSample("tool_turn", f"{field}.tool_calls", "calls of tools are not read. Leave such conversations out")
+    for key in THOUGHTS if role == "assistant" else ():
+        if turn.get(key):
+            why = "thoughts are read where they stand: write them into the content, between <think> and </think>"
+            raise BadSample("unsupported", f"{field}.{key}", why)
 
 
 TEXT_PARTS = ("text", "input_text")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-OPENAI_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
 def openai_sample(row: Any, id: str, root: Location) -> Sample:
@@ -220,11 +273,20 @@ def openai_sample(row: Any, id: str, root: Location) -> Sample:
 
 def _talked(row: dict[str, Any], id: str, root: Location, turns: list[tuple[str, int, dict[str, Any]]]) -> Sample:
     """The sample of OpenAI's messages; with each, the column and its number there."""
-    contents = [turn.get("content") for _, _, turn in turns]
+    keys = [key_of(turn, "content") for _, _, turn in turns]
+    fields = [f"{column}[{n}].{key}" for key, (column, n, _) in zip(keys, turns, strict=True)]
+    contents = [as_text(turn.get(key), field) for key, field, (_, _, turn) in zip(keys, fields, turns, strict=True)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    places = {p: sum(c.count(p) for c in contents if isinstance(c, str)) + sum(_bare(part) == p for part in parts) for p in PLACEHOLDERS}
     _refuse_other_training(row, [*(c for c in contents if isinstance(c, str)), *(str(p.get("text")) for p in parts if isinstance(p, dict))])
+    roles: list[Role] = []
+    for column, n, turn in turns:
+        roles.append(_role(turn, "role", f"{column}[{n}]"))
+        refuse_unread_keys(turn, roles[-1], f"{column}[{n}]")
     columns = media_of(row, root)
+    places = _places_in(c for c, role in zip(contents, roles, strict=True) if isinstance(c, str) and role != "assistant")
+    places.update(bare for part in parts if (bare := _bare(part)) is not None)
+    said = [(c, field) for c, field, role in zip(contents, fields, roles, strict=True) if isinstance(c, str) and role == "assistant"]
+    _refuse_to_draw(columns, places, said)
     columns[IMAGE] = _numbered(columns[IMAGE], [part.get("index") for part in parts if _bare(part) == IMAGE])
     first: list[Text | Picture | Video] = []
     if not any(places.values()) and not any(isinstance(part, dict) and part.get("type") not in TEXT_PARTS for part in parts):
@@ -232,24 +294,13 @@ def _talked(row: dict[str, Any], id: str, root: Location, turns: list[tuple[str,
         columns = {p: [] for p in PLACEHOLDERS}
     media = _counted(row, places, columns, turns[0][0] if turns else "messages")
     messages = _system(row)
-    roles: list[Role] = []
-    for column, n, turn in turns:
-        roles.append(_role(turn, "role", OPENAI_ROLES, f"{column}[{n}]"))
-        if turn.get("tool_calls"):
-            raise BadSample("tool_turn", f"{column}[{n}].tool_calls", "calls of tools are not read. Leave such conversations out")
     kept = supervised(row, [(role, f"{column}[{n}]", turn) for role, (column, n, turn) in zip(roles, turns, strict=True)])
-    for (column, n, turn), role, in_loss in zip(turns, roles, kept, strict=True):
-        field = f"{column}[{n}].content"
-        content = turn.get("content")
-        for key in THOUGHTS if role == "assistant" else ():
-            if turn.get(key):
-                why = "thoughts are read where they stand: write them into the content, between <think> and </think>"
-                raise BadSample("unsupported", f"{column}[{n}].{key}", why)
+    for content, field, role, in_loss in zip(contents, fields, roles, kept, strict=True):
         match content:
             case str():
-                said = _split(clean(content, field), role, media, field)
+                said = _split(clean(content, field), role, media)
             case list():
-                said = tuple(_openai_part(part, root, media, f"{field}[{m}]") for m, part in enumerate(content))
+                said = tuple(_openai_part(part, role, root, media, f"{field}[{m}]") for m, part in enumerate(content))
             case _:
                 raise BadSample("wrong_type", field, f"text or a list of parts was wanted, got {shown(content)}")
         if first and role == "user":
@@ -275,7 +326,7 @@ def _bare(part: Any) -> str | None:
             return None
 
 
-def _openai_part(part: Any, root: Location, media: Media, field: str) -> Text | Picture | Video:
+def _openai_part(part: Any, role: Role, root: Location, media: Media, field: str) -> Text | Picture | Video:
     if not isinstance(part, dict):
         raise BadSample("wrong_type", field, f"an object was wanted, got {shown(part)}")
     refuse_marked_part(part, field)
@@ -284,14 +335,15 @@ def _openai_part(part: Any, root: Location, media: Media, field: str) -> Text | 
         return next(media[bare])
     match part.get("type"):
         case "text" | "input_text":
-            text = part["text"] if part.get("text") is not None else part.get("value")
+            text = as_text(part["text"] if part.get("text") is not None else part.get("value"), f"{field}.text")
             if not isinstance(text, str):
                 raise BadSample("wrong_type", f"{field}.text", f"text was wanted, got {shown(text)}")
-            for placeholder, what in PLACEHOLDERS.items():
-                if placeholder in text:
-                    why = f"{placeholder} inside a text part; {what} are parts of their own here"
-                    raise BadSample("placeholder_count", f"{field}.text", why)
-            return Text(clean(text, f"{field}.text"))
+            for placeholder in _places_in([text]) if role != "assistant" else ():
+                why = (
+                    f"{placeholder} inside a text part; {PLACEHOLDERS[placeholder]} are parts of their own. Write \\{placeholder} for text"
+                )
+                raise BadSample("placeholder_count", f"{field}.text", why)
+            return Text(without_escapes(clean(text, f"{field}.text")))
         case "image_url" | "input_image":
             url = part["image_url"] if part.get("image_url") is not None else part.get("value")
             return picture_of(url.get("url") if isinstance(url, dict) else url, root, f"{field}.image_url")
@@ -336,10 +388,8 @@ def _lists_objects(value: Any) -> bool:
 def exchanges_sample(row: Any, id: str, root: Location) -> Sample:
     """ms-swift's ShareGPT: {conversation: [{human, assistant}]}, an exchange an item; or turns as LLaVA or OpenAI have them."""
     items = _objects(row, "conversation")
-    if any("role" in item for item in items):
-        return _talked(row, id, root, [("conversation", n, item) for n, item in enumerate(items)])
-    if any("from" in item for item in items):
-        return _told(row, id, root, _spoken(items, "conversation"), "conversation", implied=False)
+    if any(key in item for item in items for key in ("role", "from")):
+        return _conversed(row, id, root, items, "conversation")
     return _told(row, id, root, _exchanges(items, ("human", "assistant"), "conversation"), "conversation")
 
 
@@ -364,6 +414,8 @@ def _exchange(row: dict[str, Any], asked: str, answer: str) -> list[Turn]:
 def _history(row: dict[str, Any]) -> list[Turn]:
     """The turns before: pairs of a question and its answer."""
     pairs = unpacked(row.get("history") or [], "history")
+    if isinstance(pairs, list):
+        pairs = [[as_text(text, "history") for text in pair] if isinstance(pair, list) else pair for pair in pairs]
     if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 and all(isinstance(t, str) for t in p) for p in pairs):
         raise BadSample("wrong_type", "history", f"a list of [question, answer] was wanted, got {shown(pairs)}")
     roles: tuple[Role, Role] = ("user", "assistant")
@@ -381,14 +433,13 @@ def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
     column = next((c for c in ANSWERS if row.get(c) is not None), ANSWERS[0])
     answer = row.get(column) if column == "answer" else unpacked(row.get(column), column)
     if isinstance(answer, list):
-        given = [item.get("answer") if isinstance(item, dict) else item for item in answer]
+        given = [as_text(item.get("answer") if isinstance(item, dict) else item, column) for item in answer]
         if not given:
             raise BadSample("no_target", column, "the list of answers is empty")
         if not all(isinstance(item, str) for item in given):
             raise BadSample("wrong_type", column, f"a list of texts was wanted, got {shown(answer)}")
         answer = Counter(given).most_common(1)[0][0]
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)
+    answer = as_text(answer, column)
     if answer is None:
         raise BadSample("no_target", column, "there is no answer")
     if not isinstance(answer, str):
@@ -406,7 +457,7 @@ def caption_sample(row: Any, id: str, root: Location) -> Sample:
     caption = unpacked(row.get(column), column) if column == "captions" else row.get(column)
     if caption is None:
         raise BadSample("no_target", column, "there is no caption")
-    caption = _text_of({column: caption[0] if isinstance(caption, list) and caption else caption}, column, "row")
+    caption = without_escapes(_text_of({column: caption[0] if isinstance(caption, list) and caption else caption}, column, "row"))
     supervised(row, [("assistant", f"row.{column}", None)])
     return _checked(
         id, [Message("user", (*pictures, Text(CAPTION_PROMPT))), Message("assistant", (Text(caption.strip()),))], named_kind(row)

@@ -15,6 +15,7 @@ from eyeline.data.conversations import (
     CAPTION_PROMPT,
     CAPTIONS,
     COMPARED,
+    SAME_KEYS,
     SOUNDS,
     alpaca_sample,
     caption_sample,
@@ -107,6 +108,7 @@ class Mapping:
 
     def applied(self, shape: Shape, row: Any) -> Any:
         """The row as its layout names it."""
+        row = self._wrapped(shape, row)
         if not isinstance(row, dict) or not (self.columns or self.roles):
             return row
         columns = [(ours, theirs) for ours, theirs in self.columns if ours not in shape.keys]
@@ -124,10 +126,17 @@ class Mapping:
         hidden = {name for pair in keys for name in pair}
         out = {key: value for key, value in turn.items() if key not in hidden}
         out |= {ours: value for ours, theirs in keys if (value := inside(turn, theirs)) is not None}
-        if shape.speaker and shape.speaker in out:
-            said = out[shape.speaker]
-            out[shape.speaker] = next((ours for ours, theirs in self.roles if said == theirs), said)
+        for key in (shape.speaker, SAME_KEYS[shape.speaker]) if shape.speaker else ():
+            if key in out:
+                out[key] = next((ours for ours, theirs in self.roles if out[key] == theirs), out[key])
         return out
+
+    def _wrapped(self, shape: Shape, row: Any) -> Any:
+        """A row that is a list of turns, as the column of a row that has nothing else."""
+        if not (isinstance(row, list) and row and shape.needs == (shape.turns,) and shape.speaker and isinstance(row[0], dict)):
+            return row
+        speaker = dict(self.columns).get(shape.speaker, shape.speaker)
+        return {shape.turns[0]: row} if inside(row[0], speaker) is not None else row
 
 
 def cuts(name: str) -> Iterator[tuple[str, str]]:
@@ -324,8 +333,8 @@ def _refuse_absent(path: Location, mapping: Mapping, shapes: tuple[Shape, ...], 
                 f"{path}: columns: {ours}: {theirs}, but its {what} have {', '.join(found[:20])}.{nearest(theirs, found + inner)}"
             )
     theirs = dict(mapping.columns)
-    keys = {theirs.get(shape.speaker, shape.speaker) for shape in shapes if shape.speaker}
-    speakers = tuple(dict.fromkeys(said for turn in turns for key in keys if isinstance(said := inside(turn, key), str)))
+    keys = [theirs.get(key, key) for shape in shapes if shape.speaker for key in (shape.speaker, SAME_KEYS[shape.speaker])]
+    speakers = tuple(dict.fromkeys(said for turn in turns for key in dict.fromkeys(keys) if isinstance(said := inside(turn, key), str)))
     for role, name in mapping.roles:
         if role != "system" and name not in speakers:
             raise Refused(

@@ -2,10 +2,12 @@
 
 import base64
 import binascii
+import math
 import re
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
+from urllib.parse import unquote
 
 from eyeline.core.batch import Picture, Video
 from eyeline.core.errors import BadSample
@@ -16,6 +18,7 @@ from eyeline.data.stores import without_secrets
 MAX_DATA_URL = 64 << 20  # characters
 IMAGE, VIDEO = "<image>", "<video>"  # where a picture or a film of a column stands in a text
 PLACEHOLDERS = {IMAGE: "pictures", VIDEO: "films"}
+_ESCAPED = re.compile(rf"\\({'|'.join(PLACEHOLDERS)})")
 SAMPLED_FPS = 2.0  # of frames that are given without times, as qwen-vl-utils takes them (vision_process.py: FPS)
 MAX_FRAMES = 2_048
 FILM_FILES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".m3u8")
@@ -33,6 +36,8 @@ def picture_of(name: Any, root: Location, field: str) -> Picture:
             return Picture(field, name)
         case {"bytes": bytes(data)}:
             return Picture(name["path"] if isinstance(name.get("path"), str) else field, data)
+        case {"bytes": str(text)} if text:
+            return _decoded(field, text, field)
         case {"path": str(path)}:
             name = path
         case _:
@@ -40,10 +45,10 @@ def picture_of(name: Any, root: Location, field: str) -> Picture:
     if not isinstance(name, str):
         raise BadSample("wrong_type", field, f"a path was wanted, got {shown(name)}")
     clean(name, field)
-    if name[:5].lower() == "data:":
-        return _data_url(name, field)
-    if (encoded := _encoded(name)) is not None:
-        return _decoded("base64", encoded, field)
+    if name[:64].lstrip()[:5].lower() == "data:":
+        return _data_url(name.strip(), field)
+    if _is_base64(name):
+        return _decoded("base64", name, field)
     return _file_of(name, root, field)
 
 
@@ -98,31 +103,35 @@ def _is_number(value: Any) -> bool:
 
 def _data_url(url: str, field: str) -> Picture:
     head, comma, body = url.partition(",")
-    if not comma or not re.fullmatch(r"data:image/[\w.+-]+(;[\w=.-]+)*;base64", head, re.IGNORECASE):
+    if not comma or not re.fullmatch(r"data:image/[\w.+-]+(;\s*[\w=.-]+)*;\s*base64\s*", head, re.IGNORECASE):
         raise BadSample("data_url", field, f"{head[:60]!r}: wanted data:image/...;base64,...")
-    return _decoded(head, body, field)
+    return _decoded(head, unquote(body) if "%" in body else body, field)
 
 
 def _decoded(name: str, encoded: str, field: str) -> Picture:
+    """The image in base64, as it is found: with line breaks and spaces, with the letters of URLs, without padding."""
     if len(encoded) > MAX_DATA_URL:
         raise BadSample("data_url", field, f"a picture in {len(encoded):,} characters, over {MAX_DATA_URL:,}")
+    letters = "".join(encoded.split()).rstrip("=").translate(_OF_URLS)
     try:
-        data = base64.b64decode(encoded, validate=True)
+        data = base64.b64decode(letters + "=" * (-len(letters) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadSample("data_url", field, f"its base64 is damaged: {error}") from error
     return Picture(name + ",…", data)
 
 
 SHORTEST_BASE64 = 64  # characters; no picture is smaller
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]++=*+\s*+")  # without going back: data may hold a million spaces and then a dot
+_BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]++[=\s]*+")  # without going back: data may hold a million spaces and then a dot
+_OF_URLS = str.maketrans("-_", "+/")
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")  # JPEG, PNG, GIF, WebP, BMP, TIFF
 
 
-def _encoded(text: str) -> str | None:
-    """The text without its line breaks, if it is base64 of a picture and no path: it has no dot, and begins as pictures do."""
+def _is_base64(text: str) -> bool:
+    """Whether a text is base64 of an image and no path: it has no dot, and starts as images do."""
     if len(text) < SHORTEST_BASE64 or not _BASE64.fullmatch(text):
-        return None
-    return "".join(text.split()) if base64.b64decode(text.lstrip()[:8]).startswith(_MAGIC) else None
+        return False
+    head = "".join(text.lstrip()[:64].split())[:8].translate(_OF_URLS)
+    return len(head) == 8 and "=" not in head and base64.b64decode(head).startswith(_MAGIC)
 
 
 def clean(text: str, field: str) -> str:
@@ -134,12 +143,35 @@ def clean(text: str, field: str) -> str:
     return text
 
 
+def as_text(value: Any, field: str) -> Any:
+    """A number as the text that JSON has for it; anything else as it is. BadSample for what could be written in several ways."""
+    if isinstance(value, bool):
+        said = "which may be meant as yes, true or True. Write the word as text"
+        raise BadSample("wrong_type", field, f"text was wanted, got {shown(value)}, {said}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadSample("not_finite", field, f"text was wanted, got {value}, which stands for a missing value. Write null, or the answer")
+    return str(value) if isinstance(value, int | float) else value
+
+
+def without_escapes(text: str) -> str:
+    """The text with placeholders where it has them with a backslash before: so they are written where they are text."""
+    return _ESCAPED.sub(r"\1", text) if "\\<" in text else text
+
+
+def with_escapes(text: str) -> str:
+    """What `without_escapes` gives the text of."""
+    for placeholder in PLACEHOLDERS:
+        text = text.replace(placeholder, f"\\{placeholder}")
+    return text
+
+
 _JSON_TYPES = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
 
 
 def shown(value: Any) -> str:
     text = repr(value)
-    return f"{_JSON_TYPES.get(type(value), 'null')} ({text[:40]}{'…' if len(text) > 40 else ''})"
+    what = "null" if value is None else _JSON_TYPES.get(type(value), type(value).__name__)
+    return f"{what} ({text[:40]}{'…' if len(text) > 40 else ''})"
 
 
 # Columns
@@ -173,11 +205,38 @@ def media_of(row: dict[str, Any], root: Location) -> dict[str, list[Picture | Vi
     return {IMAGE: pictures_of(row, root), VIDEO: films_of(row, root)}
 
 
+def _present(row: dict[str, Any], field: str) -> Any:
+    """The value of a column of media, without what stands for none: an empty text, list or object, null, or NaN as pandas has it."""
+    value = row.get(field)
+    if _is_none(value):
+        return None
+    value = unpacked(value, field)
+    if isinstance(value, list):
+        value = [item for item in value if not _is_none(item)]
+    return None if _is_none(value) else value
+
+
+def _is_none(value: Any) -> bool:
+    match value:
+        case None | [] | b"":
+            return True
+        case dict() if not value:
+            return True
+        case str():
+            return not value.strip()
+        case float():
+            return math.isnan(value)
+        case {"bytes": None | b"" | "", "path": None | ""} | {"url": None | ""}:
+            return True
+        case _:
+            return False
+
+
 def pictures_of(row: dict[str, Any], root: Location) -> list[Picture | Video]:
     for field in PICTURES:
-        if row.get(field) is None:
+        value = _present(row, field)
+        if value is None:
             continue
-        value = unpacked(row[field], field)
         if isinstance(value, str | bytes | dict | Picture):
             return [picture_of(value, root, field)]
         if isinstance(value, list):
@@ -188,9 +247,9 @@ def pictures_of(row: dict[str, Any], root: Location) -> list[Picture | Video]:
 
 def films_of(row: dict[str, Any], root: Location) -> list[Picture | Video]:
     for field in FILMS:
-        if row.get(field) is None:
+        value = _present(row, field)
+        if value is None:
             continue
-        value = unpacked(row[field], field)
         if isinstance(value, list) and (field == "videos" or (value and isinstance(value[0], list))):
             each = {key: row[key] for key in TIMES if row.get(key) is not None}
             timing = [{k: v[n] if isinstance(v, list) and n < len(v) else v for k, v in each.items()} for n in range(len(value))]

@@ -33,6 +33,7 @@ from eyeline.data.containers.tars import Tars
 from eyeline.data.folders import files_below, located
 from eyeline.data.index import Shelf
 from eyeline.data.layouts import Layout, Mapping, Name, Shape
+from eyeline.data.media import with_escapes, without_escapes
 from eyeline.data.sources import Rows, Source
 
 VERSION = 2  # of the folder
@@ -151,7 +152,7 @@ def packed_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
     def part_of(part: Text | Picture | Video) -> dict[str, Any]:
         match part:
             case Text(text):
-                return {"type": "text", "text": text}
+                return {"type": "text", "text": with_escapes(text)}
             case Picture(name):
                 next(left)
                 return {"type": "image", "name": name}
@@ -174,7 +175,7 @@ def packed_sample(row: Any, id: str, root: Location) -> Sample:  # noqa: ARG001 
     def part_of(part: dict[str, Any]) -> Text | Picture | Video:
         match part["type"]:
             case "text":
-                return Text(part["text"])
+                return Text(without_escapes(part["text"]))
             case "image":
                 return replace(next(left), name=part["name"])
             case _:

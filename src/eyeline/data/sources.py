@@ -16,7 +16,7 @@ from eyeline.data.containers.coco import open_coco
 from eyeline.data.containers.container import HASHED, RETRIES, Container, File, Place, Shard
 from eyeline.data.containers.csv_rows import open_table
 from eyeline.data.containers.joined import joined
-from eyeline.data.containers.json_rows import open_lines, open_list
+from eyeline.data.containers.json_rows import lists_in_lines, open_lines, open_list
 from eyeline.data.containers.parquet import open_parquet
 from eyeline.data.containers.tars import Tars, open_tars
 from eyeline.data.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named, unmatched
@@ -167,7 +167,7 @@ def _open_text(path: Location, head: bytes, columns: tuple[str, ...], retries: i
     if what is None and path.suffix.lower() in (".csv", ".tsv") and text:
         return open_table(path, columns, retries)
     if text.startswith(b"["):
-        return open_list(path, retries)
+        return open_lines(path, retries, hashed) if lists_in_lines(path, retries) else open_list(path, retries)
     if text.startswith(b"{"):
         return open_coco(path, text, retries) or open_lines(path, retries, hashed)
     wanted = "a JSON list of rows, JSON lines or .csv (UTF-8), Parquet, Arrow, or a tar archive"

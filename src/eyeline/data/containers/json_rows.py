@@ -12,7 +12,7 @@ from eyeline.core.locations import Location
 from eyeline.data.containers.container import HASHED, SHARD_BYTES, SHARD_ROWS, File, Place, Shard, fingerprints, line_at
 
 MAX_LINE_BYTES = 64 << 20  # a longer line of JSON lines is skipped without being held in memory
-MAX_DIGITS = 18
+MAX_DIGITS = 40  # ids of 64 bits and of 128
 MAX_DEPTH = 910  # of brackets in a row: below where Python's decoder gives up, which depends on who calls it
 _BOM = b"\xef\xbb\xbf"
 
@@ -203,6 +203,24 @@ def open_list(path: Location, retries: int) -> JsonList:
     """Find the rows of a JSON list. Refused when it is none."""
     file = File.of(path, retries)
     return list_in(file, file.read(0, file.size), 0)
+
+
+def lists_in_lines(path: Location, retries: int) -> bool:
+    """Whether a file that starts with a bracket is JSON lines, each of which is a list, and not one list of rows."""
+    file = File.of(path, retries)
+    first, ended, more = b"", b"", b""
+    for enough in (1 << 20, MAX_LINE_BYTES):
+        first, ended, more = file.read(0, min(file.size, enough)).removeprefix(_BOM).lstrip().partition(b"\n")
+        if ended:
+            break
+    try:
+        row, _ = parse(first.decode("utf-8", "surrogateescape"))
+    except BadSample:
+        return False
+    if more.strip():
+        return isinstance(row, list)
+    turns = isinstance(row, list) and bool(row) and isinstance(row[0], dict) and not {"role", "from"}.isdisjoint(row[0])
+    return turns and path.suffix.lower() in (".jsonl", ".ndjson")
 
 
 def list_in(file: File, data: bytes, offset: int) -> JsonList:
