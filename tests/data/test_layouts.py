@@ -129,7 +129,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "an answer that is true": (SOUND, {"question": "q", "answer": True}, "wrong_type", "answer"),
     "no answer": (SOUND, {"question": "q"}, "no_target", "answer"),
     "no question": (SOUND, {"question": None, "answer": "a"}, "wrong_type", "row.question"),
-    "choices": (SOUND, SOUND | {"answer": 1, "choices": ["a", "b"]}, "unsupported", "choices"),
+    "an answer beyond the choices": (SOUND, SOUND | {"answer": 2, "choices": ["a", "b"]}, "wrong_type", "answer"),
     "tools": (SOUND, SOUND | {"tools": "[{}]"}, "tool_turn", "tools"),
     "a system that is no text": (SOUND, SOUND | {"system": [3]}, "wrong_type", "row.system"),
     "history of strings": ({"query": "a", "response": "b"}, {"query": "a", "response": "b", "history": ["x"]}, "wrong_type", "history"),

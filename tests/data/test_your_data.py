@@ -94,6 +94,8 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: Say hello.", "assistant: «Hello.»", *A_CAT],
     ],
     "Questions and answers": [
+        ["user: [black]It purrs.\nWhat is it?\nA. A dog.\nB. A cat.\nAnswer with the letter of the option.", "assistant: «B»"],
+        ["user: [white]What colour?\nA. black\nB. white\nAnswer with the letter of the option.", "assistant: «B»"],
         A_CAT,
         ["user: [black][white]Which one, if any, sleeps?", "assistant: «The second.»"],
         A_CAT,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
 from eyeline.core.errors import BadSample, closest, nearest
 from eyeline.core.locations import Location
+from eyeline.data.choices import asked, letter_of, options_of
 from eyeline.data.marks import refuse_marked_part, supervised
 from eyeline.data.media import (
     FILMS,
@@ -426,26 +427,41 @@ def _history(row: dict[str, Any]) -> list[Turn]:
 
 def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
     """Visual questions: {question, answer}. Of a list of answers, which items {answer} may be, too, the most frequent is learned; of
-    equals the first."""
-    if _object(row).get("choices") is not None:
-        why = "questions with choices are not read: nobody would say how they are asked. Write them into the question, and drop the column"
-        raise BadSample("unsupported", "choices", why)
+    equals the first. Of a question with options (A, B, ... or a list) that is the letter of the right one."""
+    options = options_of(_object(row))
     column = next((c for c in ANSWERS if row.get(c) is not None), ANSWERS[0])
     answer = row.get(column) if column == "answer" else unpacked(row.get(column), column)
     if isinstance(answer, list):
-        given = [as_text(item.get("answer") if isinstance(item, dict) else item, column) for item in answer]
+        given = [item.get("answer") if isinstance(item, dict) else item for item in answer]
+        texts = [as_text(item, column) for item in given]
         if not given:
             raise BadSample("no_target", column, "the list of answers is empty")
-        if not all(isinstance(item, str) for item in given):
+        if not all(isinstance(text, str) for text in texts):
             raise BadSample("wrong_type", column, f"a list of texts was wanted, got {shown(answer)}")
-        answer = Counter(given).most_common(1)[0][0]
-    answer = as_text(answer, column)
+        if options and len(set(texts)) > 1:
+            raise BadSample(
+                "wrong_type", column, f"several answers to a question with options, {shown(answer)}. Keep the one that is right"
+            )
+        answer = given[texts.index(Counter(texts).most_common(1)[0][0])]
     if answer is None:
         raise BadSample("no_target", column, "there is no answer")
+    question = _text_of(row, "question", "row")
+    if options is not None:
+        _refuse_numbers_of_rows(row)
+        question, answer = asked(question, row.get("hint"), options), letter_of(answer, options, column)
+    answer = as_text(answer, column)
     if not isinstance(answer, str):
         raise BadSample("wrong_type", column, f"text was wanted, got {shown(answer)}")
-    asked = Turn("user", _text_of(row, "question", "row"), "row.question")
-    return _told(row, id, root, [asked, Turn("assistant", clean(answer, column), column)], "question")
+    turns = [Turn("user", question, "row.question"), Turn("assistant", clean(answer, column), column)]
+    return _told(row, id, root, turns, "question")
+
+
+def _refuse_numbers_of_rows(row: dict[str, Any]) -> None:
+    """BadSample for a table of VLMEvalKit's whose image is the index of another row, which has it."""
+    image = row.get("image")
+    if isinstance(image, str) and image.strip().isdigit() and row.get("index") is not None:
+        why = f"{image.strip()} is the index of another row, and no row is read for another. Write the image of that row into this one"
+        raise BadSample("missing_image", "image", why)
 
 
 def caption_sample(row: Any, id: str, root: Location) -> Sample:

@@ -21,6 +21,7 @@ class Found(NamedTuple):
     texts: list[Location | None] | None = None  # where the files are pictures: what lies beside each
     columns: dict[str, str] | None = None  # as a source declares them, where the folder does
     note: str = ""  # what it says that is not obeyed
+    features: Any = None  # of a saved data set: what it states of its columns
     indexes: dict[Location, Location] | None = None  # of files, where the folder has them
     skipped: str = ""  # what was left out of the folder
 
@@ -88,7 +89,7 @@ def _saved(path: Location, known: Known, retries: int) -> Found | None:
     absent = [name for name in names if name not in known]
     if absent or not names:
         raise Refused(f"{path / 'state.json'} names {absent[0] if absent else 'no files'}, and it is not there. Write the folder again")
-    return Found(path, path, [known[name] for name in names])
+    return Found(path, path, [known[name] for name in names], features=_object(known["dataset_info.json"], retries).get("features"))
 
 
 def _with_table(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001

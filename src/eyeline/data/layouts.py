@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, closest, nearest
 from eyeline.core.locations import Location
+from eyeline.data.choices import LISTS, OPTION_COLUMNS
 from eyeline.data.containers.container import Container
 from eyeline.data.conversations import (
     ANSWERS,
@@ -86,12 +87,14 @@ SHAPES = (  # in the order in which they are taken where several fit
     Shape("exchanges", exchanges_sample, (("conversation",),), TOLD, ("conversation",), ("human", "assistant", *MARKS)),
     Shape("alpaca", alpaca_sample, (("instruction",), ("output",)), (*TOLD, "input", "history")),
     Shape("query-response", query_response_sample, (("query",), ("response",)), (*TOLD, "history")),
-    Shape("question-answer", question_answer_sample, (("question",), ANSWERS), (*TOLD, "choices")),
+    Shape("question-answer", question_answer_sample, (("question",), ANSWERS), (*TOLD, "hint", "index", *OPTION_COLUMNS)),
     Shape("captions", caption_sample, (PICTURES, CAPTIONS), ROW_MARKS, note=f", which is the answer to {CAPTION_PROMPT!r}"),
     Shape("easy-vqa", easy_vqa_sample, (), (), kind=vqa_kind),
 )
 assert tuple(shape.name for shape in SHAPES) == get_args(Name)
-COLUMNS = tuple(dict.fromkeys(column for shape in SHAPES for column in shape.columns))  # that a layout may read
+HIDDEN = (*REJECTED, *(name for name in ROW_MARKS if name not in MARKS), *(name for name in OPTION_COLUMNS if name not in LISTS), "index")
+_ALL = dict.fromkeys(column for shape in SHAPES for column in shape.columns)
+COLUMNS = tuple(sorted(_ALL, key=lambda column: column in HIDDEN))  # that a layout may read; those that messages list come first
 
 
 @dataclass(frozen=True)
@@ -221,13 +224,15 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
             f"{'; '.join(map(_wanted, shapes))}. Say by columns: {{OURS: THEIRS}} how your columns are called"
         )
     _refuse_unread(path, mapping, best)
+    if best.name == "captions" and declared is None and not any(ours in CAPTIONS for ours, _ in mapping.columns):
+        _refuse_questions_alone(path, [row for _, row in rows if best.fits(row)])
     first = fits[best.name][0]
     row = _tried(mapping, best, dict(rows)[first])
     theirs = dict(mapping.columns)
     had = [next(c for c in one if row.get(c) is not None) for one in best.needs]
     said = " and ".join(f"{column} ({theirs[column]})" if column in theirs else column for column in had)
     marking = [name for name in ROW_MARKS if any(is_row_mark(name, row.get(name)) for _, row in rows if isinstance(row, dict))]
-    read = [name for name in best.columns if name not in ROW_MARKS or name in marking]
+    read = [name for name in best.columns if (name not in ROW_MARKS or name in marking) and (name != "index")]
     skipped = [name for name in names if name not in (*read, *mapping.taken, "id")]
     others = [shape.name for shape in shapes if shape is not best and fits[shape.name]]
     why = "; ".join([
@@ -239,6 +244,23 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
         *([f"not read: {', '.join(skipped[:20])}{' …' if len(skipped) > 20 else ''}"] if skipped else []),
     ])  # fmt: skip
     return Layout(best, why, mapping)
+
+
+ASKS = ("question_id", "question", "prompt", "query", "instruction")  # columns of rows that ask
+
+
+def _refuse_questions_alone(path: Location, rows: list[dict[str, Any]]) -> None:
+    """Refused for rows whose `text` beside an image is a question, or what answers one, and no caption."""
+    plain = [row for row in rows if row.get("caption") is None and row.get("captions") is None]
+    texts = [row["text"] for row in plain if isinstance(row.get("text"), str)]
+    asking = [column for column in ASKS if any(row.get(column) is not None for row in rows)]
+    if len(texts) < len(rows) or not (asking or all(text.rstrip().endswith(("?", "？")) for text in texts)):
+        return
+    why = f"beside {asking[0]}" if asking else "which is a question in each of the first rows"
+    raise Refused(
+        f"{path}: its rows have an image and text ({texts[0][:60]!r}), {why}: files of questions alone have no answer to train on. If "
+        "there are answers, say columns: {question: text, answer: NAME}; if the texts are captions, columns: {caption: text}"
+    )
 
 
 def _refuse_one_object(path: Location, container: Container, rows: list[Any]) -> None:
@@ -263,6 +285,9 @@ def _guess(what: str, names: tuple[str, ...], rows: list[Any]) -> str:
     """What rows without a layout may be, as a sentence."""
     if set(names) & set(COMPARED[:3]):
         return " Answers that are compared (preference data) are not learned: keep the good ones as completion or output."
+    asking = next((name for name in ASKS[1:] if name in names), None)
+    if asking is not None:
+        return f" They ask ({asking}), and no column of answers is known: a file of questions alone has nothing to train on."
     if rows and all(isinstance(row, list) and row and all(isinstance(item, dict) for item in row) for row in rows):
         return " Its rows are lists of objects, several samples in a row: give the file from before it was packed; Eyeline packs itself."
     if what.startswith("WebDataset") and names and not set(names) - {"images", "csv", "tsv"}:
@@ -292,7 +317,7 @@ def _wanted(shape: Shape) -> str:
 
 def _refuse_unknown(path: Location, declared: str | None, mapping: Mapping, shapes: tuple[Shape, ...]) -> None:
     own = dict.fromkeys(name for shape in shapes for name in (*shape.columns, *shape.keys))
-    known = tuple(name for name in own if name not in REJECTED and (name not in ROW_MARKS or name in MARKS))
+    known = tuple(name for name in own if name not in HIDDEN)
     for ours, theirs in mapping.columns:
         if ours not in known:
             whose = f"the layout {declared}" if declared else "any layout"

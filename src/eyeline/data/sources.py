@@ -144,7 +144,7 @@ def open_container(found: Found, mapping: Mapping, retries: int) -> Container:
     if head.startswith(b"PAR1"):
         return open_parquet(files, folder, columns, retries)
     if head.startswith((FILE_MAGIC, MESSAGE)):
-        return open_arrow(files, folder, columns, retries)
+        return open_arrow(files, folder, columns, retries, found.features)
     if head[257:262] == b"ustar" or ".tar" in files[0].suffixes or files[0].suffix == ".tgz":
         return open_tars(files, folder, mapping.taken, found.note, found.indexes or {}, retries)
     if len(files) == 1:

@@ -5,7 +5,7 @@ A stream has no table of contents, so the head of each message is read once; wha
 
 import struct
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location
@@ -99,7 +99,7 @@ def record_batches(file: File) -> Contents:
         with Window(file, 0, file.size) as window:
             found = list(messages(window, len(FILE_MAGIC) if window.read(8) == FILE_MAGIC else 0))
         head = next((message.begin for message in found if message.kind == BATCH), file.size)
-        names = ipc.read_schema(pyarrow.BufferReader(file.read(0, head).removeprefix(FILE_MAGIC))).names
+        schema = ipc.read_schema(pyarrow.BufferReader(file.read(0, head).removeprefix(FILE_MAGIC)))
     except (OSError, ValueError) as error:
         raise Refused(f"{file.path} is no whole Arrow file: {str(error)[:300]}. Fetch or write it again") from error
     if any(message.kind == DICTIONARY and message.begin > head for message in found):
@@ -114,10 +114,10 @@ def record_batches(file: File) -> Contents:
                 )
             yield Listed(message.begin, message.rows, message.length, message.length, head)
 
-    return names, listed
+    return schema, listed
 
 
-def open_arrow(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int) -> Tables:
+def open_arrow(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int, features: Any = None) -> Tables:
     """List the record batches. Refused when pyarrow is missing, or a file cannot be used."""
     with_pyarrow(paths[0])
-    return open_tables(paths, base, wanted, retries, record_batches, read_batch, "Arrow")
+    return open_tables(paths, base, wanted, retries, record_batches, read_batch, "Arrow", features)

@@ -3,6 +3,7 @@
 A row group is read whole, and is a shard, or several if it has many rows: so the first of a million are soon indexed.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, below
+from eyeline.data.containers.class_labels import Labels, labels_in, with_names
 from eyeline.data.containers.container import SHARD_ROWS, File, Place, Shard, Window, fingerprints
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Tables:
     header: tuple[str, ...]
     read: Read
     what: str
+    labels: tuple[dict[str, Labels], ...]  # of each file: the names of the numbers in its columns
     _kept: "OrderedDict[tuple[int, int], tuple[arrow.Table, int]]" = field(default_factory=OrderedDict, repr=False, compare=False)
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
@@ -57,10 +60,11 @@ class Tables:
         except BadSample as bad:
             yield from ((place, bad) for place in places)
             return
-        yield from ((place, _row(table, place.begin)) for place in places)
+        labels = self.labels[self.groups[shard].file]
+        yield from ((place, _row(table, place.begin, labels)) for place in places)
 
     def row(self, place: Place) -> Any:
-        row = _row(self._group(place.shard), place.begin)
+        row = _row(self._group(place.shard), place.begin, self.labels[self.groups[place.shard].file])
         if isinstance(row, BadSample):
             raise row
         return row
@@ -98,12 +102,14 @@ class Tables:
         return self.__dict__ | {"_kept": OrderedDict()}
 
 
-def _row(table: "arrow.Table", number: int) -> dict[str, Any] | BadSample:
+def _row(table: "arrow.Table", number: int, labels: dict[str, Labels]) -> dict[str, Any] | BadSample:
     try:
         [row] = table.slice(number, 1).to_pylist()
+        return row | {column: with_names(row[column], inner, column) for column, inner in labels.items() if column in row}
     except UnicodeDecodeError as error:
         return BadSample("bad_unicode", "row", f"a text is not UTF-8: {error.reason} at byte {error.start}")
-    return row
+    except BadSample as bad:
+        return bad
 
 
 def with_pyarrow(path: Location) -> None:
@@ -122,7 +128,7 @@ def chosen(path: Location, names: Sequence[str], wanted: Sequence[str], before: 
     has = tuple(sorted({name for name in wanted if name in names}))
     if not has:
         raise Refused(
-            f"{path}: no known columns. It has {', '.join(names[:20])}. Wanted some of: {', '.join(wanted)}. Say by columns: "
+            f"{path}: no known columns. It has {', '.join(names[:20])}. Wanted some of: {', '.join(wanted[:50])}. Say by columns: "
             "{OURS: THEIRS} how they are called"
         )
     if before and has != before:
@@ -160,7 +166,7 @@ class Listed(NamedTuple):
     head: int = 0
 
 
-Contents = tuple[list[str], Callable[[tuple[str, ...]], Iterator[Listed]]]  # names of columns; columns that are read -> groups
+Contents = tuple["arrow.Schema", Callable[[tuple[str, ...]], Iterator[Listed]]]  # its columns; those that are read -> groups
 
 
 def open_tables(
@@ -171,17 +177,25 @@ def open_tables(
     contents: Callable[[File], Contents],
     read: Read,
     what: str,
+    features: Any = None,
 ) -> Tables:
-    """The groups of all files, in shards. Refused as `contents` does it, and where files have no or other columns."""
+    """The groups of all files, in shards. Refused as `contents` does it, and where files have no or other columns. `features` are those
+    that a saved data set states beside its files."""
     files = [File.of(path, retries) for path in paths]
     content = fingerprints(files)
     groups: list[Group] = []
     shards: list[Shard] = []
     columns: tuple[str, ...] = ()
     names: list[str] = []
+    labels: list[dict[str, Labels]] = []
     for number, file in enumerate(files):
-        names, listed = contents(file)
-        columns = chosen(file.path, names, wanted, columns, paths[0])
+        schema, listed = contents(file)
+        names = schema.names
+        columns = chosen(file.path, [name for name in names if name != "mask" or not _holds_bytes(schema, name)], wanted, columns, paths[0])
+        named = labels_in(schema.metadata, features)
+        labels.append({column: inner for column, inner in named.items() if column in columns})
+        if labels[-1]:  # what the rows mean depends on them
+            content[number] += hashlib.sha256(repr(sorted(labels[-1].items())).encode("utf-8", "surrogatepass")).hexdigest()[:16]
         first = 0
         for n, group in enumerate(listed(columns)):
             whole = Group(f"{below(base, file.path)}[{n}]", number, group.part, first, 0, group.rows, group.length, group.head)
@@ -189,7 +203,15 @@ def open_tables(
                 groups.append(part)
                 shards.append(shard)
             first += group.rows
-    return Tables(tuple(files), tuple(groups), columns, tuple(shards), tuple(names), read, what)
+    return Tables(tuple(files), tuple(groups), columns, tuple(shards), tuple(names), read, what, tuple(labels))
+
+
+def _holds_bytes(schema: "arrow.Schema", name: str) -> bool:
+    """Whether a column holds images: a `mask` of such is no mark of turns."""
+    import pyarrow.types as types
+
+    kind = schema.field(name).type
+    return types.is_struct(kind) or types.is_binary(kind) or types.is_large_binary(kind)
 
 
 def row_groups(file: File) -> Contents:
@@ -198,8 +220,8 @@ def row_groups(file: File) -> Contents:
 
     try:
         with Window(file, 0, file.size) as window:
-            about = parquet.ParquetFile(window).metadata
-            names = about.schema.to_arrow_schema().names
+            opened = parquet.ParquetFile(window)
+            about, schema = opened.metadata, opened.schema_arrow
     except (OSError, ValueError) as error:
         raise Refused(f"{file.path} is no whole Parquet file: {str(error)[:300]}. Download it again") from error
 
@@ -217,7 +239,7 @@ def row_groups(file: File) -> Contents:
                 )
             yield Listed(group, rows, size)
 
-    return names, listed
+    return schema, listed
 
 
 def open_parquet(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int) -> Tables:
