@@ -3,6 +3,7 @@ the same from; what we take in again is the same file for file; adapters go thro
 
 import filecmp
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 from peft import PeftModel
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -217,3 +219,27 @@ def test_answers_are_those_of_transformers(case: Case, exported: Callable[[Case]
             **inputs, attention_mask=torch.ones_like(inputs["input_ids"]), max_new_tokens=limit, do_sample=False, eos_token_id=None
         )
         assert list(answer.tokens) == theirs[0, inputs["input_ids"].shape[1] :].tolist(), document.id
+
+
+@pytest.mark.parametrize("case", [c for c in WHOLE if c.config.language.family == "qwen3_5"][:1], ids=lambda case: case.id)
+def test_tensors_that_are_not_read_are_said_once(
+    case: Case, exported: Callable[[Case], Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the layer that drafts a second token, when a folder is imported or loaded as it is; computed buffers are not worth a word."""
+    shutil.copytree(exported(case).folder, tmp_path / "hub")
+    index = json.loads((tmp_path / "hub" / "model.safetensors.index.json").read_text())
+    extra = {f"mtp.layers.0.{name}": torch.zeros(2) for name in ("a.weight", "b.weight")} | {"mtp.norm.weight": torch.zeros(2)}
+    save_file(extra, tmp_path / "hub" / "extra.safetensors")
+    index["weight_map"] |= dict.fromkeys(extra, "extra.safetensors")
+    index["metadata"]["total_size"] += 24
+    (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = f"{tmp_path / 'hub'}: not read, since Eyeline's model has no such layers: mtp.* (3). An export will lack them.\n"
+    capsys.readouterr()
+    import_whole(tmp_path / "hub", tmp_path / "in")
+    assert capsys.readouterr().out.count(said) == 1
+    opened = open_bundle(tmp_path / "hub")
+    opened.load(build(opened.bundle.config, "cpu"))
+    assert capsys.readouterr().out == said
+    opened = open_bundle(tmp_path / "in")
+    opened.load(build(opened.bundle.config, "cpu"))
+    assert capsys.readouterr().out == ""

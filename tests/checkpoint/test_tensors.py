@@ -15,6 +15,7 @@ from eyeline.checkpoint.tensors import (
     INDEX,
     SINGLE,
     entries_in,
+    left_out,
     load_into,
     read_file,
     renamed,
@@ -244,6 +245,12 @@ def test_a_header_nested_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes((10**5).to_bytes(8, "little") + b"[" * 10**5)
     with pytest.raises(Refused, match="is no whole safetensors file"):
         entries_in(tmp_path)
+
+
+def test_tensors_that_are_left_out_are_counted_by_their_first_name() -> None:
+    names = ["mtp.layers.0.x", "mtp.norm", "a.b", "r.inv_freq", "logit_scale", "e.position_ids"]
+    assert left_out(names, ["mtp.**", "logit_scale", "r.*", "e.*"]) == "mtp.* (2), logit_scale"
+    assert left_out(["a.b"], ["mtp.**"]) == ""
 
 
 OTHER_FORMATS = {

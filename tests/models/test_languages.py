@@ -2,15 +2,20 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from eyeline.checkpoint.tensors import load_into
+from eyeline.core.batch import IGNORE, Document
 from eyeline.core.errors import Refused
+from eyeline.data.batches import batch_of
 from eyeline.models import llama, qwen2, qwen3
 from eyeline.models.languages import LANGUAGES, language_from_hf
 from eyeline.models.moe import Experts
 from tests.models.cases.text import CASES
+from tests.models.twins import close, randomise, twin_of
 
 # config.json of the hub, what changes no mathematics left out; in the spelling of transformers 4, as they were published
 COMMON = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16"}
@@ -115,6 +120,56 @@ def test_absent_keys_mean_the_reference_classes_defaults(type: str):
     record = transformers.AutoConfig.for_model(type)
     language = qwen3 if type in qwen3.MODEL_TYPES else llama
     assert language.from_hf({"model_type": type}) == language.from_hf(record.to_dict() | {"model_type": type})
+
+
+PAD = 7  # in every text below
+
+
+def padded(c, pad: int | None) -> torch.nn.Module:
+    """transformers' model of a config whose pad_token_id is this one."""
+    files = LANGUAGES[c.family].to_hf(c) | {"pad_token_id": pad}
+    twin = twin_of(files)
+    randomise(twin)
+    return twin
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_embedding_of_the_padding_token_has_its_gradient(tied, tmp_path):
+    """A document that holds the token, as one of SmolLM2's does (its padding is `<|im_end|>`). transformers' embedding gives that row no
+    gradient (padding_idx); without a padding token it gives the one that ours has, and that finite differences find."""
+    c = llama.Config(**SHAPE | {"tied": tied})
+    ids = torch.tensor([3, PAD, 5, PAD, 9, 11, 2, PAD])
+    found = {}
+    for pad in (PAD, None):
+        twin = padded(c, pad)
+        twin(input_ids=ids[None], labels=ids[None]).loss.backward()
+        found[pad] = twin.model.embed_tokens.weight.grad.clone()
+    others = [row for row in range(c.vocabulary) if row != PAD]
+    close(found[PAD][others], found[None][others], "other rows")
+    assert (found[PAD][PAD] - found[None][PAD]).abs().max() > 1e-2
+    assert tied or not found[PAD][PAD].any()
+
+    twin.save_pretrained(tmp_path)
+    model = llama.Model(c)
+    load_into(dict(model.named_parameters(remove_duplicate=False)), tmp_path, llama.keys(c), llama.DROPPED)
+    batch = batch_of([Document("d", ids.int().numpy(), np.array([*ids[1:], IGNORE], np.int32), np.empty(0, np.int32), (), None)], None)
+
+    def loss() -> torch.Tensor:
+        return model(model.embedded(batch.tokens_T), batch) / (len(ids) - 1)
+
+    loss().backward()
+    row = model.embed.weight.grad[PAD].clone()
+    close(row, found[None][PAD], "the padding token's row")
+    with torch.no_grad():
+        differences = torch.zeros_like(row)
+        for d in range(len(row)):
+            values = []
+            for step in (4e-3, -4e-3):
+                model.embed.weight[PAD, d] += step
+                values.append(loss())
+                model.embed.weight[PAD, d] -= step
+            differences[d] = (values[0] - values[1]) / 8e-3
+    close(row, differences, "the row by differences", 2e-3)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -62,6 +62,18 @@ def test_check_names_the_control_tokens_that_nothing_has_trained(tmp_path: Path)
     assert not list(untrained_tokens(full, trained))
 
 
+@pytest.mark.parametrize(("template", "words"), [("qwen3-thinking", "of earlier answers"), ("qwen3.5", "of all answers"), ("qwen3", None)])
+def test_reasoning_that_a_template_leaves_out_is_said_once(eyeline: Command, tmp_path: Path, template: str, words: str | None) -> None:
+    """In check, and where training starts: not for each row."""
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
+    for command in ("check", "train"):
+        done = eyeline(command, str(recipe), f"model.template={template}", "model.config.language.vocabulary=320", "stages.0.steps=1")
+        assert done.code == 0, done.err
+        assert done.out.count("leaves out the reasoning") == (words is not None)
+        assert words is None or f"leaves out the reasoning (<think>...</think>) {words}" in " ".join(done.out.split())
+
+
 def test_a_run_folder_of_another_recipe_is_a_problem(tmp_path: Path) -> None:
     """check says what train would: other settings are refused, those that may change are not, nor is a folder without a step."""
     run = tiny_run(tmp_path, "stages.0.steps=1", "stages.1.steps=1")

@@ -33,7 +33,7 @@ from eyeline.bundle.folders import (
 )
 from eyeline.bundle.rendering import Unbounded, render, rendered
 from eyeline.checkpoint import store
-from eyeline.checkpoint.tensors import entries_in, entries_of, key_of, refuse_other_formats, stream
+from eyeline.checkpoint.tensors import entries_in, entries_of, key_of, left_out, refuse_other_formats, stream
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import KeyRule, Part
 from eyeline.core.files import read_object, write_json
@@ -165,6 +165,8 @@ def stream_place(tensors: Mapping[str, Tensor], config: Config, form: Form, plac
     rules = family.keys(config, form, found)
     here = {name: x for name, x in tensors.items() if place_of(name, rules) == place}
     dropped = [pattern.rpartition("/")[2] for pattern in family.dropped(config, form) if pattern.rpartition("/")[0] == place]
+    if others := left_out(entries_in(where), dropped):
+        say(f"{where}: not read, since Eyeline's model has no such layers: {others}. An export will lack them.")
     yield from stream(here, where, rules_at(place, rules), dropped)
 
 

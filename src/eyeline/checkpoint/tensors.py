@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -536,6 +537,16 @@ def _refuse_differences(
 def _their_shape(key: Key, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
     shapes = [tensors[name].shape[1:] if key.stacked else tensors[name].shape for name in key.ours]
     return tuple(key.write([torch.empty(shape, device="meta") for shape in shapes]).shape)
+
+
+COMPUTED = ("inv_freq", "position_ids")  # buffers in older files that are computed, not learned
+
+
+def left_out(names: Iterable[str], dropped: Sequence[str]) -> str:
+    """The tensors of a checkpoint that are learned and not read, as a phrase with their numbers: `mtp.* (15), logit_scale`."""
+    found = [name for name in names if any(_covers(p, name) for p in dropped) and not name.endswith(COMPUTED)]
+    groups = Counter(f"{first}.*" if rest else first for first, _, rest in (name.partition(".") for name in found))
+    return ", ".join(f"{group} ({count})" if count > 1 else group for group, count in groups.items())
 
 
 def _covers(pattern: str, name: str) -> bool:

@@ -57,6 +57,7 @@ class Template:
     render: Callable[[Sequence[Message], bool, int], list[Segment]]
     end: str = "<|endoftext|>"  # ends a text in the tokenizer's own terms: pads, and stops generation too
     learns: Literal["every answer", "the last answer"] = "every answer"  # the last, where earlier ones are shown without thoughts
+    notice: str | None = None  # what the template leaves out of conversations; said once, where training starts
 
     def segments(self, messages: Sequence[Message], prompt: bool = False, frames: int = 1) -> list[Segment]:
         """The conversation as segments. `prompt` opens an assistant turn at the end, for generation; `frames` of a film are
@@ -244,6 +245,8 @@ def _thinking_template(name: str, thinking: Thinking) -> Template:
         "{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n" + opening + "' }}{%- endif %}",
         render=partial(_thinking, thinking=thinking),
+        notice=f"the template {name} trains on the last answer of a conversation only, and leaves out the reasoning (<think>...</think>) "
+        + ("of earlier answers" if thinking.on else "of all answers"),
         learns="the last answer",
     )
 

@@ -66,6 +66,8 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
     for line in device.lines:
         _say(console, line)
     found += device.problems
+    if encoder.template.notice:
+        _say(console, encoder.template.notice)
     for index, stage in enumerate(run.stages):
         try:
             reader = Reader(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)

@@ -79,6 +79,8 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
         say(f"{folder}: {begun}, {run.precision} on {here.device.type} ({here.name}, threads: {here.threads})")
         for line in changed:
             say(f"changed since: {line}")
+        if home.encoder.template.notice:
+            say(home.encoder.template.notice)
         say(f"checkpoints: {saves(run)}")
         show, tally = display(console, run.log_every), Tally()
         stop = StopSignal(show.stopping)
