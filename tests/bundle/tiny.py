@@ -82,10 +82,15 @@ def without_image_token(template: Template) -> Template:
 
 
 def save_language(
-    folder: Path, tied: bool = True, rows: int = ROWS, tok: PreTrainedTokenizerBase | None = None, dtype: torch.dtype = torch.float32
+    folder: Path,
+    tied: bool = True,
+    rows: int = ROWS,
+    tok: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype = torch.float32,
+    width: int = 24,
 ) -> Path:
     config = Qwen2Config(
-        vocab_size=rows, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=rows, hidden_size=width, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, max_position_embeddings=512,
         tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
