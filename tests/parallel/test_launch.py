@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import eyeline.train.loop as loop
 from eyeline.core.errors import Refused
 from eyeline.parallel import launch
 from eyeline.parallel.launch import machine
 from eyeline.parallel.threads import ALLOCATOR, expandable_segments
 from eyeline.train.environment import environment
+from tests.train.recipe import tiny_run
 
 
 @pytest.fixture
@@ -86,6 +88,20 @@ def test_deterministic_algorithms_are_set_and_put_back(monkeypatch: pytest.Monke
     assert environment(here)["deterministic"] is True
     machine("cpu", 1)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_operator_without_a_deterministic_version_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own words, of an operator that has none on a CPU either; any other error stays a defect."""
+
+    def forward(*_: object) -> None:
+        torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr("eyeline.models.siglip2.Block.forward", forward)
+    with pytest.raises(Refused, match=r"has no deterministic version of put_ on this device\. Set deterministic: false"):
+        loop.train(tiny_run(tmp_path, "deterministic=true"))
+    with pytest.raises(RuntimeError, match="something else"):
+        loop.train(tiny_run(tmp_path))
 
 
 def test_segments_that_grow_are_asked_for_unless_the_user_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +69,22 @@ def machine(device: str = "auto", threads: int | None = None, deterministic: boo
     return Machine(
         torch.device("cuda"), torch.cuda.get_device_name(), torch.get_num_threads(), torch.cuda.get_device_capability(), deterministic
     )
+
+
+@contextmanager
+def deterministic_or_refused() -> Iterator[None]:
+    """Refused where torch has no deterministic version of an operator and was asked for such alone."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if "does not have a deterministic implementation" not in said:
+            raise
+        operator = said.split(maxsplit=1)[0]
+        raise Refused(
+            f"deterministic: true, and this torch has no deterministic version of {operator} on this device. Set deterministic: false "
+            "and resume: the run goes on from its last checkpoint"
+        ) from error
 
 
 def _set_deterministic(on: bool) -> None:

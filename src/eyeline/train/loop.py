@@ -20,7 +20,7 @@ from eyeline.core.randomness import seed_for
 from eyeline.data.loader import Reader, Step
 from eyeline.models import flops
 from eyeline.models.moe import biases_of
-from eyeline.parallel.launch import Machine, machine
+from eyeline.parallel.launch import Machine, deterministic_or_refused, machine
 from eyeline.train import metrics
 from eyeline.train.display import Display, display
 from eyeline.train.metrics import Clock, StepFigures
@@ -164,7 +164,7 @@ def train_stage(
     arriving = reader.steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs, state.data)
     for micro_batches, data_state, imbalance, epoch in timed(arriving, clock):
         set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
-        with clock.spending("compute"):
+        with clock.spending("compute"), deterministic_or_refused():
             report = update(model, optimizers, micro_batches, clip=stage.clip, seed=run.seed, step=state.global_step)
         if report.outcome == "not finite":
             keep_evidence(home, state, report, micro_batches)
