@@ -225,6 +225,7 @@ def test_a_conversation_with_images_as_a_user_asks_it(form: str, processor: str,
     assert answer["answer"] == model.generate(**want, max_new_tokens=8, do_sample=False)[0, want["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.timeout(900)  # a process per block
 def test_exports_are_used_as_documented(eyeline: Command, older: Older, tmp_path: Path) -> None:
     exports_as_documented(eyeline, tmp_path, PYTHON)
 
