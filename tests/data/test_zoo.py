@@ -484,7 +484,7 @@ ZOO: dict[str, Animal] = {
     "WebP, cut": (lambda: half(webp(noise(64, 64), lossless=True)), Rejected("broken_image")),
     "WebP, lossy, its second half zeros": (lambda: zeroed(webp(noise(64, 64), quality=90)), LOST),
     "WebP, animated, its second half zeros": (lambda: zeroed(animated_webp(64, 64, [webp(noise(64, 64), quality=90)])), LOST),
-    "WebP, of one colour": (lambda: webp(plain(500, 500, BLACK), quality=80), Shown(plain(500, 500, BLACK))),
+    "WebP, of one colour": (lambda: webp(plain(1600, 1600, BLACK), quality=80), Shown(plain(1600, 1600, BLACK))),
     "WebP, lossy, cut": (lambda: half(webp(noise(64, 64), quality=90)), Rejected("broken_image")),
     "WebP, 16,384 × 16,384 claimed": (
         lambda: riff((b"VP8X", b"\0\0\0\0" + struct.pack("<I", 16383)[:3] * 2), (b"VP8L", webp(DOTS, lossless=True)[20:])),
