@@ -329,10 +329,102 @@ def test_few_rejects_count_at_the_end_of_an_epoch(open_reader, folder: Path) -> 
 @pytest.mark.parametrize("rows", [3, 1000])
 def test_a_set_without_one_usable_row_ends(open_reader, folder: Path, rows: int) -> None:
     write(folder, [row("no file", "absent.png")] * rows)
-    with pytest.raises(TooManyRejects, match=f"{min(rows, 100)} of {min(rows, 100)} samples"):
+    with pytest.raises(TooManyRejects, match=f"{rows} of {rows} samples"):
         next(open_reader(max_reject_rate=0.5).steps(BUDGET, 1, None))
     with pytest.raises(Refused, match="no sample can be used"):
         next(open_reader(max_reject_rate=1.0).steps(BUDGET, 1, None))
+
+
+def spoilt(folder: Path, rows: int, missing: int = 0, broken: int = 0, name: str = "rows.json") -> str:
+    """Rows with an image each, of which the first ones cannot be used: absent, or truncated behind a good header."""
+    (folder / "broken.png").write_bytes((folder / "5.png").read_bytes()[:200])
+    images = ["absent.png"] * missing + ["broken.png"] * broken
+    (folder / name).write_text(json.dumps([row(f"question {n}", images[n] if n < len(images) else "0.png") for n in range(rows)]))
+    return str(folder / name)
+
+
+def read_through(reader: Reader, epochs: int | None, steps: int = 10**9, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """As a stage does it: so many steps or epochs, then the verdict on what was read. The last state."""
+    for _, step in zip(range(steps), reader.steps(BUDGET, 2, epochs, state), strict=False):
+        state = step.state
+    reader.judge_end()
+    assert state is not None
+    return state
+
+
+@pytest.mark.parametrize("kind", ["missing", "broken"])
+@pytest.mark.parametrize("seed", range(3))
+def test_reject_rate_is_of_different_rows_whatever_the_order(open_reader, folder: Path, kind: str, seed: int) -> None:
+    """2 of 200 are 1.0 %, in any order, after any step, in any epoch; 3 of 200 are not."""
+    path = spoilt(folder, 200, **{kind: 2})
+    reader = open_reader(seed, sources=(Source(path=path),), max_reject_rate=0.01)
+    assert read_through(reader, 3)["rejects"] == {"seen": 200, "counts": {f"{kind}_image": 2}}
+    for steps in (1, 10, 30):
+        read_through(open_reader(seed, sources=(Source(path=path),), max_reject_rate=0.01), None, steps)
+    spoilt(folder, 200, **{kind: 3})
+    with pytest.raises(TooManyRejects, match=r"3 of 200 samples were rejected \(1\.5%\)"):
+        read_through(open_reader(seed, sources=(Source(path=path),), max_reject_rate=0.01), 1)
+
+
+@pytest.mark.parametrize("settings", [{"repeat": 4}, {"repeat": 1}])
+def test_row_of_a_repeated_source_counts_once(open_reader, folder: Path, settings: dict[str, Any]) -> None:
+    """By hand: 40 + 60 rows, 2 absent and 1 broken among those that come four times an epoch. Resumed after each step, too."""
+    sources = (Source(path=spoilt(folder, 40, 2, 1, "few.json"), **settings), Source(path=spoilt(folder, 60)))
+
+    def reader() -> Reader:
+        return open_reader(sources=sources, max_reject_rate=0.03)
+
+    whole = [step.state for step in reader().steps(BUDGET, 2, 2)]
+    assert whole[-1]["rejects"]["seen"] == 100
+    assert whole[-1]["rejects"]["counts"] == {"missing_image": 2, "broken_image": 1}
+    for at in range(0, len(whole), 3):
+        assert read_through(reader(), 2, state=json.loads(json.dumps(whole[at])))["rejects"] == whole[-1]["rejects"]
+    with pytest.raises(TooManyRejects, match="3 of 100"):
+        read_through(open_reader(sources=sources, max_reject_rate=0.029), 2)
+
+
+def test_row_of_a_blend_by_shares_counts_in_its_sources_first_epoch(open_reader, folder: Path) -> None:
+    """The small source comes again many times before the large one is through."""
+    sources = (Source(path=spoilt(folder, 10, 1, 1, "few.json"), weight=3.0), Source(path=spoilt(folder, 90)))
+    state = read_through(open_reader(sources=sources, blend="shares", max_reject_rate=0.02), None, 100)
+    assert state["rejects"] == {"seen": 100, "counts": {"missing_image": 1, "broken_image": 1}}
+
+
+def test_bad_rows_that_lie_together_are_judged_against_all(open_reader, folder: Path) -> None:
+    """A file of 150 rows without an image is 10 % of the data, whether it comes first or last."""
+    for seed in range(4):
+        sources = (Source(path=spoilt(folder, 150, missing=150, name="bad.json")), Source(path=spoilt(folder, 1350)))
+        assert read_through(open_reader(seed, sources=sources, max_reject_rate=0.1), None, 200)["rejects"]["seen"] > 0
+        with pytest.raises(TooManyRejects, match="150 of 1500"):
+            read_through(open_reader(seed, sources=sources, max_reject_rate=0.09), 1)
+
+
+def test_last_packs_are_judged_too(open_reader, folder: Path) -> None:
+    """What decoding finds in the packs that are still open when the last row has been planned."""
+    for broken, rows in ((45, 90), (3, 3)):
+        with pytest.raises(TooManyRejects, match=f"[0-9]+ of {rows} samples"):
+            read_through(open_reader(sources=(Source(path=spoilt(folder, rows, broken=broken)),), max_reject_rate=0.1), 1)
+    with pytest.raises(Refused, match="no sample can be used: all 3"):
+        read_through(open_reader(sources=(Source(path=spoilt(folder, 3, broken=3)),), max_reject_rate=1.0), 1)
+
+
+@pytest.mark.parametrize(("rows", "broken", "steps", "ends"), [(2000, 2000, 1, True), (2000, 1000, 4, True), (400, 4, 8, False)])
+def test_stage_that_ends_within_its_data_is_judged(open_reader, folder: Path, rows: int, broken: int, steps: int, ends: bool) -> None:
+    reader = open_reader(sources=(Source(path=spoilt(folder, rows, broken=broken)),), max_reject_rate=0.01)
+    if ends:
+        with pytest.raises(TooManyRejects, match="samples were rejected"):
+            read_through(reader, None, steps)
+    else:
+        read_through(reader, None, steps)
+
+
+def test_endless_bad_data_end_the_run_early(open_reader, folder: Path) -> None:
+    """Long before all rows were read: three times what the limit allows of all are enough."""
+    reader = open_reader(sources=(Source(path=spoilt(folder, 2000, broken=1500)),), max_reject_rate=0.05)
+    with pytest.raises(TooManyRejects) as raised:
+        read_through(reader, 1)
+    rejected, _, seen = str(raised.value).split()[:3]
+    assert 200 < int(rejected) < 230 and int(seen) < 400
 
 
 def test_a_file_that_changes_under_the_run_stops_it(open_reader, folder: Path) -> None:

@@ -39,21 +39,47 @@ def test_a_sample_is_written_once_over_epochs_and_resumes(tmp_path: Path) -> Non
     assert again.counts == {"missing_image": 4, "no_target": 1}
 
 
-def test_the_rate_is_judged_after_a_hundred_samples_or_an_epoch(tmp_path: Path) -> None:
+def test_rate_is_judged_against_all_rows(tmp_path: Path) -> None:
     rejects = Rejects(tmp_path, 0.02)
     for n in range(3):
         rejects.add(reject(n, "no_target" if n else "missing_image"))
     rejects.seen = 99
-    rejects.check()
+    rejects.check(False, lambda: 50)  # too few to say anything
     with pytest.raises(
         TooManyRejects, match=r"3 of 99 .*\(3\.0%\).* allows 2\.0%.*no_target 2×.*missing_image 1×.*rejects\.jsonl.*Against no_target: Give"
     ):
-        rejects.check(end=True)
+        rejects.check(True, lambda: 99)
     rejects.seen = 100
+    rejects.check(False, lambda: 75)  # twice 1.5 are not fewer than 3
     with pytest.raises(TooManyRejects):
-        rejects.check()
+        rejects.check(False, lambda: 74)
     rejects.seen = 150
-    rejects.check(end=True)  # 2 % exactly is allowed
+    rejects.check(True, lambda: 150)  # 2 % exactly is allowed
+
+
+@pytest.mark.parametrize(
+    ("rate", "seen", "bad", "total", "ends"),
+    [
+        (0.01, 30, 30, 10**6, True),  # all of them
+        (0.01, 1, 1, 10**6, True),
+        (0.01, 30, 4, 10**6, False),  # 0.3 + 4 × √0.3 + 2 = 4.49
+        (0.01, 30, 5, 10**6, True),
+        (0.01, 10, 2, 200, False),  # as many as are allowed of all
+        (0.01, 10, 3, 200, True),
+        (0.0, 50, 1, 10**6, True),  # none is allowed
+        (1.0, 5, 5, 5, False),
+    ],
+)
+def test_part_of_the_rows_is_judged_where_chance_does_not_explain_it(rate: float, seen: int, bad: int, total: int, ends: bool) -> None:
+    rejects = Rejects(None, rate)
+    rejects.seen = seen
+    for n in range(bad):
+        rejects.add(reject(n))
+    if ends:
+        with pytest.raises(TooManyRejects):
+            rejects.check_part(lambda: total)
+    else:
+        rejects.check_part(lambda: total)
 
 
 def test_text_that_no_file_can_hold_is_spelt_out(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ class Window:
     row_R3: Longs
     bounds_V1: Longs
     shards: int
+    first_R: NDArray[np.bool_]  # whether the pool meets the row for the first time
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +95,30 @@ class Pool:
 
     def shards(self, cursor: Cursor) -> list[tuple[int, int]]:
         """Source and shard of all that the cursor's window is made of."""
+        return [self.entries[n] for n in self._chosen(cursor)]
+
+    def _chosen(self, cursor: Cursor) -> list[int]:
+        """The numbers of the entries that the cursor's window is made of."""
 
         def held(entry: int) -> int:
             source, shard = self.entries[entry]
             return self.side.index.sources[source].shards[shard].held
 
-        chosen = shards_of(self._runs, self.seed, cursor.epoch, cursor.first, cursor.window, held, self.most)
-        return [self.entries[n] for n in chosen]
+        return shards_of(self._runs, self.seed, cursor.epoch, cursor.first, cursor.window, held, self.most)
+
+    @cached_property
+    def _first_N(self) -> NDArray[np.bool_]:
+        """Whether each entry is the first one of its shard: of a shard that comes several times in an epoch, the one that counts."""
+        first = {entry: n for n, entry in reversed([*enumerate(self.entries)])}
+        return np.array([first[entry] == n for n, entry in enumerate(self.entries)], np.bool_)
+
+    def rows_about(self, cursor: Cursor) -> int:
+        """About how many different rows there are, by the cursor's window and the sizes of all shards. Exact where one window has all."""
+        sources = self.side.index.sources
+        here, every = ({*self.shards(cursor)}, {*self.entries})
+        sizes = [sum(sources[source].shards[shard].bytes for source, shard in entries) for entries in (here, every)]
+        rows = len(np.unique(self.window(cursor).row_R3, axis=0))
+        return rows if here == every else round(rows * sizes[1] / max(sizes[0], 1))
 
     @cached_property
     def _runs(self) -> Runs:
@@ -108,15 +126,17 @@ class Pool:
         return Runs.of(np.array([sources[source].shards[shard].joined for source, shard in self.entries], np.bool_))
 
     def window(self, cursor: Cursor) -> Window:
-        chosen = self.shards(cursor)
-        self.side.index.begin(chosen)
-        rows, pictures = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint64)]
-        for source, shard in chosen:
+        chosen = self._chosen(cursor)
+        self.side.index.begin(self.entries[n] for n in chosen)
+        rows, pictures, first = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint64)], [np.empty(0, np.bool_)]
+        for n in chosen:
+            source, shard = self.entries[n]
             number_R = np.flatnonzero(self.side.kept(source, shard))
             rows.append(np.stack([np.full_like(number_R, source), np.full_like(number_R, shard), number_R], 1))
             pictures.append(self.side.index.shard(source, shard).pictures_R[number_R])
+            first.append(np.full(len(number_R), cursor.epoch == 0 and self._first_N[n]))
         visits = visits_of(np.concatenate(pictures), self.share, self.seed, cursor.epoch, cursor.window)
-        return Window(np.concatenate(rows)[visits.rows_R], visits.bounds_V1, len(chosen))
+        return Window(np.concatenate(rows)[visits.rows_R], visits.bounds_V1, len(chosen), np.concatenate(first)[visits.rows_R])
 
     def at(self, epoch: int, window: int) -> Cursor:
         """The begin of any window."""
@@ -156,7 +176,7 @@ def pools_of(side: Side, share: int, seed: int) -> tuple[Pool, ...]:
 def whole(pool: Pool, cursor: Cursor) -> tuple[Ordered, Cursor]:
     """A window of a pool, and the cursor behind it."""
     window = pool.window(cursor)
-    return Ordered(_addressed(window.row_R3, cursor), window.bounds_V1), pool.after(cursor, window)
+    return Ordered(_addressed(window.row_R3, cursor), window.bounds_V1, window.first_R), pool.after(cursor, window)
 
 
 def blended(
@@ -223,7 +243,8 @@ class _Part:
 def _merged(parts: Sequence[_Part], picks: Sequence[int]) -> Ordered:
     taken = [iter(part.rows) for part in parts]
     rows = [next(taken[n]) for n in picks]
-    return Ordered(np.concatenate(rows), np.cumsum([0, *(len(r) for r in rows)]))
+    row_R5 = np.concatenate(rows)
+    return Ordered(row_R5, np.cumsum([0, *(len(r) for r in rows)]), row_R5[:, 0] == 0)  # no source comes twice in an epoch of its own
 
 
 def _addressed(row_R3: Longs, cursor: Cursor) -> Longs:

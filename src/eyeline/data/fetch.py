@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,10 +96,18 @@ class _Room:
         return taken_PC
 
 
+class Lost(NamedTuple):
+    """A planned row that turned out to be unusable."""
+
+    reject: Reject
+    epoch: int  # of its source, in which it was planned
+    row: tuple[int, int, int]  # source, shard, number
+
+
 @dataclass(frozen=True)
 class Fetched:
     batch: Batch
-    rejects: tuple[Reject, ...]  # rows whose pictures turned out to be unusable: they keep their place, without labels
+    lost: tuple[Lost, ...]  # rows whose images turned out to be unusable: they keep their place, without labels
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +141,7 @@ class Fetch:
 
     def __call__(self, job: Job, at: At = _unwatched) -> Fetched:
         found: list[tuple[Row, Tokenised | None, list[tuple[Image, ...] | BadSample]]] = []
-        rejects: list[Reject] = []
+        lost: list[Lost] = []
         room = _Room(self.rule, _patches(job.visits))
         if job.visits:  # rows are seldom read again; still a file that changes stops the run
             first = job.visits[0].rows[0]
@@ -145,7 +153,7 @@ class Fetch:
             for row in visit.rows:
                 part = len(found)
                 if row.verdict is not None:
-                    rejects.append(self._reject(row, row.verdict))
+                    lost.append(self._lost(visit, row, row.verdict))
                     found.append((row, None, []))
                     continue
                 at(part, "reading")
@@ -162,12 +170,15 @@ class Fetch:
                 bad = next((images for images in shown if isinstance(images, BadSample)), None)
                 if bad is not None:
                     at(part, "reading")  # lines are counted
-                    rejects.append(self._reject(row, bad))
+                    lost.append(self._lost(visit, row, bad))
                 found.append((row, known, shown))
         # one after another, with nothing decoded between: the processor has what that takes at hand
         documents = [self._document(row, known, shown) for row, known, shown in found]
         at(-1, "idle")
-        return Fetched(batch_of(documents, self.budget), tuple(rejects))
+        return Fetched(batch_of(documents, self.budget), tuple(lost))
+
+    def _lost(self, visit: Visit, row: Row, bad: BadSample) -> Lost:
+        return Lost(self._reject(row, bad), visit.address[0], (row.source, row.place.shard, row.place.number))
 
     def _reject(self, row: Row, bad: BadSample) -> Reject:
         return self.sources[row.source].reject(row.place, bad)

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -32,7 +34,7 @@ from eyeline.data.ahead import Ahead, Entry, indexed
 from eyeline.data.blend import Cursor, Pool, Side, blended, pool_of, pools_of, whole
 from eyeline.data.carried import Carried, Drawn, Order
 from eyeline.data.deal import deal
-from eyeline.data.fetch import Fetch, Row, Visit, fetched_in_order
+from eyeline.data.fetch import Fetch, Lost, Row, Visit, fetched_in_order
 from eyeline.data.images import Augment
 from eyeline.data.index import Index
 from eyeline.data.order import Longs
@@ -87,8 +89,9 @@ class Met:
     """What came next in the plan: a pack, or none and only rows that count (many rejects, or the rest of a window)."""
 
     pack: Pack | None
-    seen: int  # rows since the last Met
+    seen: int  # rows since the last Met that came for the first time
     rejects: tuple[Reject, ...]  # of these, the ones that are not planned
+    again: tuple[Reject, ...]  # rows that are not planned, and were not the first time
     after: Position
     digest: str  # of the plan that it belongs to
     epoch_ended: bool = False
@@ -107,6 +110,7 @@ class Group:
     packs: tuple[Pack, ...]
     seen: int
     rejects: tuple[Reject, ...]
+    again: tuple[Reject, ...]
     after: Position
     digests: tuple[str, ...]  # of the plans that it takes from
     epoch_ended: bool
@@ -169,6 +173,7 @@ class Reader:
         judging = Index(found.judges, encoder, rule, cache, shelf) if own else index
         self.judges = Side(judging, 0.0 if own else data.hold_out, judges=not own)
         self.validates = bool(found.judges)  # whether there is anything to validate on
+        self._cursors: tuple[Cursor, ...] = ()  # where the plan stands after the last step that was given
         self._sizings: dict[tuple[bool, Budget], Sizing] = {}
         self._fetches: dict[tuple[bool, Budget | None], Fetch] = {}
 
@@ -220,26 +225,33 @@ class Reader:
     ) -> Iterator[Step]:
         """The groups fetched. What is rejected is counted where the step is given."""
         batches: list[Batch] = []
-        found: list[Reject] = []
+        found: list[Lost] = []
         asked = self._asked(groups, sizing, rank, ranks)
         for (group, imbalance, last), fetched in fetched_in_order(
             asked, self._fetch(self.training, budget, self.data.augment), self.data.fetching, self.rejects.verdicts
         ):
             if group.packs:
                 batches.append(fetched.batch)
-                found += fetched.rejects
+                found += fetched.lost
             if not last:
                 continue
             self.rejects.seen += group.seen
             # asked here and not where the plan is made: that runs ahead of the steps, and not equally far on all ranks
-            digests, everywhere = zip(*self.gather([list(group.digests), [_listed(reject) for reject in found]]), strict=True)
+            digests, everywhere = zip(*self.gather([list(group.digests), [_listed(lost) for lost in found]]), strict=True)
             if any(other != digests[0] for other in digests):
                 raise StorageFailed(
                     f"ranks plan differently, by window {group.after.number}: their data or versions differ. Make them equal"
                 )
-            for reject in (*group.rejects, *(Reject(*listed) for one in everywhere for listed in one)):
+            for reject in group.rejects:
                 self.rejects.add(reject)
-            self.rejects.check(group.epoch_ended)
+            for reject in group.again:
+                self.rejects.note(reject)
+            for lost in (_lost(listed) for one in everywhere for listed in one):
+                self._judge(lost)
+            self._cursors = group.after.cursors
+            if self._over():
+                self._refuse_none()
+            self.rejects.check(self._over(), self._rows_about)
             if group.packs:
                 yield Step(
                     tuple(batches),
@@ -247,9 +259,34 @@ class Reader:
                     imbalance,
                     group.epoch,
                 )
-            elif group.epoch_ended and self.rejects.seen == self.rejects.rejected:
-                raise Refused(f"no sample can be used: all {self.rejects.seen} were rejected. `eyeline check` says why")
             batches, found = [], []
+
+    def _judge(self, lost: Lost) -> None:
+        """Of a row that decoding has found to be unusable, the first time counts. A source that is repeated has it more than once in an
+        epoch."""
+        first = lost.epoch == 0
+        if first and self.data.sources[lost.row[0]].repeat > 1:
+            first = lost.row not in self.rejects.repeated
+            self.rejects.repeated.add(lost.row)
+        (self.rejects.add if first else self.rejects.note)(lost.reject)
+
+    def _over(self) -> bool:
+        """Whether every row has been met."""
+        return all(cursor.epoch > 0 for cursor in self._cursors)
+
+    def _rows_about(self) -> int:
+        """How many different rows there are to learn from, as far as it can be told where the plan stands."""
+        return sum(pool.rows_about(cursor) for pool, cursor in zip(self.pools(), self._cursors, strict=True))
+
+    def _refuse_none(self) -> None:
+        if self.rejects.seen and self.rejects.seen == self.rejects.rejected and self.rejects.max_rate == 1:
+            raise Refused(f"no sample can be used: all {self.rejects.seen} were rejected. `eyeline check` says why")
+
+    def judge_end(self) -> None:
+        """The verdict on what was read when a stage ends: TooManyRejects, or Refused when not one row could be used."""
+        self._refuse_none()
+        if not self._over():
+            self.rejects.check_part(self._rows_about)
 
     def count_steps(self, budget: Budget, micro_batches: int, epochs: int) -> int:
         """How many steps so many epochs are. Every row is indexed for it, behind a bar when that takes long. The number is kept beside
@@ -369,17 +406,17 @@ class Reader:
             coming = _shards(pools, after)
             if ahead is not None:
                 ahead.begin(coming)
-            for n, (pack, seen, rejects) in enumerate(rest[here.done :], here.done):
+            for n, (pack, seen, rejects, again) in enumerate(rest[here.done :], here.done):
                 if ahead is not None:
                     ahead.share(coming, n, len(rest))
                 last = n + 1 == len(rest)
                 found = None if pack is None else Pack(made.items(pack), made.cost(pack))
                 epoch = None if start is None or end is None else start + (end - start) * (n + 1) / len(rest)
-                yield Met(found, seen, rejects, at if last else replace(here, done=n + 1), digest, last and ended, epoch)
+                yield Met(found, seen, rejects, again, at if last else replace(here, done=n + 1), digest, last and ended, epoch)
         planning.reopened(at.bins.bins, sizing)  # are they still what was planned?
         left = [Pack(list(bin), _cost(bin, sizing)) for bin in at.bins.bins]
         for n, pack in enumerate(left):
-            yield Met(pack, 0, (), replace(at, bins=at.bins.without(n + 1)), digest, epoch=self._epoch(pools, at.cursors))
+            yield Met(pack, 0, (), (), replace(at, bins=at.bins.without(n + 1)), digest, epoch=self._epoch(pools, at.cursors))
 
     def _epoch(self, pools: tuple[Pool, ...], cursors: Sequence[Cursor]) -> float | None:
         """Epochs that are done where a window starts, by shards."""
@@ -406,9 +443,11 @@ class Reader:
         met = None
 
         def group(given: Sequence[Pack], after: Met) -> Group:
-            rejects = tuple(reject for met in uncounted for reject in met.rejects)
+            rejects, again = (tuple(r for met in uncounted for r in of(met)) for of in (attrgetter("rejects"), attrgetter("again")))
             digests = tuple(dict.fromkeys(met.digest for met in uncounted))
-            return Group(tuple(given), sum(met.seen for met in uncounted), rejects, after.after, digests, after.epoch_ended, after.epoch)
+            return Group(
+                tuple(given), sum(met.seen for met in uncounted), rejects, again, after.after, digests, after.epoch_ended, after.epoch
+            )
 
         for met in plan:
             uncounted.append(met)
@@ -498,7 +537,7 @@ class Reader:
         for _, fetched in fetched_in_order(
             self._judged(sizing, rank, ranks, rejected), self._fetch(self.judges, None, None), self.data.fetching, self.rejects.verdicts
         ):
-            rejected += fetched.rejects
+            rejected += (lost.reject for lost in fetched.lost)
             if fetched.batch.counts.supervised:
                 usable = True
                 yield fetched.batch
@@ -532,10 +571,17 @@ def _shards(pools: Sequence[Pool], cursors: Sequence[Cursor]) -> list[Entry]:
     return [entry for pool, cursor in zip(pools, cursors, strict=True) for entry in pool.shards(cursor)]
 
 
-def _packs_and_rests(made: Plan) -> Iterator[tuple[int | None, int, tuple[Reject, ...]]]:
-    """(number of a pack or None, rows since the one before, rejects among these); last the rest of the window."""
+def _packs_and_rests(made: Plan) -> Iterator[tuple[int | None, int, tuple[Reject, ...], tuple[Reject, ...]]]:
+    """(number of a pack or None, rows since the one before that came for the first time, rejects among these, other rejects); last the
+    rest of the window."""
+    first_R1 = np.concatenate([[0], np.cumsum(made.first_R)])
     met, rejects = 0, list(made.rejects)
-    for pack, passed in [*enumerate(made.passed_K.tolist()), (None, made.rows)]:
+
+    def since(upto: int, bad: Sequence[tuple[int, Reject]]) -> tuple[int, tuple[Reject, ...], tuple[Reject, ...]]:
+        first, again = ([reject for n, reject in bad if made.first_R[n] == wanted] for wanted in (True, False))
+        return int(first_R1[upto] - first_R1[met]), tuple(first), tuple(again)
+
+    for pack, passed in [*enumerate(made.passed_K.tolist()), (None, len(made.first_R))]:
         here = 0
         while here < len(rejects) and rejects[here][0] < passed:
             here += 1
@@ -543,9 +589,9 @@ def _packs_and_rests(made: Plan) -> Iterator[tuple[int | None, int, tuple[Reject
         while len(bad) >= FIRST_VERDICT:
             some, bad = bad[:FIRST_VERDICT], bad[FIRST_VERDICT:]
             upto = some[-1][0] + 1
-            yield None, upto - met, tuple(reject for _, reject in some)
+            yield None, *since(upto, some)
             met = upto
-        yield pack, passed - met, tuple(reject for _, reject in bad)
+        yield pack, *since(passed, bad)
         met = passed
 
 
@@ -558,8 +604,14 @@ def _cost(bin: Sequence[Item], sizing: Sizing) -> tuple[int, int]:
     return language, vision
 
 
-def _listed(reject: Reject) -> list[Any]:
-    return [reject.id, reject.file, reject.row, reject.field, reject.cause, reject.message]
+def _listed(lost: Lost) -> list[Any]:
+    reject = lost.reject
+    return [[reject.id, reject.file, reject.row, reject.field, reject.cause, reject.message], lost.epoch, list(lost.row)]
+
+
+def _lost(listed: list[Any]) -> Lost:
+    reject, epoch, (source, shard, number) = listed
+    return Lost(Reject(*reject), epoch, (source, shard, number))
 
 
 def _count_in(file: Path) -> int | None:

@@ -129,6 +129,7 @@ class Ordered:
 
     row_R5: Longs  # epoch and window of the order that a row comes from; source, shard, number
     bounds_V1: Longs
+    first_R: NDArray[np.bool_]  # whether the row comes for the first time: rejects are counted of different rows
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Plan:
     bounds_I1: Longs
     packs: list[list[int]]
     passed_K: Longs  # rows of the window that were met up to each pack, rejected ones included
-    rows: int  # of the window
+    first_R: NDArray[np.bool_]  # of the window's rows, as in Ordered
     rejects: list[tuple[int, Reject]]  # (rows met before it, why): rising
     bins: list[list[Item]]
     cost_I2: Longs  # language, vision
@@ -198,7 +199,7 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[Item]], sizing: Sizing) ->
         passed.append(met)
     cost_I2 = np.stack([np.concatenate([old_language, language_I]), np.concatenate([old_vision, vision_I])], 1).astype(np.int64)
     digest = _digest(packs, bounds_I1, np.concatenate([row_G5, np.concatenate([old_columns, columns_R4[at_G]])[:, :2]], 1))
-    made = Plan(row_G5, bounds_I1, packs, np.array(passed, np.int64), len(ordered.row_R5), rejects, [], cost_I2, digest)
+    made = Plan(row_G5, bounds_I1, packs, np.array(passed, np.int64), ordered.first_R, rejects, [], cost_I2, digest)
     made.bins.extend([made.item(n) for n in bin.items] for bin in bins)
     return made
 

@@ -195,7 +195,7 @@ def ordered(reader: Reader, budget: Budget, packs: int | None) -> Order:
             break
     if not len(rows):
         raise Refused(f"no sample can be used: all {rejects.seen} were rejected. `eyeline check` says why")
-    rejects.check(end=once)
+    rejects.check(once, lambda: sum(int(reader.training.kept(s, h).sum()) for s, h, _ in _sound(reader.training)))
     rows.add((s, h, number) for s, h, number_R in _sound(reader.training) for number in number_R.tolist())
     judged = _Rows()
     if reader.validates:
@@ -532,7 +532,7 @@ def recorded(reader: Reader, draft: Prepared, folder: Path, epochs: int, packs: 
     for met in _until(planner.planned(draft.budget, epochs if once else None), None if once else packs):
         if met.window == len(windows):
             windows.append(met.digest)
-        rejects |= dict.fromkeys(met.rejects)
+        rejects |= dict.fromkeys((*met.rejects, *met.again))
         if met.pack is not None:
             lines.append(json.dumps({"window": len(windows) - 1, **_said(met.pack.items, sizing)}))
     if planner.validates:

@@ -1,5 +1,7 @@
 """Rejected samples: counted by cause, named by file, row and field, and capped."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,9 @@ REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.m
     "too_long": "Raise batch.tokens or batch.patches (up to the model's positions), or set data.too_long: shrink for many turns.",
 }
 LASTING = ("decoder_crashed", "decoder_hung")  # verdicts that are not found out again: each costs a worker
-FIRST_VERDICT = 100  # samples before the rate means anything
+FIRST_VERDICT = 100  # rows before the rate means anything
+EARLY = 2.0  # times what the limit allows of all rows, as far as can be told, end a run before it has met them all
+LARGE = 1_000_000  # rows that data are taken to have at most when that is judged: a run on endless bad data must end
 
 
 @dataclass(frozen=True)
@@ -125,14 +129,16 @@ class Reject:
 
 
 class Rejects:
-    """Counts of one run. The rate is of visits: a sample that is met in three epochs counts three times on both sides."""
+    """Counts of one stage. The rate is of different rows: each counts once, when its source is met for the first time, however often it
+    comes again (`repeat`, epochs, blends by shares)."""
 
     def __init__(self, folder: Path | None, max_rate: float):
         """Lines go to `folder`/rejects.jsonl (None: nowhere), one for each sample and cause over the whole run."""
         self.path = folder / "rejects.jsonl" if folder else None
         self.max_rate = max_rate
-        self.seen = 0
-        self.counts: dict[str, int] = {}
+        self.seen = 0  # different rows
+        self.counts: dict[str, int] = {}  # of these, those that cannot be used, by cause
+        self.repeated: set[tuple[int, int, int]] = set()  # those of repeated sources that decoding has found: they come again in an epoch
         lines = [_read(line, number, self.path) for number, line in enumerate(read_lines(self.path), 1)] if self.path else []
         self._written = {(line.file, line.id, line.cause) for line in lines}
         self.verdicts = {(line.file, line.id): line for line in lines if line.cause in LASTING}  # of this run, and of it before
@@ -142,13 +148,13 @@ class Rejects:
         return sum(self.counts.values())
 
     def add(self, reject: Reject) -> None:
-        """Count one. TooManyRejects once the rate is over the limit and enough has been seen."""
+        """Count one."""
         assert reject.cause in CAUSES, f"{reject.cause} is not in CAUSES"
         self.counts[reject.cause] = self.counts.get(reject.cause, 0) + 1
         self.note(reject)
 
     def note(self, reject: Reject) -> None:
-        """Write it down without counting it: for validation, which is met again and again."""
+        """Write it down without counting it: of validation, or of a row that has come before."""
         if reject.cause in LASTING:
             self.verdicts.setdefault((reject.file, reject.id), reject)
         name = (reject.file, reject.id, reject.cause)
@@ -156,24 +162,45 @@ class Rejects:
             append_line(self.path, {k: _printable(v) for k, v in vars(reject).items()})
         self._written.add(name)
 
-    def check(self, end: bool = False) -> None:
-        """TooManyRejects, with the most frequent causes, when the rate is over the limit; at the `end` of an epoch even if
-        little was seen."""
-        if self.rejected > self.max_rate * self.seen and (end or self.seen >= FIRST_VERDICT):
-            top = sorted(self.counts.items(), key=lambda item: -item[1])[:5]
-            causes = "; ".join(f"{cause} {count}× ({CAUSES[cause]})" for cause, count in top)
-            where = f" Each is named in {self.path}." if self.path else ""
-            raise TooManyRejects(
-                f"{self.rejected} of {self.seen} samples were rejected ({self.rejected / max(self.seen, 1):.1%}); max_reject_rate allows "
-                f"{self.max_rate:.1%}. Causes: {causes}.{where} Against {top[0][0]}: {REMEDIES[top[0][0]]} Or raise "
-                "data.max_reject_rate if this loss is meant"
-            )
+    def check(self, over: bool, total: Callable[[], int]) -> None:
+        """TooManyRejects, with the most frequent causes, when the rate is over the limit. Once all rows have been met (`over`) that is the
+        rate of all of them. Before, the first rows say little: bad ones may lie together. So only more than the limit allows of all rows,
+        about `total`, is too many."""
+        if self._many() and (over or (self.seen >= FIRST_VERDICT and self.rejected > EARLY * self.max_rate * min(total(), LARGE))):
+            raise self._too_many()
+
+    def check_part(self, total: Callable[[], int]) -> None:
+        """The same of a stage that ends before it has met all rows: too many are more than the limit allows of all, or so many that chance
+        does not explain it. One bad row among the first ten does not say that one in ten is bad."""
+        expected = self.max_rate * self.seen
+        unlikely = expected + 4 * math.sqrt(expected) + 2  # four standard deviations, and a little where the numbers are small
+        if self._many() and (self.rejected == self.seen or self.rejected > min(unlikely, self.max_rate * total())):
+            raise self._too_many()
+
+    def _many(self) -> bool:
+        return self.rejected > self.max_rate * self.seen
+
+    def _too_many(self) -> TooManyRejects:
+        cause = max(self.counts, key=self.counts.__getitem__)
+        where = f" Each is named in {self.path}." if self.path else ""
+        return TooManyRejects(
+            f"{self.rejected} of {self.seen} samples were rejected ({self.rejected / max(self.seen, 1):.1%}); max_reject_rate allows "
+            f"{self.max_rate:.1%}. Causes: {self.causes()}.{where} Against {cause}: {REMEDIES[cause]} Or raise "
+            "data.max_reject_rate if dropping them is acceptable"
+        )
+
+    def causes(self) -> str:
+        """The most frequent ones in words."""
+        top = sorted(self.counts.items(), key=lambda item: -item[1])[:5]
+        return "; ".join(f"{cause} {count}× ({CAUSES[cause]})" for cause, count in top)
 
     def state(self) -> dict[str, Any]:
-        return {"seen": self.seen, "counts": dict(self.counts)}
+        again = {"repeated": sorted(map(list, self.repeated))} if self.repeated else {}
+        return {"seen": self.seen, "counts": dict(self.counts), **again}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.seen, self.counts = int(state["seen"]), {str(k): int(v) for k, v in state["counts"].items()}
+        self.repeated = {(source, shard, number) for source, shard, number in state.get("repeated", ())}
 
 
 def _read(line: dict[str, Any], number: int, path: Path) -> Reject:

@@ -370,9 +370,9 @@ def data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
     rejected = sum(report.rejects.values())
     if report.examined and rejected == report.examined:
         yield f"{stage.name}: no examined sample can be used ({_causes(report)})"
-    elif rejected > stage.data.max_reject_rate * report.examined:
+    elif report.trained_rejected > stage.data.max_reject_rate * report.trained:  # as training counts: each row that is trained on, once
         yield (
-            f"{stage.name}: {rejected} of {report.examined} examined samples would be rejected, and max_reject_rate is "
+            f"{stage.name}: {report.trained_rejected} of {report.trained} examined samples would be rejected, and max_reject_rate is "
             f"{stage.data.max_reject_rate:.1%} ({_causes(report)}); mend them{_longer(report)}, or raise it if this loss is meant"
         )
 

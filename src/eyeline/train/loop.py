@@ -177,6 +177,8 @@ def train_stage(
         )
         stop.done = state.global_step
         ended = state.step == steps
+        if ended:
+            reader.judge_end()  # before it is saved: a stage that must not end like this has not ended
         better = False
         if run.validate_every and reader.validates and (state.step % run.validate_every == 0 or ended):
             show.status("validating")

@@ -148,6 +148,8 @@ class DataReport:
     widths: Measure | None  # pixels of each picture, upright; those that rows of a shard share count once
     heights: Measure | None
     aspects: Measure | None  # width over height
+    trained: int  # of the examined, those to train on
+    trained_rejected: int  # and of these, those that cannot be used: `max_reject_rate` is about them
     rejects: dict[str, int]  # of the examined, by cause; samples with nothing to learn are under no_target
     rejected: tuple[Reject, ...]  # the first few of each cause
     odd: dict[str, int]  # what is unusual about usable pictures, and how many have it
@@ -183,6 +185,8 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         exact=all(side.exact for side in sides),
         looked=len(asked),
         examined=examined.samples,
+        trained=examined.trained,
+        trained_rejected=examined.trained_rejected,
         tokens=Measure.of(lengths["tokens"]),
         text=Measure.of(lengths["tokens"] - lengths["visual"]),
         visual=Measure.of(lengths["visual"]),
@@ -317,6 +321,8 @@ class _Examined:
     rejected: dict[str, list[Reject]]
     odd: Counter[str]
     pictures: dict[str, BadSample | None]
+    trained: int = 0
+    trained_rejected: int = 0
     spelt: int = 0
     said: int = 0
     masked: int = 0
@@ -328,7 +334,10 @@ class _Examined:
         for side, (source, shard, number) in chosen:
             sized, rows = side.sizing(source, shard), side.side.index.sources[source]
             index = side.side.index.shard(source, shard)
+            training = side.side is reader.training
+            out.trained += training
             if number in sized.rejects:
+                out.trained_rejected += training
                 out._reject(reject_of(side.sizing, (source, shard, number)))
                 continue
             place = index.place(shard, number)
@@ -339,6 +348,7 @@ class _Examined:
             out.learned += int((np.diff(index.tokenised(number).trained_U.astype(np.int8), prepend=0) == 1).sum())
             bad = _pictures_of(sample, out.pictures, out.odd)
             if bad is not None:
+                out.trained_rejected += training
                 out._reject(rows.reject(place, bad))
         return out
 
