@@ -189,6 +189,11 @@ class Rejects:
             "data.max_reject_rate if dropping them is acceptable"
         )
 
+    def said(self) -> str:
+        """How many were skipped so far, and why."""
+        where = f". {self.path} names each" if self.path else ""
+        return f"{self.rejected:,} of {self.seen:,} samples skipped: {self.causes()}{where}"
+
     def causes(self) -> str:
         """The most frequent ones in words."""
         top = sorted(self.counts.items(), key=lambda item: -item[1])[:5]

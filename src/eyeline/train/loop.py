@@ -160,7 +160,7 @@ def train_stage(
     show.status("first step: decoding images")
 
     model.train()
-    saved_at = clock.now()
+    saved_at, first = clock.now(), state.step + 1
     arriving = reader.steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs, state.data)
     for micro_batches, data_state, imbalance, epoch in timed(arriving, clock):
         set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
@@ -215,6 +215,8 @@ def train_stage(
         )
         metrics.write(home.folder, figures.line(), home.attempt)
         show.step(figures)
+        if reader.rejects.rejected and (ended or state.step == first):
+            show.note(f"{stage.name}: {reader.rejects.said()}")
         tally.step(figures)
         if over:
             raise NotFinite(
