@@ -206,7 +206,7 @@ def golden(seed: int) -> list[str]:
         visits = blend.visits_of(pictures[window * 1000 : (window + 1) * 1000], 4, seed, 0, window)
         rows = np.zeros((1000, 5), np.int64)
         rows[:, 1], rows[:, 4] = window, visits.rows_R + window * 1000
-        done = plan.plan(Ordered(rows, visits.bounds_V1), carried, sizing)
+        done = plan.plan(Ordered(rows, visits.bounds_V1, np.ones(len(rows), np.bool_)), carried, sizing)
         carried, digests = done.bins, [*digests, done.digest]
     return digests
 
