@@ -51,13 +51,13 @@ def options_of(row: dict[str, Any]) -> Options | None:
         if not isinstance(value, list):
             raise BadSample("wrong_type", column, f"a list of options was wanted, got {shown(value)}. Write it as a list in JSON")
         return _checked(value, labels, column)
-    for names, labels in FAMILIES:
+    for names, called in FAMILIES:
         there = [n for n, name in enumerate(names) if _given(row.get(name))]
         if len(there) < 2:
             continue
         if there != list(range(len(there))):
             raise BadSample("wrong_type", names[there[-1]], f"an option, and there is none in {names[there.index(there[-1])]}. Fill it")
-        return _checked([row[names[n]] for n in there], list(labels[: len(there)]), names[0])
+        return _checked([row[names[n]] for n in there], list(called[: len(there)]), names[0])
     return None
 
 
