@@ -9,7 +9,7 @@ import typer
 
 from eyeline import __version__
 from eyeline.core.errors import EXPECTED, Abandoned, OutOfMemory, Refused, StorageFailed, out_of_memory
-from eyeline.core.log import keep_streams, refuse_lost_output, say, visible
+from eyeline.core.log import keep_streams, refuse_lost_output, say, visible, warn
 
 EXIT_CODES = (  # one line each: the terminal wraps them
     "Exit codes: 0 done · 1 a defect of Eyeline (with a traceback) · 2 refused: settings, files or arguments · 3 too many rejected "
@@ -81,7 +81,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     from eyeline.train.loop import run_folder
     from eyeline.train.loop import train as train_run
 
-    refuse_problems(run)
+    for line in refuse_problems(run):
+        warn(line)
     train_run(run)
     say(f"report: {write_report(run_folder(run))}")
 
@@ -121,7 +122,8 @@ def prepare(
     from eyeline.recipes.check import refuse_problems
     from eyeline.train.prepare import prepare_stage
 
-    refuse_problems(run)
+    for line in refuse_problems(run):
+        warn(line)
     prepare_stage(run, stage, out, epochs=epochs, quality=resize)
 
 

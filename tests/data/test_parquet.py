@@ -174,7 +174,9 @@ def test_a_group_of_many_rows_is_several_shards_that_come_together(tmp_path: Pat
     found = pickle.loads(pickle.dumps(found))
     read: list[int] = []
     real = found.container.read  # type: ignore[attr-defined]
-    object.__setattr__(found.container, "read", lambda file, group, columns: read.append(group.part) or real(file, group, columns))
+    object.__setattr__(
+        found.container, "read", lambda file, group, columns, most: read.append(group.part) or real(file, group, columns, most)
+    )
     monkeypatch.setattr(parquet, "KEPT", 1)
     for seed in range(5):
         read.clear()

@@ -18,12 +18,13 @@ from eyeline.data.images import grey
 from eyeline.data.loader import Reader
 from eyeline.data.prepare import prepare
 from eyeline.data.report import report as reporting
-from eyeline.data.report.report import QUICK, THOROUGH, WHOLE, Depth, Epoch, Measure, data_report
+from eyeline.data.report.report import QUICK, THOROUGH, WHOLE, Depth, Epoch, Images, Measure, data_report
 from eyeline.data.report.shown import LONGEST_PIECE, MOST_PIECES, THUMBNAIL, Piece, pieces_of, shortened, shown_samples
 from eyeline.data.sets import Data
 from eyeline.data.sources import Source
 from eyeline.data.templates import TEMPLATES
 from eyeline.data.tokenizer import Encoder
+from eyeline.study.data_page import images_said
 from tests.data.made import DOT, sample
 from tests.data.test_loader import row
 
@@ -36,6 +37,39 @@ def write(path: Path, rows: list) -> Source:
 def spread(measure: Measure | None) -> tuple[float, float, float]:
     assert measure is not None
     return measure.least, measure.median, measure.most
+
+
+@pytest.mark.parametrize("examined", [2, 100])
+def test_different_images_are_counted(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule, examined: int) -> None:
+    """By where they are stored, or by their bytes where all rows are examined: 7 samples show 3 files, of which 2 are equal."""
+    for name, colour in (("a.png", 1), ("b.png", 200)):
+        Pillow.fromarray(np.full((30, 30, 3), colour, np.uint8)).save(tmp_path / name)
+    (tmp_path / "copy.png").write_bytes((tmp_path / "a.png").read_bytes())
+    rows = [
+        row("x", "a.png"),
+        row("x"),
+        *[row("y", "b.png")] * 4,
+        row("x", "copy.png"),
+        row("x", "a.png", "copy.png"),
+        row("x", "gone.png"),
+    ]
+    reader = Reader(Data(sources=(write(tmp_path / "rows.json", rows),)), plain, rule, 0)
+    report = data_report(reader, Budget(50, 64), replace(QUICK, examined=examined))
+    assert report.images == Images(samples=7, different=3 if examined < len(rows) else 2)
+
+
+def test_few_images_are_warned_of() -> None:
+    def said(samples: int, different: int) -> list[tuple[str, bool]]:
+        return [(line.text, line.warns) for line in images_said(Images(samples, different), "")]
+
+    assert said(0, 0) == []
+    assert said(2000, 2000) == [("2,000 samples with images show 2,000 different images (1.0 samples per image)", False)]
+    assert said(38575, 4000)[0][1] is False
+    ((text, warns),) = said(2000, 204)
+    assert warns
+    assert text.startswith(
+        "2,000 samples with images show 204 different images (9.8 samples per image): few different images are the most common"
+    )
 
 
 def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule) -> None:

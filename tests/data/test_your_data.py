@@ -117,6 +117,7 @@ TRAINED: dict[str, list[list[str]]] = {
         *CAPTIONS,
         ["user: [black]Describe the image.", "assistant: «A black cat.»"],
         ["user: [black]Describe the image.", "assistant: «The same cat.»"],
+        ["user: What is a cat?", "assistant: «An animal.»"],
     ],
     "Other names": [A_CAT, A_CAT, ["user: [white]What colour?", "assistant: «White.»"]],
     "Object stores": CAPTIONS,

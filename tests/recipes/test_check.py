@@ -16,8 +16,9 @@ from rich.console import Console
 
 from eyeline.bundle.importing import import_model
 from eyeline.core.errors import Refused, TooManyRejects
+from eyeline.data.report.report import QUICK
 from eyeline.data.templates import TEMPLATES
-from eyeline.recipes.check import check, evaluation_warnings, folder_problems, refuse_problems, settings_problems, untrained_tokens
+from eyeline.recipes.check import check, evaluation_warnings, folder_problems, look, refuse_problems, settings_problems, untrained_tokens
 from eyeline.recipes.read import run_of
 from eyeline.train.loop import train
 from eyeline.train.run import to_yaml
@@ -136,6 +137,65 @@ def test_text_alone_teaches_the_language_model_only(tmp_path: Path) -> None:
     assert "stages.0 (whole): trains vision and projector, which learn from pictures, and no sample has one" in found
     assert "stages.1" not in found
     assert problems(tmp_path, text, "stages.0.trains={language: {how: full, lr: 0.01}}") == ""
+
+
+def unread_rows(folder: Path, row: dict[str, Any]) -> str:
+    """An override: a stage that trains on 20 such rows."""
+    (folder / "unread.json").write_text(json.dumps([row] * 20))
+    return f"stages.0.data.sources=[{{path: {folder / 'unread.json'}, images: {folder / 'data'}}}]"
+
+
+PHOTO = {"photo": "pictures/0.png", "question": "which colour?", "answer": "red"}
+TEXT_ALONE = "stages.0.trains={language: {how: lora, lr: 0.01, rank: 2, alpha: 4, targets: [q]}}"
+
+
+def test_images_that_nothing_reads_are_a_problem_where_the_vision_side_is_frozen(tmp_path: Path) -> None:
+    """As in the LoRA recipes: nothing else would say that a vision-language model is trained on the text alone."""
+    tiny_run(tmp_path)
+    source = unread_rows(tmp_path, PHOTO)
+    for trains in ((), (TEXT_ALONE,)):
+        (line,) = problems(tmp_path, source, *trains).splitlines()
+        assert line.startswith(f"stages.0.data: {tmp_path}/unread.json: none of the 20 rows looked at shows an image")
+        assert "Write columns: {image: photo} for this source" in line
+    with pytest.raises(Refused, match="none of the 20 rows"):
+        refuse_problems(tiny_run(tmp_path, source, TEXT_ALONE))
+    ignored = source.replace(f"images: {tmp_path / 'data'}", "images: ignore")
+    assert problems(tmp_path, ignored, TEXT_ALONE) == ""
+    assert "which learn from pictures, and no sample has one" in problems(tmp_path, ignored)
+    assert problems(tmp_path, source.replace("images:", "columns: {image: photo}, images:"), "stages.0.data.hold_out=0") == ""
+    asked = source.replace("stages.0.data.sources", "evaluation.sources")
+    assert problems(tmp_path, asked).startswith("evaluation: ")
+
+
+def test_warnings_of_a_source_are_said_by_check_data_and_at_the_start(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    row = {"image": "pictures/0.png", "photo": "pictures/1.png", "conversations": [{"from": "human", "value": "<image><IMG_CONTEXT>?"}]}
+    row["conversations"].append({"from": "gpt", "value": "a"})
+    run = tiny_run(tmp_path, unread_rows(tmp_path, row), "stages.0.data.hold_out=0")
+    warned = refuse_problems(run)
+    assert ["column photo names images" in warned[0], "the text has <IMG_CONTEXT>" in warned[1], len(warned)] == [True, True, 2]
+    lines = [f"warning: {line.partition(': ')[2]}" for line in warned]
+    said, page = io.StringIO(), tmp_path / "data.html"
+    assert check(run, 0, Console(file=said, width=2000))
+    looked = io.StringIO()
+    look(run, page, 0, QUICK, Console(file=looked, width=2000))
+    for line in lines:
+        assert said.getvalue().count(line) == looked.getvalue().count(line) == 1
+        assert "names images and is not read" in page.read_text()
+    assert "all examined samples are usable" not in said.getvalue().partition("stage adapt")[0]
+
+
+def test_train_warns_of_what_is_not_read(tmp_path: Path, eyeline: Command) -> None:
+    tiny_run(tmp_path)
+    row = PHOTO | {"image": "pictures/1.png"}
+    run = tiny_run(
+        tmp_path, unread_rows(tmp_path, row), "stages.0.data.hold_out=0", "stages.0.steps=1", "stages.1.steps=1", "evaluation=null"
+    )
+    (tmp_path / "run.yaml").write_text(to_yaml(run))
+    found = eyeline("train", str(tmp_path / "run.yaml"))
+    assert found.code == 0
+    assert "warning: stages.0.data: " in found.err
+    assert "column photo names images and is not read (20 of 20 rows looked at" in found.err
 
 
 def test_rows_that_cannot_be_used_are_no_text(tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ class Layout:
     shape: Shape
     why: str  # how it was recognised
     mapping: Mapping
+    text_only: bool = False  # the source says images: ignore
 
     @property
     def name(self) -> str:
@@ -175,11 +176,16 @@ class Layout:
     @property
     def identity(self) -> str:
         """What a row means depends on this alone."""
-        return self.name if self.mapping == Mapping() else f"{self.name} {self.mapping.columns} {self.mapping.roles}"
+        name = f"{self.name} text" if self.text_only else self.name
+        return name if self.mapping == Mapping() else f"{name} {self.mapping.columns} {self.mapping.roles}"
 
     def read(self, row: Any, id: str, root: Location) -> Sample:
         """The row as a Sample. BadSample for what it cannot use."""
-        return self.shape.read(self.mapping.applied(self.shape, row), id, root)
+        sample = self.shape.read(self.mapping.applied(self.shape, row), id, root)
+        if self.text_only and sample.media:
+            why = f"the source says images: ignore, and the row shows {sample.media[0].name[:100]!r}"
+            raise BadSample("image_ignored", "images", f"{why}. Set images: to the folder of the images, or leave it out")
+        return sample
 
     def kind(self, row: Any) -> str:
         try:

@@ -24,6 +24,8 @@ from eyeline.data.found import Found, found_in
 from eyeline.data.layouts import COLUMNS, Layout, Mapping, Name, recognised
 from eyeline.data.rejects import Reject
 
+IGNORE = "ignore"  # in place of a folder of images
+
 
 class Source(Settings):
     """One set of samples."""
@@ -31,7 +33,9 @@ class Source(Settings):
     # a file, a folder, a pattern of files (a/*.tar), package:NAME/folder for one inside an installed Python package, or the URL of any but
     # the last in an object store (s3://, gs://, az://)
     path: str
-    images: str | None = None  # the folder or URL that picture paths start from; by default the folder that the file lies in
+    # the folder or URL that image paths start from; by default the folder that the file is in. Or `ignore`: rows are text, whatever images
+    # they name in columns that are not read
+    images: str | None = None
     layout: Name | None = None  # by default detected
     columns: dict[str, str] = Field(default={})  # where they have other names, ours: theirs: {image: photo, caption: meta.title}
     roles: dict[Role, str] = Field(default={})  # the same of who speaks: {assistant: bot}
@@ -115,10 +119,11 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
     A store that fails while rows are read is asked `retries` times more.
     """
     found = _found(source, retries)
-    root = found.folder if source.images is None else image_folder(source.images, retries)
+    text_only = source.images == IGNORE
+    root = found.folder if source.images is None or text_only else image_folder(source.images, retries)
     mapping = Mapping(tuple(sorted((source.columns or found.columns or {}).items())), tuple(sorted(source.roles.items())))
     container = open_container(found, mapping, retries)
-    layout = recognised(found.path, container, source.layout, mapping)
+    layout = replace(recognised(found.path, container, source.layout, mapping), text_only=text_only)
     if found.skipped:
         layout = replace(layout, why=f"{layout.why}; skipped: {found.skipped}")
     return Rows(source, found.path, root, layout, container, retries)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +26,7 @@ from eyeline.data.report.shown import Shown, shown_samples
 from eyeline.data.report.twins import Known, known
 from eyeline.data.sets import divided, opened
 from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.unread import unread
 from eyeline.models import build, family_of
 from eyeline.models import facts as facts_of
 from eyeline.models.flops import Arithmetic, count
@@ -37,17 +39,27 @@ from eyeline.train.start import description, refuse_another_recipe
 from eyeline.train.trainable import prepare
 
 
-def refuse_problems(run: Run) -> None:
-    """Raise Refused with every problem that can be found without looking at each sample."""
-    found = [*settings_problems(run)]
-    if found:
-        raise Refused(_listed(run.name, found))
+class Finding(NamedTuple):
+    """A line about a recipe: a problem, or what is only warned of."""
+
+    text: str
+    warns: bool = False
+
+
+def refuse_problems(run: Run) -> list[str]:
+    """Raise Refused with every problem that can be found without looking at each sample; else return the warnings."""
+    found = [*findings(run)]
+    problems = [line.text for line in found if not line.warns]
+    if problems:
+        raise Refused(_listed(run.name, problems))
+    return list(dict.fromkeys(line.text for line in found if line.warns))
 
 
 def check(run: Run, samples: int, console: Console | None = None) -> bool:
     """Print what a run would do, its data and first samples, then every problem; whether there are none. Trains nothing."""
     console = console or Console()
-    found = [*settings_problems(run)]
+    settings = [*findings(run)]
+    found = [line.text for line in settings if not line.warns]
     try:
         refuse_another_recipe(run, run_folder(run))
     except Refused as error:
@@ -78,7 +90,8 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
         found += data_problems(stage, report)
     console.rule(characters="-")
-    for line in (*device.warnings, *untrained_tokens(run, bundle), *evaluation_warnings(run)):
+    asked = [line.text for line in settings if line.warns and line.text.startswith("evaluation: ")]  # a stage's are in its report
+    for line in (*device.warnings, *untrained_tokens(run, bundle), *evaluation_warnings(run), *asked):
         _say(console, f"warning: {line}")
     _say(console, _listed(run.name, found) if found else f"{run.name}: no problems")
     return not found
@@ -195,8 +208,19 @@ def _listed(name: str, found: list[str]) -> str:
 
 def settings_problems(run: Run) -> Iterator[str]:
     """Settings against each other, the model, the machine's folders and the sources: one line a problem."""
+    yield from (line.text for line in findings(run) if not line.warns)
+
+
+def findings(run: Run) -> Iterator[Finding]:
+    """The same, and what the sources are warned of."""
+    of_sources = [*_source_findings(run)]
+    yield from (line for line in of_sources if line.warns)
+    yield from map(Finding, _settings_problems(run, [line.text for line in of_sources if not line.warns]))
+
+
+def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
+    """All problems; `unreadable` are those of the sources."""
     yield from folder_problems(run_folder(run))
-    unreadable = [*_source_problems(run)]
     try:
         bundle = description(run)
         encoder = bundle.encoder()
@@ -222,29 +246,44 @@ def settings_problems(run: Run) -> Iterator[str]:
     yield from unreadable
 
 
-def _source_problems(run: Run) -> Iterator[str]:
-    """What keeps the sources of stages and evaluation from being opened, or leaves nothing of them."""
+def _source_findings(run: Run) -> Iterator[Finding]:
+    """What keeps the sources of stages and evaluation from being opened, leaves nothing of them, or is not read of them."""
     for index, stage in enumerate(run.stages):
         try:
             found = divided(stage.data)
-            for rows in (*found.sources, *(() if found.judges is found.sources else found.judges)):
+            every = (*found.sources, *(() if found.judges is found.sources else found.judges))
+            for rows in every:
                 if not any(True for _ in rows.kept()):
-                    yield f"stages.{index}.data: {rows.source.path} holds no sample that the settings leave"
+                    yield Finding(f"stages.{index}.data: {rows.source.path} holds no sample that the settings leave")
+            unseen = [line for rows in every if found.prepared is None for line in _unread_findings(f"stages.{index}.data", rows)]
+            yield from unseen
             blind = [part for part in stage.trains if part != "language"]
-            if blind and _without_pictures(found.sources):
-                yield (
+            if blind and all(line.warns for line in unseen) and _without_pictures(found.sources):
+                yield Finding(
                     f"stages.{index} ({stage.name}): trains {' and '.join(blind)}, which learn from pictures, and no sample has one; "
                     "leave them out of trains, or add data with pictures"
                 )
         except Refused as error:
             sources = () if stage.data.prepared else (*stage.data.sources, *stage.data.validation)
-            yield from (f"stages.{index}.data: {line}" for line in _unopened(sources, stage.data.read_retries) or [str(error)])
+            why = _unopened(sources, stage.data.read_retries) or [str(error)]
+            yield from (Finding(f"stages.{index}.data: {line}") for line in why)
     if run.evaluation:
         try:
-            if not any(True for rows in opened(run.evaluation.sources) for _ in rows.kept()):
-                yield "evaluation: its sources hold no question that the settings leave"
+            asked = opened(run.evaluation.sources)
+            if not any(True for rows in asked for _ in rows.kept()):
+                yield Finding("evaluation: its sources hold no question that the settings leave")
+            for rows in asked:
+                yield from _unread_findings("evaluation", rows)
         except Refused as error:
-            yield from (f"evaluation: {line}" for line in _unopened(run.evaluation.sources) or [str(error)])
+            yield from (Finding(f"evaluation: {line}") for line in _unopened(run.evaluation.sources) or [str(error)])
+
+
+def _unread_findings(where: str, rows: Rows) -> Iterator[Finding]:
+    """What rows of a source name and nothing reads."""
+    found = unread(rows)
+    yield from (Finding(f"{where}: {line}", warns=True) for line in found.warnings)
+    if found.refusal is not None:
+        yield Finding(f"{where}: {found.refusal}")
 
 
 def _without_pictures(sources: Iterable[Rows]) -> bool:

@@ -11,7 +11,7 @@ from eyeline.core.facts import ImageRule
 from eyeline.core.words import percent
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.data.report.budgets import LOST, WASTE, Load, Packing, suggested
-from eyeline.data.report.report import DataReport, Measure
+from eyeline.data.report.report import DataReport, Images, Measure
 from eyeline.data.report.shown import Shown
 from eyeline.data.report.twins import Twins
 from eyeline.models.flops import NONE, Arithmetic, Flops, Work
@@ -20,6 +20,7 @@ from eyeline.study.page import metric, words
 from eyeline.train.run import Batching
 
 MUCH_WASTE = 0.25  # padding that is warned of
+FEW_IMAGES, MANY_SAMPLES = 1_000, 4  # different images, and samples per image: fewer images and as many samples are warned of
 LONGEST_CELL = 300  # characters of what is quoted
 MOST_ROWS = 200  # of a table
 PARTS = ("vision", "projector", "language", "head")
@@ -105,6 +106,7 @@ def blocks(found: StageData) -> Iterator[Block]:
     yield Line(
         f"{_about(report)}{report.training:,} training samples, {report.validation:,} validation samples; {report.examined:,} examined"
     )
+    yield from images_said(report.images, "" if report.exact else f"of the {report.looked:,} rows looked at, ")
     if epoch := report.epoch:
         yield Line(f"one epoch: about {epoch.tokens:,.0f} tokens, {epoch.visual:,.0f} of them visual, from {epoch.visits:,.0f} samples")
     if kinds := _kinds(report):
@@ -126,6 +128,22 @@ def blocks(found: StageData) -> Iterator[Block]:
         yield Heading("Samples", part=True)
         yield Line("the first samples, as the model sees them; tokens in the loss are green:")
         yield from found.samples
+
+
+def images_said(images: Images, where: str) -> Iterator[Line]:
+    """How many different images the questions are about."""
+    samples, different = images.samples, images.different
+    if not different:
+        return
+    what = "1 image" if different == 1 else f"{different:,} different images"
+    said = f"{where}{samples:,} samples with images show {what} ({samples / different:,.1f} samples per image)"
+    if different < FEW_IMAGES and samples >= MANY_SAMPLES * different:
+        yield Line(
+            f"{said}: few different images are the most common reason why a model does not learn to see. Add images rather than questions",
+            warns=True,
+        )
+    else:
+        yield Line(said)
 
 
 def _about(report: DataReport) -> str:
@@ -245,7 +263,8 @@ def suggestion(best: Packing, packings: Sequence[Packing], batch: Batching) -> s
 
 
 def _odd(report: DataReport) -> Iterator[Line]:
-    if not (report.odd or report.rejects or report.control_strings or report.unlearned):
+    yield from (Line(line, warns=True) for line in report.unread)
+    if not (report.odd or report.rejects or report.control_strings or report.unlearned or report.unread or report.blind):
         yield Line("all examined samples are usable")
     if report.odd:
         odd = ", ".join(f"{what} {count}" for what, count in report.odd.items())

@@ -74,8 +74,8 @@ def _field(data: bytes, table: int, number: int) -> int | None:
     return table + offset if offset else None
 
 
-def read_batch(file: File, group: Group, columns: tuple[str, ...]) -> "arrow.Table":
-    """A record batch, checked: Arrow has no checksums, and a damaged offset would be followed anywhere."""
+def read_batch(file: File, group: Group, columns: tuple[str, ...], most: int | None) -> "arrow.Table":  # noqa: ARG001
+    """A record batch, which is read whole, checked: Arrow has no checksums, and a damaged offset would be followed anywhere."""
     import pyarrow
     import pyarrow.ipc as ipc
 

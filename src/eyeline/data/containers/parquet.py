@@ -7,6 +7,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
@@ -35,7 +36,8 @@ class Group(NamedTuple):
     head: int = 0  # and of what lies before the first of them
 
 
-Read = Callable[[File, Group, tuple[str, ...]], "arrow.Table"]  # BadSample for a group that is damaged
+# (file, group, columns, how many of its first rows: None for all); BadSample for a group that is damaged
+Read = Callable[[File, Group, tuple[str, ...], int | None], "arrow.Table"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,18 @@ class Tables:
             return
         labels = self.labels[self.groups[shard].file]
         yield from ((place, _row(table, place.begin, labels)) for place in places)
+
+    def head(self, shard: int, most: int) -> Iterator[tuple[Place, Any | BadSample]]:
+        """The first rows of a shard that is a group's first, with every column of the file. Nothing of them is kept."""
+        group = self.groups[shard]
+        count = min(group.end, most)
+        try:
+            table = self.read(self.files[group.file], group, self.header, count)
+        except BadSample:  # of a column that is not read, or one that this file does not have
+            yield from islice(self.rows(shard), most)
+            return
+        labels = self.labels[group.file]
+        yield from ((Place(shard, row, row, 1), _row(table, row, labels)) for row in range(min(count, len(table))))
 
     def row(self, place: Place) -> Any:
         row = _row(self._group(place.shard), place.begin, self.labels[self.groups[place.shard].file])
@@ -90,7 +104,7 @@ class Tables:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key][0]
-        table = self.read(self.files[group.file], group, self.columns)
+        table = self.read(self.files[group.file], group, self.columns, None)
         if len(table) < group.end:
             raise BadSample("damaged_parquet", "row", f"{group.name} has {len(table):,} rows, and says that there are more")
         self._kept[key] = table, table.nbytes
@@ -145,13 +159,17 @@ def parts(group: Group, fingerprint: str, size: int) -> Iterator[tuple[Group, Sh
         yield group._replace(begin=begin, end=end), Shard(group.name + which, fingerprint + which, share, held=size, joined=begin > 0)
 
 
-def read_row_group(file: File, group: Group, columns: tuple[str, ...]) -> "arrow.Table":
+def read_row_group(file: File, group: Group, columns: tuple[str, ...], most: int | None) -> "arrow.Table":
+    import pyarrow
     import pyarrow.parquet as parquet
 
     with Window(file, 0, file.size) as window:
-        opened = parquet.ParquetFile(window, page_checksum_verification=True)
+        opened = parquet.ParquetFile(window, page_checksum_verification=True, buffer_size=0 if most is None else 1 << 16)
         try:
-            return opened.read_row_group(group.part, list(columns), use_threads=False)
+            if most is None:
+                return opened.read_row_group(group.part, list(columns), use_threads=False)
+            batches = opened.iter_batches(batch_size=most, row_groups=[group.part], columns=list(columns), use_threads=False)
+            return pyarrow.Table.from_batches(list(islice(batches, 1)), opened.schema_arrow)
         except (OSError, ValueError) as error:  # as pyarrow's errors are; those of a store are StorageFailed
             raise BadSample("damaged_parquet", "row", str(error)[:300]) from error
 

@@ -6,8 +6,8 @@ are. Of these rows some are *examined*, evenly spread again: read, and their pic
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import BadSample
 from eyeline.data.blend import Side
-from eyeline.data.images import oddities, picture_key
-from eyeline.data.index import KEPT_OPEN, ShardIndex
+from eyeline.data.images import content_key, oddities, picture_key
+from eyeline.data.index import INSIDE, KEPT_OPEN, OWN, ShardIndex
 from eyeline.data.loader import Reader
 from eyeline.data.order import Longs
 from eyeline.data.plan import RowOf, Sized, Sizing, reject_of
@@ -25,6 +25,7 @@ from eyeline.data.report.budgets import Packing, packings
 from eyeline.data.report.twins import Known, Twins, known, twins
 from eyeline.data.sets import texts
 from eyeline.data.sources import Rows
+from eyeline.data.unread import Unread, shortened, unread
 
 T = TypeVar("T")
 
@@ -107,6 +108,14 @@ class Epoch:
 
 
 @dataclass(frozen=True)
+class Images:
+    """How many different images the training rows show that were looked at."""
+
+    samples: int  # rows that show any
+    different: int  # by their bytes where all rows were examined, else by where they are stored
+
+
+@dataclass(frozen=True)
 class SourceFound:
     """One source as it was recognised, and its part in what is trained on."""
 
@@ -161,6 +170,9 @@ class DataReport:
     template: str
     budgets: tuple[Packing, ...]  # the stage's own first; empty when no sample is left
     twins: Twins | None  # None when nothing was compared
+    unread: tuple[str, ...]  # warnings of images that rows name and nothing reads, and of limits that are not obeyed
+    blind: bool  # whether a source is refused: most of its rows name images, and none shows one
+    images: "Images"
 
 
 def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: dict[str, Known] | None = None) -> DataReport:
@@ -176,9 +188,11 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
     examined = _Examined.of(reader, _spread(asked, depth.examined))
     sizes_M2 = np.concatenate([side.sizes() for side in sides])
     lengths = {name: np.concatenate([side.column(name) for side in sides]) for name in ("tokens", "visual", "supervised")}
+    every = (*learning.side.index.sources, *(judging[0].side.index.sources if judging and own else ()))
+    unseen = [Unread() if reader.data.prepared else unread(rows) for rows in every]
     found, epoch = _sources_found(reader, learning, judging, own)
     return DataReport(
-        sources=found,
+        sources=tuple(replace(source, why=_with_keys(source.why, of)) for source, of in zip(found, unseen, strict=True)),
         epoch=epoch,
         training=sum(learning.counts),
         validation=sum(count for side in judging for count in side.counts),
@@ -207,6 +221,9 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         template=reader.encoder.template.name,
         budgets=packings(reader, frozenset((s, h) for s, h, _ in learning.rows), budget, others=depth.packed),
         twins=_compared(sides, depth.compared, others or {}) if depth.compared else None,
+        unread=tuple(dict.fromkeys(line for of in unseen for line in of.warnings)),
+        blind=any(of.refusal is not None for of in unseen),
+        images=examined.images if examined.samples == len(asked) else learning.images(),
     )
 
 
@@ -220,6 +237,7 @@ class Looked:
     numbers: dict[tuple[int, int], Longs]  # of each shard, in the same order
     counts: list[int]  # rows that each source has on this side
     exact: bool  # whether that was counted
+    judges: bool  # whether it is what is validated on
 
     @staticmethod
     def of(reader: Reader, budget: Budget, judges: bool, depth: Depth) -> "Looked":
@@ -242,7 +260,7 @@ class Looked:
             exact &= len(chosen) == len(shards)
         numbers = dict(sorted(numbers.items()))
         rows = [(source, shard, number) for (source, shard), of_shard in numbers.items() for number in of_shard.tolist()]
-        return Looked(side, reader.sizing(budget, judges), rows, numbers, counts, exact)
+        return Looked(side, reader.sizing(budget, judges), rows, numbers, counts, exact, judges)
 
     def _of_shards(self, of: Callable[[ShardIndex, Sized, Longs], Longs], source: int | None = None) -> Longs:
         """What `of` says of the usable rows of each shard, end to end."""
@@ -279,6 +297,27 @@ class Looked:
     def skipped(self, source: int) -> int:
         """Members of archives that belong to no data set."""
         return sum(self.side.index.shard(s, shard).skipped for s, shard in self.numbers if s == source)
+
+    def images(self) -> Images:
+        """How many different images the usable rows show, frames included, by where they are stored."""
+        found: set[Any] = set()
+        samples = 0
+        for (source, shard), number_R in self.numbers.items():
+            index, own = self.side.index.shard(source, shard), self.side.index.sources[source].lies_in(shard).path
+            usable_R = np.zeros(len(index), bool)
+            usable_R[number_R] = self.sizing(source, shard).usable_R[number_R]
+            count_R = np.diff(index.frames_M1[index.media_R1])
+            samples += int((usable_R & (count_R > 0)).sum())
+            row_N = np.repeat(np.arange(len(index)), count_R)
+            shown_N, inside_N, own_N = usable_R[row_N], index.file_N == INSIDE, index.file_N == OWN
+            keys = [index.files[file] for file in np.unique(index.file_N[shown_N & ~inside_N & ~own_N]).tolist()]
+            spans_N2 = np.stack([index.begin_N, index.length_N], axis=1)[shown_N & own_N]
+            keys += [f"{own}@{begin}+{length}" for begin, length in np.unique(spans_N2, axis=0).tolist()]
+            found.update(keys)
+            order_N = np.arange(len(row_N)) - index.frames_M1[index.media_R1][row_N]
+            rows = index.pictures_R[row_N[shown_N & inside_N]].tolist()
+            found |= {*zip(rows, order_N[shown_N & inside_N].tolist(), strict=True)}
+        return Images(samples, len(found))
 
     def kinds(self, source: int) -> Counter[str]:
         """Rows of each kind."""
@@ -323,6 +362,9 @@ class _Examined:
     pictures: dict[str, BadSample | None]
     trained: int = 0
     trained_rejected: int = 0
+    contents: dict[str, str] = field(default_factory=dict)  # of each that could be read: the key of its bytes
+    showing: int = 0  # training samples with images
+    shown: set[str] = field(default_factory=set)  # contents of theirs
     spelt: int = 0
     said: int = 0
     masked: int = 0
@@ -346,11 +388,18 @@ class _Examined:
             out.said += sum(message.role == "assistant" and message.supervised for message in sample.messages)
             out.masked += sum(not message.supervised for message in sample.messages)
             out.learned += int((np.diff(index.tokenised(number).trained_U.astype(np.int8), prepend=0) == 1).sum())
-            bad = _pictures_of(sample, out.pictures, out.odd)
+            bad = _pictures_of(sample, out.pictures, out.contents, out.odd)
             if bad is not None:
                 out.trained_rejected += training
                 out._reject(rows.reject(place, bad))
+            elif not side.judges and sample.media:
+                out.showing += 1
+                out.shown |= {out.contents[picture_key(picture)] for picture in sample.pictures}
         return out
+
+    @property
+    def images(self) -> Images:
+        return Images(self.showing, len(self.shown))
 
     def _reject(self, reject: Reject) -> None:
         self.causes[reject.cause] += 1
@@ -359,7 +408,7 @@ class _Examined:
             named.append(reject)
 
 
-def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], odd: Counter[str]) -> BadSample | None:
+def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], contents: dict[str, str], odd: Counter[str]) -> BadSample | None:
     """Decode those pictures that were not decoded before; the first complaint about one of the sample's."""
     first: BadSample | None = None
     for picture in sample.pictures:
@@ -367,6 +416,7 @@ def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], odd: Cou
         if key not in pictures:
             pictures[key] = None
             try:
+                contents[key] = content_key(picture)
                 odd.update(oddities(picture))
             except BadSample as bad:
                 pictures[key] = bad
@@ -405,6 +455,11 @@ def _source_found(
     shown = tuple(kinds.most_common(KINDS))
     members = f"; skipped: {skipped:,} hidden, backup or system members of archives, such as ._a.jpg" if skipped else ""
     return SourceFound(rows.source.path, rows.layout.name, rows.layout.why + members, *figures, *shares, shown, len(kinds) - len(shown))
+
+
+def _with_keys(why: str, found: Unread) -> str:
+    """How a source was recognised, and which keys of its messages are not read."""
+    return f"{why}; not read of messages: {', '.join(shortened(list(found.keys)))}" if found.keys else why
 
 
 def _shares(values: list[float]) -> list[float]:
