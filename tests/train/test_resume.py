@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import eyeline.train.loop as loop
 import eyeline.train.start as start
@@ -27,6 +28,7 @@ from eyeline.core.errors import Abandoned, NotFinite, OutOfMemory, Refused, RunL
 from eyeline.core.files import read_lines
 from eyeline.core.log import say
 from eyeline.models import build
+from eyeline.recipes.check import check
 from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run, to_yaml
 from eyeline.train.stop import StopSignal, sole_owner
@@ -419,8 +421,16 @@ def test_data_that_moved_are_gone_on_with_and_others_are_not(uninterrupted, tmp_
     shutil.copytree(tmp_path / "after", tmp_path / "others")
     rows = (tmp_path / "others" / "data.json").read_text()
     (tmp_path / "others" / "data.json").write_text(rows.replace("it is red", "it is RED"))
-    with pytest.raises(Refused, match=r"Different are: data \("):
+    words = (
+        f"{tmp_path / 'run'} cannot be resumed: since its checkpoint of step 3, {tmp_path / 'others' / 'data.json'} has changed. Restore it"
+    )
+    with pytest.raises(Refused, match=re.escape(words)) as refused:
         loop.train(runs[2])
+    assert f"out={tmp_path / 'run-2'} model.path={tmp_path / 'run'}" in str(refused.value)
+    out = io.StringIO()
+    assert not check(runs[2], 0, Console(file=out, width=300))
+    assert words in out.getvalue()
+    assert check(runs[1], 0, Console(file=out, width=300))
     loop.train(runs[1])
     assert end_of(runs[1]) == whole
     assert losses(runs[1]) == whole_losses

@@ -18,6 +18,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -221,6 +222,24 @@ def newest(folder: Path, run: str | None = None, *, hold: bool = False) -> Check
     return _first_whole(folder, run, best_only=False, hold=hold)
 
 
+def newest_state(folder: Path) -> dict[str, Any] | None:
+    """The state of the newest checkpoint whose state.json is what was saved, without reading its tensors; None if there is none."""
+    found = sorted(((path, manifest) for path in _folders(folder) if (manifest := _readable(path))), key=lambda one: -one[1].order)
+    for path, manifest in found:
+        with suppress(OSError, ValueError):
+            if sha256_of(path / STATE) == manifest.files[STATE].sha256:
+                return json.loads((path / STATE).read_text(encoding="utf-8"))
+    return None
+
+
+def _readable(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None where it is damaged."""
+    try:
+        return _manifest_of(path)
+    except Damaged:
+        return None
+
+
 def best(folder: Path, run: str | None = None, *, hold: bool = False) -> Checkpoint | None:
     """The checkpoint that was the best when it was saved, none having been better since; None if none was marked."""
     return _first_whole(folder, run, best_only=True, hold=hold)
@@ -339,11 +358,8 @@ def _manifests(folder: Path, run: str) -> list[tuple[Path, Manifest]]:
     """The readable manifests of this run, newest first. Damaged ones are passed over: whoever loads names them."""
     found: list[tuple[Path, Manifest]] = []
     for path in _folders(folder):
-        try:
-            manifest = _manifest_of(path)
-        except Damaged:
-            continue
-        if manifest.run == run:
+        manifest = _readable(path)
+        if manifest is not None and manifest.run == run:
             found.append((path, manifest))
     return sorted(found, key=lambda c: -c[1].order)
 

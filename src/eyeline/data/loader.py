@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from eyeline.data.images import Augment
 from eyeline.data.index import Index
 from eyeline.data.order import Longs
 from eyeline.data.plan import Item, Ordered, Plan, RowOf, Sizing, plan
+from eyeline.data.recorded import NAMED, changes, digest_of, record
 from eyeline.data.rejects import FIRST_VERDICT, Reject, Rejects
 from eyeline.data.sets import Data, Divided, divided
 from eyeline.data.tokenizer import Encoder
@@ -163,6 +164,7 @@ class Reader:
         self.data, self.encoder, self.rule, self.seed, self.longest, self.cost = data, encoder, rule, seed, longest, cost
         self.gather, self.notify = gather, notify
         self.rejects = Rejects(folder, data.max_reject_rate)
+        self.records = folder / "sources" if folder else None  # which files the sources had, by name
         found = found or divided(data)
         self.prepared = found.prepared
         cache = Path(data.cache).expanduser() if data.cache else folder / "index" if folder else None
@@ -212,7 +214,10 @@ class Reader:
         """
         identity = self.identity(budget)
         if state is not None:
-            _refuse_another(state, identity)
+            self._refuse_another(state, budget)
+        if self.records is not None:
+            for rows in (*self.training.index.sources, *(self.judges.index.sources if self.data.validation else ())):
+                record(self.records, rows)
         self.rejects.restore(state["rejects"] if state else {"seen": 0, "counts": {}})
         sizing = self.sizing(budget)
         begin = Position.of(state, self._order) if state else None
@@ -348,7 +353,7 @@ class Reader:
     def index_first(self, budget: Budget, state: dict[str, Any] | None) -> None:
         """Make the indexes that the next step needs, at the start or after `state`. Refused when that belongs to other data."""
         if state is not None:
-            _refuse_another(state, self.identity(budget))
+            self._refuse_another(state, budget)
         pools = self.pools()
         cursors = Position.of(state, self._order).cursors if state else [Cursor() for _ in pools]
         self._index(self.training.index, sorted(set(_shards(pools, cursors))))
@@ -391,9 +396,12 @@ class Reader:
             ordered, after = self._window(pools, at, sizing)
             made = plan(ordered, at.bins.bins, sizing)
             if at.digest not in (None, made.digest):
+                shards = np.unique(ordered.row_R5[:, 2:4], axis=0).tolist()
+                files = sorted({str(self.training.index.sources[source].lies_in(shard).path) for source, shard in shards})
+                more = f" and {len(files) - NAMED} more files" if len(files) > NAMED else ""
                 raise Refused(
                     f"the rows of window {at.number} are no longer those that were planned (plan {made.digest}, saved with {at.digest}): "
-                    "files or pictures have changed. Restore them, or begin a new run"
+                    f"images that rows of {', '.join(files[:NAMED])}{more} show have changed. Restore them, or start a new run"
                 )
             if self.prepared is not None:
                 self.prepared.refuse_other_plan(at.number, made.digest)
@@ -512,8 +520,8 @@ class Reader:
         choice = [[s.kinds, s.repeat, s.limit, s.weight] for s in data.sources]
         order = [self.seed, data.blend, data.share_images, data.hold_out, choice]
         return {
-            "data": [_hash([shard.fingerprint for shard in rows.shards]) for rows in self.training.index.sources],
-            "validation": [_hash([shard.fingerprint for shard in rows.shards]) for rows in self.judges.index.sources if data.validation],
+            "data": [digest_of(rows) for rows in self.training.index.sources],
+            "validation": [digest_of(rows) for rows in self.judges.index.sources if data.validation],
             "layout": [rows.layout.identity for rows in self.training.index.sources],
             "order (seed, blend, share_images, hold_out, sources)": _hash(order),
             "budget (tokens, patches, longest, too_long)": [budget.tokens, budget.patches, self.longest, data.too_long],
@@ -521,6 +529,31 @@ class Reader:
             "picture rule": _hash(self.rule),
             "plan version": planning.VERSION,
         }
+
+    def changes(self, budget: Budget, state: dict[str, Any], records: Path | None = None) -> list[tuple[str, str]]:
+        """In what data and settings differ from a state's: a name, and how, in words. `records` is where a run wrote file names down,
+        by default the reader's own folder. Refused for a state of another version."""
+        if state.get("version") != VERSION:
+            raise Refused(
+                f"the data position was saved in version {state.get('version')} of its format, and this is version {VERSION}. Start a new "
+                "run from its checkpoint (model.path), or use the version of Eyeline that wrote it"
+            )
+        saved, now, found = state["identity"], self.identity(budget), list[tuple[str, str]]()
+        for what, side in (("data", self.training), ("validation", self.judges)):
+            rows = side.index.sources if now[what] else ()
+            for before, one in zip_longest(saved.get(what, ()), rows):
+                if one is None or before != digest_of(one):
+                    found.append((what, changes(records or self.records, before, one)))
+        others = [name for name in now if name not in ("data", "validation") and saved.get(name) != now[name]]
+        return found + [(name, f"{saved.get(name)} → {now[name]}") for name in others]
+
+    def _refuse_another(self, state: dict[str, Any], budget: Budget) -> None:
+        """Raise Refused, naming what differs, when a state belongs to other data or settings."""
+        if found := self.changes(budget, state):
+            listed = "; ".join(f"{what} ({how})" for what, how in found)
+            raise Refused(
+                f"the data position was saved for other data or settings. Different are: {listed}. Restore them, or start a new run"
+            )
 
     # Validation
 
@@ -627,18 +660,3 @@ def _count_in(file: Path) -> int | None:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _refuse_another(state: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Refused, naming what differs, when a state belongs to other data, settings or versions."""
-    if state.get("version") != VERSION:
-        raise Refused(
-            f"the data position was saved in version {state.get('version')} of its format, and this is version {VERSION}. Begin a new run "
-            "from its checkpoint (model.path), or use the version of Eyeline that wrote it"
-        )
-    saved = state["identity"]
-    differs = [f"{name} ({saved.get(name)} → {now})" for name, now in identity.items() if saved.get(name) != now]
-    if differs:
-        raise Refused(
-            f"the data position was saved for other data or settings. Different are: {'; '.join(differs)}. Restore them, or begin a new run"
-        )

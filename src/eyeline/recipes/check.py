@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eyeline.bundle.bundle import Bundle, classes
+from eyeline.bundle.bundle import Bundle, classes, read_description
+from eyeline.checkpoint.store import newest_state
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import Facts
@@ -35,7 +36,7 @@ from eyeline.recipes.device import device_report
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, picture_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
-from eyeline.train.start import description, refuse_another_recipe
+from eyeline.train.start import description, refuse_another_recipe, refuse_changed_data
 from eyeline.train.trainable import prepare
 
 
@@ -71,6 +72,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         found += device_report(run, None).problems
         _say(console, _listed(run.name, found))
         return False
+    saved = newest_state(run_folder(run) / "checkpoints") if not any(line.startswith("out: ") for line in found) else None
     facts, form = facts_of(bundle.config), family_of(bundle.config).form(bundle.config)
     _say(console, f"run folder: {run_folder(run)}")
     _say(console, f"export: {form.name} form, for transformers' {classes(bundle, form)} ({form.reason})")
@@ -85,6 +87,12 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
             reader = Reader(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
         except Refused:
             continue  # among the settings' problems already
+        if saved is not None and saved["progress"]["stage"] == index:
+            try:
+                own = read_description(run_folder(run) / "model").encoder()  # not one that is made of data which have changed
+                refuse_changed_data(run, run_folder(run), Reader(stage.data, own, facts.image, reader.seed, longest=facts.longest), saved)
+            except Refused as error:
+                found.append(f"{stage.name}: {error}")
         report = data_report(reader, stage.batch.budget)
         shown = shown_samples(reader, stage.batch.budget, 0 if index else samples, thumbnails=False)
         print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))

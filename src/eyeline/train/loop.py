@@ -33,6 +33,7 @@ from eyeline.train.start import (
     announce,
     begin,
     build,
+    refuse_changed_data,
     refuse_changed_past,
     refuse_strangers,
     smaller,
@@ -149,6 +150,8 @@ def train_stage(
             raise Refused(
                 f"stage {stage.name} is to have {steps} steps and has done {state.step} already; give it more, or leave it as it was"
             )
+        if checkpoint:
+            refuse_changed_data(run, home.folder, reader, checkpoint.state)
     console.print(table(stage, rows, console.width))
     show.status("first step: reading and indexing data")
     with clock.spending("data_wait"):

@@ -22,6 +22,7 @@ from eyeline.core.files import read_json, read_lines, read_object, write_atomica
 from eyeline.core.locations import Remote
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.folders import named
+from eyeline.data.loader import Reader
 from eyeline.data.packed import TOKENIZER
 from eyeline.data.sets import training_texts
 from eyeline.data.templates import template_named
@@ -159,6 +160,20 @@ def refuse_another_recipe(run: Run, folder: Path) -> None:
         raise Refused(
             f"{folder} holds a run of another recipe; these settings differ and may not change on resume:\n  {listed}\n"
             f"Go back to the settings it was started with, or choose another out=. {onward(run, folder)}"
+        )
+
+
+def refuse_changed_data(run: Run, folder: Path, reader: Reader, state: Mapping[str, Any]) -> None:
+    """Raise Refused if the data of the stage that a checkpoint's `state` stands in are not those that it has begun to train on."""
+    progress = state["progress"]
+    if progress["data"] is None:
+        return
+    found = reader.changes(run.stages[progress["stage"]].batch.budget, progress["data"], folder / "sources")
+    if found:
+        listed = "; ".join(how if what in ("data", "validation") else f"{what}: {how}" for what, how in found)
+        raise Refused(
+            f"{folder} cannot be resumed: since its checkpoint of step {state['global_step']}, {listed}. Restore it, and give the same "
+            f"command again. {onward(run, folder)}"
         )
 
 

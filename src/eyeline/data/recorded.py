@@ -1,0 +1,73 @@
+"""Which files a source had, by name, on record in the run folder: so that a run which is resumed on other data can say what has changed.
+
+A record is named by the digest that the state of a run knows a source by, so it is written once, whatever happens to the data later.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from eyeline.core.files import make_folder, read_json, write_json
+from eyeline.data.sources import Rows
+
+NAMED = 3  # files that a message names of each kind of change
+
+
+def digest_of(rows: Rows) -> str:
+    """What the content of a source is; never where it is stored."""
+    return hashlib.sha256(repr([shard.fingerprint for shard in rows.shards]).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def record(folder: Path, rows: Rows) -> None:
+    """Write down the files of a source, unless they are on record."""
+    path = folder / f"{digest_of(rows)}.json"
+    if not path.exists():
+        make_folder(folder)
+        write_json(path, {"path": str(rows.path), "files": _files(rows)})
+
+
+def changes(folder: Path | None, before: str | None, rows: Rows | None) -> str:
+    """What is different about a source of the given digest, in words; `rows` is what it is now, None where there is no such source."""
+    old = _recorded(folder, before)
+    if rows is None:
+        return f"{old['path'] if old else 'a source'} is not among the sources any more"
+    if before is None:
+        return f"{rows.path} was not among the sources"
+    if old is None:
+        return f"{rows.path} has changed"
+    files, now = old["files"], _files(rows)
+    said = {
+        "changed": [name for name in files.keys() & now.keys() if files[name] != now[name]],
+        "is missing": [name for name in files if name not in now],
+        "is new": [name for name in now if name not in files],
+    }
+    if len(files) == len(now) == 1:
+        return f"{rows.path} has changed"
+    listed = [f"{_named(names)} {what}" for what, names in said.items() if names]
+    return f"of {rows.path}, {' and '.join(listed) or 'the order of the files changed'}"
+
+
+def _files(rows: Rows) -> dict[str, str]:
+    """A digest of each file, from those of its shards."""
+    found: dict[str, Any] = {}
+    for shard in rows.shards:
+        name = shard.name.partition("#")[0].partition("@")[0]
+        found.setdefault(name, hashlib.sha256()).update(shard.fingerprint.encode("utf-8", "surrogatepass"))
+    return {name: digest.hexdigest()[:16] for name, digest in found.items()}
+
+
+def _recorded(folder: Path | None, digest: str | None) -> dict[str, Any] | None:
+    """A record; None where there is none that can be read: a run of an earlier version has none."""
+    if folder is None or digest is None:
+        return None
+    try:
+        found = read_json(folder / f"{digest}.json")
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("files"), dict) and isinstance(found.get("path"), str) else None
+
+
+def _named(names: list[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
