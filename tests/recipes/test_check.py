@@ -273,7 +273,7 @@ def test_check_shows_data_and_refuses_what_would_stop_the_run(eyeline: Command, 
     assert "no_target 6" in done.out
     assert "missing_image 1" in done.out
     assert "data.json row 1, image" in done.out
-    assert "7 of 24 examined samples would be rejected" in done.out
+    assert "6 of 21 examined training samples would be rejected" in done.out  # one more of 3 that are held out
     assert "spells a control token, which stays text: 1" in done.out
     assert "[bold]" in done.out  # data is no markup
     assert "[image 1: 4 tokens]" in done.out

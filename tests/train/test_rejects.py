@@ -70,6 +70,6 @@ def test_check_and_train_agree_at_the_limit(tmp_path: Path, eyeline: Command) ->
     assert lines(tmp_path)[-1]["rejected"] == 1
     (tmp_path / "data" / "pictures" / "1.png").unlink()
     checked = eyeline("check", *arguments[1:], f"out={tmp_path / 'other'}")
-    assert checked.code == 2 and "2 of 24 examined samples would be rejected" in checked.out
+    assert checked.code == 2 and "2 of 24 examined training samples would be rejected" in checked.out
     done = eyeline(*arguments, f"out={tmp_path / 'other'}")
     assert done.code == 3 and "2 of 24 samples were rejected" in done.err

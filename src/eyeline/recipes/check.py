@@ -419,8 +419,9 @@ def data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
         yield f"{stage.name}: no examined sample can be used ({_causes(report)})"
     elif report.trained_rejected > stage.data.max_reject_rate * report.trained:  # as training counts: each row that is trained on, once
         yield (
-            f"{stage.name}: {report.trained_rejected} of {report.trained} examined samples would be rejected, and max_reject_rate is "
-            f"{stage.data.max_reject_rate:.1%} ({_causes(report)}); mend them{_longer(report)}, or raise it if this loss is meant"
+            f"{stage.name}: {report.trained_rejected} of {report.trained} examined training samples would be rejected, and "
+            f"max_reject_rate is {stage.data.max_reject_rate:.1%} ({_causes(report)}); "
+            f"fix them{_longer(report)}, or raise it if that is acceptable"
         )
 
 
