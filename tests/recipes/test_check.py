@@ -107,17 +107,17 @@ def test_a_good_recipe_has_none(tmp_path: Path) -> None:
         ("model={path: nowhere}", ["nowhere is no folder"]),
         ("model.config.language.vocabulary=100", ["vocabulary", "at least"]),
         ("model.config.language.longest=4", ["made for 4 positions"]),
-        ("stages.0.data.sources.0.path=nowhere.json", ["nowhere.json", "stages.0.data"]),
+        ("stages.0.data.sources.0.path=nowhere.json", ["nowhere.json", "stages.whole.data"]),
         ("evaluation.sources.0.path=nowhere.json", ["nowhere.json", "evaluation"]),
         ("stages.0.data.sources.0.kinds=[purple]", ["purple"]),
         (
             "stages.1.data.hold_out=0.000001",
-            ["stages.1.data: hold_out=1e-06 holds back nothing of 24 samples", "Raise it: 0.42 would hold back about ten"],
+            ["stages.adapt.data: hold_out=1e-06 holds back nothing of 24 samples", "Raise it: 0.42 would hold back about ten"],
         ),
-        ("stages.1.data.hold_out=0.999999", ["stages.1.data: hold_out=0.999999 holds back all 24 samples", "Lower it"]),
+        ("stages.1.data.hold_out=0.999999", ["stages.adapt.data: hold_out=0.999999 holds back all 24 samples", "Lower it"]),
         (
             "stages.0.data.sources.0.kinds=[]",
-            ["stages.0.data", "no sample is left to learn from", "data.json has 0 that the settings leave"],
+            ["stages.whole.data", "no sample is left to learn from", "data.json has 0 that the settings leave"],
         ),
     ],
 )
@@ -134,7 +134,7 @@ def test_text_alone_teaches_the_language_model_only(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text(json.dumps(rows))
     text = f"stages.0.data.sources=[{{path: {tmp_path / 'text.json'}}}]"
     found = problems(tmp_path, text)
-    assert "stages.0 (whole): trains vision and projector, which learn from pictures, and no sample has one" in found
+    assert "stages.whole: trains vision and projector, which learn from images, and no sample has one" in found
     assert "stages.1" not in found
     assert problems(tmp_path, text, "stages.0.trains={language: {how: full, lr: 0.01}}") == ""
 
@@ -155,13 +155,13 @@ def test_images_that_nothing_reads_are_a_problem_where_the_vision_side_is_frozen
     source = unread_rows(tmp_path, PHOTO)
     for trains in ((), (TEXT_ALONE,)):
         (line,) = problems(tmp_path, source, *trains).splitlines()
-        assert line.startswith(f"stages.0.data: {tmp_path}/unread.json: none of the 20 rows looked at shows an image")
+        assert line.startswith(f"stages.whole.data: {tmp_path}/unread.json: none of the 20 rows looked at shows an image")
         assert "Write columns: {image: photo} for this source" in line
     with pytest.raises(Refused, match="none of the 20 rows"):
         refuse_problems(tiny_run(tmp_path, source, TEXT_ALONE))
     ignored = source.replace(f"images: {tmp_path / 'data'}", "images: ignore")
     assert problems(tmp_path, ignored, TEXT_ALONE) == ""
-    assert "which learn from pictures, and no sample has one" in problems(tmp_path, ignored)
+    assert "which learn from images, and no sample has one" in problems(tmp_path, ignored)
     assert problems(tmp_path, source.replace("images:", "columns: {image: photo}, images:"), "stages.0.data.hold_out=0") == ""
     asked = source.replace("stages.0.data.sources", "evaluation.sources")
     assert problems(tmp_path, asked).startswith("evaluation: ")
@@ -194,7 +194,7 @@ def test_train_warns_of_what_is_not_read(tmp_path: Path, eyeline: Command) -> No
     (tmp_path / "run.yaml").write_text(to_yaml(run))
     found = eyeline("train", str(tmp_path / "run.yaml"))
     assert found.code == 0
-    assert "warning: stages.0.data: " in found.err
+    assert "warning: stages.whole.data: " in found.err
     assert "column photo names images and is not read (20 of 20 rows looked at" in found.err
 
 
@@ -202,13 +202,13 @@ def test_rows_that_cannot_be_used_are_no_text(tmp_path: Path) -> None:
     """What is wrong with them is said of each; that none has a picture would only lead astray."""
     rows = [{"imgae": "a.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}]}] * 20
     (tmp_path / "bad.json").write_text(json.dumps(rows))
-    assert "which learn from pictures" not in problems(tmp_path, f"stages.0.data.sources=[{{path: {tmp_path / 'bad.json'}}}]")
+    assert "which learn from images" not in problems(tmp_path, f"stages.0.data.sources=[{{path: {tmp_path / 'bad.json'}}}]")
 
 
 def test_every_source_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     sources = f"[{{path: {tmp_path}/no.json}}, {{path: {tmp_path}/data/data.json}}, {{path: '{tmp_path}/no-*.tar'}}]"
     lines = problems(tmp_path, f"stages.1.data.sources={sources}", f"evaluation.sources={sources}").splitlines()
-    stage = [line for line in lines if line.startswith("stages.1.data: ")]
+    stage = [line for line in lines if line.startswith("stages.adapt.data: ")]
     judged = [line for line in lines if line.startswith("evaluation: ")]
     assert ["no.json does not exist" in stage[0], "no file matches" in stage[1], len(stage)] == [True, True, 2]
     assert [line.partition(": ")[2] for line in judged] == [line.partition(": ")[2] for line in stage]
@@ -226,8 +226,8 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("/", "not a folder to put a run in"),
-        ("~", "which only a shell expands"),
-        ("~/run", "which only a shell expands"),
+        ("~nobody-of-that-name", "this user has no home folder here"),
+        ("~nobody-of-that-name/run", "this user has no home folder here"),
         ("a\nb", "control characters"),
         ("a\x9bb", "control characters"),
         ("a\ud800b", "not UTF-8"),
@@ -390,7 +390,7 @@ def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path) -> None:
     """A fresh model's tokenizer reads the same sources, and stumbles over the same thing."""
     found = problems(tmp_path, "stages.0.data.sources.0.path=nowhere.json")
     assert found.count("does not exist") == 1
-    assert found.startswith("stages.0.data: ")
+    assert found.startswith("stages.whole.data: ")
 
 
 @pytest.mark.parametrize(

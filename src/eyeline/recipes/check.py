@@ -243,38 +243,38 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
                 f"raise language.vocabulary to {encoder.vocabulary}, or use the tokenizer that belongs to the model"
             )
         for index, stage in enumerate(run.stages):
-            yield from _stage_problems(f"stages.{index} ({stage.name})", stage, facts)
+            yield from _stage_problems(f"stages.{stage.name}", stage, facts)
             if stage.data.prepared is not None:
                 try:
                     seed = seed_for(run.seed, "stage", index)
                     Reader(stage.data, encoder, facts.image, seed, longest=facts.longest).sizing(stage.batch.budget)
                 except Refused as error:
-                    if (line := f"stages.{index}.data: {error}") not in unreadable:
+                    if (line := f"stages.{stage.name}.data: {error}") not in unreadable:
                         yield line
     yield from unreadable
 
 
 def _source_findings(run: Run) -> Iterator[Finding]:
     """What keeps the sources of stages and evaluation from being opened, leaves nothing of them, or is not read of them."""
-    for index, stage in enumerate(run.stages):
+    for stage in run.stages:
         try:
             found = divided(stage.data)
             every = (*found.sources, *(() if found.judges is found.sources else found.judges))
             for rows in every:
                 if not any(True for _ in rows.kept()):
-                    yield Finding(f"stages.{index}.data: {rows.source.path} holds no sample that the settings leave")
-            unseen = [line for rows in every if found.prepared is None for line in _unread_findings(f"stages.{index}.data", rows)]
+                    yield Finding(f"stages.{stage.name}.data: {rows.source.path} holds no sample that the settings leave")
+            unseen = [line for rows in every if found.prepared is None for line in _unread_findings(f"stages.{stage.name}.data", rows)]
             yield from unseen
             blind = [part for part in stage.trains if part != "language"]
             if blind and all(line.warns for line in unseen) and _without_pictures(found.sources):
                 yield Finding(
-                    f"stages.{index} ({stage.name}): trains {' and '.join(blind)}, which learn from pictures, and no sample has one; "
-                    "leave them out of trains, or add data with pictures"
+                    f"stages.{stage.name}: trains {' and '.join(blind)}, which learn from images, and no sample has one; "
+                    "leave them out of trains, or add data with images"
                 )
         except Refused as error:
             sources = () if stage.data.prepared else (*stage.data.sources, *stage.data.validation)
             why = _unopened(sources, stage.data.read_retries) or [str(error)]
-            yield from (Finding(f"stages.{index}.data: {line}") for line in why)
+            yield from (Finding(f"stages.{stage.name}.data: {line}") for line in why)
     if run.evaluation:
         try:
             asked = opened(run.evaluation.sources)
@@ -354,7 +354,7 @@ def folder_problems(folder: Path) -> Iterator[str]:
         yield f"out: a piece of {text[:60]}... is longer than 200 bytes; choose a shorter name"
         return
     if text.startswith("~"):
-        yield f"out: {text} begins with ~, which only a shell expands; write the whole path"
+        yield f"out: {text} starts with ~, and this user has no home folder here; write the whole path"
         return
     try:
         real = folder.resolve(strict=False)
@@ -421,7 +421,7 @@ def data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
         yield (
             f"{stage.name}: {report.trained_rejected} of {report.trained} examined training samples would be rejected, and "
             f"max_reject_rate is {stage.data.max_reject_rate:.1%} ({_causes(report)}); "
-            f"fix them{_longer(report)}, or raise it if that is acceptable"
+            f"fix them{_longer(report)}, or raise it if dropping them is acceptable"
         )
 
 
