@@ -1,6 +1,8 @@
 """The reader: every sample as often as it should be, the same steps whoever fetches them and wherever they are resumed."""
 
+import errno
 import json
+import os
 import pickle
 import pickletools
 import shutil
@@ -437,12 +439,19 @@ def test_a_file_that_changes_under_the_run_stops_it(open_reader, folder: Path) -
         next(reader.steps(BUDGET, 1, None))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, workers: int) -> None:
-    """Reading /proc/self/mem at its start is an input error of the real system: no sample is to blame for it."""
-    write(folder, [row("what?", "/proc/self/mem")])
-    reader = open_reader(sources=(Source(path=str(folder / "rows.json"), images="/"),), read_retries=0, workers=workers)
-    with pytest.raises(StorageFailed, match=r"^could not read /proc/self/mem: Input/output error"):
+def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sample is to blame for an input error. That workers hand it on: tests/data/test_workers.py."""
+    write(folder, [row("what?", "failing.png")])
+    stat = os.stat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("failing.png"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(path, **options)
+
+    monkeypatch.setattr("eyeline.data.images.os.stat", failing)
+    reader = open_reader(sources=(Source(path=str(folder / "rows.json")),), read_retries=0)
+    with pytest.raises(StorageFailed, match=r"^could not read .*failing\.png: Input/output error"):
         next(reader.steps(BUDGET, 1, None))
     assert reader.rejects.counts == {}
 
