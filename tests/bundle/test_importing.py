@@ -399,10 +399,10 @@ def test_a_folder_in_bf16_is_exported_in_bf16(hub: Path, tmp_path: Path, eyeline
     ("options", "message"),
     [
         (("--model", "a", "--vision", "b"), "Give one or the other"),
-        (("--language", "a"), "give --model with a whole model, or --vision and --language"),
+        (("--language", "a"), "give --model with a complete model, or --vision and --language"),
         (("--model", "a", "--shuffle", "2", "--no-feature-norm"), "--shuffle, --feature-norm would change nothing"),
         (("--vision", "a", "--language", "b", "--transplant", "--tiles", "3"), "--tiles would change nothing"),
-        ((), "give --model with a whole model, or --vision and --language"),
+        ((), "give --model with a complete model, or --vision and --language"),
     ],
 )
 def test_a_whole_model_or_two_parts(eyeline: Command, options: tuple[str, ...], message: str) -> None:

@@ -62,7 +62,7 @@ def test_limits_of_pixels_are_imported(folders: tuple[Path, Path, Path], tmp_pat
     refused = {
         ("--model", str(model), "--max-pixels", "100"): "least=65536 pixels are more than most=100",
         ("--model", str(language), "--min-pixels", "100"): "this one is of family text",
-        (*parts, "--max-pixels", "90000"): "limits of a whole model's pictures",
+        (*parts, "--max-pixels", "90000"): "need --model: they set the image limits of a complete model",
     }
     for options, message in refused.items():
         done = eyeline("import", "other", *options)

@@ -87,7 +87,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "frames by URL": ({"video": ["http://x/0.png"], "conversations": ASKED}, "remote_url", "video[0]"),
     "frames outside": ({"video": ["../0.png"], "conversations": ASKED}, "outside_root", "video[0]"),
-    "no frames": ({"video": [], "conversations": ASKED}, "film", "video"),
+    "no frames": ({"video": [], "conversations": ASKED}, "placeholder_count", "conversations"),
     "a number": ({"video": 3, "conversations": ASKED}, "film", "video"),
     "numbers for frames": ({"video": [1, 2], "conversations": ASKED}, "wrong_type", "video[0]"),
     "too many frames": ({"video": ["a.png"] * (MAX_FRAMES + 1), "conversations": ASKED}, "film", "video"),

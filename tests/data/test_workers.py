@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from eyeline.core.errors import Refused, StorageFailed
+from eyeline.core.errors import OutOfMemory, Refused, StorageFailed
 from eyeline.data import workers
 from eyeline.data.workers import Workers, in_order
 from tests.data.mines import Done, Job, Work
@@ -141,7 +141,7 @@ def test_a_store_that_does_not_answer_stops_the_run() -> None:
     [
         ("storage", StorageFailed, r"^the disk is gone$"),
         ("defect", RuntimeError, r"(?s)in a worker:.*mines\.py.*KeyError: 'a defect'"),
-        ("memory", RuntimeError, r"(?s)in a worker:.*MemoryError"),
+        ("memory", OutOfMemory, r"^a batch does not fit into the memory of a worker: .*workers"),
     ],
 )
 def test_what_a_job_raises_is_raised_in_its_turn(what: str, kind: type[Exception], message: str) -> None:

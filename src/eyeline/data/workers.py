@@ -424,13 +424,19 @@ def _say(stands: mmap.mmap, number: int, part: int, phase: Phase) -> None:
     stands[: _PROGRESS.size] = _PROGRESS.pack(number, part, PHASES.index(phase), time.monotonic_ns())
 
 
+_TOO_LARGE = (
+    "a batch does not fit into the memory of a worker: lower batch.tokens or batch.patches, data.workers or data.read_ahead, or give the "
+    "machine more memory"
+)
+
+
 def _done(work: Callable[[Any, At], Any], job: Any, at: At) -> Any:
     try:
         return work(job, at)
     except EXPECTED as expected:
         return _Failed(type(expected).__name__, str(expected))
-    except MemoryError as error:  # of a batch: a decoder's is a reject
-        return _Failed(OutOfMemory.__name__, f"a batch does not fit into the memory of a worker ({error})")
+    except MemoryError:  # of a batch: a decoder's is a reject
+        return _Failed(OutOfMemory.__name__, _TOO_LARGE)
     except Exception:  # noqa: BLE001  # a defect: it is raised again in the main process, which ends the run
         return _Failed("", traceback.format_exc())
 
