@@ -28,17 +28,28 @@ class StopSignal:
         self.asked: str | None = None  # the signal's name
         self.done = self.saved = 0  # global steps: done, and of these in a checkpoint
         self._tell = tell
+        self._telling = False
+        self._second: int | None = None  # a second signal that came while the first was being told
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self._before = {number: signal.signal(number, self._note) for number in ASKING if not (ignored and number == signal.SIGHUP)}
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is the system's
-        name = signal.Signals(number).name
         if self.asked is None:
-            self.asked = name
-            self._tell(f"{name}: stopping after this step, then saving. A second signal quits without saving: {self.lost()}")
+            self.asked = signal.Signals(number).name
+            self._telling = True
+            self._tell(f"{self.asked}: stopping after this step, then saving. A second signal quits without saving: {self.lost()}")
+            self._telling = False
+            if self._second is not None:
+                self._quit(self._second)
         elif number != signal.SIGHUP:
-            self.close()  # a third one is the system's
-            raise Abandoned(f"second {name}: quit without saving; {self.lost()}", 128 + number)
+            if self._telling:  # an exception in the middle of painting would be lost with it
+                self._second = number
+            else:
+                self._quit(number)
+
+    def _quit(self, number: int) -> None:
+        self.close()  # a third one is the system's
+        raise Abandoned(f"second {signal.Signals(number).name}: quit without saving; {self.lost()}", 128 + number)
 
     def lost(self) -> str:
         """What ends with the process if it ends now."""
