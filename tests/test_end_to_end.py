@@ -157,7 +157,7 @@ def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path:
     assert page.count("data:image/png;base64") >= 10
     assert "<script" not in page
     assert sorted(p.name for p in run.iterdir()) == [
-        "checkpoints", "env.json", "eval.json", "index", "lock", "metrics.jsonl", "model", "recipe.yaml", "report.html",
+        "checkpoints", "env.json", "eval.json", "index", "lock", "metrics.jsonl", "model", "recipe.yaml", "report.html", "sources",
     ]  # fmt: skip
 
 
