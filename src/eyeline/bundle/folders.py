@@ -7,7 +7,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,10 @@ def warn_of_others(run: Path) -> None:
     """Warn of a run folder whose files others may have changed, before they are read: another owner's, or writable by others."""
     mine = os.geteuid()
     paths = [run, *run.iterdir(), *(run / "model").glob("*"), *(run / "checkpoints").glob("*"), *(run / "checkpoints").glob("*/*")]
-    stats = [(path, path.lstat()) for path in paths if path.exists()]
+    stats: list[tuple[Path, os.stat_result]] = []
+    for path in paths:
+        with suppress(FileNotFoundError):  # a run that trains removes old checkpoints meanwhile
+            stats.append((path, path.lstat()))
     foreign = [path for path, found in stats if found.st_uid != mine]
     writable = [path for path, found in stats if _others_may_write(found)]
     if foreign:
