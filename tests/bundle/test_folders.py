@@ -4,6 +4,7 @@ import grp
 import os
 import pwd
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,3 +147,18 @@ def test_a_run_folder_of_another_owner_is_warned_of(run: Path, capsys: pytest.Ca
     warn_of_others(run)
     owner = pwd.getpwuid(os.getuid()).pw_name
     assert f"warning: {run} belongs to another user ({owner}), and so do 6 more" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_goes_while_the_run_folder_is_read_is_passed_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that trains removes old checkpoints."""
+    scandir = os.scandir
+
+    def after_removal(path: str | os.PathLike[str]) -> Any:
+        if Path(path).name == "step-1":
+            Path(path, "weights.safetensors").unlink()
+            Path(path).rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", after_removal)
+    warn_of_others(run)
+    assert not (run / "checkpoints/step-1").exists()

@@ -49,9 +49,10 @@ class Terminal:
         self.held, self.go = folder / "held", folder / "go"
         (folder / "recipe.yaml").write_text(to_yaml(self.run))
         command = [sys.executable, "-c", HELD, str(self.held), str(self.go), "train", str(folder / "recipe.yaml")]
+        env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}  # they outrank the terminal's size
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            os.execve(sys.executable, command, os.environ | {"PYTHONPATH": "src", "TERM": "xterm"})
+            os.execve(sys.executable, command, env | {"PYTHONPATH": "src", "TERM": "xterm"})
         ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self.text = ""
 

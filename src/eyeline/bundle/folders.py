@@ -61,9 +61,8 @@ def _refuse_occupied(target: Path) -> None:
 def warn_of_others(run: Path) -> None:
     """Warn of a run folder whose files others may have changed, before they are read: another owner's, or writable by others."""
     mine = os.geteuid()
-    paths = [run, *run.iterdir(), *(run / "model").glob("*"), *(run / "checkpoints").glob("*"), *(run / "checkpoints").glob("*/*")]
     stats: list[tuple[Path, os.stat_result]] = []
-    for path in paths:
+    for path in _files_that_are_read(run):
         with suppress(FileNotFoundError):  # a run that trains removes old checkpoints meanwhile
             stats.append((path, path.lstat()))
     foreign = [path for path, found in stats if found.st_uid != mine]
@@ -78,6 +77,18 @@ def warn_of_others(run: Path) -> None:
             f"{writable[0]} can be written by other users{_and_more(writable)}: they can change the run. "
             f"To keep them out: chmod -R go-w {run}"
         )
+
+
+def _files_that_are_read(run: Path) -> Iterator[Path]:
+    """The run folder, what lies in it, in its model and in its checkpoints. A folder that goes meanwhile is left out."""
+    yield run
+    for folder, inner, files in os.walk(run):
+        depth = Path(folder).relative_to(run).parts
+        yield from (Path(folder, name) for name in (*inner, *files))
+        if not depth:
+            inner[:] = [name for name in inner if name in ("model", "checkpoints")]
+        elif depth[0] == "model" or len(depth) == 2:
+            inner.clear()
 
 
 def _and_more(paths: list[Path]) -> str:
