@@ -655,6 +655,23 @@ def test_second_signal_quits_and_says_what_is_lost(number: signal.Signals) -> No
         stop.close()
 
 
+def test_second_signal_while_the_first_is_shown_quits_after_it() -> None:
+    """The line may be in the middle of being painted, where rich would swallow an exception."""
+    told: list[str] = []
+
+    def tell(message: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        told.append(message)
+
+    stop = loop.StopSignal(tell)
+    try:
+        with pytest.raises(Abandoned, match="second SIGINT: quit without saving"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert len(told) == 1 and told[0].startswith("SIGTERM: stopping after this step")
+    finally:
+        stop.close()
+
+
 @pytest.mark.parametrize(
     ("done", "saved", "said"),
     [
