@@ -14,7 +14,7 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
 from eyeline.core.files import read_lines, read_object, write_json
-from eyeline.data.templates import TEMPLATES
+from eyeline.data.text.templates import TEMPLATES
 from eyeline.recipes.read import shipped
 from eyeline.train.run import MAY_CHANGE
 from tests.bundle.test_transplant import save_qwen3

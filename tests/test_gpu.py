@@ -10,7 +10,7 @@ import torch
 from eyeline.checkpoint import store
 from eyeline.core.batch import Budget, Document, Grid, Image
 from eyeline.core.files import read_lines, write_json
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.kernels import fla
 from eyeline.kernels.attention import packed_attention
 from eyeline.kernels.gated_delta import gated_delta_rule, gated_delta_rule_plain

@@ -25,6 +25,20 @@ ROWS = [  # lowest first; names in one row are peers and never import each other
 HEIGHT = {name: height for height, row in enumerate(ROWS) for name in row}
 
 
+DATA_ROWS = [  # of data/, as in ROWS
+    ["rejects", "workers", "files"],
+    ["containers"],
+    ["layouts", "images"],
+    ["sources", "text"],
+    ["plan"],
+    ["fetch", "prepared"],
+    ["sets"],
+    ["loader"],
+    ["prepare", "report"],
+]
+DATA_HEIGHT = {name: height for height, row in enumerate(DATA_ROWS) for name in row}
+
+
 def imports(text: str) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
@@ -62,6 +76,16 @@ def test_imports_point_down() -> None:
 def test_every_folder_has_a_place() -> None:
     folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert folders <= HEIGHT.keys()
+
+
+def test_rooms_of_data_import_only_earlier_stations() -> None:
+    folder = PACKAGE / "data"
+    for path in sorted(folder.rglob("*.py")):
+        here = path.relative_to(folder).parts[0].removesuffix(".py")
+        for module, line in imports(path.read_text()):
+            pieces = module.split(".")
+            if pieces[:2] == ["eyeline", "data"] and len(pieces) > 2 and pieces[2] != here:
+                assert DATA_HEIGHT[pieces[2]] < DATA_HEIGHT[here], f"{path}:{line}: {here} may not import {pieces[2]}"
 
 
 @pytest.mark.parametrize(

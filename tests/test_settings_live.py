@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 import eyeline.data.containers.container
-import eyeline.data.fetch
+import eyeline.data.fetch.fetch
 import eyeline.train.loop as loop
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.files import read_lines
-from eyeline.data.fetch import Fetch, Job
-from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import train_bpe
+from eyeline.data.fetch.fetch import Fetch, Job
+from eyeline.data.text.templates import template_named
+from eyeline.data.text.tokenizer import train_bpe
 from eyeline.data.workers import Workers
 from eyeline.models import decoder, facts, siglip2
 from eyeline.recipes.check import settings_problems
@@ -173,7 +173,7 @@ def workers(recipe: dict[str, Any], folder: Path) -> Workers | None:
         return ((mark, fetch(job)) for mark, job in asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eyeline.data.fetch, "in_order", here)
+        patch.setattr(eyeline.data.fetch.fetch, "in_order", here)
         trained(recipe, folder)
     return found
 
@@ -189,7 +189,7 @@ def tries(recipe: dict[str, Any], folder: Path) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eyeline.data.containers.container.time, "sleep", lambda _: None)
-        patch.setattr(eyeline.data.fetch, "held", failing)
+        patch.setattr(eyeline.data.fetch.fetch, "held", failing)
         with pytest.raises(StorageFailed):
             trained(recipe, folder)
     return asked

@@ -27,7 +27,7 @@ from eyeline.bundle.bundle import Bundle, open_bundle
 from eyeline.core.batch import Document
 from eyeline.core.facts import PARTS, part_of
 from eyeline.core.files import read_lines, read_object
-from eyeline.data.templates import TEMPLATES
+from eyeline.data.text.templates import TEMPLATES
 from eyeline.models import Model, build, facts, llava
 from eyeline.recipes.read import read_recipe, shipped
 from eyeline.train.run import Adapted, Full, Run

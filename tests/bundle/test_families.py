@@ -25,9 +25,9 @@ from eyeline.bundle.exporting import export
 from eyeline.bundle.importing import import_whole
 from eyeline.core.batch import Document
 from eyeline.core.facts import PARTS, Part
-from eyeline.data.batches import batch_of
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
+from eyeline.data.fetch.batches import batch_of
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from eyeline.generate.generate import generate
 from eyeline.generate.sampling import Sampling
 from eyeline.models import Model, build, facts, family_of

@@ -18,7 +18,7 @@ from eyeline.bundle.bundle import open_bundle, recognised
 from eyeline.bundle.importing import import_model, import_whole
 from eyeline.core.batch import Message, Text
 from eyeline.core.errors import Refused
-from eyeline.data.templates import QWEN_SYSTEM, TEMPLATES
+from eyeline.data.text.templates import QWEN_SYSTEM, TEMPLATES
 from eyeline.generate.prompts import Prompts
 from eyeline.models import facts, family_of, llava
 from tests.bundle.tiny import ROWS, SIDE, asked, built, our_logits, randomise, save_language, save_vision, tokenizer, without_image_token

@@ -11,8 +11,8 @@ from eyeline.bundle import rendering
 from eyeline.bundle.bundle import _PROBES, open_bundle, recognised
 from eyeline.bundle.rendering import render, rendered
 from eyeline.core.errors import Refused
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import load_tokenizer
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import load_tokenizer
 from tests.bundle.tiny import save_language, tokenizer
 from tests.data.published import LLAMA3_2, PUBLISHED
 

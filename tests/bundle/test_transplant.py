@@ -14,8 +14,8 @@ from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.transplant import spread, transplant, transplanted
 from eyeline.core.batch import Document, Grid, Image, Message, Picture, Text
 from eyeline.core.errors import Refused
-from eyeline.data.batches import batch_of
-from eyeline.data.templates import TEMPLATES
+from eyeline.data.fetch.batches import batch_of
+from eyeline.data.text.templates import TEMPLATES
 from eyeline.generate.prompts import Prompts
 from eyeline.models import build, facts, qwen3, qwen_vision, qwen_vl, siglip2
 from tests.bundle.tiny import PATCH, ROWS, SIDE, drawing, randomise, save_language, save_vision, tokenizer

@@ -23,9 +23,9 @@ from eyeline.bundle.bundle import Bundle
 from eyeline.bundle.importing import import_model
 from eyeline.core.batch import Document, Message, Picture, Text
 from eyeline.core.facts import ImageRule
-from eyeline.data.batches import batch_of
-from eyeline.data.templates import TEMPLATES, Template
-from eyeline.data.tokenizer import train_bpe
+from eyeline.data.fetch.batches import batch_of
+from eyeline.data.text.templates import TEMPLATES, Template
+from eyeline.data.text.tokenizer import train_bpe
 from eyeline.generate.prompts import Prompts
 from eyeline.models import build, llava
 

@@ -9,8 +9,8 @@ from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.facts import ImageRule, Square
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder, train_bpe
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder, train_bpe
 
 WORDS = (
     "You are Qwen, created by Alibaba Cloud. You are a helpful assistant. system user assistant what is the colour of this shape? "

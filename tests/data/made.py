@@ -4,7 +4,7 @@ import pytest
 
 from eyeline.core.batch import Message, Picture, Sample, Text
 from eyeline.core.errors import BadSample
-from eyeline.data.sources import Rows
+from eyeline.data.sources.sources import Rows
 
 
 def said(*turns: str | tuple[Picture | str, ...], system: str | None = None) -> tuple[Message, ...]:

@@ -12,8 +12,9 @@ import torch
 
 from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample, StorageFailed
-from eyeline.data import fetch, images
-from eyeline.data.fetch import Fetch, Fetched
+from eyeline.data.fetch import fetch
+from eyeline.data.fetch.fetch import Fetch, Fetched
+from eyeline.data.images import images
 from eyeline.data.workers import At
 
 

@@ -11,12 +11,13 @@ import pytest
 
 from eyeline.core.batch import Budget
 from eyeline.core.facts import ImageRule
-from eyeline.data import ahead, index, workers
-from eyeline.data.ahead import Ahead, indexed
+from eyeline.data import workers
 from eyeline.data.loader import Reader, Step
+from eyeline.data.plan import ahead, index
+from eyeline.data.plan.ahead import Ahead, indexed
 from eyeline.data.sets import Data
-from eyeline.data.sources import Rows, Source, open_source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Rows, Source, open_source
+from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.workers import AHEAD, Workers
 from tests.data.test_index import opened, same
 from tests.data.test_tars import archive, encoded

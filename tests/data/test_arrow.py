@@ -12,7 +12,7 @@ import pytest
 from eyeline.core.batch import Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.data.containers import arrow as arrow_rows
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.test_parquet import samples, talk
 from tests.data.test_parquet import written as as_parquet
 from tests.data.test_tars import encoded

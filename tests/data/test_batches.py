@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from eyeline.core.batch import IGNORE, Budget, Counts, Document, Grid, Image
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 
 
 def image(key: str, tokens: int, fill: int) -> Image:

@@ -11,14 +11,14 @@ import pytest
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.facts import ImageRule
-from eyeline.data.blend import Cursor
 from eyeline.data.loader import VERSION, Position, Reader
+from eyeline.data.plan.blend import Cursor
 from eyeline.data.report import budgets
 from eyeline.data.report.budgets import Load, Packing, packing, packings, suggested
 from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.test_loader import row
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from eyeline.core.batch import Budget
 from eyeline.core.facts import ImageRule
-from eyeline.data import blend, carried
 from eyeline.data.containers import json_rows
 from eyeline.data.loader import Position, Reader
+from eyeline.data.plan import blend, carried
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.test_loader import assert_same_steps, row
 
 BUDGET = Budget(120, 64)

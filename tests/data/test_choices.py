@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eyeline.core.errors import Refused
-from eyeline.data.sources import Source, open_source
+from eyeline.data.sources.sources import Source, open_source
 from tests.data.trained import draw, one
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample
-from eyeline.data.sources import Source, open_source
+from eyeline.data.sources.sources import Source, open_source
 from tests.data.trained import draw, one
 
 ANIMAL = {"names": ["cat", "dog", "eel"], "_type": "ClassLabel"}

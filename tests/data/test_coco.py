@@ -9,7 +9,7 @@ import pytest
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.data.containers import json_rows
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.test_containers import everything
 from tests.data.test_sources import chat, complaint, parts
 

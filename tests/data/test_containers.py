@@ -19,11 +19,11 @@ from eyeline.data.containers import container as containers
 from eyeline.data.containers import csv_rows, json_rows
 from eyeline.data.containers.container import Container, File, Place, fingerprints, persistent, span_file
 from eyeline.data.containers.json_rows import open_lines, open_list
-from eyeline.data.images import decode, open_picture, picture_key
+from eyeline.data.images.images import decode, open_picture, picture_key
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source, open_source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.tokenizer import Encoder
 
 ODD = ["plain", 'nested [ ] { } " , \\', "bytes ä 漢 \N{GRINNING FACE}", "x" * 300, "", "line\nbreak\ttab"]
 

@@ -15,7 +15,7 @@ import pytest
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import csv_rows
 from eyeline.data.containers.container import Container
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.test_containers import everything
 from tests.data.test_sources import chat, complaint, parts
 from tests.data.test_tars import encoded

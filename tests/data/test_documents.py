@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from eyeline.core.batch import IGNORE, Grid, Image, Message, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule, Square
-from eyeline.data import documents
-from eyeline.data.documents import Measured, Tokenised, document_of, fitted, laid_out, measure, tokenised
-from eyeline.data.images import grey
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.images.images import grey
+from eyeline.data.text import documents
+from eyeline.data.text.documents import Measured, Tokenised, document_of, fitted, laid_out, measure, tokenised
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.made import DOT, sample
 
 SIZES = [(12, 20)] * 3

@@ -14,7 +14,7 @@ from eyeline.core.errors import Refused
 from eyeline.data.containers import tars
 from eyeline.data.containers.container import File
 from eyeline.data.containers.energon import expanded
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.test_sources import parts
 from tests.data.test_tars import archive, encoded, outcomes
 

@@ -26,8 +26,8 @@ from eyeline.data.containers import beside, csv_rows, json_rows, parquet, tars
 from eyeline.data.containers.container import File
 from eyeline.data.loader import Reader, Step
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source, open_source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.test_arrow import written as written_arrow
 from tests.data.test_coco import WHOLE
 from tests.data.test_energon import prepared as energon

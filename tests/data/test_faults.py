@@ -12,8 +12,8 @@ from eyeline.core.batch import IGNORE, Budget
 from eyeline.core.facts import Area, ImageRule
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.test_loader import flat, row
 from tests.data.test_tars import archive, encoded
 

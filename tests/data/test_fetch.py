@@ -14,14 +14,15 @@ from eyeline.core.batch import Batch
 from eyeline.core.errors import StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import read_lines
-from eyeline.data import fetch, loader
+from eyeline.data import loader
 from eyeline.data.containers.container import File
 from eyeline.data.containers.tars import Tars
-from eyeline.data.index import ShardIndex
+from eyeline.data.fetch import fetch
 from eyeline.data.loader import Reader
+from eyeline.data.plan.index import ShardIndex
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.mines import Mined
 from tests.data.test_loader import BUDGET, assert_same, assert_same_steps, flat
 from tests.data.test_parquet import written

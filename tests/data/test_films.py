@@ -9,10 +9,10 @@ import pytest
 
 from eyeline.core.batch import Picture, Text, Video
 from eyeline.core.errors import BadSample
-from eyeline.data.images import picture_key
-from eyeline.data.media import MAX_FRAMES
+from eyeline.data.images.images import picture_key
+from eyeline.data.layouts.media import MAX_FRAMES
 from eyeline.data.rejects import CAUSES
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.made import row_of
 
 FRAMES = ["clip/0.png", "clip/1.png", "clip/2.png"]

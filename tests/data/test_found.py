@@ -12,7 +12,7 @@ import pytest
 from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import beside
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.test_arrow import written as as_arrow
 from tests.data.test_containers import everything
 from tests.data.test_parquet import written as as_parquet

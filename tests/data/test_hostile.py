@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 import eyeline.data
 from eyeline.core.batch import Sample, Text
 from eyeline.core.errors import BadSample
-from eyeline.data.documents import document_of
-from eyeline.data.images import decode, grey
-from eyeline.data.layouts import COLUMNS, SHAPES, Shape
+from eyeline.data.images.images import decode, grey
+from eyeline.data.layouts.layouts import COLUMNS, SHAPES, Shape
 from eyeline.data.rejects import CAUSES
-from eyeline.data.sources import Rows, Source, open_source
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Rows, Source, open_source
+from eyeline.data.text.documents import document_of
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.test_arrow import written as written_arrow
 from tests.data.test_coco import WHOLE
 from tests.data.test_parquet import written

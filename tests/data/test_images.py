@@ -17,7 +17,7 @@ from eyeline.core.batch import Picture, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import Film, ImageRule, Square, Tiles
 from eyeline.core.randomness import rng_for
-from eyeline.data.images import (
+from eyeline.data.images.images import (
     Augment,
     Planes,
     Resized,
@@ -94,7 +94,7 @@ def test_a_store_that_fails_is_no_bad_sample_and_a_file_that_may_not_be_read_is_
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for what in ("builtins.open", "eyeline.data.images.os.stat"):
+    for what in ("builtins.open", "eyeline.data.images.images.os.stat"):
         with monkeypatch.context() as patch:
             patch.setattr(what, refuse)
             with pytest.raises(BadSample if cause else StorageFailed, match=rf"a\.png.*{os.strerror(number)}") as caught:

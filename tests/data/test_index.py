@@ -20,15 +20,16 @@ import pytest
 from eyeline.core.batch import Budget, Picture, Sample, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import Area, Cost, ImageRule, Patches, Square, Tiles
-from eyeline.data import images, index
 from eyeline.data.containers import json_rows
-from eyeline.data.documents import Measured, Tokenised, answered, fitted, tokenised
-from eyeline.data.images import Size, frames_of, picture_key, size_of
-from eyeline.data.index import Index, ShardIndex
-from eyeline.data.plan import Sizing
-from eyeline.data.sources import Rows, Source, open_source
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.images import images
+from eyeline.data.images.images import Size, frames_of, picture_key, size_of
+from eyeline.data.plan import index
+from eyeline.data.plan.index import Index, ShardIndex
+from eyeline.data.plan.plan import Sizing
+from eyeline.data.sources.sources import Rows, Source, open_source
+from eyeline.data.text.documents import Measured, Tokenised, answered, fitted, tokenised
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.test_loader import row
 from tests.data.test_native import RULE as NATIVE
 from tests.data.test_parquet import written
@@ -368,8 +369,8 @@ def test_the_number_of_open_files_is_bounded(rows: Rows, plain: Encoder, rule: I
 SHARING = """
 import sys, time
 from pathlib import Path
-from eyeline.data import index
-from eyeline.data.index import Index
+from eyeline.data.plan import index
+from eyeline.data.plan.index import Index
 from tests.data.test_index import sharing
 
 rows, encoder, rule, folder = sharing(Path(sys.argv[1]))

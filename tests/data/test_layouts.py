@@ -13,8 +13,8 @@ import pytest
 
 from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample, Refused
-from eyeline.data.layouts import SHAPES
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.layouts.layouts import SHAPES
+from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.test_arrow import written as as_arrow
 from tests.data.test_parquet import written as as_parquet
 from tests.data.test_sources import chat, complaint, parts, turns
@@ -404,5 +404,5 @@ def test_paths_that_look_like_base64_are_paths(opened, tmp_path: Path, name: str
 def test_base64_that_is_damaged_or_too_long(opened, monkeypatch: pytest.MonkeyPatch) -> None:
     assert complaint(opened([{"image": BASE64[:101], "caption": "c"}])) == ("data_url", "image")
     assert complaint(opened([{"image": '["a", ', "caption": "c"}, {"image": "['a', 'b']", "caption": "c"}]), 1) == ("not_json", "image")
-    monkeypatch.setattr("eyeline.data.media.MAX_DATA_URL", 100)
+    monkeypatch.setattr("eyeline.data.layouts.media.MAX_DATA_URL", 100)
     assert complaint(opened([{"image": BASE64, "caption": "c"}])) == ("data_url", "image")

@@ -21,14 +21,15 @@ from torch import Tensor
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.facts import ImageRule
-from eyeline.data import fetch, images
-from eyeline.data.blend import Side
-from eyeline.data.images import Augment
-from eyeline.data.index import drawn
+from eyeline.data.fetch import fetch
+from eyeline.data.images import images
+from eyeline.data.images.images import Augment
 from eyeline.data.loader import Reader
+from eyeline.data.plan.blend import Side
+from eyeline.data.plan.index import drawn
 from eyeline.data.sets import Data, training_texts
-from eyeline.data.sources import Source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source
+from eyeline.data.text.tokenizer import Encoder
 from tests.processes import children
 
 BUDGET = Budget(90, 80)  # five pictures of 16 patches
@@ -449,7 +450,7 @@ def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return stat(path, **options)
 
-    monkeypatch.setattr("eyeline.data.images.os.stat", failing)
+    monkeypatch.setattr("eyeline.data.images.images.os.stat", failing)
     reader = open_reader(sources=(Source(path=str(folder / "rows.json")),), read_retries=0)
     with pytest.raises(StorageFailed, match=r"^could not read .*failing\.png: Input/output error"):
         next(reader.steps(BUDGET, 1, None))

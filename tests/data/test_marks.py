@@ -14,17 +14,17 @@ import pytest
 from eyeline.core.batch import IGNORE, Budget, Message, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule
-from eyeline.data.documents import answered, document_of, fitted, measure
-from eyeline.data.images import grey
-from eyeline.data.index import Index
+from eyeline.data.images.images import grey
+from eyeline.data.layouts.marks import ROW_MARKS, sense_of
 from eyeline.data.loader import Reader
-from eyeline.data.marks import ROW_MARKS, sense_of
-from eyeline.data.packed import packed_row, packed_sample
+from eyeline.data.plan.index import Index
+from eyeline.data.prepared.packed import packed_row, packed_sample
 from eyeline.data.report.shown import shown_samples
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source, open_source
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.documents import answered, document_of, fitted, measure
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder
 from eyeline.evals.exact_match import answer_of, prior_of, question_of, usable
 from tests.data.made import DOT, said, sample
 from tests.data.trained import causes, draw, encoder, one, small

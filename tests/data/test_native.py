@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import IGNORE, Batch, Budget
 from eyeline.core.facts import Area, Film, ImageRule
-from eyeline.data.documents import document_of
-from eyeline.data.images import prepare
+from eyeline.data.images.images import prepare
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source, open_source
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.documents import document_of
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder
 
 HALF = (0.5, 0.5, 0.5)
 RULE = ImageRule(4, 2, HALF, HALF, "bicubic", Area(64, 8 * 8 * 30), frames=2, positions="grid", film=Film(64, 8 * 8 * 60))

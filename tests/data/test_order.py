@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyeline.core.randomness import seed_for
-from eyeline.data import order
-from eyeline.data.order import RAMP, WINDOW_SHARDS, Permutation, Runs, shards_of, visits_of
+from eyeline.data.plan import order
+from eyeline.data.plan.order import RAMP, WINDOW_SHARDS, Permutation, Runs, shards_of, visits_of
 
 pictures = st.lists(st.integers(0, 6), min_size=1, max_size=40)
 

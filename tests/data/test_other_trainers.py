@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eyeline.core.errors import BadSample, Refused
-from eyeline.data.sources import Source, open_source
+from eyeline.data.sources.sources import Source, open_source
 from tests.data.trained import causes, draw, one
 
 Rows = list[dict[str, Any]]

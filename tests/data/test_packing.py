@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyeline.core.batch import Budget
-from eyeline.data.packing import Bin, Bins, flushed, packed
+from eyeline.data.plan.packing import Bin, Bins, flushed, packed
 
 BUDGET = Budget(100, 40)
 sizes = st.lists(st.tuples(st.integers(1, 100), st.integers(0, 40)), max_size=80)

@@ -11,12 +11,12 @@ import pytest
 
 from eyeline.core.batch import Picture, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.data.blend import Cursor, Side, pool_of
 from eyeline.data.containers import parquet
 from eyeline.data.containers.container import Window
-from eyeline.data.images import picture_key
-from eyeline.data.index import Index
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.images.images import picture_key
+from eyeline.data.plan.blend import Cursor, Side, pool_of
+from eyeline.data.plan.index import Index
+from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.test_containers import everything
 from tests.data.test_tars import encoded
 from tests.data.trained import encoder

@@ -23,17 +23,18 @@ from hypothesis import strategies as st
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Area, Cost, ImageRule
-from eyeline.data import blend, index, loader, plan
-from eyeline.data.blend import Cursor, Pool, Side, blended, pools_of
+from eyeline.data import loader
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
-from eyeline.data.images import Augment
+from eyeline.data.images.images import Augment
 from eyeline.data.loader import Reader, Step
-from eyeline.data.order import WINDOW_SHARDS
-from eyeline.data.plan import Item, Ordered, Sized
+from eyeline.data.plan import blend, index, plan
+from eyeline.data.plan.blend import Cursor, Pool, Side, blended, pools_of
+from eyeline.data.plan.order import WINDOW_SHARDS
+from eyeline.data.plan.plan import Item, Ordered, Sized
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source, open_source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.test_loader import assert_same, row
 
 BUDGET = Budget(90, 80)

@@ -16,11 +16,11 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from eyeline.core.batch import Budget, Document, Picture, Video
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Area, Film, ImageRule, Tiles
-from eyeline.data.batches import batch_of
-from eyeline.data.documents import document_of, measure, prompt_of
-from eyeline.data.images import Size, grey
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder, add_tokens, train_bpe
+from eyeline.data.fetch.batches import batch_of
+from eyeline.data.images.images import Size, grey
+from eyeline.data.text.documents import document_of, measure, prompt_of
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder, add_tokens, train_bpe
 from tests.data.made import sample
 
 HALF = (0.5, 0.5, 0.5)

@@ -22,17 +22,19 @@ from hypothesis import strategies as st
 from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed, TooManyRejects
 from eyeline.core.facts import Area, Film, ImageRule, Square
-from eyeline.data import order, packed, prepare
+from eyeline.data import prepare
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
-from eyeline.data.images import Augment, decode, open_picture
+from eyeline.data.images.images import Augment, decode, open_picture
 from eyeline.data.loader import Reader
-from eyeline.data.packed import Manifest, packed_row, packed_sample
+from eyeline.data.plan import order
+from eyeline.data.prepared import packed
+from eyeline.data.prepared.packed import Manifest, packed_row, packed_sample
 from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.sets import Data, training_samples
-from eyeline.data.sources import Source, open_source
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.test_loader import ROWS, assert_same, assert_same_steps, row, write
 from tests.data.test_promises import line_of, one_source
 from tests.data.test_tars import archive, encoded

@@ -22,16 +22,18 @@ from transformers import PreTrainedTokenizerFast
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Area, ImageRule
-from eyeline.data import blend, fetch, images, index, plan
-from eyeline.data.batches import batch_of
 from eyeline.data.containers import json_rows
-from eyeline.data.documents import document_of
-from eyeline.data.images import prepare
+from eyeline.data.fetch import fetch
+from eyeline.data.fetch.batches import batch_of
+from eyeline.data.images import images
+from eyeline.data.images.images import prepare
 from eyeline.data.loader import Reader
+from eyeline.data.plan import blend, index, plan
 from eyeline.data.sets import Data, held_out
-from eyeline.data.sources import Rows, Source, open_source
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Rows, Source, open_source
+from eyeline.data.text.documents import document_of
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder
 from eyeline.models import build, qwen3, qwen3_vl, qwen_vision
 from tests.data.test_loader import row
 from tests.models import twins
@@ -185,7 +187,7 @@ from eyeline.data.containers import json_rows
 from eyeline.data import loader
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source
+from eyeline.data.sources.sources import Source
 
 folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 json_rows.SHARD_BYTES = 500

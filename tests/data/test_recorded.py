@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from eyeline.data.recorded import changes, digest_of, record
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.sources.recorded import changes, digest_of, record
+from eyeline.data.sources.sources import Rows, Source, open_source
 
 
 def opened(folder: Path, **texts: str) -> Rows:

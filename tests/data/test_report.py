@@ -13,17 +13,17 @@ from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import Budget
 from eyeline.core.facts import Area, Film, ImageRule
-from eyeline.data.documents import document_of
-from eyeline.data.images import grey
+from eyeline.data.images.images import grey
 from eyeline.data.loader import Reader
 from eyeline.data.prepare import prepare
 from eyeline.data.report import report as reporting
 from eyeline.data.report.report import QUICK, THOROUGH, WHOLE, Depth, Epoch, Images, Measure, data_report
 from eyeline.data.report.shown import LONGEST_PIECE, MOST_PIECES, THUMBNAIL, Piece, pieces_of, shortened, shown_samples
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source
+from eyeline.data.text.documents import document_of
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder
 from eyeline.study.data_page import images_said
 from tests.data.made import DOT, sample
 from tests.data.test_loader import row

@@ -22,7 +22,7 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2Imag
 from eyeline.core.batch import Image, Picture, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import Area, Film, ImageRule, Patches, Tiles
-from eyeline.data.images import decode, medium_key, prepare, size_of, units_of
+from eyeline.data.images.images import decode, medium_key, prepare, size_of, units_of
 
 BICUBIC = Pillow.Resampling.BICUBIC
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)

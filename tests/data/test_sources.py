@@ -14,7 +14,7 @@ from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import json_rows
 from eyeline.data.containers.container import Place
 from eyeline.data.rejects import CAUSES
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.made import row_of
 
 ASKED = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a dot"}]
@@ -318,7 +318,7 @@ def test_a_list_with_a_broken_first_row_is_still_recognised(opened) -> None:
 
 
 def test_a_data_url_over_the_cap(opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyeline.data.media.MAX_DATA_URL", 100)
+    monkeypatch.setattr("eyeline.data.layouts.media.MAX_DATA_URL", 100)
     assert complaint(opened([{"image": "data:image/png;base64," + "A" * 104, "conversations": ASKED}])) == ("data_url", "image")
 
 

@@ -21,20 +21,22 @@ from eyeline.core.batch import Picture, Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.locations import Remote, below, inside, location
-from eyeline.data import folders, index, stores
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import tars
 from eyeline.data.containers.container import File, Window, fingerprints
-from eyeline.data.folders import files_below, located, matching
-from eyeline.data.images import decode, held, open_picture
-from eyeline.data.index import Index
+from eyeline.data.files import stores
+from eyeline.data.images.images import decode, held, open_picture
 from eyeline.data.loader import Reader
+from eyeline.data.plan import index
+from eyeline.data.plan.index import Index
 from eyeline.data.prepare import prepare
 from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.report.shown import shown_samples
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source, open_source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources import folders
+from eyeline.data.sources.folders import files_below, located, matching
+from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.tokenizer import Encoder
 from tests.command import Command
 from tests.data import store as bad
 from tests.data.store import KEY, SECRET, Fault, Store, answers, front, moto
@@ -450,7 +452,7 @@ def test_a_missing_or_huge_object_spoils_its_sample_and_a_failing_store_does_not
         store.faults = [answers(403, "AccessDenied")]
         with pytest.raises(StorageFailed, match="access is denied"):
             read(there)
-        monkeypatch.setattr("eyeline.data.images.MAX_FILE_BYTES", 10)
+        monkeypatch.setattr("eyeline.data.images.images.MAX_FILE_BYTES", 10)
         with pytest.raises(BadSample) as caught:
             read(there)
         assert caught.value.cause == "file_too_large"

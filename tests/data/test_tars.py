@@ -19,9 +19,9 @@ from eyeline.core.batch import Picture, Span, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import tars
 from eyeline.data.containers.container import HEADER_BYTES, Window
-from eyeline.data.images import decode, open_picture, picture_key
+from eyeline.data.images.images import decode, open_picture, picture_key
 from eyeline.data.rejects import CAUSES
-from eyeline.data.sources import Rows, Source, open_source
+from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.test_containers import everything
 
 TALK = {"conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a dot"}]}

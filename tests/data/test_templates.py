@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from eyeline.core.batch import IGNORE, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import Area, ImageRule, Square
-from eyeline.data.documents import document_of, prompt_of, tokenised
-from eyeline.data.images import grey
-from eyeline.data.templates import TEMPLATES, template_named
-from eyeline.data.tokenizer import Encoder, train_bpe
+from eyeline.data.images.images import grey
+from eyeline.data.text.documents import document_of, prompt_of, tokenised
+from eyeline.data.text.templates import TEMPLATES, template_named
+from eyeline.data.text.tokenizer import Encoder, train_bpe
 from tests.data.conftest import WORDS
 from tests.data.made import DOT, said, sample
 from tests.data.published import PUBLISHED

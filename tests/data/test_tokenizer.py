@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.errors import BadSample, Refused
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import FILLER, Encoder, add_tokens, load_tokenizer, train_bpe
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import FILLER, Encoder, add_tokens, load_tokenizer, train_bpe
 from tests.data.conftest import WORDS
 
 PLAIN = TEMPLATES["plain"]

@@ -11,8 +11,8 @@ from eyeline.data.loader import Reader
 from eyeline.data.report.report import THOROUGH, Depth, data_report
 from eyeline.data.report.twins import EXAMPLES, Known, known, twins
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.made import said, sample
 from tests.data.test_loader import row
 

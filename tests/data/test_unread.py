@@ -13,9 +13,9 @@ from PIL import Image
 
 from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample
-from eyeline.data.naming import placeholders_in
-from eyeline.data.sources import Rows, Source, open_source
-from eyeline.data.unread import FIRST, FURTHER, SHARDS, Unread, unread
+from eyeline.data.sources.naming import placeholders_in
+from eyeline.data.sources.sources import Rows, Source, open_source
+from eyeline.data.sources.unread import FIRST, FURTHER, SHARDS, Unread, unread
 
 
 @pytest.fixture(scope="module")

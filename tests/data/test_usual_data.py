@@ -16,8 +16,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample, Refused
-from eyeline.data.packed import packed_row, packed_sample
-from eyeline.data.sources import Source, open_source
+from eyeline.data.prepared.packed import packed_row, packed_sample
+from eyeline.data.sources.sources import Source, open_source
 from tests.data.made import row_of
 from tests.data.test_sources import chat, turns
 from tests.data.trained import causes, draw, one

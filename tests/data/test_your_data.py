@@ -13,9 +13,9 @@ import yaml
 from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
-from eyeline.data.layouts import SHAPES
+from eyeline.data.layouts.layouts import SHAPES
 from eyeline.data.rejects import CAUSES, REMEDIES
-from eyeline.data.sources import Source
+from eyeline.data.sources.sources import Source
 from tests.data.trained import draw, trained
 
 BUCKET = "s3://my-bucket/"

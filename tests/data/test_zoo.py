@@ -26,15 +26,15 @@ from eyeline.core.batch import Budget, Picture, Sample, Span
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import Area, ImageRule
 from eyeline.core.files import read_lines
-from eyeline.data import images
 from eyeline.data.containers.container import File
-from eyeline.data.images import MAX_SCANS, decode, oddities, open_picture
+from eyeline.data.images import images
+from eyeline.data.images.images import MAX_SCANS, decode, oddities, open_picture
 from eyeline.data.loader import Reader
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source, open_source
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder
 from tests.data.encoders import (
     ARITHMETIC,
     ARITHMETIC_PROGRESSIVE,

@@ -14,9 +14,9 @@ from eyeline.core.batch import IGNORE, Batch, Budget
 from eyeline.core.facts import Facts
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source, open_source
-from eyeline.data.templates import TEMPLATES
-from eyeline.data.tokenizer import Encoder, train_bpe
+from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder, train_bpe
 from eyeline.models import build, facts, qwen3, qwen3_vl, qwen_vision
 from eyeline.train.optim import AdamW, make_optimizers
 from eyeline.train.step import update

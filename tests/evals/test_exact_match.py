@@ -16,10 +16,10 @@ from eyeline.core.batch import Budget, Document, Message, Picture, Sample, Text
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.images import decode, prepare
-from eyeline.data.sources import Rows, Source, open_source
-from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import Encoder, train_bpe
+from eyeline.data.images.images import decode, prepare
+from eyeline.data.sources.sources import Rows, Source, open_source
+from eyeline.data.text.templates import template_named
+from eyeline.data.text.tokenizer import Encoder, train_bpe
 from eyeline.evals import exact_match as module
 from eyeline.evals.exact_match import Prior, exact_match, normalised, prior_of, rounds, thumbnail, usable
 from eyeline.evals.result import read_result, write_result

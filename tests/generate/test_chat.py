@@ -13,8 +13,8 @@ from eyeline.bundle.exporting import export
 from eyeline.core.batch import Message, Picture, Text
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import train_bpe
+from eyeline.data.text.templates import template_named
+from eyeline.data.text.tokenizer import train_bpe
 from eyeline.generate import chat as module
 from eyeline.generate.chat import Talk, chat, converse, path_of
 from eyeline.generate.generate import generate

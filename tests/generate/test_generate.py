@@ -11,7 +11,7 @@ from tests.generate.twins import generated, llava_twins, picture, prompt, qwen2_
 from eyeline.core.batch import IGNORE, Document
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.generate.generate import Answer, generate, stream
 from eyeline.generate.sampling import Sampling
 from eyeline.models import llava

@@ -9,7 +9,7 @@ from torch import nn
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.facts import matches
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models.moe import routers
 from tests.models import twins
 from tests.models.cases import each_case, each_pictured_case

@@ -8,7 +8,7 @@ import torch
 
 from eyeline.core.facts import PARTS, matches, part_of
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models import build, llava, qwen2, siglip2
 from eyeline.models.layers import Attend, LayerNorm, Linear, RMSNorm
 from tests.models import twins

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from eyeline.core.batch import Document
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models import build
 from tests.models import twins
 from tests.models.cases.llava import SHUFFLING, shown

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from eyeline.core.facts import matches
 from eyeline.core.randomness import rng_for
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from tests.models import twins
 from tests.models.cases import ALL
 from tests.models.twins import Case, close

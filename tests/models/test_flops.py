@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
 from eyeline.core.batch import Budget, Document
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.kernels.causal_conv import causal_conv
 from eyeline.models import build, flops
 from eyeline.models.layers import Attend

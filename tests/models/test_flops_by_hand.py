@@ -5,7 +5,7 @@ from pathlib import Path
 
 from eyeline.core.batch import Document
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models import (
     Config,
     Model,

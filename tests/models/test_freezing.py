@@ -8,7 +8,7 @@ from torch import nn
 
 from eyeline.core.facts import PARTS, Facts, Part, matches, part_of
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models.lora import LoRA, adapters, merge, wrap
 from tests.models import twins
 from tests.models.cases import each_case

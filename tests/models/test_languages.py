@@ -10,7 +10,7 @@ import transformers
 from eyeline.checkpoint.tensors import load_into
 from eyeline.core.batch import IGNORE, Document
 from eyeline.core.errors import Refused
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models import llama, qwen2, qwen3
 from eyeline.models.languages import LANGUAGES, language_from_hf
 from eyeline.models.moe import Experts

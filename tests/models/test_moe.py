@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from eyeline.core.batch import Batch, Budget
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models.decoder import balance, decoders, take_load
 from eyeline.models.layers import MLP
 from eyeline.models.moe import Aux, Bias, Experts, Forced, MoE, biases_of, move_biases, routers

@@ -15,7 +15,7 @@ from eyeline.checkpoint.tensors import load_into, renamed
 from eyeline.core.batch import Image, Picture
 from eyeline.core.facts import Patches, Tiles
 from eyeline.core.randomness import rng_for
-from eyeline.data.images import prepare
+from eyeline.data.images.images import prepare
 from eyeline.models import llava, siglip2
 from eyeline.models.flops import Tally
 from tests.models import twins

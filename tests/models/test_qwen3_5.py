@@ -18,7 +18,7 @@ from eyeline.core.batch import IGNORE, Batch, Document
 from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.kernels.gated_delta import gated_delta_rule_plain
 from eyeline.models import qwen3_5
 from eyeline.models.decoder import Decoder

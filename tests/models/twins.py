@@ -21,7 +21,7 @@ from eyeline.checkpoint.tensors import load_into
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Grid, Image
 from eyeline.core.facts import Facts, KeyRule
 from eyeline.core.randomness import rng_for
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models import FAMILIES, build
 
 IMAGE_TOKEN = 50  # text of test documents stays below it

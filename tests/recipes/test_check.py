@@ -17,7 +17,7 @@ from rich.console import Console
 from eyeline.bundle.importing import import_model
 from eyeline.core.errors import Refused, TooManyRejects
 from eyeline.data.report.report import QUICK
-from eyeline.data.templates import TEMPLATES
+from eyeline.data.text.templates import TEMPLATES
 from eyeline.recipes.check import check, evaluation_warnings, folder_problems, look, refuse_problems, settings_problems, untrained_tokens
 from eyeline.recipes.read import run_of
 from eyeline.train.loop import train

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from eyeline.core.errors import Refused
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models.decoder import Head
 from eyeline.study import bench
 from eyeline.study.bench import attention, head, model, packed, peer, render, start, step

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Grid, Image
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models import build, llava, qwen2, siglip2
 
 CONFIG = llava.Config(

@@ -39,8 +39,8 @@ from eyeline.core.facts import KeyRule, Part
 from eyeline.core.files import read_object, write_json
 from eyeline.core.log import say, warn
 from eyeline.core.problems import lines_of
-from eyeline.data.templates import FILM, LLAMA_DATE, TEMPLATES, template_named
-from eyeline.data.tokenizer import Encoder, load_tokenizer, save_tokenizer
+from eyeline.data.text.templates import FILM, LLAMA_DATE, TEMPLATES, template_named
+from eyeline.data.text.tokenizer import Encoder, load_tokenizer, save_tokenizer
 from eyeline.models import CONFIG, FAMILIES, Config, Model, build, facts, family_of
 from eyeline.models.forms import Files, Form, MediaTokens
 from eyeline.models.lora import LoRA, adapters, merge, wrap

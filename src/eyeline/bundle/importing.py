@@ -29,8 +29,8 @@ from eyeline.core.errors import Refused
 from eyeline.core.log import say, warn
 from eyeline.core.problems import lines_of
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.templates import FILM, template_named
-from eyeline.data.tokenizer import add_tokens, load_tokenizer
+from eyeline.data.text.templates import FILM, template_named
+from eyeline.data.text.tokenizer import add_tokens, load_tokenizer
 from eyeline.models import Config, facts, family_of, llava, qwen3_5_vl, qwen3_vl, qwen_vision, siglip2
 from eyeline.models.forms import Form
 from eyeline.models.hf_config import made

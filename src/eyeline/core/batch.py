@@ -154,7 +154,7 @@ class Counts:
 class Batch:
     """Documents laid end to end: the only layout there is. Padding is one last document without labels.
 
-    Every index array is made on the CPU by `data/batches.py`, so that the model never searches for placeholder ids and
+    Every index array is made on the CPU by `data/fetch/batches.py`, so that the model never searches for placeholder ids and
     never waits for the device to count them.
     """
 

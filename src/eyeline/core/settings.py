@@ -1,6 +1,6 @@
 """The one kind of settings record: frozen, checked when it is made, and refusing keys that it does not know.
 
-A record is declared next to the code that obeys it (`train/optim.py` has the optimizers', `data/sources.py` the sources').
+A record is declared next to the code that obeys it (`train/optim.py` has the optimizers', `data/sources/sources.py` the sources').
 `train/run.py` joins them into `Run`; `recipes/read.py` fills them from YAML.
 """
 

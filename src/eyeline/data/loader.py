@@ -29,20 +29,20 @@ from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Cost, ImageRule
 from eyeline.core.files import make_folder, read_json, storage_failed, write_json
-from eyeline.data import plan as planning
-from eyeline.data.ahead import Ahead, Entry, indexed
-from eyeline.data.blend import Cursor, Pool, Side, blended, pool_of, pools_of, whole
-from eyeline.data.carried import Carried, Drawn, Order
-from eyeline.data.deal import deal
-from eyeline.data.fetch import Fetch, Lost, Row, Visit, fetched_in_order
-from eyeline.data.images import Augment
-from eyeline.data.index import Index
-from eyeline.data.order import Longs
-from eyeline.data.plan import Item, Ordered, Plan, RowOf, Sizing, plan
-from eyeline.data.recorded import NAMED, changes, digest_of, record
+from eyeline.data.fetch.fetch import Fetch, Lost, Row, Visit, fetched_in_order
+from eyeline.data.images.images import Augment
+from eyeline.data.plan import plan as planning
+from eyeline.data.plan.ahead import Ahead, Entry, indexed
+from eyeline.data.plan.blend import Cursor, Pool, Side, blended, pool_of, pools_of, whole
+from eyeline.data.plan.carried import Carried, Drawn, Order
+from eyeline.data.plan.deal import deal
+from eyeline.data.plan.index import Index
+from eyeline.data.plan.order import Longs
+from eyeline.data.plan.plan import Item, Ordered, Plan, RowOf, Sizing, plan
 from eyeline.data.rejects import FIRST_VERDICT, Reject, Rejects
 from eyeline.data.sets import Data, Divided, divided
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.recorded import NAMED, changes, digest_of, record
+from eyeline.data.text.tokenizer import Encoder
 
 VERSION = 3  # of the state
 PLAIN = Cost(token=1, pair=0, label=0, patch=1, patch_pair=0)

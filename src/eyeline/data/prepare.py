@@ -30,17 +30,17 @@ from eyeline.core.batch import Budget, Picture, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import make_folder, read_json, sha256_of, storage_failed, sync_folder, write_atomically, write_json
-from eyeline.data.blend import Side
 from eyeline.data.containers.container import Place, persistent
 from eyeline.data.containers.tars import BLOCK, UNUSABLE
-from eyeline.data.images import Size, frames_of, held, picture_key, size_of, units_of, upright
-from eyeline.data.index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
+from eyeline.data.images.images import Size, frames_of, held, picture_key, size_of, units_of, upright
 from eyeline.data.loader import Met, Reader
-from eyeline.data.packed import MANIFEST, VERSION, Archive, Manifest, Prepared, StoredShard, StoredSource, opened, packed_row
-from eyeline.data.plan import Item, RowOf, Sizing
+from eyeline.data.plan.blend import Side
+from eyeline.data.plan.index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
+from eyeline.data.plan.plan import Item, RowOf, Sizing
+from eyeline.data.prepared.packed import MANIFEST, VERSION, Archive, Manifest, Prepared, StoredShard, StoredSource, opened, packed_row
 from eyeline.data.rejects import Reject, Rejects
 from eyeline.data.sets import choice, divided_as
-from eyeline.data.sources import Rows
+from eyeline.data.sources.sources import Rows
 
 PARTITION_BYTES = 512 << 20  # about: large enough to be read from begin to end, small enough to be made again
 TOKEN_TEXT_BYTES, ROW_BYTES = 5, 2048  # of a row in an archive, beside its pictures; about

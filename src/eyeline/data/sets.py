@@ -13,12 +13,12 @@ from eyeline.core.batch import Sample, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings, Share
 from eyeline.data.containers.container import RETRIES
-from eyeline.data.documents import TooLong
-from eyeline.data.images import Augment
-from eyeline.data.index import drawn, names_of
-from eyeline.data.packed import Prepared, open_prepared
-from eyeline.data.sources import Place, Rows, Source, open_source
-from eyeline.data.stores import is_url
+from eyeline.data.files.stores import is_url
+from eyeline.data.images.images import Augment
+from eyeline.data.plan.index import drawn, names_of
+from eyeline.data.prepared.packed import Prepared, open_prepared
+from eyeline.data.sources.sources import Place, Rows, Source, open_source
+from eyeline.data.text.documents import TooLong
 from eyeline.data.workers import Workers
 
 

@@ -15,10 +15,10 @@ from eyeline.core.batch import Budget, Document, Picture, Sample, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import Facts
 from eyeline.core.randomness import seed_for
-from eyeline.data.documents import until_supervised
-from eyeline.data.images import decode, picture_key
-from eyeline.data.sources import Rows
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.images.images import decode, picture_key
+from eyeline.data.sources.sources import Rows
+from eyeline.data.text.documents import until_supervised
+from eyeline.data.text.tokenizer import Encoder
 from eyeline.evals.result import Asked, Blind, Result, Score
 from eyeline.generate.generate import generate
 from eyeline.generate.prompts import Prompts

@@ -13,8 +13,8 @@ from eyeline.core.batch import Document, Message, Picture, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import Facts
 from eyeline.core.log import warn
-from eyeline.data.images import open_picture
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.images.images import open_picture
+from eyeline.data.text.tokenizer import Encoder
 from eyeline.generate.generate import stream
 from eyeline.generate.prompts import Prompts
 from eyeline.generate.sampling import Sampling

@@ -12,8 +12,8 @@ import torch
 from eyeline.core.batch import Batch, Counts, Document
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts
-from eyeline.data.batches import batch_of
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.fetch.batches import batch_of
+from eyeline.data.text.tokenizer import Encoder
 from eyeline.generate.sampling import Sampling, next_tokens
 from eyeline.models import Model
 

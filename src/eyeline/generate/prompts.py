@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from eyeline.core.batch import Document, Image, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule
-from eyeline.data.documents import prompt_of
-from eyeline.data.images import medium_key, prepare
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.images.images import medium_key, prepare
+from eyeline.data.text.documents import prompt_of
+from eyeline.data.text.tokenizer import Encoder
 
 KEPT = 64  # pictures and films whose patches are kept: questions on one picture follow one another
 

@@ -20,14 +20,14 @@ from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
 from eyeline.data.containers.container import RETRIES
-from eyeline.data.folders import named
 from eyeline.data.loader import Reader
 from eyeline.data.report.report import DataReport, Depth, data_report
 from eyeline.data.report.shown import Shown, shown_samples
 from eyeline.data.report.twins import Known, known
 from eyeline.data.sets import divided, opened
-from eyeline.data.sources import Rows, Source, open_source
-from eyeline.data.unread import unread
+from eyeline.data.sources.folders import named
+from eyeline.data.sources.sources import Rows, Source, open_source
+from eyeline.data.sources.unread import unread
 from eyeline.models import build, family_of
 from eyeline.models import facts as facts_of
 from eyeline.models.flops import Arithmetic, count

@@ -8,9 +8,9 @@ from eyeline.core.files import make_folder
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
 from eyeline.data.loader import Reader
-from eyeline.data.packed import MANIFEST, TOKENIZER
 from eyeline.data.prepare import prepare
-from eyeline.data.tokenizer import save_tokenizer
+from eyeline.data.prepared.packed import MANIFEST, TOKENIZER
+from eyeline.data.text.tokenizer import save_tokenizer
 from eyeline.models import facts as facts_of
 from eyeline.train.run import Run
 from eyeline.train.start import description

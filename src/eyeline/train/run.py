@@ -14,7 +14,7 @@ from eyeline.core.problems import lines_of
 from eyeline.core.settings import NotNegative, PathText, Positive, PositiveFloat, Settings
 from eyeline.core.yaml_text import read_yaml, write_yaml
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source
+from eyeline.data.sources.sources import Source
 from eyeline.models import Config
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Balance

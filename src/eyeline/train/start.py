@@ -21,12 +21,12 @@ from eyeline.core.facts import Facts, Part
 from eyeline.core.files import read_json, read_lines, read_object, write_atomically, write_json
 from eyeline.core.locations import Remote
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.folders import named
 from eyeline.data.loader import Reader
-from eyeline.data.packed import TOKENIZER
+from eyeline.data.prepared.packed import TOKENIZER
 from eyeline.data.sets import training_texts
-from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import Encoder, add_tokens, load_tokenizer, train_bpe
+from eyeline.data.sources.folders import named
+from eyeline.data.text.templates import template_named
+from eyeline.data.text.tokenizer import Encoder, add_tokens, load_tokenizer, train_bpe
 from eyeline.models import Model
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Forced, biases_of

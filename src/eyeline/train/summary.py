@@ -8,7 +8,7 @@ from typing import Any
 
 from eyeline.bundle.bundle import Bundle
 from eyeline.data.loader import Count, Reader
-from eyeline.data.sources import Rows
+from eyeline.data.sources.sources import Rows
 from eyeline.train.display import SMOOTHED_STEPS
 from eyeline.train.metrics import StepFigures, clock_time
 from eyeline.train.run import Run

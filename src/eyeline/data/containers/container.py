@@ -19,7 +19,7 @@ from eyeline.core.batch import Span
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.files import storage_failed
 from eyeline.core.locations import Location, Remote, Stamp
-from eyeline.data import stores
+from eyeline.data.files import stores
 
 HASHED = 64 << 20  # files up to this size are known by their content, larger ones by size and time
 SHARD_BYTES = 4 << 20  # of text: enough that a shard is worth a request, and so few rows that the first one is soon indexed

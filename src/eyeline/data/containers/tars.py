@@ -16,7 +16,7 @@ from eyeline.core.locations import Location, Remote, below
 from eyeline.data.containers.container import HEADER_BYTES, SHARD_ROWS, File, Place, Shard, Window, fingerprints
 from eyeline.data.containers.json_rows import parse, sound
 from eyeline.data.containers.keys import PICTURES, TEXTS, WRITE, Member, member_of, split, stem_of, text_of, tops_of
-from eyeline.data.skipped import is_skipped
+from eyeline.data.files.skipped import is_skipped
 
 MAX_MEMBER_BYTES = 256 << 20
 MAX_TEXT_BYTES = 64 << 20

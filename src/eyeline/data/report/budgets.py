@@ -9,11 +9,11 @@ import numpy as np
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Cost
-from eyeline.data.blend import Cursor, Pool, blended, whole
 from eyeline.data.loader import Reader
-from eyeline.data.order import Longs
-from eyeline.data.packing import OPEN_BINS
-from eyeline.data.plan import Item, Ordered, Sizing, plan
+from eyeline.data.plan.blend import Cursor, Pool, blended, whole
+from eyeline.data.plan.order import Longs
+from eyeline.data.plan.packing import OPEN_BINS
+from eyeline.data.plan.plan import Item, Ordered, Sizing, plan
 
 CANDIDATES = tuple(2**n for n in range(8, 16))  # tokens
 ROOM = 1.25  # patches for a quarter more pictures than there are on average: text, not pictures, is what fills a pack

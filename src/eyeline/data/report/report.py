@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import BadSample
-from eyeline.data.blend import Side
-from eyeline.data.images import content_key, oddities, picture_key
-from eyeline.data.index import INSIDE, KEPT_OPEN, OWN, ShardIndex
+from eyeline.data.images.images import content_key, oddities, picture_key
 from eyeline.data.loader import Reader
-from eyeline.data.order import Longs
-from eyeline.data.plan import RowOf, Sized, Sizing, reject_of
+from eyeline.data.plan.blend import Side
+from eyeline.data.plan.index import INSIDE, KEPT_OPEN, OWN, ShardIndex
+from eyeline.data.plan.order import Longs
+from eyeline.data.plan.plan import RowOf, Sized, Sizing, reject_of
 from eyeline.data.rejects import Reject
 from eyeline.data.report.budgets import Packing, packings
 from eyeline.data.report.twins import Known, Twins, known, twins
 from eyeline.data.sets import texts
-from eyeline.data.sources import Rows
-from eyeline.data.unread import Unread, shortened, unread
+from eyeline.data.sources.sources import Rows
+from eyeline.data.sources.unread import Unread, shortened, unread
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ from PIL import Image as Pillow
 
 from eyeline.core.batch import IGNORE, Budget, Document, Sample
 from eyeline.core.errors import BadSample
-from eyeline.data.documents import document_of, until
-from eyeline.data.images import prepare, upright
+from eyeline.data.images.images import prepare, upright
 from eyeline.data.loader import Reader
-from eyeline.data.plan import Sizing
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.plan.plan import Sizing
+from eyeline.data.text.documents import document_of, until
+from eyeline.data.text.tokenizer import Encoder
 
 LONGEST_PIECE = 1_200  # characters of a piece that are shown: its begin and its end
 MOST_PIECES = 60

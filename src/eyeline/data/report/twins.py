@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from eyeline.core.batch import Picture, Sample, Text
 from eyeline.core.errors import BadSample
-from eyeline.data.images import content_key, picture_key
+from eyeline.data.images.images import content_key, picture_key
 
 EXAMPLES = 5
 Key = bytes  # a hash of 16 bytes

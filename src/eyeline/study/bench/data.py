@@ -13,7 +13,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.log import say
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
-from eyeline.data.sources import Source
+from eyeline.data.sources.sources import Source
 from eyeline.study.bench import data_work
 from eyeline.study.bench.data_work import BUDGET, BUFFER, PER_SHARD, RULE, Packed, Seen, Setup
 from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs, spread

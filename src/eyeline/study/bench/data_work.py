@@ -17,8 +17,8 @@ from PIL import ImageDraw
 from eyeline.core.batch import Budget
 from eyeline.core.facts import Area, ImageRule
 from eyeline.core.randomness import rng_for
-from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import Encoder, load_tokenizer, train_bpe
+from eyeline.data.text.templates import template_named
+from eyeline.data.text.tokenizer import Encoder, load_tokenizer, train_bpe
 
 SHARDS, PER_SHARD = 64, 63  # archives; samples in one: 4,032 in all
 BUDGET = Budget(4_096, 1 << 16)

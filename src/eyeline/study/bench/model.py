@@ -19,12 +19,12 @@ from eyeline.core.errors import Refused
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import write_json
 from eyeline.core.randomness import rng_for
-from eyeline.data.batches import batch_of
-from eyeline.data.documents import document_of
-from eyeline.data.images import prepare
-from eyeline.data.packing import packed
-from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import Encoder, train_bpe
+from eyeline.data.fetch.batches import batch_of
+from eyeline.data.images.images import prepare
+from eyeline.data.plan.packing import packed
+from eyeline.data.text.documents import document_of
+from eyeline.data.text.templates import template_named
+from eyeline.data.text.tokenizer import Encoder, train_bpe
 from eyeline.models import Config, Model, facts, family_of, llama, llava, qwen2, qwen3, qwen3_5, qwen3_5_vl, qwen3_vl, siglip2, text
 from eyeline.models.forms import MediaTokens
 from eyeline.models.moe import Experts

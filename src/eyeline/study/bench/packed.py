@@ -9,8 +9,8 @@ import torch
 
 from eyeline.core.batch import Budget, Document
 from eyeline.core.errors import Refused
-from eyeline.data.batches import batch_of
-from eyeline.data.packing import Bins, flushed, packed
+from eyeline.data.fetch.batches import batch_of
+from eyeline.data.plan.packing import Bins, flushed, packed
 from eyeline.models import Config, Model, facts
 from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
 from eyeline.study.bench.work import Sized, documents, log_normal, made

@@ -9,7 +9,7 @@ import numpy as np
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import rng_for
-from eyeline.data.packing import OPEN_BINS, Bins, flushed, packed
+from eyeline.data.plan.packing import OPEN_BINS, Bins, flushed, packed
 from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved
 
 ITEMS, TOKENS, IMAGES = 100_000, 8_192, 18

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eyeline.core.batch import Document
 from eyeline.core.errors import Refused
-from eyeline.data.batches import batch_of
+from eyeline.data.fetch.batches import batch_of
 from eyeline.models import Config, Model, facts
 from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
 from eyeline.study.bench.work import Sized, documents, made

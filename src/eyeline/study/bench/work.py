@@ -12,8 +12,8 @@ from eyeline.bundle.bundle import Bundle
 from eyeline.bundle.exporting import export
 from eyeline.core.batch import IGNORE, Document, Grid, Image
 from eyeline.core.randomness import rng_for, torch_rng_for
-from eyeline.data.templates import template_named
-from eyeline.data.tokenizer import train_bpe
+from eyeline.data.text.templates import template_named
+from eyeline.data.text.tokenizer import train_bpe
 from eyeline.models import Config, Model, build, llava, qwen2, siglip2
 
 TEMPLATE = "plain"

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample
 from eyeline.core.locations import Location, Remote, inside
-from eyeline.data.images import picture_key
-from eyeline.data.media import FILM_FILES, PLACEHOLDERS, picture_of
+from eyeline.data.images.images import picture_key
+from eyeline.data.layouts.media import FILM_FILES, PLACEHOLDERS, picture_of
 
 IMAGE_FILES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jp2", ".jxl"),

@@ -9,7 +9,7 @@ from eyeline.core.locations import Location, below
 from eyeline.data.containers.container import File
 from eyeline.data.containers.energon import energon_columns, energon_shards
 from eyeline.data.containers.keys import PICTURES
-from eyeline.data.folders import common_folder, listed_below
+from eyeline.data.sources.folders import common_folder, listed_below
 
 
 class Found(NamedTuple):

@@ -13,7 +13,7 @@ from eyeline.core.batch import Picture, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.locations import Location, Remote, inside
 from eyeline.data.containers.json_rows import parse, sound
-from eyeline.data.stores import without_secrets
+from eyeline.data.files.stores import without_secrets
 
 MAX_DATA_URL = 64 << 20  # characters
 IMAGE, VIDEO = "<image>", "<video>"  # where a picture or a film of a column stands in a text

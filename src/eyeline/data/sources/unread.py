@@ -17,11 +17,11 @@ from eyeline.core.locations import Location
 from eyeline.data.containers.container import Container, Place
 from eyeline.data.containers.parquet import Tables
 from eyeline.data.containers.tars import Tars
-from eyeline.data.images import picture_key
-from eyeline.data.layouts import MEDIA, Layout
-from eyeline.data.media import PICTURES, unpacked
-from eyeline.data.naming import Named, named_by, named_in, placeholders_in
-from eyeline.data.sources import Rows
+from eyeline.data.images.images import picture_key
+from eyeline.data.layouts.layouts import MEDIA, Layout
+from eyeline.data.layouts.media import PICTURES, unpacked
+from eyeline.data.sources.naming import Named, named_by, named_in, placeholders_in
+from eyeline.data.sources.sources import Rows
 
 FIRST, FURTHER = 100, 20  # rows that are looked at: of the first shard, and of others
 SHARDS = 4  # others, evenly spread

@@ -13,13 +13,13 @@ from eyeline.core.batch import IGNORE, Batch, Budget, Document, Image, Picture, 
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.randomness import rng_for
-from eyeline.data.batches import batch_of
 from eyeline.data.containers.container import File, persistent
-from eyeline.data.documents import Tokenised, laid_out, tokenised, until
-from eyeline.data.images import Augment, Resized, Room, Size, augmented, cut, frames_of, grey, held, medium_key, resized
+from eyeline.data.fetch.batches import batch_of
+from eyeline.data.images.images import Augment, Resized, Room, Size, augmented, cut, frames_of, grey, held, medium_key, resized
 from eyeline.data.rejects import Reject
-from eyeline.data.sources import Place, Rows
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.sources.sources import Place, Rows
+from eyeline.data.text.documents import Tokenised, laid_out, tokenised, until
+from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.workers import At, Phase, Workers, in_order
 
 KEPT_PICTURE_BYTES = 128 << 20  # resized pictures that a process remembers: those used last, of the ones that come again

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.files import read_object, storage_failed, write_json
-from eyeline.data.templates import QWEN_MARKS, Template
+from eyeline.data.text.templates import QWEN_MARKS, Template
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions that need it do it themselves
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

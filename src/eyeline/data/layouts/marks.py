@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from eyeline.core.batch import Role
 from eyeline.core.errors import BadSample
-from eyeline.data.media import shown, unpacked
+from eyeline.data.layouts.media import shown, unpacked
 
 Sense = Literal["in the loss", "left out", "unclear"]
 

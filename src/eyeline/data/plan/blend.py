@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import seed_for
-from eyeline.data.index import Index, ShardIndex
-from eyeline.data.order import WINDOW_SHARDS, Longs, Runs, shards_of, visits_of
-from eyeline.data.plan import Ordered, Sizing
+from eyeline.data.plan.index import Index, ShardIndex
+from eyeline.data.plan.order import WINDOW_SHARDS, Longs, Runs, shards_of, visits_of
+from eyeline.data.plan.plan import Ordered, Sizing
 
 MIXED_ROWS = (2_048, 65_536)  # rows of the first window of a blend by shares, and of the largest: they double
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from eyeline.data.order import Longs
-from eyeline.data.plan import Item, RowOf
+from eyeline.data.plan.order import Longs
+from eyeline.data.plan.plan import Item, RowOf
 
 MANY = 512  # rows of one window that are written out; to read more the window's order is drawn, which needs the indexes of its shards
 

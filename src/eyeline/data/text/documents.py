@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from eyeline.core.batch import IGNORE, Document, Image, Ints, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule
-from eyeline.data.images import Size, units_of
-from eyeline.data.templates import Content, Control, Media
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.images.images import Size, units_of
+from eyeline.data.text.templates import Content, Control, Media
+from eyeline.data.text.tokenizer import Encoder
 
 TooLong = Literal["reject", "shrink"]
 

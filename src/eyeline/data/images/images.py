@@ -33,10 +33,10 @@ from eyeline.core.facts import ImageRule, Unit
 from eyeline.core.files import storage_failed
 from eyeline.core.locations import Remote
 from eyeline.core.settings import NotNegative, Settings
-from eyeline.data import stores
 from eyeline.data.containers.container import HEADER_BYTES, File, number_of, span_file
-from eyeline.data.integrity import ends_in_zeros, is_complete, jpeg_scans, wrong_chunk
-from eyeline.data.near import near_name, no_folder
+from eyeline.data.files import stores
+from eyeline.data.files.near import near_name, no_folder
+from eyeline.data.images.integrity import ends_in_zeros, is_complete, jpeg_scans, wrong_chunk
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
 Planes = tuple[NDArray[np.uint8], ...]  # red, green and blue: rows × columns each. A patch has its colours one after another

@@ -14,7 +14,7 @@ from string import ascii_lowercase, ascii_uppercase
 from typing import Any, NamedTuple
 
 from eyeline.core.errors import BadSample
-from eyeline.data.media import as_text, shown, unpacked
+from eyeline.data.layouts.media import as_text, shown, unpacked
 
 LISTS = ("options", "choices")  # columns of all options of a question
 REQUEST = "Answer with the letter of the option."

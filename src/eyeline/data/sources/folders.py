@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 
 from eyeline.core.errors import Refused, StorageFailed, nearest
 from eyeline.core.locations import Location, Remote, below
-from eyeline.data import stores
 from eyeline.data.containers.container import PASSING, number_of, persistent
-from eyeline.data.near import no_folder
-from eyeline.data.skipped import is_skipped, is_skipped_file, is_skipped_folder, said_of
+from eyeline.data.files import stores
+from eyeline.data.files.near import no_folder
+from eyeline.data.files.skipped import is_skipped, is_skipped_file, is_skipped_folder, said_of
 
 T = TypeVar("T")
 

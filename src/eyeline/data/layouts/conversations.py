@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
 from eyeline.core.errors import BadSample, closest, nearest
 from eyeline.core.locations import Location
-from eyeline.data.choices import asked, letter_of, options_of
-from eyeline.data.marks import refuse_marked_part, supervised
-from eyeline.data.media import (
+from eyeline.data.layouts.choices import asked, letter_of, options_of
+from eyeline.data.layouts.marks import refuse_marked_part, supervised
+from eyeline.data.layouts.media import (
     FILMS,
     IMAGE,
     PICTURES,

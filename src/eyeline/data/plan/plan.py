@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import Cost
-from eyeline.data.documents import TooLong, fitted, too_long
-from eyeline.data.images import units_of
-from eyeline.data.index import KEPT_OPEN, Index, ShardIndex
-from eyeline.data.order import Longs
-from eyeline.data.packing import Bin, Bins, packed
+from eyeline.data.images.images import units_of
+from eyeline.data.plan.index import KEPT_OPEN, Index, ShardIndex
+from eyeline.data.plan.order import Longs
+from eyeline.data.plan.packing import Bin, Bins, packed
 from eyeline.data.rejects import Reject
+from eyeline.data.text.documents import TooLong, fitted, too_long
 
 VERSION = 2  # of the plan: another one may pack otherwise. Golden digests in tests/data/test_plan.py belong to it
 

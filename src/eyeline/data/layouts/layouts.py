@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, closest, nearest
 from eyeline.core.locations import Location
-from eyeline.data.choices import LISTS, OPTION_COLUMNS
 from eyeline.data.containers.container import Container
-from eyeline.data.conversations import (
+from eyeline.data.layouts.choices import LISTS, OPTION_COLUMNS
+from eyeline.data.layouts.conversations import (
     ANSWERS,
     CAPTION_PROMPT,
     CAPTIONS,
@@ -31,8 +31,8 @@ from eyeline.data.conversations import (
     question_answer_sample,
     vqa_kind,
 )
-from eyeline.data.marks import ROW_MARKS, is_row_mark
-from eyeline.data.media import FILMS, PICTURES, TIMES, unpacked
+from eyeline.data.layouts.marks import ROW_MARKS, is_row_mark
+from eyeline.data.layouts.media import FILMS, PICTURES, TIMES, unpacked
 from eyeline.data.rejects import REMEDIES
 
 Name = Literal[

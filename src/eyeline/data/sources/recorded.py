@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eyeline.core.files import make_folder, read_json, write_json
-from eyeline.data.sources import Rows
+from eyeline.data.sources.sources import Rows
 
 NAMED = 3  # files that a message names of each kind of change
 

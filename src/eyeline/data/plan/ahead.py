@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from eyeline.core.errors import BadSample
-from eyeline.data.index import Index
+from eyeline.data.plan.index import Index
 from eyeline.data.workers import At, Background, Workers, in_order
 
 Entry = tuple[int, int]  # source and shard

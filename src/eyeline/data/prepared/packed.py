@@ -30,11 +30,11 @@ from eyeline.core.problems import lines_of
 from eyeline.core.settings import Settings
 from eyeline.data.containers.container import HASHED, RETRIES, File, Place, Shard, number_of
 from eyeline.data.containers.tars import Tars
-from eyeline.data.folders import files_below, located
-from eyeline.data.index import Shelf
-from eyeline.data.layouts import Layout, Mapping, Name, Shape
-from eyeline.data.media import with_escapes, without_escapes
-from eyeline.data.sources import Rows, Source
+from eyeline.data.layouts.layouts import Layout, Mapping, Name, Shape
+from eyeline.data.layouts.media import with_escapes, without_escapes
+from eyeline.data.plan.index import Shelf
+from eyeline.data.sources.folders import files_below, located
+from eyeline.data.sources.sources import Rows, Source
 
 VERSION = 2  # of the folder
 MANIFEST = "prepared.json"

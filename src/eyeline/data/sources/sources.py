@@ -19,10 +19,10 @@ from eyeline.data.containers.joined import joined
 from eyeline.data.containers.json_rows import lists_in_lines, open_lines, open_list
 from eyeline.data.containers.parquet import open_parquet
 from eyeline.data.containers.tars import Tars, open_tars
-from eyeline.data.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named, unmatched
-from eyeline.data.found import Found, found_in
-from eyeline.data.layouts import COLUMNS, Layout, Mapping, Name, recognised
+from eyeline.data.layouts.layouts import COLUMNS, Layout, Mapping, Name, recognised
 from eyeline.data.rejects import Reject
+from eyeline.data.sources.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named, unmatched
+from eyeline.data.sources.found import Found, found_in
 
 IGNORE = "ignore"  # in place of a folder of images
 

@@ -30,12 +30,12 @@ from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import claimed, make_folder, storage_failed, write_atomically
 from eyeline.core.locations import Location, Remote, Stamp, location
-from eyeline.data import stores
 from eyeline.data.containers.container import File, Shard, number_of, persistent
-from eyeline.data.documents import Tokenised, answered, targeted, tokenised
-from eyeline.data.images import MAX_FILE_BYTES, Size, frames_of, medium_key, picture_key, size_of
-from eyeline.data.sources import Place, Rows
-from eyeline.data.tokenizer import Encoder
+from eyeline.data.files import stores
+from eyeline.data.images.images import MAX_FILE_BYTES, Size, frames_of, medium_key, picture_key, size_of
+from eyeline.data.sources.sources import Place, Rows
+from eyeline.data.text.documents import Tokenised, answered, targeted, tokenised
+from eyeline.data.text.tokenizer import Encoder
 
 VERSION = 3
 MAGIC = b"eyeline index\n"

@@ -1,0 +1,1 @@
+"""A planned pack to a batch, in worker processes if wanted."""

@@ -1,0 +1,1 @@
+"""An image to patches: opened, checked, decoded, resized and cut."""

@@ -1,0 +1,1 @@
+"""Data that were packed offline, read in place of their sources."""
