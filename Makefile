@@ -3,6 +3,7 @@
 #   TORCH='torch==2.13.0'   what pip installs when no torch >= 2.11 is there already (for CUDA, see README.md)
 #   PYTHON=python3          the interpreter that .venv is made from; if it has torch >= 2.11, .venv shares it
 #   JOBS=2                  processes that run the tests
+#   CASES='step packed'     what `make bench` measures; all if none is named
 
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
@@ -47,7 +48,7 @@ format: .venv/ready
 	$(BIN)/ruff format .
 
 bench: .venv/ready
-	$(BIN)/eyeline bench
+	$(BIN)/python -m bench $(CASES)
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Eyeline needs Python >= 3.11; name one: make PYTHON=python3.11"; exit 2; }

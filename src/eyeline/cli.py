@@ -337,19 +337,16 @@ def env() -> None:
     refuse_lost_output()
 
 
-@app.command(epilog="Example: eyeline bench step packed --out bench/results")
+@app.command(epilog="Example: eyeline bench runs/easyvqa-tiny")
 def bench(
-    cases: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CASE]...", help="step, packed, start, head, attention, model, packer, data; all if none is named."),
-    ] = None,
-    out: Annotated[Path, typer.Option(metavar="PATH", parser=_path, help="Folder of the results.")] = Path("bench/results"),
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", parser=_path, help="A run folder.", show_default=False)] = None,
 ) -> None:
-    """Measure against peers, both sides in one go. Needs the extra `bench`, and `bench-data` for the case data."""
+    """Measure this machine's matrix products and, given a run, print its throughput and its MFU against them."""
     _calm()
-    from eyeline.study.bench import run_cases
+    from eyeline.study.bench import bench as measure
 
-    run_cases(cases or [], out)
+    measure(run)
+    refuse_lost_output()
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""What a run did, and how it compares: reports and benchmarks."""
+"""What a run did: reports, and its throughput against what the machine can do."""

@@ -1,6 +1,6 @@
-"""One side of case `data` in a fresh process: `data_probe.py SIDE FOLDER first|resume`. Its last line is what it measured, as JSON.
+"""One side of case `data` in a fresh process: `python -m bench.data_probe SIDE FOLDER first|resume`.
 
-Modules are imported, and an archive read, before anything is measured.
+Its last line is what it measured, as JSON. Modules are imported, and an archive read, before anything is measured.
 """
 
 import json
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from bench import data
+from bench.data_work import Setup
+from bench.measure import peak_bytes
 from eyeline.core.log import say
-from eyeline.study.bench import data
-from eyeline.study.bench.data_work import Setup
-from eyeline.study.bench.measure import peak_bytes
 
 
 def counted() -> tuple[int, int]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench.head import difference
+from bench.measure import LEAST_PAIRS, Comparison, Conditions, Result, interleaved, timed
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import torch_rng_for
 from eyeline.kernels.attention import packed_attention
-from eyeline.study.bench.head import difference
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Result, interleaved, timed
 
 LENGTHS = (640, 448, 320, 224, 160, 128, 80, 48)  # 2,048 tokens, the longest 2.5 times the mean, as data sets have it
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
@@ -45,7 +45,7 @@ def run(pairs: int = LEAST_PAIRS, lengths: Sequence[int] = LENGTHS) -> Result:
     times = interleaved({name: timed(repeated(side)) for name, side in sides.items()}, pairs, "attention")
     return Result(
         case="attention",
-        command="eyeline bench attention",
+        command="python -m bench attention",
         work=f"{REPEATS} times causal attention, forward and backward, of {len(lengths)} documents of {', '.join(map(str, lengths))} "
         f"tokens; {HEADS} query heads, {KV_HEADS} key heads of {HEAD_DIM}, fp32. Peers: the documents padded to the longest, and all of "
         "them in one row with a mask of blocks, each by PyTorch's own scaled_dot_product_attention; laying out is inside the time.",

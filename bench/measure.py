@@ -175,14 +175,14 @@ class NoPeer(Refused):
 
 def needs_peers() -> None:
     """NoPeer where the Trainer is missing."""
-    needs("bench", ("transformers", "accelerate"))
+    needs("dev", ("transformers", "accelerate"))
 
 
 def needs(extra: str, modules: Sequence[str]) -> None:
     """NoPeer where a module of the extra is missing: a benchmark without its peer is none."""
     missing = [name for name in modules if not _installed(name)]
     if missing:
-        raise NoPeer(f"a peer of this benchmark is not installed ({', '.join(missing)}). Try: pip install 'eyeline[{extra}]'")
+        raise NoPeer(f"a peer of this benchmark is not installed ({', '.join(missing)}). Try: pip install --editable '.[{extra}]'")
 
 
 def _installed(module: str) -> bool:

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import data_work
+from bench.data_work import BUDGET, BUFFER, PER_SHARD, RULE, Packed, Seen, Setup
+from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs, spread
 from eyeline.core.batch import Batch
 from eyeline.core.errors import Refused
 from eyeline.core.log import say
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
-from eyeline.study.bench import data_work
-from eyeline.study.bench.data_work import BUDGET, BUFFER, PER_SHARD, RULE, Packed, Seen, Setup
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs, spread
 
 RANKS, SOME_RANKS = 64, (0, 63)  # simulated; those whose epoch is read
 RESUME_S = 2.0
@@ -24,7 +24,7 @@ RESUME_S = 2.0
 
 def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: int = data_work.SHARDS) -> Result:
     """Check that all sides give the same tokens and pixels, then time them in turn; then resume each in a fresh process."""
-    from eyeline.study.bench.data_peers import PACKAGES, PEERS, prepare_energon
+    from bench.data_peers import PACKAGES, PEERS, prepare_energon
 
     peers = tuple(PEERS) if sides is None else tuple(sides)
     needs("bench-data", [PACKAGES[peer] for peer in peers])
@@ -99,7 +99,7 @@ def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: in
     ]
     return Result(
         case="data",
-        command="eyeline bench data",
+        command="python -m bench data",
         work=f"an epoch over {samples:,} samples in {shards} WebDataset archives: a JPEG of 320 to 448 pixels a side "
         f"({size / 1024:.0f} KiB on average) and a conversation each, decoded, resized by Pillow (bicubic, Qwen's rule, patches of "
         f"{RULE.patch}), tokenised, shuffled and packed into {BUDGET.tokens:,} tokens, in one process and thread, files in the page cache. "
@@ -122,7 +122,7 @@ def stream(side: str, setup: Setup, cache: Path, state: Any = None, rank: int = 
     """Packs of an epoch, and a function that gives the state after each. `cache` is where our index is kept."""
     if side == "ours":
         return ours(setup, cache, state, rank, ranks)
-    from eyeline.study.bench.data_peers import PEERS
+    from bench.data_peers import PEERS
 
     return PEERS[side](setup, state, rank, ranks)
 
@@ -175,10 +175,9 @@ def probes(side: str, folder: Path) -> dict[str, Any]:
 
 
 def probe(side: str, folder: Path, task: str) -> dict[str, Any]:
-    """What `data_probe.py` measures, in a process of its own. Refused when it fails."""
-    script = str(Path(__file__).with_name("data_probe.py"))
-    command = ["env", "OMP_NUM_THREADS=1", sys.executable, script, side, str(folder), task]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    """What `bench/data_probe.py` measures, in a process of its own. Refused when it fails."""
+    command = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "bench.data_probe", side, str(folder.absolute()), task]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         raise Refused(f"the {task} probe of {side} ended with code {done.returncode}. It said:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -4,12 +4,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
+from bench.work import Sized, documents, made
 from eyeline.core.batch import Document
 from eyeline.core.errors import Refused
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models import Config, Model, facts
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
-from eyeline.study.bench.work import Sized, documents, made
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
 from eyeline.train.step import update
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 def run(pairs: int = LEAST_PAIRS) -> Result:
     """Check that both sides have the same losses, then time them in pairs."""
     needs_peers()
-    from eyeline.study.bench import peer
+    from bench import peer
 
     conditions = Conditions()
     peer.quiet()
@@ -52,7 +52,7 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
     parameters = sum(p.numel() for p in model.parameters())
     return Result(
         case="step",
-        command="eyeline bench step",
+        command="python -m bench step",
         work=f"{STEPS} optimizer steps (after {WARM_UP} that are not timed) of a model of {parameters:,} parameters in LLaVA's form "
         f"(SigLIP tower, two-layer projector, Qwen2), everything trained; {ROWS} samples of {TOKENS} tokens a step, {SIZED.visual} of them "
         "visual, a quarter supervised; fp32, AdamW, clipping; batches are laid out (ours) or collated (peer) inside the time.",

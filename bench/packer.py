@@ -6,11 +6,11 @@ from itertools import chain
 
 import numpy as np
 
+from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import rng_for
 from eyeline.data.plan.packing import OPEN_BINS, Bins, flushed, packed
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved
 
 ITEMS, TOKENS, IMAGES = 100_000, 8_192, 18
 MEDIAN, P95, SHORTEST, VISUAL = 180, 1_000, 16, 256  # tokens of the text (log-normal), and of an image
@@ -50,7 +50,7 @@ def run(pairs: int = LEAST_PAIRS, count: int = ITEMS) -> Result:
     times = interleaved({"ours": lambda: timed(streamed), "peer": lambda: timed(decreasing)}, pairs, "packer")
     return Result(
         case="packer",
-        command="eyeline bench packer",
+        command="python -m bench packer",
         work=f"{count:,} samples of {real / count:.0f} tokens and {sum(n for _, n in items) / count:.2f} images on average (text of "
         f"log-normal length, median {MEDIAN}, 95th percentile {P95:,}; {VISUAL} tokens an image) into packs of at most {TOKENS:,} tokens "
         f"and {IMAGES} images. Ours is the packer of training, best fit with {OPEN_BINS} open bins, which takes samples as they come; the "

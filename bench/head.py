@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, interleaved, peak_bytes, timed
 from eyeline.core.batch import IGNORE
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import torch_rng_for
 from eyeline.kernels.cross_entropy import summed_cross_entropy
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, interleaved, peak_bytes, timed
 
 ROWS, VOCABULARY, WIDTH = 2048, 32_768, 256
 LIMITS = {0.25: {"time": 0.35, "memory": 0.35}, 1.0: {"time": 2.0, "memory": 0.40}}  # by the share of rows that have a label
@@ -48,7 +48,7 @@ def run(pairs: int = LEAST_PAIRS, rows: int = ROWS, vocabulary: int = VOCABULARY
         )  # fmt: skip
     return Result(
         case="head",
-        command="eyeline bench head",
+        command="python -m bench head",
         work=f"{rows:,} rows of width {WIDTH}, a vocabulary of {vocabulary:,}, fp32: the summed cross-entropy of the labelled rows, "
         "forward and backward. Peer: all logits at once, `F.cross_entropy` over all rows. Peak memory: resident, above that before.",
         agreement=f"loss and gradients agree within {worst:.1e} of the largest value",

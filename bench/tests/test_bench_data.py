@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
+import bench
+from bench import data, data_peers, data_work, packer
+from bench.data_work import BUDGET, Packed, Seen, Setup
+from bench.measure import NoPeer, Result, needs
 from eyeline.core.errors import Refused
-from eyeline.study import bench
-from eyeline.study.bench import data, data_peers, data_work, packer
-from eyeline.study.bench.data_work import BUDGET, Packed, Seen, Setup
-from eyeline.study.bench.measure import NoPeer, Result, needs
 
 
 def test_decreasing_packs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_the_usual_packing_by_hand() -> None:
 
 
 def test_peers_that_are_missing_are_refused_with_the_command() -> None:
-    with pytest.raises(Refused, match=r"\(nowhere_at_all.loader\). Try: pip install 'eyeline\[bench-data\]'"):
+    with pytest.raises(Refused, match=r"\(nowhere_at_all.loader\). Try: pip install --editable '.\[bench-data\]'"):
         needs("bench-data", ["json", "nowhere_at_all.loader"])
 
 

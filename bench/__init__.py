@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench import attention, data, head, model, packed, packer, start, step
+from bench.measure import LEAST_PAIRS, NoPeer, Result, write_result
+from bench.render import overview, write_page
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.log import say, warn
-from eyeline.study.bench import attention, data, head, model, packed, packer, start, step
-from eyeline.study.bench.measure import LEAST_PAIRS, NoPeer, Result, write_result
-from eyeline.study.bench.render import overview, write_page
 
 CASES: dict[str, Callable[[int], Result]] = {  # each takes the number of pairs
     "step": step.run,

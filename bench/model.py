@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from PIL import Image as Pillow
 
+from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, interleaved, timed
+from bench.work import log_normal, random_model
 from eyeline.bundle.exporting import weights
 from eyeline.checkpoint.tensors import renamed, write_folder
 from eyeline.core.batch import Budget, Document, Message, Picture, Sample, Text
@@ -29,8 +31,6 @@ from eyeline.models import Config, Model, facts, family_of, llama, llava, qwen2,
 from eyeline.models.forms import MediaTokens
 from eyeline.models.moe import Experts
 from eyeline.models.qwen_vision import Config as QwenVision
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, interleaved, timed
-from eyeline.study.bench.work import log_normal, random_model
 
 VOCABULARY = 1024
 SHAPE = {"vocabulary": VOCABULARY, "width": 192, "layers": 4, "heads": 6, "kv_heads": 2, "longest": 4096, "tied": True}
@@ -59,7 +59,7 @@ GRADIENTS = 1e-4  # of the norm of all gradients: a gated delta rule's, in float
 
 def run(pairs: int = LEAST_PAIRS, names: Sequence[str] = tuple(CONFIGS), alone: int = ALONE, mixed: int = MIXED) -> Result:
     """Check that both sides have the same losses and gradients, then time them in pairs, family by family."""
-    from eyeline.study.bench import peer
+    from bench import peer
 
     conditions = Conditions()
     peer.quiet()
@@ -100,7 +100,7 @@ def run(pairs: int = LEAST_PAIRS, names: Sequence[str] = tuple(CONFIGS), alone: 
         found.append(Fact(name=f"parameters of {name}", value=float(sum(p.numel() for p in model.parameters()))))
     return Result(
         case="model",
-        command="eyeline bench model",
+        command="python -m bench model",
         work=f"Forward and backward, everything trained, fp32, SDPA. One at a time: {alone} documents of about {ALONE_TOKENS} tokens, one "
         f"picture of a native size in each. Mixed: {mixed} documents of log-normal length (median {MEDIAN}, 95th percentile {P95}); ours "
         f"in packs, laid out inside the time, the peer's in batches of {ROWS} that are padded beforehand.",

@@ -21,9 +21,9 @@ from PIL import Image as Pillow
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from bench.data_work import BUDGET, BUFFER, RULE, TEMPLATE, Packed, Setup
 from eyeline.core.batch import IGNORE
 from eyeline.core.randomness import rng_for
-from eyeline.study.bench.data_work import BUDGET, BUFFER, RULE, TEMPLATE, Packed, Setup
 
 PACKAGES = {"webdataset": "webdataset", "datasets": "datasets", "energon": "megatron.energon", "DataLoader": "torch"}
 Taken = Callable[[], Any]  # the state after a pack

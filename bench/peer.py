@@ -25,10 +25,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from bench.measure import Timed
+from bench.work import Sized
 from eyeline.core.batch import IGNORE, Document, Image
 from eyeline.core.facts import ImageRule, Square
-from eyeline.study.bench.measure import Timed
-from eyeline.study.bench.work import Sized
 
 Example = dict[str, Tensor]
 

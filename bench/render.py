@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from bench.measure import LEAST_PAIRS, Comparison, Fact, Result, Spread, read_result
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_atomically
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Fact, Result, Spread, read_result
 
 BUSY = 1.5  # load average over which a result was not made on a quiet machine: one process of ours is 1
 
 HEAD = """# Benchmarks
 
-Made from `bench/results/*.json` by `eyeline bench`; each result is made by the command beside it. The rules:
+Made from `bench/results/*.json` by `make bench`; each result is made by the command beside it. The rules:
 
 - Both sides run in one process or one script, on the same samples, after their losses (of data: tokens and pixels) were found equal.
 - Ours and the peer's take turns (after one round that is thrown away), at least five times; a ratio is the median of the pairs'
@@ -24,7 +24,7 @@ def write_page(results: Path, page: Path) -> None:
     """Write `page` from every result in the folder `results`, in order of their names. Refused when there is none."""
     found = [read_result(path) for path in sorted(results.glob("*.json"))]
     if not found:
-        raise Refused(f"{results} has no results. Run a benchmark first: eyeline bench step")
+        raise Refused(f"{results} has no results. Run a benchmark first: python -m bench step")
     write_atomically(page, render(found))
 
 

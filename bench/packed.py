@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
+from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
+from bench.work import Sized, documents, log_normal, made
 from eyeline.core.batch import Budget, Document
 from eyeline.core.errors import Refused
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.plan.packing import Bins, flushed, packed
 from eyeline.models import Config, Model, facts
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
-from eyeline.study.bench.work import Sized, documents, log_normal, made
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
 from eyeline.train.step import update
 
@@ -33,7 +33,7 @@ def lengths(samples: int = SAMPLES) -> list[int]:
 def run(pairs: int = LEAST_PAIRS, samples: int = SAMPLES) -> Result:
     """Check that both sides have the same loss over the samples, then time an epoch of each in pairs."""
     needs_peers()
-    from eyeline.study.bench import peer
+    from bench import peer
 
     conditions = Conditions()
     peer.quiet()
@@ -72,7 +72,7 @@ def run(pairs: int = LEAST_PAIRS, samples: int = SAMPLES) -> Result:
     parameters = sum(p.numel() for p in model.parameters())
     return Result(
         case="packed",
-        command="eyeline bench packed",
+        command="python -m bench packed",
         work=f"one epoch over {samples:,} samples of log-normal length (median {MEDIAN}, 95th percentile {P95:,}, at most {LONGEST:,} "
         f"tokens), {real:,} real tokens, each with a picture of {SIZED.visual} patches, half of the text supervised; a model of "
         f"{parameters:,} parameters in LLaVA's form, everything trained, fp32, AdamW. Ours packs into {BUDGET.tokens:,} tokens as it goes, "

@@ -12,13 +12,13 @@ from pathlib import Path
 import yaml
 from PIL import Image as Pillow
 
+from bench import trainer_script
+from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Timed, interleaved, needs_peers, spread
+from bench.work import TEMPLATE, Sized, made
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_lines
 from eyeline.core.log import say
 from eyeline.core.randomness import rng_for
-from eyeline.study.bench import trainer_script
-from eyeline.study.bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Timed, interleaved, needs_peers, spread
-from eyeline.study.bench.work import TEMPLATE, Sized, made
 
 SIZED = Sized(image=64, width=64, layers=2)
 SAMPLES = 4  # of equal length, so that one step is all of them on both sides
@@ -69,7 +69,7 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
     help_s, check_s = (spread([t.wall_s for t in timed]) for timed in (helps, checks))
     return Result(
         case="start",
-        command="eyeline bench start",
+        command="python -m bench start",
         work=f"from the start of the process to the end of the first optimizer step, over {SAMPLES} JPEG pictures with a question each and "
         "a model folder in LLaVA's form: `eyeline train` against a script that loads model, tokenizer and image processor by transformers "
         "and calls its Trainer. Files are in the page cache and compiled bytecode exists.",

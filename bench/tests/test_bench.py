@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import bench
+from bench import attention, head, model, packed, peer, render, start, step
+from bench.measure import Comparison, Fact, Result, Stopwatch, Timed, interleaved, peak_bytes, read_result, write_result
+from bench.work import Sized, documents, made
 from eyeline.core.errors import Refused
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models.decoder import Head
-from eyeline.study import bench
-from eyeline.study.bench import attention, head, model, packed, peer, render, start, step
-from eyeline.study.bench.measure import Comparison, Fact, Result, Stopwatch, Timed, interleaved, peak_bytes, read_result, write_result
-from eyeline.study.bench.work import Sized, documents, made
 
 SMALL = Sized(image=16, width=32, layers=2, vocabulary=300)
 
@@ -29,7 +29,7 @@ def comparison(judged: str = "time", limit: float | None = 0.95, ours: tuple[flo
 
 def result(**changed: object) -> Result:
     fields: dict[str, object] = {
-        "case": "made-up", "command": "eyeline bench made-up", "work": "Nothing.", "agreement": "equal", "comparisons": (comparison(),),
+        "case": "made-up", "command": "python -m bench made-up", "work": "Nothing.", "agreement": "equal", "comparisons": (comparison(),),
         "facts": (Fact(name="padding", value=0.0123, limit="≤ 0.03", met=True),), "load": (0.2, 1.1), "when": "2026-01-01T00:00+00:00",
         "environment": {"eyeline": "0.1", "packages": {"torch": "2.13"}, "threads": 1},
     }  # fmt: skip
