@@ -22,7 +22,7 @@ from eyeline.core.facts import ImageRule
 from eyeline.core.files import write_json
 from eyeline.core.randomness import rng_for
 from eyeline.data.fetch.batches import batch_of
-from eyeline.data.images.images import prepare
+from eyeline.data.images.patches import image_patches
 from eyeline.data.plan.packing import packed
 from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import template_named
@@ -139,7 +139,7 @@ def document(encoder: Encoder, rule: ImageRule | None, tokens: int, number: int)
         file = io.BytesIO()
         Pillow.fromarray(rng.integers(0, 256, (64 + 32 * (number % 3), 96, 3), np.uint8)).save(file, "PNG")
         picture = Picture(f"picture {number}", file.getvalue())
-        media, parts = [prepare(picture, rule)], [picture, *parts]
+        media, parts = [image_patches(picture, rule)], [picture, *parts]
         visual = sum(image.tokens for image in media[0])
     answer = "".join(map(chr, rng.integers(97, 123, max(8, tokens - visual - 40))))
     sample = Sample(f"document {number}", (Message("user", tuple(parts)), Message("assistant", (Text(answer),))))

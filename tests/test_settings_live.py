@@ -189,7 +189,7 @@ def tries(recipe: dict[str, Any], folder: Path) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eyeline.data.containers.container.time, "sleep", lambda _: None)
-        patch.setattr(eyeline.data.fetch.fetch, "held", failing)
+        patch.setattr(eyeline.data.fetch.fetch, "in_memory", failing)
         with pytest.raises(StorageFailed):
             trained(recipe, folder)
     return asked

@@ -14,7 +14,8 @@ from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.data.fetch import fetch
 from eyeline.data.fetch.fetch import Fetch, Fetched
-from eyeline.data.images import images
+from eyeline.data.images import patches
+from eyeline.data.images.decode import Pixels
 from eyeline.data.workers import At
 
 
@@ -111,7 +112,7 @@ class Mined:
         return self.fetch.job(*args)
 
     def __call__(self, job: Any, at: At = lambda *_: None) -> Fetched:
-        real_decode, real_held = images.upright, fetch.held
+        real_decode, real_held = patches.upright, fetch.in_memory
 
         def happens(picture: Any, slow: bool) -> None:
             assert isinstance(picture.source, bytes), "read before it is decoded"
@@ -120,7 +121,7 @@ class Mined:
             if (name == "slow store") == slow:
                 HAPPENS[name](argument)
 
-        def decode(picture: Picture) -> images.Pixels:
+        def decode(picture: Picture) -> Pixels:
             happens(picture, slow=False)
             return real_decode(picture)
 
@@ -128,8 +129,8 @@ class Mined:
             happens(real_held(medium), slow=True)
             return real_held(medium)
 
-        images.upright, fetch.held = decode, held
+        patches.upright, fetch.in_memory = decode, held
         try:
             return self.fetch(job, at)
         finally:
-            images.upright, fetch.held = real_decode, real_held
+            patches.upright, fetch.in_memory = real_decode, real_held

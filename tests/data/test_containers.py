@@ -19,7 +19,8 @@ from eyeline.data.containers import container as containers
 from eyeline.data.containers import csv_rows, json_rows
 from eyeline.data.containers.container import Container, File, Place, fingerprints, persistent, span_file
 from eyeline.data.containers.json_rows import open_lines, open_list
-from eyeline.data.images.images import decode, open_picture, picture_key
+from eyeline.data.images.decode import decode, width_and_height
+from eyeline.data.images.image_files import image_key
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
@@ -350,10 +351,10 @@ def test_a_picture_inside_a_file_is_read_as_far_as_needed(tmp_path: Path) -> Non
     path.write_bytes(b"before" + data + b"after")
     stamp = File.of(path, 0).stamp
     here = Picture("a.jpg", Span(path, 6, len(data), stamp))
-    assert open_picture(here) == (400, 300)
+    assert width_and_height(here) == (400, 300)
     assert (decode(here) == decode(Picture("a.jpg", data))).all()
     held = Picture("a.jpg", Span(path, 6, len(data), stamp, data))
-    assert picture_key(held) == picture_key(here) == f"{path}@6+{len(data)}"
+    assert image_key(held) == image_key(here) == f"{path}@6+{len(data)}"
     with span_file(here.source) as file:  # type: ignore[arg-type]
         assert file.read() == data
         assert file.read() == b""
@@ -367,5 +368,5 @@ def test_a_picture_inside_a_file_is_read_as_far_as_needed(tmp_path: Path) -> Non
     assert caught.value.cause == "broken_image"
     path.write_bytes(b"other")
     with pytest.raises(StorageFailed, match=r"x\.bin has changed since it was opened"):
-        open_picture(here)
-    assert open_picture(held) == (400, 300)  # nothing is read
+        width_and_height(here)
+    assert width_and_height(held) == (400, 300)  # nothing is read

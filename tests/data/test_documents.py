@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eyeline.core.batch import IGNORE, Grid, Image, Message, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule, Square
-from eyeline.data.images.images import grey
+from eyeline.data.images.patches import grey_images
 from eyeline.data.text import documents
 from eyeline.data.text.documents import Measured, Tokenised, document_of, fitted, laid_out, measure, tokenised
 from eyeline.data.text.tokenizer import Encoder
@@ -23,7 +23,7 @@ THREE = sample((DOT, "one?"), "1", ("two?", DOT), "2", "three?", "3")
 @pytest.mark.parametrize("conversation", [THREE, sample("hi", "ho"), sample((DOT, DOT), "two dots", system="Look!")])
 def test_measures_are_those_of_the_document(qwen: Encoder, rule: ImageRule, conversation: Sample) -> None:
     size = measure(conversation, SIZES[: len(conversation.media)], qwen, rule)
-    document = document_of(conversation, qwen, rule, [grey(rule)] * len(conversation.pictures))
+    document = document_of(conversation, qwen, rule, [grey_images(rule)] * len(conversation.pictures))
     assert size.tokens == len(document.tokens_T)
     assert size.visual == len(document.visual_M) == 4 * len(conversation.pictures)
     assert size.supervised == (document.labels_T != IGNORE).sum()
@@ -73,9 +73,9 @@ def test_a_remembered_document_is_not_another_ones(qwen: Encoder, rule: ImageRul
     """Same texts with the picture elsewhere, another role, another size of picture: other documents."""
     unmerged = ImageRule(8, 1, rule.mean, rule.std, "bicubic", Square(32))
     seen = [
-        document_of(sample((DOT, "a"), "b"), qwen, rule, [grey(rule)]).tokens_T.tolist(),
-        document_of(sample(("a", DOT), "b"), qwen, rule, [grey(rule)]).tokens_T.tolist(),
-        document_of(sample((DOT, "a"), "b"), qwen, unmerged, [grey(unmerged)]).tokens_T.tolist(),
+        document_of(sample((DOT, "a"), "b"), qwen, rule, [grey_images(rule)]).tokens_T.tolist(),
+        document_of(sample(("a", DOT), "b"), qwen, rule, [grey_images(rule)]).tokens_T.tolist(),
+        document_of(sample((DOT, "a"), "b"), qwen, unmerged, [grey_images(unmerged)]).tokens_T.tolist(),
         document_of(sample("a", "b"), qwen, rule, []).tokens_T.tolist(),
         document_of(sample("a", "b", system="a"), qwen, rule, []).tokens_T.tolist(),
     ]
@@ -83,7 +83,7 @@ def test_a_remembered_document_is_not_another_ones(qwen: Encoder, rule: ImageRul
     by_role = [tokenised((Message(role, (Text("a"),)),), qwen, rule, True).ids_U.tolist() for role in ("user", "system")]
     assert by_role[0] != by_role[1]
     again = sample((DOT, "a"), "b")
-    assert document_of(again, qwen, rule, [grey(rule)]).tokens_T.tolist() == seen[0]
+    assert document_of(again, qwen, rule, [grey_images(rule)]).tokens_T.tolist() == seen[0]
     with pytest.raises(ValueError, match="read-only"):
         tokenised(again.messages, qwen, rule).ids_U[0] = 5
 

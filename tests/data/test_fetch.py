@@ -125,8 +125,8 @@ def test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes(
         assert isinstance(source, bytes)
         return source
 
-    held = fetch.held
-    monkeypatch.setattr(fetch, "held", untouched)
+    held = fetch.in_memory
+    monkeypatch.setattr(fetch, "in_memory", untouched)
     monkeypatch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, _Starved(fetch), *rest))  # type: ignore[arg-type]
     for at in (0, len(steps) // 2):
         again = open_reader(path, tmp_path / "run")
@@ -242,7 +242,7 @@ def open_reader_again(reader: Reader) -> Reader:
 def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = as_files(tmp_path, rows(9, {}))
     wanted = list(open_reader(path).steps(BUDGET, 1, 1))
-    real, asked, waits = fetch.held, 0, []
+    real, asked, waits = fetch.in_memory, 0, []
 
     def held(medium: Any) -> Any:
         nonlocal asked
@@ -251,7 +251,7 @@ def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: 
             raise StorageFailed("could not read it") from OSError(5, "Input/output error")
         return real(medium)
 
-    monkeypatch.setattr(fetch, "held", held)
+    monkeypatch.setattr(fetch, "in_memory", held)
     monkeypatch.setattr("eyeline.data.containers.container.time.sleep", waits.append)
     assert_same_steps(list(open_reader(path, read_retries=2).steps(BUDGET, 1, 1)), wanted)
     assert len(waits) == 18

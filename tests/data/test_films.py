@@ -9,7 +9,7 @@ import pytest
 
 from eyeline.core.batch import Picture, Text, Video
 from eyeline.core.errors import BadSample
-from eyeline.data.images.images import picture_key
+from eyeline.data.images.image_files import image_key
 from eyeline.data.layouts.media import MAX_FRAMES
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sources.sources import Rows, Source, open_source
@@ -45,7 +45,7 @@ def test_a_column_of_frames_is_one_film(opened, tmp_path: Path) -> None:
     assert film.seconds == (0.0, 0.5, 1.0)  # two frames a second, where nothing is said
     assert text == Text("what happens?")
     assert row_of(rows).pictures == film.frames
-    assert [picture_key(p) for p in row_of(rows).pictures] == [str(tmp_path / name) for name in FRAMES]
+    assert [image_key(p) for p in row_of(rows).pictures] == [str(tmp_path / name) for name in FRAMES]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 import eyeline.data
 from eyeline.core.batch import Sample, Text
 from eyeline.core.errors import BadSample
-from eyeline.data.images.images import decode, grey
+from eyeline.data.images.decode import decode
+from eyeline.data.images.patches import grey_images
 from eyeline.data.layouts.layouts import COLUMNS, SHAPES, Shape
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sources.sources import Rows, Source, open_source
@@ -300,7 +301,7 @@ def test_texts_of_every_kind_are_learned_as_they_are(container: str, tmp_path: P
         assert isinstance(sample, Sample), name
         assert sample.messages[-1].parts == (Text(text.strip()),), name
         if container == "JSON list":
-            document = document_of(sample, plain, rule, [grey(rule)])
+            document = document_of(sample, plain, rule, [grey_images(rule)])
             learned = [t for t in document.labels_T.tolist() if t >= 0]
             assert plain.decode(learned[:-1]) == plain.decode(plain.ids(text.strip())), name
             assert learned[-1] == plain.controls["<|endoftext|>"]
@@ -320,7 +321,7 @@ def test_texts_that_no_answer_may_be(container: str, tmp_path: Path, plain: Enco
         try:
             if isinstance(sample, BadSample):
                 raise sample
-            document_of(sample, plain, rule, [grey(rule)])
+            document_of(sample, plain, rule, [grey_images(rule)])
             found.append("sound")
         except BadSample as bad:
             found.append(bad.cause)

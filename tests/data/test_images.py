@@ -17,19 +17,9 @@ from eyeline.core.batch import Picture, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import Film, ImageRule, Square, Tiles
 from eyeline.core.randomness import rng_for
-from eyeline.data.images.images import (
-    Augment,
-    Planes,
-    Resized,
-    augmented,
-    decode,
-    grey,
-    held,
-    open_picture,
-    picture_key,
-    prepare,
-    resized,
-)
+from eyeline.data.images.decode import decode, width_and_height
+from eyeline.data.images.image_files import image_key, in_memory
+from eyeline.data.images.patches import Augment, Planes, Resized, grey_images, image_patches, resize, with_augmentation
 from tests.data.encoders import noise, saved
 
 
@@ -53,7 +43,7 @@ def test_what_names_no_picture_file_is_rejected(tmp_path: Path) -> None:
         ".": "not_a_file",
     }
     for name, cause in cases.items():
-        for look in (decode, open_picture):
+        for look in (decode, width_and_height):
             with pytest.raises(BadSample) as caught:
                 look(Picture(name, tmp_path / name))
             assert caught.value.cause == cause, (name, look)
@@ -94,7 +84,7 @@ def test_a_store_that_fails_is_no_bad_sample_and_a_file_that_may_not_be_read_is_
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for what in ("builtins.open", "eyeline.data.images.images.os.stat"):
+    for what in ("builtins.open", "eyeline.data.images.image_files.os.stat"):
         with monkeypatch.context() as patch:
             patch.setattr(what, refuse)
             with pytest.raises(BadSample if cause else StorageFailed, match=rf"a\.png.*{os.strerror(number)}") as caught:
@@ -111,9 +101,9 @@ def test_tolerant_decoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_tell_pictures_apart() -> None:
     """Two all-black pictures of 2×3 and 3×2 have equal pixel bytes and are not the same picture."""
     one, two = (encoded(Pillow.new("RGB", size), "PNG") for size in ((2, 3), (3, 2)))
-    assert picture_key(one) != picture_key(two)
-    assert picture_key(one) == picture_key(replace(one, name="renamed"))
-    assert picture_key(Picture("a", Path("/x/a.png"))) == "/x/a.png"
+    assert image_key(one) != image_key(two)
+    assert image_key(one) == image_key(replace(one, name="renamed"))
+    assert image_key(Picture("a", Path("/x/a.png"))) == "/x/a.png"
 
 
 # Patches
@@ -125,7 +115,7 @@ def test_keys_tell_pictures_apart() -> None:
 def test_pixels_equal_the_reference_processor(resample: str, size: int, patch: int, merge: int, shape: tuple[int, int]) -> None:
     rule = ImageRule(patch, merge, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4), resample, Square(size))  # type: ignore[arg-type]
     picture = encoded(Pillow.fromarray(noise(*shape)), "PNG")
-    (image,) = prepare(picture, rule)
+    (image,) = image_patches(picture, rule)
     reference = SiglipImageProcessorPil(
         size={"height": size, "width": size},
         resample=Pillow.Resampling[resample.upper()],
@@ -143,7 +133,7 @@ def test_pixels_equal_the_reference_processor(resample: str, size: int, patch: i
 
 
 def test_patches_of_one_visual_token_lie_together() -> None:
-    (image,) = grey(ImageRule(4, 2, (0, 0, 0), (1, 1, 1), "bicubic", Square(16)))
+    (image,) = grey_images(ImageRule(4, 2, (0, 0, 0), (1, 1, 1), "bicubic", Square(16)))
     places = image.places_P2
     assert places.tolist() == [
         [0, 0], [0, 1], [1, 0], [1, 1],  [0, 2], [0, 3], [1, 2], [1, 3],
@@ -158,7 +148,8 @@ WHOLE = ImageRule(8, 1, (0, 0, 0), (1, 1, 1), "bicubic", Square(8)).units(8, 8)
 
 
 def changed(pixels: np.ndarray, augment: Augment, n: int) -> np.ndarray:
-    return whole(augmented(Resized(WHOLE, ((tuple(np.moveaxis(pixels, 2, 0)),),)), augment, partial(rng_for, 0, "t", n)).canvases[0][0])
+    planes = tuple(np.moveaxis(pixels, 2, 0))
+    return whole(with_augmentation(Resized(WHOLE, ((planes,),)), augment, partial(rng_for, 0, "t", n)).canvases[0][0])
 
 
 def whole(planes: Planes) -> np.ndarray:
@@ -190,23 +181,23 @@ def test_frames_and_tiles_are_augmented_alike() -> None:
     film = Video("f", (still,) * 3, (0.0, 1.0, 2.0))
     rule = ImageRule(4, 1, (0, 0, 0), (1, 1, 1), "bicubic", Tiles(8), frames=2, film=Film(1, 10_000))
     draw = partial(rng_for, 0, "t", 3)
-    frames = [whole(frame) for slice in augmented(resized(film, rule), Augment(shift=3), draw).canvases for frame in slice]
+    frames = [whole(frame) for slice in with_augmentation(resize(film, rule), Augment(shift=3), draw).canvases for frame in slice]
     assert len(frames) == 4
     assert all((frame == frames[0]).all() for frame in frames)
     assert (frames[0] != decode(still)).any()
-    tall = resized(encoded(Pillow.fromarray(noise(8, 32)), "PNG"), rule)
-    tiles = augmented(tall, Augment(flip=True, shift=1), draw).canvases[1:]
+    tall = resize(encoded(Pillow.fromarray(noise(8, 32)), "PNG"), rule)
+    tiles = with_augmentation(tall, Augment(flip=True, shift=1), draw).canvases[1:]
     assert len(tiles) == 4
     assert all(tile[0] is tiles[0][0] for tile in tiles)
 
 
 def test_resizing_to_the_same_size_changes_nothing(rule: ImageRule) -> None:
     pixels = noise(32, 32)
-    assert (whole(resized(encoded(Pillow.fromarray(pixels), "PNG"), rule).canvases[0][0]) == pixels).all()
+    assert (whole(resize(encoded(Pillow.fromarray(pixels), "PNG"), rule).canvases[0][0]) == pixels).all()
 
 
 def test_the_stand_in_is_grey(rule: ImageRule) -> None:
-    (image,) = grey(rule)
+    (image,) = grey_images(rule)
     assert (image.patches_PC == 128).all()
     assert (image.patches_PC.shape, image.tokens) == ((16, 192), 4)
 
@@ -220,7 +211,7 @@ def test_files_of_the_system_are_no_images(tmp_path: Path, path: str) -> None:
         pytest.skip("this system has no such file")
     (tmp_path / "a.png").symlink_to(path)
     for given in (Path(path), tmp_path / "a.png"):
-        for look in (open_picture, decode, held):
+        for look in (width_and_height, decode, in_memory):
             with pytest.raises(BadSample, match=r"of the system|not a regular file") as caught:
                 look(Picture(path, given))
             assert caught.value.cause == "not_a_file"

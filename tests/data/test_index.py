@@ -21,8 +21,9 @@ from eyeline.core.batch import Budget, Picture, Sample, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import Area, Cost, ImageRule, Patches, Square, Tiles
 from eyeline.data.containers import json_rows
-from eyeline.data.images import images
-from eyeline.data.images.images import Size, frames_of, picture_key, size_of
+from eyeline.data.images import image_files
+from eyeline.data.images.decode import Size, size_of
+from eyeline.data.images.image_files import frames_of, image_key
 from eyeline.data.plan import index
 from eyeline.data.plan.index import Index, ShardIndex
 from eyeline.data.plan.plan import Sizing
@@ -108,11 +109,11 @@ def test_it_keeps_what_reading_gives(rows: Rows, plain: Encoder, rule: ImageRule
 
 def looks(media: tuple[Picture | Video, ...] | None) -> list[list[tuple[str, Any]]] | None:
     """Key and encoded bytes of every picture of some media."""
-    return None if media is None else [[(picture_key(p), held(p)) for p in frames_of(medium)] for medium in media]
+    return None if media is None else [[(image_key(p), held(p)) for p in frames_of(medium)] for medium in media]
 
 
 def held(picture: Picture) -> Any:
-    return images.held(Picture("", picture.source))
+    return image_files.in_memory(Picture("", picture.source))
 
 
 @pytest.mark.parametrize("form", ["tar", "json", "parquet"])

@@ -22,8 +22,8 @@ from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.facts import ImageRule
 from eyeline.data.fetch import fetch
-from eyeline.data.images import images
-from eyeline.data.images.images import Augment
+from eyeline.data.images import patches
+from eyeline.data.images.patches import Augment
 from eyeline.data.loader import Reader
 from eyeline.data.plan.blend import Side
 from eyeline.data.plan.index import drawn
@@ -450,7 +450,7 @@ def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return stat(path, **options)
 
-    monkeypatch.setattr("eyeline.data.images.images.os.stat", failing)
+    monkeypatch.setattr("eyeline.data.images.image_files.os.stat", failing)
     reader = open_reader(sources=(Source(path=str(folder / "rows.json")),), read_retries=0)
     with pytest.raises(StorageFailed, match=r"^could not read .*failing\.png: Input/output error"):
         next(reader.steps(BUDGET, 1, None))
@@ -567,8 +567,8 @@ def test_pictures_that_come_again_are_decoded_once(open_reader, folder: Path, dr
     lines = [row(f"q {n}", f"{n % 3}.png") for n in range(12)] + [row("alone", "4.png")]
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in lines))
     decoded = Counter[str]()
-    upright = images.upright
-    monkeypatch.setattr(images, "upright", lambda picture: decoded.update([picture.name]) or upright(picture))
+    upright = patches.upright
+    monkeypatch.setattr(patches, "upright", lambda picture: decoded.update([picture.name]) or upright(picture))
 
     def counts(share: int) -> list[int]:
         decoded.clear()

@@ -14,7 +14,7 @@ import pytest
 from eyeline.core.batch import IGNORE, Budget, Message, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule
-from eyeline.data.images.images import grey
+from eyeline.data.images.patches import grey_images
 from eyeline.data.layouts.marks import ROW_MARKS, sense_of
 from eyeline.data.loader import Reader
 from eyeline.data.plan.index import Index
@@ -217,7 +217,7 @@ def masked(conversation: Sample, *answers: int) -> Sample:
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_a_masked_answer_changes_labels_alone(name: str, tokenizers: dict[str, Any], rule: ImageRule) -> None:
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
-    whole, part = (document_of(s, encoder, rule, [grey(rule)]) for s in (ASKED, masked(ASKED, 1, 3)))
+    whole, part = (document_of(s, encoder, rule, [grey_images(rule)]) for s in (ASKED, masked(ASKED, 1, 3)))
     assert whole.tokens_T.tolist() == part.tokens_T.tolist()
     assert whole.visual_M.tolist() == part.visual_M.tolist()
     kept = part.labels_T != IGNORE

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import IGNORE, Batch, Budget
 from eyeline.core.facts import Area, Film, ImageRule
-from eyeline.data.images.images import prepare
+from eyeline.data.images.patches import image_patches
 from eyeline.data.loader import Reader
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
@@ -66,7 +66,7 @@ def test_documents_arrive_as_planned(data: Data, tokenizers: dict[str, PreTraine
     rows = open_source(data.sources[0])
     for n in (0, 1, 2, 3, 7):
         (sample,) = [found for _, _, found in rows.kept() if getattr(found, "id", "") == f"rows.json#{n}"]
-        wanted = document_of(sample, encoder, RULE, [prepare(medium, RULE) for medium in sample.media])
+        wanted = document_of(sample, encoder, RULE, [image_patches(medium, RULE) for medium in sample.media])
         assert arrived[sample.id] == (wanted.tokens_T.tolist(), wanted.positions_T3.tolist(), wanted.labels_T.tolist())  # type: ignore[union-attr]
     tokens, _, labels = arrived["rows.json#5"]
     assert tokens.count(encoder.image_token) == RULE.units(40, 60)[0].tokens  # grey in its place, and nothing is learned from it

@@ -13,7 +13,7 @@ from eyeline.core.batch import Picture, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import parquet
 from eyeline.data.containers.container import Window
-from eyeline.data.images.images import picture_key
+from eyeline.data.images.image_files import image_key
 from eyeline.data.plan.blend import Cursor, Side, pool_of
 from eyeline.data.plan.index import Index
 from eyeline.data.sources.sources import Rows, Source, open_source
@@ -89,7 +89,7 @@ def test_every_way_to_hold_a_picture(tmp_path: Path, row: dict[str, Any], wanted
     else:
         [picture] = sample.pictures
         assert picture.source == (tmp_path / wanted if isinstance(wanted, str) else wanted)
-        assert picture_key(picture)
+        assert image_key(picture)
 
 
 def test_the_cauldron(tmp_path: Path) -> None:

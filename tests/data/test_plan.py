@@ -26,7 +26,7 @@ from eyeline.core.facts import Area, Cost, ImageRule
 from eyeline.data import loader
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
-from eyeline.data.images.images import Augment
+from eyeline.data.images.patches import Augment
 from eyeline.data.loader import Reader, Step
 from eyeline.data.plan import blend, index, plan
 from eyeline.data.plan.blend import Cursor, Pool, Side, blended, pools_of

@@ -17,7 +17,8 @@ from eyeline.core.batch import Budget, Document, Picture, Video
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Area, Film, ImageRule, Tiles
 from eyeline.data.fetch.batches import batch_of
-from eyeline.data.images.images import Size, grey
+from eyeline.data.images.decode import Size
+from eyeline.data.images.patches import grey_images
 from eyeline.data.text.documents import document_of, measure, prompt_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder, add_tokens, train_bpe
@@ -72,7 +73,7 @@ def test_positions_equal_the_reference(rope_index: Rope, encoder: Encoder, sizes
     media = [DOT if len(size) == 2 else film(size[0]) for size in sizes]
     turns = [(*media, "what?"), "this", "more?", "no"] if together else ["hi", "ho", *(x for m in media for x in (("see", m, "?"), "ok"))]
     asked = sample(*turns)
-    shown = [grey(RULE, size) for size in sizes]
+    shown = [grey_images(RULE, size) for size in sizes]
     document = (prompt_of if prompt else document_of)(asked, encoder, RULE, shown)
     assert document.positions_T3.tolist() == theirs(rope_index, encoder, document, sizes).tolist()  # type: ignore[union-attr]
     if not prompt:
@@ -85,7 +86,7 @@ def test_positions_equal_the_reference(rope_index: Rope, encoder: Encoder, sizes
 
 def test_one_document_by_hand(encoder: Encoder) -> None:
     """A picture of 3×2 tokens between texts: the text goes on after the longer side."""
-    document = document_of(sample((DOT, "?"), "a"), encoder, RULE, [grey(RULE, (24, 16))])
+    document = document_of(sample((DOT, "?"), "a"), encoder, RULE, [grey_images(RULE, (24, 16))])
     start = int(document.visual_M[0])
     assert document.images[0].grid == (6, 4)
     assert document.positions_T3[start - 1 : start + 8].tolist() == [  # type: ignore[index]
@@ -98,8 +99,8 @@ def test_one_document_by_hand(encoder: Encoder) -> None:
 
 
 def test_a_batch_keeps_each_documents_positions_and_grids(encoder: Encoder) -> None:
-    one = document_of(sample((DOT, "?"), "a"), encoder, RULE, [grey(RULE, (24, 16))])
-    two = document_of(sample((film(3), "what?"), "b"), encoder, RULE, [grey(RULE, (3, 16, 32))])
+    one = document_of(sample((DOT, "?"), "a"), encoder, RULE, [grey_images(RULE, (24, 16))])
+    two = document_of(sample((film(3), "what?"), "b"), encoder, RULE, [grey_images(RULE, (3, 16, 32))])
     text = document_of(sample("a", "b"), encoder, RULE, [])
     tokens = sum(len(d.tokens_T) for d in (one, two, text))
     batch = batch_of([one, two, text], Budget(tokens + 5, 999))
@@ -123,7 +124,7 @@ def test_tiles_stand_at_one_place_each_after_its_mark() -> None:
     assert add_tokens(tokenizer, template, rule.marks) == list(rule.marks)
     encoder = Encoder(tokenizer, template, rule.marks)
     asked = sample(("see", DOT, "?"), "a dot")
-    document = document_of(asked, encoder, rule, [grey(rule, (40, 40))])
+    document = document_of(asked, encoder, rule, [grey_images(rule, (40, 40))])
     text = encoder.decode(document.tokens_T.tolist(), special=True)
     pad = "<|image_pad|>"
     tiles = "".join(f"<row_{row}_col_{column}>{pad}" for row in (1, 2) for column in (1, 2))
@@ -133,7 +134,7 @@ def test_tiles_stand_at_one_place_each_after_its_mark() -> None:
     assert measure(asked, [(40, 40)], encoder, rule).visual == 5
     assert "".join(encoder.decode([t]) for t in document.labels_T.tolist() if t >= 0).startswith("a dot")
     assert document.positions_T3 is None  # counted, for a model without positions of its own for rows and columns
-    small = document_of(asked, encoder, rule, [grey(rule, (10, 10))])
+    small = document_of(asked, encoder, rule, [grey_images(rule, (10, 10))])
     assert f"see<|global_image|>{pad}?" in encoder.decode(small.tokens_T.tolist(), special=True)
     marks = [encoder.ids(mark) for mark in rule.marks]  # from data they stay text
     assert not {encoder.controls[mark] for mark in rule.marks} & {i for ids in marks for i in ids}

@@ -25,7 +25,8 @@ from eyeline.core.facts import Area, Film, ImageRule, Square
 from eyeline.data import prepare
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
-from eyeline.data.images.images import Augment, decode, open_picture
+from eyeline.data.images.decode import decode, width_and_height
+from eyeline.data.images.patches import Augment
 from eyeline.data.loader import Reader
 from eyeline.data.plan import order
 from eyeline.data.prepared import packed
@@ -551,7 +552,7 @@ def test_large_pictures_are_scaled_down_and_the_data_are_others(
     assert any(
         not (a.patches_PC == b.patches_PC).all() for x, y in zip(one, two, strict=True) for a, b in zip(x.batches, y.batches, strict=True)
     )
-    sizes = {open_picture(p) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"}
+    sizes = {width_and_height(p) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"}
     assert sizes == {(32, 32), (20, 12), (20, 300)}
     assert_sizes_are_those_of_the_pictures(stored)
     for reader, state in ((source, two[0].state), (stored, one[0].state)):
@@ -585,7 +586,7 @@ def test_scaled_to_the_area_that_a_model_looks_at(open_reader: Open, folder: Pat
     assert small.windows == plainly.windows
     stored = open_reader(rule=rule, prepared=str(tmp_path / "small"))
     assert list(stored.steps(BUDGET, 1, 2))
-    assert {max(open_picture(p)) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"} <= {32, 48, 64}
+    assert {max(width_and_height(p)) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"} <= {32, 48, 64}
 
 
 def assert_sizes_are_those_of_the_pictures(reader: Reader) -> None:
@@ -594,7 +595,7 @@ def assert_sizes_are_those_of_the_pictures(reader: Reader) -> None:
         index = reader.training.index.shard(0, shard)
         for n in np.flatnonzero(~index.bad_R).tolist():
             pictures = rows.read(index.place(shard, n)).pictures
-            assert index.sizes(n) == tuple(open_picture(p)[::-1] for p in pictures)
+            assert index.sizes(n) == tuple(width_and_height(p)[::-1] for p in pictures)
 
 
 def sorted_samples(data: Data) -> list[Sample]:

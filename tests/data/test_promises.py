@@ -25,8 +25,8 @@ from eyeline.core.facts import Area, ImageRule
 from eyeline.data.containers import json_rows
 from eyeline.data.fetch import fetch
 from eyeline.data.fetch.batches import batch_of
-from eyeline.data.images import images
-from eyeline.data.images.images import prepare
+from eyeline.data.images import patches
+from eyeline.data.images.patches import image_patches
 from eyeline.data.loader import Reader
 from eyeline.data.plan import blend, index, plan
 from eyeline.data.sets import Data, held_out
@@ -314,7 +314,7 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
     alone = []
     for place, _, sample in reader.training.index.sources[0].kept():
         assert isinstance(sample, Sample), place
-        media = [prepare(medium, rule) for medium in sample.media]
+        media = [image_patches(medium, rule) for medium in sample.media]
         alone.append(batch_of([document_of(sample, encoder, rule, media)], None))
     assert sum(batch.counts.documents for batch in batches) == len(alone) == len(SHOWN)
 
@@ -368,8 +368,8 @@ def test_pictures_are_decoded_when_their_pack_is_fetched_and_not_before(
 ) -> None:
     rows = [row(f"question {n}", f"{n % 4}.png") for n in range(300)]
     (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
-    upright, decoded = images.upright, []
-    monkeypatch.setattr(images, "upright", lambda picture: decoded.append(picture) or upright(picture))
+    upright, decoded = patches.upright, []
+    monkeypatch.setattr(patches, "upright", lambda picture: decoded.append(picture) or upright(picture))
     monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)
     reader = Reader(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0)
     reader.count_steps(Budget(90, 80), 1, 1)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import Budget
 from eyeline.core.facts import Area, Film, ImageRule
-from eyeline.data.images.images import grey
+from eyeline.data.images.patches import grey_images
 from eyeline.data.loader import Reader
 from eyeline.data.prepare import prepare
 from eyeline.data.report import report as reporting
@@ -220,7 +220,7 @@ def test_rejects_are_named_a_few_of_each_cause(tmp_path: Path, plain: Encoder, r
 
 
 def test_a_sample_is_shown_as_the_model_sees_it(qwen: Encoder, rule: ImageRule) -> None:
-    document = document_of(sample((DOT, "what?\x1b[2J"), "[red]a dot[/red]", system="Be kind."), qwen, rule, [grey(rule)])
+    document = document_of(sample((DOT, "what?\x1b[2J"), "[red]a dot[/red]", system="Be kind."), qwen, rule, [grey_images(rule)])
     begin, image, end, answer, rest = pieces_of(document, qwen)
     assert begin.text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
     assert (image.image, image.tokens, image.text) == (1, 4, "")

@@ -22,7 +22,9 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2Imag
 from eyeline.core.batch import Image, Picture, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import Area, Film, ImageRule, Patches, Tiles
-from eyeline.data.images.images import decode, medium_key, prepare, size_of, units_of
+from eyeline.data.images.decode import decode, size_of
+from eyeline.data.images.image_files import medium_key
+from eyeline.data.images.patches import image_patches, units_of
 
 BICUBIC = Pillow.Resampling.BICUBIC
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
@@ -71,7 +73,7 @@ ODD = [
 @pytest.mark.parametrize("size", ODD)
 def test_qwen_pixels_and_grids_equal_the_reference(size: tuple[int, int]) -> None:
     picture = noise(*size)
-    (image,) = prepare(picture, QWEN)
+    (image,) = image_patches(picture, QWEN)
     theirs = Qwen2VLImageProcessorPil(
         patch_size=14, merge_size=2, image_mean=MEAN, image_std=STD, size={"shortest_edge": LEAST, "longest_edge": MOST}
     )(shown(picture), return_tensors="np")
@@ -83,7 +85,7 @@ def test_qwen_pixels_and_grids_equal_the_reference(size: tuple[int, int]) -> Non
 @pytest.mark.parametrize("size", ODD)
 def test_naflex_pixels_and_grids_equal_the_reference(size: tuple[int, int]) -> None:
     picture = noise(*size)
-    (image,) = prepare(picture, NAFLEX)
+    (image,) = image_patches(picture, NAFLEX)
     reference = Siglip2ImageProcessorPil(patch_size=16, max_num_patches=36, image_mean=MEAN, image_std=STD)
     theirs = reference(shown(picture), return_tensors="np")
     assert list(image.grid) == theirs["spatial_shapes"][0].tolist()
@@ -96,7 +98,7 @@ def test_naflex_pixels_and_grids_equal_the_reference(size: tuple[int, int]) -> N
 def test_tiles_equal_the_reference(size: tuple[int, int]) -> None:
     """The reference writes the whole last; we write it first, as nanoVLM does."""
     picture = noise(*size)
-    whole, *tiles = prepare(picture, TILED)
+    whole, *tiles = image_patches(picture, TILED)
     reference = GotOcr2ImageProcessorPil(
         crop_to_patches=True, max_patches=4, size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD
     )
@@ -153,7 +155,7 @@ def test_any_film_becomes_what_the_reference_says(frames: int, height: int, widt
 
 @pytest.mark.parametrize("size", [(1, 201), (201, 1), (2, 999)])
 def test_very_long_pictures_are_rejected_by_name(size: tuple[int, int]) -> None:
-    for take in (lambda: QWEN.units(*size), lambda: QWEN.slices(2, *size), lambda: prepare(noise(*size), QWEN)):
+    for take in (lambda: QWEN.units(*size), lambda: QWEN.slices(2, *size), lambda: image_patches(noise(*size), QWEN)):
         with pytest.raises(BadSample, match="over 200 times the other") as caught:
             take()
         assert caught.value.cause == "aspect_ratio"
@@ -172,7 +174,7 @@ def film(frames: int, height: int = 40, width: int = 50, levels: tuple[int, int]
 def test_slices_hold_the_frames_in_the_reference_order(frames: int) -> None:
     """Cutting into patches alone: frames here already have their size."""
     clip = film(frames, 56, 84)
-    images = prepare(clip, QWEN)
+    images = image_patches(clip, QWEN)
     pixels = torch.from_numpy(np.stack([decode(frame) for frame in clip.frames])).permute(0, 3, 1, 2)[None]
     patchify = Qwen3VLVideoProcessor.patchify
     wanted, slices, rows, columns = patchify(None, pixels, patch_size=14, merge_size=2, temporal_patch_size=2)  # type: ignore[arg-type]
@@ -208,7 +210,7 @@ def test_film_pixels_equal_the_reference(frames: int, size: tuple[int, int], fil
     another order: they may part by a level of 255, seldom by two. Frames are of middling contrast, since what overshoots is cut after
     each pass."""
     clip = film(frames, *size, levels=(70, 186))
-    images = prepare(clip, QWEN)
+    images = image_patches(clip, QWEN)
     video = torch.from_numpy(np.stack([decode(frame) for frame in clip.frames])).permute(0, 3, 1, 2)
     theirs = film_processor._preprocess(
         [video if frames > 1 else video.repeat(2, 1, 1, 1)],  # it refuses a single frame; ours repeats it, as its patches do the last
@@ -235,14 +237,14 @@ def test_film_pixels_equal_the_reference(frames: int, size: tuple[int, int], fil
 
 
 def test_a_still_is_repeated_over_the_frames_of_a_patch() -> None:
-    (image,) = prepare(noise(56, 84), QWEN)
+    (image,) = image_patches(noise(56, 84), QWEN)
     pixels = image.patches_PC.reshape(-1, 3, 2, 14 * 14)
     assert (pixels[:, :, 0] == pixels[:, :, 1]).all()
 
 
 def test_frames_of_different_sizes_are_rejected_before_and_after_decoding() -> None:
     mixed = Video("mixed", (noise(40, 50), noise(40, 50, 1), noise(50, 40, 2)), (0.0, 0.5, 1.0))
-    for take in (lambda film, _: size_of(film), prepare):
+    for take in (lambda film, _: size_of(film), image_patches):
         with pytest.raises(BadSample, match="frame 2 is 40×50 pixels, and the first one 50×40") as caught:
             take(mixed, QWEN)
         assert caught.value.cause == "frame_size"
@@ -250,7 +252,7 @@ def test_frames_of_different_sizes_are_rejected_before_and_after_decoding() -> N
 
 def test_a_model_without_films_rejects_them() -> None:
     with pytest.raises(BadSample, match="takes no films"):
-        prepare(film(2), NAFLEX)
+        image_patches(film(2), NAFLEX)
 
 
 def test_films_are_told_apart_by_their_frames() -> None:
@@ -291,4 +293,4 @@ def test_the_size_that_is_planned_is_the_size_that_is_made(make: Callable[[], Pi
     assert decode(picture).shape[:2] == (80, 30)
     for rule in (QWEN, NAFLEX, TILED):
         planned = units_of(size_of(picture), rule)
-        assert [(i.grid, i.tokens, i.mark) for i in prepare(picture, rule)] == [(u.grid, u.tokens, u.mark) for u in planned]
+        assert [(i.grid, i.tokens, i.mark) for i in image_patches(picture, rule)] == [(u.grid, u.tokens, u.mark) for u in planned]

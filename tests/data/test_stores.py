@@ -25,7 +25,8 @@ from eyeline.data.containers import container as containers
 from eyeline.data.containers import tars
 from eyeline.data.containers.container import File, Window, fingerprints
 from eyeline.data.files import stores
-from eyeline.data.images.images import decode, held, open_picture
+from eyeline.data.images.decode import decode, width_and_height
+from eyeline.data.images.image_files import in_memory
 from eyeline.data.loader import Reader
 from eyeline.data.plan import index
 from eyeline.data.plan.index import Index
@@ -429,30 +430,30 @@ def test_a_picture_is_an_object(store: Store) -> None:
     data = encoded(0, "PNG")
     store.put("p/a.png", data)
     picture = Picture("a.png", Remote(store.url, "p/a.png"))
-    for read in (lambda: open_picture(picture), lambda: decode(picture), lambda: held(picture)):
+    for read in (lambda: width_and_height(picture), lambda: decode(picture), lambda: in_memory(picture)):
         store.asked.clear()
         read()
         assert len(store.asked) == 1
-    assert open_picture(picture) == (20, 12)
+    assert width_and_height(picture) == (20, 12)
     assert (decode(picture) == decode(Picture("a.png", data))).all()
-    assert held(picture) == Picture("a.png", data)
+    assert in_memory(picture) == Picture("a.png", data)
     large = encoded(1, "BMP", (2000, 1500))
     assert len(large) > stores.PIECE
     store.put("p/large.bmp", large)
-    assert held(Picture("large", Remote(store.url, "p/large.bmp"))) == Picture("large", large)
+    assert in_memory(Picture("large", Remote(store.url, "p/large.bmp"))) == Picture("large", large)
 
 
 def test_a_missing_or_huge_object_spoils_its_sample_and_a_failing_store_does_not(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put("a.png", encoded(0))
     there = Picture("a.png", Remote(store.url, "a.png"))
-    for read in (open_picture, decode, held):
+    for read in (width_and_height, decode, in_memory):
         with pytest.raises(BadSample) as caught:
             read(Picture("b.png", Remote(store.url, "b.png")))
         assert caught.value.cause == "missing_image"
         store.faults = [answers(403, "AccessDenied")]
         with pytest.raises(StorageFailed, match="access is denied"):
             read(there)
-        monkeypatch.setattr("eyeline.data.images.images.MAX_FILE_BYTES", 10)
+        monkeypatch.setattr("eyeline.data.images.image_files.MAX_FILE_BYTES", 10)
         with pytest.raises(BadSample) as caught:
             read(there)
         assert caught.value.cause == "file_too_large"
@@ -476,10 +477,10 @@ def test_other_stores_are_asked_in_their_own_words(store: Store, monkeypatch: py
     opened = open_source(Source(path=f"gs://{store.bucket}/box/x/*.json" if scheme == "gs" else "az://box/x/rows.json"))
     good, missing = (found for *_, found in opened.rows_in(0))
     assert isinstance(good, Sample) and isinstance(missing, Sample)
-    assert open_picture(good.pictures[0]) == (20, 12)
-    assert held(good.pictures[0]).source == encoded(0, "PNG")  # type: ignore[union-attr]
+    assert width_and_height(good.pictures[0]) == (20, 12)
+    assert in_memory(good.pictures[0]).source == encoded(0, "PNG")  # type: ignore[union-attr]
     with pytest.raises(BadSample) as caught:
-        open_picture(missing.pictures[0])
+        width_and_height(missing.pictures[0])
     assert caught.value.cause == "missing_image"
     store.put("box/x/rows.json", json.dumps(rows[:1]).encode())
     stores._process().recent.clear()

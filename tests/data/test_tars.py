@@ -19,7 +19,8 @@ from eyeline.core.batch import Picture, Span, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import tars
 from eyeline.data.containers.container import HEADER_BYTES, Window
-from eyeline.data.images.images import decode, open_picture, picture_key
+from eyeline.data.images.decode import decode, width_and_height
+from eyeline.data.images.image_files import image_key
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.test_containers import everything
@@ -91,9 +92,9 @@ def test_plain_archives(tmp_path: Path, form: int) -> None:
         [lazy], [held] = sample.pictures, rows.read(place).pictures
         assert isinstance(lazy.source, Span) and lazy.source.data == encoded(n)[:HEADER_BYTES]
         assert isinstance(held.source, Span) and held.source.data == encoded(n)
-        assert open_picture(lazy) == (20, 12)
+        assert width_and_height(lazy) == (20, 12)
         assert (decode(lazy) == decode(Picture("", encoded(n)))).all() and (decode(held) == decode(lazy)).all()
-        assert picture_key(lazy) == picture_key(held)
+        assert image_key(lazy) == image_key(held)
 
 
 def test_a_sample_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ def test_a_sample_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert asked[0] == places[3].length < path.stat().st_size / 4
     asked.clear()
     for _, _, sample in rows.rows_in(0):  # all of them in order, with the headers of their pictures
-        assert not isinstance(sample, BadSample) and open_picture(sample.pictures[0]) == (20, 12)
+        assert not isinstance(sample, BadSample) and width_and_height(sample.pictures[0]) == (20, 12)
     assert asked == [path.stat().st_size]
 
 

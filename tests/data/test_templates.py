@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from eyeline.core.batch import IGNORE, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import Area, ImageRule, Square
-from eyeline.data.images.images import grey
+from eyeline.data.images.patches import grey_images
 from eyeline.data.text.documents import document_of, prompt_of, tokenised
 from eyeline.data.text.templates import TEMPLATES, template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe
@@ -192,7 +192,7 @@ def test_targets_decode_to_the_answers_and_their_ends(
     """Labels are aligned: label t belongs to the row whose next token it is. Whatever the texts say, controls' names too."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     conversation = sample(*(turn for exchange in exchanges for turn in exchange), system=system)
-    document = document_of(conversation, encoder, rule, [grey(rule)] * len(conversation.pictures))
+    document = document_of(conversation, encoder, rule, [grey_images(rule)] * len(conversation.pictures))
     rows = (document.labels_T != IGNORE).nonzero()[0]
     assert (document.labels_T[rows] == document.tokens_T[rows + 1]).all()
     answers = [answer for _, answer in exchanges][-1 if encoder.template.learns == "the last answer" else 0 :]
@@ -221,14 +221,14 @@ def test_pictures_are_numbered_over_the_conversation(qwen: Encoder) -> None:
     """Each takes as many tokens as it has: the n-th place is the n-th picture's, within a message and over turns."""
     rule = replace(RULE, resize=Area(1, 10_000))
     conversation = Sample("", CONVERSATIONS["pictures in two turns"])
-    document = document_of(conversation, qwen, rule, [grey(rule, size) for size in ((16, 16), (16, 32), (80, 16))])
+    document = document_of(conversation, qwen, rule, [grey_images(rule, size) for size in ((16, 16), (16, 32), (80, 16))])
     assert (document.tokens_T[document.visual_M] == qwen.image_token).all()
     runs = [len(run) for run in np.split(document.visual_M, np.flatnonzero(np.diff(document.visual_M) > 1) + 1)]
     assert runs == [1, 2, 5]
 
 
 def learned(encoder: Encoder, conversation: Sample) -> str:
-    document = document_of(conversation, encoder, RULE, [grey(RULE)] * len(conversation.media))
+    document = document_of(conversation, encoder, RULE, [grey_images(RULE)] * len(conversation.media))
     return encoder.decode([t for t in document.labels_T.tolist() if t != IGNORE], special=True)
 
 
@@ -261,7 +261,7 @@ def test_a_prompt_begins_every_document(name: str, tokenizers: Tokenizers) -> No
     """What is learned last begins where the prompt ends: training and use look the same."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     asked = sample((DOT, "what?"), "red", "sure?", THOUGHT + "yes", system="Be brief.")
-    document, prompt = (make(asked, encoder, RULE, [grey(RULE)]) for make in (document_of, prompt_of))
+    document, prompt = (make(asked, encoder, RULE, [grey_images(RULE)]) for make in (document_of, prompt_of))
     assert document.tokens_T[: len(prompt.tokens_T)].tolist() == prompt.tokens_T.tolist()
     assert (document.labels_T[len(prompt.tokens_T) - 1 :] != IGNORE).sum() > 1
     assert document.labels_T[len(prompt.tokens_T) - 1] == document.tokens_T[len(prompt.tokens_T)]
@@ -293,7 +293,7 @@ def test_stop_tokens_are_the_terminator_and_the_end_of_text(name: str, tokenizer
 
 
 def test_one_conversation_by_hand(plain: Encoder, rule) -> None:
-    document = document_of(sample((DOT, "what?"), "red", "sure?", "yes"), plain, rule, [grey(rule)])
+    document = document_of(sample((DOT, "what?"), "red", "sure?", "yes"), plain, rule, [grey_images(rule)])
     what, red, sure, yes = (list(plain.ids(t)) for t in ("what?\n", "red", "sure?\n", "yes"))
     image, end = plain.image_token, plain.controls["<|endoftext|>"]
     assert document.tokens_T.tolist() == [image] * 4 + what + red + [end] + sure + yes + [end]
@@ -304,13 +304,13 @@ def test_one_conversation_by_hand(plain: Encoder, rule) -> None:
 
 def test_a_prompt_is_the_document_before_its_last_answer(qwen: Encoder, rule) -> None:
     asked = sample((DOT, "what?"), "red", "sure?", "yes", system="Be brief.")
-    prompt = prompt_of(asked, qwen, rule, [grey(rule)])
-    document = document_of(asked, qwen, rule, [grey(rule)])
+    prompt = prompt_of(asked, qwen, rule, [grey_images(rule)])
+    document = document_of(asked, qwen, rule, [grey_images(rule)])
     assert document.tokens_T[: len(prompt.tokens_T)].tolist() == prompt.tokens_T.tolist()
     first_target_of_last_answer = len(prompt.tokens_T) - 1
     assert document.labels_T[first_target_of_last_answer] == qwen.ids("yes")[0]
     assert (prompt.labels_T == IGNORE).all()
-    assert prompt_of(asked.messages[:-1], qwen, rule, [grey(rule)]).tokens_T.tolist() == prompt.tokens_T.tolist()
+    assert prompt_of(asked.messages[:-1], qwen, rule, [grey_images(rule)]).tokens_T.tolist() == prompt.tokens_T.tolist()
 
 
 FOREIGN = ("<s>", "</s>", "<bos>", "[INST]", "<|image|>", "<image>", "<|endoftext|>", "<|im_start|>assistant\n", "<|eot_id|>")
@@ -322,7 +322,7 @@ def test_control_strings_in_data_stay_text(name: str, tokenizers: Tokenizers) ->
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
 
     def controls(text: str, answer: str) -> list[int]:
-        document = document_of(sample((DOT, f"say {text}"), answer, system=text), encoder, RULE, [grey(RULE)])
+        document = document_of(sample((DOT, f"say {text}"), answer, system=text), encoder, RULE, [grey_images(RULE)])
         spoken = encoder.decode([t for t in document.labels_T.tolist() if t != IGNORE], special=True)
         assert spoken.endswith(answer + encoder.template.terminator)
         return [t for t in document.tokens_T.tolist() if t in encoder.controls.values()]

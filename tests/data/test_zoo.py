@@ -27,8 +27,8 @@ from eyeline.core.errors import BadSample
 from eyeline.core.facts import Area, ImageRule
 from eyeline.core.files import read_lines
 from eyeline.data.containers.container import File
-from eyeline.data.images import images
-from eyeline.data.images.images import MAX_SCANS, decode, oddities, open_picture
+from eyeline.data.images import decode as decoding
+from eyeline.data.images.decode import MAX_SCANS, decode, oddities, width_and_height
 from eyeline.data.loader import Reader
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sets import Data
@@ -536,18 +536,18 @@ def test_the_zoo(name: str, tmp_path: Path) -> None:
                 found = decode(picture)
                 assert found.shape == pixels.shape, way
                 assert np.abs(found.astype(int) - pixels).max() <= off, way
-                assert open_picture(picture) == (pixels.shape[1], pixels.shape[0]), way
+                assert width_and_height(picture) == (pixels.shape[1], pixels.shape[0]), way
                 small = ("a side under 28 pixels",) if min(pixels.shape[:2]) < 28 else ()
                 assert sorted(oddities(picture)) == sorted([*said, *small]), way
             case Rejected(cause, message, header):
-                for look in (decode, oddities, *([open_picture] if header else [])):
+                for look in (decode, oddities, *([width_and_height] if header else [])):
                     with pytest.raises(BadSample, match=message or None) as caught:
                         look(picture)
                     assert caught.value.cause in cause.split("|"), (way, look)
                     assert caught.value.cause in CAUSES
                     assert "odd.png" in caught.value.message, way
                 if not header:
-                    open_picture(picture)
+                    width_and_height(picture)
 
 
 def test_a_profile_that_is_obeyed_would_be_seen() -> None:
@@ -613,7 +613,7 @@ def test_a_damaged_file_is_a_picture_of_the_size_that_its_header_says_or_a_rejec
                     data[at:at] = rng.randbytes(rng.randint(1, 8))
         picture = Picture("damaged", bytes(data))
         with suppress(BadSample):
-            width, height = open_picture(picture)
+            width, height = width_and_height(picture)
             if width * height < 1_000_000:
                 assert decode(picture).shape == (height, width, 3)
 
@@ -705,7 +705,7 @@ HEADS: dict[str, tuple[bytes, bool]] = {  # the file, and whether its header is 
 @pytest.mark.parametrize("name", HEADS)
 def test_plain_headers_are_told_from_others(name: str) -> None:
     file, is_plain = HEADS[name]
-    assert (images._frame(file[: images.HEADER_BYTES]) is not None) == is_plain
+    assert (decoding._frame(file[: decoding.HEADER_BYTES]) is not None) == is_plain
 
 
 FILES = 40  # of each kind
@@ -714,7 +714,7 @@ FILES = 40  # of each kind
 def all_ways(data: bytes) -> list[object]:
     """What each way of looking at a picture gives, or why it does not."""
     out: list[object] = []
-    for look in (open_picture, oddities, lambda picture: (decode(picture).shape, decode(picture).tobytes())):
+    for look in (width_and_height, oddities, lambda picture: (decode(picture).shape, decode(picture).tobytes())):
         try:
             out.append(look(Picture("odd", data)))
         except BadSample as bad:
@@ -748,13 +748,13 @@ def test_what_is_read_of_a_header_is_what_pillow_reads(name: str, monkeypatch: p
                     del data[max(at, 99) :]
         files.append(bytes(data))
     for data in files:
-        frame = images._frame(data[: images.HEADER_BYTES])
+        frame = decoding._frame(data[: decoding.HEADER_BYTES])
         if frame is None or frame[1][0] * frame[1][1] > 300_000:  # as Pillow reads it, or slow to decode
             continue
         plain += 1
         found = all_ways(data)
         with monkeypatch.context() as patch:
-            patch.setattr(images, "_frame", lambda _: None)
+            patch.setattr(decoding, "_frame", lambda _: None)
             assert all_ways(data) == found
     assert plain > 3 or not HEADS[name][1]
 
@@ -834,7 +834,7 @@ def test_a_turned_picture_is_upright_by_every_way(format: str, way: Callable[[Pa
         upright = np.kron(turned(orientation), np.ones((8, 8, 1), np.uint8))
         assert decode(picture).shape == upright.shape
         assert np.abs(decode(picture).astype(int) - upright).max() <= (6 if format == "JPEG" else 0)
-        assert open_picture(picture) == (upright.shape[1], upright.shape[0])
+        assert width_and_height(picture) == (upright.shape[1], upright.shape[0])
         assert (TURNED[0] in oddities(picture)) == (orientation > 1)
 
 

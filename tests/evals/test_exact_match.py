@@ -16,7 +16,8 @@ from eyeline.core.batch import Budget, Document, Message, Picture, Sample, Text
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.images.images import decode, prepare
+from eyeline.data.images.decode import decode
+from eyeline.data.images.patches import image_patches
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe
@@ -159,7 +160,9 @@ def test_a_picture_is_decoded_once_for_all_its_questions(
     source = easy_vqa(tmp_path / "test", [("q", "x", n % 3) for n in range(30)])
     monkeypatch.setattr("eyeline.generate.prompts.KEPT", 1)  # only the last one is remembered, so they must lie side by side
     opened: list[str] = []
-    monkeypatch.setattr("eyeline.generate.prompts.prepare", lambda picture, rule: opened.append(picture.name) or prepare(picture, rule))
+    monkeypatch.setattr(
+        "eyeline.generate.prompts.image_patches", lambda picture, rule: opened.append(picture.name) or image_patches(picture, rule)
+    )
     list(rounds(usable([source], Counter()), Prompts(encoder, facts.image), 5, Budget(200, 10_000), 64, Counter()))
     assert sorted(opened) == [f"images/{n}.png" for n in range(3)]
 

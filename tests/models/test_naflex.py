@@ -15,7 +15,7 @@ from eyeline.checkpoint.tensors import load_into, renamed
 from eyeline.core.batch import Image, Picture
 from eyeline.core.facts import Patches, Tiles
 from eyeline.core.randomness import rng_for
-from eyeline.data.images.images import prepare
+from eyeline.data.images.patches import image_patches
 from eyeline.models import llava, siglip2
 from eyeline.models.flops import Tally
 from tests.models import twins
@@ -30,7 +30,7 @@ def images(c: siglip2.Config, folder: Path, merge: int = 1) -> list[Image]:
     for n, (height, width) in enumerate(SIZES.values()):
         pixels = rng_for(n, "pixels").integers(0, 256, (height, width, 3), dtype=np.uint8)
         Pillow.fromarray(pixels).save(folder / f"{n}.png")
-        out += prepare(Picture(str(n), folder / f"{n}.png"), c.rule(merge))
+        out += image_patches(Picture(str(n), folder / f"{n}.png"), c.rule(merge))
     return out
 
 

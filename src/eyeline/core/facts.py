@@ -104,7 +104,7 @@ ASPECT = 200  # longer pictures are refused (transformers 5.24, models/qwen2_vl/
 
 @dataclass(frozen=True)
 class ImageRule:
-    """How a picture becomes patches: stated by the model, obeyed by `data/images/images.py`, saved with every export."""
+    """How a picture becomes patches: stated by the model, obeyed by `data/images/patches.py`, saved with every export."""
 
     patch: int  # pixels a side of a patch
     merge: int  # r: r×r patches become one visual token

@@ -30,7 +30,7 @@ from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Cost, ImageRule
 from eyeline.core.files import make_folder, read_json, storage_failed, write_json
 from eyeline.data.fetch.fetch import Fetch, Lost, Row, Visit, fetched_in_order
-from eyeline.data.images.images import Augment
+from eyeline.data.images.patches import Augment
 from eyeline.data.plan import plan as planning
 from eyeline.data.plan.ahead import Ahead, Entry, indexed
 from eyeline.data.plan.blend import Cursor, Pool, Side, blended, pool_of, pools_of, whole

@@ -32,7 +32,9 @@ from eyeline.core.facts import ImageRule
 from eyeline.core.files import make_folder, read_json, sha256_of, storage_failed, sync_folder, write_atomically, write_json
 from eyeline.data.containers.container import Place, persistent
 from eyeline.data.containers.tars import BLOCK, UNUSABLE
-from eyeline.data.images.images import Size, frames_of, held, picture_key, size_of, units_of, upright
+from eyeline.data.images.decode import Size, size_of, upright
+from eyeline.data.images.image_files import frames_of, image_key, in_memory
+from eyeline.data.images.patches import units_of
 from eyeline.data.loader import Met, Reader
 from eyeline.data.plan.blend import Side
 from eyeline.data.plan.index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
@@ -357,7 +359,7 @@ def _encoded(job: Job, medium: Picture | Video, retries: int) -> Iterator[tuple[
     """(a hash that is equal for equal pictures, the encoded file, and its height and width if it was scaled down) of each picture."""
     size = None if job.quality is None or job.rule is None else _largest(size_of(medium), job.rule)
     for picture in frames_of(medium):
-        name = picture_key(picture) + (f" {size}" if size else "")
+        name = image_key(picture) + (f" {size}" if size else "")
         found = persistent(partial(_bytes, picture), retries)
         smaller = None if size is None else _scaled_down(replace(picture, source=found), size, job)
         hashed = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -365,7 +367,7 @@ def _encoded(job: Job, medium: Picture | Video, retries: int) -> Iterator[tuple[
 
 
 def _bytes(picture: Picture) -> bytes:
-    read = held(picture)
+    read = in_memory(picture)
     assert isinstance(read, Picture) and isinstance(read.source, bytes)
     return read.source
 

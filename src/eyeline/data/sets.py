@@ -14,7 +14,7 @@ from eyeline.core.errors import BadSample, Refused
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings, Share
 from eyeline.data.containers.container import RETRIES
 from eyeline.data.files.stores import is_url
-from eyeline.data.images.images import Augment
+from eyeline.data.images.patches import Augment
 from eyeline.data.plan.index import drawn, names_of
 from eyeline.data.prepared.packed import Prepared, open_prepared
 from eyeline.data.sources.sources import Place, Rows, Source, open_source

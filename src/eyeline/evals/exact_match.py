@@ -15,7 +15,8 @@ from eyeline.core.batch import Budget, Document, Picture, Sample, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import Facts
 from eyeline.core.randomness import seed_for
-from eyeline.data.images.images import decode, picture_key
+from eyeline.data.images.decode import decode
+from eyeline.data.images.image_files import image_key
 from eyeline.data.sources.sources import Rows
 from eyeline.data.text.documents import until_supervised
 from eyeline.data.text.tokenizer import Encoder
@@ -243,7 +244,7 @@ def by_picture(samples: Iterable[Sample]) -> Iterator[Sample]:
     """The same samples, those on one picture side by side within windows."""
     iterator = iter(samples)
     while window := list(islice(iterator, WINDOW)):
-        yield from sorted(window, key=lambda sample: [picture_key(picture) for picture in sample.pictures])
+        yield from sorted(window, key=lambda sample: [image_key(picture) for picture in sample.pictures])
 
 
 def shown(answered: Answered) -> Asked:

@@ -13,7 +13,7 @@ from eyeline.core.batch import Document, Message, Picture, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import Facts
 from eyeline.core.log import warn
-from eyeline.data.images.images import open_picture
+from eyeline.data.images.decode import width_and_height
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.generate.generate import stream
 from eyeline.generate.prompts import Prompts
@@ -91,7 +91,7 @@ class Talk:
         try:
             if self.facts.image is None:
                 raise BadSample("picture_without_tower", "image", f"{path} is an image, and this model reads text only")
-            open_picture(picture)
+            width_and_height(picture)
         except BadSample as bad:
             raise Refused(f"{bad.message}. Give another image.") from bad
         self.waiting = (*self.waiting, picture)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from eyeline.core.batch import Document, Image, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import ImageRule
-from eyeline.data.images.images import medium_key, prepare
+from eyeline.data.images.image_files import medium_key
+from eyeline.data.images.patches import image_patches
 from eyeline.data.text.documents import prompt_of
 from eyeline.data.text.tokenizer import Encoder
 
@@ -33,7 +34,7 @@ class Prompts:
             what = "picture" if isinstance(medium, Picture) else "film"
             raise BadSample("picture_without_tower", "image", f"{medium.name} is a {what}, and this model reads text only")
         key = medium_key(medium)
-        images = self._images.pop(key, None) or prepare(medium, self.rule)
+        images = self._images.pop(key, None) or image_patches(medium, self.rule)
         self._images[key] = images  # now the newest
         if len(self._images) > KEPT:
             del self._images[next(iter(self._images))]

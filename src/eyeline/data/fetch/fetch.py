@@ -15,7 +15,9 @@ from eyeline.core.facts import ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.containers.container import File, persistent
 from eyeline.data.fetch.batches import batch_of
-from eyeline.data.images.images import Augment, Resized, Room, Size, augmented, cut, frames_of, grey, held, medium_key, resized
+from eyeline.data.images.decode import Size
+from eyeline.data.images.image_files import frames_of, in_memory, medium_key
+from eyeline.data.images.patches import Augment, Resized, Room, cut, grey_images, resize, with_augmentation
 from eyeline.data.rejects import Reject
 from eyeline.data.sources.sources import Place, Rows
 from eyeline.data.text.documents import Tokenised, laid_out, tokenised, until
@@ -220,7 +222,7 @@ class Fetch:
         id = self.sources[row.source].id(row.place)
         if known is None:
             return _blank(id, row.tokens)
-        images = [grey(self._rule, row.sizes[n]) if isinstance(found, BadSample) else found for n, found in enumerate(shown)]
+        images = [grey_images(self._rule, row.sizes[n]) if isinstance(found, BadSample) else found for n, found in enumerate(shown)]
         document = laid_out(id, known, images, self.encoder, self.rule)
         if len(document.tokens_T) != row.tokens:
             raise self._changed(row, f"{len(document.tokens_T)} tokens where {row.tokens} were planned")
@@ -261,10 +263,10 @@ class Fetch:
         whole = self._kept.get(key)
         if whole is None:
             phase("reading")
-            encoded = persistent(partial(held, medium), self.retries)
+            encoded = persistent(partial(in_memory, medium), self.retries)
             phase("decoding")
             try:
-                whole = resized(encoded, self._rule)
+                whole = resize(encoded, self._rule)
             except MemoryError as error:
                 raise BadSample("decoder_memory", "image", f"{medium.name} takes more memory than a decoder may have") from error
             if visit.again:
@@ -274,7 +276,7 @@ class Fetch:
         if self.augment is None or not self.augment.active:
             return cut(whole, self._rule, key, room)
         rng = partial(rng_for, self.seed, "augment", *visit.address, number)
-        return cut(augmented(whole, self.augment, rng), self._rule, f"{key}@{'.'.join(map(str, visit.address))}", room)
+        return cut(with_augmentation(whole, self.augment, rng), self._rule, f"{key}@{'.'.join(map(str, visit.address))}", room)
 
     def _keep(self, key: str, whole: Resized) -> None:
         self._kept[key] = whole

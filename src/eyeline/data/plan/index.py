@@ -32,7 +32,8 @@ from eyeline.core.files import claimed, make_folder, storage_failed, write_atomi
 from eyeline.core.locations import Location, Remote, Stamp, location
 from eyeline.data.containers.container import File, Shard, number_of, persistent
 from eyeline.data.files import stores
-from eyeline.data.images.images import MAX_FILE_BYTES, Size, frames_of, medium_key, picture_key, size_of
+from eyeline.data.images.decode import Size, size_of
+from eyeline.data.images.image_files import MAX_FILE_BYTES, frames_of, image_key, medium_key
 from eyeline.data.sources.sources import Place, Rows
 from eyeline.data.text.documents import Tokenised, answered, targeted, tokenised
 from eyeline.data.text.tokenizer import Encoder
@@ -149,7 +150,7 @@ def names_of(sample: Sample | BadSample, id: str, root: Location) -> list[str]:
     """What `drawn` goes by: names below the root, so that it is the same wherever the data lies."""
     if isinstance(sample, BadSample):
         return [id]
-    return [picture_key(picture).removeprefix(str(root)) for picture in sample.pictures] or [id]
+    return [image_key(picture).removeprefix(str(root)) for picture in sample.pictures] or [id]
 
 
 def made(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> ShardIndex:
@@ -273,7 +274,7 @@ class _Looked:
             sizes = tuple(self._size(key, medium) for key, medium in zip(keys, media, strict=True))
             hashed = hashlib.blake2b("\n".join(keys).encode("utf-8", "surrogatepass"), digest_size=8).digest()
             pictures = [p for m in media for p in frames_of(m)]
-            names = [picture_key(p).removeprefix(str(self.root)) for p in pictures]
+            names = [image_key(p).removeprefix(str(self.root)) for p in pictures]
             lies = tuple(map(self._lies, pictures))
             self.media[keys] = _Media(sizes, lies, (int.from_bytes(hashed, "big") or 1) if keys else 0, drawn(names) if names else -1.0)
         return self.media[keys]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import Cost
-from eyeline.data.images.images import units_of
+from eyeline.data.images.patches import units_of
 from eyeline.data.plan.index import KEPT_OPEN, Index, ShardIndex
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.packing import Bin, Bins, packed

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import BadSample
-from eyeline.data.images.images import content_key, oddities, picture_key
+from eyeline.data.images.decode import oddities
+from eyeline.data.images.image_files import content_key, image_key
 from eyeline.data.loader import Reader
 from eyeline.data.plan.blend import Side
 from eyeline.data.plan.index import INSIDE, KEPT_OPEN, OWN, ShardIndex
@@ -394,7 +395,7 @@ class _Examined:
                 out._reject(rows.reject(place, bad))
             elif not side.judges and sample.media:
                 out.showing += 1
-                out.shown |= {out.contents[picture_key(picture)] for picture in sample.pictures}
+                out.shown |= {out.contents[image_key(picture)] for picture in sample.pictures}
         return out
 
     @property
@@ -412,7 +413,7 @@ def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], contents
     """Decode those pictures that were not decoded before; the first complaint about one of the sample's."""
     first: BadSample | None = None
     for picture in sample.pictures:
-        key = picture_key(picture)
+        key = image_key(picture)
         if key not in pictures:
             pictures[key] = None
             try:

@@ -9,7 +9,8 @@ from PIL import Image as Pillow
 
 from eyeline.core.batch import IGNORE, Budget, Document, Sample
 from eyeline.core.errors import BadSample
-from eyeline.data.images.images import prepare, upright
+from eyeline.data.images.decode import upright
+from eyeline.data.images.patches import image_patches
 from eyeline.data.loader import Reader
 from eyeline.data.plan.plan import Sizing
 from eyeline.data.text.documents import document_of, until
@@ -74,7 +75,7 @@ def _usable(reader: Reader, sizing: Sizing, source: int) -> Iterator[tuple[Sampl
                 sample = rows.read(index.place(shard, number))
                 if number in sized.messages:
                     sample = until(sample, sized.messages[number])
-                media = [prepare(medium, reader.rule) for medium in sample.media] if reader.rule else []
+                media = [image_patches(medium, reader.rule) for medium in sample.media] if reader.rule else []
                 yield sample, document_of(sample, reader.encoder, reader.rule, media)
             except BadSample:  # `data_report` counts and names them
                 continue

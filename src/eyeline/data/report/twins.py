@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from eyeline.core.batch import Picture, Sample, Text
 from eyeline.core.errors import BadSample
-from eyeline.data.images.images import content_key, picture_key
+from eyeline.data.images.image_files import content_key, image_key
 
 EXAMPLES = 5
 Key = bytes  # a hash of 16 bytes
@@ -78,7 +78,7 @@ class Known:
 
     def _picture(self, picture: Picture, id: str) -> Key:
         inside = isinstance(picture.source, bytes)  # of a row: its place is the row
-        place = _hash(f"{id} {picture.name}" if inside else picture_key(picture))
+        place = _hash(f"{id} {picture.name}" if inside else image_key(picture))
         if place in self.places:
             return self.places[place]
         content = _hash(content_key(picture))

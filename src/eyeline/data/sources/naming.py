@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample
 from eyeline.core.locations import Location, Remote, inside
-from eyeline.data.images.images import picture_key
+from eyeline.data.images.image_files import image_key
 from eyeline.data.layouts.media import FILM_FILES, PLACEHOLDERS, picture_of
 
 IMAGE_FILES = (
@@ -27,7 +27,7 @@ class Named(NamedTuple):
 
     name: str  # as a message shows it
     state: State  # here: in the row itself; there: an existing file; outside: one that is not below the folder of the images
-    key: str = ""  # of its pixels, as `picture_key` has it, where it could be read
+    key: str = ""  # of its pixels, as `image_key` has it, where it could be read
     video: bool = False
     form: str = ""  # how a text says it
 
@@ -59,10 +59,10 @@ def named_by(value: Any, root: Location, key: str, looks: bool) -> Named | None:
     images is opened, to see whether it is one. `key` is the name of the column."""
     match value:
         case Picture():
-            return Named(value.name, "here", picture_key(value))
+            return Named(value.name, "here", image_key(value))
         case bytes():
             what = kind_of(value)
-            return Named(f"bytes of {what}", "here", picture_key(Picture(key, value)), what == "a video") if what else None
+            return Named(f"bytes of {what}", "here", image_key(Picture(key, value)), what == "a video") if what else None
         case {"bytes": bytes(data)}:
             return named_by(data, root, key, looks)
         case str():
@@ -78,7 +78,7 @@ def _by_text(value: str, root: Location, key: str, looks: bool) -> Named | None:
             found = picture_of(text, root, key)
         except BadSample:
             return Named("a data: URL of an image", "here") if text[:11].lower() == "data:image/" else None
-        return Named(found.name[:60], "here", picture_key(found)) if isinstance(found.source, bytes) else None
+        return Named(found.name[:60], "here", image_key(found)) if isinstance(found.source, bytes) else None
     if not text or "\n" in text:
         return None
     end = text.lower().partition("?")[0]
@@ -93,7 +93,7 @@ def _by_text(value: str, root: Location, key: str, looks: bool) -> Named | None:
     except BadSample:
         return None
     if isinstance(encoded.source, bytes):
-        return Named(encoded.name, "here", picture_key(encoded))
+        return Named(encoded.name, "here", image_key(encoded))
     if looks and state == "there" and not isinstance(root, Remote) and _begins_as_image(found_key):
         return Named(text, state, found_key)
     return next(_paths_in(text, root), None)

@@ -17,7 +17,7 @@ from eyeline.core.locations import Location
 from eyeline.data.containers.container import Container, Place
 from eyeline.data.containers.parquet import Tables
 from eyeline.data.containers.tars import Tars
-from eyeline.data.images.images import picture_key
+from eyeline.data.images.image_files import image_key
 from eyeline.data.layouts.layouts import MEDIA, Layout
 from eyeline.data.layouts.media import PICTURES, unpacked
 from eyeline.data.sources.naming import Named, named_by, named_in, placeholders_in
@@ -146,7 +146,7 @@ def _look(found: _Found, rows: Rows, place: Place, row: Any) -> None:
         sample: Sample | None = rows.layout.read(row, id, rows.root)
     except BadSample:  # is rejected with its own message; an unread column may be why
         sample = None
-    shown = {picture_key(picture) for picture in sample.pictures} if sample else set[str]()
+    shown = {image_key(picture) for picture in sample.pictures} if sample else set[str]()
     found.showing += bool(shown)
     found.read += sample is not None
     columns: dict[str, Named] = {}
