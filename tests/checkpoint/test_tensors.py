@@ -16,7 +16,6 @@ from eyeline.checkpoint.tensors import (
     SINGLE,
     entries_in,
     left_out,
-    load_into,
     read_file,
     renamed,
     stream,
@@ -25,6 +24,7 @@ from eyeline.checkpoint.tensors import (
 )
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import KeyRule
+from tests.weights import load_into
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8]
 DTYPES += [torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64]

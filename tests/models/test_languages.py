@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 
-from eyeline.checkpoint.tensors import load_into
 from eyeline.core.batch import IGNORE, Document
 from eyeline.core.errors import Refused
 from eyeline.data.fetch.batches import batch_of
@@ -16,6 +15,7 @@ from eyeline.models.languages import LANGUAGES, language_from_hf
 from eyeline.models.moe import Experts
 from tests.models.cases.text import CASES
 from tests.models.twins import close, randomise, twin_of
+from tests.weights import load_into
 
 # config.json of the hub, what changes no mathematics left out; in the spelling of transformers 4, as they were published
 COMMON = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16"}

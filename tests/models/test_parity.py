@@ -8,13 +8,14 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyeline.checkpoint.tensors import entries_in, load_into, renamed, write_folder
+from eyeline.checkpoint.tensors import entries_in, renamed, write_folder
 from eyeline.models import FAMILIES, build, qwen2, siglip2
 from eyeline.models.moe import ExpertWeights
 from tests.models import twins
 from tests.models.cases import ALL, CASES, each_case, llava
 from tests.models.cases.llava import VISION
 from tests.models.twins import Case, close
+from tests.weights import load_into
 
 
 @pytest.fixture(autouse=True, scope="module")

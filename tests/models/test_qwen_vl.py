@@ -8,13 +8,14 @@ import pytest
 import torch
 import transformers
 
-from eyeline.checkpoint.tensors import entries_in, load_into, renamed, write_folder
+from eyeline.checkpoint.tensors import entries_in, renamed, write_folder
 from eyeline.core.errors import Refused
 from eyeline.models import build, family_of, qwen3_vl
 from tests.models import twins
 from tests.models.cases import CASES
 from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, inputs_of, language
 from tests.models.twins import Case, close
+from tests.weights import load_into
 
 CONFIGS = [case for family in ("qwen3_vl", "qwen3_5_vl") for case in CASES[family]]
 

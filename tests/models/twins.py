@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from eyeline.checkpoint.tensors import load_into
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Grid, Image
 from eyeline.core.facts import Facts, KeyRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models import FAMILIES, build
+from tests.weights import load_into
 
 IMAGE_TOKEN = 50  # text of test documents stays below it
 VOCABULARY = 53

@@ -98,7 +98,7 @@ def test_folders_that_are_not_its_own_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"holds data.*which `eyeline prepare` did not write"):
         prepare_stage(run, "whole", tmp_path)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".plan.jsonl.0a1b2c3d.tmp").write_text("left by a kill")
+    (tmp_path / "out" / ".rejects.jsonl.0a1b2c3d.tmp").write_text("left by a kill")
     with sole_owner(tmp_path / "out"), pytest.raises(RunLocked):
         prepare_stage(run, "whole", tmp_path / "out")
     with pytest.raises(Refused, match="--epochs has no meaning"):

@@ -147,7 +147,7 @@ def save(
             raise storage_failed("commit", target, error) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # gone already, unless something above failed
-    _prune(folder, run, keep_last, known_good=target)
+    prune(folder, run, keep_last, known_good=target)
     return target
 
 
@@ -367,17 +367,12 @@ def _manifests(folder: Path, run: str) -> list[tuple[Path, Manifest]]:
 # ---- deleting
 
 
-def prune(folder: Path, run: str, keep_last: int) -> None:
+def prune(folder: Path, run: str, keep_last: int, known_good: Path | None = None) -> None:
     """Delete old checkpoints of this run, all but the newest `keep_last` and the newest that is marked best.
 
-    Nothing is deleted unless one of those that stay has been verified; if none of them is whole, the newest older one
-    that is stays too.
+    Nothing is deleted unless one of those that stay has been verified, or is `known_good` (just written and flushed); if none of them
+    is whole, the newest older one that is stays too.
     """
-    _prune(folder, run, keep_last, known_good=None)
-
-
-def _prune(folder: Path, run: str, keep_last: int, known_good: Path | None) -> None:
-    """`known_good`: one just written and flushed, which need not be read back."""
     have = [(path, manifest) for path, manifest in _manifests(folder, run) if _complete(path, manifest)]
     stay = [path for path, _ in have[:keep_last]]
     stay += [path for path, manifest in have if manifest.best][:1]

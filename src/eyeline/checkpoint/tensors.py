@@ -430,13 +430,6 @@ def renamed(tensors: Iterable[tuple[str, Tensor]], rules: Sequence[KeyRule]) -> 
     assert not held, f"only parts of {', '.join(held)} were given: {', '.join(name for together in held.values() for name in together)}"
 
 
-@torch.no_grad()
-def load_into(tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRule], dropped: Sequence[str] = ()) -> None:
-    """Fill our tensors in place with what `stream` finds, cast to each one's dtype. Raises Refused."""
-    for ours, value in stream(tensors, folder, rules, dropped):
-        tensors[ours].copy_(value)
-
-
 def stream(
     tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRule], dropped: Sequence[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:

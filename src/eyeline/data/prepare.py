@@ -3,7 +3,7 @@
     ordered     the rows in the order in which the first epoch's packs need them, cut into partitions
     partition   one partition -> one archive: a pure function of the job and a number, committed by a rename
     place       what lies where -> an index of each shard
-    recorded    the plan over these indexes, pack by pack
+    recorded    digests of the plan over these indexes, and its rejects
 
 Whoever is interrupted begins again and finds what is done.
 """
@@ -38,7 +38,7 @@ from eyeline.data.images.patches import units_of
 from eyeline.data.loader import Met, Reader
 from eyeline.data.plan.blend import Side
 from eyeline.data.plan.index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
-from eyeline.data.plan.plan import Item, RowOf, Sizing
+from eyeline.data.plan.plan import RowOf
 from eyeline.data.prepared.packed import MANIFEST, VERSION, Archive, Manifest, Prepared, StoredShard, StoredSource, opened, packed_row
 from eyeline.data.rejects import Reject, Rejects
 from eyeline.data.sets import choice, divided_as
@@ -148,8 +148,6 @@ def prepare(
             for n, one in enumerate(entries)
         ),
         windows=(),
-        packs=0,
-        plan="",
     )
     manifest = recorded(reader, opened(folder, draft, reader.data.read_retries), folder, epochs, order.packs)
     both = min(len(manifest.windows), len(order.windows))
@@ -516,8 +514,8 @@ def _stored_shard(rows: Rows, shard: int, job: Job, reader: Reader) -> StoredSha
 
 
 def recorded(reader: Reader, draft: Prepared, folder: Path, epochs: int, packs: int) -> Manifest:
-    """Plan over what was prepared, write the plan and the rejects down, and complete the manifest. Of a blend by shares `packs` packs
-    are planned."""
+    """Plan over what was prepared, write the rejects, and complete the manifest with each window's digest. Of a blend by shares `packs`
+    packs are planned."""
     data = reader.data
 
     def over(prepared: Prepared) -> Reader:
@@ -526,8 +524,6 @@ def recorded(reader: Reader, draft: Prepared, folder: Path, epochs: int, packs: 
 
     manifest = draft.manifest.model_copy(update={"identity": over(draft).identity(draft.budget)})
     planner = over(replace(draft, manifest=manifest))
-    sizing = planner.sizing(draft.budget)
-    lines: list[str] = []
     windows: list[str] = []
     rejects: dict[Reject, None] = {}
     once = data.blend == "once"
@@ -535,30 +531,10 @@ def recorded(reader: Reader, draft: Prepared, folder: Path, epochs: int, packs: 
         if met.window == len(windows):
             windows.append(met.digest)
         rejects |= dict.fromkeys((*met.rejects, *met.again))
-        if met.pack is not None:
-            lines.append(json.dumps({"window": len(windows) - 1, **_said(met.pack.items, sizing)}))
     if planner.validates:
-        judging = planner.sizing(draft.budget, judges=True)
         bad: list[Reject] = []
-        lines += [json.dumps({"window": "validation", **_said(pack, judging)}) for pack in planner.judging(judging, bad)]
+        for _ in planner.judging(planner.sizing(draft.budget, judges=True), bad):
+            pass
         rejects |= dict.fromkeys(bad)
-    written = "".join(f"{line}\n" for line in lines)
-    write_atomically(folder / "plan.jsonl", written)
     write_atomically(folder / "rejects.jsonl", "".join(json.dumps(vars(reject)) + "\n" for reject in rejects))
-    sha256 = hashlib.sha256(written.encode()).hexdigest()
-    return manifest.model_copy(update={"windows": tuple(windows), "packs": len(lines), "plan": sha256})
-
-
-def _said(items: Sequence[Item], sizing: Sizing) -> dict[str, Any]:
-    """A pack as it is written down: how full it is, and whose rows it has."""
-    tokens = patches = 0
-    ids: list[str] = []
-    for item in items:
-        most = 0
-        for source, shard, row in item.rows:
-            sized, where = sizing(source, shard), sizing.index.shard(source, shard).place(shard, row)
-            tokens += int(sized.tokens_R[row])
-            most = max(most, int(sized.patches_R[row]))
-            ids.append(sizing.index.sources[source].id(where))
-        patches += most
-    return {"tokens": tokens, "patches": patches, "samples": ids}
+    return manifest.model_copy(update={"windows": tuple(windows)})

@@ -43,11 +43,11 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
         made = prepare(reader, chosen.batch.budget, folder, packs=packs, epochs=epochs, quality=quality)
         shutil.rmtree(folder / INDEXES, ignore_errors=True)
     size = sum(archive.bytes for archive in made.archives)
-    say(f"{folder}: {sum(archive.rows for archive in made.archives):,} samples in {len(made.archives):,} archives, {size:,} bytes; "
-        f"{made.packs:,} packs planned. To train from it: stages.{chosen.name}.data.prepared={folder}")  # fmt: skip
+    say(f"{folder}: {sum(archive.rows for archive in made.archives):,} samples in {len(made.archives):,} archives, {size:,} bytes. "
+        f"To train from it: stages.{chosen.name}.data.prepared={folder}")  # fmt: skip
 
 
-KNOWN = {MANIFEST, TOKENIZER, INDEXES, "shards", "entries", "index", "plan.jsonl", "rejects.jsonl", "lock"}
+KNOWN = {MANIFEST, TOKENIZER, INDEXES, "shards", "entries", "index", "rejects.jsonl", "lock"}
 
 
 def _stage_of(run: Run, stage: str | None) -> int:

@@ -4,7 +4,6 @@
     shards/         WebDataset archives, samples in the order in which the first epoch's packs need them
     entries/        what lies where in each archive: it is done when this is there
     index/          an index of each shard of the sources, with places in the archives
-    plan.jsonl      a line a pack
     rejects.jsonl   samples that cannot be used
     tokenizer/      where the recipe makes its own
 
@@ -36,7 +35,7 @@ from eyeline.data.plan.index import Shelf
 from eyeline.data.sources.folders import files_below, located
 from eyeline.data.sources.sources import Rows, Source
 
-VERSION = 2  # of the folder
+VERSION = 3  # of the folder
 MANIFEST = "prepared.json"
 TOKENIZER = "tokenizer"
 
@@ -83,7 +82,7 @@ class Archive(Settings):
 class Manifest(Settings):
     """What a prepared folder holds."""
 
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     data: dict[str, Any]  # the settings that say which samples there are, and in which order
     identity: dict[str, Any]  # all that its plan depends on, as a reader states it
     tokens: int  # of the budget
@@ -93,8 +92,6 @@ class Manifest(Settings):
     validation: tuple[StoredSource, ...]
     archives: tuple[Archive, ...]
     windows: tuple[str, ...]  # digest of the plan of each
-    packs: int
-    plan: str  # SHA-256 of plan.jsonl
 
 
 @dataclass(frozen=True)
@@ -290,7 +287,9 @@ def open_prepared(path: str, retries: int = RETRIES) -> Prepared:
         raise Refused(f"{about} is not JSON ({error}). Delete it, and run `eyeline prepare` again") from error
     version = value.get("version") if isinstance(value, dict) else None
     if version != VERSION:
-        raise Refused(f"{about} has version {version!r} of its format, and this is version {VERSION}. Prepare the data again")
+        raise Refused(
+            f"{about} has version {version!r} of its format, and this is version {VERSION}. Prepare the data again, into a new folder"
+        )
     try:
         manifest = Manifest.model_validate(value)
     except ValidationError as error:
