@@ -155,6 +155,19 @@ def write_cauldron(folder: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "the_cauldron" / name / "train-00000-of-00001.parquet")
 
 
+def write_mine(folder: Path) -> None:
+    """Somebody's own JSON, with paths of images beside it: what `my-data` asks for."""
+    rng = np.random.default_rng(2)
+    (folder / "images").mkdir()
+    rows = []
+    for n in range(30):
+        pixels = rng.integers(0, 256, (1, 1, 3)) * np.ones((12 + 7 * (n % 3), 16 + 5 * (n % 4), 1))
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"images/{n}.png")
+        turns = [{"from": "human", "value": "<image>\nWhich number?"}, {"from": "gpt", "value": f"Number {n}."}]
+        rows.append({"id": str(n), "image": f"images/{n}.png", "conversations": turns})
+    (folder / "mine.json").write_text(json.dumps(rows))
+
+
 # ---- the commands
 
 
@@ -171,7 +184,9 @@ CASES = [(recipe, n) for recipe in shipped() for n in range(len(ways(recipe)))]
 
 def shortened(run: Run) -> list[str]:
     """Overrides with which a recipe fits a test: its stages, data, precision and evaluation stay what they are."""
-    out = ["device=cpu", "threads=1", "validate_every=4", "save_every=100", "evaluation.sources.0.limit=3", "evaluation.max_tokens=3"]
+    out = ["device=cpu", "threads=1", "validate_every=4", "save_every=100"]
+    if run.evaluation is not None:
+        out += ["evaluation.sources.0.limit=3", "evaluation.max_tokens=3"]
     for stage in run.stages:
         out += [f"stages.{stage.name}.{change}" for change in ("steps=8", "epochs=null", "data.hold_out=0.2", "data.workers=0")]
         out += [f"stages.{stage.name}.data.sources.{n}.limit=40" for n in range(len(stage.data.sources))]
@@ -201,6 +216,7 @@ def world(tmp_path: Path) -> None:
     write_llava_pretrain(tmp_path / "data/LLaVA-Pretrain")
     write_instruct(tmp_path / "data")
     write_cauldron(tmp_path / "data")
+    write_mine(tmp_path)
 
 
 @pytest.mark.usefixtures("world")
@@ -225,8 +241,9 @@ def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path
     if run.model.path is not None:
         changed(loaded(tmp_path / run.model.path), loaded(folder), run)
 
-    passed(eyeline("eval", f"runs/{run.name}"))
-    assert json.loads((folder / "eval.json").read_text())["questions"] == 3
+    if run.evaluation is not None:
+        passed(eyeline("eval", f"runs/{run.name}"))
+        assert json.loads((folder / "eval.json").read_text())["questions"] == 3
     passed(eyeline("export", f"runs/{run.name}", "exported"))
     picture = ["--image", "data/coco/train2017/000000000000.jpg", "--ask", "What is it?", "--max-tokens", "5"]
     assert passed(eyeline("chat", f"runs/{run.name}", *picture)).out == passed(eyeline("chat", "exported", *picture)).out
@@ -256,6 +273,31 @@ def test_documents_list_it(recipe: str) -> None:
     root = Path(__file__).parent.parent
     for document in ("README.md", "docs/recipes.md"):
         assert f"{recipe}.yaml)" in (root / document).read_text(), document
+
+
+def test_my_data_needs_its_path_and_nothing_else(eyeline: Command, tmp_path: Path) -> None:
+    """The recipe that `eyeline recipe` prints, with one line changed, trains three epochs on a file of thirty samples."""
+    HUB["Qwen/Qwen3-VL-2B-Instruct"](tmp_path / "hub")
+    passed(eyeline("import", "models/qwen3-vl-2b", "--model", "hub", "--max-pixels", str(40**2), "--min-pixels", str(8**2)))
+    write_mine(tmp_path)
+    text = passed(eyeline("recipe", "my-data")).out
+    [line] = [line for line in text.splitlines() if "# your file or folder" in line]
+    (tmp_path / "mine.yaml").write_text(text.replace(line, "        - path: mine.json"))
+    passed(eyeline("check", "mine.yaml"))
+    passed(eyeline("train", "mine.yaml", "device=cpu", "threads=1"))
+    epochs = [one["epoch"] for one in read_lines(tmp_path / "runs" / "my-data" / "metrics.jsonl") if one["kind"] == "step"]
+    assert epochs[-1] == 3
+
+
+def test_recipe_prints_what_ships_and_refuses_the_rest(eyeline: Command) -> None:
+    for name, path in shipped().items():
+        assert passed(eyeline("recipe", name)).out == path.read_text()
+    listed = passed(eyeline("recipe")).out
+    assert [line.partition(":")[0] for line in listed.splitlines()] == list(shipped())
+    assert "qwen3-vl-full: Qwen3-VL, fine-tuned in full" in listed
+    wrong = eyeline("recipe", "my-dat")
+    assert wrong.code == 2
+    assert "Did you mean 'my-data'?" in wrong.err
 
 
 # ---- what came of it

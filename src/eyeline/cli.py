@@ -98,6 +98,16 @@ def check(recipe: Recipe, overrides: Overrides = None, samples: Annotated[int, t
     refuse_lost_output()
 
 
+@app.command(epilog="Example: eyeline recipe my-data > mine.yaml")
+def recipe(name: Annotated[str | None, typer.Argument(help="A shipped recipe. [default: list them]", show_default=False)] = None) -> None:
+    """Print a shipped recipe, to be changed and given to train; without a name, list them."""
+    _calm()
+    from eyeline.recipes.read import recipe_text, shipped, summary
+
+    say(recipe_text(name) if name else "\n".join(f"{known}: {summary(known)}" for known in shipped()))
+    refuse_lost_output()
+
+
 @app.command(epilog="Example: eyeline prepare my-recipe.yaml --stage tune --out /data/tune-prepared")
 def prepare(
     recipe: Recipe,

@@ -25,6 +25,19 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+def recipe_text(name: str) -> str:
+    """The text of a shipped recipe, its commented head included. Refused for any other name."""
+    known = shipped()
+    if name not in known:
+        raise Refused(f"no shipped recipe is called {name!r}.{nearest(name, list(known))} Shipped recipes: {', '.join(known)}")
+    return known[name].read_text(encoding="utf-8").rstrip("\n")
+
+
+def summary(name: str) -> str:
+    """The first sentence of a shipped recipe's head."""
+    return recipe_text(name).split("\n#\n")[0].replace("\n# ", " ").removeprefix("# ").split(". ")[0].rstrip(".")
+
+
 def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> Run:
     """The Run of a shipped recipe's name or of a .yaml path, with overrides applied. Refused, with all that is wrong."""
     path = find_recipe(recipe)
