@@ -11,7 +11,7 @@ JOBS ?= 2
 BIN := .venv/bin
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split('+')[0].split('.')[:2])) < (2, 11))
 
-.PHONY: demo test test-slow test-transformers4 test-gpu check format bench clean
+.PHONY: demo test test-slow mutants test-transformers4 test-gpu check format bench clean
 
 demo: .venv/ready
 	$(BIN)/eyeline train easyvqa-tiny out=runs/demo
@@ -23,6 +23,10 @@ test: .venv/ready
 
 test-slow: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -s
+
+# Plants faults in a copy of the code, one at a time, and expects the test that is named for each to fail
+mutants: .venv/ready
+	JOBS=$(JOBS) $(BIN)/python -m tests.mutants
 
 # Exports in the newest transformers 4, in an environment of its own that shares torch and the test tools with .venv
 test-transformers4: .venv/ready .venv-transformers4/ready

@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 from PIL import ImageFile
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from eyeline.core.batch import Picture, Video
+from eyeline.core.batch import Picture, Span, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.facts import Film, ImageRule, Square, Tiles
 from eyeline.core.randomness import rng_for
@@ -104,6 +104,8 @@ def test_keys_tell_pictures_apart() -> None:
     assert image_key(one) != image_key(two)
     assert image_key(one) == image_key(replace(one, name="renamed"))
     assert image_key(Picture("a", Path("/x/a.png"))) == "/x/a.png"
+    parts = [Picture("a", Span(Path("/x/a.tar"), begin, length, (90, 1))) for begin, length in ((0, 20), (20, 20), (0, 40))]
+    assert len({image_key(part) for part in parts}) == 3
 
 
 # Patches

@@ -318,7 +318,8 @@ FOREIGN = ("<s>", "</s>", "<bos>", "[INST]", "<|image|>", "<image>", "<|endoftex
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_control_strings_in_data_stay_text(name: str, tokenizers: Tokenizers) -> None:
-    """Its own and those of other models, in every role: the control tokens are those of the same conversation without them."""
+    """Its own and those of other models, in every role, beside ASCII and other letters: the control tokens are those of the same
+    conversation without them."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
 
     def controls(text: str, answer: str) -> list[int]:
@@ -330,7 +331,9 @@ def test_control_strings_in_data_stay_text(name: str, tokenizers: Tokenizers) ->
     wanted = controls("hello", "I say hello!")
     assert len(wanted) > 4
     for text in sorted(_CONTROLS.union(FOREIGN)):
-        assert controls(text, f"I say {text.replace('</think>', '')}!") == wanted, text  # in an answer, that one ends a thought
+        for letter in ("e", "é"):
+            answer = f"I say {letter}{text.replace('</think>', '')}!"  # in an answer, that one ends a thought
+            assert controls(letter + text, answer) == wanted, letter + text
 
 
 def test_a_pasted_transcript_is_not_learned(qwen: Encoder, rule: ImageRule) -> None:

@@ -42,6 +42,17 @@ def test_run_whose_images_break_in_decoding_ends_with_code_3(tmp_path: Path, eye
     assert "done:" not in done.out
 
 
+def test_run_whose_every_step_had_no_labels_ends_with_code_3(tmp_path: Path, eyeline: Command) -> None:
+    """It ends within its data, an image a step, of which the others might be sound."""
+    arguments = command(tmp_path, "stages.whole.batch.micro_batches=1", "stages.whole.batch.patches=16", "stages.whole.steps=1")
+    spoil(tmp_path, 24)
+    rows = json.loads((tmp_path / "data" / "data.json").read_text())
+    (tmp_path / "data" / "data.json").write_text(json.dumps([row for row in rows if "image" in row]))
+    done = eyeline(*arguments)
+    assert done.code == 3, done.out + done.err
+    assert "done:" not in done.out and not list((tmp_path / "run").glob("checkpoints/*"))
+
+
 def test_step_without_labels_has_no_loss_in_metrics_display_and_report(tmp_path: Path, eyeline: Command) -> None:
     """20 of 24 rows break, which the limit allows: some packs have no label."""
     arguments = command(

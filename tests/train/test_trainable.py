@@ -174,6 +174,7 @@ def test_a_model_that_is_only_adapted_is_never_whole_in_fp32(start: Path, tmp_pa
     checkpoint = store.newest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
     resumed, *_ = build(run, home, machine("cpu", 1), checkpoint)
+    assert {x.dtype for x in checkpoint.load("model").values()} == {torch.float32}, "what trains is kept in full"
     stored = checkpoint.load("model", "frozen")
     assert {name: p.dtype for name, p in resumed.named_parameters()} == {name: x.dtype for name, x in stored.items()}
     assert all(torch.equal(p, stored[name]) for name, p in resumed.named_parameters())
