@@ -33,7 +33,11 @@ DATA_ROWS = [  # of data/, as in ROWS
     ["plan"],
     ["fetch", "prepared"],
     ["sets"],
+    ["identity"],
+    ["reader"],
     ["loader"],
+    ["index_progress"],
+    ["counts", "validation"],
     ["prepare", "report"],
 ]
 DATA_HEIGHT = {name: height for height, row in enumerate(DATA_ROWS) for name in row}

@@ -12,12 +12,15 @@ import pytest
 from eyeline.core.batch import Budget
 from eyeline.core.facts import ImageRule
 from eyeline.data import workers
-from eyeline.data.loader import Reader, Step
+from eyeline.data.index_progress import index_all
+from eyeline.data.loader import Step, training_steps
 from eyeline.data.plan import ahead, index
 from eyeline.data.plan.ahead import Ahead, indexed
+from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.tokenizer import Encoder
+from eyeline.data.validation import validation_batches
 from eyeline.data.workers import AHEAD, Workers
 from tests.data.test_index import opened, same
 from tests.data.test_tars import archive, encoded
@@ -57,7 +60,7 @@ def nobody_is_left() -> Iterator[None]:
 def reader(archives: Path, plain: Encoder, rule: ImageRule) -> Callable[..., Reader]:
     def open_(folder: str, count: int, **more: Any) -> Reader:
         data = Data(sources=(Source(path=str(archives)),), cache=str(archives.parent / folder), workers=count, **more)
-        return Reader(data, plain, rule, 0)
+        return reader_of(data, plain, rule, 0)
 
     return open_
 
@@ -82,10 +85,10 @@ def summary(step: Step) -> list[Any]:
 
 
 def test_whoever_makes_them_the_steps_are_the_same(reader, archives: Path, made_here: list[int]) -> None:
-    here = [summary(step) for step in reader("here", 0).steps(BUDGET, 2, 2)]
+    here = [summary(step) for step in training_steps(reader("here", 0), BUDGET, 2, 2)]
     assert sorted(made_here) == list(range(SHARDS))
     made_here.clear()
-    steps = reader("there", 1).steps(BUDGET, 2, 2)
+    steps = training_steps(reader("there", 1), BUDGET, 2, 2)
     found = [summary(next(steps))]
     assert len(made_here) >= 1  # the first window's: the other process has hardly begun
     wait_for(lambda: written(archives.parent / "there") >= 2)
@@ -95,7 +98,7 @@ def test_whoever_makes_them_the_steps_are_the_same(reader, archives: Path, made_
 
 def test_a_window_that_was_made_ahead_is_not_made_here(reader, archives: Path, made_here: list[int]) -> None:
     """At every step the other process is given the time that a real step would take."""
-    for step in reader("i", 1).steps(Budget(30, 64), 1, 1):  # a row a pack
+    for step in training_steps(reader("i", 1), Budget(30, 64), 1, 1):  # a row a pack
         window = step.state["number"] - (step.state["done"] == 0)
         wait_for(lambda window=window: written(archives.parent / "i") >= (1, 2, 4, SHARDS)[min(window + 1, 3)])
     assert len(made_here) == 1
@@ -106,13 +109,13 @@ def test_all_at_once_by_all_workers(reader, archives: Path, made_here: list[int]
     original = workers._Worker.__init__
     monkeypatch.setattr(workers._Worker, "__init__", lambda self, *rest: begun.append(1) or original(self, *rest))
     there = reader("i", 2)
-    there.index_all()
+    index_all(there)
     assert (made_here, len(begun), written(archives.parent / "i")) == ([], 2, SHARDS)
-    there.index_all()
+    index_all(there)
     assert len(begun) == 2  # nobody is called where nothing is missing
     before = there.training.index
     alone = reader("j", 0)
-    alone.index_all()
+    index_all(alone)
     assert sorted(made_here) == list(range(SHARDS))
     for shard in range(SHARDS):
         assert same(before.shard(0, shard), alone.training.index.shard(0, shard))
@@ -121,9 +124,11 @@ def test_all_at_once_by_all_workers(reader, archives: Path, made_here: list[int]
 def test_validation_is_indexed_by_workers(archives: Path, plain: Encoder, rule: ImageRule, made_here: list[int]) -> None:
     source = (Source(path=str(archives)),)
     data = Data(sources=source, validation=source, cache=str(archives.parent / "v"), workers=1)
-    there = [batch.ids for batch in Reader(data, plain, rule, 0).validation(BUDGET)]
+    there = [batch.ids for batch in validation_batches(reader_of(data, plain, rule, 0), BUDGET)]
     assert made_here == []
-    assert there == [b.ids for b in Reader(data.model_copy(update={"workers": 0, "cache": None}), plain, rule, 0).validation(BUDGET)]
+    assert there == [
+        b.ids for b in validation_batches(reader_of(data.model_copy(update={"workers": 0, "cache": None}), plain, rule, 0), BUDGET)
+    ]
 
 
 def test_when_it_dies_the_run_goes_on_and_says_so(archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path, capsys) -> None:
@@ -168,7 +173,7 @@ def test_a_defect_in_it_ends_the_run(archives: Path, plain: Encoder, rule: Image
 def test_it_ends_with_the_steps_whatever_it_is_at(reader, monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
     monkeypatch.setattr(ahead, "Making", Endless)
-    steps = reader("i", 1).steps(BUDGET, 1, None)
+    steps = training_steps(reader("i", 1), BUDGET, 1, None)
     next(steps)
     assert len(children() - before) == 2
     steps.close()

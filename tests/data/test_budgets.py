@@ -11,8 +11,10 @@ import pytest
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.facts import ImageRule
-from eyeline.data.loader import VERSION, Position, Reader
+from eyeline.data.loader import training_steps
 from eyeline.data.plan.blend import Cursor
+from eyeline.data.plan.position import VERSION, Position
+from eyeline.data.reader import Reader, identity_of_plan, reader_of, sizing_of, training_pools
 from eyeline.data.report import budgets
 from eyeline.data.report.budgets import Load, Packing, packing, packings, suggested
 from eyeline.data.report.report import THOROUGH, data_report
@@ -37,7 +39,7 @@ def sources(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.Monke
 
 
 def opened(sources: tuple[Source, ...], plain: Encoder, rule: ImageRule, **settings: Any) -> Reader:
-    return Reader(Data(**{"max_reject_rate": 1.0, "sources": sources, **settings}), plain, rule, 7)
+    return reader_of(Data(**{"max_reject_rate": 1.0, "sources": sources, **settings}), plain, rule, 7)
 
 
 ALL = frozenset({(0, 0), (1, 0)})
@@ -45,9 +47,9 @@ ALL = frozenset({(0, 0), (1, 0)})
 
 def batches_of(reader: Reader, budget: Budget, packs: int) -> list[Batch]:
     """What training is given from the second epoch on."""
-    begin = Position(tuple(Cursor(epoch=1) for _ in reader.pools())).state()
-    state = {"version": VERSION, "identity": reader.identity(budget), "rejects": {"seen": 0, "counts": {}}} | begin
-    return [batch for step in islice(reader.steps(budget, 1, None, state), packs) for batch in step.batches]
+    begin = Position(tuple(Cursor(epoch=1) for _ in training_pools(reader))).state()
+    state = {"version": VERSION, "identity": identity_of_plan(reader, budget), "rejects": {"seen": 0, "counts": {}}} | begin
+    return [batch for step in islice(training_steps(reader, budget, 1, None, state), packs) for batch in step.batches]
 
 
 @pytest.mark.parametrize("settings", [{}, {"share_images": 3}, {"blend": "shares"}, {"hold_out": 0.2}])
@@ -79,7 +81,7 @@ def test_waste_is_that_of_the_packs_that_training_gets(
 def test_what_is_too_long_for_a_budget_is_counted(sources: tuple[Source, ...], plain: Encoder, rule: ImageRule) -> None:
     for too_long in ("reject", "shrink"):
         reader = opened(sources, plain, rule, too_long=too_long)
-        sized = [reader.sizing(Budget(999, 999))(source, 0) for source in (0, 1)]
+        sized = [sizing_of(reader, Budget(999, 999))(source, 0) for source in (0, 1)]
         longer = np.concatenate([s.tokens_R > 40 for s in sized])
         found = packing(reader, ALL, Budget(40, 16))
         assert found is not None

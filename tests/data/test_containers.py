@@ -21,7 +21,8 @@ from eyeline.data.containers.container import Container, File, Place, fingerprin
 from eyeline.data.containers.json_rows import open_lines, open_list
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.image_files import image_key
-from eyeline.data.loader import Reader
+from eyeline.data.loader import training_steps
+from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.tokenizer import Encoder
@@ -152,8 +153,8 @@ def test_numbers_of_rejects_count_from_the_start_of_the_file(
     assert [(reject.row, reject.message.rpartition(" ")[2]) for reject in found] == [
         (n, f"{m})") for n, m in zip(numbers, lines, strict=True)
     ]
-    reader = Reader(Data(sources=(Source(path=str(path)),), max_reject_rate=1.0), plain, None, 0, tmp_path / "run")
-    assert len([id for step in reader.steps(Budget(400, 100), 1, 1) for batch in step.batches for id in batch.ids]) == 36
+    reader = reader_of(Data(sources=(Source(path=str(path)),), max_reject_rate=1.0), plain, None, 0, tmp_path / "run")
+    assert len([id for step in training_steps(reader, Budget(400, 100), 1, 1) for batch in step.batches for id in batch.ids]) == 36
     written = sorted((line["row"], line["message"]) for line in read_lines(tmp_path / "run" / "rejects.jsonl"))
     assert written == [(reject.row, reject.message) for reject in found]
 

@@ -24,7 +24,8 @@ from eyeline.core.facts import ImageRule
 from eyeline.data import prepare
 from eyeline.data.containers import beside, csv_rows, json_rows, parquet, tars
 from eyeline.data.containers.container import File
-from eyeline.data.loader import Reader, Step
+from eyeline.data.loader import Step, training_steps
+from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.tokenizer import Encoder
@@ -201,7 +202,9 @@ def stopped(make: Callable[[], Reader], stops: Sequence[tuple[int, int]]) -> lis
     """The packs of a run that was stopped after so many steps, on so many ranks, again and again."""
     out, state = [], None
     for count, ranks in [*stops, (10**9, 1)]:
-        parts = [list(islice(make().steps(BUDGET, 3, 2, json.loads(json.dumps(state)), rank, ranks), count)) for rank in range(ranks)]
+        parts = [
+            list(islice(training_steps(make(), BUDGET, 3, 2, json.loads(json.dumps(state)), rank, ranks), count)) for rank in range(ranks)
+        ]
         out += [sorted(tuple(b.ids) for step in steps for b in step.batches if b.ids) for steps in zip(*parts, strict=True)]
         state = parts[0][-1].state if parts[0] else state
     return out
@@ -223,9 +226,9 @@ def test_promises_hold_however_rows_are_stored(name: str, tmp_path: Path, rows: 
         source = declared.model_copy(update=choice)
 
         def make(source: Source = source, settings: dict[str, Any] = settings, **more: Any) -> Reader:
-            return Reader(Data(sources=(source,), max_reject_rate=1.0, **settings, **more), plain, rule, 0)
+            return reader_of(Data(sources=(source,), max_reject_rate=1.0, **settings, **more), plain, rule, 0)
 
-        whole = list(make().steps(BUDGET, 3, 2))
+        whole = list(training_steps(make(), BUDGET, 3, 2))
         seen = Counter(id for step in whole for batch in step.batches for id in batch.ids)
         assert set(seen.values()) == {2 * choice.get("repeat", 1)}
         assert settings or len(seen) == USABLE
@@ -234,13 +237,15 @@ def test_promises_hold_however_rows_are_stored(name: str, tmp_path: Path, rows: 
             assert stopped(lambda make=make: make(cache=cache), [(2, 1)]) == ids(whole)
         manifest = prepare.prepare(make(), BUDGET, out)
         assert len(manifest.archives) > 1
-        assert ids(make(prepared=str(out)).steps(BUDGET, 3, 2, whole[0].state)) == ids(whole[1:])
-        assert ids(make().steps(BUDGET, 3, 2, next(make(prepared=str(out)).steps(BUDGET, 3, 2)).state)) == ids(whole[1:])
+        assert ids(training_steps(make(prepared=str(out)), BUDGET, 3, 2, whole[0].state)) == ids(whole[1:])
+        assert ids(training_steps(make(), BUDGET, 3, 2, next(training_steps(make(prepared=str(out)), BUDGET, 3, 2)).state)) == ids(
+            whole[1:]
+        )
         shutil.rmtree(out)
         (tmp_path / "set").rename(tmp_path / "moved")
         moved = {field: value.replace("/set", "/moved") for field in ("path", "images") if (value := getattr(source, field))}
         there = make(source.model_copy(update=moved), cache=cache)
-        assert ids(there.steps(BUDGET, 3, 2, whole[1].state)) == ids(whole[2:])
+        assert ids(training_steps(there, BUDGET, 3, 2, whole[1].state)) == ids(whole[2:])
         (tmp_path / "moved").rename(tmp_path / "set")
 
 
@@ -251,18 +256,18 @@ def test_one_other_caption_is_noticed(name: str, tmp_path: Path, rows: Rows, pla
 
     def make(**columns: str) -> Reader:
         other = source.model_copy(update={"columns": source.columns | columns})
-        return Reader(Data(sources=(other,), max_reject_rate=1.0, cache=str(tmp_path / "cache")), plain, rule, 0)
+        return reader_of(Data(sources=(other,), max_reject_rate=1.0, cache=str(tmp_path / "cache")), plain, rule, 0)
 
-    state = next(make().steps(BUDGET, 3, 2)).state
+    state = next(training_steps(make(), BUDGET, 3, 2)).state
     with pytest.raises(Refused, match=r"Different are: layout|its rows have image, caption\."):
-        next(make(caption=source.columns.get("kind", "kind")).steps(BUDGET, 3, 2, state))
+        next(training_steps(make(caption=source.columns.get("kind", "kind")), BUDGET, 3, 2, state))
     [path] = [file for file in (tmp_path / "set").rglob("*") if file.is_file() and b"kestrel" in file.read_bytes()]
     about = path.stat()
     path.write_bytes(path.read_bytes().replace(b"kestrel", b"buzzard"))
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
     with pytest.raises(Refused, match=r"Different are: data"):
-        next(make().steps(BUDGET, 3, 2, state))
-    learned = [plain.decode(batch.tokens_T.tolist()) for step in make().steps(BUDGET, 3, 1) for batch in step.batches]
+        next(training_steps(make(), BUDGET, 3, 2, state))
+    learned = [plain.decode(batch.tokens_T.tolist()) for step in training_steps(make(), BUDGET, 3, 1) for batch in step.batches]
     assert sum("buzzard" in text for text in learned) == 1
 
 

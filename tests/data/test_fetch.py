@@ -14,15 +14,18 @@ from eyeline.core.batch import Batch
 from eyeline.core.errors import StorageFailed
 from eyeline.core.facts import ImageRule
 from eyeline.core.files import read_lines
-from eyeline.data import loader
+from eyeline.data import loader, validation
 from eyeline.data.containers.container import File
 from eyeline.data.containers.tars import Tars
+from eyeline.data.counts import count_steps
 from eyeline.data.fetch import fetch
-from eyeline.data.loader import Reader
+from eyeline.data.loader import training_steps
 from eyeline.data.plan.index import ShardIndex
+from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
+from eyeline.data.validation import validation_batches
 from tests.data.mines import Mined
 from tests.data.test_loader import BUDGET, assert_same, assert_same_steps, flat
 from tests.data.test_parquet import written
@@ -66,7 +69,7 @@ FORMS: dict[str, Callable[[Path, list[tuple[str, bytes]]], str]] = {"files": as_
 @pytest.fixture
 def open_reader(plain: Encoder, rule: ImageRule) -> Callable[..., Reader]:
     def make(path: str, out: Path | None = None, **settings: Any) -> Reader:
-        return Reader(Data(**{"sources": (Source(path=path),), "max_reject_rate": 1.0, **settings}), plain, rule, 0, out)
+        return reader_of(Data(**{"sources": (Source(path=path),), "max_reject_rate": 1.0, **settings}), plain, rule, 0, out)
 
     return make
 
@@ -88,9 +91,9 @@ def labelled(batch: Batch) -> dict[int, list[int]]:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_tensors_from_any_number_of_workers(open_reader, tmp_path: Path, form: str) -> None:
     path = FORMS[form](tmp_path, rows(23, {}))
-    alone = list(open_reader(path).steps(BUDGET, 2, 2))
+    alone = list(training_steps(open_reader(path), BUDGET, 2, 2))
     assert len(flat(alone)) >= 8
-    assert_same_steps(list(open_reader(path, workers=3, read_ahead=1).steps(BUDGET, 2, 2)), alone)
+    assert_same_steps(list(training_steps(open_reader(path, workers=3, read_ahead=1), BUDGET, 2, 2)), alone)
 
 
 @pytest.mark.parametrize("form", ["tar"])
@@ -99,13 +102,13 @@ def test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes(
 ) -> None:
     """And a resumed run knows them: it does not try them again, and makes the same batches."""
     path = FORMS[form](tmp_path, rows(23, MINES))
-    sound = flat(open_reader(path).steps(BUDGET, 1, 2))
+    sound = flat(training_steps(open_reader(path), BUDGET, 1, 2))
     (tmp_path / "run").mkdir()
     real = loader.fetched_in_order
     with monkeypatch.context() as patch:
         patch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))  # type: ignore[arg-type]
         reader = open_reader(path, tmp_path / "run", workers=2, decode_timeout=2.0, read_ahead=1)
-        steps = list(reader.steps(BUDGET, 1, 2))
+        steps = list(training_steps(reader, BUDGET, 1, 2))
     assert children() == set()
     assert reader.rejects.counts == dict.fromkeys(CAUSES.values(), 1)  # of different rows, though there are two epochs
     lines = read_lines(tmp_path / "run" / "rejects.jsonl")
@@ -130,7 +133,7 @@ def test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes(
     monkeypatch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, _Starved(fetch), *rest))  # type: ignore[arg-type]
     for at in (0, len(steps) // 2):
         again = open_reader(path, tmp_path / "run")
-        assert_same_steps(list(again.steps(BUDGET, 1, 2, json.loads(json.dumps(steps[at][1])))), steps[at + 1 :])
+        assert_same_steps(list(training_steps(again, BUDGET, 1, 2, json.loads(json.dumps(steps[at][1])))), steps[at + 1 :])
     assert read_lines(tmp_path / "run" / "rejects.jsonl") == lines
 
 
@@ -149,7 +152,7 @@ def test_a_picture_that_kills_takes_the_rows_of_its_visit_and_no_others(
     real = loader.fetched_in_order
     monkeypatch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))
     reader = open_reader(str(tmp_path / "rows.json"), share_images=2, workers=1)
-    found = {row: labels for batch in flat(reader.steps(BUDGET, 1, 1)) for row, labels in labelled(batch).items()}
+    found = {row: labels for batch in flat(training_steps(reader, BUDGET, 1, 1)) for row, labels in labelled(batch).items()}
     assert [row for row, labels in sorted(found.items()) if not labels] == [2, 3]
     assert len(found) == 10
     assert reader.rejects.counts == {"decoder_crashed": 2}
@@ -176,12 +179,12 @@ def test_validation_survives_its_pictures_too(open_reader, tmp_path: Path, monke
     reader = open_reader(path, tmp_path / "run", validation=(Source(path=path),), workers=1)
 
     def unlabelled(of: Reader) -> list[int]:
-        found = {row: labels for batch in of.validation(BUDGET) for row, labels in labelled(batch).items()}
+        found = {row: labels for batch in validation_batches(of, BUDGET) for row, labels in labelled(batch).items()}
         assert len(found) == 9
         return [row for row, labels in found.items() if not labels]
 
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))
+        patch.setattr(validation, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))
         assert unlabelled(reader) == [3]
     assert unlabelled(reader) == [3]  # without another death: nothing would kill it now
     assert unlabelled(open_reader(path, tmp_path / "run", validation=(Source(path=path),))) == [3]
@@ -195,10 +198,10 @@ def test_a_store_that_does_not_answer_stops_the_run(open_reader, tmp_path: Path,
     path = as_files(tmp_path, rows(9, {3: "slow store:4"}))
     settings = {"workers": 1, "decode_timeout": 2.0}
     slow = open_reader(path, **settings)
-    assert len(flat(slow.steps(BUDGET, 1, 1))) >= 2
+    assert len(flat(training_steps(slow, BUDGET, 1, 1))) >= 2
     assert slow.rejects.counts == {}
     with pytest.raises(StorageFailed, match="could not be read within 2 s"):
-        list(open_reader(path, read_timeout=2.0, **settings).steps(BUDGET, 1, 1))
+        list(training_steps(open_reader(path, read_timeout=2.0, **settings), BUDGET, 1, 1))
     assert children() == set()
 
 
@@ -209,12 +212,12 @@ def test_a_store_that_does_not_answer_stops_the_run(open_reader, tmp_path: Path,
 def test_a_picture_that_vanishes_after_it_was_planned_keeps_its_place(open_reader, tmp_path: Path, workers: int) -> None:
     path = as_files(tmp_path, rows(9, {}))
     reader = open_reader(path, workers=workers)
-    steps = reader.steps(BUDGET, 1, 1)
+    steps = training_steps(reader, BUDGET, 1, 1)
     done = [next(steps)]
     gone = next(n for n in range(9) if not {n} & {number(id) for id in done[0].batches[0].ids})
     steps.close()
     (tmp_path / f"{gone}.png").unlink()
-    rest = list(reader.steps(BUDGET, 1, 1, done[0].state))
+    rest = list(training_steps(reader, BUDGET, 1, 1, done[0].state))
     assert {row for batch in flat([*done, *rest]) for row, labels in labelled(batch).items() if labels} == set(range(9)) - {gone}
     assert reader.rejects.counts == {"missing_image": 1}
 
@@ -224,15 +227,15 @@ def test_a_picture_that_vanishes_after_it_was_planned_keeps_its_place(open_reade
 def test_an_archive_that_is_cut_while_it_is_used_stops_the_run(open_reader, tmp_path: Path, form: str, workers: int) -> None:
     path = Path(FORMS[form](tmp_path, rows(23, {})))
     reader = open_reader(str(path), workers=workers)
-    first = next(reader.steps(BUDGET, 1, None))
+    first = next(training_steps(reader, BUDGET, 1, None))
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(StorageFailed, match=rf"{path.name} has changed since it was opened"):
-        list(open_reader_again(reader).steps(BUDGET, 1, 2, first.state))
+        list(training_steps(open_reader_again(reader), BUDGET, 1, 2, first.state))
 
 
 def open_reader_again(reader: Reader) -> Reader:
     """The same reader with nothing decoded remembered."""
-    reader._fetches.clear()
+    reader.fetches.clear()
     for rows in reader.training.index.sources:
         if hasattr(rows.container, "_kept"):
             rows.container._kept.clear()  # type: ignore[attr-defined]
@@ -241,7 +244,7 @@ def open_reader_again(reader: Reader) -> Reader:
 
 def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = as_files(tmp_path, rows(9, {}))
-    wanted = list(open_reader(path).steps(BUDGET, 1, 1))
+    wanted = list(training_steps(open_reader(path), BUDGET, 1, 1))
     real, asked, waits = fetch.in_memory, 0, []
 
     def held(medium: Any) -> Any:
@@ -253,10 +256,10 @@ def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: 
 
     monkeypatch.setattr(fetch, "in_memory", held)
     monkeypatch.setattr("eyeline.data.containers.container.time.sleep", waits.append)
-    assert_same_steps(list(open_reader(path, read_retries=2).steps(BUDGET, 1, 1)), wanted)
+    assert_same_steps(list(training_steps(open_reader(path, read_retries=2), BUDGET, 1, 1)), wanted)
     assert len(waits) == 18
     with pytest.raises(StorageFailed, match="tried 2 times"):
-        list(open_reader(path, read_retries=1).steps(BUDGET, 1, 1))
+        list(training_steps(open_reader(path, read_retries=1), BUDGET, 1, 1))
 
 
 @pytest.mark.parametrize("share", [1, 3])
@@ -271,13 +274,13 @@ def test_with_an_index_nothing_is_read_but_pictures(open_reader, tmp_path: Path,
     settings = {"share_images": share, "cache": str(tmp_path / "index")}
     with monkeypatch.context() as patch:
         patch.setattr(ShardIndex, "media", lambda *_: None)
-        wanted = list(open_reader(path, **settings).steps(BUDGET, 1, 1))
+        wanted = list(training_steps(open_reader(path, **settings), BUDGET, 1, 1))
     reader = open_reader(path, **settings)
-    reader.count_steps(BUDGET, 1, 1)
+    count_steps(reader, BUDGET, 1, 1)
     read, asked = File.read, list[tuple[int, int]]()
     monkeypatch.setattr(Tars, "row", lambda *_: pytest.fail("a row was read"))
     monkeypatch.setattr(File, "read", lambda self, begin, length: asked.append((begin, length)) or read(self, begin, length))
-    assert_same_steps(list(reader.steps(BUDGET, 1, 1)), wanted)
+    assert_same_steps(list(training_steps(reader, BUDGET, 1, 1)), wanted)
     assert len(asked) == len(set(asked)) == 12
 
 
@@ -294,10 +297,10 @@ def test_a_job_says_about_how_much_its_batch_holds(open_reader, tmp_path: Path, 
             yield mark, done
 
     monkeypatch.setattr(loader, "fetched_in_order", noted)
-    list(open_reader(as_files(tmp_path, rows(23, {}))).steps(BUDGET, 1, 1))
+    list(training_steps(open_reader(as_files(tmp_path, rows(23, {}))), BUDGET, 1, 1))
     talk = [{"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "a b c " * 9}]} for n in range(23)]
     (tmp_path / "text.json").write_text(json.dumps(talk))
-    list(open_reader(str(tmp_path / "text.json")).steps(BUDGET, 1, 1))
+    list(training_steps(open_reader(str(tmp_path / "text.json")), BUDGET, 1, 1))
     assert len(said) > 10
     assert all(1 <= job / batch < 2 for job, batch in said)
 
@@ -306,6 +309,6 @@ def test_what_travels_to_a_worker_is_small(open_reader, tmp_path: Path) -> None:
     """Places, not rows: a worker reads them itself."""
     path = as_parquet(tmp_path, rows(23, {}))
     reader = open_reader(path)
-    next(reader.steps(BUDGET, 1, None))
-    [made] = reader._fetches.values()
+    next(training_steps(reader, BUDGET, 1, None))
+    [made] = reader.fetches.values()
     assert len(pickle.dumps(dataclasses.replace(made, encoder=None))) < 5000  # type: ignore[arg-type]

@@ -21,15 +21,18 @@ from torch import Tensor
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.facts import ImageRule
+from eyeline.data.counts import count_steps
 from eyeline.data.fetch import fetch
 from eyeline.data.images import patches
 from eyeline.data.images.patches import Augment
-from eyeline.data.loader import Reader
+from eyeline.data.loader import check_rejects_at_end, training_steps
 from eyeline.data.plan.blend import Side
 from eyeline.data.plan.index import drawn
+from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data, training_texts
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
+from eyeline.data.validation import validation_batches
 from tests.processes import children
 
 BUDGET = Budget(90, 80)  # five pictures of 16 patches
@@ -63,7 +66,7 @@ def folder(tmp_path: Path, draw: Callable[..., Path]) -> Path:
 def open_reader(folder: Path, plain: Encoder, rule: ImageRule) -> Callable[..., Reader]:
     def make(seed: int = 0, out: Path | None = None, **settings: Any) -> Reader:
         settings.setdefault("sources", (Source(path=str(folder / "rows.json")),))
-        return Reader(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out)
+        return reader_of(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out)
 
     return make
 
@@ -106,7 +109,7 @@ def assert_same_steps(a: list, b: list) -> None:
 def test_every_row_once_an_epoch(open_reader, share: int) -> None:
     reader = open_reader(share_images=share)
     for epochs in (1, 3):
-        batches = flat(reader.steps(BUDGET, 1, epochs))
+        batches = flat(training_steps(reader, BUDGET, 1, epochs))
         assert ids(batches) == Counter(dict.fromkeys(range(len(ROWS)), epochs))
         for batch in batches:
             assert batch.counts.slots == len(batch.tokens_T) == BUDGET.tokens
@@ -115,7 +118,7 @@ def test_every_row_once_an_epoch(open_reader, share: int) -> None:
 
 def test_epochs_differ_and_seeds_differ(open_reader) -> None:
     def order(seed: int, epochs: int) -> list[str]:
-        return [id for batch in flat(open_reader(seed).steps(BUDGET, 1, epochs)) for id in batch.ids]
+        return [id for batch in flat(training_steps(open_reader(seed), BUDGET, 1, epochs)) for id in batch.ids]
 
     first, both = order(0, 1), order(0, 2)
     assert order(0, 1) == first
@@ -129,11 +132,11 @@ def test_repeats_and_kinds_make_a_mixture(open_reader, folder: Path) -> None:
     path = str(folder / "rows.json")
     reader = open_reader(sources=(Source(path=path, kinds=("text",), repeat=3), Source(path=path, kinds=("picture",))))
     wanted = Counter({n: 3 if r["kind"] == "text" else 1 for n, r in enumerate(rows)})
-    assert ids(flat(reader.steps(BUDGET, 1, 1))) == wanted
+    assert ids(flat(training_steps(reader, BUDGET, 1, 1))) == wanted
 
 
 def test_rows_of_one_picture_share_it(open_reader) -> None:
-    alone, shared = (flat(open_reader(share_images=share).steps(BUDGET, 1, 1)) for share in (1, 3))
+    alone, shared = (flat(training_steps(open_reader(share_images=share), BUDGET, 1, 1)) for share in (1, 3))
     pictures = sum(batch.counts.images for batch in shared)
     assert pictures == 8 + 2 * 2  # eight pictures for 24 rows, and the two rows that show two pictures
     assert sum(batch.counts.images for batch in alone) > pictures
@@ -143,16 +146,16 @@ def test_rows_of_one_picture_share_it(open_reader) -> None:
 
 
 def test_a_visit_over_the_budget_is_split(open_reader) -> None:
-    assert ids(flat(open_reader(share_images=3).steps(Budget(90, 32), 1, 1))) == Counter(range(len(ROWS)))  # patches count once
+    assert ids(flat(training_steps(open_reader(share_images=3), Budget(90, 32), 1, 1))) == Counter(range(len(ROWS)))  # patches count once
     tight = Budget(32, 32)  # two of a picture's three rows have room
-    assert ids(flat(open_reader(share_images=3, too_long="shrink").steps(tight, 1, 2))) == ids(
-        flat(open_reader(share_images=1, too_long="shrink").steps(tight, 1, 2))
+    assert ids(flat(training_steps(open_reader(share_images=3, too_long="shrink"), tight, 1, 2))) == ids(
+        flat(training_steps(open_reader(share_images=1, too_long="shrink"), tight, 1, 2))
     )
 
 
 def test_a_long_sample_arrives_shrunk(open_reader, folder: Path, plain: Encoder) -> None:
     write(folder, [row("q1", answer="a1", more=("q2", "a2", "q3 " * 50, "a3"))])
-    [batch] = flat(open_reader(too_long="shrink").steps(BUDGET, 1, 1))
+    [batch] = flat(training_steps(open_reader(too_long="shrink"), BUDGET, 1, 1))
     assert plain.decode(batch.tokens_T[: batch.counts.real].tolist(), special=True) == "q1\na1<|endoftext|>q2\na2<|endoftext|>"
 
 
@@ -160,24 +163,24 @@ def test_steps_are_counted_before(open_reader) -> None:
     reader = open_reader(share_images=2)
     for micro_batches in (1, 2, 3):
         for epochs in (1, 2):
-            steps = list(reader.steps(BUDGET, micro_batches, epochs))
-            assert reader.count_steps(BUDGET, micro_batches, epochs) == len(steps)
+            steps = list(training_steps(reader, BUDGET, micro_batches, epochs))
+            assert count_steps(reader, BUDGET, micro_batches, epochs) == len(steps)
             assert all(len(step.batches) == micro_batches for step in steps[:-1])
             assert 1 <= len(steps[-1][0]) <= micro_batches
 
 
 def test_each_step_says_how_many_epochs_are_done(open_reader) -> None:
     """Also after a resume, and in each epoch from its own start; not where sources have epochs of their own."""
-    found = list(open_reader().steps(BUDGET, 1, 2))
+    found = list(training_steps(open_reader(), BUDGET, 1, 2))
     epochs = [step.epoch for step in found]
     assert epochs == sorted(epochs) and epochs[0] > 0 and epochs[-1] == 2.0
-    assert [step.epoch for step in open_reader().steps(BUDGET, 1, 2, found[1].state)] == epochs[2:]
-    assert next(open_reader(blend="shares").steps(BUDGET, 1, None)).epoch is None
+    assert [step.epoch for step in training_steps(open_reader(), BUDGET, 1, 2, found[1].state)] == epochs[2:]
+    assert next(training_steps(open_reader(blend="shares"), BUDGET, 1, None)).epoch is None
 
 
 def test_accumulation_only_groups_the_same_batches(open_reader) -> None:
-    single = flat(open_reader().steps(BUDGET, 1, 2))
-    for one, two in zip(single, flat(open_reader().steps(BUDGET, 3, 2)), strict=True):
+    single = flat(training_steps(open_reader(), BUDGET, 1, 2))
+    for one, two in zip(single, flat(training_steps(open_reader(), BUDGET, 3, 2)), strict=True):
         assert_same(one, two)
 
 
@@ -191,27 +194,27 @@ def test_it_resumes_exactly_after_every_step(open_reader, folder: Path, micro_ba
     (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:200])
     settings = {"share_images": 3, "augment": Augment(flip=True, shift=2)}
     budget = Budget(40, 32)
-    whole = list(open_reader(**settings).steps(budget, micro_batches, 2))
+    whole = list(training_steps(open_reader(**settings), budget, micro_batches, 2))
     assert len(whole) >= 8
     assert any(step.state["bins"] for step in whole)
     assert whole[-1].state["rejects"]["counts"].keys() == {"missing_image", "broken_image"}
     for at in range(len(whole)):
         state = json.loads(json.dumps(whole[at][1]))
-        rest = list(open_reader(**settings).steps(budget, micro_batches, 2, state))
+        rest = list(training_steps(open_reader(**settings), budget, micro_batches, 2, state))
         assert_same_steps(rest, whole[at + 1 :])
 
 
 def test_an_endless_stream_goes_on_over_epochs(open_reader) -> None:
-    steps = open_reader().steps(BUDGET, 1, None)
+    steps = training_steps(open_reader(), BUDGET, 1, None)
     some = [next(steps) for _ in range(40)]
     assert some[-1][1]["epoch"] >= 2
-    again = open_reader().steps(BUDGET, 1, None, some[19][1])
+    again = training_steps(open_reader(), BUDGET, 1, None, some[19][1])
     assert_same_steps([next(again) for _ in range(20)], some[20:])
 
 
 def test_a_state_of_other_data_is_refused(open_reader, folder: Path) -> None:
     def state_of(reader: Reader, budget: Budget = BUDGET) -> dict[str, Any]:
-        return next(reader.steps(budget, 1, None))[1]
+        return next(training_steps(reader, budget, 1, None))[1]
 
     state = state_of(open_reader())
     others = {
@@ -225,17 +228,17 @@ def test_a_state_of_other_data_is_refused(open_reader, folder: Path) -> None:
     others["rows"] = (open_reader(), BUDGET)
     for reader, budget in others.values():
         with pytest.raises(Refused, match="saved for other data"):
-            next(reader.steps(budget, 1, None, state))
+            next(training_steps(reader, budget, 1, None, state))
     with pytest.raises(Refused, match="version 99"):
-        next(open_reader().steps(BUDGET, 1, None, state | {"version": 99}))
+        next(training_steps(open_reader(), BUDGET, 1, None, state | {"version": 99}))
 
 
 def test_a_set_that_moved_is_the_same(open_reader, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "elsewhere")
     sources = (Source(path=str(tmp_path / "elsewhere" / "rows.json")),)
     here, there = open_reader(hold_out=0.3), open_reader(hold_out=0.3, sources=sources)
-    assert rows_on(here.judges) == rows_on(there.judges)
-    assert_same_steps(list(here.steps(BUDGET, 1, 1)), list(there.steps(BUDGET, 1, 1)))
+    assert rows_on(here.validation) == rows_on(there.validation)
+    assert_same_steps(list(training_steps(here, BUDGET, 1, 1)), list(training_steps(there, BUDGET, 1, 1)))
 
 
 # Workers
@@ -254,8 +257,8 @@ def test_workers_change_nothing(open_reader, folder: Path, tmp_path: Path) -> No
     settings = {"share_images": 3, "augment": Augment(flip=True, shift=2)}
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
-    here = open_reader(out=tmp_path / "here", **settings).steps(BUDGET, 2, None)
-    there = open_reader(out=tmp_path / "there", workers=2, **settings).steps(BUDGET, 2, None)
+    here = training_steps(open_reader(out=tmp_path / "here", **settings), BUDGET, 2, None)
+    there = training_steps(open_reader(out=tmp_path / "there", workers=2, **settings), BUDGET, 2, None)
     wanted = [next(here) for _ in range(9)]
     assert wanted[-1][1]["epoch"] >= 2
     assert_same_steps([next(there) for _ in range(9)], wanted)
@@ -271,7 +274,7 @@ def test_workers_change_nothing(open_reader, folder: Path, tmp_path: Path) -> No
 def test_a_bad_row_leaves_the_plan_before_it_is_made(open_reader, folder: Path, tmp_path: Path) -> None:
     write(folder, [*ROWS[:10], {"conversations": 1}, row("no file", "absent.png"), row("long", answer="x" * 500), *ROWS[10:]])
     reader = open_reader(out=tmp_path)
-    steps = list(reader.steps(BUDGET, 1, 1))
+    steps = list(training_steps(reader, BUDGET, 1, 1))
     assert ids(flat(steps)) == Counter(set(range(len(ROWS) + 3)) - {10, 11, 12})
     lines = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
     assert {(line["row"], line["cause"], line["field"]) for line in lines} == {
@@ -284,9 +287,9 @@ def test_a_bad_row_leaves_the_plan_before_it_is_made(open_reader, folder: Path, 
 
 def test_a_picture_that_breaks_at_fetching_keeps_its_place(open_reader, folder: Path) -> None:
     """Its rows stay in the batch, grey and without labels; everything else is as it was."""
-    sound = list(open_reader(share_images=3).steps(BUDGET, 1, 1))
+    sound = list(training_steps(open_reader(share_images=3), BUDGET, 1, 1))
     (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:200])
-    broken = list(open_reader(share_images=3).steps(BUDGET, 1, 1))
+    broken = list(training_steps(open_reader(share_images=3), BUDGET, 1, 1))
     hit = {f"rows.json#{n}" for n in (15, 16, 17)}
     masked = 0
     for one, two in zip(flat(sound), flat(broken), strict=True):
@@ -310,7 +313,7 @@ def test_too_many_rejects_stop_the_run_at_the_same_step(open_reader, folder: Pat
     write(folder, rows)
 
     def until_it_stops(**settings: Any) -> list[dict[str, Any]]:
-        steps = open_reader(max_reject_rate=0.2, **settings).steps(BUDGET, 1, None)
+        steps = training_steps(open_reader(max_reject_rate=0.2, **settings), BUDGET, 1, None)
         done = []
         with pytest.raises(TooManyRejects, match=r"missing_image \d+× \(the file does not exist\)"):
             done += (step.state for step in steps)
@@ -320,22 +323,22 @@ def test_too_many_rejects_stop_the_run_at_the_same_step(open_reader, folder: Pat
     assert len(steps) > 5
     assert steps == until_it_stops()
     assert len((tmp_path / "rejects.jsonl").read_text().splitlines()) >= 20
-    assert flat(open_reader(max_reject_rate=0.4).steps(BUDGET, 1, 1))
+    assert flat(training_steps(open_reader(max_reject_rate=0.4), BUDGET, 1, 1))
 
 
 def test_few_rejects_count_at_the_end_of_an_epoch(open_reader, folder: Path) -> None:
     write(folder, [*ROWS, row("no file", "absent.png")])
     with pytest.raises(TooManyRejects, match="1 of 32 samples"):
-        list(open_reader(max_reject_rate=0.01).steps(BUDGET, 1, 1))
+        list(training_steps(open_reader(max_reject_rate=0.01), BUDGET, 1, 1))
 
 
 @pytest.mark.parametrize("rows", [3, 1000])
 def test_a_set_without_one_usable_row_ends(open_reader, folder: Path, rows: int) -> None:
     write(folder, [row("no file", "absent.png")] * rows)
     with pytest.raises(TooManyRejects, match=f"{rows} of {rows} samples"):
-        next(open_reader(max_reject_rate=0.5).steps(BUDGET, 1, None))
+        next(training_steps(open_reader(max_reject_rate=0.5), BUDGET, 1, None))
     with pytest.raises(Refused, match="no sample can be used"):
-        next(open_reader(max_reject_rate=1.0).steps(BUDGET, 1, None))
+        next(training_steps(open_reader(max_reject_rate=1.0), BUDGET, 1, None))
 
 
 def spoilt(folder: Path, rows: int, missing: int = 0, broken: int = 0, name: str = "rows.json") -> str:
@@ -348,10 +351,10 @@ def spoilt(folder: Path, rows: int, missing: int = 0, broken: int = 0, name: str
 
 def read_through(reader: Reader, epochs: int | None, steps: int = 10**9, state: dict[str, Any] | None = None) -> dict[str, Any]:
     """As a stage does it: so many steps or epochs, then the verdict on what was read. The last state."""
-    for _, step in zip(range(steps), reader.steps(BUDGET, 2, epochs, state), strict=False):
+    for _, step in zip(range(steps), training_steps(reader, BUDGET, 2, epochs, state), strict=False):
         state = step.state
-    reader.judge_end()
     assert state is not None
+    check_rejects_at_end(reader, state)
     return state
 
 
@@ -377,7 +380,7 @@ def test_row_of_a_repeated_source_counts_once(open_reader, folder: Path, setting
     def reader() -> Reader:
         return open_reader(sources=sources, max_reject_rate=0.03)
 
-    whole = [step.state for step in reader().steps(BUDGET, 2, 2)]
+    whole = [step.state for step in training_steps(reader(), BUDGET, 2, 2)]
     assert whole[-1]["rejects"]["seen"] == 100
     assert whole[-1]["rejects"]["counts"] == {"missing_image": 2, "broken_image": 1}
     for at in range(0, len(whole), 3):
@@ -434,10 +437,10 @@ def test_a_file_that_changes_under_the_run_stops_it(open_reader, folder: Path) -
     lines = folder / "rows.jsonl"
     lines.write_text("\n".join(json.dumps(r) for r in ROWS))
     reader = open_reader(sources=(Source(path=str(lines)),))
-    reader.count_steps(BUDGET, 1, 1)
+    count_steps(reader, BUDGET, 1, 1)
     lines.write_text("x" * 10000)
     with pytest.raises(StorageFailed, match=r"rows\.jsonl has changed since it was opened"):
-        next(reader.steps(BUDGET, 1, None))
+        next(training_steps(reader, BUDGET, 1, None))
 
 
 def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +456,7 @@ def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch
     monkeypatch.setattr("eyeline.data.images.image_files.os.stat", failing)
     reader = open_reader(sources=(Source(path=str(folder / "rows.json")),), read_retries=0)
     with pytest.raises(StorageFailed, match=r"^could not read .*failing\.png: Input/output error"):
-        next(reader.steps(BUDGET, 1, None))
+        next(training_steps(reader, BUDGET, 1, None))
     assert reader.rejects.counts == {}
 
 
@@ -462,7 +465,7 @@ def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch
 
 def test_held_out_pictures_are_never_trained_on(open_reader) -> None:
     reader = open_reader(hold_out=0.4, share_images=3)
-    trained, judged = flat(reader.steps(BUDGET, 1, 2)), list(reader.validation(BUDGET))
+    trained, judged = flat(training_steps(reader, BUDGET, 1, 2)), list(validation_batches(reader, BUDGET))
     assert set(ids(trained)) | set(ids(judged)) == set(range(len(ROWS)))
     assert not set(ids(trained)) & set(ids(judged))
     assert set(ids(judged).values()) == {1}
@@ -476,12 +479,12 @@ def test_held_out_pictures_are_never_trained_on(open_reader) -> None:
 
 def test_what_is_held_out_depends_on_nothing_but_the_picture(open_reader, folder: Path) -> None:
     one, other = open_reader(hold_out=0.4, seed=1), open_reader(hold_out=0.4, seed=2, share_images=2)
-    assert rows_on(one.judges) == rows_on(other.judges)
-    more = set(rows_on(open_reader(hold_out=0.7).judges))
-    assert set(rows_on(one.judges)) < more
-    before = {json.dumps(ROWS[n]["image"]) for n in rows_on(one.judges) if ROWS[n]["image"]}
+    assert rows_on(one.validation) == rows_on(other.validation)
+    more = set(rows_on(open_reader(hold_out=0.7).validation))
+    assert set(rows_on(one.validation)) < more
+    before = {json.dumps(ROWS[n]["image"]) for n in rows_on(one.validation) if ROWS[n]["image"]}
     write(folder, ROWS[::-1])
-    pictures = {json.dumps(ROWS[::-1][n]["image"]) for n in rows_on(open_reader(hold_out=0.4).judges) if ROWS[::-1][n]["image"]}
+    pictures = {json.dumps(ROWS[::-1][n]["image"]) for n in rows_on(open_reader(hold_out=0.4).validation) if ROWS[::-1][n]["image"]}
     assert pictures == before
 
 
@@ -494,13 +497,13 @@ def test_the_held_out_share_is_about_what_was_asked() -> None:
 def test_validation_is_complete_repeatable_and_as_it_is(open_reader, folder: Path, tmp_path: Path) -> None:
     judges = (Source(path=str(folder / "rows.json")),)
     reader = open_reader(validation=judges, augment=Augment(flip=True, shift=3), share_images=3, out=tmp_path)
-    first, second = list(reader.validation(BUDGET)), list(reader.validation(BUDGET))
+    first, second = list(validation_batches(reader, BUDGET)), list(validation_batches(reader, BUDGET))
     assert ids(first) == Counter(range(len(ROWS)))
     assert sum(b.counts.slots - b.counts.real for b in first) == 0
     for one, two in zip(first, second, strict=True):
         assert_same(one, two)
     plainly = open_reader(validation=judges, share_images=3)
-    for one, two in zip(first, plainly.validation(BUDGET), strict=True):
+    for one, two in zip(first, validation_batches(plainly, BUDGET), strict=True):
         assert_same(one, two)
     assert reader.rejects.seen == 0
 
@@ -510,7 +513,7 @@ def test_validation_rejects_are_written_not_counted(open_reader, folder: Path, t
     (folder / "5.png").write_bytes(b"cut")
     reader = open_reader(validation=(Source(path=str(folder / "rows.json")),), out=tmp_path)
     for _ in range(2):
-        assert sum(b.counts.supervised > 0 for b in reader.validation(BUDGET)) > 0
+        assert sum(b.counts.supervised > 0 for b in validation_batches(reader, BUDGET)) > 0
     rows = [json.loads(line)["row"] for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
     assert sorted(rows) == [6, 7, 8, 15, 16, 17]
     assert reader.rejects.counts == {}
@@ -519,7 +522,7 @@ def test_validation_rejects_are_written_not_counted(open_reader, folder: Path, t
 def test_validation_without_one_usable_row_is_refused(open_reader, folder: Path) -> None:
     (folder / "bad.json").write_text(json.dumps([row("x", "absent.png")]))
     with pytest.raises(Refused, match="no validation sample can be used"):
-        list(open_reader(validation=(Source(path=str(folder / "bad.json")),)).validation(BUDGET))
+        list(validation_batches(open_reader(validation=(Source(path=str(folder / "bad.json")),)), BUDGET))
 
 
 def test_kinds_that_are_not_there_are_refused_on_either_side(open_reader, folder: Path) -> None:
@@ -545,21 +548,23 @@ def test_settings_that_contradict_are_refused(folder: Path, open_reader) -> None
 def test_augmentation_follows_the_visit(open_reader, folder: Path) -> None:
     def pixels(seed: int, epochs: int) -> list[bytes]:
         write(folder, [row("a", "0.png")])
-        return [b.patches_PC.numpy().tobytes() for b in flat(open_reader(seed, augment=Augment(shift=4)).steps(BUDGET, 1, epochs))]
+        return [
+            b.patches_PC.numpy().tobytes() for b in flat(training_steps(open_reader(seed, augment=Augment(shift=4)), BUDGET, 1, epochs))
+        ]
 
     assert pixels(0, 1) == pixels(0, 1)
     assert pixels(0, 1) != pixels(1, 1)
     write(folder, [row("a", "0.png")])
-    [both] = flat(open_reader(0, augment=Augment(shift=4)).steps(BUDGET, 1, 2))
+    [both] = flat(training_steps(open_reader(0, augment=Augment(shift=4)), BUDGET, 1, 2))
     one, two = both.patches_PC[:16], both.patches_PC[16:]
     assert both.counts.images == 2  # two visits, two augmentations, in one batch
     assert not torch.equal(one, two)
 
 
 def test_remembering_pictures_changes_nothing(open_reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = list(open_reader(augment=Augment(flip=True)).steps(BUDGET, 1, 2))
+    kept = list(training_steps(open_reader(augment=Augment(flip=True)), BUDGET, 1, 2))
     monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)
-    assert_same_steps(list(open_reader(augment=Augment(flip=True)).steps(BUDGET, 1, 2)), kept)
+    assert_same_steps(list(training_steps(open_reader(augment=Augment(flip=True)), BUDGET, 1, 2)), kept)
 
 
 def test_pictures_that_come_again_are_decoded_once(open_reader, folder: Path, draw, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,7 +577,7 @@ def test_pictures_that_come_again_are_decoded_once(open_reader, folder: Path, dr
 
     def counts(share: int) -> list[int]:
         decoded.clear()
-        list(open_reader(sources=(Source(path=str(folder / "rows.jsonl")),), share_images=share).steps(BUDGET, 1, 2))
+        list(training_steps(open_reader(sources=(Source(path=str(folder / "rows.jsonl")),), share_images=share), BUDGET, 1, 2))
         return sorted(decoded.values())
 
     assert counts(1) == [1, 1, 1, 2]
@@ -582,8 +587,8 @@ def test_pictures_that_come_again_are_decoded_once(open_reader, folder: Path, dr
 
 
 def test_a_text_model_rejects_pictures(folder: Path, plain: Encoder) -> None:
-    reader = Reader(Data(sources=(Source(path=str(folder / "rows.json")),), max_reject_rate=1), plain, None, 0)
-    assert set(ids(flat(reader.steps(BUDGET, 1, 1)))) == set(range(24, 29))
+    reader = reader_of(Data(sources=(Source(path=str(folder / "rows.json")),), max_reject_rate=1), plain, None, 0)
+    assert set(ids(flat(training_steps(reader, BUDGET, 1, 1)))) == set(range(24, 29))
 
 
 def test_texts_for_a_tokenizer_leave_out_what_is_held_out(open_reader) -> None:

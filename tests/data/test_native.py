@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from eyeline.core.batch import IGNORE, Batch, Budget
 from eyeline.core.facts import Area, Film, ImageRule
 from eyeline.data.images.patches import image_patches
-from eyeline.data.loader import Reader
+from eyeline.data.loader import training_steps
+from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.documents import document_of
@@ -52,8 +53,8 @@ def data(tmp_path: Path) -> Data:
 
 def test_documents_arrive_as_planned(data: Data, tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
     encoder = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"])
-    reader = Reader(data, encoder, RULE, 0)
-    batches: list[Batch] = [batch for step in reader.steps(Budget(120, 300), 1, 1) for batch in step.batches]
+    reader = reader_of(data, encoder, RULE, 0)
+    batches: list[Batch] = [batch for step in training_steps(reader, Budget(120, 300), 1, 1) for batch in step.batches]
     arrived = {}
     for batch in batches:
         assert batch.counts.patches <= 300

@@ -181,7 +181,7 @@ def test_a_group_of_many_rows_is_several_shards_that_come_together(tmp_path: Pat
     for seed in range(5):
         read.clear()
         found.container._kept.clear()  # type: ignore[attr-defined]
-        pool = pool_of(Side(Index((found,), encoder(), None, None), 0.0, judges=False), 1, seed)
+        pool = pool_of(Side(Index((found,), encoder(), None, None), 0.0, held_out=False), 1, seed)
         cursor, drawn = Cursor(), []
         while cursor.epoch == 0:
             window = pool.window(cursor)

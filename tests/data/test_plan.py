@@ -26,15 +26,20 @@ from eyeline.core.facts import Area, Cost, ImageRule
 from eyeline.data import loader
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
+from eyeline.data.counts import count_steps
 from eyeline.data.images.patches import Augment
-from eyeline.data.loader import Reader, Step
+from eyeline.data.loader import Step, planned_windows, training_steps
 from eyeline.data.plan import blend, index, plan
 from eyeline.data.plan.blend import Cursor, Pool, Side, blended, pools_of
 from eyeline.data.plan.order import WINDOW_SHARDS
 from eyeline.data.plan.plan import Item, Ordered, Sized
+from eyeline.data.plan.position import Carried, Position
+from eyeline.data.reader import Reader, alone, reader_of, rows_in_order, sizing_of, training_pools
+from eyeline.data.rejects import Reject
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.tokenizer import Encoder
+from eyeline.data.validation import validation_batches
 from tests.data.test_loader import assert_same, row
 
 BUDGET = Budget(90, 80)
@@ -65,10 +70,10 @@ BAD = {n for n in range(ROWS) if n % 40 == 39}
 
 @pytest.fixture
 def make(folder: Path, plain: Encoder, rule: ImageRule) -> Callable[..., Reader]:
-    def reader(seed: int = 0, out: Path | None = None, gather: Any = loader.alone, **settings: Any) -> Reader:
+    def reader(seed: int = 0, out: Path | None = None, gather: Any = alone, **settings: Any) -> Reader:
         settings.setdefault("sources", (Source(path=str(folder / "rows.jsonl")),))
         settings.setdefault("share_images", 3)
-        return Reader(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out, cost=COST, gather=gather)
+        return reader_of(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out, cost=COST, gather=gather)
 
     return reader
 
@@ -90,7 +95,7 @@ def run(
     """The steps of every rank, each with a reader of its own."""
     out = []
     for rank in range(ranks):
-        steps = make(**settings).steps(BUDGET, packs, epochs, json.loads(json.dumps(state)), rank, ranks)
+        steps = training_steps(make(**settings), BUDGET, packs, epochs, json.loads(json.dumps(state)), rank, ranks)
         out.append([next(steps) for _ in range(count)] if count is not None else list(steps))
     return out
 
@@ -118,10 +123,15 @@ def test_who_fetches_is_nothing_to_the_plan(make) -> None:
     """Nor how far ahead, how patiently, or with what kept: three epochs over many windows, packs, states and digests."""
 
     def planned(**settings: Any) -> list[tuple[Any, ...]]:
-        return [(met.pack, met.seen, met.after.state(), met.digest) for met in make(**settings).planned(BUDGET, 3)]
+        return [
+            (pack, window.after(n).state(), window.plan.rest, window.plan.digest)
+            for reader in [make(**settings)]
+            for window in planned_windows(reader, sizing_of(reader, BUDGET), 3)
+            for n, pack in enumerate(window.packs, 1)
+        ]
 
     wanted = planned()
-    assert wanted[-1][2]["number"] > 10
+    assert wanted[-1][1]["number"] > 10
     for other in (
         {"workers": 1},
         {"workers": 7, "read_ahead": 1},
@@ -147,7 +157,7 @@ def test_the_last_step_of_the_last_epoch_is_partial(make) -> None:
     packs = [len(step.batches) for step in run(make, 1, 7, 3)[0]]
     assert packs[:-1] == [7] * (len(packs) - 1)
     assert 1 <= packs[-1] < 7
-    assert make().count_steps(BUDGET, 7, 3) == len(packs)
+    assert count_steps(make(), BUDGET, 7, 3) == len(packs)
     over_four = run(make, 4, 7, 3)
     assert [len(step.batches) for step in over_four[0]] == [2] * (len(packs) - 1) + [-(-packs[-1] // 4)]
 
@@ -296,8 +306,8 @@ def test_resuming_costs_the_same_everywhere(large: Path, plain: Encoder, tmp_pat
     cold = data.model_copy(update={"cache": None})
     budget = Budget(100, 0)
     states: dict[str, Any] = {}
-    whole = Reader(data, plain, None, 3).count_steps(budget, 2, 1)
-    for n, step in enumerate(Reader(data, plain, None, 3).steps(budget, 2, None)):
+    whole = count_steps(reader_of(data, plain, None, 3), budget, 2, 1)
+    for n, step in enumerate(training_steps(reader_of(data, plain, None, 3), budget, 2, None)):
         for share in (0.01, 0.5, 0.985):
             if n == round(whole * (1 + share)):
                 states[str(share)] = (step.state, n)
@@ -306,9 +316,9 @@ def test_resuming_costs_the_same_everywhere(large: Path, plain: Encoder, tmp_pat
     costs = {}
     for share, (state, _) in states.items():
         with counted() as seen:
-            reader = Reader(data if warm else cold, plain, None, 3)
+            reader = reader_of(data if warm else cold, plain, None, 3)
             opened = SimpleNamespace(**vars(seen))
-            next(reader.steps(budget, 2, None, json.loads(json.dumps(state))))
+            next(training_steps(reader, budget, 2, None, json.loads(json.dumps(state))))
         costs[share] = (seen.reads - opened.reads, round((seen.bytes - opened.bytes) / 1000), seen.indexed)
         assert len(json.dumps(state)) < 8000
     assert len(states) == 3
@@ -376,13 +386,13 @@ class _Entries(_Many):
 def test_every_window_of_every_epoch_has_an_order_of_its_own(large: Path, plain: Encoder) -> None:
     """Which shards it has, in which order, and how their rows are mixed: windows of 32 shards of 15 rows each."""
     for blend_of in ("once", "shares"):
-        reader = Reader(Data(sources=(Source(path=str(large / "rows.jsonl")),), blend=blend_of), plain, None, 3)  # type: ignore[arg-type]
-        [pool] = reader.pools()
+        reader = reader_of(Data(sources=(Source(path=str(large / "rows.jsonl")),), blend=blend_of), plain, None, 3)  # type: ignore[arg-type]
+        [pool] = training_pools(reader)
         seen: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for epoch, window in ((1, 0), (1, 1), (2, 0), (3, 0)):
             shards = [shard for _, shard in pool.shards(pool.at(epoch, window))]
             place = {shard: 15 * n for n, shard in enumerate(shards)}
-            seen[epoch, window] = shards, [place[shard] + number for _, shard, number in reader._order((0, epoch, window)).tolist()]
+            seen[epoch, window] = shards, [place[shard] + number for _, shard, number in rows_in_order(reader, (0, epoch, window)).tolist()]
         assert all(sorted(mixed) == list(range(len(shards) * 15)) for shards, mixed in seen.values())
         for of in (0, 1):
             assert len({tuple(both[of]) for both in seen.values()}) == 4
@@ -391,16 +401,16 @@ def test_every_window_of_every_epoch_has_an_order_of_its_own(large: Path, plain:
 def test_an_index_is_mapped_and_not_loaded(large: Path, plain: Encoder, tmp_path: Path) -> None:
     """Two hundred shards are read through, and no more than some stay open."""
     data = Data(sources=(Source(path=str(large / "rows.jsonl")),), cache=str(tmp_path / "index"))
-    reader = Reader(data, plain, None, 3)
-    reader.count_steps(Budget(256, 0), 2, 1)
+    reader = reader_of(data, plain, None, 3)
+    count_steps(reader, Budget(256, 0), 2, 1)
     assert len(list((tmp_path / "index").glob("*/*.index"))) == 200
     assert len(reader.training.index._open) <= index.KEPT_OPEN
 
 
 def test_the_next_window_is_indexed_while_this_one_is_used(large: Path, plain: Encoder) -> None:
     """So no step waits for a whole window."""
-    reader = Reader(Data(sources=(Source(path=str(large / "rows.jsonl")),), cache=str(large / "index")), plain, None, 3)
-    steps, most, all = reader.steps(Budget(100, 0), 1, None), 0, 0
+    reader = reader_of(Data(sources=(Source(path=str(large / "rows.jsonl")),), cache=str(large / "index")), plain, None, 3)
+    steps, most, all = training_steps(reader, Budget(100, 0), 1, None), 0, 0
     while all < 200:
         with counted() as seen:
             next(steps)
@@ -418,7 +428,7 @@ def test_a_state_of_something_else_is_refused_by_name(
 
     def refused(reader: Reader, words: str, budget: Budget = BUDGET) -> None:
         with pytest.raises(Refused, match=words):
-            next(reader.steps(budget, 3, None, json.loads(json.dumps(state))))
+            next(training_steps(reader, budget, 3, None, json.loads(json.dumps(state))))
 
     refused(make(seed=1), "order")
     refused(make(share_images=2), "order")
@@ -427,13 +437,13 @@ def test_a_state_of_something_else_is_refused_by_name(
         refused(make(sources=(Source(path=str(folder / "rows.jsonl"), **other),)), "order")
     refused(make(blend="shares"), "order")
     refused(make(sources=(Source(path=str(folder / "rows.jsonl"), columns={"image": "image"}),)), "layout")
-    refused(Reader(make().data, plain, rule, 0, longest=89), r"budget .*\[90, 80, \d+, 'reject'\] → \[90, 80, 89, 'reject'\]")
+    refused(reader_of(make().data, plain, rule, 0, longest=89), r"budget .*\[90, 80, \d+, 'reject'\] → \[90, 80, 89, 'reject'\]")
     refused(make(), r"budget .*\[90, 80, .*→ \[91, 80", Budget(91, 80))
     refused(make(too_long="shrink"), "budget .*reject.*shrink")
     data = make().data
-    refused(Reader(data, qwen, rule, 0), "tokenizer")
+    refused(reader_of(data, qwen, rule, 0), "tokenizer")
     other = ImageRule(8, 2, (0.5,) * 3, (0.4,) * 3, "bicubic", rule.resize)
-    refused(Reader(data, plain, other, 0), "picture rule")
+    refused(reader_of(data, plain, other, 0), "picture rule")
     with monkeypatch.context() as patch:
         patch.setattr(plan, "VERSION", 3)
         refused(make(), r"plan version \(2 → 3\)")
@@ -441,11 +451,11 @@ def test_a_state_of_something_else_is_refused_by_name(
     (folder / "rows.jsonl").write_text(lines.replace("question 10?", "question X?"))
     refused(make(), "Different are: data")
     (folder / "rows.jsonl").write_text(lines)
-    next(make().steps(BUDGET, 3, None, state))  # and put back it goes on
+    next(training_steps(make(), BUDGET, 3, None, state))  # and put back it goes on
     judged = {"hold_out": 0.0, "validation": (Source(path=str(folder / "judged.jsonl")),)}
     (folder / "judged.jsonl").write_text(lines)
-    state = next(make(**judged).steps(BUDGET, 3, None)).state
-    next(make(**judged).steps(BUDGET, 3, None, state))
+    state = next(training_steps(make(**judged), BUDGET, 3, None)).state
+    next(training_steps(make(**judged), BUDGET, 3, None, state))
     (folder / "judged.jsonl").write_text(lines.replace("question 10?", "question X?"))
     refused(make(**judged), "Different are: validation")
 
@@ -454,26 +464,26 @@ def test_a_picture_of_another_size_under_a_saved_window_is_refused(make, folder:
     """Files of pictures are in no fingerprint; the window's plan has a digest."""
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 4096))
     data = make().data
-    steps = Reader(data, plain, rule, 0).steps(BUDGET, 1, None)
+    steps = training_steps(reader_of(data, plain, rule, 0), BUDGET, 1, None)
     state = [next(steps) for _ in range(12)][-1].state
     for n in range(12):
         draw(f"set/{n}.png", seed=n, width=60, height=30)
     with pytest.raises((Refused, StorageFailed), match=r"no longer those that were planned|have grown"):
-        next(Reader(data, plain, rule, 0).steps(BUDGET, 1, None, state))
+        next(training_steps(reader_of(data, plain, rule, 0), BUDGET, 1, None, state))
 
 
 def test_a_picture_that_changes_after_it_was_planned_stops_the_run(make, folder: Path, draw, plain: Encoder) -> None:
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 4096))
-    reader = Reader(make().data, plain, rule, 0)
-    reader.count_steps(BUDGET, 1, 1)
+    reader = reader_of(make().data, plain, rule, 0)
+    count_steps(reader, BUDGET, 1, 1)
     for n in range(12):
         draw(f"set/{n}.png", seed=n, width=60, height=30)
     with pytest.raises(StorageFailed, match=r"tokens where \d+ were planned"):
-        list(reader.steps(BUDGET, 1, 1))
+        list(training_steps(reader, BUDGET, 1, 1))
 
 
 def test_ranks_that_plan_differently_stop(make) -> None:
-    steps = make(gather=lambda value: [value, [["another"], []]]).steps(BUDGET, 1, None, None, 0, 2)
+    steps = training_steps(make(gather=lambda value: [value, [["another"], []]]), BUDGET, 1, None, None, 0, 2)
     with pytest.raises(StorageFailed, match="ranks plan differently, by window 1"):
         next(steps)
 
@@ -487,7 +497,7 @@ def test_rejects_of_other_ranks_count_here(make, folder: Path) -> None:
         told.append(there)
         return [value, [value[0], [there]]]
 
-    steps = make(gather=gather).steps(BUDGET, 2, None, None, 0, 2)
+    steps = training_steps(make(gather=gather), BUDGET, 2, None, None, 0, 2)
     for _ in range(3):
         assert next(steps).state["rejects"]["counts"]["broken_image"] == len(told)
 
@@ -509,7 +519,7 @@ def test_ranks_ask_one_another_in_the_same_order_however_far_they_read_ahead(mak
 
         with monkeypatch.context() as patch:
             patch.setattr(loader, "fetched_in_order", hasty)
-            list(make(gather=lambda value: seen.append(value) or [value]).steps(BUDGET, 3, 2))
+            list(training_steps(make(gather=lambda value: seen.append(value) or [value]), BUDGET, 3, 2))
         return seen
 
     assert len(asked(0)) > 8
@@ -527,7 +537,7 @@ def sources(folder: Path) -> tuple[Source, Source]:
 def test_shares_are_exact_at_any_place(make, folder: Path) -> None:
     """After any window each source has its share of the usable rows, give or take a visit; a small one comes again and again."""
     reader = make(sources=sources(folder), blend="shares")
-    sizing = reader.sizing(BUDGET)
+    sizing = sizing_of(reader, BUDGET)
     pools = pools_of(reader.training, 3, 0)
     cursors = tuple(Cursor() for _ in pools)
     usable = Counter[int]()
@@ -561,14 +571,14 @@ def test_a_blend_resumes_exactly(make, folder: Path, stop: int, monkeypatch: pyt
     assert 2.4 < seen["rows"] / seen["other"] < 3.6
     heavier = make(sources=tuple(s.model_copy(update={"weight": 2.0}) for s in settings["sources"]), blend="shares")
     with pytest.raises(Refused, match="Different are: order"):
-        next(heavier.steps(BUDGET, 3, None, whole[stop].state))
+        next(training_steps(heavier, BUDGET, 3, None, whole[stop].state))
 
 
 def test_a_source_without_a_usable_row_cannot_have_a_share(make, folder: Path) -> None:
     (folder / "bad.jsonl").write_text("\n".join(json.dumps(row("gone", "absent.png")) for _ in range(5)))
     both = (Source(path=str(folder / "rows.jsonl")), Source(path=str(folder / "bad.jsonl")))
     with pytest.raises(Refused, match=r"bad\.jsonl: no sample can be used, so it cannot have a share"):
-        next(make(sources=both, blend="shares").steps(BUDGET, 1, None))
+        next(training_steps(make(sources=both, blend="shares"), BUDGET, 1, None))
 
 
 def test_limits_over_shards(make, folder: Path) -> None:
@@ -578,8 +588,8 @@ def test_limits_over_shards(make, folder: Path) -> None:
     seen = {known[id] for step in run(make, 1, 2, 1, sources=limited)[0] for batch in step.batches for id in batch.ids}
     assert seen == set(range(50)) - BAD
     reader = make(sources=limited, hold_out=0.4)
-    judged = {known[id] for batch in reader.validation(BUDGET) for id in batch.ids}
-    trained = {known[id] for step in reader.steps(BUDGET, 2, 1) for batch in step.batches for id in batch.ids}
+    judged = {known[id] for batch in validation_batches(reader, BUDGET) for id in batch.ids}
+    trained = {known[id] for step in training_steps(reader, BUDGET, 2, 1) for batch in step.batches for id in batch.ids}
     assert judged | trained == set(range(50)) - BAD
     assert not judged & trained
 
@@ -591,7 +601,7 @@ def test_a_limit_counts_rows_of_the_kinds_that_are_kept(make, folder: Path) -> N
     known = numbers(folder)
     for limit in (1, 20, 60):
         reader = make(sources=(Source(path=str(folder / "rows.jsonl"), kinds=("b",), limit=limit),))
-        seen = {known[id] for step in reader.steps(BUDGET, 2, 1) for batch in step.batches for id in batch.ids}
+        seen = {known[id] for step in training_steps(reader, BUDGET, 2, 1) for batch in step.batches for id in batch.ids}
         assert seen == set(range(0, 3 * limit, 3)) - BAD
         assert reader.training.shards(0) == 1 + max(
             shard for shard in range(reader.training.shards(0)) if reader.training.kept(0, shard).any()
@@ -601,13 +611,13 @@ def test_a_limit_counts_rows_of_the_kinds_that_are_kept(make, folder: Path) -> N
 def test_validation_is_cut_between_ranks_and_complete(make, folder: Path) -> None:
     known = numbers(folder)
     reader = make(validation=(Source(path=str(folder / "rows.jsonl")),))
-    whole = [batch.ids for batch in reader.validation(BUDGET)]
+    whole = [batch.ids for batch in validation_batches(reader, BUDGET)]
     assert Counter(known[id] for ids in whole for id in ids) == Counter(set(range(ROWS)) - BAD)
-    parts = [[batch.ids for batch in reader.validation(BUDGET, rank, 3)] for rank in range(3)]
+    parts = [[batch.ids for batch in validation_batches(reader, BUDGET, rank, 3)] for rank in range(3)]
     assert sorted(ids for part in parts for ids in part) == sorted(whole)
     assert parts[1] == whole[1::3]
-    assert [batch.ids for batch in make(seed=1, validation=reader.data.validation).validation(BUDGET)] == whole
-    for batch in make(validation=reader.data.validation, share_images=1).validation(BUDGET):
+    assert [batch.ids for batch in validation_batches(make(seed=1, validation=reader.data.validation), BUDGET)] == whole
+    for batch in validation_batches(make(validation=reader.data.validation, share_images=1), BUDGET):
         assert [known[id] for id in batch.ids] == sorted(known[id] for id in batch.ids)  # as listed
 
 
@@ -652,7 +662,7 @@ def test_a_reject_that_shifts_its_neighbours_is_noticed(make, folder: Path, monk
         return sizes, usable
 
     monkeypatch.setattr(plan, "_columns", shifted)
-    monkeypatch.setattr(plan, "reject_of", lambda sizing, row: loader.Reject("x", "x", 0, "image", "broken_image", "x"))
+    monkeypatch.setattr(plan, "reject_of", lambda sizing, row: Reject("x", "x", 0, "image", "broken_image", "x"))
     assert packs_of(run(make, 1, 2, 1)) != wanted
 
 
@@ -661,9 +671,9 @@ def test_items_are_written_and_read_back() -> None:
         (Item(0, 1, ((0, 3, 5),)), Item(0, 1, ((0, 3, 6), (0, 3, 9), (1, 0, 2))), Item(0, 2, ((0, 1, 1),))),
         (Item(1, 0, ((2, 2, 2),)),),
     )
-    position = loader.Position((Cursor(1, 2, 3, 4, 5),), 7, 8, loader.Carried(bins), "d")
+    position = Position((Cursor(1, 2, 3, 4, 5),), 7, 8, Carried(bins), "d")
     state = json.loads(json.dumps(position.state()))
-    assert loader.Position.of(state) == position
+    assert Position.of(state) == position
     assert state["bins"][0] == [[0, 1, [[[0, 3, 5]], [[0, 3, 6, 9], [1, 0, 2]]]], [0, 2, [[[0, 1, 1]]]]]
 
 

@@ -25,17 +25,20 @@ from eyeline.core.facts import Area, Film, ImageRule, Square
 from eyeline.data import prepare
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
+from eyeline.data.counts import count_steps
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.patches import Augment
-from eyeline.data.loader import Reader
+from eyeline.data.loader import training_steps
 from eyeline.data.plan import order
 from eyeline.data.prepared import packed
 from eyeline.data.prepared.packed import Manifest, packed_row, packed_sample
+from eyeline.data.reader import Reader, reader_of, sizing_of
 from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.sets import Data, training_samples
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
+from eyeline.data.validation import validation_batches
 from tests.data.test_loader import ROWS, assert_same, assert_same_steps, row, write
 from tests.data.test_promises import line_of, one_source
 from tests.data.test_tars import archive, encoded
@@ -77,7 +80,7 @@ Open = Callable[..., Reader]
 def open_reader(folder: Path, plain: Encoder, rule: ImageRule) -> Open:
     def make(seed: int = 0, out: Path | None = None, rule: ImageRule = rule, **settings: Any) -> Reader:
         settings.setdefault("sources", (Source(path=str(folder / "rows.json")),))
-        return Reader(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out)
+        return reader_of(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out)
 
     return make
 
@@ -109,11 +112,11 @@ def test_the_same_batches(open_reader: Open, tmp_path: Path, name: str) -> None:
     there = {"prepared": str(tmp_path / "out"), **settings}
     for more in ({}, {"workers": 2}) if name == "shrunk" else ({},):
         source, stored = open_reader(**settings, **more), open_reader(**there, **more)
-        assert_same_steps(list(stored.steps(BUDGET, 2, 2)), list(source.steps(BUDGET, 2, 2)))
-        assert stored.count_steps(BUDGET, 2, 2) == source.count_steps(BUDGET, 2, 2)
-        judged = list(source.validation(BUDGET))
+        assert_same_steps(list(training_steps(stored, BUDGET, 2, 2)), list(training_steps(source, BUDGET, 2, 2)))
+        assert count_steps(stored, BUDGET, 2, 2) == count_steps(source, BUDGET, 2, 2)
+        judged = list(validation_batches(source, BUDGET))
         assert bool(judged) == stored.validates == ("hold_out" in settings)
-        for one, two in zip(stored.validation(BUDGET), judged, strict=True):
+        for one, two in zip(validation_batches(stored, BUDGET), judged, strict=True):
             assert_same(one, two)
 
 
@@ -121,16 +124,16 @@ def test_the_same_batches_on_three_ranks(open_reader: Open, tmp_path: Path) -> N
     made(open_reader(share_images=3), tmp_path / "out")
     for rank in range(3):
         source, stored = open_reader(share_images=3), open_reader(share_images=3, prepared=str(tmp_path / "out"))
-        steps = [list(reader.steps(BUDGET, 4, 2, rank=rank, ranks=3)) for reader in (stored, source)]
+        steps = [list(training_steps(reader, BUDGET, 4, 2, rank=rank, ranks=3)) for reader in (stored, source)]
         assert_same_steps(*steps)
 
 
 def test_the_source_is_not_touched(open_reader: Open, folder: Path, tmp_path: Path) -> None:
-    wanted = list(open_reader().steps(BUDGET, 1, 2))
+    wanted = list(training_steps(open_reader(), BUDGET, 1, 2))
     made(open_reader(), tmp_path / "out")
     shutil.rmtree(folder)
     shutil.move(tmp_path / "out", tmp_path / "moved")
-    assert_same_steps(list(open_reader(prepared=str(tmp_path / "moved")).steps(BUDGET, 1, 2)), wanted)
+    assert_same_steps(list(training_steps(open_reader(prepared=str(tmp_path / "moved")), BUDGET, 1, 2)), wanted)
 
 
 def several(folder: Path) -> tuple[Source, ...]:
@@ -160,8 +163,8 @@ def test_every_container_and_filter(open_reader: Open, folder: Path, tmp_path: P
     settings = {"sources": several(folder), "share_images": 2, "too_long": "shrink", "hold_out": 0.2}
     made(open_reader(**settings), tmp_path / "out")
     source, stored = open_reader(**settings), open_reader(**settings, prepared=str(tmp_path / "out"))
-    assert_same_steps(list(stored.steps(BUDGET, 2, 2)), list(source.steps(BUDGET, 2, 2)))
-    for one, two in zip(stored.validation(BUDGET), source.validation(BUDGET), strict=True):
+    assert_same_steps(list(training_steps(stored, BUDGET, 2, 2)), list(training_steps(source, BUDGET, 2, 2)))
+    for one, two in zip(validation_batches(stored, BUDGET), validation_batches(source, BUDGET), strict=True):
         assert_same(one, two)
 
 
@@ -172,12 +175,14 @@ def test_a_blend_by_shares(open_reader: Open, folder: Path, tmp_path: Path) -> N
         out = tmp_path / str(packs)
         manifest = made(open_reader(**settings), out, packs=packs)
         source, stored = open_reader(**settings), open_reader(**settings, prepared=str(out))
-        assert_same_steps(list(islice(stored.steps(BUDGET, 2, None), 30)), list(islice(source.steps(BUDGET, 2, None), 30)))
-        for one, two in zip(stored.validation(BUDGET), source.validation(BUDGET), strict=True):
+        assert_same_steps(
+            list(islice(training_steps(stored, BUDGET, 2, None), 30)), list(islice(training_steps(source, BUDGET, 2, None), 30))
+        )
+        for one, two in zip(validation_batches(stored, BUDGET), validation_batches(source, BUDGET), strict=True):
             assert_same(one, two)
         rows = sum(archive.rows for archive in manifest.archives if not archive.judges)
         assert rows == 2 + len(  # with those that are too long
-            {id for step in islice(open_reader(**settings).steps(BUDGET, 2, None), 60) for b in step.batches for id in b.ids}
+            {id for step in islice(training_steps(open_reader(**settings), BUDGET, 2, None), 60) for b in step.batches for id in b.ids}
         )
 
 
@@ -203,19 +208,19 @@ def test_any_data_and_settings(folder: Path, plain: Encoder, rule: ImageRule, so
     shutil.rmtree(out, ignore_errors=True)
 
     def reader(**more: Any) -> Reader:
-        return Reader(data.model_copy(update=more), plain, rule, seed)
+        return reader_of(data.model_copy(update=more), plain, rule, seed)
 
     try:
-        wanted = list(reader().steps(budget, 2, 2))
+        wanted = list(training_steps(reader(), budget, 2, 2))
     except Refused:  # nothing to learn from, or nothing held out: so says who prepares it
         with pytest.raises(Refused):
             made(reader(), out, budget)
         return
     made(reader(), out, budget)
-    assert_same_steps(list(reader(prepared=str(out)).steps(budget, 2, 2)), wanted)
+    assert_same_steps(list(training_steps(reader(prepared=str(out)), budget, 2, 2)), wanted)
     if hold_out:
         with suppress(Refused):  # no validation sample can be used
-            for one, two in zip(reader().validation(budget), reader(prepared=str(out)).validation(budget), strict=True):
+            for one, two in zip(validation_batches(reader(), budget), validation_batches(reader(prepared=str(out)), budget), strict=True):
                 assert_same(one, two)
 
 
@@ -228,10 +233,12 @@ def test_films(folder: Path, tmp_path: Path, tokenizers: dict[str, Any]) -> None
     encoder, budget = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"]), Budget(200, 200)
 
     def reader(**more: Any) -> Reader:
-        return Reader(Data(sources=(Source(path=str(folder / "rows.json")),), share_images=2, **more), encoder, FILM_RULE, 0)
+        return reader_of(Data(sources=(Source(path=str(folder / "rows.json")),), share_images=2, **more), encoder, FILM_RULE, 0)
 
     made(reader(), tmp_path / "out", budget)
-    assert_same_steps(list(reader(prepared=str(tmp_path / "out")).steps(budget, 1, 2)), list(reader().steps(budget, 1, 2)))
+    assert_same_steps(
+        list(training_steps(reader(prepared=str(tmp_path / "out")), budget, 1, 2)), list(training_steps(reader(), budget, 1, 2))
+    )
     for one, two in zip(sorted_samples(reader(prepared=str(tmp_path / "out")).data), sorted_samples(reader().data), strict=True):
         assert same_sample(one, two)
 
@@ -243,12 +250,12 @@ def test_films(folder: Path, tmp_path: Path, tokenizers: dict[str, Any]) -> None
 def test_a_state_goes_on_in_the_other(open_reader: Open, tmp_path: Path, at: int) -> None:
     settings = {"share_images": 3, "too_long": "shrink", "augment": Augment(flip=True)}
     made(open_reader(**settings), tmp_path / "out")
-    whole = list(open_reader(**settings).steps(BUDGET, 2, 3))
+    whole = list(training_steps(open_reader(**settings), BUDGET, 2, 3))
     assert len(whole) > 11
     for first, second in (({}, {"prepared": str(tmp_path / "out")}), ({"prepared": str(tmp_path / "out")}, {})):
-        some = list(islice(open_reader(**settings, **first).steps(BUDGET, 2, 3), at + 1))
+        some = list(islice(training_steps(open_reader(**settings, **first), BUDGET, 2, 3), at + 1))
         state = json.loads(json.dumps(some[-1].state))
-        rest = list(open_reader(**settings, **second).steps(BUDGET, 2, 3, state, ranks=1))
+        rest = list(training_steps(open_reader(**settings, **second), BUDGET, 2, 3, state, ranks=1))
         assert_same_steps([*some, *rest], whole)
 
 
@@ -262,8 +269,8 @@ def test_each_row_lies_once_in_the_order_of_the_first_epoch(
     monkeypatch.setattr(prepare, "PARTITION_BYTES", partition)
     manifest = made(open_reader(share_images=2, hold_out=0.3), tmp_path / "out")
     reader = open_reader(share_images=2, hold_out=0.3)
-    wanted = [id for step in reader.steps(BUDGET, 1, 1) for batch in step.batches for id in batch.ids]
-    judged = [id for batch in reader.validation(BUDGET) for id in batch.ids]
+    wanted = [id for step in training_steps(reader, BUDGET, 1, 1) for batch in step.batches for id in batch.ids]
+    judged = [id for batch in validation_batches(reader, BUDGET) for id in batch.ids]
     lie: dict[bool, list[str]] = {False: [], True: []}
     for about in manifest.archives:
         rows = open_source(Source(path=str(tmp_path / "out" / "shards" / about.name)))
@@ -303,7 +310,7 @@ def test_rejects_are_listed_and_counted_as_in_the_source(open_reader: Open, tmp_
     logs = []
     for more in ({}, {"prepared": str(tmp_path / "out")}):
         (tmp_path / f"run{len(logs)}").mkdir()
-        list(open_reader(out=tmp_path / f"run{len(logs)}", **more).steps(BUDGET, 2, 2))
+        list(training_steps(open_reader(out=tmp_path / f"run{len(logs)}", **more), BUDGET, 2, 2))
         logs.append([json.loads(line) for line in (tmp_path / f"run{len(logs)}" / "rejects.jsonl").read_text().splitlines()])
     assert [{**line, "message": ""} for line in logs[0]] == [{**line, "message": ""} for line in logs[1]]
     assert listed == [line for line in logs[1] if line["cause"] != "broken_image"]  # which nobody knows before it is decoded
@@ -333,7 +340,7 @@ def test_epoch_one_is_read_from_begin_to_end(open_reader: Open, folder: Path, tm
         return real(handle, length, begin)
 
     monkeypatch.setattr(containers.os, "pread", counted)
-    list(reader.steps(BUDGET, 1, 1))
+    list(training_steps(reader, BUDGET, 1, 1))
     archives = [(path, begin, length) for path, begin, length in asked if path.endswith(".tar")]
     assert archives == sorted(archives)
     assert len(archives) == 9  # a request a picture: no row is read, and no header
@@ -452,7 +459,7 @@ def test_damage_is_noticed_and_mended(open_reader: Open, tmp_path: Path, harm: C
     sound = contents(out)
     harm(out)
     with pytest.raises(StorageFailed, match=r"00001\.tar|\.index"):
-        list(open_reader(prepared=str(out)).steps(BUDGET, 1, 1))
+        list(training_steps(open_reader(prepared=str(out)), BUDGET, 1, 1))
     made(open_reader(), out)
     assert contents(out) == sound
 
@@ -473,7 +480,7 @@ def test_an_index_of_another_plan_is_noticed(open_reader: Open, tmp_path: Path) 
     value = json.loads(path.read_text())
     path.write_text(json.dumps(value | {"windows": ["0" * 16, *value["windows"][1:]]}))
     with pytest.raises(StorageFailed, match="window 0 is planned as"):
-        list(open_reader(prepared=str(tmp_path / "out")).steps(BUDGET, 1, 1))
+        list(training_steps(open_reader(prepared=str(tmp_path / "out")), BUDGET, 1, 1))
 
 
 def test_other_settings_are_refused_by_name(open_reader: Open, folder: Path, tmp_path: Path, qwen: Encoder, rule: ImageRule) -> None:
@@ -482,7 +489,7 @@ def test_other_settings_are_refused_by_name(open_reader: Open, folder: Path, tmp
 
     def refused(match: str, budget: Budget = BUDGET, **more: Any) -> None:
         with pytest.raises(Refused, match=match):
-            open_reader(**there, **more).sizing(budget)
+            sizing_of(open_reader(**there, **more), budget)
 
     refused(r"budget .*\.1 \(80 → 81\)|budget", Budget(90, 81))
     refused(r"order \(seed", seed=1)
@@ -493,7 +500,7 @@ def test_other_settings_are_refused_by_name(open_reader: Open, folder: Path, tmp
     refused(r"sources\.0\.limit \(None → 3\)", sources=(Source(path=str(folder / "rows.json"), limit=3),))
     refused(r"sources\.0\.path", sources=(Source(path=str(folder / "other.json")),))
     with pytest.raises(Refused, match="tokenizer"):
-        Reader(open_reader(**there).data, qwen, rule, 0).sizing(BUDGET)
+        sizing_of(reader_of(open_reader(**there).data, qwen, rule, 0), BUDGET)
     with pytest.raises(Refused, match="is no folder of prepared data"):
         open_reader(prepared=str(folder))
     path = tmp_path / "out" / "prepared.json"
@@ -539,7 +546,7 @@ def test_large_pictures_are_scaled_down_and_the_data_are_others(
     manifest = made(open_reader(**settings), tmp_path / "small", quality=90)
     assert sum(a.bytes for a in manifest.archives) < 0.7 * sum(a.bytes for a in plainly.archives)
     source, stored = open_reader(**settings), open_reader(**settings, prepared=str(tmp_path / "small"))
-    one, two = list(source.steps(BUDGET, 2, 1)), list(stored.steps(BUDGET, 2, 1))
+    one, two = list(training_steps(source, BUDGET, 2, 1)), list(training_steps(stored, BUDGET, 2, 1))
     for left, right in zip(one, two, strict=True):
         for a, b in zip(left.batches, right.batches, strict=True):
             assert a.ids == b.ids  # the square takes as many patches of a large picture as of a small one
@@ -552,7 +559,7 @@ def test_large_pictures_are_scaled_down_and_the_data_are_others(
     assert_sizes_are_those_of_the_pictures(stored)
     for reader, state in ((source, two[0].state), (stored, one[0].state)):
         with pytest.raises(Refused, match="Different are: data"):
-            next(reader.steps(BUDGET, 2, 1, state))
+            next(training_steps(reader, BUDGET, 2, 1, state))
     assert all(
         p.name.endswith(".png") and decode(p) is not None for s in sorted_samples(stored.data) for p in s.pictures if "br" not in p.name
     )
@@ -562,11 +569,11 @@ def test_a_model_without_a_tower_looks_at_no_pictures(folder: Path, tmp_path: Pa
     """Rows with pictures are rejects then, here and there; and there is nothing to scale down."""
 
     def reader(**more: Any) -> Reader:
-        return Reader(Data(sources=(Source(path=str(folder / "rows.json")),), max_reject_rate=1.0, **more), plain, None, 0)
+        return reader_of(Data(sources=(Source(path=str(folder / "rows.json")),), max_reject_rate=1.0, **more), plain, None, 0)
 
     made(reader(), tmp_path / "out")
-    wanted = list(reader().steps(BUDGET, 2, 2))
-    assert_same_steps(list(reader(prepared=str(tmp_path / "out")).steps(BUDGET, 2, 2)), wanted)
+    wanted = list(training_steps(reader(), BUDGET, 2, 2))
+    assert_same_steps(list(training_steps(reader(prepared=str(tmp_path / "out")), BUDGET, 2, 2)), wanted)
     with pytest.raises(Refused, match="it reads text only"):
         made(reader(), tmp_path / "other", quality=90)
 
@@ -580,7 +587,7 @@ def test_scaled_to_the_area_that_a_model_looks_at(open_reader: Open, folder: Pat
     small = made(open_reader(rule=rule), tmp_path / "small", quality=95)
     assert small.windows == plainly.windows
     stored = open_reader(rule=rule, prepared=str(tmp_path / "small"))
-    assert list(stored.steps(BUDGET, 1, 2))
+    assert list(training_steps(stored, BUDGET, 1, 2))
     assert {max(width_and_height(p)) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"} <= {32, 48, 64}
 
 

@@ -23,17 +23,20 @@ from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Area, ImageRule
 from eyeline.data.containers import json_rows
+from eyeline.data.counts import count_steps
 from eyeline.data.fetch import fetch
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images import patches
 from eyeline.data.images.patches import image_patches
-from eyeline.data.loader import Reader
+from eyeline.data.loader import training_steps
 from eyeline.data.plan import blend, index, plan
+from eyeline.data.reader import Reader, reader_of, sizing_of
 from eyeline.data.sets import Data, held_out
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
+from eyeline.data.validation import validation_batches
 from eyeline.models import build, qwen3, qwen3_vl, qwen_vision
 from tests.data.test_loader import row
 from tests.models import twins
@@ -103,7 +106,7 @@ def test_every_usable_row_as_often_as_it_should_be(
     data = Data(sources=tuple(sources), hold_out=hold_out, share_images=share_images, max_reject_rate=1.0)
 
     def reader() -> Reader:
-        return Reader(data, plain, rule, seed)
+        return reader_of(data, plain, rule, seed)
 
     trained, judged, met, lost = Counter[str](), Counter[str](), 0, 0
     sides, absent = set(), False
@@ -133,16 +136,16 @@ def test_every_usable_row_as_often_as_it_should_be(
     trained, judged = +trained, +judged
     if not trained:
         with pytest.raises(Refused, match="no sample can be used"):
-            list(reader().steps(budget, packs, epochs))
+            list(training_steps(reader(), budget, packs, epochs))
         with pytest.raises(Refused, match="no sample can be used"):
-            reader().count_steps(budget, packs, epochs)
+            count_steps(reader(), budget, packs, epochs)
         return
     got, state, count = Counter[str](), None, 0
     for stop, ranks in [*history, (10**9, 1)]:
         after = state
         for rank in range(ranks):
             last = reader()
-            for n, step in enumerate(last.steps(budget, packs, epochs, json.loads(json.dumps(state)), rank, ranks)):
+            for n, step in enumerate(training_steps(last, budget, packs, epochs, json.loads(json.dumps(state)), rank, ranks)):
                 got.update(id for batch in step.batches for id in batch.ids)
                 count += rank == 0
                 after = step.state
@@ -150,29 +153,33 @@ def test_every_usable_row_as_often_as_it_should_be(
                     break
         state = after
     assert got == trained
-    assert count == reader().count_steps(budget, packs, epochs)
+    assert count == count_steps(reader(), budget, packs, epochs)
     assert (last.rejects.seen, last.rejects.rejected) == (met, lost)
     if hold_out and judged:
-        assert Counter(id for batch in reader().validation(budget) for id in batch.ids) == judged
+        assert Counter(id for batch in validation_batches(reader(), budget) for id in batch.ids) == judged
 
 
 def test_a_set_smaller_than_a_pack_is_counted(pictures: Path, plain: Encoder, rule: ImageRule) -> None:
     """Its first epochs fill no pack, which does not mean that nothing can be used."""
     (pictures / "few.json").write_text(json.dumps([text(n) for n in range(3)]))
-    reader = Reader(Data(sources=(Source(path=str(pictures / "few.json")),)), plain, rule, 0)
+    reader = reader_of(Data(sources=(Source(path=str(pictures / "few.json")),)), plain, rule, 0)
     for epochs in (1, 4, 30):
-        assert reader.count_steps(Budget(300, 32), 2, epochs) == len(list(reader.steps(Budget(300, 32), 2, epochs)))
+        assert count_steps(reader, Budget(300, 32), 2, epochs) == len(list(training_steps(reader, Budget(300, 32), 2, epochs)))
 
 
 def test_a_carried_row_that_can_no_longer_be_used_is_named(pictures: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
     lines = [json.dumps(row(f"question {n}", f"{n % 4}.png")) for n in range(40)]
     (pictures / "rows.jsonl").write_text("\n".join(lines))
     data = Data(sources=(Source(path=str(pictures / "rows.jsonl")),), max_reject_rate=1.0, cache=str(tmp_path / "index"))
-    state = next(s.state for s in Reader(data, plain, rule, 0).steps(Budget(90, 80), 1, None) if s.state["bins"] and s.state["number"] > 1)
+    state = next(
+        s.state
+        for s in training_steps(reader_of(data, plain, rule, 0), Budget(90, 80), 1, None)
+        if s.state["bins"] and s.state["number"] > 1
+    )
     for n in range(4):
         (pictures / f"{n}.png").unlink()
     with pytest.raises(StorageFailed, match=r"rows\.jsonl row \d+ is planned, and can no longer be used: .*\.png does not exist"):
-        next(Reader(data, plain, rule, 0).steps(Budget(90, 80), 1, None, state))
+        next(training_steps(reader_of(data, plain, rule, 0), Budget(90, 80), 1, None, state))
 
 
 # P7: processes that wait for one another
@@ -185,7 +192,7 @@ from eyeline.core.errors import StorageFailed, TooManyRejects
 from eyeline.core.facts import ImageRule, Square
 from eyeline.data.containers import json_rows
 from eyeline.data import loader
-from eyeline.data.loader import Reader
+from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 
@@ -213,9 +220,9 @@ def run(name, **settings):
         encoder = pickle.load(file)
     data = Data(sources=(Source(path=f"{folder}/set/{name}.jsonl"),), share_images=2, **settings)
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Square(32))
-    reader, steps, end = Reader(data, encoder, rule, 0, gather=gather), [], ""
+    reader, steps, end = reader_of(data, encoder, rule, 0, gather=gather), [], ""
     try:
-        for step in reader.steps(Budget(90, 80), 2 * ranks + 1, 2, None, rank, ranks):
+        for step in loader.training_steps(reader, Budget(90, 80), 2 * ranks + 1, 2, None, rank, ranks):
             steps.append([[batch.ids for batch in step.batches], step.state])
     except (StorageFailed, TooManyRejects) as error:
         end = type(error).__name__
@@ -250,8 +257,8 @@ def test_processes_that_wait_for_one_another_have_as_many_steps(pictures: Path, 
         for process in started:
             process.kill()
     usable, capped, different = zip(*ends, strict=True)
-    alone = Reader(Data(sources=(Source(path=str(pictures / "rows.jsonl")),), share_images=2, max_reject_rate=1.0), plain, rule, 0)
-    wanted = list(alone.steps(Budget(90, 80), 7, 2))
+    alone = reader_of(Data(sources=(Source(path=str(pictures / "rows.jsonl")),), share_images=2, max_reject_rate=1.0), plain, rule, 0)
+    wanted = list(training_steps(alone, Budget(90, 80), 7, 2))
     assert len(wanted) > 5
     assert wanted[-1].state["rejects"]["counts"]["broken_image"] > 3
     for steps, end in usable:
@@ -307,8 +314,8 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
     model = build(qwen3_vl.Config(vision=vision, language=language), "cpu", compute_dtype=torch.float32)
     twins.randomise(model)
     rule = vision.rule()
-    reader = Reader(Data(sources=(Source(path=str(tmp_path / "rows.json")),), share_images=3), encoder, rule, 0)
-    batches = [batch for step in reader.steps(Budget(150, 400), 1, 1) for batch in step.batches]
+    reader = reader_of(Data(sources=(Source(path=str(tmp_path / "rows.json")),), share_images=3), encoder, rule, 0)
+    batches = [batch for step in training_steps(reader, Budget(150, 400), 1, 1) for batch in step.batches]
     assert len(batches) > 1
     assert any(batch.counts.images < sum(len(SHOWN[int(id.partition("#")[2])].get("image") or ()) for id in batch.ids) for batch in batches)
     alone = []
@@ -333,12 +340,12 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
 def test_what_is_too_long_is_known_without_reading_it(pictures: Path, plain: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a set with many such rows would be read and tokenised again at every resume."""
     (pictures / "rows.json").write_text(json.dumps([text(0), ANY["too long"](1), text(2)]))
-    reader = Reader(Data(sources=(Source(path=str(pictures / "rows.json")),), max_reject_rate=1.0), plain, None, 0)
+    reader = reader_of(Data(sources=(Source(path=str(pictures / "rows.json")),), max_reject_rate=1.0), plain, None, 0)
     shards = [(0, shard) for shard in range(len(reader.training.index.sources[0].shards))]
     for shard in shards:
         reader.training.index.shard(*shard)
     monkeypatch.setattr(Rows, "read", lambda *_: pytest.fail("it was read"))
-    sized = [reader.sizing(Budget(90, 0))(*shard) for shard in shards]
+    sized = [sizing_of(reader, Budget(90, 0))(*shard) for shard in shards]
     assert [usable for one in sized for usable in one.usable_R.tolist()] == [True, False, True]
     assert [cause for one in sized for cause, *_ in one.rejects.values()] == ["too_long"]
 
@@ -356,7 +363,7 @@ def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(pictures: Path, p
     monkeypatch.setattr(index, "made", noted)
     monkeypatch.setattr(blend, "MIXED_ROWS", (20, 160))  # as many as those windows have
     sources = tuple(Source(path=str(pictures / f"{n}.jsonl")) for n in range(8))
-    steps = Reader(Data(sources=sources, blend="shares"), plain, None, 0).steps(Budget(90, 0), 2, None)
+    steps = training_steps(reader_of(Data(sources=sources, blend="shares"), plain, None, 0), Budget(90, 0), 2, None)
     for _ in range(150):
         next(steps)
     assert len(opened) > 8 * 32
@@ -371,10 +378,10 @@ def test_pictures_are_decoded_when_their_pack_is_fetched_and_not_before(
     upright, decoded = patches.upright, []
     monkeypatch.setattr(patches, "upright", lambda picture: decoded.append(picture) or upright(picture))
     monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)
-    reader = Reader(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0)
-    reader.count_steps(Budget(90, 80), 1, 1)
+    reader = reader_of(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0)
+    count_steps(reader, Budget(90, 80), 1, 1)
     assert decoded == []
-    [batch] = next(reader.steps(Budget(90, 80), 1, 1)).batches
+    [batch] = next(training_steps(reader, Budget(90, 80), 1, 1)).batches
     assert len(decoded) == batch.counts.documents > 1
 
 
@@ -385,7 +392,9 @@ def test_pictures_of_other_sizes_are_noticed_wherever_a_run_is_taken_up(pictures
     (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
 
     def steps(state: Any = None) -> Any:
-        return Reader(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0).steps(Budget(90, 80), 1, 2, state)
+        return training_steps(
+            reader_of(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0), Budget(90, 80), 1, 2, state
+        )
 
     states = [step.state for step in steps()]
     assert any(state["digest"] is None and state["bins"] for state in states)  # where a window begins
@@ -412,7 +421,7 @@ def test_pictures_that_change_under_a_run_stop_it_and_never_overfill_a_pack(pict
     for width, height in ((52, 44), (20, 12)):
         for n in range(4):
             draw(f"set/{n}.png", seed=n, width=36, height=20)
-        steps = Reader(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0).steps(Budget(90, 80), 1, 1)
+        steps = training_steps(reader_of(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0), Budget(90, 80), 1, 1)
         while next(steps).state["number"] < 3:
             pass
         for n in range(4):
@@ -427,8 +436,8 @@ def test_the_rate_at_the_end_of_an_epoch_is_of_all_of_it(pictures: Path, plain: 
     (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
     for seed in range(4):
         data = Data(sources=(Source(path=str(pictures / "rows.jsonl")),), max_reject_rate=0.05)
-        whole = list(Reader(data, plain, rule, seed).steps(Budget(90, 80), 64, 3))
+        whole = list(training_steps(reader_of(data, plain, rule, seed), Budget(90, 80), 64, 3))
         assert whole[-1].state["rejects"] == {"seen": 30, "counts": {"missing_image": 1}}
-        reader = Reader(data, plain, rule, seed)
-        assert list(reader.steps(Budget(90, 80), 64, 3, whole[-1].state)) == []
+        reader = reader_of(data, plain, rule, seed)
+        assert list(training_steps(reader, Budget(90, 80), 64, 3, whole[-1].state)) == []
         assert reader.rejects.state() == whole[-1].state["rejects"]  # the end is not counted twice

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from eyeline.core.batch import Budget
 from eyeline.core.facts import Area, Film, ImageRule
 from eyeline.data.images.patches import grey_images
-from eyeline.data.loader import Reader
 from eyeline.data.prepare import prepare
+from eyeline.data.reader import Reader, reader_of
 from eyeline.data.report import report as reporting
 from eyeline.data.report.report import QUICK, THOROUGH, WHOLE, Depth, Epoch, Images, Measure, data_report
 from eyeline.data.report.shown import LONGEST_PIECE, MOST_PIECES, THUMBNAIL, Piece, pieces_of, shortened, shown_samples
@@ -53,7 +53,7 @@ def test_different_images_are_counted(tmp_path: Path, draw: Callable[..., Path],
         row("x", "a.png", "copy.png"),
         row("x", "gone.png"),
     ]
-    reader = Reader(Data(sources=(write(tmp_path / "rows.json", rows),)), plain, rule, 0)
+    reader = reader_of(Data(sources=(write(tmp_path / "rows.json", rows),)), plain, rule, 0)
     report = data_report(reader, Budget(50, 64), replace(QUICK, examined=examined))
     assert report.images == Images(samples=7, different=3 if examined < len(rows) else 2)
 
@@ -86,7 +86,7 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
         {"conversations": []},
     ]
     source = write(tmp_path / "rows.json", rows)
-    reader = Reader(Data(sources=(source.model_copy(update={"repeat": 2}),)), plain, rule, 0)
+    reader = reader_of(Data(sources=(source.model_copy(update={"repeat": 2}),)), plain, rule, 0)
     report = data_report(reader, Budget(50, 64))
     ids = {text: len(plain.ids(text)) for text in ("ab\n", "\n", "x\n", "and?\n", "c", "abc", "ab", "yes")}
     # the cut picture keeps its place in a pack, so its sample has a length
@@ -142,15 +142,15 @@ def test_shares_of_sources_by_hand(tmp_path: Path, draw: Callable[..., Path], pl
     once = Data(sources=(texts.model_copy(update={"repeat": 3}), pictured))
     t = len(plain.ids("ab\n")) + len(plain.ids("c")) + 1
     p = len(plain.ids("x\n")) + len(plain.ids("yes")) + 1 + 4
-    first, second = data_report(Reader(once, plain, rule, 0), Budget(50, 64)).sources
+    first, second = data_report(reader_of(once, plain, rule, 0), Budget(50, 64)).sources
     assert (first.training, second.training) == (2, 2)
     assert (first.visits, second.visits) == pytest.approx((6 / 7, 1 / 7))
     assert (first.tokens, second.tokens) == pytest.approx((6 * t / (6 * t + p), p / (6 * t + p)))
     assert (first.visual, second.visual) == (0.0, 1.0)
-    assert data_report(Reader(once, plain, rule, 0), Budget(50, 64)).epoch == Epoch(7, 6 * t + p, 4)
+    assert data_report(reader_of(once, plain, rule, 0), Budget(50, 64)).epoch == Epoch(7, 6 * t + p, 4)
     assert (first.kinds, second.kinds) == ((("short", 1), ("other", 1)), ())
     shares = Data(sources=(texts, pictured.model_copy(update={"weight": 3.0})), blend="shares")
-    found = data_report(Reader(shares, plain, rule, 0), Budget(50, 64))
+    found = data_report(reader_of(shares, plain, rule, 0), Budget(50, 64))
     assert found.epoch is None
     first, second = found.sources
     assert (first.visits, second.visits) == (0.25, 0.75)
@@ -161,7 +161,7 @@ def test_validation_of_its_own_is_a_source(tmp_path: Path, plain: Encoder, rule:
     data = Data(
         sources=(write(tmp_path / "a.json", [row("a")] * 3),), validation=(write(tmp_path / "b.json", [row("b"), row("a"), row("c")]),)
     )
-    report = data_report(Reader(data, plain, rule, 0), Budget(50, 64), THOROUGH)
+    report = data_report(reader_of(data, plain, rule, 0), Budget(50, 64), THOROUGH)
     assert [(s.training, s.validation, s.visits) for s in report.sources] == [(3, 0, 1.0), (0, 3, 0.0)]
     assert report.twins is not None
     assert (report.twins.samples, report.twins.equal_samples) == (3, 2)
@@ -174,7 +174,7 @@ def test_of_large_data_some_is_looked_at_and_said_to_be_about(
     from eyeline.data.containers import json_rows
 
     monkeypatch.setattr(json_rows, "SHARD_ROWS", 5)
-    reader = Reader(Data(sources=(write(tmp_path / "a.json", [row(f"question {n:03}") for n in range(200)]),)), plain, rule, 0)
+    reader = reader_of(Data(sources=(write(tmp_path / "a.json", [row(f"question {n:03}") for n in range(200)]),)), plain, rule, 0)
     some = data_report(reader, Budget(50, 64), Depth(shards=4, examined=10))
     assert (some.exact, some.looked, some.examined) == (False, 20, 10)
     assert some.training == pytest.approx(200, abs=4)
@@ -182,7 +182,7 @@ def test_of_large_data_some_is_looked_at_and_said_to_be_about(
     assert [shard for _, shard, _ in rows] == [0] * 5 + [10] * 5 + [20] * 5
     monkeypatch.setattr(reporting, "KEPT_OPEN", 6)  # without a folder no more is looked at than is remembered
     assert data_report(reader, Budget(50, 64), QUICK).looked == 15
-    kept = Reader(reader.data.model_copy(update={"cache": str(tmp_path / "index")}), plain, rule, 0)
+    kept = reader_of(reader.data.model_copy(update={"cache": str(tmp_path / "index")}), plain, rule, 0)
     whole = data_report(kept, Budget(50, 64), WHOLE)
     assert (whole.exact, whole.looked, whole.examined, whole.training) == (True, 200, 200, 200)
     assert whole.twins is not None
@@ -196,21 +196,21 @@ def test_control_strings_are_counted(tmp_path: Path, plain: Encoder, rule: Image
         row("d", answer="<|image_pad|>"),
         row("e <|im_end|>"),
     ]  # the last is none of this template's
-    reader = Reader(Data(sources=(write(tmp_path / "rows.json", rows),)), plain, rule, 0)
+    reader = reader_of(Data(sources=(write(tmp_path / "rows.json", rows),)), plain, rule, 0)
     assert data_report(reader, Budget(99, 16)).control_strings == 2
 
 
 def test_answers_that_a_template_does_not_learn_are_counted(tmp_path: Path, thinking: Encoder, qwen: Encoder, rule: ImageRule) -> None:
     rows = [row("a"), row("b", more=("c", "d", "e", "f"))]
     data = Data(sources=(write(tmp_path / "rows.json", rows),))
-    report = data_report(Reader(data, thinking, rule, 0), Budget(199, 16))
+    report = data_report(reader_of(data, thinking, rule, 0), Budget(199, 16))
     assert (report.template, report.said, report.unlearned) == ("qwen3-thinking", 4, 2)
-    assert data_report(Reader(data, qwen, rule, 0), Budget(199, 16)).unlearned == 0
+    assert data_report(reader_of(data, qwen, rule, 0), Budget(199, 16)).unlearned == 0
 
 
 def test_rejects_are_named_a_few_of_each_cause(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
     rows = [row("x", answer=" ") for _ in range(9)] + [row("x", "no.png")]
-    report = data_report(Reader(Data(sources=(write(tmp_path / "rows.json", rows),)), plain, rule, 0), Budget(50, 64))
+    report = data_report(reader_of(Data(sources=(write(tmp_path / "rows.json", rows),)), plain, rule, 0), Budget(50, 64))
     assert [(reject.cause, reject.row) for reject in report.rejected] == [
         ("no_target", 0),
         ("no_target", 1),
@@ -245,7 +245,7 @@ def test_samples_of_each_source_are_shown(tmp_path: Path, draw: Callable[..., Pa
     first = write(tmp_path / "first.json", [row("x", answer=""), *(row(f"{n}", f"{n}.png") for n in range(5))])
     second = write(tmp_path / "second.json", [row("only one")])
     third = write(tmp_path / "third.json", [row("many", *(f"{n}.png" for n in range(9)))])
-    reader = Reader(Data(sources=(first, second, third)), plain, rule, 0)
+    reader = reader_of(Data(sources=(first, second, third)), plain, rule, 0)
 
     def ids(count: int) -> list[str]:
         return [shown.id for shown in shown_samples(reader, Budget(99, 999), count, thumbnails=False)]
@@ -259,7 +259,7 @@ def test_samples_of_each_source_are_shown(tmp_path: Path, draw: Callable[..., Pa
     with Pillow.open(io.BytesIO(shown[0].thumbnails[0])) as small:
         assert (small.format, small.size) == ("JPEG", (THUMBNAIL, THUMBNAIL // 2))
     assert shown_samples(reader, Budget(99, 999), 3, thumbnails=False)[0] == replace(shown[0], thumbnails=())
-    held = Reader(Data(sources=(first,), hold_out=0.5), plain, rule, 0)
+    held = reader_of(Data(sources=(first,), hold_out=0.5), plain, rule, 0)
     training = {f"first.json#{n}" for s, h, n in data_report_rows(held)}
     assert {s.id for s in shown_samples(held, Budget(99, 999), 9, thumbnails=False)} <= training
 
@@ -274,14 +274,14 @@ def test_thumbnails_hold_pixels_and_nothing_else(tmp_path: Path, plain: Encoder,
     exif[0x010E] = "<script>secret</script>"
     Pillow.fromarray(noise).save(tmp_path / "a.jpg", exif=exif, comment=b"secret comment", icc_profile=b"secret profile" * 9)
     source = write(tmp_path / "rows.json", [row("x", "a.jpg")])
-    [shown] = shown_samples(Reader(Data(sources=(source,)), plain, rule, 0), Budget(99, 999), 1, thumbnails=True)
+    [shown] = shown_samples(reader_of(Data(sources=(source,)), plain, rule, 0), Budget(99, 999), 1, thumbnails=True)
     assert b"secret" in (tmp_path / "a.jpg").read_bytes()
     assert b"secret" not in shown.thumbnails[0]
 
 
 def test_a_model_without_a_tower_has_text_alone(tmp_path: Path, draw: Callable[..., Path], plain: Encoder) -> None:
     draw("a.png")
-    reader = Reader(Data(sources=(write(tmp_path / "rows.json", [row("x"), row("y", "a.png")]),)), plain, None, 0)
+    reader = reader_of(Data(sources=(write(tmp_path / "rows.json", [row("x"), row("y", "a.png")]),)), plain, None, 0)
     report = data_report(reader, Budget(50, 0), THOROUGH)
     assert report.rejects == {"picture_without_tower": 1}
     assert (report.widths, report.aspects, spread(report.visual)) == (None, None, (0, 0, 0))
@@ -297,7 +297,7 @@ def test_films_are_measured_and_shown(
     for n in range(6):
         draw(f"{n}.png", seed=n, width=64, height=40)
     film = {"video": [f"{n}.png" for n in range(6)], "conversations": row("<video>what?")["conversations"]}
-    reader = Reader(Data(sources=(write(tmp_path / "rows.json", [film, row("x", "0.png")]),)), films, film_rule, 0)
+    reader = reader_of(Data(sources=(write(tmp_path / "rows.json", [film, row("x", "0.png")]),)), films, film_rule, 0)
     report = data_report(reader, Budget(500, 500), THOROUGH)
     assert report.rejects == {}
     assert spread(report.pictures) == (1, 1, 1)
@@ -311,7 +311,7 @@ def test_films_are_measured_and_shown(
 def test_a_sample_that_is_shrunk_is_shown_as_it_is_trained_on(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
     rows = [row("a b c " * 20), row("first", more=("second " * 20, "gone"))]
     source = write(tmp_path / "rows.json", rows)
-    reader = Reader(Data(sources=(source,), too_long="shrink"), plain, rule, 0)
+    reader = reader_of(Data(sources=(source,), too_long="shrink"), plain, rule, 0)
     [shown] = shown_samples(reader, Budget(20, 64), 9, thumbnails=False)
     assert shown.id == "rows.json#1"
     assert "".join(piece.text for piece in shown.pieces) == "first\nyes<|endoftext|>"
@@ -322,9 +322,9 @@ def test_prepared_data_are_shown_as_their_sources(tmp_path: Path, draw: Callable
         draw(f"{n}.png", seed=n)
     source = write(tmp_path / "rows.json", [*(row(f"q {n}", f"{n % 6}.png") for n in range(24)), row("x", answer="")])
     data = Data(sources=(source,), hold_out=0.3, max_reject_rate=1.0)
-    reader = Reader(data, plain, rule, 0, tmp_path / "run")
+    reader = reader_of(data, plain, rule, 0, tmp_path / "run")
     prepare(reader, Budget(60, 64), tmp_path / "prepared")
-    other = Reader(data.model_copy(update={"prepared": str(tmp_path / "prepared")}), plain, rule, 0)
+    other = reader_of(data.model_copy(update={"prepared": str(tmp_path / "prepared")}), plain, rule, 0)
     mine, theirs = (data_report(r, Budget(60, 64), THOROUGH) for r in (reader, other))
     mine_twins, their_twins = mine.twins, theirs.twins
     assert mine_twins is not None and their_twins is not None

@@ -27,10 +27,11 @@ from eyeline.data.containers.container import File, Window, fingerprints
 from eyeline.data.files import stores
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.image_files import in_memory
-from eyeline.data.loader import Reader
+from eyeline.data.loader import training_steps
 from eyeline.data.plan import index
 from eyeline.data.plan.index import Index
 from eyeline.data.prepare import prepare
+from eyeline.data.reader import Reader, reader_of
 from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.report.shown import shown_samples
 from eyeline.data.sets import Data
@@ -527,18 +528,18 @@ SETS = ["rows.json", "rows.jsonl", "tars", "tars/*.tar", "pq", "saved", "table",
 
 
 def reader(path: str, encoder: Encoder, rule: ImageRule, out: Path | None = None, images: str | None = None, **settings: Any) -> Reader:
-    return Reader(Data(sources=(Source(path=path, images=images),), max_reject_rate=1.0, **settings), encoder, rule, 0, out)
+    return reader_of(Data(sources=(Source(path=path, images=images),), max_reject_rate=1.0, **settings), encoder, rule, 0, out)
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_batches_are_those_of_files(folder: Path, store: Store, plain: Encoder, rule: ImageRule, name: str) -> None:
     """And a run that began with files goes on in the store."""
     store.put_folder(folder, "set")
-    here = list(reader(f"{folder}/{name}", plain, rule).steps(BUDGET, 1, 2))
+    here = list(training_steps(reader(f"{folder}/{name}", plain, rule), BUDGET, 1, 2))
     assert len(here) > 3
     there = reader(f"{store.url}/set/{name}", plain, rule)
-    assert_same_steps(list(there.steps(BUDGET, 1, 2)), here)
-    assert_same_steps(list(there.steps(BUDGET, 1, 2, here[1].state)), here[2:])
+    assert_same_steps(list(training_steps(there, BUDGET, 1, 2)), here)
+    assert_same_steps(list(training_steps(there, BUDGET, 1, 2, here[1].state)), here[2:])
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -562,15 +563,15 @@ def test_workers_read_a_store_that_fails_now_and_then(folder: Path, store: Store
 
     def made(root: Any, **settings: Any) -> Reader:
         sources = tuple(Source(path=f"{root}/{name}") for name in ("rows.json", "tars"))
-        return Reader(Data(sources=sources, max_reject_rate=1.0, **settings), plain, rule, 0, tmp_path / "run")
+        return reader_of(Data(sources=sources, max_reject_rate=1.0, **settings), plain, rule, 0, tmp_path / "run")
 
-    here = list(made(folder).steps(BUDGET, 2, 1))
+    here = list(training_steps(made(folder), BUDGET, 2, 1))
     there = made(f"{store.url}/set", workers=2)
     for source, rows in enumerate(there.training.index.sources):
         for shard in range(len(rows.shards)):
             there.training.index.shard(source, shard)
     store.faults = [None, answers(503, "SlowDown"), None, None, bad.cuts, bad.resets]  # of what workers ask for
-    assert_same_steps(list(there.steps(BUDGET, 2, 1)), here)
+    assert_same_steps(list(training_steps(there, BUDGET, 2, 1)), here)
     assert not store.faults
 
 
@@ -578,21 +579,23 @@ def test_what_lies_in_a_store_is_prepared_and_read_from_there(
     folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path
 ) -> None:
     """From a store, into a folder, and that into a store: the batches are those of files."""
-    wanted = list(reader(f"{folder}/rows.json", plain, rule).steps(BUDGET, 2, 2))
+    wanted = list(training_steps(reader(f"{folder}/rows.json", plain, rule), BUDGET, 2, 2))
     store.put_folder(folder, "set")
     prepare(reader(f"{store.url}/set/rows.json", plain, rule), BUDGET, tmp_path / "out")
     store.put_folder(tmp_path / "out", "prepared")
     store.delete("set/rows.json")
     for place in (tmp_path / "out", f"{store.url}/prepared"):
-        assert_same_steps(list(reader(f"{store.url}/set/rows.json", plain, rule, prepared=str(place)).steps(BUDGET, 2, 2)), wanted)
+        assert_same_steps(
+            list(training_steps(reader(f"{store.url}/set/rows.json", plain, rule, prepared=str(place)), BUDGET, 2, 2)), wanted
+        )
     there = reader(f"{store.url}/set/rows.json", plain, rule, prepared=f"{store.url}/prepared", workers=1)
-    assert_same_steps(list(there.steps(BUDGET, 2, 2, wanted[1].state)), wanted[2:])
+    assert_same_steps(list(training_steps(there, BUDGET, 2, 2, wanted[1].state)), wanted[2:])
     with pytest.raises(Refused, match="is no folder of prepared data"):
         reader(f"{store.url}/set/rows.json", plain, rule, prepared=f"{store.url}/set")
     [name] = {found.name for found in files_below(Remote(store.url, "prepared/index"), 0)}
     store.delete(f"prepared/index/{name[:2]}/{name}")
     with pytest.raises(StorageFailed, match=r"\.index"):
-        list(reader(f"{store.url}/set/rows.json", plain, rule, prepared=f"{store.url}/prepared").steps(BUDGET, 2, 2))
+        list(training_steps(reader(f"{store.url}/set/rows.json", plain, rule, prepared=f"{store.url}/prepared"), BUDGET, 2, 2))
 
 
 def test_a_sample_of_an_archive_costs_one_request(
@@ -600,12 +603,12 @@ def test_a_sample_of_an_archive_costs_one_request(
 ) -> None:
     store.put_folder(folder, "set")
     there = reader(f"{store.url}/set/tars", plain, rule, tmp_path / "run")
-    list(there.steps(BUDGET, 2, 1))
+    list(training_steps(there, BUDGET, 2, 1))
     again = reader(f"{store.url}/set/tars", plain, rule, tmp_path / "run")  # indexes are there
     monkeypatch.setattr(stores, "GAP", -1)  # nothing so small is far enough apart to be no reading on
     stores._process.cache_clear()
     store.asked.clear()
-    list(again.steps(BUDGET, 2, 1))
+    list(training_steps(again, BUDGET, 2, 1))
     assert len(store.asked) == 18
     spans = [n.removeprefix("bytes=").split("-") for n in store.of(".tar")]
     assert sum(int(end) + 1 - int(begin) for begin, end in spans) == sum(len(encoded(n)) for n in range(18))
@@ -647,9 +650,9 @@ def test_pictures_of_rows_lie_in_a_store_and_rows_here(folder: Path, store: Stor
     for r in whole:
         r["image"] = r["image"] and [f"{store.url}/p/{name}" if n else name for n, name in enumerate(r["image"])]
     (folder / "urls.json").write_text(json.dumps(whole))
-    here = list(reader(f"{folder}/rows.json", plain, rule).steps(BUDGET, 1, 1))
+    here = list(training_steps(reader(f"{folder}/rows.json", plain, rule), BUDGET, 1, 1))
     for name in ("rows.json", "urls.json"):
-        there = list(reader(f"{folder}/{name}", plain, rule, images=f"{store.url}/p").steps(BUDGET, 1, 1))
+        there = list(training_steps(reader(f"{folder}/{name}", plain, rule, images=f"{store.url}/p"), BUDGET, 1, 1))
         for one, two in zip(here, there, strict=True):
             for a, b in zip(one.batches, two.batches, strict=True):
                 assert (a.patches_PC == b.patches_PC).all() and (a.tokens_T == b.tokens_T).all()
@@ -697,7 +700,7 @@ def test_an_absent_picture_is_asked_for_again_and_a_changed_one_stops_the_run(
     store.put("set/3.png", encoded(99, "PNG"))
     stores._process().recent.clear()
     with pytest.raises(StorageFailed, match=r"set/3\.png has changed since it was opened"):
-        list(second.steps(BUDGET, 1, 1))
+        list(training_steps(second, BUDGET, 1, 1))
 
 
 def test_a_picture_of_a_row_may_not_lie_elsewhere(folder: Path, store: Store) -> None:

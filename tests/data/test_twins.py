@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eyeline.core.batch import Budget, Message, Picture, Sample
 from eyeline.core.facts import ImageRule
-from eyeline.data.loader import Reader
+from eyeline.data.reader import reader_of
 from eyeline.data.report.report import THOROUGH, Depth, data_report
 from eyeline.data.report.twins import EXAMPLES, Known, known, twins
 from eyeline.data.sets import Data
@@ -76,7 +76,7 @@ def test_validation_that_training_has_seen_is_found(tmp_path: Path, draw: Callab
     rows = [row("new", "renamed.png"), row("q1", "1.png"), row("q2", "3.png"), row("bad", "none.png")]
     (tmp_path / "val.json").write_text(json.dumps(rows))
     data = Data(sources=(Source(path=str(tmp_path / "train.json")),), validation=(Source(path=str(tmp_path / "val.json")),))
-    found = data_report(Reader(data, plain, rule, 0), Budget(50, 64), THOROUGH).twins
+    found = data_report(reader_of(data, plain, rule, 0), Budget(50, 64), THOROUGH).twins
     assert found is not None
     [overlap] = found.overlaps
     assert (overlap.samples, overlap.equal_samples, overlap.equal_texts) == (3, 1, 2)
@@ -85,6 +85,6 @@ def test_validation_that_training_has_seen_is_found(tmp_path: Path, draw: Callab
         "renamed.png": "0.png",
         "1.png": "1.png",
     }
-    some = data_report(Reader(data, plain, rule, 0), Budget(50, 64), Depth(compared=2)).twins
+    some = data_report(reader_of(data, plain, rule, 0), Budget(50, 64), Depth(compared=2)).twins
     assert some is not None
     assert (found.whole, some.whole, some.samples) == (True, False, 1)

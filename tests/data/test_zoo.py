@@ -29,7 +29,8 @@ from eyeline.core.files import read_lines
 from eyeline.data.containers.container import File
 from eyeline.data.images import decode as decoding
 from eyeline.data.images.decode import MAX_SCANS, decode, oddities, width_and_height
-from eyeline.data.loader import Reader
+from eyeline.data.loader import training_steps
+from eyeline.data.reader import reader_of
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
@@ -862,9 +863,9 @@ def test_the_zoo_never_breaks_a_plan(way: str, tmp_path: Path, encoder: Encoder)
         path = tmp_path / "rows.json"
         path.write_text(json.dumps(rows))
     data = Data(sources=(Source(path=str(path)),), max_reject_rate=1.0)
-    reader = Reader(data, encoder, rule, 0, tmp_path / "run")
+    reader = reader_of(data, encoder, rule, 0, tmp_path / "run")
     labels: dict[int, int] = {}
-    for step in reader.steps(Budget(400, 1200), 2, 1):
+    for step in training_steps(reader, Budget(400, 1200), 2, 1):
         for batch in step.batches:
             found = np.searchsorted(batch.cu_S1.numpy(), batch.rows_L.numpy(), "right") - 1
             for place, id in enumerate(batch.ids):
@@ -886,8 +887,8 @@ def test_pictures_of_equal_bytes_and_other_shapes_are_not_exchanged(tmp_path: Pa
     rule = ImageRule(8, 1, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 64 * 64))
     rows = [{"image": url_of(png(*size, rows_of(plain(*size, BLACK)))), "caption": "black"} for size in ((16, 24), (24, 16))]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    reader = Reader(Data(sources=(Source(path=str(tmp_path / "rows.json")),)), encoder, rule, 0)
-    [batch] = next(reader.steps(Budget(200, 100), 1, 1)).batches
+    reader = reader_of(Data(sources=(Source(path=str(tmp_path / "rows.json")),)), encoder, rule, 0)
+    [batch] = next(training_steps(reader, Budget(200, 100), 1, 1)).batches
     assert sorted(batch.grids_N2.tolist()) == [[2, 3], [3, 2]]
 
 
@@ -928,8 +929,8 @@ def test_a_bomb_that_its_header_does_not_betray_costs_its_worker_and_no_more(tmp
     names = ["dots.png", "bomb.jpg", "dots.png"]
     (tmp_path / "rows.json").write_text(json.dumps([{"image": name, "caption": f"{n}"} for n, name in enumerate(names)]))
     data = Data(sources=(Source(path=str(tmp_path / "rows.json")),), max_reject_rate=1.0, workers=1, decode_timeout=1.5)
-    reader = Reader(data, encoder, rule, 0, tmp_path / "run")
-    steps = reader.steps(Budget(400, 1200), 1, 1)
+    reader = reader_of(data, encoder, rule, 0, tmp_path / "run")
+    steps = training_steps(reader, Budget(400, 1200), 1, 1)
     assert sorted(id for step in steps for batch in step.batches for id in batch.ids) == ["rows.json#0", "rows.json#1", "rows.json#2"]
     [line] = read_lines(tmp_path / "run" / "rejects.jsonl")
     assert (line["id"], line["cause"]) == ("rows.json#1", "decoder_hung")

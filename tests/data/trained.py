@@ -12,7 +12,8 @@ from torch import nn
 
 from eyeline.core.batch import IGNORE, Batch, Budget
 from eyeline.core.facts import Facts
-from eyeline.data.loader import Reader
+from eyeline.data.loader import training_steps
+from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.templates import TEMPLATES
@@ -64,9 +65,9 @@ def trained(*sources: Source) -> dict[str, list[str]]:
     Not a sample may be rejected.
     """
     model, about, optimizers = small()
-    reader = Reader(Data(sources=sources, max_reject_rate=0.0), encoder(), about.image, seed=0, longest=about.longest)
+    reader = reader_of(Data(sources=sources, max_reject_rate=0.0), encoder(), about.image, seed=0, longest=about.longest)
     told: dict[str, list[str]] = {}
-    for number, step in enumerate(reader.steps(BUDGET, micro_batches=1, epochs=1)):
+    for number, step in enumerate(training_steps(reader, BUDGET, micro_batches=1, epochs=1)):
         before = [p.detach().clone() for p in model.parameters()]
         report = update(model, optimizers, step.batches, clip=1.0, seed=0, step=number)
         assert report.outcome == "applied"

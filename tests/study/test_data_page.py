@@ -22,7 +22,7 @@ from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
-from eyeline.data.loader import Reader
+from eyeline.data.reader import Reader, reader_of
 from eyeline.data.rejects import CAUSES
 from eyeline.data.report import budgets
 from eyeline.data.report.budgets import Load
@@ -124,7 +124,7 @@ def looked(run: Run, folder: Path, depth: Depth = THOROUGH) -> tuple[Page, str]:
 def stage_data(run: Run, index: int = 0, depth: Depth = THOROUGH) -> tuple[StageData, Reader]:
     bundle = description(run)
     stage, stated = run.stages[index], facts(bundle.config)
-    reader = Reader(stage.data, bundle.encoder(), stated.image, seed_for(run.seed, "stage", index))
+    reader = reader_of(stage.data, bundle.encoder(), stated.image, seed_for(run.seed, "stage", index))
     report = data_report(reader, stage.batch.budget, depth)
     model = build(bundle.config, "meta")
     prepare(model, stated, run, index, {})

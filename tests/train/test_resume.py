@@ -27,6 +27,7 @@ from eyeline.checkpoint import store
 from eyeline.core.errors import Abandoned, NotFinite, OutOfMemory, Refused, RunLocked, Stopped, TooManyRejects
 from eyeline.core.files import read_lines
 from eyeline.core.log import say
+from eyeline.data import counts
 from eyeline.models import build
 from eyeline.recipes.check import check
 from eyeline.recipes.read import override, run_of
@@ -109,8 +110,8 @@ def test_stopped_and_resumed_is_bit_equal(uninterrupted, tmp_path: Path, monkeyp
 def test_epochs_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not again when the run resumes, unless there are to be more of them; the rates are those of a run that was left alone."""
     counted: list[int] = []
-    real = loop.Reader.index_all
-    monkeypatch.setattr(loop.Reader, "index_all", lambda self: counted.append(1) or real(self))
+    real = counts.index_all
+    monkeypatch.setattr(counts, "index_all", lambda reader: counted.append(1) or real(reader))
 
     def run(name: str, epochs: int) -> Run:
         lengths = [f"stages.{stage}.{how}" for stage in (0, 1) for how in ("steps=null", f"epochs={epochs}")]
@@ -713,12 +714,13 @@ def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: 
     folder, *_ = uninterrupted
     seeds: list[int] = []
 
-    class Watched(loop.Reader):
-        def __init__(self, data, encoder, rule, seed: int, *more, **named):
-            seeds.append(seed)
-            super().__init__(data, encoder, rule, seed, *more, **named)
+    open_reader = loop.reader_of
 
-    monkeypatch.setattr(loop, "Reader", Watched)
+    def watched(data, encoder, rule, seed: int, *more, **named):
+        seeds.append(seed)
+        return open_reader(data, encoder, rule, seed, *more, **named)
+
+    monkeypatch.setattr(loop, "reader_of", watched)
     run = tiny_run(folder, f"out={tmp_path / 'run'}", "validate_every=3", "not_finite_budget=1")
     original = loop.update
 

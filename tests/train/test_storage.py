@@ -142,9 +142,9 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path: Path) -> None:
 def test_data_that_end_before_what_was_counted_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures that vanish after the epochs were counted make fewer packs."""
     run = tiny_run(tmp_path, "stages.whole.steps=null", "stages.whole.epochs=3", "save_every=4")
-    count = loop.Reader.count_steps
+    count = loop.count_steps
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Reader, "count_steps", lambda *of: count(*of) + 2)
+        patch.setattr(loop, "count_steps", lambda *of: count(*of) + 2)
         with pytest.raises(StorageFailed, match=r"stage whole ended after 6 steps, and 8 were counted"):
             loop.train(run)
     assert not list((tmp_path / "run" / "index" / "counts").iterdir())  # it is counted again

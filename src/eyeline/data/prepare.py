@@ -35,14 +35,17 @@ from eyeline.data.containers.tars import BLOCK, UNUSABLE
 from eyeline.data.images.decode import Size, size_of, upright
 from eyeline.data.images.image_files import frames_of, image_key, in_memory
 from eyeline.data.images.patches import units_of
-from eyeline.data.loader import Met, Reader
+from eyeline.data.index_progress import index_all
+from eyeline.data.loader import PlannedWindow, planned_windows
 from eyeline.data.plan.blend import Side
 from eyeline.data.plan.index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
-from eyeline.data.plan.plan import RowOf
+from eyeline.data.plan.plan import Pack, RowOf
 from eyeline.data.prepared.packed import MANIFEST, VERSION, Archive, Manifest, Prepared, StoredShard, StoredSource, opened, packed_row
+from eyeline.data.reader import Reader, identity_of_plan, reader_of, sizing_of
 from eyeline.data.rejects import Reject, Rejects
 from eyeline.data.sets import choice, divided_as
 from eyeline.data.sources.sources import Rows
+from eyeline.data.validation import validation_packs
 
 PARTITION_BYTES = 512 << 20  # about: large enough to be read from begin to end, small enough to be made again
 TOKEN_TEXT_BYTES, ROW_BYTES = 5, 2048  # of a row in an archive, beside its pictures; about
@@ -175,22 +178,23 @@ def ordered(reader: Reader, budget: Budget, packs: int | None) -> Order:
     Of a blend by shares that is the order of the first `packs` packs, or fewer if all rows have come. Rows that never come, as they
     are too long, are last: planning may look at them. TooManyRejects as in training.
     """
-    reader.index_all()
+    index_all(reader)
     rejects = Rejects(None, reader.data.max_reject_rate)
-    sizing, once = reader.sizing(budget), reader.data.blend == "once"
+    sizing, once = sizing_of(reader, budget), reader.data.blend == "once"
     usable = sum(int(sizing(s, h).usable_R[number_R].sum()) for s, h, number_R in _sound(reader.training))
     rows = _Rows()
     windows: list[str] = []
     count = 0
-    for met in _until(reader.planned(budget, 1 if once else None), packs):
-        rejects.seen += met.seen
+    for window, pack in packs_of_plan(planned_windows(reader, sizing, 1 if once else None), packs):
+        if window.number == len(windows):
+            windows.append(window.plan.digest)
+        met = window.plan.rest if pack is None else pack.met
+        rejects.seen += met.first
         for reject in met.rejects:
             rejects.add(reject)
-        if met.window == len(windows):
-            windows.append(met.digest)
-        if met.pack is not None:
+        if pack is not None:
             count += 1
-            rows.add(row for item in met.pack.items for row in item.rows)
+            rows.add(row for item in pack.items for row in item.rows)
         if not once and len(rows) == usable:
             break
     if not len(rows):
@@ -199,9 +203,9 @@ def ordered(reader: Reader, budget: Budget, packs: int | None) -> Order:
     rows.add((s, h, number) for s, h, number_R in _sound(reader.training) for number in number_R.tolist())
     judged = _Rows()
     if reader.validates:
-        packed = reader.judging(reader.sizing(budget, judges=True), [])
+        packed = validation_packs(reader, sizing_of(reader, budget, validation=True), [])
         judged.add(row for pack in packed for item in pack for row in item.rows)
-        judged.add((s, h, number) for s, h, number_R in _sound(reader.judges) for number in number_R.tolist())
+        judged.add((s, h, number) for s, h, number_R in _sound(reader.validation) for number in number_R.tolist())
     return Order(rows.in_order, judged.in_order, windows, count)
 
 
@@ -229,14 +233,16 @@ class _Rows:
                 self._numbers.extend((source, shard, number))
 
 
-def _until(planned: Iterator[Met], packs: int | None) -> Iterator[Met]:
-    """The plan up to so many packs."""
-    met = 0
-    for one in planned:
-        yield one
-        met += one.pack is not None
-        if met == packs:
-            return
+def packs_of_plan(windows: Iterator[PlannedWindow], most: int | None) -> Iterator[tuple[PlannedWindow, Pack | None]]:
+    """Each pack with its window, up to so many; None stands for the rows behind a window's last pack."""
+    count = 0
+    for window in windows:
+        for pack in window.packs:
+            yield window, pack
+            count += 1
+            if count == most:
+                return
+        yield window, None
 
 
 def _sound(side: Side) -> Iterator[tuple[int, int, Longs]]:
@@ -248,8 +254,8 @@ def _sound(side: Side) -> Iterator[tuple[int, int, Longs]]:
 
 def job_of(reader: Reader, budget: Budget, folder: Path, order: Order, quality: int | None) -> Job:
     """Cut into partitions of about equal size; none has rows to learn from and rows to validate on."""
-    own = reader.judges.index is not reader.training.index
-    sources = (reader.training.index.sources, reader.judges.index.sources if own else ())
+    own = reader.validation.index is not reader.training.index
+    sources = (reader.training.index.sources, reader.validation.index.sources if own else ())
     rows, judged = len(order.rows_R3), len(order.judged_R3)
     own_R1 = np.repeat([0, int(own)], [rows, judged])[:, None]
     row_R4 = np.concatenate([own_R1, np.concatenate([order.rows_R3, order.judged_R3])], 1)
@@ -258,7 +264,7 @@ def job_of(reader: Reader, budget: Budget, folder: Path, order: Order, quality: 
     shards, where_R = np.unique(row_R4[:, :3], axis=0, return_inverse=True)
     for n, (own, source, shard) in enumerate(shards.tolist()):
         here = np.flatnonzero(where_R.ravel() == n)
-        index, number_R = (reader.judges if own else reader.training).index.shard(source, shard), row_R4[here, 3]
+        index, number_R = (reader.validation if own else reader.training).index.shard(source, shard), row_R4[here, 3]
         place_R2[here] = np.stack([index.begin_R[number_R], index.length_R[number_R]], 1)
         bytes_R[here] = _bytes_of(index)[number_R]
         hashed.update(index.stamps_F2.tobytes())  # pictures that have changed are others
@@ -270,7 +276,7 @@ def job_of(reader: Reader, budget: Budget, folder: Path, order: Order, quality: 
     bounds_K1 = np.concatenate([np.flatnonzero(np.diff(part_R, prepend=-1)), [len(row_R4)]])
     bytes_K = np.add.reduceat(bytes_R, bounds_K1[:-1])
     row_R6 = np.concatenate([row_R4, place_R2], 1)
-    hashed.update(repr((VERSION, quality, reader.identity(budget), choice(reader.data))).encode("utf-8", "surrogatepass"))
+    hashed.update(repr((VERSION, quality, identity_of_plan(reader, budget), choice(reader.data))).encode("utf-8", "surrogatepass"))
     hashed.update(row_R6.astype("<i8").tobytes() + bounds_K1.astype("<i8").tobytes())
     judging = int(np.searchsorted(bounds_K1, rows))
     return Job(sources, row_R6, bounds_K1, bytes_K, judging, folder, reader.rule, quality, hashed.hexdigest())
@@ -455,14 +461,14 @@ def place(reader: Reader, job: Job, found: Written) -> None:
     addresses, begins = np.unique(job.row_R6[order_R, :3], axis=0, return_index=True)
     written = dict(zip(map(tuple, addresses.tolist()), np.split(order_R, begins[1:]), strict=True))
     shards: dict[str, list[tuple[int, int, int]]] = {}
-    for own, (sources, side) in enumerate(zip(job.sources, (reader.training, reader.judges), strict=True)):
+    for own, (sources, side) in enumerate(zip(job.sources, (reader.training, reader.validation), strict=True)):
         for source, rows in enumerate(sources):
             for shard in range(side.shards(source)):
                 shards.setdefault(_stored_shard(rows, shard, job, reader).index, []).append((own, source, shard))
     for name, same in shards.items():
         at_R = np.concatenate([written.get(address, np.empty(0, np.int64)) for address in same])
         own, source, shard = same[0]
-        moved = _moved((reader.judges if own else reader.training).index.shard(source, shard), np.sort(at_R)[::-1], job, found)
+        moved = _moved((reader.validation if own else reader.training).index.shard(source, shard), np.sort(at_R)[::-1], job, found)
         path = index_path(job.folder / "index", name)
         make_folder(path.parent)
         write_atomically(path, to_bytes(moved, name))
@@ -520,20 +526,22 @@ def recorded(reader: Reader, draft: Prepared, folder: Path, epochs: int, packs: 
 
     def over(prepared: Prepared) -> Reader:
         found = divided_as(data, prepared)
-        return Reader(data, reader.encoder, reader.rule, reader.seed, longest=reader.longest, found=found)
+        return reader_of(data, reader.encoder, reader.rule, reader.seed, longest=reader.longest, found=found)
 
-    manifest = draft.manifest.model_copy(update={"identity": over(draft).identity(draft.budget)})
+    manifest = draft.manifest.model_copy(update={"identity": identity_of_plan(over(draft), draft.budget)})
     planner = over(replace(draft, manifest=manifest))
+    sizing = sizing_of(planner, draft.budget)
     windows: list[str] = []
     rejects: dict[Reject, None] = {}
     once = data.blend == "once"
-    for met in _until(planner.planned(draft.budget, epochs if once else None), None if once else packs):
-        if met.window == len(windows):
-            windows.append(met.digest)
+    for window, pack in packs_of_plan(planned_windows(planner, sizing, epochs if once else None), None if once else packs):
+        if window.number == len(windows):
+            windows.append(window.plan.digest)
+        met = window.plan.rest if pack is None else pack.met
         rejects |= dict.fromkeys((*met.rejects, *met.again))
     if planner.validates:
         bad: list[Reject] = []
-        for _ in planner.judging(planner.sizing(draft.budget, judges=True), bad):
+        for _ in validation_packs(planner, sizing_of(planner, draft.budget, validation=True), bad):
             pass
         rejects |= dict.fromkeys(bad)
     write_atomically(folder / "rejects.jsonl", "".join(json.dumps(vars(reject)) + "\n" for reject in rejects))

@@ -87,7 +87,7 @@ class Divided:
     """The sources of a stage, opened."""
 
     sources: tuple[Rows, ...]
-    judges: tuple[Rows, ...]  # what is validated on: the same ones where a part of them is held out; empty when nothing is
+    validation: tuple[Rows, ...]  # what is validated on: the same ones where a part of them is held out; empty when nothing is
     prepared: Prepared | None = None  # where they lie, if that is another place
 
 

@@ -20,7 +20,7 @@ from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
 from eyeline.data.containers.container import RETRIES
-from eyeline.data.loader import Reader
+from eyeline.data.reader import reader_of, sizing_of
 from eyeline.data.report.report import DataReport, Depth, data_report
 from eyeline.data.report.shown import Shown, shown_samples
 from eyeline.data.report.twins import Known, known
@@ -84,13 +84,15 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         _say(console, encoder.template.notice)
     for index, stage in enumerate(run.stages):
         try:
-            reader = Reader(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
+            reader = reader_of(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
         except Refused:
             continue  # among the settings' problems already
         if saved is not None and saved["progress"]["stage"] == index:
             try:
                 own = read_description(run_folder(run) / "model").encoder()  # not one that is made of data which have changed
-                refuse_changed_data(run, run_folder(run), Reader(stage.data, own, facts.image, reader.seed, longest=facts.longest), saved)
+                refuse_changed_data(
+                    run, run_folder(run), reader_of(stage.data, own, facts.image, reader.seed, longest=facts.longest), saved
+                )
             except Refused as error:
                 found.append(f"{stage.name}: {error}")
         report = data_report(reader, stage.batch.budget)
@@ -128,7 +130,7 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
                 twin = next((n for n, s in enumerate(run.stages[:index]) if (s.data, s.batch) == (stage.data, stage.batch)), None)
                 if twin is None:
                     with console.status(f"looking at the data of stage {stage.name}"):  # says nothing where there is no terminal
-                        reader = Reader(data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
+                        reader = reader_of(data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
                         report = data_report(reader, stage.batch.budget, depth, asked)
                         shown = tuple(shown_samples(reader, stage.batch.budget, samples, thumbnails=True))
                     problems += data_problems(stage, report)
@@ -247,7 +249,7 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
             if stage.data.prepared is not None:
                 try:
                     seed = seed_for(run.seed, "stage", index)
-                    Reader(stage.data, encoder, facts.image, seed, longest=facts.longest).sizing(stage.batch.budget)
+                    sizing_of(reader_of(stage.data, encoder, facts.image, seed, longest=facts.longest), stage.batch.budget)
                 except Refused as error:
                     if (line := f"stages.{stage.name}.data: {error}") not in unreadable:
                         yield line
@@ -259,7 +261,7 @@ def _source_findings(run: Run) -> Iterator[Finding]:
     for stage in run.stages:
         try:
             found = divided(stage.data)
-            every = (*found.sources, *(() if found.judges is found.sources else found.judges))
+            every = (*found.sources, *(() if found.validation is found.sources else found.validation))
             for rows in every:
                 if not any(True for _ in rows.kept()):
                     yield Finding(f"stages.{stage.name}.data: {rows.source.path} holds no sample that the settings leave")

@@ -17,7 +17,11 @@ from eyeline.core.errors import NotFinite, OutOfMemory, Refused, Stopped, Storag
 from eyeline.core.files import make_folder, write_json
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
-from eyeline.data.loader import Reader, Step
+from eyeline.data.counts import count_steps, forget_step_count
+from eyeline.data.index_progress import index_first
+from eyeline.data.loader import Step, check_rejects_at_end, training_steps
+from eyeline.data.reader import reader_of
+from eyeline.data.validation import validation_batches
 from eyeline.models import flops
 from eyeline.models.moe import biases_of
 from eyeline.parallel.launch import Machine, deterministic_or_refused, machine
@@ -144,8 +148,8 @@ def train_stage(
             unsaid = {name for name in without_state(optimizers) if not any(key.startswith(f"{name}:") for key in tensors)}
             load_state_tensors(optimizers, tensors, checkpoint.state.get("without_state", unsaid), str(checkpoint.folder))
         seed = seed_for(run.seed, "stage", state.stage)
-        reader = Reader(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest, arithmetic.cost(), notify=show.status)
-        steps = stage.steps or reader.count_steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
+        reader = reader_of(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest, arithmetic.cost(), notify=show.status)
+        steps = stage.steps or count_steps(reader, stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
         if state.step >= steps:
             raise Refused(
                 f"stage {stage.name} is to have {steps} steps and has done {state.step} already; give it more, or leave it as it was"
@@ -155,7 +159,7 @@ def train_stage(
     console.print(table(stage, rows, console.width))
     show.status("first step: reading and indexing data")
     with clock.spending("data_wait"):
-        reader.index_first(stage.batch.budget, state.data)
+        index_first(reader, stage.batch.budget, state.data)
     record = stage_record(run, state.stage, steps, rows, reader, home.bundle)
     metrics.write(home.folder, record | {"global_step": state.global_step}, home.attempt)
     for line in stage_lines(record):
@@ -164,7 +168,7 @@ def train_stage(
 
     model.train()
     saved_at, first = clock.now(), state.step + 1
-    arriving = reader.steps(stage.batch.budget, stage.batch.micro_batches, stage.epochs, state.data)
+    arriving = training_steps(reader, stage.batch.budget, stage.batch.micro_batches, stage.epochs, state.data)
     for micro_batches, data_state, imbalance, epoch in timed(arriving, clock):
         set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
         with clock.spending("compute"), deterministic_or_refused():
@@ -181,12 +185,12 @@ def train_stage(
         stop.done = state.global_step
         ended = state.step == steps
         if ended:
-            reader.judge_end()  # before it is saved: a stage that must not end like this has not ended
+            check_rejects_at_end(reader, data_state)  # before it is saved: a stage that must not end like this has not ended
         better = False
         if run.validate_every and reader.validates and (state.step % run.validate_every == 0 or ended):
             show.status("validating")
             with clock.spending("validation"):
-                loss, labels = validate(model, reader.validation(stage.batch.budget))
+                loss, labels = validate(model, validation_batches(reader, stage.batch.budget))
             better = math.isfinite(loss) and (state.best is None or loss < state.best)
             state = replace(state, best=loss if better else state.best)
             write_validation(home, stage, state, loss, labels, show)
@@ -229,7 +233,7 @@ def train_stage(
             )
         if leaving:
             return
-    reader.forget_count(stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
+    forget_step_count(reader, stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
     raise StorageFailed(
         f"the data of stage {stage.name} ended after {state.step} steps, and {steps} were counted: files or pictures have changed since. "
         "Put them back as they were, and give the same command again: it goes on from the last checkpoint"

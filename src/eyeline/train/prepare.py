@@ -7,9 +7,9 @@ from eyeline.core.errors import Refused, nearest
 from eyeline.core.files import make_folder
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
-from eyeline.data.loader import Reader
 from eyeline.data.prepare import prepare
 from eyeline.data.prepared.packed import MANIFEST, TOKENIZER
+from eyeline.data.reader import reader_of
 from eyeline.data.text.tokenizer import save_tokenizer
 from eyeline.models import facts as facts_of
 from eyeline.train.run import Run
@@ -36,7 +36,7 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
     make_folder(folder)
     with sole_owner(folder):
         data = chosen.data.model_copy(update={"cache": chosen.data.cache or str(folder / INDEXES)})
-        reader = Reader(data, bundle.encoder(), facts.image, seed_for(run.seed, "stage", number), longest=facts.longest)
+        reader = reader_of(data, bundle.encoder(), facts.image, seed_for(run.seed, "stage", number), longest=facts.longest)
         packs = chosen.steps * chosen.batch.micro_batches if chosen.steps is not None and data.blend == "shares" else None
         if run.model.config is not None and run.model.tokenizer is None:
             save_tokenizer(bundle.tokenizer, folder / TOKENIZER)

@@ -21,8 +21,9 @@ from eyeline.core.facts import Facts, Part
 from eyeline.core.files import read_json, read_lines, read_object, write_atomically, write_json
 from eyeline.core.locations import Remote
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.loader import Reader
+from eyeline.data.loader import changes
 from eyeline.data.prepared.packed import TOKENIZER
+from eyeline.data.reader import Reader
 from eyeline.data.sets import training_texts
 from eyeline.data.sources.folders import named
 from eyeline.data.text.templates import template_named
@@ -168,7 +169,7 @@ def refuse_changed_data(run: Run, folder: Path, reader: Reader, state: Mapping[s
     progress = state["progress"]
     if progress["data"] is None:
         return
-    found = reader.changes(run.stages[progress["stage"]].batch.budget, progress["data"], folder / "sources")
+    found = changes(reader, run.stages[progress["stage"]].batch.budget, progress["data"], folder / "sources")
     if found:
         listed = "; ".join(how if what in ("data", "validation") else f"{what}: {how}" for what, how in found)
         raise Refused(

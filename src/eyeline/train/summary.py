@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from eyeline.bundle.bundle import Bundle
-from eyeline.data.loader import Count, Reader
+from eyeline.data.counts import Count, sample_counts
+from eyeline.data.reader import Reader
 from eyeline.data.sources.sources import Rows
 from eyeline.train.display import SMOOTHED_STEPS
 from eyeline.train.metrics import StepFigures, clock_time
@@ -21,8 +22,8 @@ def stage_record(run: Run, index: int, steps: int, rows: Sequence[Row], reader: 
     """The line of metrics.jsonl that says what a stage trains, from what, and how: the model, its parts, the data, the batch."""
     stage = run.stages[index]
     own = bool(stage.data.validation)  # validation sources of their own, not a part that is held out
-    judging = reader.samples(reader.judges) if reader.validates else []
-    training = reader.samples(reader.training)
+    judging = sample_counts(reader.validation) if reader.validates else []
+    training = sample_counts(reader.training)
     held = [None] * len(training) if own else judging or [None] * len(training)
     return {
         "kind": "stage",
@@ -35,7 +36,7 @@ def stage_record(run: Run, index: int, steps: int, rows: Sequence[Row], reader: 
         "template": bundle.template,
         "parts": [{"part": row.part, "parameters": row.parameters, "trained": row.trained, "how": row.how, "lr": row.lr} for row in rows],
         "sources": [_source(*one) for one in zip(reader.training.index.sources, training, held, strict=True)],
-        "validation": [_source(*one, None) for one in zip(reader.judges.index.sources, judging, strict=True)] if own else [],
+        "validation": [_source(*one, None) for one in zip(reader.validation.index.sources, judging, strict=True)] if own else [],
         "batch": stage.batch.model_dump(mode="json"),
         "optimizer": stage.optimizer.kind,
         "schedule": stage.schedule.kind,

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +104,17 @@ class Lost(NamedTuple):
     reject: Reject
     epoch: int  # of its source, in which it was planned
     row: tuple[int, int, int]  # source, shard, number
+
+    @property
+    def plain(self) -> list[Any]:
+        """As plain values, for other ranks."""
+        reject = self.reject
+        return [[reject.id, reject.file, reject.row, reject.field, reject.cause, reject.message], self.epoch, list(self.row)]
+
+    @staticmethod
+    def of(plain: list[Any]) -> "Lost":
+        reject, epoch, (source, shard, number) = plain
+        return Lost(Reject(*reject), epoch, (source, shard, number))
 
 
 @dataclass(frozen=True)

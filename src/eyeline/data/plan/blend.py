@@ -29,7 +29,7 @@ class Side:
 
     index: Index
     hold_out: float  # share of the pictures that is held out; 0: all rows are on this side
-    judges: bool  # whether this side is what is held out
+    held_out: bool  # whether this side is what is held out
     _limits: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def shards(self, source: int) -> int:
@@ -46,7 +46,7 @@ class Side:
         return kept & self._side(index)
 
     def _side(self, index: ShardIndex) -> NDArray[np.bool_]:
-        return (index.drawn_R < self.hold_out) == self.judges if self.hold_out else np.ones(len(index), bool)
+        return (index.drawn_R < self.hold_out) == self.held_out if self.hold_out else np.ones(len(index), bool)
 
     def _limited(self, source: int) -> list[int]:
         """How many rows of each of the first shards a limit leaves."""

@@ -9,11 +9,13 @@ Dims: R rows in order  G rows of these that can be used  I items  K packs
 """
 
 import hashlib
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,6 +143,23 @@ class Item:
     rows: tuple[RowOf, ...]
 
 
+@dataclass(frozen=True)
+class RowsMet:
+    """Rows of a window that were met since the pack before, or behind the last one."""
+
+    first: int  # that came for the first time: rejects are counted of different rows
+    rejects: tuple[Reject, ...]  # of these, those that are not planned
+    again: tuple[Reject, ...]  # rows that are not planned, and were not the first time
+
+
+class Pack(NamedTuple):
+    """Rows that are to be one batch."""
+
+    items: list[Item]
+    cost: tuple[int, int]  # language, vision
+    met: RowsMet
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The packs of one window, in order, as numbers of items; `bins` are still open after it."""
@@ -154,18 +173,26 @@ class Plan:
     bins: list[list[Item]]
     cost_I2: Longs  # language, vision
     digest: str
+    closing: bool = False  # its packs are the bins that were open after the last window
 
-    def items(self, pack: int) -> list[Item]:
-        return [self.item(n) for n in self.packs[pack]]
+    def pack(self, number: int) -> Pack:
+        before = int(self.passed_K[number - 1]) if number else 0
+        language, vision = self.cost_I2[self.packs[number]].sum(0).tolist()
+        return Pack(list(map(self.item, self.packs[number])), (language, vision), self._met(before, int(self.passed_K[number])))
+
+    @property
+    def rest(self) -> RowsMet:
+        """The rows behind the last pack."""
+        return self._met(int(self.passed_K[-1]) if len(self.passed_K) else 0, len(self.first_R))
+
+    def _met(self, start: int, end: int) -> RowsMet:
+        bad = self.rejects[bisect_left(self.rejects, start, key=itemgetter(0)) : bisect_left(self.rejects, end, key=itemgetter(0))]
+        first, again = (tuple(reject for n, reject in bad if self.first_R[n] == wanted) for wanted in (True, False))
+        return RowsMet(int(self.first_R[start:end].sum()), first, again)
 
     def item(self, number: int) -> Item:
         rows = self.row_G5[self.bounds_I1[number] : self.bounds_I1[number + 1]].tolist()
         return Item(rows[0][0], rows[0][1], tuple((source, shard, row) for _, _, source, shard, row in rows))
-
-    def cost(self, pack: int) -> tuple[int, int]:
-        """Language and vision."""
-        language, vision = self.cost_I2[self.packs[pack]].sum(0).tolist()
-        return language, vision
 
 
 def plan(ordered: Ordered, carried: Sequence[Sequence[Item]], sizing: Sizing) -> Plan:
@@ -202,6 +229,25 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[Item]], sizing: Sizing) ->
     made = Plan(row_G5, bounds_I1, packs, np.array(passed, np.int64), ordered.first_R, rejects, [], cost_I2, digest)
     made.bins.extend([made.item(n) for n in bin.items] for bin in bins)
     return made
+
+
+def closed(carried: Sequence[Sequence[Item]], sizing: Sizing, digest: str) -> Plan:
+    """The bins that are open behind the last window, as packs. StorageFailed as for `reopened`."""
+    row_G5, bounds_I1, columns_G4, _ = reopened(carried, sizing)
+    *_, vision_I, language_I = _sums(columns_G4, bounds_I1[:-1])
+    packs = _unpacked(carried)[2]
+    cost_I2 = np.stack([language_I, vision_I], 1).astype(np.int64)
+    return Plan(row_G5, bounds_I1, packs, np.zeros(len(packs), np.int64), np.empty(0, np.bool_), [], [], cost_I2, digest, closing=True)
+
+
+def cost_of(items: Sequence[Item], sizing: Sizing) -> tuple[int, int]:
+    """Language and vision cost of a pack, from the sizes of its rows as they are now."""
+    language = vision = 0
+    for item in items:
+        of = [(sizing(source, shard), row) for source, shard, row in item.rows]
+        language += sum(int(sized.language_R[row]) for sized, row in of)
+        vision += max(int(sized.vision_R[row]) for sized, row in of)
+    return language, vision
 
 
 def reopened(carried: Sequence[Sequence[Item]], sizing: Sizing) -> tuple[Longs, Longs, Longs, Bins]:

@@ -9,11 +9,11 @@ import numpy as np
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Cost
-from eyeline.data.loader import Reader
 from eyeline.data.plan.blend import Cursor, Pool, blended, whole
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.packing import OPEN_BINS
 from eyeline.data.plan.plan import Item, Ordered, Sizing, plan
+from eyeline.data.reader import Reader, training_pools
 
 CANDIDATES = tuple(2**n for n in range(8, 16))  # tokens
 ROOM = 1.25  # patches for a quarter more pictures than there are on average: text, not pictures, is what fills a pack
@@ -124,7 +124,7 @@ def suggested(packings: Sequence[Packing]) -> Packing | None:
 def packing(reader: Reader, shards: Shards, budget: Budget) -> Packing | None:
     """Of one budget: None when it holds no sample, or none of a source that has a share."""
     sizing = Sizing(reader.training.index, budget, min(budget.tokens, reader.longest), "reject", COUNTED)
-    pools = tuple(replace(pool, entries=tuple(entry for entry in pool.entries if entry in shards)) for pool in reader.pools())
+    pools = tuple(replace(pool, entries=tuple(entry for entry in pool.entries if entry in shards)) for pool in training_pools(reader))
     there = sum(int(reader.training.kept(*entry).sum()) for pool in pools for entry in pool.entries)
     loads, bins, rows, lost, closed = [NOTHING], (), 0, 0, 0
     try:

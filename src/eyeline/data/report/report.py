@@ -16,11 +16,11 @@ from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import BadSample
 from eyeline.data.images.decode import oddities
 from eyeline.data.images.image_files import content_key, image_key
-from eyeline.data.loader import Reader
 from eyeline.data.plan.blend import Side
 from eyeline.data.plan.index import INSIDE, KEPT_OPEN, OWN, ShardIndex
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.plan import RowOf, Sized, Sizing, reject_of
+from eyeline.data.reader import Reader, sizing_of
 from eyeline.data.rejects import Reject
 from eyeline.data.report.budgets import Packing, packings
 from eyeline.data.report.twins import Known, Twins, known, twins
@@ -179,8 +179,8 @@ class DataReport:
 def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: dict[str, Known] | None = None) -> DataReport:
     """Look at samples, training and validation alike: nothing is trained or written. `others` are sets that a model is judged by,
     beside the validation set."""
-    own = reader.judges.index is not reader.training.index
-    sources = len(reader.training.index.sources) + (len(reader.judges.index.sources) if own else 0)
+    own = reader.validation.index is not reader.training.index
+    sources = len(reader.training.index.sources) + (len(reader.validation.index.sources) if own else 0)
     if reader.training.index.folder is None:  # then indexes are only remembered: no more than there is room for, so that none is made twice
         depth = replace(depth, shards=max(1, min(depth.shards, KEPT_OPEN // (sources + 1))))
     sides = [Looked.of(reader, budget, judges, depth) for judges in ((False, True) if reader.validates else (False,))]
@@ -242,7 +242,7 @@ class Looked:
 
     @staticmethod
     def of(reader: Reader, budget: Budget, judges: bool, depth: Depth) -> "Looked":
-        side = reader.judges if judges else reader.training
+        side = reader.validation if judges else reader.training
         numbers: dict[tuple[int, int], Longs] = {}
         counts: list[int] = []
         exact = True
@@ -261,7 +261,7 @@ class Looked:
             exact &= len(chosen) == len(shards)
         numbers = dict(sorted(numbers.items()))
         rows = [(source, shard, number) for (source, shard), of_shard in numbers.items() for number in of_shard.tolist()]
-        return Looked(side, reader.sizing(budget, judges), rows, numbers, counts, exact, judges)
+        return Looked(side, sizing_of(reader, budget, judges), rows, numbers, counts, exact, judges)
 
     def _of_shards(self, of: Callable[[ShardIndex, Sized, Longs], Longs], source: int | None = None) -> Longs:
         """What `of` says of the usable rows of each shard, end to end."""

@@ -11,8 +11,8 @@ from eyeline.core.batch import IGNORE, Budget, Document, Sample
 from eyeline.core.errors import BadSample
 from eyeline.data.images.decode import upright
 from eyeline.data.images.patches import image_patches
-from eyeline.data.loader import Reader
 from eyeline.data.plan.plan import Sizing
+from eyeline.data.reader import Reader, sizing_of
 from eyeline.data.text.documents import document_of, until
 from eyeline.data.text.tokenizer import Encoder
 
@@ -51,7 +51,7 @@ def shown_samples(reader: Reader, budget: Budget, count: int, thumbnails: bool) 
     least one."""
     sources = reader.training.index.sources[:MOST_SOURCES] if count else ()
     out: list[list[Shown]] = [[] for _ in sources]
-    arriving = [_usable(reader, reader.sizing(budget), source) for source in range(len(sources))]
+    arriving = [_usable(reader, sizing_of(reader, budget), source) for source in range(len(sources))]
     open = list(range(len(sources)))
     while open and sum(map(len, out)) < max(count, len(sources)):
         for n in [*open]:

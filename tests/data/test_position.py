@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from eyeline.core.batch import Budget
 from eyeline.core.facts import ImageRule
 from eyeline.data.containers import json_rows
-from eyeline.data.loader import Position, Reader
-from eyeline.data.plan import blend, carried
+from eyeline.data.loader import training_steps
+from eyeline.data.plan import blend, position
+from eyeline.data.plan.position import Position
+from eyeline.data.reader import Reader, reader_of, rows_in_order
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
@@ -42,17 +45,17 @@ def test_bins_are_read_back(
     sources = tuple(Source(path=str(tmp_path / f"{name}.jsonl"), **more) for name, more in zip("xy", of, strict=True))
 
     def reader() -> Reader:
-        return Reader(Data(sources=sources, max_reject_rate=1.0, **settings), plain, rule, 5)
+        return reader_of(Data(sources=sources, max_reject_rate=1.0, **settings), plain, rule, 5)
 
     def steps(many: int, state: Any = None) -> list[Any]:
-        monkeypatch.setattr(carried, "MANY", many)
-        found = reader().steps(BUDGET, 2, None, state)
+        monkeypatch.setattr(position, "MANY", many)
+        found = training_steps(reader(), BUDGET, 2, None, state)
         return [next(found) for _ in range(40 - (state["step"] if state else 0))]
 
     plainly, packed = steps(10**9), steps(0)
     assert all(len(stretch) == 3 for step in plainly for bin in step.state["bins"] for stretch in bin)
     assert all(len(stretch) == 2 for step in packed for bin in step.state["bins"] for stretch in bin)
-    order = reader()._order
+    order = partial(rows_in_order, reader())
     for one, two in zip(plainly, packed, strict=True):
         state = json.loads(json.dumps(two.state))
         assert state == two.state  # plain JSON, as checkpoints want it
@@ -66,10 +69,11 @@ def test_bins_are_read_back(
 def test_many_short_rows_are_a_small_state(tmp_path: Path, plain: Encoder) -> None:
     lines = [row(f"{n}", answer="yes") for n in range(6000)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    reader = Reader(Data(sources=(Source(path=str(tmp_path / "rows.jsonl")),)), plain, None, 0)
-    steps = reader.steps(Budget(2048, 0), 1, None)
+    reader = reader_of(Data(sources=(Source(path=str(tmp_path / "rows.jsonl")),)), plain, None, 0)
+    steps = training_steps(reader, Budget(2048, 0), 1, None)
     states = [next(steps).state for _ in range(80)]
-    largest = max(states, key=lambda state: sum(len(bin) for bin in Position.of(state, reader._order).bins.bins))
-    rows = sum(len(item.rows) for bin in Position.of(largest, reader._order).bins.bins for item in bin)
+    order = partial(rows_in_order, reader)
+    largest = max(states, key=lambda state: sum(len(bin) for bin in Position.of(state, order).bins.bins))
+    rows = sum(len(item.rows) for bin in Position.of(largest, order).bins.bins for item in bin)
     assert rows > 1000
     assert len(json.dumps(largest)) < 1500 + 2 * rows  # written out they take about 15 bytes each

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from eyeline.data.sources.recorded import changes, digest_of, record
+from eyeline.data.identity import changes, digest_of, record
 from eyeline.data.sources.sources import Rows, Source, open_source
 
 

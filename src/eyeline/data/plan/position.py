@@ -1,27 +1,63 @@
-"""Open bins between two windows, as JSON. Few rows are written out; many are written by where they stand in the order of their window.
+"""Where a plan stands: all that a resumed run needs of it, as JSON.
 
-A window's rows come in a drawn order and go into bins as they come. So the places of a bin's rows rise in small steps, which take few
-bits, where their numbers would look like chance. The order itself is no state: whoever reads draws it again.
+That is a window, how many of its packs were given, and the bins that were open where it starts. Few rows of open bins are written out;
+many are written by where they stand in the order of their window. A window's rows come in a drawn order and go into bins as they come.
+So the places of a bin's rows rise in small steps, which take few bits, where their numbers would look like chance. The order itself is
+no state: whoever reads draws it again.
 """
 
 import base64
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from eyeline.data.plan.blend import Cursor
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.plan import Item, RowOf
 
+VERSION = 4  # of the state
 MANY = 512  # rows of one window that are written out; to read more the window's order is drawn, which needs the indexes of its shards
 
-Drawn = tuple[int, int, int]  # pool, epoch and window
-Order = Callable[[Drawn], Longs]  # rows in the order of a window: source, shard, number
+WindowAddress = tuple[int, int, int]  # pool, epoch and window
+RowsInOrder = Callable[[WindowAddress], Longs]  # rows in the order of a window: source, shard, number
+
+
+@dataclass(frozen=True)
+class Position:
+    """A window, how many of its packs were given, and the bins that were open where it starts."""
+
+    cursors: tuple[Cursor, ...]  # where the window starts: of the pool of everything, or of each source's
+    number: int = 0  # windows before it
+    done: int = 0  # packs of the window that were given
+    bins: "Carried" = field(default_factory=lambda: Carried(()))
+    digest: str | None = None  # of the window's plan, once it is made
+
+    def state(self) -> dict[str, Any]:
+        """The position as JSON. An image group is its rows, under the epoch and window that drew it."""
+        return {
+            "epoch": self.cursors[0].epoch,
+            "number": self.number,
+            "done": self.done,
+            "digest": self.digest,
+            "cursors": [asdict(cursor) for cursor in self.cursors],
+            "bins": self.bins.written,
+        }
+
+    @staticmethod
+    def of(state: dict[str, Any], order: RowsInOrder | None = None) -> "Position":
+        cursors = cursors_of(state)
+        return Position(cursors, state["number"], state["done"], Carried.read(state["bins"], len(cursors), order), state["digest"])
+
+
+def cursors_of(state: dict[str, Any]) -> tuple[Cursor, ...]:
+    """Where the window of a state starts."""
+    return tuple(Cursor(**cursor) for cursor in state["cursors"])
 
 
 @dataclass(frozen=True)
@@ -30,7 +66,7 @@ class Carried:
 
     bins: tuple[tuple[Item, ...], ...]
     pools: int = field(default=1, compare=False)  # 1: of everything; else one a source
-    order: Order | None = field(default=None, compare=False, repr=False)  # None: every row is written out
+    order: RowsInOrder | None = field(default=None, compare=False, repr=False)  # None: every row is written out
 
     def without(self, first: int) -> "Carried":
         """All but the first so many."""
@@ -39,7 +75,7 @@ class Carried:
     @cached_property
     def written(self) -> list[Any]:
         """As JSON: the same at every step of a window."""
-        rows = Counter[Drawn]()
+        rows = Counter[WindowAddress]()
         for bin in self.bins:
             for item in bin:
                 rows[self._drawn(item)] += len(item.rows)
@@ -53,10 +89,10 @@ class Carried:
             for bin in self.bins
         ]
 
-    def _drawn(self, item: Item) -> Drawn:
+    def _drawn(self, item: Item) -> WindowAddress:
         return item.rows[0][0] if self.pools > 1 else 0, item.epoch, item.window
 
-    def _packed(self, items: Sequence[Item], places: "dict[Drawn, _Places]") -> list[Any]:
+    def _packed(self, items: Sequence[Item], places: "dict[WindowAddress, _Places]") -> list[Any]:
         """[orders, text]: for each row how far it stands behind the last one of its order, doubled, and 1 more where it begins an item;
         then the number of the item's order follows."""
         orders = list(dict.fromkeys(map(self._drawn, items)))
@@ -71,7 +107,7 @@ class Carried:
         return [[list(drawn) for drawn in orders], base64.b64encode(zlib.compress(_bytes(numbers), 9)).decode()]
 
     @staticmethod
-    def read(bins: Sequence[Any], pools: int = 1, order: Order | None = None) -> "Carried":
+    def read(bins: Sequence[Any], pools: int = 1, order: RowsInOrder | None = None) -> "Carried":
         """What was written."""
         return Carried(tuple(tuple(item for stretch in bin for item in _items(stretch, order)) for bin in bins), pools, order)
 
@@ -107,7 +143,7 @@ def _written(items: Iterator[Item]) -> list[list[Any]]:
     return out
 
 
-def _items(stretch: Sequence[Any], order: Order | None) -> Iterator[Item]:
+def _items(stretch: Sequence[Any], order: RowsInOrder | None) -> Iterator[Item]:
     if len(stretch) == 3:
         epoch, window, items = stretch
         for runs in items:
