@@ -26,7 +26,7 @@ from eyeline.data.images.decode import Size, size_of
 from eyeline.data.images.image_files import frames_of, image_key
 from eyeline.data.plan import index
 from eyeline.data.plan.index import Index, ShardIndex
-from eyeline.data.plan.plan import Sizing
+from eyeline.data.plan.sizing import Sizing
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.documents import Measured, Tokenised, answered, fitted, tokenised
 from eyeline.data.text.templates import TEMPLATES

@@ -32,8 +32,9 @@ from eyeline.data.loader import Step, planned_windows, training_steps
 from eyeline.data.plan import blend, index, plan
 from eyeline.data.plan.blend import Cursor, Pool, Side, blended, pools_of
 from eyeline.data.plan.order import WINDOW_SHARDS
-from eyeline.data.plan.plan import Item, Ordered, Sized
+from eyeline.data.plan.plan import Item, Ordered
 from eyeline.data.plan.position import Carried, Position
+from eyeline.data.plan.sizing import Sized
 from eyeline.data.reader import Reader, alone, reader_of, rows_in_order, sizing_of, training_pools
 from eyeline.data.rejects import Reject
 from eyeline.data.sets import Data

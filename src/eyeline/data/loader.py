@@ -25,8 +25,9 @@ from eyeline.data.identity import NAMED, record, refuse_changes, state_changes
 from eyeline.data.plan.ahead import Ahead, Entry
 from eyeline.data.plan.blend import Cursor, Pool, blended, whole
 from eyeline.data.plan.deal import deal
-from eyeline.data.plan.plan import Item, Ordered, Pack, Plan, RowOf, RowsMet, Sizing, closed, cost_of, plan
+from eyeline.data.plan.plan import Item, Ordered, Pack, Plan, RowOf, RowsMet, closed, cost_of, plan
 from eyeline.data.plan.position import VERSION, Carried, Position, cursors_of
+from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, fetch_of, identity_of_plan, rows_in_order, sizing_of, training_pools
 
 

@@ -13,8 +13,8 @@ from eyeline.data.images.patches import Augment
 from eyeline.data.plan.blend import Pool, Side, pool_of, pools_of
 from eyeline.data.plan.index import Index
 from eyeline.data.plan.order import Longs
-from eyeline.data.plan.plan import Sizing
 from eyeline.data.plan.position import WindowAddress
+from eyeline.data.plan.sizing import Sizing
 from eyeline.data.prepared.packed import Prepared
 from eyeline.data.rejects import Rejects
 from eyeline.data.sets import Data, Divided, divided
@@ -130,4 +130,6 @@ def rows_in_order(reader: Reader, address: WindowAddress) -> Longs:
     """The rows of a window of a pool, as they come: what a state with many carried rows is read with."""
     number, epoch, window = address
     pool = training_pools(reader)[number]
-    return pool.window(pool.at(epoch, window)).row_R3
+    cursor = pool.at(epoch, window)
+    pool.make_indexes(cursor)
+    return pool.window(cursor).row_R3

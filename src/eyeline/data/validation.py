@@ -8,7 +8,8 @@ from eyeline.data.fetch.fetch import Visit, fetched_in_order
 from eyeline.data.index_progress import make_indexes
 from eyeline.data.loader import group_to_read
 from eyeline.data.plan.blend import Cursor, pool_of, whole
-from eyeline.data.plan.plan import Item, Sizing, closed, plan
+from eyeline.data.plan.plan import Item, closed, plan
+from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, fetch_of, sizing_of
 from eyeline.data.rejects import Reject
 

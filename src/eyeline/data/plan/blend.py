@@ -18,7 +18,8 @@ from eyeline.core.errors import Refused
 from eyeline.core.randomness import seed_for
 from eyeline.data.plan.index import Index, ShardIndex
 from eyeline.data.plan.order import WINDOW_SHARDS, Longs, Runs, shards_of, visits_of
-from eyeline.data.plan.plan import Ordered, Sizing
+from eyeline.data.plan.plan import Ordered
+from eyeline.data.plan.sizing import Sizing
 
 MIXED_ROWS = (2_048, 65_536)  # rows of the first window of a blend by shares, and of the largest: they double
 
@@ -125,9 +126,13 @@ class Pool:
         sources = self.side.index.sources
         return Runs.of(np.array([sources[source].shards[shard].joined for source, shard in self.entries], np.bool_))
 
+    def make_indexes(self, cursor: Cursor) -> None:
+        """Have the indexes of a window made, each by the first process that is at it: planning reads them then."""
+        self.side.index.begin(self.shards(cursor))
+
     def window(self, cursor: Cursor) -> Window:
+        """The rows of the cursor's window, from the indexes of its shards."""
         chosen = self._chosen(cursor)
-        self.side.index.begin(self.entries[n] for n in chosen)
         rows, pictures, first = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint64)], [np.empty(0, np.bool_)]
         for n in chosen:
             source, shard = self.entries[n]
@@ -175,6 +180,7 @@ def pools_of(side: Side, share: int, seed: int) -> tuple[Pool, ...]:
 
 def whole(pool: Pool, cursor: Cursor) -> tuple[Ordered, Cursor]:
     """A window of a pool, and the cursor behind it."""
+    pool.make_indexes(cursor)
     window = pool.window(cursor)
     return Ordered(_addressed(window.row_R3, cursor), window.bounds_V1, window.first_R), pool.after(cursor, window)
 
@@ -230,6 +236,7 @@ class _Part:
     def _next(self) -> None:
         if self._window is not None:
             self.cursor = self.pool.after(self.cursor, self._window)
+        self.pool.make_indexes(self.cursor)
         self._window = self.pool.window(self.cursor)
         rows = self._window.row_R3
         usable = np.array([self.sizing(s, h).usable_R[r] for s, h, r in rows.tolist()], np.int64)

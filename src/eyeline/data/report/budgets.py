@@ -12,7 +12,8 @@ from eyeline.core.facts import Cost
 from eyeline.data.plan.blend import Cursor, Pool, blended, whole
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.packing import OPEN_BINS
-from eyeline.data.plan.plan import Item, Ordered, Sizing, plan
+from eyeline.data.plan.plan import Item, Ordered, plan
+from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, training_pools
 
 CANDIDATES = tuple(2**n for n in range(8, 16))  # tokens

@@ -19,7 +19,8 @@ from eyeline.data.images.image_files import content_key, image_key
 from eyeline.data.plan.blend import Side
 from eyeline.data.plan.index import INSIDE, KEPT_OPEN, OWN, ShardIndex
 from eyeline.data.plan.order import Longs
-from eyeline.data.plan.plan import RowOf, Sized, Sizing, reject_of
+from eyeline.data.plan.plan import RowOf, reject_of
+from eyeline.data.plan.sizing import Sized, Sizing
 from eyeline.data.reader import Reader, sizing_of
 from eyeline.data.rejects import Reject
 from eyeline.data.report.budgets import Packing, packings

@@ -11,7 +11,7 @@ from eyeline.core.batch import IGNORE, Budget, Document, Sample
 from eyeline.core.errors import BadSample
 from eyeline.data.images.decode import upright
 from eyeline.data.images.patches import image_patches
-from eyeline.data.plan.plan import Sizing
+from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, sizing_of
 from eyeline.data.text.documents import document_of, until
 from eyeline.data.text.tokenizer import Encoder
