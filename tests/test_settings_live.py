@@ -18,7 +18,7 @@ import eyeline.data.fetch.fetch
 import eyeline.train.loop as loop
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.files import read_lines
-from eyeline.data.fetch.fetch import Fetch, Job
+from eyeline.data.fetch.fetch import Fetch, PackToRead
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import train_bpe
 from eyeline.data.workers import Workers
@@ -167,7 +167,7 @@ def workers(recipe: dict[str, Any], folder: Path) -> Workers | None:
     """What the reader asks of its workers, if it has any; the work itself is done here."""
     found = None
 
-    def here(asked: Iterator[tuple[Any, Job]], fetch: Fetch, workers: Workers) -> Iterator[Any]:
+    def here(asked: Iterator[tuple[Any, PackToRead]], fetch: Fetch, workers: Workers) -> Iterator[Any]:
         nonlocal found
         found = workers
         return ((mark, fetch(job)) for mark, job in asked)

@@ -235,7 +235,7 @@ def test_promises_hold_however_rows_are_stored(name: str, tmp_path: Path, rows: 
         assert stopped(make, [(1, 2), (1, 3)]) == ids(whole)
         for _ in ("cold", "warm"):
             assert stopped(lambda make=make: make(cache=cache), [(2, 1)]) == ids(whole)
-        manifest = prepare.prepare(make(), BUDGET, out)
+        manifest = prepare.pack_offline(make(), BUDGET, out)
         assert len(manifest.archives) > 1
         assert ids(training_steps(make(prepared=str(out)), BUDGET, 3, 2, whole[0].state)) == ids(whole[1:])
         assert ids(training_steps(make(), BUDGET, 3, 2, next(training_steps(make(prepared=str(out)), BUDGET, 3, 2)).state)) == ids(

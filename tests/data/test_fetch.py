@@ -289,8 +289,8 @@ def test_a_job_says_about_how_much_its_batch_holds(open_reader, tmp_path: Path, 
     said: list[tuple[int, int]] = []
 
     def noted(asked: Any, fetch: Any, workers: Any, verdicts: Any) -> Any:
-        for mark, visits in asked:
-            job = fetch.job(visits, verdicts)
+        for mark, groups in asked:
+            job = fetch.job(groups, verdicts)
             done = fetch(job)
             tensors = [tensor for tensor in vars(done.batch).values() if isinstance(tensor, torch.Tensor)]
             said.append((job.bytes, sum(tensor.nbytes for tensor in tensors)))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eyeline.core.randomness import seed_for
 from eyeline.data.plan import order
-from eyeline.data.plan.order import RAMP, WINDOW_SHARDS, Permutation, Runs, shards_of, visits_of
+from eyeline.data.plan.order import RAMP, WINDOW_SHARDS, Permutation, Runs, image_groups_of, shards_of
 
 pictures = st.lists(st.integers(0, 6), min_size=1, max_size=40)
 
@@ -109,15 +109,15 @@ def test_parts_of_a_run_come_in_another_order_in_each_epoch() -> None:
 
 @given(pictures, st.integers(1, 4), st.integers(0, 3))
 def test_visits_have_each_row_once_and_share_pictures_evenly(pictures: list[int], share: int, epoch: int) -> None:
-    visits = list(visits_of(np.array(pictures, np.uint64), share, 5, epoch, 0))
-    assert Counter(row for visit in visits for row in visit) == Counter(range(len(pictures)))
-    for visit in visits:
-        assert 1 <= len(visit) <= share
-        shown = {pictures[row] for row in visit}
+    groups = list(image_groups_of(np.array(pictures, np.uint64), share, 5, epoch, 0))
+    assert Counter(row for group in groups for row in group) == Counter(range(len(pictures)))
+    for group in groups:
+        assert 1 <= len(group) <= share
+        shown = {pictures[row] for row in group}
         assert len(shown) == 1
-        assert shown != {0} or len(visit) == 1  # rows without a picture are alone
+        assert shown != {0} or len(group) == 1  # rows without a picture are alone
     for picture in set(pictures) - {0}:
-        lengths = [len(v) for v in visits if pictures[v[0]] == picture]
+        lengths = [len(v) for v in groups if pictures[v[0]] == picture]
         assert len(lengths) == -(-pictures.count(picture) // share)
         assert max(lengths) - min(lengths) <= 1
 
@@ -125,11 +125,11 @@ def test_visits_have_each_row_once_and_share_pictures_evenly(pictures: list[int]
 def test_orders_differ_by_epoch_window_and_seed_and_are_pure() -> None:
     pictures = np.repeat(np.arange(1, 11, dtype=np.uint64), 6)
 
-    def visits(*address: int) -> list[list[int]]:
-        return list(visits_of(pictures, 3, *address))
+    def groups(*address: int) -> list[list[int]]:
+        return list(image_groups_of(pictures, 3, *address))
 
-    assert visits(0, 0, 0) == visits(0, 0, 0)
-    several = [visits(0, 0, 0), visits(0, 1, 0), visits(0, 0, 1), visits(1, 0, 0)]
+    assert groups(0, 0, 0) == groups(0, 0, 0)
+    several = [groups(0, 0, 0), groups(0, 1, 0), groups(0, 0, 1), groups(1, 0, 0)]
     for a in range(4):
         for b in range(a):
             assert several[a] != several[b]
@@ -137,5 +137,5 @@ def test_orders_differ_by_epoch_window_and_seed_and_are_pure() -> None:
 
 
 def test_without_a_seed_all_is_as_listed() -> None:
-    assert list(visits_of(np.array([9, 4, 9, 0], np.uint64), 2, None)) == [[0, 2], [1], [3]]
+    assert list(image_groups_of(np.array([9, 4, 9, 0], np.uint64), 2, None)) == [[0, 2], [1], [3]]
     assert shards_of(alone(5), None, 0, 2, 2, lambda _: 0) == [2, 3]

@@ -12,7 +12,7 @@ import pytest
 from eyeline.core.batch import Picture, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import parquet
-from eyeline.data.containers.container import Window
+from eyeline.data.containers.container import FileSlice
 from eyeline.data.images.image_files import image_key
 from eyeline.data.plan.blend import Cursor, Side, pool_of
 from eyeline.data.plan.index import Index
@@ -136,8 +136,8 @@ def test_only_groups_in_bounded_memory_are_kept_and_only_needed_columns_are_read
     places = [next(found.rows_in(shard))[0] for shard in range(6)]
     assert [40_000 < shard.held < 45_000 for shard in found.shards] == [True] * 6
     asked: list[int] = []
-    real = Window._piece
-    monkeypatch.setattr(Window, "_piece", lambda self, wanted: asked.append(wanted) or real(self, wanted))
+    real = FileSlice._piece
+    monkeypatch.setattr(FileSlice, "_piece", lambda self, wanted: asked.append(wanted) or real(self, wanted))
 
     def cost(of: list[int]) -> int:
         asked.clear()

@@ -32,7 +32,7 @@ from eyeline.data.loader import Step, planned_windows, training_steps
 from eyeline.data.plan import blend, index, plan
 from eyeline.data.plan.blend import Cursor, Pool, Side, blended, pools_of
 from eyeline.data.plan.order import WINDOW_SHARDS
-from eyeline.data.plan.plan import Item, Ordered
+from eyeline.data.plan.plan import ImageGroup, Ordered
 from eyeline.data.plan.position import Carried, Position
 from eyeline.data.plan.sizing import Sized
 from eyeline.data.reader import Reader, alone, reader_of, rows_in_order, sizing_of, training_pools
@@ -215,10 +215,10 @@ def golden(seed: int) -> list[str]:
     pictures = np.where(patches > 0, np.arange(3000) // 2 + 1, 0).astype(np.uint64)
     sizing, carried, digests = made_up(tokens, patches, Budget(2048, 640)), (), []
     for window in range(3):
-        visits = blend.visits_of(pictures[window * 1000 : (window + 1) * 1000], 4, seed, 0, window)
+        groups = blend.image_groups_of(pictures[window * 1000 : (window + 1) * 1000], 4, seed, 0, window)
         rows = np.zeros((1000, 5), np.int64)
-        rows[:, 1], rows[:, 4] = window, visits.rows_R + window * 1000
-        done = plan.plan(Ordered(rows, visits.bounds_V1, np.ones(len(rows), np.bool_)), carried, sizing)
+        rows[:, 1], rows[:, 4] = window, groups.rows_R + window * 1000
+        done = plan.plan(Ordered(rows, groups.bounds_V1, np.ones(len(rows), np.bool_)), carried, sizing)
         carried, digests = done.bins, [*digests, done.digest]
     return digests
 
@@ -512,8 +512,8 @@ def test_ranks_ask_one_another_in_the_same_order_however_far_they_read_ahead(mak
 
         def hasty(asked: Any, fetch: Any, workers: Any, verdicts: Any) -> Any:
             waiting: list[Any] = []
-            for mark, visits in asked:
-                waiting.append((mark, fetch(fetch.job(visits, verdicts))))
+            for mark, groups in asked:
+                waiting.append((mark, fetch(fetch.job(groups, verdicts))))
                 if len(waiting) > ahead:
                     yield waiting.pop(0)
             yield from waiting
@@ -629,12 +629,12 @@ def test_a_plan_that_depends_on_the_world_is_noticed(make, monkeypatch: pytest.M
     """Ranks that each take every n-th row, as most loaders do."""
     wanted = packs_of(run(make, 1, 6, 1))
     world = 2
-    visits = blend.visits_of
+    groups = blend.image_groups_of
 
     def sharded(pictures: Any, *rest: Any) -> Any:
-        return visits(pictures[: len(pictures) // world * world], *rest)
+        return groups(pictures[: len(pictures) // world * world], *rest)
 
-    monkeypatch.setattr(blend, "visits_of", sharded)
+    monkeypatch.setattr(blend, "image_groups_of", sharded)
     assert packs_of(run(make, 2, 6, 1)) != wanted
 
 
@@ -669,8 +669,8 @@ def test_a_reject_that_shifts_its_neighbours_is_noticed(make, folder: Path, monk
 
 def test_items_are_written_and_read_back() -> None:
     bins = (
-        (Item(0, 1, ((0, 3, 5),)), Item(0, 1, ((0, 3, 6), (0, 3, 9), (1, 0, 2))), Item(0, 2, ((0, 1, 1),))),
-        (Item(1, 0, ((2, 2, 2),)),),
+        (ImageGroup(0, 1, ((0, 3, 5),)), ImageGroup(0, 1, ((0, 3, 6), (0, 3, 9), (1, 0, 2))), ImageGroup(0, 2, ((0, 1, 1),))),
+        (ImageGroup(1, 0, ((2, 2, 2),)),),
     )
     position = Position((Cursor(1, 2, 3, 4, 5),), 7, 8, Carried(bins), "d")
     state = json.loads(json.dumps(position.state()))

@@ -74,6 +74,6 @@ def test_many_short_rows_are_a_small_state(tmp_path: Path, plain: Encoder) -> No
     states = [next(steps).state for _ in range(80)]
     order = partial(rows_in_order, reader)
     largest = max(states, key=lambda state: sum(len(bin) for bin in Position.of(state, order).bins.bins))
-    rows = sum(len(item.rows) for bin in Position.of(largest, order).bins.bins for item in bin)
+    rows = sum(len(group.rows) for bin in Position.of(largest, order).bins.bins for group in bin)
     assert rows > 1000
     assert len(json.dumps(largest)) < 1500 + 2 * rows  # written out they take about 15 bytes each

@@ -86,7 +86,7 @@ def open_reader(folder: Path, plain: Encoder, rule: ImageRule) -> Open:
 
 
 def made(reader: Reader, folder: Path, budget: Budget = BUDGET, **how: Any) -> Manifest:
-    return prepare.prepare(reader, budget, folder, **how)
+    return prepare.pack_offline(reader, budget, folder, **how)
 
 
 # The same batches

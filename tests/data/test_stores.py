@@ -23,14 +23,14 @@ from eyeline.core.facts import ImageRule
 from eyeline.core.locations import Remote, below, inside, location
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import tars
-from eyeline.data.containers.container import File, Window, fingerprints
+from eyeline.data.containers.container import File, FileSlice, fingerprints
 from eyeline.data.files import stores
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.image_files import in_memory
 from eyeline.data.loader import training_steps
 from eyeline.data.plan import index
 from eyeline.data.plan.index import Index
-from eyeline.data.prepare import prepare
+from eyeline.data.prepare import pack_offline
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.report.shown import shown_samples
@@ -213,7 +213,7 @@ def test_parts_are_read_as_from_a_file(store: Store, tmp_path: Path) -> None:
     here, there = File.of(tmp_path / "x", 0), File.of(Remote(store.url, "x"), 0)
     assert there.size == here.size
     rng = random.Random(1)
-    with Window(here, 1000, 250_000) as one, Window(there, 1000, 250_000) as two:
+    with FileSlice(here, 1000, 250_000) as one, FileSlice(there, 1000, 250_000) as two:
         for _ in range(200):
             match rng.choice("rrrsse"):
                 case "r":
@@ -238,7 +238,7 @@ def test_reading_on_takes_few_requests_and_a_part_takes_one(store: Store) -> Non
     store.put("x", data)
     file = File.of(Remote(store.url, "x"), 0)
     store.asked.clear()
-    with Window(file, 0, file.size) as window:
+    with FileSlice(file, 0, file.size) as window:
         assert b"".join(iter(lambda: window.read(512), b"")) == data
     assert len(store.asked) <= 8
     assert max(int(r.partition("-")[2]) - int(r.removeprefix("bytes=").partition("-")[0]) for r in store.of("x")) < stores.PIECE
@@ -581,7 +581,7 @@ def test_what_lies_in_a_store_is_prepared_and_read_from_there(
     """From a store, into a folder, and that into a store: the batches are those of files."""
     wanted = list(training_steps(reader(f"{folder}/rows.json", plain, rule), BUDGET, 2, 2))
     store.put_folder(folder, "set")
-    prepare(reader(f"{store.url}/set/rows.json", plain, rule), BUDGET, tmp_path / "out")
+    pack_offline(reader(f"{store.url}/set/rows.json", plain, rule), BUDGET, tmp_path / "out")
     store.put_folder(tmp_path / "out", "prepared")
     store.delete("set/rows.json")
     for place in (tmp_path / "out", f"{store.url}/prepared"):

@@ -18,7 +18,7 @@ from PIL import Image as Pillow
 from eyeline.core.batch import Picture, Span, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import tars
-from eyeline.data.containers.container import HEADER_BYTES, Window
+from eyeline.data.containers.container import HEADER_BYTES, FileSlice
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.image_files import image_key
 from eyeline.data.rejects import CAUSES
@@ -102,8 +102,8 @@ def test_a_sample_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     rows = opened(path)
     places = [place for place, _, _ in rows.rows_in(0)]
     asked: list[int] = []
-    real = Window._piece
-    monkeypatch.setattr(Window, "_piece", lambda self, wanted: asked.append(wanted) or real(self, wanted))
+    real = FileSlice._piece
+    monkeypatch.setattr(FileSlice, "_piece", lambda self, wanted: asked.append(wanted) or real(self, wanted))
     rows.read(places[3])
     assert len(asked) == 1
     assert asked[0] == places[3].length < path.stat().st_size / 4

@@ -20,12 +20,12 @@ import numpy as np
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused, StorageFailed
-from eyeline.data.fetch.fetch import Lost, Row, Visit, fetched_in_order
+from eyeline.data.fetch.fetch import GroupToRead, Lost, RowToRead, fetched_in_order
 from eyeline.data.identity import NAMED, record, refuse_changes, state_changes
 from eyeline.data.plan.ahead import Ahead, Entry
 from eyeline.data.plan.blend import Cursor, Pool, blended, whole
 from eyeline.data.plan.deal import deal
-from eyeline.data.plan.plan import Item, Ordered, Pack, Plan, RowOf, RowsMet, closed, cost_of, plan
+from eyeline.data.plan.plan import ImageGroup, Ordered, Pack, Plan, RowOf, RowsMet, closed, cost_of, plan
 from eyeline.data.plan.position import VERSION, Carried, Position, cursors_of
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, fetch_of, identity_of_plan, rows_in_order, sizing_of, training_pools
@@ -253,7 +253,7 @@ def fetched_steps(
 
 def packs_to_read(
     steps: Iterator[PlannedStep], sizing: Sizing, rank: int, ranks: int
-) -> Iterator[tuple[tuple[PlannedStep, Mapping[str, float], bool], tuple[Visit, ...]]]:
+) -> Iterator[tuple[tuple[PlannedStep, Mapping[str, float], bool], tuple[GroupToRead, ...]]]:
     """What this rank fetches, in order: each its step, and whether it is the step's last."""
     for step in steps:
         dealt = deal([pack.cost for pack in step.packs], ranks)
@@ -263,30 +263,30 @@ def packs_to_read(
             yield (step, imbalance, n + 1 == len(mine)), () if pack is None else pack_to_read(step.packs[pack], sizing)
 
 
-def pack_to_read(pack: Pack, sizing: Sizing) -> tuple[Visit, ...]:
+def pack_to_read(pack: Pack, sizing: Sizing) -> tuple[GroupToRead, ...]:
     """StorageFailed where a row is no longer what was planned: an index that was made anew since has seen other images."""
-    if cost_of(pack.items, sizing) != pack.cost:
-        files = {str(sizing.index.sources[source].lies_in(shard).path) for item in pack.items for source, shard, _ in item.rows}
+    if cost_of(pack.groups, sizing) != pack.cost:
+        files = {str(sizing.index.sources[source].lies_in(shard).path) for group in pack.groups for source, shard, _ in group.rows}
         raise StorageFailed(
             f"{', '.join(sorted(files))}: pictures of its rows have changed since they were planned. Put them back as they were"
         )
-    return tuple(group_to_read(item, sizing) for item in pack.items)
+    return tuple(group_to_read(group, sizing) for group in pack.groups)
 
 
-def group_to_read(item: Item, sizing: Sizing) -> Visit:
+def group_to_read(group: ImageGroup, sizing: Sizing) -> GroupToRead:
     """What a worker needs to make the documents of an image group."""
-    source, shard, number = item.rows[0]
+    source, shard, number = group.rows[0]
     index = sizing.index.shard(source, shard)
     media = index.media(number, sizing.index.sources[source].lies_in(shard))
-    again = bool(index.showing_R[number] > len(item.rows))
-    return Visit((item.epoch, item.window, *item.rows[0]), tuple(row_to_read(row, sizing) for row in item.rows), media, again)
+    again = bool(index.showing_R[number] > len(group.rows))
+    return GroupToRead((group.epoch, group.window, *group.rows[0]), tuple(row_to_read(row, sizing) for row in group.rows), media, again)
 
 
-def row_to_read(row: RowOf, sizing: Sizing) -> Row:
+def row_to_read(row: RowOf, sizing: Sizing) -> RowToRead:
     source, shard, number = row
     index, sized = sizing.index.shard(source, shard), sizing(source, shard)
     messages = sized.messages.get(number)
-    return Row(
+    return RowToRead(
         source=source,
         place=index.place(shard, number),
         messages=messages,

@@ -54,7 +54,7 @@ EXTENSIONS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp", b"GI": "gif", 
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class PackingJob:
     """All that the work on a partition depends on. Pickles."""
 
     sources: tuple[tuple[Rows, ...], tuple[Rows, ...]]  # those of training, and validation sources of their own
@@ -102,7 +102,7 @@ class PackedEntries(NamedTuple):
     lies_N4: Longs
 
 
-def prepare(
+def pack_offline(
     reader: Reader,
     budget: Budget,
     folder: Path,
@@ -163,7 +163,7 @@ def prepare(
 # Order
 
 
-class Order(NamedTuple):
+class SampleOrder(NamedTuple):
     """The rows in the order in which they are first needed: source, shard, number of each."""
 
     rows_R3: Longs
@@ -172,7 +172,7 @@ class Order(NamedTuple):
     packs: int
 
 
-def ordered(reader: Reader, budget: Budget, packs: int | None) -> Order:
+def ordered(reader: Reader, budget: Budget, packs: int | None) -> SampleOrder:
     """Every row to learn from as it is first needed, and every row to validate on.
 
     Of a blend by shares that is the order of the first `packs` packs, or fewer if all rows have come. Rows that never come, as they
@@ -194,7 +194,7 @@ def ordered(reader: Reader, budget: Budget, packs: int | None) -> Order:
             rejects.add(reject)
         if pack is not None:
             count += 1
-            rows.add(row for item in pack.items for row in item.rows)
+            rows.add(row for group in pack.groups for row in group.rows)
         if not once and len(rows) == usable:
             break
     if not len(rows):
@@ -204,9 +204,9 @@ def ordered(reader: Reader, budget: Budget, packs: int | None) -> Order:
     judged = _Rows()
     if reader.validates:
         packed = validation_packs(reader, sizing_of(reader, budget, validation=True), [])
-        judged.add(row for pack in packed for item in pack for row in item.rows)
+        judged.add(row for pack in packed for group in pack for row in group.rows)
         judged.add((s, h, number) for s, h, number_R in _sound(reader.validation) for number in number_R.tolist())
-    return Order(rows.in_order, judged.in_order, windows, count)
+    return SampleOrder(rows.in_order, judged.in_order, windows, count)
 
 
 class _Rows:
@@ -252,7 +252,7 @@ def _sound(side: Side) -> Iterator[tuple[int, int, Longs]]:
             yield source, shard, np.flatnonzero(side.kept(source, shard) & ~side.index.shard(source, shard).bad_R)
 
 
-def job_of(reader: Reader, budget: Budget, folder: Path, order: Order, quality: int | None) -> Job:
+def job_of(reader: Reader, budget: Budget, folder: Path, order: SampleOrder, quality: int | None) -> PackingJob:
     """Cut into partitions of about equal size; none has rows to learn from and rows to validate on."""
     own = reader.validation.index is not reader.training.index
     sources = (reader.training.index.sources, reader.validation.index.sources if own else ())
@@ -279,7 +279,7 @@ def job_of(reader: Reader, budget: Budget, folder: Path, order: Order, quality: 
     hashed.update(repr((VERSION, quality, identity_of_plan(reader, budget), choice(reader.data))).encode("utf-8", "surrogatepass"))
     hashed.update(row_R6.astype("<i8").tobytes() + bounds_K1.astype("<i8").tobytes())
     judging = int(np.searchsorted(bounds_K1, rows))
-    return Job(sources, row_R6, bounds_K1, bytes_K, judging, folder, reader.rule, quality, hashed.hexdigest())
+    return PackingJob(sources, row_R6, bounds_K1, bytes_K, judging, folder, reader.rule, quality, hashed.hexdigest())
 
 
 def _bytes_of(index: ShardIndex) -> Longs:
@@ -298,7 +298,7 @@ def _bytes_of(index: ShardIndex) -> Longs:
 # One partition
 
 
-def partition(job: Job, number: int) -> Entries:
+def partition(job: PackingJob, number: int) -> Entries:
     """Write one archive. The same bytes whoever does it, where, and how often; it appears whole."""
     path = job.archive(number)
     beside = path.with_name(f".{path.name}.tmp")
@@ -331,7 +331,7 @@ class _Written(NamedTuple):
     pictures: list[list[Any]]  # as in Entries, counted from the first member
 
 
-def _written(job: Job, rows: Rows, place: Place, key: str) -> _Written:
+def _written(job: PackingJob, rows: Rows, place: Place, key: str) -> _Written:
     """One sample as members of an archive: its JSON, then its pictures in order."""
     try:
         sample = rows.read(place)
@@ -359,7 +359,7 @@ def _member(name: str, data: bytes) -> bytes:
     return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK)
 
 
-def _encoded(job: Job, medium: Picture | Video, retries: int) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
+def _encoded(job: PackingJob, medium: Picture | Video, retries: int) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
     """(a hash that is equal for equal pictures, the encoded file, and its height and width if it was scaled down) of each picture."""
     size = None if job.quality is None or job.rule is None else _largest(size_of(medium), job.rule)
     for picture in frames_of(medium):
@@ -386,7 +386,7 @@ def _largest(size: Size, rule: ImageRule) -> tuple[int, int] | None:
     return (height, width) if has[0] >= height and has[1] >= width and has != (height, width) else None
 
 
-def _scaled_down(picture: Picture, size: tuple[int, int], job: Job) -> bytes | None:
+def _scaled_down(picture: Picture, size: tuple[int, int], job: PackingJob) -> bytes | None:
     """The picture as JPEG of this height and width; None where it cannot be decoded: training finds that out as it would of the source."""
     assert job.quality is not None and job.rule is not None
     try:
@@ -401,7 +401,7 @@ def _scaled_down(picture: Picture, size: tuple[int, int], job: Job) -> bytes | N
 # Done before, and room
 
 
-def _known(job: Job, number: int) -> PackedEntries | None:
+def _known(job: PackingJob, number: int) -> PackedEntries | None:
     """What is said of a partition that was made before. Refused when it is another job's."""
     path = job.entries(number)
     try:
@@ -422,7 +422,7 @@ def _whole(archive: Path, known: PackedEntries) -> bool:
     return archive.is_file() and archive.stat().st_size == known.bytes and sha256_of(archive) == known.sha256
 
 
-def _refuse_small_disk(job: Job, missing: Sequence[int]) -> None:
+def _refuse_small_disk(job: PackingJob, missing: Sequence[int]) -> None:
     needed, about = int(job.bytes_K[missing].sum()), os.statvfs(job.folder)
     free = about.f_bavail * about.f_frsize
     if needed > free:
@@ -443,7 +443,7 @@ class Written:
     lies_N4: Longs  # begin and length in the archive; height and width where it was scaled down
 
 
-def written(job: Job, entries: Sequence[PackedEntries]) -> Written:
+def written(job: PackingJob, entries: Sequence[PackedEntries]) -> Written:
     """A picture that several samples show lies in the archives with each of them, and all are given the first: equal pictures have
     equal places, as they have in the source."""
     archive_R = np.repeat(np.arange(len(job)), np.diff(job.bounds_K1))
@@ -455,7 +455,7 @@ def written(job: Job, entries: Sequence[PackedEntries]) -> Written:
     return Written(begin_R, row_R3[:, 1], np.cumsum(row_R3[:, 2]) - row_R3[:, 2], archive_N[from_N], lies_N4[from_N])
 
 
-def place(reader: Reader, job: Job, found: Written) -> None:
+def place(reader: Reader, job: PackingJob, found: Written) -> None:
     """Write the index of every shard that was looked at, with places in the archives. Sources of one file have one index."""
     order_R = np.lexsort(job.row_R6[:, 2::-1].T)
     addresses, begins = np.unique(job.row_R6[order_R, :3], axis=0, return_index=True)
@@ -474,7 +474,7 @@ def place(reader: Reader, job: Job, found: Written) -> None:
         write_atomically(path, to_bytes(moved, name))
 
 
-def _moved(index: ShardIndex, at_R: Longs, job: Job, found: Written) -> ShardIndex:
+def _moved(index: ShardIndex, at_R: Longs, job: PackingJob, found: Written) -> ShardIndex:
     """The index with the rows `at_R` of the job where they were written: the first of the same, which is the last here. The others lie
     nowhere."""
     number_R = job.row_R6[at_R, 3]
@@ -501,12 +501,12 @@ def _moved(index: ShardIndex, at_R: Longs, job: Job, found: Written) -> ShardInd
     )
 
 
-def _stored(rows: Rows, job: Job, reader: Reader) -> StoredSource:
+def _stored(rows: Rows, job: PackingJob, reader: Reader) -> StoredSource:
     shards = tuple(_stored_shard(rows, shard, job, reader) for shard in range(len(rows.shards)))
     return StoredSource(path=str(rows.path), root=str(rows.root), layout=rows.layout.identity, why=rows.layout.why, shards=shards)
 
 
-def _stored_shard(rows: Rows, shard: int, job: Job, reader: Reader) -> StoredShard:
+def _stored_shard(rows: Rows, shard: int, job: PackingJob, reader: Reader) -> StoredShard:
     about = rows.shards[shard]
     if job.quality is not None:  # other pictures, and so other data
         about = replace(about, fingerprint=f"{about.fingerprint} JPEG {job.quality} {job.rule}")

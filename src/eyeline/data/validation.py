@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused
-from eyeline.data.fetch.fetch import Visit, fetched_in_order
+from eyeline.data.fetch.fetch import GroupToRead, fetched_in_order
 from eyeline.data.index_progress import make_indexes
 from eyeline.data.loader import group_to_read
 from eyeline.data.plan.blend import Cursor, pool_of, whole
-from eyeline.data.plan.plan import Item, closed, plan
+from eyeline.data.plan.plan import ImageGroup, closed, plan
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, fetch_of, sizing_of
 from eyeline.data.rejects import Reject
@@ -38,13 +38,13 @@ def validation_batches(reader: Reader, budget: Budget, rank: int = 0, ranks: int
 
 def _packs_of_rank(
     reader: Reader, sizing: Sizing, rank: int, ranks: int, rejected: list[Reject]
-) -> Iterator[tuple[None, tuple[Visit, ...]]]:
+) -> Iterator[tuple[None, tuple[GroupToRead, ...]]]:
     for number, pack in enumerate(validation_packs(reader, sizing, rejected)):
         if number % ranks == rank:
-            yield None, tuple(group_to_read(item, sizing) for item in pack)
+            yield None, tuple(group_to_read(group, sizing) for group in pack)
 
 
-def validation_packs(reader: Reader, sizing: Sizing, rejected: list[Reject]) -> Iterator[list[Item]]:
+def validation_packs(reader: Reader, sizing: Sizing, rejected: list[Reject]) -> Iterator[list[ImageGroup]]:
     """The packs of validation; rows that cannot be used are added to `rejected`."""
     pool = pool_of(reader.validation, reader.data.share_images, None, repeated=False)
     cursor, bins = Cursor(), ()
@@ -53,6 +53,6 @@ def validation_packs(reader: Reader, sizing: Sizing, rejected: list[Reject]) -> 
         made = plan(ordered, bins, sizing)
         rejected += [reject for _, reject in made.rejects]
         bins = tuple(map(tuple, made.bins))
-        yield from (made.pack(n).items for n in range(len(made.packs)))
+        yield from (made.pack(n).groups for n in range(len(made.packs)))
     rest = closed(bins, sizing, "")
-    yield from (rest.pack(n).items for n in range(len(rest.packs)))
+    yield from (rest.pack(n).groups for n in range(len(rest.packs)))

@@ -74,7 +74,7 @@ class Workers:
 
 def in_order(asked: Iterator[tuple[T, J]], work: Callable[[J, At], R], workers: Workers) -> Iterator[tuple[T, R]]:
     """Each tag and the result of its job. `work` pickles. Raises what a job raised, in its turn. Closing it ends the workers."""
-    pool: _Pool[J, R] = _Pool(work, workers)
+    pool: _Processes[J, R] = _Processes(work, workers)
     try:
         tags: deque[T] = deque()
         waiting = _next(asked)
@@ -162,7 +162,7 @@ class _Worker:
         return signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
 
 
-class _Pool(Generic[J, R]):
+class _Processes(Generic[J, R]):
     def __init__(self, work: Callable[[J, At], R], settings: Workers):
         self.settings = settings
         self.work = pickle.dumps(work)

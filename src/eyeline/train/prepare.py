@@ -7,7 +7,7 @@ from eyeline.core.errors import Refused, nearest
 from eyeline.core.files import make_folder
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
-from eyeline.data.prepare import prepare
+from eyeline.data.prepare import pack_offline
 from eyeline.data.prepared.packed import MANIFEST, TOKENIZER
 from eyeline.data.reader import reader_of
 from eyeline.data.text.tokenizer import save_tokenizer
@@ -40,7 +40,7 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
         packs = chosen.steps * chosen.batch.micro_batches if chosen.steps is not None and data.blend == "shares" else None
         if run.model.config is not None and run.model.tokenizer is None:
             save_tokenizer(bundle.tokenizer, folder / TOKENIZER)
-        made = prepare(reader, chosen.batch.budget, folder, packs=packs, epochs=epochs, quality=quality)
+        made = pack_offline(reader, chosen.batch.budget, folder, packs=packs, epochs=epochs, quality=quality)
         shutil.rmtree(folder / INDEXES, ignore_errors=True)
     size = sum(archive.bytes for archive in made.archives)
     say(f"{folder}: {sum(archive.rows for archive in made.archives):,} samples in {len(made.archives):,} archives, {size:,} bytes. "

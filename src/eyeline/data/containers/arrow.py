@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location
-from eyeline.data.containers.container import File, Window
-from eyeline.data.containers.parquet import MAX_GROUP_BYTES, Contents, Group, Listed, Tables, open_tables, with_pyarrow
+from eyeline.data.containers.container import File, FileSlice
+from eyeline.data.containers.parquet import MAX_GROUP_BYTES, Contents, Listed, RowGroup, Tables, open_tables, with_pyarrow
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -30,7 +30,7 @@ class Message(NamedTuple):
     rows: int
 
 
-def messages(window: Window, begin: int) -> Iterator[Message]:
+def messages(window: FileSlice, begin: int) -> Iterator[Message]:
     """The messages of a stream in order. ValueError where it breaks off."""
     while True:
         window.seek(begin)
@@ -74,7 +74,7 @@ def _field(data: bytes, table: int, number: int) -> int | None:
     return table + offset if offset else None
 
 
-def read_batch(file: File, group: Group, columns: tuple[str, ...], most: int | None) -> "arrow.Table":  # noqa: ARG001
+def read_batch(file: File, group: RowGroup, columns: tuple[str, ...], most: int | None) -> "arrow.Table":  # noqa: ARG001
     """A record batch, which is read whole, checked: Arrow has no checksums, and a damaged offset would be followed anywhere."""
     import pyarrow
     import pyarrow.ipc as ipc
@@ -96,7 +96,7 @@ def record_batches(file: File) -> Contents:
     import pyarrow.ipc as ipc
 
     try:
-        with Window(file, 0, file.size) as window:
+        with FileSlice(file, 0, file.size) as window:
             found = list(messages(window, len(FILE_MAGIC) if window.read(8) == FILE_MAGIC else 0))
         head = next((message.begin for message in found if message.kind == BATCH), file.size)
         schema = ipc.read_schema(pyarrow.BufferReader(file.read(0, head).removeprefix(FILE_MAGIC)))

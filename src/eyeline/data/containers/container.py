@@ -117,11 +117,11 @@ class File:
 
     def check(self) -> None:
         """StorageFailed when the file is not the one that was opened."""
-        Window(self, 0, 0).close()
+        FileSlice(self, 0, 0).close()
 
     def read(self, begin: int, length: int) -> bytes:
         """Exactly so many bytes. StorageFailed when the store fails, or when the file is not the one that was opened."""
-        with Window(self, begin, length) as window:
+        with FileSlice(self, begin, length) as window:
             data = window.read()
         if len(data) < length:
             raise StorageFailed(
@@ -130,7 +130,7 @@ class File:
         return data
 
 
-class Window(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """A part of a file, as a file. StorageFailed as `File.read` raises it."""
 
     def __init__(self, file: File, begin: int, length: int):
@@ -203,7 +203,7 @@ class _Begun(io.RawIOBase):
 
     def __init__(self, span: Span):
         self._span, self._at = span, 0
-        self._rest: Window | None = None
+        self._rest: FileSlice | None = None
 
     def readable(self) -> bool:
         return True
@@ -220,7 +220,7 @@ class _Begun(io.RawIOBase):
         data = span.data[self._at : self._at + len(buffer)]
         if not data:
             if self._rest is None:
-                self._rest = Window(File(span.path, span.stamp, 0), span.begin, span.length)
+                self._rest = FileSlice(File(span.path, span.stamp, 0), span.begin, span.length)
             self._rest.seek(self._at)
             data = self._rest.read(len(buffer))
         buffer[: len(data)] = data

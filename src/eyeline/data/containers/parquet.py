@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, below
 from eyeline.data.containers.class_labels import Labels, labels_in, with_names
-from eyeline.data.containers.container import SHARD_ROWS, File, Place, Shard, Window, fingerprints
+from eyeline.data.containers.container import SHARD_ROWS, File, FileSlice, Place, Shard, fingerprints
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -23,7 +23,7 @@ MAX_GROUP_ROWS = 1 << 26
 KEPT, KEPT_BYTES = 256, 256 << 20  # groups read last, in each process, and how much of them together
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Rows that are read in one go, or a part of them: a shard."""
 
     name: str
@@ -37,7 +37,7 @@ class Group(NamedTuple):
 
 
 # (file, group, columns, how many of its first rows: None for all); BadSample for a group that is damaged
-Read = Callable[[File, Group, tuple[str, ...], int | None], "arrow.Table"]
+Read = Callable[[File, RowGroup, tuple[str, ...], int | None], "arrow.Table"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Tables:
     """Groups of rows of several files."""
 
     files: tuple[File, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     columns: tuple[str, ...]
     shards: tuple[Shard, ...]
     header: tuple[str, ...]
@@ -150,7 +150,7 @@ def chosen(path: Location, names: Sequence[str], wanted: Sequence[str], before: 
     return has
 
 
-def parts(group: Group, fingerprint: str, size: int) -> Iterator[tuple[Group, Shard]]:
+def parts(group: RowGroup, fingerprint: str, size: int) -> Iterator[tuple[RowGroup, Shard]]:
     """The shards of a group: itself, or runs of its rows if it has many. They are read together, so they come together."""
     for begin in range(0, group.end, SHARD_ROWS):
         end = min(begin + SHARD_ROWS, group.end)
@@ -159,11 +159,11 @@ def parts(group: Group, fingerprint: str, size: int) -> Iterator[tuple[Group, Sh
         yield group._replace(begin=begin, end=end), Shard(group.name + which, fingerprint + which, share, held=size, joined=begin > 0)
 
 
-def read_row_group(file: File, group: Group, columns: tuple[str, ...], most: int | None) -> "arrow.Table":
+def read_row_group(file: File, group: RowGroup, columns: tuple[str, ...], most: int | None) -> "arrow.Table":
     import pyarrow
     import pyarrow.parquet as parquet
 
-    with Window(file, 0, file.size) as window:
+    with FileSlice(file, 0, file.size) as window:
         opened = parquet.ParquetFile(window, page_checksum_verification=True, buffer_size=0 if most is None else 1 << 16)
         try:
             if most is None:
@@ -201,7 +201,7 @@ def open_tables(
     that a saved data set states beside its files."""
     files = [File.of(path, retries) for path in paths]
     content = fingerprints(files)
-    groups: list[Group] = []
+    groups: list[RowGroup] = []
     shards: list[Shard] = []
     columns: tuple[str, ...] = ()
     names: list[str] = []
@@ -216,7 +216,7 @@ def open_tables(
             content[number] += hashlib.sha256(repr(sorted(labels[-1].items())).encode("utf-8", "surrogatepass")).hexdigest()[:16]
         first = 0
         for n, group in enumerate(listed(columns)):
-            whole = Group(f"{below(base, file.path)}[{n}]", number, group.part, first, 0, group.rows, group.length, group.head)
+            whole = RowGroup(f"{below(base, file.path)}[{n}]", number, group.part, first, 0, group.rows, group.length, group.head)
             for part, shard in parts(whole, f"{content[number]}[{n}]", group.size):
                 groups.append(part)
                 shards.append(shard)
@@ -237,7 +237,7 @@ def row_groups(file: File) -> Contents:
     import pyarrow.parquet as parquet
 
     try:
-        with Window(file, 0, file.size) as window:
+        with FileSlice(file, 0, file.size) as window:
             opened = parquet.ParquetFile(window)
             about, schema = opened.metadata, opened.schema_arrow
     except (OSError, ValueError) as error:

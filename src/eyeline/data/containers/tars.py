@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from eyeline.core.batch import Picture, Span
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, Remote, below
-from eyeline.data.containers.container import HEADER_BYTES, SHARD_ROWS, File, Place, Shard, Window, fingerprints
+from eyeline.data.containers.container import HEADER_BYTES, SHARD_ROWS, File, FileSlice, Place, Shard, fingerprints
 from eyeline.data.containers.json_rows import parse, sound
 from eyeline.data.containers.keys import PICTURES, TEXTS, WRITE, Member, member_of, split, stem_of, text_of, tops_of
 from eyeline.data.files.skipped import is_skipped
@@ -29,7 +29,7 @@ BLOCK = 512  # bytes; headers and members begin at multiples of it
 AHEAD_BYTES = 64 << 10  # of an archive that is read in order: as many at once, whatever of them is looked at
 
 
-class Run(NamedTuple):
+class ArchivePart(NamedTuple):
     """Samples of an archive, one after another."""
 
     file: int
@@ -68,12 +68,12 @@ class Tars:
     shards: tuple[Shard, ...]
     wanted: tuple[str, ...] = ()  # members that a mapping names: they are columns of their own
     what: str = "WebDataset"
-    runs: tuple[Run, ...] = ()  # of each shard; none: it is a whole archive
+    parts: tuple[ArchivePart, ...] = ()  # of each shard; none: it is a whole archive
     header: tuple[str, ...] = ()
     _skipped: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
-        run = self._run(shard)
+        run = self._part(shard)
         file = self.files[run.file]
         size = run.end - run.begin
         begins = run.begins()
@@ -81,7 +81,7 @@ class Tars:
         keys: set[str] = set()  # up to the first dot, as the index counts samples
         skipped: list[int] = []
         number = 0
-        with _Archive(Window(file, run.begin, size), size) as archive:
+        with _Archive(FileSlice(file, run.begin, size), size) as archive:
             for group in _groups(_capped(_members(archive), file, skipped), archive, HEADER_BYTES, self.wanted):
                 if isinstance(group, BadSample):
                     yield Place(shard, number, 0, UNUSABLE), group
@@ -106,7 +106,7 @@ class Tars:
                     raise _unfit(run.index, f"sample {run.first + number} of the archive begins elsewhere")
         self._skipped[shard] = len(skipped)
 
-    def _check(self, run: Run, begins: list[int] | None, number: int, begin: int, samples: "list[Group]") -> None:
+    def _check(self, run: ArchivePart, begins: list[int] | None, number: int, begin: int, samples: "list[Members]") -> None:
         """Refused where a sample is none of those that an index lists."""
         if begins is None:
             return
@@ -135,21 +135,21 @@ class Tars:
         return _row(sample, file, place.begin, self.wanted)
 
     def lies_in(self, shard: int) -> File:
-        return self.files[self._run(shard).file]
+        return self.files[self._part(shard).file]
 
     def id(self, place: Place) -> str:
-        run, name = self._run(place.shard), self.shards[place.shard].name
+        run, name = self._part(place.shard), self.shards[place.shard].name
         return f"{name if run.index is None else name.rpartition('#')[0]}#{run.first + place.number}"
 
     def named(self, place: Place) -> tuple[str, str, int]:
-        run = self._run(place.shard)
+        run = self._part(place.shard)
         return self.id(place), str(self.files[run.file].path), run.first + place.number
 
     def line(self, place: Place) -> None:  # noqa: ARG002
         return None
 
-    def _run(self, shard: int) -> Run:
-        return self.runs[shard] if self.runs else Run(shard, 0, self.files[shard].size)
+    def _part(self, shard: int) -> ArchivePart:
+        return self.parts[shard] if self.parts else ArchivePart(shard, 0, self.files[shard].size)
 
 
 class _Archive(io.BufferedReader):
@@ -272,10 +272,10 @@ def _capped(members: Iterator[Member | BadSample], file: File, skipped: list[int
         yield member
 
 
-Group = list[tuple[Member, bytes]]  # members, and what is read of each
+Members = list[tuple[Member, bytes]]  # members, and what is read of each
 
 
-def _samples(group: Group, wanted: tuple[str, ...]) -> tuple[list[Group], BadSample | None]:
+def _samples(group: Members, wanted: tuple[str, ...]) -> tuple[list[Members], BadSample | None]:
     """The samples of neighbours; all as one, and why, where it cannot be told what they are."""
     try:
         if len(group) > MAX_TOGETHER:
@@ -288,7 +288,7 @@ def _samples(group: Group, wanted: tuple[str, ...]) -> tuple[list[Group], BadSam
     return [[(member, content[member.begin]) for member in part] for part in parts], None
 
 
-def _new_names(sample: Group, whole: bool, known: set[str]) -> None:
+def _new_names(sample: Members, whole: bool, known: set[str]) -> None:
     """Remember what a sample is called. BadSample where an earlier one was called so: it is only a part of a sample, perhaps."""
     key = sample[0][0].key
     names = {key} if whole else set()
@@ -301,10 +301,10 @@ def _new_names(sample: Group, whole: bool, known: set[str]) -> None:
     known |= names
 
 
-def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int, wanted: tuple[str, ...]) -> Iterator[Group | BadSample]:
+def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int, wanted: tuple[str, ...]) -> Iterator[Members | BadSample]:
     """Neighbours of the same key, with their texts, and up to so many bytes of each picture. Those before a damage are lost with it:
     nobody knows whether they are all."""
-    group: Group = []
+    group: Members = []
     for member in members:
         if isinstance(member, BadSample):
             yield member
@@ -325,7 +325,7 @@ def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int,
         yield group
 
 
-def _row(group: Group, file: File, offset: int, wanted: tuple[str, ...]) -> dict[str, Any]:
+def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> dict[str, Any]:
     """A row of what the members are: the columns of the JSON member, `images`, texts by their names, and members that are `wanted` by
     theirs. A text without a name is the `caption`. What is not read is None.
 
@@ -420,18 +420,18 @@ def open_tars(
                 "pictures in it are compressed already"
             )
     shards: list[Shard] = []
-    runs: list[Run] = []
+    parts: list[ArchivePart] = []
     for number, (file, content) in enumerate(zip(files, fingerprints(files), strict=True)):
         name, index = below(base, file.path), indexes.get(file.path)
         cut = _cut_up(number, file, File.of(index, retries)) if index is not None and file.size > RUN_BYTES else []
-        for run in cut or [Run(number, 0, file.size)]:
+        for run in cut or [ArchivePart(number, 0, file.size)]:
             of = f"{content}[{run.begin}:{run.end}]" if cut else content
             shards.append(Shard(f"{name}#{run.first}" if cut else name, of, run.end - run.begin))
-            runs.append(run)
-    return Tars(tuple(files), tuple(shards), wanted, f"WebDataset ({note})" if note else "WebDataset", tuple(runs))
+            parts.append(run)
+    return Tars(tuple(files), tuple(shards), wanted, f"WebDataset ({note})" if note else "WebDataset", tuple(parts))
 
 
-def _cut_up(number: int, file: File, index: File) -> list[Run]:
+def _cut_up(number: int, file: File, index: File) -> list[ArchivePart]:
     """Runs of samples, by an index. Refused when it cannot be the archive's; `rows` looks at every sample."""
     if index.size % 8 or not index.size:
         raise _unfit(index, f"it has {index.size:,} bytes, which are no numbers of 8")
@@ -441,12 +441,12 @@ def _cut_up(number: int, file: File, index: File) -> list[Run]:
         raise _unfit(index, f"after {wrong:,} comes no place of a sample in {file.size:,} bytes")
     if file.read(begins[-1], min(BLOCK, file.size - begins[-1])).strip(b"\0"):
         raise _unfit(index, f"the archive goes on at byte {begins[-1]:,}, where it says that there is no more")
-    runs: list[Run] = []
+    parts: list[ArchivePart] = []
     first = 0
     for n in range(1, len(begins)):
         if first == n - 1 and not _header(file, begins[first]):
             raise _unfit(index, f"no sample begins at byte {begins[first]:,} of the archive")
         if n == len(begins) - 1 or n - first == SHARD_ROWS or begins[n + 1] - begins[first] > RUN_BYTES:
-            runs.append(Run(number, begins[first], begins[n], first, n - first, index))
+            parts.append(ArchivePart(number, begins[first], begins[n], first, n - first, index))
             first = n
-    return runs
+    return parts

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Row:
+class RowToRead:
     """One planned row."""
 
     source: int
@@ -46,43 +46,43 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Visit:
+class GroupToRead:
     """Rows that look at the same pictures."""
 
     address: tuple[int, ...]  # of its randomness
-    rows: tuple[Row, ...]
+    rows: tuple[RowToRead, ...]
     media: tuple[Picture | Video, ...] | None  # by where they lie; None: a row has them
-    again: bool  # whether other visits look at them too
+    again: bool  # whether other image groups look at them too
 
 
 @dataclass(frozen=True)
-class Job:
+class PackToRead:
     """A pack for a worker. Its parts are its rows."""
 
-    visits: tuple[Visit, ...]
+    groups: tuple[GroupToRead, ...]
     bytes: int  # about what the batch will have
 
     def only(self, part: int) -> Self:
-        visit, row = self._where()[part]
-        return replace(self, visits=(replace(self.visits[visit], rows=(self.visits[visit].rows[row],)),))
+        group, row = self._where()[part]
+        return replace(self, groups=(replace(self.groups[group], rows=(self.groups[group].rows[row],)),))
 
     def without(self, part: int, bad: BadSample) -> Self:
-        visit, row = self._where()[part]
-        rows = self.visits[visit].rows
-        changed = replace(self.visits[visit], rows=(*rows[:row], replace(rows[row], verdict=bad), *rows[row + 1 :]))
-        return replace(self, visits=(*self.visits[:visit], changed, *self.visits[visit + 1 :]))
+        group, row = self._where()[part]
+        rows = self.groups[group].rows
+        changed = replace(self.groups[group], rows=(*rows[:row], replace(rows[row], verdict=bad), *rows[row + 1 :]))
+        return replace(self, groups=(*self.groups[:group], changed, *self.groups[group + 1 :]))
 
     def _where(self) -> list[tuple[int, int]]:
-        return [(v, r) for v, visit in enumerate(self.visits) for r in range(len(visit.rows))]
+        return [(v, r) for v, group in enumerate(self.groups) for r in range(len(group.rows))]
 
 
 def _unwatched(part: int, phase: Phase) -> None:
     pass
 
 
-def _patches(visits: Sequence[Visit]) -> int:
+def _patches(groups: Sequence[GroupToRead]) -> int:
     """As many as are planned."""
-    return sum(max(row.patches for row in visit.rows) for visit in visits)
+    return sum(max(row.patches for row in group.rows) for group in groups)
 
 
 class _Room:
@@ -137,63 +137,63 @@ class Fetch:
     _kept: OrderedDict[str, Resized] = field(default_factory=OrderedDict, repr=False)
     _bytes: list[int] = field(default_factory=lambda: [0], repr=False)
 
-    def job(self, visits: tuple[Visit, ...], verdicts: Mapping[tuple[str, str], Reject]) -> Job:
+    def job(self, groups: tuple[GroupToRead, ...], verdicts: Mapping[tuple[str, str], Reject]) -> PackToRead:
         """The pack as a job, without what is known to kill."""
         if verdicts:
-            visits = tuple(replace(visit, rows=tuple(self._judged(row, verdicts) for row in visit.rows)) for visit in visits)
+            groups = tuple(replace(group, rows=tuple(self._judged(row, verdicts) for row in group.rows)) for group in groups)
         numbers = 3 * self.rule.frames * self.rule.patch**2 if self.rule else 0
-        tokens = self.budget.tokens if self.budget else sum(row.tokens for visit in visits for row in visit.rows)
-        return Job(visits, tokens * TOKEN_BYTES + _patches(visits) * numbers)
+        tokens = self.budget.tokens if self.budget else sum(row.tokens for group in groups for row in group.rows)
+        return PackToRead(groups, tokens * TOKEN_BYTES + _patches(groups) * numbers)
 
-    def _judged(self, row: Row, verdicts: Mapping[tuple[str, str], Reject]) -> Row:
+    def _judged(self, row: RowToRead, verdicts: Mapping[tuple[str, str], Reject]) -> RowToRead:
         id = self.sources[row.source].id(row.place)
         if not any(id == known for _, known in verdicts):  # else lines would be counted for every row
             return row
         known = verdicts.get((self.sources[row.source].named(row.place)[1], id))
         return row if known is None else replace(row, verdict=BadSample(known.cause, known.field, known.message))
 
-    def __call__(self, job: Job, at: At = _unwatched) -> Fetched:
-        found: list[tuple[Row, Tokenised | None, list[tuple[Image, ...] | BadSample]]] = []
+    def __call__(self, job: PackToRead, at: At = _unwatched) -> Fetched:
+        found: list[tuple[RowToRead, Tokenised | None, list[tuple[Image, ...] | BadSample]]] = []
         lost: list[Lost] = []
-        room = _Room(self.rule, _patches(job.visits))
-        if job.visits:  # rows are seldom read again; still a file that changes stops the run
-            first = job.visits[0].rows[0]
+        room = _Room(self.rule, _patches(job.groups))
+        if job.groups:  # rows are seldom read again; still a file that changes stops the run
+            first = job.groups[0].rows[0]
             at(0, "reading")
             self.sources[first.source].lies_in(first.place.shard).check()
-        for visit in job.visits:
+        for group in job.groups:
             media: tuple[Picture | Video, ...] | None = None
             prepared: dict[str, tuple[Image, ...] | BadSample] = {}
-            for row in visit.rows:
+            for row in group.rows:
                 part = len(found)
                 if row.verdict is not None:
-                    lost.append(self._lost(visit, row, row.verdict))
+                    lost.append(self._lost(group, row, row.verdict))
                     found.append((row, None, []))
                     continue
                 at(part, "reading")
-                if media is None and visit.media:
-                    media = self._together(visit.media)
+                if media is None and group.media:
+                    media = self._together(group.media)
                 known = row.tokenised
-                if known is None or len(row.sizes) > len(media or ()):  # rows of a visit show the same: one of them is read
+                if known is None or len(row.sizes) > len(media or ()):  # rows of an image group show the same: one of them is read
                     sample = self._sample(row)
                     media = max(media or (), sample.media, key=len)
                     at(part, "decoding")
                     known = known or tokenised(sample.messages, self.encoder, self.rule)
                 media = media or ()
-                shown = [self._images(medium, visit, prepared, room, partial(at, part)) for medium in media[: len(known.slices)]]
+                shown = [self._images(medium, group, prepared, room, partial(at, part)) for medium in media[: len(known.slices)]]
                 bad = next((images for images in shown if isinstance(images, BadSample)), None)
                 if bad is not None:
                     at(part, "reading")  # lines are counted
-                    lost.append(self._lost(visit, row, bad))
+                    lost.append(self._lost(group, row, bad))
                 found.append((row, known, shown))
         # one after another, with nothing decoded between: the processor has what that takes at hand
         documents = [self._document(row, known, shown) for row, known, shown in found]
         at(-1, "idle")
         return Fetched(batch_of(documents, self.budget), tuple(lost))
 
-    def _lost(self, visit: Visit, row: Row, bad: BadSample) -> Lost:
-        return Lost(self._reject(row, bad), visit.address[0], (row.source, row.place.shard, row.place.number))
+    def _lost(self, group: GroupToRead, row: RowToRead, bad: BadSample) -> Lost:
+        return Lost(self._reject(row, bad), group.address[0], (row.source, row.place.shard, row.place.number))
 
-    def _reject(self, row: Row, bad: BadSample) -> Reject:
+    def _reject(self, row: RowToRead, bad: BadSample) -> Reject:
         return self.sources[row.source].reject(row.place, bad)
 
     def _together(self, media: tuple[Picture | Video, ...]) -> tuple[Picture | Video, ...]:
@@ -220,7 +220,7 @@ class Fetch:
             replace(medium, frames=tuple(map(filled, medium.frames))) if isinstance(medium, Video) else filled(medium) for medium in media
         )
 
-    def _sample(self, row: Row) -> Sample:
+    def _sample(self, row: RowToRead) -> Sample:
         """The row, as much of it as is kept."""
         try:
             sample = self.sources[row.source].read(row.place)
@@ -228,7 +228,7 @@ class Fetch:
             raise self._changed(row, str(changed)) from changed
         return sample if row.messages is None else until(sample, row.messages)
 
-    def _document(self, row: Row, known: Tokenised | None, shown: Sequence[tuple[Image, ...] | BadSample]) -> Document:
+    def _document(self, row: RowToRead, known: Tokenised | None, shown: Sequence[tuple[Image, ...] | BadSample]) -> Document:
         """The document of a row, without labels where something of it cannot be shown. Nothing is known of what may not be touched."""
         id = self.sources[row.source].id(row.place)
         if known is None:
@@ -240,7 +240,7 @@ class Fetch:
         bad = any(isinstance(found, BadSample) for found in shown)
         return replace(document, labels_T=np.full_like(document.labels_T, IGNORE)) if bad else document
 
-    def _changed(self, row: Row, what: str) -> StorageFailed:
+    def _changed(self, row: RowToRead, what: str) -> StorageFailed:
         _, file, number = self.sources[row.source].named(row.place)
         return StorageFailed(
             f"{file} row {number}, or a picture of it, has changed since it was indexed: {what}. Restore it; a plan must not change"
@@ -249,16 +249,16 @@ class Fetch:
     def _images(
         self,
         medium: Picture | Video,
-        visit: Visit,
+        group: GroupToRead,
         prepared: dict[str, tuple[Image, ...] | BadSample],
         room: Room,
         phase: Callable[[Phase], None],
     ) -> tuple[Image, ...] | BadSample:
-        """The medium prepared once for all rows of the visit."""
+        """The medium prepared once for all rows of the image group."""
         key = medium_key(medium)
         if key not in prepared:
             try:
-                prepared[key] = self._prepared(medium, key, visit, len(prepared), room, phase)
+                prepared[key] = self._prepared(medium, key, group, len(prepared), room, phase)
             except BadSample as bad:
                 prepared[key] = bad
         return prepared[key]
@@ -269,7 +269,7 @@ class Fetch:
         return self.rule
 
     def _prepared(
-        self, medium: Picture | Video, key: str, visit: Visit, number: int, room: Room, phase: Callable[[Phase], None]
+        self, medium: Picture | Video, key: str, group: GroupToRead, number: int, room: Room, phase: Callable[[Phase], None]
     ) -> tuple[Image, ...]:
         whole = self._kept.get(key)
         if whole is None:
@@ -280,14 +280,14 @@ class Fetch:
                 whole = resize(encoded, self._rule)
             except MemoryError as error:
                 raise BadSample("decoder_memory", "image", f"{medium.name} takes more memory than a decoder may have") from error
-            if visit.again:
+            if group.again:
                 self._keep(key, whole)
         else:
             self._kept.move_to_end(key)
         if self.augment is None or not self.augment.active:
             return cut(whole, self._rule, key, room)
-        rng = partial(rng_for, self.seed, "augment", *visit.address, number)
-        return cut(with_augmentation(whole, self.augment, rng), self._rule, f"{key}@{'.'.join(map(str, visit.address))}", room)
+        rng = partial(rng_for, self.seed, "augment", *group.address, number)
+        return cut(with_augmentation(whole, self.augment, rng), self._rule, f"{key}@{'.'.join(map(str, group.address))}", room)
 
     def _keep(self, key: str, whole: Resized) -> None:
         self._kept[key] = whole
@@ -307,13 +307,13 @@ def _blank(id: str, tokens: int) -> Document:
 
 
 def fetched_in_order(
-    asked: Iterator[tuple[T, tuple[Visit, ...]]], fetch: Fetch, workers: Workers, verdicts: Mapping[tuple[str, str], Reject]
+    asked: Iterator[tuple[T, tuple[GroupToRead, ...]]], fetch: Fetch, workers: Workers, verdicts: Mapping[tuple[str, str], Reject]
 ) -> Iterator[tuple[T, Fetched]]:
     """What came of each pack, in the plan's order. With workers, some packs are fetched ahead of their turn.
 
     `verdicts` are samples that have killed a worker before, by file and id: they are not tried again.
     """
-    jobs = ((mark, fetch.job(visits, verdicts)) for mark, visits in asked)
+    jobs = ((mark, fetch.job(groups, verdicts)) for mark, groups in asked)
     if workers.count:
         yield from in_order(jobs, fetch, workers)
     else:

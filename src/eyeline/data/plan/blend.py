@@ -1,7 +1,7 @@
 """What an epoch is made of: rows of one side of the sources, in windows, and how sources are blended.
 
 `once`: all shards of all sources are one pool, and every row comes exactly once an epoch (a source's `repeat` times).
-`shares`: each source is a pool of its own, with epochs of its own; visits are taken from the source that is furthest behind its share.
+`shares`: each source is a pool with epochs of its own; image groups come from the source that is furthest behind its share.
 
 A *cursor* says where a pool stands; cursors are all that there is to know.
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import seed_for
 from eyeline.data.plan.index import Index, ShardIndex
-from eyeline.data.plan.order import WINDOW_SHARDS, Longs, Runs, shards_of, visits_of
+from eyeline.data.plan.order import WINDOW_SHARDS, Longs, Runs, image_groups_of, shards_of
 from eyeline.data.plan.plan import Ordered
 from eyeline.data.plan.sizing import Sizing
 
@@ -65,17 +65,17 @@ class Side:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a pool stands: in a window of an epoch, so many visits into it."""
+    """Where a pool stands: in a window of an epoch, so many image groups into it."""
 
     epoch: int = 0
     window: int = 0
     first: int = 0  # position of the window's first shard in the epoch's order
-    visit: int = 0
+    group: int = 0
     given: int = 0  # usable rows given so far
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class WindowRows:
     """Rows of a pool's window, in order, and how many shards it has."""
 
     row_R3: Longs
@@ -130,7 +130,7 @@ class Pool:
         """Have the indexes of a window made, each by the first process that is at it: planning reads them then."""
         self.side.index.begin(self.shards(cursor))
 
-    def window(self, cursor: Cursor) -> Window:
+    def window(self, cursor: Cursor) -> WindowRows:
         """The rows of the cursor's window, from the indexes of its shards."""
         chosen = self._chosen(cursor)
         rows, pictures, first = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint64)], [np.empty(0, np.bool_)]
@@ -140,8 +140,8 @@ class Pool:
             rows.append(np.stack([np.full_like(number_R, source), np.full_like(number_R, shard), number_R], 1))
             pictures.append(self.side.index.shard(source, shard).pictures_R[number_R])
             first.append(np.full(len(number_R), cursor.epoch == 0 and self._first_N[n]))
-        visits = visits_of(np.concatenate(pictures), self.share, self.seed, cursor.epoch, cursor.window)
-        return Window(np.concatenate(rows)[visits.rows_R], visits.bounds_V1, len(chosen), np.concatenate(first)[visits.rows_R])
+        groups = image_groups_of(np.concatenate(pictures), self.share, self.seed, cursor.epoch, cursor.window)
+        return WindowRows(np.concatenate(rows)[groups.rows_R], groups.bounds_V1, len(chosen), np.concatenate(first)[groups.rows_R])
 
     def at(self, epoch: int, window: int) -> Cursor:
         """The begin of any window."""
@@ -150,11 +150,11 @@ class Pool:
             cursor = replace(cursor, window=cursor.window + 1, first=cursor.first + len(self.shards(cursor)))
         return cursor
 
-    def after(self, cursor: Cursor, window: Window) -> Cursor:
+    def after(self, cursor: Cursor, window: WindowRows) -> Cursor:
         """The begin of the next window."""
         if cursor.first + window.shards < len(self.entries):
-            return replace(cursor, window=cursor.window + 1, first=cursor.first + window.shards, visit=0)
-        return replace(cursor, epoch=cursor.epoch + 1, window=0, first=0, visit=0)
+            return replace(cursor, window=cursor.window + 1, first=cursor.first + window.shards, group=0)
+        return replace(cursor, epoch=cursor.epoch + 1, window=0, first=0, group=0)
 
 
 def pool_of(side: Side, share: int, seed: int | None, repeated: bool = True) -> Pool:
@@ -190,8 +190,8 @@ def blended(
 ) -> tuple[Ordered, tuple[Cursor, ...]]:
     """Window `number` of a blend by shares, and the cursors behind it.
 
-    Each visit is taken from the source that is furthest behind its share of the usable rows given so far; of equals, from the
-    first. So after any number of rows each source has had its share, give or take a visit.
+    Each image group is taken from the source that is furthest behind its share of the usable rows given so far; of equals, from the
+    first. So after any number of rows each source has had its share, give or take an image group.
     """
     parts = [_Part(pool, cursor, sizing) for pool, cursor in zip(pools, cursors, strict=True)]
     whole_weights = [max(round(weight * 1_000_000), 1) for weight in weights]  # integers: the same choice on every machine
@@ -217,20 +217,20 @@ class _Part:
     pool: Pool
     cursor: Cursor
     sizing: Sizing
-    rows: list[Any] = field(default_factory=list)  # of each visit taken, as in Ordered
-    _window: Window | None = None
+    rows: list[Any] = field(default_factory=list)  # of each image group taken, as in Ordered
+    _window: WindowRows | None = None
     _usable_V: list[int] = field(default_factory=list)
     _barren: int = 0  # windows in a row without a usable row
 
     def take(self) -> tuple[int, int]:
-        """Take the next visit; its rows, and how many of them can be used."""
-        while self._window is None or self.cursor.visit >= len(self._window.bounds_V1) - 1:
+        """Take the next image group; its rows, and how many of them can be used."""
+        while self._window is None or self.cursor.group >= len(self._window.bounds_V1) - 1:
             self._next()
         assert self._window is not None
-        begin, end = self._window.bounds_V1[self.cursor.visit : self.cursor.visit + 2]
-        usable = self._usable_V[self.cursor.visit]
+        begin, end = self._window.bounds_V1[self.cursor.group : self.cursor.group + 2]
+        usable = self._usable_V[self.cursor.group]
         self.rows.append(_addressed(self._window.row_R3[begin:end], self.cursor))
-        self.cursor = replace(self.cursor, visit=self.cursor.visit + 1)
+        self.cursor = replace(self.cursor, group=self.cursor.group + 1)
         return int(end - begin), usable
 
     def _next(self) -> None:

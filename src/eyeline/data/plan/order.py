@@ -1,9 +1,9 @@
-"""In which order data comes: a keyed permutation of shards, windows of shards, a keyed permutation of the visits in a window.
+"""In which order data comes: a keyed permutation of shards, windows of shards, a keyed permutation of the image groups in a window.
 
 Everything is a pure function of its arguments, and any position can be computed alone: nothing is shuffled, stored or drawn
 one after another. The permutations are our own, so that no release of numpy changes the order of a run.
 
-Dims: N positions  R rows of a window  V visits
+Dims: N positions  R rows of a window  V image groups
 """
 
 from collections.abc import Callable, Iterator
@@ -118,11 +118,11 @@ def shards_of(
 
 
 @dataclass(frozen=True, eq=False)
-class Visits:
-    """The rows of a window in the order in which they come. Visit v is `rows_R[bounds_V1[v] : bounds_V1[v + 1]]`.
+class ImageGroups:
+    """The rows of a window in the order in which they come. Image group v is `rows_R[bounds_V1[v] : bounds_V1[v + 1]]`.
 
-    A *visit* is one picture (or one list of pictures) and up to `share` rows that look at it: they are packed as one item, and the
-    picture is encoded once for all of them. Rows without a picture are visits of their own.
+    An *image group* is one image (or one list of images) and up to `share` rows that look at it: they are packed together, and the
+    image is encoded once for all of them. Rows without an image are groups of their own.
     """
 
     rows_R: Longs
@@ -135,11 +135,11 @@ class Visits:
         return (self.rows_R[a:b].tolist() for a, b in zip(self.bounds_V1, self.bounds_V1[1:], strict=False))
 
 
-def visits_of(pictures_R: Hashes, share: int, seed: int | None, *address: int) -> Visits:
-    """Group the rows of a window by what they look at (`pictures_R`: equal for the same pictures, 0 for none), and order the visits.
+def image_groups_of(pictures_R: Hashes, share: int, seed: int | None, *address: int) -> ImageGroups:
+    """Group the rows of a window by what they look at (`pictures_R`: equal for the same images, 0 for none), and order the image groups.
 
-    The visits of a picture are as few as `share` allows and as even as can be: 10 rows, 3 at a time, make 3 + 3 + 2 + 2. Which
-    rows meet is drawn, too. Without a seed, visits and their rows come as they are listed.
+    The image groups of one image are as few as `share` allows and as even as can be: 10 rows, 3 at a time, make 3 + 3 + 2 + 2. Which
+    rows meet is drawn, too. Without a seed, image groups and their rows come as they are listed.
     """
     rows = len(pictures_R)
     if share == 1 or rows == 0:
@@ -148,16 +148,16 @@ def visits_of(pictures_R: Hashes, share: int, seed: int | None, *address: int) -
         grouped_R, begins_V = _shared(pictures_R, share, None if seed is None else seed_for(seed, "meet", *address))
     bounds_V1 = np.append(begins_V, rows)
     if seed is None:
-        return Visits(grouped_R, bounds_V1)
+        return ImageGroups(grouped_R, bounds_V1)
     order_V = Permutation(len(begins_V), seed_for(seed, "visits", *address))(np.arange(len(begins_V)))
     lengths_V = np.diff(bounds_V1)[order_V]
     ends_V = np.cumsum(lengths_V)
     from_R = np.arange(rows) + np.repeat(bounds_V1[order_V] - (ends_V - lengths_V), lengths_V)
-    return Visits(grouped_R[from_R], np.concatenate([[0], ends_V]))
+    return ImageGroups(grouped_R[from_R], np.concatenate([[0], ends_V]))
 
 
 def _shared(pictures_R: Hashes, share: int, key: int | None) -> tuple[Longs, Longs]:
-    """The rows, those of a picture together, and where each visit begins."""
+    """The rows, those of an image together, and where each image group begins."""
     rows = len(pictures_R)
     _, first, group_R = np.unique(pictures_R, return_index=True, return_inverse=True)
     first_R = np.where(pictures_R == 0, np.arange(rows), first[group_R])  # groups are told apart, and ordered, by their first row

@@ -1,11 +1,11 @@
 """The plan: which rows make which pack. A pure function of the rows of a window, their sizes, the budget and open bins.
 
-    rows of a window, in the order of their visits           order.py, blend.py
+    rows of a window, in the order of their image groups           order.py, blend.py
     Sized     what each row needs under this budget          sizing.py: from the index; what cannot be used is rejected there
-    items     visits that fit into a pack
-    packed    items -> packs; bins that stay open are carried into the next window      packing.py
+    groups    image groups that fit into a pack
+    packed    groups -> packs; bins that stay open are carried into the next window      packing.py
 
-Dims: R rows in order  G rows of these that can be used  I items  K packs
+Dims: R rows in order  G rows of these that can be used  I image groups  K packs
 """
 
 import hashlib
@@ -33,7 +33,7 @@ RowOf = tuple[int, int, int]  # source, shard, number in the shard
 
 @dataclass(frozen=True, eq=False)
 class Ordered:
-    """Rows in the order in which they come. Visit v is the rows `bounds_V1[v]` to `bounds_V1[v + 1]`."""
+    """Rows in the order in which they come. Image group v is the rows `bounds_V1[v]` to `bounds_V1[v + 1]`."""
 
     row_R5: Longs  # epoch and window of the order that a row comes from; source, shard, number
     bounds_V1: Longs
@@ -41,8 +41,8 @@ class Ordered:
 
 
 @dataclass(frozen=True)
-class Item:
-    """Rows that are packed together: a visit, or a part of one that is too large."""
+class ImageGroup:
+    """Rows that are packed together since they share an image, or a part of one that is too large."""
 
     epoch: int
     window: int
@@ -61,14 +61,14 @@ class RowsMet:
 class Pack(NamedTuple):
     """Rows that are to be one batch."""
 
-    items: list[Item]
+    groups: list[ImageGroup]
     cost: tuple[int, int]  # language, vision
     met: RowsMet
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The packs of one window, in order, as numbers of items; `bins` are still open after it."""
+    """The packs of one window, in order, as numbers of image groups; `bins` are still open after it."""
 
     row_G5: Longs  # as in Ordered: first those that were carried in
     bounds_I1: Longs
@@ -76,7 +76,7 @@ class Plan:
     passed_K: Longs  # rows of the window that were met up to each pack, rejected ones included
     first_R: NDArray[np.bool_]  # of the window's rows, as in Ordered
     rejects: list[tuple[int, Reject]]  # (rows met before it, why): rising
-    bins: list[list[Item]]
+    bins: list[list[ImageGroup]]
     cost_I2: Longs  # language, vision
     digest: str
     closing: bool = False  # its packs are the bins that were open after the last window
@@ -84,7 +84,7 @@ class Plan:
     def pack(self, number: int) -> Pack:
         before = int(self.passed_K[number - 1]) if number else 0
         language, vision = self.cost_I2[self.packs[number]].sum(0).tolist()
-        return Pack(list(map(self.item, self.packs[number])), (language, vision), self._met(before, int(self.passed_K[number])))
+        return Pack(list(map(self.group, self.packs[number])), (language, vision), self._met(before, int(self.passed_K[number])))
 
     @property
     def rest(self) -> RowsMet:
@@ -96,12 +96,12 @@ class Plan:
         first, again = (tuple(reject for n, reject in bad if self.first_R[n] == wanted) for wanted in (True, False))
         return RowsMet(int(self.first_R[start:end].sum()), first, again)
 
-    def item(self, number: int) -> Item:
+    def group(self, number: int) -> ImageGroup:
         rows = self.row_G5[self.bounds_I1[number] : self.bounds_I1[number + 1]].tolist()
-        return Item(rows[0][0], rows[0][1], tuple((source, shard, row) for _, _, source, shard, row in rows))
+        return ImageGroup(rows[0][0], rows[0][1], tuple((source, shard, row) for _, _, source, shard, row in rows))
 
 
-def plan(ordered: Ordered, carried: Sequence[Sequence[Item]], sizing: Sizing) -> Plan:
+def plan(ordered: Ordered, carried: Sequence[Sequence[ImageGroup]], sizing: Sizing) -> Plan:
     """Pack the rows of a window behind the bins that the one before left open."""
     columns_R4, usable_R = _columns(ordered.row_R5, sizing)
     rejects = [
@@ -110,34 +110,34 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[Item]], sizing: Sizing) ->
         for _, _, source, shard, number in [ordered.row_R5[n].tolist()]
     ]
     at_G = np.flatnonzero(usable_R)
-    begins_I, tokens_I, patches_I, vision_I, language_I = _items(columns_R4[at_G], _visit_of(ordered.bounds_V1)[at_G], sizing.budget)
+    begins_I, tokens_I, patches_I, vision_I, language_I = _groups(columns_R4[at_G], _group_of(ordered.bounds_V1)[at_G], sizing.budget)
     old_G5, old_bounds, old_columns, bins = reopened(carried, sizing)
     row_G5 = np.concatenate([old_G5, ordered.row_R5[at_G]])
-    first = len(old_bounds) - 1  # items of this window are numbered behind those that were carried in
+    first = len(old_bounds) - 1  # groups of this window are numbered behind those that were carried in
     bounds_I1 = np.concatenate([old_bounds[:-1], len(old_G5) + begins_I, [len(row_G5)]]).astype(np.int64)
     *_, old_vision, old_language = _sums(old_columns, old_bounds[:-1])
     last_I = np.append(begins_I, len(at_G))[1:] - 1
     passed_I = (at_G[last_I] + 1).tolist() if len(begins_I) else []
     met = 0
 
-    def items() -> Iterator[tuple[int, int, int]]:
+    def groups() -> Iterator[tuple[int, int, int]]:
         nonlocal met
         for n, (tokens, patches) in enumerate(zip(tokens_I.tolist(), patches_I.tolist(), strict=True)):
             met = passed_I[n]
             yield first + n, tokens, patches
 
     packs, passed = [], []
-    for done in packed(items(), bins, sizing.budget):
+    for done in packed(groups(), bins, sizing.budget):
         packs.append(done)
         passed.append(met)
     cost_I2 = np.stack([np.concatenate([old_language, language_I]), np.concatenate([old_vision, vision_I])], 1).astype(np.int64)
     digest = _digest(packs, bounds_I1, np.concatenate([row_G5, np.concatenate([old_columns, columns_R4[at_G]])[:, :2]], 1))
     made = Plan(row_G5, bounds_I1, packs, np.array(passed, np.int64), ordered.first_R, rejects, [], cost_I2, digest)
-    made.bins.extend([made.item(n) for n in bin.items] for bin in bins)
+    made.bins.extend([made.group(n) for n in bin.items] for bin in bins)
     return made
 
 
-def closed(carried: Sequence[Sequence[Item]], sizing: Sizing, digest: str) -> Plan:
+def closed(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing, digest: str) -> Plan:
     """The bins that are open behind the last window, as packs. StorageFailed as for `reopened`."""
     row_G5, bounds_I1, columns_G4, _ = reopened(carried, sizing)
     *_, vision_I, language_I = _sums(columns_G4, bounds_I1[:-1])
@@ -146,19 +146,19 @@ def closed(carried: Sequence[Sequence[Item]], sizing: Sizing, digest: str) -> Pl
     return Plan(row_G5, bounds_I1, packs, np.zeros(len(packs), np.int64), np.empty(0, np.bool_), [], [], cost_I2, digest, closing=True)
 
 
-def cost_of(items: Sequence[Item], sizing: Sizing) -> tuple[int, int]:
+def cost_of(groups: Sequence[ImageGroup], sizing: Sizing) -> tuple[int, int]:
     """Language and vision cost of a pack, from the sizes of its rows as they are now."""
     language = vision = 0
-    for item in items:
-        of = [(sizing(source, shard), row) for source, shard, row in item.rows]
+    for group in groups:
+        of = [(sizing(source, shard), row) for source, shard, row in group.rows]
         language += sum(int(sized.language_R[row]) for sized, row in of)
         vision += max(int(sized.vision_R[row]) for sized, row in of)
     return language, vision
 
 
-def reopened(carried: Sequence[Sequence[Item]], sizing: Sizing) -> tuple[Longs, Longs, Longs, Bins]:
-    """Rows of carried items, bounds of the items in them, their columns, and the bins with the numbers of their items. StorageFailed
-    when a row is no longer what was planned."""
+def reopened(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing) -> tuple[Longs, Longs, Longs, Bins]:
+    """Rows of carried image groups, bounds of the groups in them, their columns, and the bins with the numbers of their groups.
+    StorageFailed when a row is no longer what was planned."""
     row_G5, bounds, numbers = _unpacked(carried)
     columns_G4, usable_G = _columns(row_G5, sizing)
     if not usable_G.all():
@@ -198,12 +198,12 @@ def reject_of(sizing: Sizing, row: RowOf) -> Reject:
     return sizing.index.sources[source].reject(place, BadSample(cause, where, message))
 
 
-def _visit_of(bounds_V1: Longs) -> Longs:
+def _group_of(bounds_V1: Longs) -> Longs:
     return np.repeat(np.arange(len(bounds_V1) - 1), np.diff(bounds_V1))
 
 
 def _sums(columns_G4: Longs, begins_I: Longs) -> tuple[Longs, Longs, Longs, Longs]:
-    """Tokens, patches, vision and language cost of items. Rows of an item show the same pictures (or the first of them, where one
+    """Tokens, patches, vision and language cost of image groups. Rows of one show the same images (or the first of them, where one
     was shrunk), so it has the patches of its largest row."""
     if not len(begins_I):
         nothing = np.empty(0, np.int64)
@@ -213,15 +213,15 @@ def _sums(columns_G4: Longs, begins_I: Longs) -> tuple[Longs, Longs, Longs, Long
     return tokens, patches, vision, language
 
 
-def _items(columns_G4: Longs, visit_G: Longs, budget: Budget) -> tuple[Longs, Longs, Longs, Longs, Longs]:
-    """Where each item begins, and its sums. A visit whose rows together are over the budget is cut where it is full."""
+def _groups(columns_G4: Longs, visit_G: Longs, budget: Budget) -> tuple[Longs, Longs, Longs, Longs, Longs]:
+    """Where each group starts, and its sums. an image group whose rows together are over the budget is cut where it is full."""
     begins_I = np.flatnonzero(np.diff(visit_G, prepend=-1))
     tokens, *_ = _sums(columns_G4, begins_I)
     cuts: list[int] = []
     ends = np.append(begins_I, len(visit_G))[1:]
-    for visit in np.flatnonzero(tokens > budget.tokens).tolist():
+    for group in np.flatnonzero(tokens > budget.tokens).tolist():
         filled = 0
-        for row in range(int(begins_I[visit]), int(ends[visit])):
+        for row in range(int(begins_I[group]), int(ends[group])):
             filled += int(columns_G4[row, 0])
             if filled > budget.tokens:
                 cuts.append(row)
@@ -230,12 +230,12 @@ def _items(columns_G4: Longs, visit_G: Longs, budget: Budget) -> tuple[Longs, Lo
     return begins_I, *_sums(columns_G4, begins_I)
 
 
-def _unpacked(carried: Sequence[Sequence[Item]]) -> tuple[Longs, Longs, list[list[int]]]:
-    """Rows of carried items, bounds of the items in them, and the numbers of the items of each bin."""
-    items = [item for bin in carried for item in bin]
-    rows = [(item.epoch, item.window, *row) for item in items for row in item.rows]
+def _unpacked(carried: Sequence[Sequence[ImageGroup]]) -> tuple[Longs, Longs, list[list[int]]]:
+    """Rows of carried image groups, bounds of the groups in them, and the numbers of the groups of each bin."""
+    groups = [group for bin in carried for group in bin]
+    rows = [(group.epoch, group.window, *row) for group in groups for row in group.rows]
     ends = np.cumsum([0, *(len(bin) for bin in carried)]).tolist()
-    bounds = np.cumsum([0, *(len(item.rows) for item in items)])
+    bounds = np.cumsum([0, *(len(group.rows) for group in groups)])
     return np.array(rows, np.int64).reshape(-1, 5), bounds, [list(range(a, b)) for a, b in pairwise(ends)]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from eyeline.data.plan.blend import Cursor
 from eyeline.data.plan.order import Longs
-from eyeline.data.plan.plan import Item, RowOf
+from eyeline.data.plan.plan import ImageGroup, RowOf
 
 VERSION = 4  # of the state
 MANY = 512  # rows of one window that are written out; to read more the window's order is drawn, which needs the indexes of its shards
@@ -64,7 +64,7 @@ def cursors_of(state: dict[str, Any]) -> tuple[Cursor, ...]:
 class Carried:
     """Open bins between two windows."""
 
-    bins: tuple[tuple[Item, ...], ...]
+    bins: tuple[tuple[ImageGroup, ...], ...]
     pools: int = field(default=1, compare=False)  # 1: of everything; else one a source
     order: RowsInOrder | None = field(default=None, compare=False, repr=False)  # None: every row is written out
 
@@ -77,30 +77,30 @@ class Carried:
         """As JSON: the same at every step of a window."""
         rows = Counter[WindowAddress]()
         for bin in self.bins:
-            for item in bin:
-                rows[self._drawn(item)] += len(item.rows)
+            for group in bin:
+                rows[self._drawn(group)] += len(group.rows)
         places = {drawn: _Places(self.order(drawn)) for drawn, count in rows.items() if count > MANY} if self.order else {}
         return [
             [
                 stretch
-                for many, items in groupby(bin, lambda item: self._drawn(item) in places)
-                for stretch in ([self._packed(list(items), places)] if many else _written(items))
+                for many, groups in groupby(bin, lambda group: self._drawn(group) in places)
+                for stretch in ([self._packed(list(groups), places)] if many else _written(groups))
             ]
             for bin in self.bins
         ]
 
-    def _drawn(self, item: Item) -> WindowAddress:
-        return item.rows[0][0] if self.pools > 1 else 0, item.epoch, item.window
+    def _drawn(self, group: ImageGroup) -> WindowAddress:
+        return group.rows[0][0] if self.pools > 1 else 0, group.epoch, group.window
 
-    def _packed(self, items: Sequence[Item], places: "dict[WindowAddress, _Places]") -> list[Any]:
-        """[orders, text]: for each row how far it stands behind the last one of its order, doubled, and 1 more where it begins an item;
-        then the number of the item's order follows."""
-        orders = list(dict.fromkeys(map(self._drawn, items)))
+    def _packed(self, groups: Sequence[ImageGroup], places: "dict[WindowAddress, _Places]") -> list[Any]:
+        """[orders, text]: for each row how far it stands behind the last one of its order, doubled, and 1 more where it starts a group;
+        then the number of the order of the group follows."""
+        orders = list(dict.fromkeys(map(self._drawn, groups)))
         last = dict.fromkeys(orders, 0)
         numbers: list[int] = []
-        for item in items:
-            drawn = self._drawn(item)
-            for n, place in enumerate(places[drawn].of(item.rows)):
+        for group in groups:
+            drawn = self._drawn(group)
+            for n, place in enumerate(places[drawn].of(group.rows)):
                 behind = place - last[drawn]  # not below 0, unless a row comes twice in a window
                 numbers += [4 * behind + (n == 0) if behind >= 0 else -4 * behind - 2 + (n == 0)] + [orders.index(drawn)] * (n == 0)
                 last[drawn] = place
@@ -109,7 +109,7 @@ class Carried:
     @staticmethod
     def read(bins: Sequence[Any], pools: int = 1, order: RowsInOrder | None = None) -> "Carried":
         """What was written."""
-        return Carried(tuple(tuple(item for stretch in bin for item in _items(stretch, order)) for bin in bins), pools, order)
+        return Carried(tuple(tuple(group for stretch in bin for group in _groups(stretch, order)) for bin in bins), pools, order)
 
 
 class _Places:
@@ -128,14 +128,14 @@ def _keys(rows_R3: Longs) -> Longs:
     return (source << 56) + (shard << 28) + number
 
 
-def _written(items: Iterator[Item]) -> list[list[Any]]:
-    """[epoch, window, items] for each stretch of items of one window; an item is [source, shard, rows ...] for each stretch of a shard."""
+def _written(groups: Iterator[ImageGroup]) -> list[list[Any]]:
+    """[epoch, window, groups] for each stretch of one window; a group is [source, shard, rows ...] for each stretch of a shard."""
     out: list[list[Any]] = []
-    for item in items:
-        if not out or (item.epoch, item.window) != (out[-1][0], out[-1][1]):
-            out.append([item.epoch, item.window, []])
+    for group in groups:
+        if not out or (group.epoch, group.window) != (out[-1][0], out[-1][1]):
+            out.append([group.epoch, group.window, []])
         runs: list[list[int]] = []
-        for source, shard, number in item.rows:
+        for source, shard, number in group.rows:
             if not runs or runs[-1][:2] != [source, shard]:
                 runs.append([source, shard])
             runs[-1].append(number)
@@ -143,11 +143,11 @@ def _written(items: Iterator[Item]) -> list[list[Any]]:
     return out
 
 
-def _items(stretch: Sequence[Any], order: RowsInOrder | None) -> Iterator[Item]:
+def _groups(stretch: Sequence[Any], order: RowsInOrder | None) -> Iterator[ImageGroup]:
     if len(stretch) == 3:
-        epoch, window, items = stretch
-        for runs in items:
-            yield Item(epoch, window, tuple((source, shard, number) for source, shard, *numbers in runs for number in numbers))
+        epoch, window, groups = stretch
+        for runs in groups:
+            yield ImageGroup(epoch, window, tuple((source, shard, number) for source, shard, *numbers in runs for number in numbers))
         return
     assert order is not None, "rows that are written by their places are read with their orders"
     orders, text = stretch
@@ -158,12 +158,12 @@ def _items(stretch: Sequence[Any], order: RowsInOrder | None) -> Iterator[Item]:
     for number in numbers:
         if number & 1:
             if found:
-                yield Item(orders[n][1], orders[n][2], tuple(found))
+                yield ImageGroup(orders[n][1], orders[n][2], tuple(found))
             n, found = next(numbers), []
         last[n] += -((number + 2) >> 2) if number & 2 else number >> 2
         source, shard, row = rows[n][last[n]].tolist()
         found.append((source, shard, row))
-    yield Item(orders[n][1], orders[n][2], tuple(found))
+    yield ImageGroup(orders[n][1], orders[n][2], tuple(found))
 
 
 def _bytes(numbers: Sequence[int]) -> bytes:

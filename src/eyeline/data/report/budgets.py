@@ -12,7 +12,7 @@ from eyeline.core.facts import Cost
 from eyeline.data.plan.blend import Cursor, Pool, blended, whole
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.packing import OPEN_BINS
-from eyeline.data.plan.plan import Item, Ordered, plan
+from eyeline.data.plan.plan import ImageGroup, Ordered, plan
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, training_pools
 
@@ -171,7 +171,7 @@ NOTHING = np.empty((0, 6), np.int64)
 
 
 def _loads(row_G5: Longs, bounds_I1: Longs, sizing: Sizing) -> Longs:
-    """Patches, their pairs, tokens, theirs, labels and samples of items. Rows of an item show the same pictures, so it has those of one."""
+    """Patches, their pairs, tokens, theirs, labels and samples of image groups. Rows of one show the same images."""
     if not len(row_G5):
         return NOTHING
     of_G5 = np.zeros((len(row_G5), 5), np.int64)
@@ -186,7 +186,7 @@ def _loads(row_G5: Longs, bounds_I1: Longs, sizing: Sizing) -> Longs:
     return np.concatenate(summed, 1)
 
 
-def _unpacked(bin: Sequence[Item]) -> tuple[Longs, Longs]:
-    """Rows of items as a plan has them, and the bounds of the items."""
-    rows = [(item.epoch, item.window, *row) for item in bin for row in item.rows]
-    return np.array(rows, np.int64).reshape(-1, 5), np.cumsum([0, *(len(item.rows) for item in bin)])
+def _unpacked(bin: Sequence[ImageGroup]) -> tuple[Longs, Longs]:
+    """Rows of image groups as a plan has them, and their bounds."""
+    rows = [(group.epoch, group.window, *row) for group in bin for row in group.rows]
+    return np.array(rows, np.int64).reshape(-1, 5), np.cumsum([0, *(len(group.rows) for group in bin)])
