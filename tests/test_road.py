@@ -14,20 +14,18 @@ import pytest
 from tests.test_imports import PACKAGE
 
 ROOT = PACKAGE.parent.parent
-MODULES, OF_DATA = 42, 32  # wanted: 32 and 18
+MODULES, OF_DATA = 43, 33  # wanted: 32 and 18
 LINES, FUNCTION_LINES = 350, 60
 LONGER = {  # wanted: none
     "data/containers/json_rows.py",
     "data/layouts/conversations.py",
     "data/layouts/layouts.py",
-    "data/plan/index.py",
     "models/llava.py",
     "models/siglip2.py",
 }
 LONGER_FUNCTIONS = {  # wanted: none
     "cli.py: import_model",
     "data/fetch/batches.py: batch_of",
-    "data/plan/index.py: made",
     "train/loop.py: train_stage",
 }
 

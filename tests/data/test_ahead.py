@@ -44,8 +44,8 @@ def archives(tmp_path: Path) -> Path:
 def made_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Shards that this process indexes."""
     calls: list[int] = []
-    original = index.made
-    monkeypatch.setattr(index, "made", lambda rows, shard, *rest: calls.append(shard) or original(rows, shard, *rest))
+    original = index.shard_index_of
+    monkeypatch.setattr(index, "shard_index_of", lambda rows, shard, *rest: calls.append(shard) or original(rows, shard, *rest))
     return calls
 
 

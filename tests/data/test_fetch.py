@@ -20,7 +20,7 @@ from eyeline.data.containers.tars import Tars
 from eyeline.data.counts import count_steps
 from eyeline.data.fetch import fetch
 from eyeline.data.loader import training_steps
-from eyeline.data.plan.index import ShardIndex
+from eyeline.data.plan.shard_index import ShardIndex
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source

@@ -24,8 +24,9 @@ from eyeline.data.containers import json_rows
 from eyeline.data.images import image_files
 from eyeline.data.images.decode import Size, size_of
 from eyeline.data.images.image_files import frames_of, image_key
-from eyeline.data.plan import index
-from eyeline.data.plan.index import Index, ShardIndex
+from eyeline.data.plan import index, read_shard
+from eyeline.data.plan.index import Index
+from eyeline.data.plan.shard_index import ShardIndex
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.documents import Measured, Tokenised, answered, fitted, tokenised
@@ -195,13 +196,13 @@ def test_sizes_under_a_budget_are_those_of_each_sample(rows: Rows, qwen: Encoder
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Shards that are indexed anew from now on."""
     calls: list[tuple[int, int]] = []
-    original = index.made
+    original = index.shard_index_of
 
     def noted(rows: Rows, shard: int, *rest: Any) -> ShardIndex:
         calls.append((id(rows), shard))
         return original(rows, shard, *rest)
 
-    monkeypatch.setattr(index, "made", noted)
+    monkeypatch.setattr(index, "shard_index_of", noted)
     return calls
 
 
@@ -335,10 +336,10 @@ def test_a_store_that_fails_now_and_then_changes_no_index(rows: Rows, plain: Enc
         return look
 
     monkeypatch.setattr("eyeline.data.containers.container.time.sleep", lambda _: None)
-    monkeypatch.setattr(index, "size_of", fails(rows.retries))
+    monkeypatch.setattr(read_shard, "size_of", fails(rows.retries))
     assert all(same(opened(rows, plain, rule).shard(0, n), whole) for n, whole in enumerate(wanted))
     assert asked >= 7 * (rows.retries + 1)
-    monkeypatch.setattr(index, "size_of", fails(rows.retries + 1))
+    monkeypatch.setattr(read_shard, "size_of", fails(rows.retries + 1))
     with pytest.raises(StorageFailed, match=f"tried {rows.retries + 1} times"):
         opened(rows, plain, rule).shard(0, 0)
 
@@ -370,12 +371,12 @@ def test_the_number_of_open_files_is_bounded(rows: Rows, plain: Encoder, rule: I
 SHARING = """
 import sys, time
 from pathlib import Path
-from eyeline.data.plan import index
+from eyeline.data.plan import index, read_shard
 from eyeline.data.plan.index import Index
 from tests.data.test_index import sharing
 
 rows, encoder, rule, folder = sharing(Path(sys.argv[1]))
-original = index.made
+original = index.shard_index_of
 
 def noted(of, shard, *rest):
     with open(sys.argv[1] + "/made", "a") as file:
@@ -384,9 +385,9 @@ def noted(of, shard, *rest):
         time.sleep(0.05)
     return original(of, shard, *rest)
 
-index.made = noted
+index.shard_index_of = noted
 shared = Index((rows,), encoder, rule, folder)
-shared.begin((0, n) for n in range(len(rows.shards)))
+shared.make((0, n) for n in range(len(rows.shards)))
 print(*(len(shared.shard(0, n).ids_U) for n in range(len(rows.shards))))
 """
 

@@ -27,7 +27,7 @@ from eyeline.data.images import patches
 from eyeline.data.images.patches import Augment
 from eyeline.data.loader import check_rejects_at_end, training_steps
 from eyeline.data.plan.blend import Side
-from eyeline.data.plan.index import drawn
+from eyeline.data.plan.read_shard import drawn
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data, training_texts
 from eyeline.data.sources.sources import Source

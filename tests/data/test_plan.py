@@ -275,7 +275,7 @@ def made_up(tokens: Any, patches: Any, budget: Budget) -> Any:
 def counted() -> Iterator[SimpleNamespace]:
     """Reads of the data's files and their bytes, and shards that were indexed."""
     seen = SimpleNamespace(reads=0, bytes=0, indexed=0)
-    read, made = containers.File.read, index.made
+    read, made = containers.File.read, index.shard_index_of
 
     def noted(file: containers.File, begin: int, length: int) -> bytes:
         seen.reads, seen.bytes = seen.reads + 1, seen.bytes + length
@@ -287,7 +287,7 @@ def counted() -> Iterator[SimpleNamespace]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(containers.File, "read", noted)
-        patch.setattr(index, "made", indexed)
+        patch.setattr(index, "shard_index_of", indexed)
         yield seen
 
 

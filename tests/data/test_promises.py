@@ -354,13 +354,13 @@ def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(pictures: Path, p
     """The windows of all sources are open at once; were they together more than what is remembered, every row would open its shard anew."""
     for n in range(8):
         (pictures / f"{n}.jsonl").write_text("\n".join(json.dumps(text(m)) for m in range(200)))
-    made, opened = index.made, Counter[tuple[str, int]]()
+    made, opened = index.shard_index_of, Counter[tuple[str, int]]()
 
     def noted(rows: Rows, shard: int, *rest: Any) -> Any:
         opened[str(rows.path), shard] += 1
         return made(rows, shard, *rest)
 
-    monkeypatch.setattr(index, "made", noted)
+    monkeypatch.setattr(index, "shard_index_of", noted)
     monkeypatch.setattr(blend, "MIXED_ROWS", (20, 160))  # as many as those windows have
     sources = tuple(Source(path=str(pictures / f"{n}.jsonl")) for n in range(8))
     steps = training_steps(reader_of(Data(sources=sources, blend="shares"), plain, None, 0), Budget(90, 0), 2, None)

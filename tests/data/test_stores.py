@@ -28,7 +28,7 @@ from eyeline.data.files import stores
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.image_files import in_memory
 from eyeline.data.loader import training_steps
-from eyeline.data.plan import index
+from eyeline.data.plan import read_shard
 from eyeline.data.plan.index import Index
 from eyeline.data.prepare import pack_offline
 from eyeline.data.reader import Reader, reader_of
@@ -676,13 +676,13 @@ def test_pictures_are_asked_for_together(
 ) -> None:
     """One after another they would be mostly waited for: each of these waits until others are asked for, too."""
     store.put_folder(folder, "set")
-    there, stamp_of, meet = reader(f"{store.url}/set/rows.json", plain, rule, tmp_path / "run"), index.stamp_of, threading.Barrier(3)
+    there, stamp_of, meet = reader(f"{store.url}/set/rows.json", plain, rule, tmp_path / "run"), read_shard.stamp_of, threading.Barrier(3)
 
     def met(*of: Any, **more: Any) -> Any:
         meet.wait(30)
         return stamp_of(*of, **more)
 
-    monkeypatch.setattr(index, "stamp_of", met)  # nine pictures: three times three
+    monkeypatch.setattr(read_shard, "stamp_of", met)  # nine pictures: three times three
     assert len(there.training.index.shard(0, 0).files) == 9
 
 

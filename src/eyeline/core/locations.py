@@ -1,10 +1,15 @@
 """Where data lies: a path of this machine, or a key of an object store. Nothing here looks at either."""
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 Stamp = tuple[int, int]  # size, and the time of the last change or the version: other ones mean other content
+
+
+def is_url(path: str) -> bool:
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from eyeline.data.images.patches import units_of
 from eyeline.data.index_progress import index_all
 from eyeline.data.loader import PlannedWindow, planned_windows
 from eyeline.data.plan.blend import Side
-from eyeline.data.plan.index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
 from eyeline.data.plan.plan import Pack, RowOf
+from eyeline.data.plan.shard_index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
 from eyeline.data.prepared.packed import MANIFEST, VERSION, Archive, Manifest, Prepared, StoredShard, StoredSource, opened, packed_row
 from eyeline.data.reader import Reader, identity_of_plan, reader_of, sizing_of
 from eyeline.data.rejects import Reject, Rejects

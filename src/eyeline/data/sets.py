@@ -11,11 +11,11 @@ from pydantic import Field, field_validator, model_validator
 
 from eyeline.core.batch import Sample, Text
 from eyeline.core.errors import BadSample, Refused
+from eyeline.core.locations import is_url
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings, Share
 from eyeline.data.containers.container import RETRIES
-from eyeline.data.files.stores import is_url
 from eyeline.data.images.patches import Augment
-from eyeline.data.plan.index import drawn, names_of
+from eyeline.data.plan.read_shard import drawn, names_of
 from eyeline.data.prepared.packed import Prepared, open_prepared
 from eyeline.data.sources.sources import Place, Rows, Source, open_source
 from eyeline.data.text.documents import TooLong

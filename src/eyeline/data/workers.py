@@ -1,7 +1,10 @@
-"""Processes that do jobs ahead of their turn: results come in the order of the jobs, whoever did them, whatever happened to whom.
+"""Worker processes that read and decode ahead of their turn: results come in the order of the jobs, whichever worker did them, even
+after workers crashed.
 
-A job has *parts*. A worker says which part it is at, so that when it dies, or is killed because a part took too long, the part is
-done again alone, in a worker of its own; only a part that kills that one too is given up. Everything else is done again.
+They are made for decoding: a job is a pack, its *parts* are rows. A worker says which row it is at and whether it reads or decodes it.
+When it crashes, or is killed because decoding took too long, that row is done again alone, in a worker of its own; only a row that
+crashes that one too is given up, as a reject. All other rows are done again. A worker may take as much memory as decoding the largest
+allowed image needs. Making indexes (`plan/ahead.py`) uses the same processes, with jobs of no parts and no limit of memory.
 
 Jobs and results travel in anonymous memory whose handle is passed over a socket: nothing has a name that could be left behind,
 and neither side ever waits for the other to read. Workers end when their socket does, and at once when their parent dies.

@@ -49,10 +49,6 @@ T = TypeVar("T")
 # URLs
 
 
-def is_url(path: str) -> bool:
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
-
-
 def without_secrets(url: str) -> str:
     """A URL without what may be secret in it: a user with a password, and a query."""
     return re.sub(r"(?<=://)[^/]*@", "…@", re.sub(r"[?#].*", "?…", url, flags=re.DOTALL)[:300])

@@ -36,7 +36,7 @@ class Making:
     index: Index
 
     def __call__(self, wanted: Wanted, at: At) -> None:  # noqa: ARG002
-        self.index.begin(wanted.entries)
+        self.index.make(wanted.entries)
 
 
 def indexed(index: Index, absent: Sequence[Entry], workers: Workers) -> Iterator[None]:
@@ -47,7 +47,7 @@ def indexed(index: Index, absent: Sequence[Entry], workers: Workers) -> Iterator
         yield from (done for _, done in in_order(jobs, Making(index), how))
         return
     for entry in absent:
-        yield index.begin([entry])
+        yield index.make([entry])
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Ahead:
     def share(self, coming: Sequence[Entry], done: int, of: int) -> None:
         """Here, where there is no such process: one now and then, so that no step waits for all of the next window."""
         if not self.apart:
-            self.index.begin(coming[max(done - 1, 0) * len(coming) // of : done * len(coming) // of])
+            self.index.make(coming[max(done - 1, 0) * len(coming) // of : done * len(coming) // of])
 
     def close(self) -> None:
         if self._process is not None:

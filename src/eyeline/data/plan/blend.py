@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import seed_for
-from eyeline.data.plan.index import Index, ShardIndex
+from eyeline.data.plan.index import Index
 from eyeline.data.plan.order import WINDOW_SHARDS, Longs, Runs, image_groups_of, shards_of
 from eyeline.data.plan.plan import Ordered
+from eyeline.data.plan.shard_index import ShardIndex
 from eyeline.data.plan.sizing import Sizing
 
 MIXED_ROWS = (2_048, 65_536)  # rows of the first window of a blend by shares, and of the largest: they double
@@ -128,7 +129,7 @@ class Pool:
 
     def make_indexes(self, cursor: Cursor) -> None:
         """Have the indexes of a window made, each by the first process that is at it: planning reads them then."""
-        self.side.index.begin(self.shards(cursor))
+        self.side.index.make(self.shards(cursor))
 
     def window(self, cursor: Cursor) -> WindowRows:
         """The rows of the cursor's window, from the indexes of its shards."""

@@ -17,8 +17,9 @@ from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import Cost
 from eyeline.data.images.patches import units_of
-from eyeline.data.plan.index import KEPT_OPEN, Index, ShardIndex
+from eyeline.data.plan.index import KEPT_OPEN, Index
 from eyeline.data.plan.order import Longs
+from eyeline.data.plan.shard_index import ShardIndex
 from eyeline.data.text.documents import Measured, TooLong, fitted, too_long
 
 

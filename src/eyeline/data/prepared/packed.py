@@ -31,7 +31,7 @@ from eyeline.data.containers.container import HASHED, RETRIES, File, Place, Shar
 from eyeline.data.containers.tars import Tars
 from eyeline.data.layouts.layouts import Layout, Mapping, Name, Shape
 from eyeline.data.layouts.media import with_escapes, without_escapes
-from eyeline.data.plan.index import Shelf
+from eyeline.data.plan.shard_index import Shelf
 from eyeline.data.sources.folders import files_below, located
 from eyeline.data.sources.sources import Rows, Source
 

@@ -17,9 +17,10 @@ from eyeline.core.errors import BadSample
 from eyeline.data.images.decode import oddities
 from eyeline.data.images.image_files import content_key, image_key
 from eyeline.data.plan.blend import Side
-from eyeline.data.plan.index import INSIDE, KEPT_OPEN, OWN, ShardIndex
+from eyeline.data.plan.index import KEPT_OPEN
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.plan import RowOf, reject_of
+from eyeline.data.plan.shard_index import INSIDE, OWN, ShardIndex
 from eyeline.data.plan.sizing import Sized, Sizing
 from eyeline.data.reader import Reader, sizing_of
 from eyeline.data.rejects import Reject

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from eyeline.core.errors import Refused, StorageFailed, nearest
-from eyeline.core.locations import Location, Remote, below
+from eyeline.core.locations import Location, Remote, below, is_url
 from eyeline.data.containers.container import PASSING, number_of, persistent
 from eyeline.data.files import stores
 from eyeline.data.files.near import no_folder
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 def located(path: str, retries: int) -> Location:
     """The file or folder that a recipe names: a path, `package:NAME/...`, or a URL. Refused when there is none."""
-    if stores.is_url(path):
+    if is_url(path):
         return _located_remotely(stores.remote(path), path.endswith("/"), retries)
     if path.startswith("package:"):
         return _in_package(path)
@@ -66,7 +66,7 @@ def _in_package(path: str) -> Path:
 
 def named(path: str) -> Location:
     """A path or URL as it is, there or not."""
-    return stores.remote(path) if stores.is_url(path) else Path(os.path.abspath(os.path.expanduser(path)))
+    return stores.remote(path) if is_url(path) else Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def is_folder(found: Location) -> bool:
@@ -76,7 +76,7 @@ def is_folder(found: Location) -> bool:
 
 def image_folder(images: str, retries: int) -> Location:
     """The folder that `images` of a source names. Refused when there is none."""
-    if stores.is_url(images):
+    if is_url(images):
         folder = _located_remotely(stores.remote(images), True, retries)
     else:
         folder = Path(os.path.abspath(os.path.expanduser(images)))
@@ -192,7 +192,7 @@ def common_folder(files: Sequence[Location]) -> Location:
 
 def matching(pattern: str, retries: int) -> list[Location] | None:
     """The files that a pattern (`*`, `?`, `[...]`, and `**` for any folders) stands for, in order. None for what is no pattern."""
-    if stores.is_url(pattern):
+    if is_url(pattern):
         return _matching_remotely(pattern, retries) if any(letter in pattern for letter in "*?[") else None
     if not any(letter in pattern for letter in "*?[") or os.path.lexists(os.path.expanduser(pattern)):
         return None
@@ -209,7 +209,7 @@ def unmatched(pattern: str) -> str:
     if "{" in pattern:
         return ". A range in braces is not read: write * in its place"
     folder = Path(re.split(r"[*?\[]", os.path.abspath(os.path.expanduser(pattern)))[0] + "x").parent  # the part without a wildcard
-    if stores.is_url(pattern) or os.path.isdir(folder):
+    if is_url(pattern) or os.path.isdir(folder):
         return ". Give another path"
     return f": {folder} does not exist{_instead(folder)}"
 
