@@ -10,7 +10,7 @@ from typing import Any
 from eyeline.core.errors import BadSample
 from eyeline.core.locations import Location
 from eyeline.data.containers.container import File, Place, Shard
-from eyeline.data.containers.json_rows import MAX_LINE_BYTES, JsonList, elements, list_in, members, row_of
+from eyeline.data.containers.json_rows import BOM, MAX_LINE_BYTES, SCANNER, JsonList, beyond_space, elements, end_of, list_in, row_of
 
 LISTS = ("images", "annotations")
 _FIRST = re.compile(rb'\{\s*"(?:info|images|annotations|licenses|categories|type)"\s*:')
@@ -104,3 +104,26 @@ def open_coco(path: Location, head: bytes, retries: int) -> Coco | None:
     listed = list_in(file, data[annotations[0] : sum(annotations)], annotations[0])
     digest = hashlib.sha256(memoryview(data)[images[0] : sum(images)]).hexdigest()
     return Coco(listed, images, tuple(replace(shard, fingerprint=f"{digest} {shard.fingerprint}") for shard in listed.shards))
+
+
+def members(data: bytes) -> dict[str, tuple[int, int]]:
+    """Where the value of each key lies, as offset and length, when all of `data` is one object. JSONDecodeError when it is not."""
+    text = data.decode("latin-1")
+    at = beyond_space(text, len(BOM) * data.startswith(BOM))
+    found: dict[str, tuple[int, int]] = {}
+    before = "{"
+    while text[at : at + 1] == before:
+        at = beyond_space(text, at + 1)
+        if text[at : at + 1] != '"':
+            break
+        key, at = SCANNER.raw_decode(text, at)
+        at = beyond_space(text, at)
+        if text[at : at + 1] != ":":
+            break
+        at = beyond_space(text, at + 1)
+        end = end_of(text, at)
+        found[key] = (at, end - at)
+        at, before = beyond_space(text, end), ","
+    if text[at : at + 1] != "}" or beyond_space(text, at + 1) < len(text):
+        raise json.JSONDecodeError("no object alone", "", at)
+    return found

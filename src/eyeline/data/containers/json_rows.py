@@ -14,7 +14,7 @@ from eyeline.data.containers.container import HASHED, SHARD_BYTES, SHARD_ROWS, F
 MAX_LINE_BYTES = 64 << 20  # a longer line of JSON lines is skipped without being held in memory
 MAX_DIGITS = 40  # ids of 64 bits and of 128
 MAX_DEPTH = 910  # of brackets in a row: below where Python's decoder gives up, which depends on who calls it
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -152,36 +152,36 @@ def elements(data: bytes, inside: bool = False) -> Iterator[tuple[int, int]]:
     Nothing is decoded: structure is ASCII, and read as Latin-1 a character is a byte.
     """
     text = data.decode("latin-1")
-    at = _beyond_space(text, 0 if inside else len(_BOM) * data.startswith(_BOM))
+    at = beyond_space(text, 0 if inside else len(BOM) * data.startswith(BOM))
     if not inside:
-        at = _beyond_space(text, at + 1)
+        at = beyond_space(text, at + 1)
         if text[at : at + 1] == "]":
             return
     while True:
-        end = _end_of(text, at)
+        end = end_of(text, at)
         yield at, end - at
-        at = _beyond_space(text, end)
+        at = beyond_space(text, end)
         if text[at : at + 1] == ",":
-            at = _beyond_space(text, at + 1)
+            at = beyond_space(text, at + 1)
             if at == len(text) and inside:
                 return
         elif inside and at == len(text):
             return
         elif text[at : at + 1] == "]" and not inside:
-            if _beyond_space(text, at + 1) < len(text):
+            if beyond_space(text, at + 1) < len(text):
                 raise json.JSONDecodeError("Extra data", "", at + 1)
             return
         else:
             raise json.JSONDecodeError("Expecting ',' delimiter", "", at)
 
 
-_SCANNER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str)
+SCANNER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str)
 
 
-def _end_of(text: str, at: int) -> int:
+def end_of(text: str, at: int) -> int:
     """Where the value ends that starts here. One that is nested too deep for the decoder ends with its bracket."""
     try:
-        return _SCANNER.raw_decode(text, at)[1]
+        return SCANNER.raw_decode(text, at)[1]
     except RecursionError:
         depth = 0
         for found in _BRACKET.finditer(text, at):
@@ -194,7 +194,7 @@ def _end_of(text: str, at: int) -> int:
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
-def _beyond_space(text: str, at: int) -> int:
+def beyond_space(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
     return found.end() if found else at
 
@@ -210,7 +210,7 @@ def lists_in_lines(path: Location, retries: int) -> bool:
     file = File.of(path, retries)
     first, ended, more = b"", b"", b""
     for enough in (1 << 20, MAX_LINE_BYTES):
-        first, ended, more = file.read(0, min(file.size, enough)).removeprefix(_BOM).lstrip().partition(b"\n")
+        first, ended, more = file.read(0, min(file.size, enough)).removeprefix(BOM).lstrip().partition(b"\n")
         if ended:
             break
     try:
@@ -238,29 +238,6 @@ def list_in(file: File, data: bytes, offset: int) -> JsonList:
         Shard(f"{path.name}#{first}", hashlib.sha256(memoryview(data)[begin:end]).hexdigest(), end - begin) for begin, end, first, _ in runs
     )
     return JsonList(file, shards, tuple(run[2] for run in runs), tuple(offset + run[0] for run in runs))
-
-
-def members(data: bytes) -> dict[str, tuple[int, int]]:
-    """Where the value of each key lies, as offset and length, when all of `data` is one object. JSONDecodeError when it is not."""
-    text = data.decode("latin-1")
-    at = _beyond_space(text, len(_BOM) * data.startswith(_BOM))
-    found: dict[str, tuple[int, int]] = {}
-    before = "{"
-    while text[at : at + 1] == before:
-        at = _beyond_space(text, at + 1)
-        if text[at : at + 1] != '"':
-            break
-        key, at = _SCANNER.raw_decode(text, at)
-        at = _beyond_space(text, at)
-        if text[at : at + 1] != ":":
-            break
-        at = _beyond_space(text, at + 1)
-        end = _end_of(text, at)
-        found[key] = (at, end - at)
-        at, before = _beyond_space(text, end), ","
-    if text[at : at + 1] != "}" or _beyond_space(text, at + 1) < len(text):
-        raise json.JSONDecodeError("no object alone", "", at)
-    return found
 
 
 def _broken(error: json.JSONDecodeError, data: bytes) -> str:

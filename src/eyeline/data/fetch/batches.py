@@ -1,12 +1,13 @@
 """Documents -> Batch: laid end to end, every index made here, on the CPU."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eyeline.core.batch import IGNORE, Batch, Budget, Counts, Document
+from eyeline.core.batch import IGNORE, Batch, Budget, Counts, Document, Image
 
 
 def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: bool = False) -> Batch:
@@ -35,34 +36,24 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
             positions_T3[start : start + len(d.tokens_T)] = d.positions_T3
     rows_L = bounds[1 : len(documents) + 1].astype(np.int64) - 1 if next_tokens else np.flatnonzero(labels_T != IGNORE)
 
-    unique = {image.key: image for d in documents for image in d.images}
-    images = list(unique.values())
-    starts = dict(zip(unique, np.cumsum([0, *(i.tokens for i in images)]).tolist(), strict=False))
-    visual_M = np.concatenate([d.visual_M for d in documents] or [np.empty(0)])
-    visual_M = visual_M + np.repeat(bounds[: len(documents)], [len(d.visual_M) for d in documents])
-    shown = [(starts[i.key], i.tokens) for d in documents for i in d.images]
-    first, length = np.array(shown, np.int64).reshape(-1, 2).T
-    sources_M = np.arange(len(visual_M)) + np.repeat(first - (np.cumsum(length) - length), length)
+    images, visual_M, sources_M = _images_of(documents, bounds)
     patches_PC = _end_to_end([i.patches_PC for i in images]) if images else np.empty((0, 0), np.uint8)
     places_P2 = np.concatenate([i.places_P2 for i in images]) if images else np.empty((0, 2))
     cu_N1 = np.cumsum([0, *(len(i.patches_PC) for i in images)]).astype(np.int32)
     assert not budget or len(patches_PC) <= budget.patches, f"{len(patches_PC)} patches do not fit a budget of {budget.patches}"
 
-    def long(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(x.astype(np.int64, copy=False))
-
     return Batch(
-        tokens_T=long(tokens_T),
-        positions_T3=long(positions_T3),
+        tokens_T=_long(tokens_T),
+        positions_T3=_long(positions_T3),
         cu_S1=torch.from_numpy(bounds),
         longest=int(spans.max(initial=0)),
-        rows_L=long(rows_L),
-        labels_L=None if next_tokens else long(labels_T[rows_L]),
-        visual_M=long(visual_M),
-        sources_M=long(sources_M),
+        rows_L=_long(rows_L),
+        labels_L=None if next_tokens else _long(labels_T[rows_L]),
+        visual_M=_long(visual_M),
+        sources_M=_long(sources_M),
         patches_PC=torch.from_numpy(patches_PC),
-        places_P2=long(places_P2),
-        grids_N2=long(np.array([i.grid for i in images], np.int64).reshape(-1, 2)),
+        places_P2=_long(places_P2),
+        grids_N2=_long(np.array([i.grid for i in images], np.int64).reshape(-1, 2)),
         cu_N1=torch.from_numpy(cu_N1),
         longest_image=int(np.diff(cu_N1).max(initial=0)),
         counts=Counts(
@@ -77,6 +68,23 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
         ),
         ids=tuple(d.id for d in documents),
     )
+
+
+def _images_of(documents: Sequence[Document], bounds: NDArray[np.int32]) -> tuple[list[Image], NDArray[Any], NDArray[Any]]:
+    """The images of a batch, each once; the positions of visual tokens; and the row of all images' tokens that each shows."""
+    unique = {image.key: image for d in documents for image in d.images}
+    images = list(unique.values())
+    starts = dict(zip(unique, np.cumsum([0, *(i.tokens for i in images)]).tolist(), strict=False))
+    visual_M = np.concatenate([d.visual_M for d in documents] or [np.empty(0)])
+    visual_M = visual_M + np.repeat(bounds[: len(documents)], [len(d.visual_M) for d in documents])
+    shown = [(starts[i.key], i.tokens) for d in documents for i in d.images]
+    first, length = np.array(shown, np.int64).reshape(-1, 2).T
+    sources_M = np.arange(len(visual_M)) + np.repeat(first - (np.cumsum(length) - length), length)
+    return images, visual_M, sources_M
+
+
+def _long(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(x.astype(np.int64, copy=False))
 
 
 def _end_to_end(arrays: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Conversations: a function `row -> Sample` for each layout. BadSample says what a row has that cannot be used."""
+"""Conversations: a function `row -> Sample` for each layout of turns. BadSample says what a row has that cannot be used."""
 
 import re
 from collections import Counter
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
 from eyeline.core.errors import BadSample, closest, nearest
 from eyeline.core.locations import Location
-from eyeline.data.layouts.choices import asked, letter_of, options_of
 from eyeline.data.layouts.marks import refuse_marked_part, supervised
 from eyeline.data.layouts.media import (
     FILMS,
@@ -21,15 +20,10 @@ from eyeline.data.layouts.media import (
     film_of,
     media_of,
     picture_of,
-    pictures_of,
     shown,
     unpacked,
     without_escapes,
 )
-
-ANSWERS = ("answer", "multiple_choice_answer", "answers")  # columns of answers: the first of these that a row has is used
-CAPTIONS = ("caption", "captions", "text")  # of captions
-CAPTION_PROMPT = "Describe the image."  # what they are answers to
 
 
 def named_kind(row: Any) -> str:
@@ -37,10 +31,7 @@ def named_kind(row: Any) -> str:
     return kind if isinstance(kind, str) else ""
 
 
-# Turns
-
-
-def _checked(id: str, messages: list[Message], kind: str) -> Sample:
+def sample_in_turns(id: str, messages: list[Message], kind: str) -> Sample:
     """The sample, if its turns are: perhaps one system message, then user and assistant in turn, an answer last."""
     begin = 1 if messages and messages[0].role == "system" else 0
     if not any(m.role == "assistant" for m in messages):
@@ -107,15 +98,15 @@ def _counted(row: dict[str, Any], places: Counter[str], media: dict[str, list[Pi
     return {placeholder: iter(found) for placeholder, found in media.items()}
 
 
-def _object(row: Any) -> dict[str, Any]:
+def checked_object(row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise BadSample("wrong_type", "row", f"an object was wanted, got {shown(row)}")
     return row
 
 
-def _objects(row: Any, field: str) -> list[dict[str, Any]]:
+def checked_objects(row: Any, field: str) -> list[dict[str, Any]]:
     """The row's list of messages, each an object."""
-    turns = unpacked(_object(row).get(field), field)
+    turns = unpacked(checked_object(row).get(field), field)
     if not isinstance(turns, list):
         raise BadSample("wrong_type", field, f"a list of messages was wanted, got {shown(turns)}")
     for n, turn in enumerate(turns):
@@ -156,7 +147,7 @@ class Turn(NamedTuple):
     object: dict[str, Any] | None = None  # that may mark it as left out of the loss
 
 
-def _told(row: dict[str, Any], id: str, root: Location, turns: Sequence[Turn], column: str, implied: bool = True) -> Sample:
+def sample_of_turns(row: dict[str, Any], id: str, root: Location, turns: Sequence[Turn], column: str, implied: bool = True) -> Sample:
     """The sample of turns that are text with placeholders for what the columns have. Where `implied`, and there is no placeholder at
     all, pictures and films come before the first question."""
     _refuse_other_training(row, [turn.text for turn in turns])
@@ -175,7 +166,7 @@ def _told(row: dict[str, Any], id: str, root: Location, turns: Sequence[Turn], c
         if first and role == "user":
             parts, first = (*first, *parts), []
         messages.append(Message(role, parts, in_loss))
-    return _checked(id, messages, named_kind(row))
+    return sample_in_turns(id, messages, named_kind(row))
 
 
 COMPARED = ("chosen", "rejected", "rejected_response", "kto_tag", "label")  # columns of data for preference training
@@ -200,10 +191,10 @@ def _refuse_other_training(row: dict[str, Any], texts: list[str]) -> None:
 
 def _system(row: dict[str, Any]) -> list[Message]:
     """The system message of a row that has it in a column of its own."""
-    return [Message("system", (Text(_text_of(row, "system", "row")),))] if row.get("system") else []
+    return [Message("system", (Text(text_of(row, "system", "row")),))] if row.get("system") else []
 
 
-def _text_of(value: dict[str, Any], key: str, field: str) -> str:
+def text_of(value: dict[str, Any], key: str, field: str) -> str:
     text = as_text(value.get(key), f"{field}.{key}")
     if not isinstance(text, str):
         got = f"got {shown(text)}" if key in value else f"and there is no {key}, but {_keys(value, key)}"
@@ -229,15 +220,15 @@ ROLES: dict[str, Role] = {
 def llava_sample(row: Any, id: str, root: Location) -> Sample:
     """LLaVA: {image: path or paths, video: frames, conversations: [{from: human|gpt|system, value: text with <image>, <video>}]}. Turns
     may be OpenAI's messages ({role, content}), too."""
-    return _conversed(row, id, root, _objects(row, "conversations"), "conversations")
+    return sample_of_conversation(row, id, root, checked_objects(row, "conversations"), "conversations")
 
 
-def _conversed(row: dict[str, Any], id: str, root: Location, items: list[dict[str, Any]], column: str) -> Sample:
+def sample_of_conversation(row: dict[str, Any], id: str, root: Location, items: list[dict[str, Any]], column: str) -> Sample:
     """The sample of turns in LLaVA's words or in OpenAI's, or in a mixture. Only in OpenAI's may images have no place in the text."""
     if any(isinstance(item.get(key_of(item, "value")), list) for item in items):
-        return _talked(row, id, root, [(column, n, item) for n, item in enumerate(items)])
+        return sample_of_messages(row, id, root, [(column, n, item) for n, item in enumerate(items)])
     implied = any(key_of(item, "from") == "role" for item in items)
-    return _told(row, id, root, _spoken(items, column), column, implied)
+    return sample_of_turns(row, id, root, _spoken(items, column), column, implied)
 
 
 def _spoken(items: list[dict[str, Any]], column: str) -> list[Turn]:
@@ -245,7 +236,7 @@ def _spoken(items: list[dict[str, Any]], column: str) -> list[Turn]:
     for n, turn in enumerate(items):
         role, key = _role(turn, "from", f"{column}[{n}]"), key_of(turn, "value")
         refuse_unread_keys(turn, role, f"{column}[{n}]")
-        turns.append(Turn(role, _text_of(turn, key, f"{column}[{n}]"), f"{column}[{n}].{key}", turn))
+        turns.append(Turn(role, text_of(turn, key, f"{column}[{n}]"), f"{column}[{n}].{key}", turn))
     return turns
 
 
@@ -269,10 +260,10 @@ def openai_sample(row: Any, id: str, root: Location) -> Sample:
     Strings may hold `<image>` and `<video>` for what the columns have; parts of these types that do not say which take theirs
     from there too. Where there is neither, pictures and films of the columns come before the first question.
     """
-    return _talked(row, id, root, [("messages", n, turn) for n, turn in enumerate(_objects(row, "messages"))])
+    return sample_of_messages(row, id, root, [("messages", n, turn) for n, turn in enumerate(checked_objects(row, "messages"))])
 
 
-def _talked(row: dict[str, Any], id: str, root: Location, turns: list[tuple[str, int, dict[str, Any]]]) -> Sample:
+def sample_of_messages(row: dict[str, Any], id: str, root: Location, turns: list[tuple[str, int, dict[str, Any]]]) -> Sample:
     """The sample of OpenAI's messages; with each, the column and its number there."""
     keys = [key_of(turn, "content") for _, _, turn in turns]
     fields = [f"{column}[{n}].{key}" for key, (column, n, _) in zip(keys, turns, strict=True)]
@@ -307,7 +298,7 @@ def _talked(row: dict[str, Any], id: str, root: Location, turns: list[tuple[str,
         if first and role == "user":
             said, first = (*first, *said), []
         messages.append(Message(role, said, in_loss))
-    return _checked(id, messages, named_kind(row))
+    return sample_in_turns(id, messages, named_kind(row))
 
 
 def _numbered(pictures: list[Picture | Video], numbers: list[Any]) -> list[Picture | Video]:
@@ -357,146 +348,3 @@ def _openai_part(part: Any, role: Role, root: Location, media: Media, field: str
             return film_of(url.get("url") if isinstance(url, dict) else url, part, root, f"{field}.video_url", field)
         case other:
             raise BadSample("unsupported", f"{field}.type", f"got {shown(other)}, wanted text, image_url, image or video")
-
-
-def cauldron_sample(row: Any, id: str, root: Location) -> Sample:
-    """The Cauldron and FineVision: {images: pictures, texts: [{user, assistant}]}; pictures come before the first question."""
-    return _told(row, id, root, _exchanges(_objects(row, "texts"), ("user", "assistant"), "texts"), "texts")
-
-
-def _exchanges(items: list[dict[str, Any]], keys: tuple[str, str], column: str) -> list[Turn]:
-    """The turns of a list of questions with their answers, under these keys."""
-    turns: list[Turn] = []
-    for n, item in enumerate(items):
-        at = f"{column}[{n}]"
-        turns.append(Turn("user", _text_of(item, keys[0], at), f"{at}.{keys[0]}"))
-        turns.append(Turn("assistant", _text_of(item, keys[1], at), f"{at}.{keys[1]}", item))  # a mark is of the answer
-    return turns
-
-
-def prompt_completion_sample(row: Any, id: str, root: Location) -> Sample:
-    """TRL: {prompt, completion}, both text or both lists of OpenAI's messages."""
-    columns = ("prompt", "completion")
-    if all(_lists_objects(_object(row).get(column)) for column in columns):
-        return _talked(row, id, root, [(column, n, turn) for column in columns for n, turn in enumerate(_objects(row, column))])
-    return _told(row, id, root, _exchange(row, *columns), "prompt")
-
-
-def _lists_objects(value: Any) -> bool:
-    return isinstance(value, list) or (isinstance(value, str) and value.startswith(("[{", "[ {")))
-
-
-def exchanges_sample(row: Any, id: str, root: Location) -> Sample:
-    """ms-swift's ShareGPT: {conversation: [{human, assistant}]}, an exchange an item; or turns as LLaVA or OpenAI have them."""
-    items = _objects(row, "conversation")
-    if any(key in item for item in items for key in ("role", "from")):
-        return _conversed(row, id, root, items, "conversation")
-    return _told(row, id, root, _exchanges(items, ("human", "assistant"), "conversation"), "conversation")
-
-
-def alpaca_sample(row: Any, id: str, root: Location) -> Sample:
-    """Alpaca: {instruction, input, output, history: [[question, answer]], system}; an input is asked below its instruction."""
-    turns = [*_history(_object(row)), *_exchange(row, "instruction", "output")]
-    if row.get("input"):
-        asked = turns[-2]
-        turns[-2] = asked._replace(text=f"{asked.text}\n{_text_of(row, 'input', 'row')}")
-    return _told(row, id, root, turns, "instruction")
-
-
-def query_response_sample(row: Any, id: str, root: Location) -> Sample:
-    """ms-swift: {query, response, history: [[question, answer]], system}."""
-    return _told(row, id, root, [*_history(_object(row)), *_exchange(row, "query", "response")], "query")
-
-
-def _exchange(row: dict[str, Any], asked: str, answer: str) -> list[Turn]:
-    return [Turn("user", _text_of(row, asked, "row"), f"row.{asked}"), Turn("assistant", _text_of(row, answer, "row"), f"row.{answer}")]
-
-
-def _history(row: dict[str, Any]) -> list[Turn]:
-    """The turns before: pairs of a question and its answer."""
-    pairs = unpacked(row.get("history") or [], "history")
-    if isinstance(pairs, list):
-        pairs = [[as_text(text, "history") for text in pair] if isinstance(pair, list) else pair for pair in pairs]
-    if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 and all(isinstance(t, str) for t in p) for p in pairs):
-        raise BadSample("wrong_type", "history", f"a list of [question, answer] was wanted, got {shown(pairs)}")
-    roles: tuple[Role, Role] = ("user", "assistant")
-    return [
-        Turn(role, clean(text, f"history[{n}]"), f"history[{n}]") for n, p in enumerate(pairs) for role, text in zip(roles, p, strict=True)
-    ]
-
-
-def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
-    """Visual questions: {question, answer}. Of a list of answers, which items {answer} may be, too, the most frequent is learned; of
-    equals the first. Of a question with options (A, B, ... or a list) that is the letter of the right one."""
-    options = options_of(_object(row))
-    column = next((c for c in ANSWERS if row.get(c) is not None), ANSWERS[0])
-    answer = row.get(column) if column == "answer" else unpacked(row.get(column), column)
-    if isinstance(answer, list):
-        given = [item.get("answer") if isinstance(item, dict) else item for item in answer]
-        texts = [as_text(item, column) for item in given]
-        if not given:
-            raise BadSample("no_target", column, "the list of answers is empty")
-        if not all(isinstance(text, str) for text in texts):
-            raise BadSample("wrong_type", column, f"a list of texts was wanted, got {shown(answer)}")
-        if options and len(set(texts)) > 1:
-            raise BadSample(
-                "wrong_type", column, f"several answers to a question with options, {shown(answer)}. Keep the one that is right"
-            )
-        answer = given[texts.index(Counter(texts).most_common(1)[0][0])]
-    if answer is None:
-        raise BadSample("no_target", column, "there is no answer")
-    question = _text_of(row, "question", "row")
-    if options is not None:
-        _refuse_numbers_of_rows(row)
-        question, answer = asked(question, row.get("hint"), options), letter_of(answer, options, column)
-    answer = as_text(answer, column)
-    if not isinstance(answer, str):
-        raise BadSample("wrong_type", column, f"text was wanted, got {shown(answer)}")
-    turns = [Turn("user", question, "row.question"), Turn("assistant", clean(answer, column), column)]
-    return _told(row, id, root, turns, "question")
-
-
-def _refuse_numbers_of_rows(row: dict[str, Any]) -> None:
-    """BadSample for a table of VLMEvalKit's whose image is the index of another row, which has it."""
-    image = row.get("image")
-    if isinstance(image, str) and image.strip().isdigit() and row.get("index") is not None:
-        why = f"{image.strip()} is the index of another row, and no row is read for another. Write the image of that row into this one"
-        raise BadSample("missing_image", "image", why)
-
-
-def caption_sample(row: Any, id: str, root: Location) -> Sample:
-    """A picture (or several) and a caption (of a list, the first): nothing is asked but CAPTION_PROMPT."""
-    pictures = pictures_of(_object(row), root)
-    if not pictures:
-        raise BadSample("placeholder_count", "image", "a caption without a picture")
-    column = next((c for c in CAPTIONS if row.get(c) is not None), CAPTIONS[0])
-    caption = unpacked(row.get(column), column) if column == "captions" else row.get(column)
-    if caption is None:
-        raise BadSample("no_target", column, "there is no caption")
-    caption = without_escapes(_text_of({column: caption[0] if isinstance(caption, list) and caption else caption}, column, "row"))
-    supervised(row, [("assistant", f"row.{column}", None)])
-    return _checked(
-        id, [Message("user", (*pictures, Text(CAPTION_PROMPT))), Message("assistant", (Text(caption.strip()),))], named_kind(row)
-    )
-
-
-# easy-VQA
-
-_SHAPES = {"circle", "rectangle", "triangle"}
-
-
-def easy_vqa_sample(row: Any, id: str, root: Location) -> Sample:
-    """easy-VQA: [question, answer, number of the picture], the picture at images/NUMBER.png."""
-    match row:
-        case [str(question), str(answer), int(number)] if not isinstance(number, bool):
-            picture = picture_of(f"images/{number}.png", root, "image")
-            asked = Message("user", (picture, Text(clean(question, "question"))))
-            return _checked(id, [asked, Message("assistant", (Text(clean(answer, "answer")),))], vqa_kind(row))
-        case _:
-            raise BadSample("wrong_type", "row", f"[question, answer, number of the picture] was wanted, got {shown(row)}")
-
-
-def vqa_kind(row: Any) -> str:
-    """yes/no, shape or color: what easy-VQA's 13 answers are."""
-    answer = row[1] if isinstance(row, list) and len(row) == 3 else ""
-    return "yes/no" if answer in ("yes", "no") else "shape" if answer in _SHAPES else "color"

@@ -1,39 +1,33 @@
 """What the rows of a container are: detected from the first of them, or declared, and said."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, get_args
 
 from eyeline.core.batch import Role, Sample
-from eyeline.core.errors import BadSample, Refused, closest, nearest
+from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.locations import Location
 from eyeline.data.containers.container import Container
 from eyeline.data.layouts.choices import LISTS, OPTION_COLUMNS
-from eyeline.data.layouts.conversations import (
+from eyeline.data.layouts.conversations import COMPARED, SAME_KEYS, SOUNDS, llava_sample, named_kind, openai_sample
+from eyeline.data.layouts.marks import ROW_MARKS, is_row_mark
+from eyeline.data.layouts.media import FILMS, PICTURES, TIMES, unpacked
+from eyeline.data.layouts.no_layout import ASKS, no_layout
+from eyeline.data.layouts.pairs import (
     ANSWERS,
     CAPTION_PROMPT,
     CAPTIONS,
-    COMPARED,
-    SAME_KEYS,
-    SOUNDS,
     alpaca_sample,
     caption_sample,
     cauldron_sample,
     easy_vqa_sample,
     exchanges_sample,
-    llava_sample,
-    named_kind,
-    openai_sample,
     prompt_completion_sample,
     query_response_sample,
     question_answer_sample,
     vqa_kind,
 )
-from eyeline.data.layouts.marks import ROW_MARKS, is_row_mark
-from eyeline.data.layouts.media import FILMS, PICTURES, TIMES, unpacked
-from eyeline.data.rejects import REMEDIES
 
 Name = Literal[
     "llava", "openai", "cauldron", "prompt-completion", "exchanges", "alpaca", "query-response", "question-answer", "captions", "easy-vqa"
@@ -220,15 +214,7 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
     fits = {shape.name: [n for n, row in rows if shape.fits(_tried(mapping, shape, row))] for shape in shapes}
     best = max(shapes, key=lambda shape: len(fits[shape.name]))
     if not fits[best.name]:
-        _refuse_one_object(path, container, [row for _, row in rows])
-        if unread is not None and not rows:
-            raise Refused(f"{path}: none of its first rows can be read. The first: {unread}. {REMEDIES[unread.cause]}")
-        columns = f"its rows have {', '.join(names[:20])}" if names else "none of its first rows is an object"
-        none = "no known layout" if declared is None else f"none of its first rows is of the layout {declared}"
-        raise Refused(
-            f"{path}: {none}. Found: {container.what}; {columns}.{_guess(container.what, names, [row for _, row in rows])} Wanted: "
-            f"{'; '.join(map(_wanted, shapes))}. Say by columns: {{OURS: THEIRS}} how your columns are called"
-        )
+        raise no_layout(path, container, declared, shapes, SHAPES, names, [row for _, row in rows], unread)
     _refuse_unread(path, mapping, best)
     if best.name == "captions" and declared is None and not any(ours in CAPTIONS for ours, _ in mapping.columns):
         _refuse_questions_alone(path, [row for _, row in rows if best.fits(row)])
@@ -252,9 +238,6 @@ def recognised(path: Location, container: Container, declared: str | None, mappi
     return Layout(best, why, mapping)
 
 
-ASKS = ("question_id", "question", "prompt", "query", "instruction")  # columns of rows that ask
-
-
 def _refuse_questions_alone(path: Location, rows: list[dict[str, Any]]) -> None:
     """Refused for rows whose `text` beside an image is a question, or what answers one, and no caption."""
     plain = [row for row in rows if row.get("caption") is None and row.get("captions") is None]
@@ -269,56 +252,11 @@ def _refuse_questions_alone(path: Location, rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _refuse_one_object(path: Location, container: Container, rows: list[Any]) -> None:
-    """Refused for a file of one object, that is written over several lines or has the rows inside it."""
-    if container.what != "JSON lines" or len(rows) > 1:
-        return
-    within = None
-    if rows and isinstance(rows[0], dict):
-        items = [(key, value[0] if isinstance(value, list) and value else value) for key, value in rows[0].items()]
-        within = next((key for key, item in items if any(shape.fits(item) for shape in SHAPES if shape.needs)), None)
-    elif not rows:
-        file = container.lies_in(0)
-        head = file.read(0, min(file.size, 4096)).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
-        begun = re.match(r'\{\s*"((?:[^"\\]|\\.)*)"\s*:', head)
-        within = begun[1] if begun and "\n" in head.split("}")[0].rstrip() else None
-    if within is not None:
-        what = f"one JSON object, with {within!r} in it, and neither a list of rows nor an object a line"
-        raise Refused(f"{path} is {what}. Write the rows alone, as a list")
-
-
-def _guess(what: str, names: tuple[str, ...], rows: list[Any]) -> str:
-    """What rows without a layout may be, as a sentence."""
-    if set(names) & set(COMPARED[:3]):
-        return " Answers that are compared (preference data) are not learned: keep the good ones as completion or output."
-    asking = next((name for name in ASKS[1:] if name in names), None)
-    if asking is not None:
-        return f" They ask ({asking}), and no column of answers is known: a file of questions alone has nothing to train on."
-    if rows and all(isinstance(row, list) and row and all(isinstance(item, dict) for item in row) for row in rows):
-        return " Its rows are lists of objects, several samples in a row: give the file from before it was packed; Eyeline packs itself."
-    if what.startswith("WebDataset") and names and not set(names) - {"images", "csv", "tsv"}:
-        return (
-            " Its first samples are pictures alone: in an archive a sample's text follows its picture, of one name up to the first dot. "
-            "If it is a folder that was packed up, unpack it."
-        )
-    if any(name.lower().endswith((".jpg", ".jpeg", ".png", ".webp")) for name in names):
-        return " That looks like a row: a table begins with a line of the names of its columns."
-    wanted = (*PICTURES, *(column for shape in SHAPES for one in shape.needs for column in one))
-    close = {name: closest(name.lower(), wanted, 0.75) for name in names if name not in wanted}
-    pairs = ", ".join(f"{ours}: {theirs}" for theirs, ours in close.items() if ours)
-    return f" Perhaps columns: {{{pairs}}}." if pairs else ""
-
-
 def _tried(mapping: Mapping, shape: Shape, row: Any) -> Any:
     try:
         return mapping.applied(shape, row)
     except BadSample:  # turns that are no JSON: the rows before and after tell the layout
         return None
-
-
-def _wanted(shape: Shape) -> str:
-    needs = " and ".join(" or ".join(one[:2]) for one in shape.needs)
-    return f"{needs or '[question, answer, number of the picture]'} ({shape.name})"
 
 
 def _refuse_unknown(path: Location, declared: str | None, mapping: Mapping, shapes: tuple[Shape, ...]) -> None:
