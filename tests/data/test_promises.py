@@ -29,7 +29,7 @@ from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images import patches
 from eyeline.data.images.patches import image_patches
 from eyeline.data.loader import training_steps
-from eyeline.data.plan import blend, index, plan
+from eyeline.data.plan import blend, index, sizing
 from eyeline.data.reader import Reader, reader_of, sizing_of
 from eyeline.data.sets import Data, held_out
 from eyeline.data.sources.sources import Rows, Source, open_source
@@ -411,7 +411,7 @@ def test_pictures_of_other_sizes_are_noticed_wherever_a_run_is_taken_up(pictures
 
 def test_pictures_that_change_under_a_run_stop_it_and_never_overfill_a_pack(pictures: Path, plain: Encoder, draw, monkeypatch) -> None:
     """An index that had to make room is made anew, and knows other sizes than the plan."""
-    for module in (index, plan):
+    for module in (index, sizing):
         monkeypatch.setattr(module, "KEPT_OPEN", 1)
     monkeypatch.setattr(json_rows, "SHARD_BYTES", 600)
     monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)

@@ -144,7 +144,7 @@ def test_shares_of_sources_by_hand(tmp_path: Path, draw: Callable[..., Path], pl
     p = len(plain.ids("x\n")) + len(plain.ids("yes")) + 1 + 4
     first, second = data_report(reader_of(once, plain, rule, 0), Budget(50, 64)).sources
     assert (first.training, second.training) == (2, 2)
-    assert (first.groups, second.groups) == pytest.approx((6 / 7, 1 / 7))
+    assert (first.visits, second.visits) == pytest.approx((6 / 7, 1 / 7))
     assert (first.tokens, second.tokens) == pytest.approx((6 * t / (6 * t + p), p / (6 * t + p)))
     assert (first.visual, second.visual) == (0.0, 1.0)
     assert data_report(reader_of(once, plain, rule, 0), Budget(50, 64)).epoch == Epoch(7, 6 * t + p, 4)
@@ -153,7 +153,7 @@ def test_shares_of_sources_by_hand(tmp_path: Path, draw: Callable[..., Path], pl
     found = data_report(reader_of(shares, plain, rule, 0), Budget(50, 64))
     assert found.epoch is None
     first, second = found.sources
-    assert (first.groups, second.groups) == (0.25, 0.75)
+    assert (first.visits, second.visits) == (0.25, 0.75)
     assert second.tokens == pytest.approx(3 * p / (t + 3 * p))
 
 
@@ -162,7 +162,7 @@ def test_validation_of_its_own_is_a_source(tmp_path: Path, plain: Encoder, rule:
         sources=(write(tmp_path / "a.json", [row("a")] * 3),), validation=(write(tmp_path / "b.json", [row("b"), row("a"), row("c")]),)
     )
     report = data_report(reader_of(data, plain, rule, 0), Budget(50, 64), THOROUGH)
-    assert [(s.training, s.validation, s.groups) for s in report.sources] == [(3, 0, 1.0), (0, 3, 0.0)]
+    assert [(s.training, s.validation, s.visits) for s in report.sources] == [(3, 0, 1.0), (0, 3, 0.0)]
     assert report.twins is not None
     assert (report.twins.samples, report.twins.equal_samples) == (3, 2)
     assert [(o.name, o.samples, o.equal_samples, o.equal_texts) for o in report.twins.overlaps] == [("validation", 3, 1, 1)]
