@@ -179,7 +179,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         ("data/layouts/conversations.py", 'if messages[-1].role != "assistant":', "if False:", "data/test_sources.py::test_bad_llava_rows"),
         (
-            "data/plan/index.py",
+            "data/plan/read_shard.py",
             "drawn(names) if names else -1.0",
             "-1.0",
             "data/test_loader.py::test_held_out_pictures_are_never_trained_on",
@@ -294,12 +294,12 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     "resume": [
         (
             "data/loader.py",
-            "replace(here, done=n + 1), digest",
-            "replace(here, done=n), digest",
+            "replace(here, done=packs)",
+            "replace(here, done=packs - 1)",
             "data/test_loader.py::test_it_resumes_exactly_after_every_step",
         ),
         (
-            "data/loader.py",
+            "data/plan/position.py",
             '"bins": self.bins.written,',
             '"bins": [],',
             "data/test_plan.py::test_any_history_of_restarts_on_any_ranks_gives_the_same_steps",
@@ -317,10 +317,10 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/test_fetch.py::test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes",
         ),
         (
-            "data/plan/carried.py",
+            "data/plan/position.py",
             "                last[drawn] = place",
             "                last[drawn] = 0",
-            "data/test_carried.py::test_bins_are_read_back",
+            "data/test_position.py::test_bins_are_read_back",
         ),
     ],
     "loss": [
