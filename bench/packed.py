@@ -113,7 +113,7 @@ def epoch(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed
     for step, chosen in enumerate(chain(packed(items, bins, BUDGET), flushed(bins))):
         batch = batch_of([docs[i] for i in chosen], BUDGET)
         slots += batch.counts.slots
-        update(model, optimizers, [batch], clip=1.0, seed=0, step=step)
+        update(model, optimizers, [batch], max_grad_norm=1.0, seed=0, step=step)
     return watch.read(), slots
 
 

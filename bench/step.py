@@ -78,7 +78,7 @@ def train(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed
         if step == WARM_UP:
             watch = Stopwatch()
         batch = batch_of(docs[step * ROWS : (step + 1) * ROWS], None)
-        loss = update(model, optimizers, [batch], clip=1.0, seed=0, step=step).loss
+        loss = update(model, optimizers, [batch], max_grad_norm=1.0, seed=0, step=step).loss
         assert loss is not None, "every document here has labels"
         losses.append(loss)
     return watch.read(), losses

@@ -371,7 +371,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/step.py",
-            "        if clip is not None:",
+            "        if max_grad_norm:",
             "        if False:",
             "train/test_step.py::test_clipping_bounds_the_gradient_that_is_applied",
         ),
@@ -410,7 +410,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("train/trainable.py", "        merge(model)\n", "", "train/test_trainable.py::test_a_border_merges_what_it_does_not_go_on_with"),
         (
             "train/trainable.py",
-            "    model.recompute(stage.recompute)",
+            "    model.recompute(checkpointed(stage, facts))",
             "    model.recompute(())",
             "train/test_flops.py::test_each_step_states_its_arithmetic",
         ),

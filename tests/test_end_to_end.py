@@ -21,15 +21,15 @@ from tests.train.test_resume import digest, stopped_at
 TINY = [  # the recipe's own stages, data layout and evaluation; sizes that fit a test
     "device=cpu",
     "threads=1",
-    "validate_every=3",
-    "save_every=2",
+    "validation_steps=3",
+    "save_steps=2",
     "stages.align.steps=6",
     "stages.tune.steps=6",
-    *(f"stages.{stage}.batch={{tokens: 256, patches: 160, micro_batches: 2}}" for stage in ("align", "tune")),
-    *(f"stages.{stage}.data.hold_out=0.2" for stage in ("align", "tune")),
+    *(f"stages.{stage}.batch={{max_tokens: 256, max_patches: 160, packs_per_step: 2}}" for stage in ("align", "tune")),
+    *(f"stages.{stage}.data.validation_fraction=0.2" for stage in ("align", "tune")),
     *(f"stages.{stage}.data.workers=0" for stage in ("align", "tune")),
     "evaluation.sources.0.limit=5",
-    "evaluation.max_tokens=4",
+    "evaluation.max_new_tokens=4",
 ]
 
 
@@ -93,8 +93,8 @@ def test_llava_recipe_from_import_to_export(eyeline: Command, tmp_path: Path, mo
 
     picture = str(tmp_path / "data/LLaVA-Pretrain/00000/000000000.jpg")
     assert eyeline("export", "runs/llava", "exported").code == 0
-    from_run = eyeline("chat", "runs/llava", "--image", picture, "--ask", "Describe it.", "--max-tokens", "8")
-    from_export = eyeline("chat", "exported", "--image", picture, "--ask", "Describe it.", "--max-tokens", "8")
+    from_run = eyeline("chat", "runs/llava", "--image", picture, "--ask", "Describe it.", "--max-new-tokens", "8")
+    from_export = eyeline("chat", "exported", "--image", picture, "--ask", "Describe it.", "--max-new-tokens", "8")
     assert from_run.code == from_export.code == 0, from_run.err + from_export.err
     assert from_run.out == from_export.out  # both in fp32 on a CPU
 
@@ -134,7 +134,7 @@ def test_bf16_keeps_masters_in_fp32_and_frozen_parts_in_bf16(eyeline: Command, t
 
 def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path: Path) -> None:
     """The quick start, shortened to some steps: the words are learned, if not yet the pictures, and every file is there."""
-    short = ["stages.shapes.steps=60", "stages.all.steps=10", "validate_every=10", "save_every=10", "threads=1"]
+    short = ["stages.shapes.steps=60", "stages.all.steps=10", "validation_steps=10", "save_steps=10", "threads=1"]
     done = eyeline("train", "easyvqa-tiny", *short)
     assert done.code == 0, done.err
     run = tmp_path / "runs" / "easyvqa-tiny"

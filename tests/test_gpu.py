@@ -63,7 +63,7 @@ def first_losses(run: Path) -> list[float]:
 def test_easyvqa_recipe_on_the_gpu(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same recipe on the CPU and on the GPU in fp32 and in bf16: the same first losses, within their precision. Then, with
     deterministic algorithms, a stop and a resume that give the same bits, and an evaluation."""
-    short = ["stages.shapes.steps=20", "stages.all.steps=10", "save_every=5"]
+    short = ["stages.shapes.steps=20", "stages.all.steps=10", "save_steps=5"]
     runs = {
         "cpu": ["device=cpu", "threads=4"],
         "fp32": [f"device={DEVICE}"],
@@ -194,7 +194,9 @@ def test_llava_recipe_on_the_gpu(eyeline: Command, tmp_path: Path, monkeypatch: 
     assert {(t.ndim > 1, t.dtype) for t in newest.load("frozen").values()} == {(True, torch.bfloat16), (False, torch.float32)}
     assert eyeline("eval", str(run)).code == 0
     assert (
-        eyeline("chat", str(run), "--image", "data/LLaVA-Pretrain/00000/000000000.jpg", "--ask", "What is it?", "--max-tokens", "4").code
+        eyeline(
+            "chat", str(run), "--image", "data/LLaVA-Pretrain/00000/000000000.jpg", "--ask", "What is it?", "--max-new-tokens", "4"
+        ).code
         == 0
     )
     record("llava-siglip2-qwen2.5", losses=first_losses(run))

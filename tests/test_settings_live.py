@@ -145,7 +145,7 @@ def printed(recipe: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[
 
 def evaluated(recipe: dict[str, Any], folder: Path) -> Any:
     result = evaluate(trained(recipe, folder), show=0)
-    return result.questions, result.cut, result.rejected, result.max_tokens
+    return result.questions, result.cut, result.rejected, result.max_new_tokens
 
 
 def block_calls(recipe: dict[str, Any], folder: Path) -> int:
@@ -242,21 +242,21 @@ def turned(*turn: str, see: Observe | str = steps, base: tuple[str, ...] = ()) -
 
 ADAMW = ("stages.0.optimizer={kind: adamw, weight_decay: 0.1}",)
 # on o as well: in a fresh model o is zero, and without it nothing reaches the other adapters
-LORA = ("stages.0.trains.language={how: lora, lr: 0.02, rank: 2, alpha: 4, dropout: 0.3, targets: [o, v]}",)
-VALIDATED = ("validate_every=1",)
+LORA = ("stages.0.trains.language={how: lora, lr: 0.02, rank: 2, alpha: 4, dropout: 0.3, targets: [o_proj, v_proj]}",)
+VALIDATED = ("validation_steps=1",)
 OWN_JUDGES = (
-    "stages.0.data.hold_out=0",
-    "stages.0.data.validation=[{path: DATA, kinds: [red, blue], limit: 6}]",
+    "stages.0.data.validation_fraction=0",
+    "stages.0.data.validation=[{path: DATA, categories: [red, blue], limit: 6}]",
     *VALIDATED,
 )
 MIXED = ("stages.0.data.sources=[{path: MIXED}]", "stages.0.data.max_reject_rate=1")
 
 
 SHARES = (
-    "stages.0.data.sources=[{path: DATA, kinds: [red]}, {path: DATA, kinds: [blue]}]",
-    "stages.0.data.blend=shares",
-    "stages.0.data.hold_out=0",
-    "validate_every=null",
+    "stages.0.data.sources=[{path: DATA, categories: [red]}, {path: DATA, categories: [blue]}]",
+    "stages.0.data.mix=interleave",
+    "stages.0.data.validation_fraction=0",
+    "validation_steps=null",
 )
 
 
@@ -415,29 +415,32 @@ CASES: dict[str, Case] = {
     "stages[].data.sources[].images": turned("stages.0.data.sources.0.images=OTHER"),
     "stages[].data.sources[].layout": turned("stages.0.data.sources.0.layout=openai", see=refusal),
     "stages[].data.sources[].columns.*": turned(
-        "stages.0.data.sources.0.columns={kind: id}", see=refusal, base=("stages.0.data.sources.0.kinds=[red]",)
+        "stages.0.data.sources.0.columns={kind: id}", see=refusal, base=("stages.0.data.sources.0.categories=[red]",)
     ),
     "stages[].data.sources[].roles.*": turned("stages.0.data.sources.0.roles={user: guest}", see=refusal),
-    "stages[].data.sources[].kinds": turned("stages.0.data.sources.0.kinds=[red]", base=("stages.0.data.hold_out=0",)),
+    "stages[].data.sources[].categories": turned("stages.0.data.sources.0.categories=[red]", base=("stages.0.data.validation_fraction=0",)),
     "stages[].data.sources[].repeat": turned("stages.0.data.sources.0.repeat=2"),
-    "stages[].data.sources[].limit": turned("stages.0.data.sources.0.limit=9", base=("stages.0.data.hold_out=0",)),
+    "stages[].data.sources[].limit": turned("stages.0.data.sources.0.limit=9", base=("stages.0.data.validation_fraction=0",)),
     "stages[].data.sources[].weight": turned("stages.0.data.sources.0.weight=4", base=SHARES),
-    "stages[].data.blend": turned("stages.0.data.blend=once", base=SHARES),
+    "stages[].data.mix": turned("stages.0.data.mix=concat", base=SHARES),
     "stages[].data.cache": turned("stages.0.data.cache=INDEXES", see=indexes),
     "stages[].data.prepared": turned("stages.0.data.prepared=NOWHERE", see=refusal),
-    "stages[].data.share_images": turned("stages.0.data.share_images=2", base=("stages.0.data.sources=[{path: DATA}, {path: DATA}]",)),
-    "stages[].data.hold_out": turned("stages.0.data.hold_out=0.5"),
+    "stages[].data.max_samples_per_image": turned(
+        "stages.0.data.max_samples_per_image=2", base=("stages.0.data.sources=[{path: DATA}, {path: DATA}]",)
+    ),
+    "stages[].data.validation_fraction": turned("stages.0.data.validation_fraction=0.5"),
     "stages[].data.validation[].path": turned("stages.0.data.validation.0.path=MIXED", see=validations, base=OWN_JUDGES),
     "stages[].data.validation[].images": turned("stages.0.data.validation.0.images=OTHER", see=validations, base=OWN_JUDGES),
     "stages[].data.validation[].layout": turned("stages.0.data.validation.0.layout=openai", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].columns.*": turned("stages.0.data.validation.0.columns={kind: id}", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].roles.*": turned("stages.0.data.validation.0.roles={user: guest}", see=refusal, base=OWN_JUDGES),
-    "stages[].data.validation[].kinds": turned("stages.0.data.validation.0.kinds=[red]", see=validations, base=OWN_JUDGES),
+    "stages[].data.validation[].categories": turned("stages.0.data.validation.0.categories=[red]", see=validations, base=OWN_JUDGES),
     "stages[].data.validation[].repeat": turned("stages.0.data.validation.0.repeat=2", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].weight": turned("stages.0.data.validation.0.weight=2", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].limit": turned("stages.0.data.validation.0.limit=3", see=validations, base=OWN_JUDGES),
     "stages[].data.max_reject_rate": turned("stages.0.data.max_reject_rate=0", see=outcome, base=(*MIXED, "stages.0.steps=8")),
-    "stages[].data.too_long": turned("stages.0.data.too_long=shrink", base=(*MIXED, "stages.0.batch.tokens=64")),
+    "stages[].data.max_length": turned("stages.0.data.max_length=30", base=(*MIXED, "stages.0.data.max_reject_rate=1")),
+    "stages[].data.overlong": turned("stages.0.data.overlong=drop_turns", base=(*MIXED, "stages.0.batch.max_tokens=64")),
     "stages[].data.augment.flip": turned("stages.0.data.augment.flip=false"),
     "stages[].data.augment.shift": turned("stages.0.data.augment.shift=3"),
     "stages[].data.workers": turned("stages.0.data.workers=2", see=workers),
@@ -447,9 +450,9 @@ CASES: dict[str, Case] = {
     "stages[].data.read_retries": turned("stages.0.data.read_retries=1", see=tries),
     "stages[].steps": turned("stages.0.steps=3"),
     "stages[].epochs": turned("stages.0.epochs=2", base=("stages.0.steps=null", "stages.0.epochs=1")),
-    "stages[].batch.tokens": turned("stages.0.batch.tokens=200"),
-    "stages[].batch.patches": turned("stages.0.batch.patches=32"),
-    "stages[].batch.micro_batches": turned("stages.0.batch.micro_batches=1"),
+    "stages[].batch.max_tokens": turned("stages.0.batch.max_tokens=200"),
+    "stages[].batch.max_patches": turned("stages.0.batch.max_patches=32"),
+    "stages[].batch.packs_per_step": turned("stages.0.batch.packs_per_step=1"),
     "stages[].optimizer<AdamW>.kind": turned("stages.0.optimizer.kind=muon", base=ADAMW),
     "stages[].optimizer<AdamW>.betas": turned("stages.0.optimizer.betas=[0.5, 0.6]", base=ADAMW),
     "stages[].optimizer<AdamW>.eps": turned("stages.0.optimizer.eps=0.1", base=ADAMW),
@@ -461,18 +464,26 @@ CASES: dict[str, Case] = {
     "stages[].optimizer<Muon>.eps": turned("stages.0.optimizer.eps=0.1"),
     "stages[].optimizer<Muon>.weight_decay": turned("stages.0.optimizer.weight_decay=5"),
     "stages[].schedule<Constant>.kind": turned("stages.0.schedule.kind=linear", base=schedule("constant")),
-    "stages[].schedule<Constant>.warmup": turned("stages.0.schedule.warmup=0.9", base=schedule("constant")),
+    "stages[].schedule<Constant>.warmup_steps": turned("stages.0.schedule={kind: constant, warmup_steps: 2}", base=schedule("constant")),
+    "stages[].schedule<Constant>.warmup_ratio": turned("stages.0.schedule.warmup_ratio=0.9", base=schedule("constant")),
     "stages[].schedule<Linear>.kind": turned("stages.0.schedule.kind=cosine", base=(*schedule("linear"), "stages.0.steps=3")),
-    "stages[].schedule<Linear>.warmup": turned("stages.0.schedule.warmup=0.9", base=schedule("linear")),
-    "stages[].schedule<Linear>.floor": turned("stages.0.schedule.floor=0.9", base=schedule("linear")),
+    "stages[].schedule<Linear>.warmup_steps": turned("stages.0.schedule={kind: linear, warmup_steps: 2}", base=schedule("linear")),
+    "stages[].schedule<Linear>.warmup_ratio": turned("stages.0.schedule.warmup_ratio=0.9", base=schedule("linear")),
+    "stages[].schedule<Linear>.min_lr_ratio": turned("stages.0.schedule.min_lr_ratio=0.9", base=schedule("linear")),
     "stages[].schedule<Cosine>.kind": turned("stages.0.schedule.kind=linear", base=(*schedule("cosine"), "stages.0.steps=3")),
-    "stages[].schedule<Cosine>.warmup": turned("stages.0.schedule.warmup=0.9", base=schedule("cosine")),
-    "stages[].schedule<Cosine>.floor": turned("stages.0.schedule.floor=0.9", base=schedule("cosine")),
-    "stages[].schedule<WSD>.kind": turned("stages.0.schedule={kind: constant}", base=schedule("wsd", decay=0.9)),
-    "stages[].schedule<WSD>.warmup": turned("stages.0.schedule.warmup=0.8", base=(*schedule("wsd", warmup=0.0), "stages.0.steps=3")),
-    "stages[].schedule<WSD>.decay": turned("stages.0.schedule.decay=0.9", base=(*schedule("wsd", decay=0.4), "stages.0.steps=3")),
-    "stages[].schedule<WSD>.floor": turned("stages.0.schedule.floor=0.9", base=schedule("wsd", decay=0.9)),
-    "stages[].clip": turned("stages.0.clip=0.0001", base=ADAMW),
+    "stages[].schedule<Cosine>.warmup_steps": turned("stages.0.schedule={kind: cosine, warmup_steps: 2}", base=schedule("cosine")),
+    "stages[].schedule<Cosine>.warmup_ratio": turned("stages.0.schedule.warmup_ratio=0.9", base=schedule("cosine")),
+    "stages[].schedule<Cosine>.min_lr_ratio": turned("stages.0.schedule.min_lr_ratio=0.9", base=schedule("cosine")),
+    "stages[].schedule<WSD>.kind": turned("stages.0.schedule={kind: constant}", base=schedule("wsd", decay_ratio=0.9)),
+    "stages[].schedule<WSD>.warmup_steps": turned("stages.0.schedule={kind: wsd, warmup_steps: 2}", base=schedule("wsd")),
+    "stages[].schedule<WSD>.warmup_ratio": turned(
+        "stages.0.schedule.warmup_ratio=0.8", base=(*schedule("wsd", warmup_ratio=0.0), "stages.0.steps=3")
+    ),
+    "stages[].schedule<WSD>.decay_ratio": turned(
+        "stages.0.schedule.decay_ratio=0.9", base=(*schedule("wsd", decay_ratio=0.4), "stages.0.steps=3")
+    ),
+    "stages[].schedule<WSD>.min_lr_ratio": turned("stages.0.schedule.min_lr_ratio=0.9", base=schedule("wsd", decay_ratio=0.9)),
+    "stages[].max_grad_norm": turned("stages.0.max_grad_norm=0.0001", base=ADAMW),
     **{
         f"stages[].experts<{record}>.{leaf}": Case((f"stages.0.experts={turn}",), base=(*EXPERTS, f"stages.0.experts={base}"))
         for record, leaf, base, turn in (
@@ -483,29 +494,31 @@ CASES: dict[str, Case] = {
             ("Forced", "balance", "{balance: forced}", "null"),
         )
     },
-    "stages[].recompute": turned("stages.0.recompute=[vision]", see=block_calls),
+    "stages[].gradient_checkpointing": turned("stages.0.gradient_checkpointing=[vision]", see=block_calls),
     "evaluation.sources[].path": turned("evaluation.sources.0.path=MIXED", see=evaluated, base=("evaluation.sources.0.limit=30",)),
     "evaluation.sources[].images": turned("evaluation.sources.0.images=NOWHERE", see=refusal),
     "evaluation.sources[].layout": turned("evaluation.sources.0.layout=openai", see=refusal),
     "evaluation.sources[].columns.*": turned(
-        "evaluation.sources.0.columns={kind: id}", see=refusal, base=("evaluation.sources.0.kinds=[red]",)
+        "evaluation.sources.0.columns={kind: id}", see=refusal, base=("evaluation.sources.0.categories=[red]",)
     ),
     "evaluation.sources[].roles.*": turned("evaluation.sources.0.roles={user: guest}", see=refusal),
-    "evaluation.sources[].kinds": turned("evaluation.sources.0.kinds=[red]", see=evaluated, base=("evaluation.sources.0.limit=30",)),
+    "evaluation.sources[].categories": turned(
+        "evaluation.sources.0.categories=[red]", see=evaluated, base=("evaluation.sources.0.limit=30",)
+    ),
     "evaluation.sources[].repeat": turned("evaluation.sources.0.repeat=2", see=refusal),
     "evaluation.sources[].weight": turned("evaluation.sources.0.weight=2", see=refusal),
     "evaluation.sources[].limit": turned("evaluation.sources.0.limit=3", see=evaluated),
-    "evaluation.max_tokens": turned("evaluation.max_tokens=2", see=evaluated),
+    "evaluation.max_new_tokens": turned("evaluation.max_new_tokens=2", see=evaluated),
     "precision": turned("precision=bf16"),
     "device": turned("device=cuda", see=device),
     "deterministic": turned("deterministic=true", see=deterministic),
     "threads": turned("threads=2", see=stamps),
-    "log_every": turned("log_every=1", see="printed", base=("stages.0.steps=5",)),
-    "validate_every": turned("validate_every=1", see=validations),
-    "save_every": turned("save_every=1", see=kept, base=("stages.0.steps=3",)),
+    "logging_steps": turned("logging_steps=1", see="printed", base=("stages.0.steps=5",)),
+    "validation_steps": turned("validation_steps=1", see=validations),
+    "save_steps": turned("save_steps=1", see=kept, base=("stages.0.steps=3",)),
     "save_minutes": turned("save_minutes=1.0e-9", see=kept, base=("stages.0.steps=3",)),
-    "keep_last": turned("keep_last=3", see=kept, base=("stages.0.steps=3", "save_every=1")),
-    "not_finite_budget": turned("not_finite_budget=0", see=budgeted),
+    "save_total_limit": turned("save_total_limit=3", see=kept, base=("stages.0.steps=3", "save_steps=1")),
+    "max_nonfinite_steps": turned("max_nonfinite_steps=0", see=budgeted),
 }
 
 
@@ -547,7 +560,7 @@ def placed(text: str, folder: Path) -> str:
 def recipe_of(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     base = tiny_recipe(folder)
     base["stages"] = base["stages"][:1]
-    return override(base, ["stages.0.steps=4", "log_every=100", *(placed(text, folder) for text in overrides)])
+    return override(base, ["stages.0.steps=4", "logging_steps=100", *(placed(text, folder) for text in overrides)])
 
 
 def test_every_setting_has_a_case() -> None:

@@ -175,7 +175,7 @@ def chat(
         list[Path] | None, typer.Option(metavar="PATH", parser=_path, help="An image of the first message; may be given several times.")
     ] = None,
     ask: Annotated[str | None, typer.Option(help="Ask this one question, print the answer, and exit.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Maximum length of an answer, in tokens.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum length of an answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that together have this probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from this many of the likeliest tokens; 0 means all.")] = 0,
@@ -188,7 +188,7 @@ def chat(
     from eyeline.generate.sampling import Sampling
     from eyeline.recipes.read import settings_of
 
-    asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     sampling = settings_of(Sampling, asked, "the sampling asked for")
     chat_with(model, images=image or [], ask=ask, sampling=sampling, checkpoint=checkpoint.value)
     refuse_lost_output()

@@ -23,7 +23,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bundle]:
 
 
 LORA: dict[Part, LoRA] = {
-    "vision": LoRA(rank=2, alpha=5, targets=("q", "up")),
+    "vision": LoRA(rank=2, alpha=5, targets=("q_proj", "up_proj")),
     "language": LoRA(rank=3, alpha=6, dropout=0.1, targets="all-linear"),
 }
 
@@ -52,7 +52,7 @@ def save(
         "optimizer": {"state/0": torch.zeros(3)},
     }
     state = {"lora": {part: settings.model_dump(mode="json") for part, settings in lora.items()}, "stage": 0}
-    store.save(run / "checkpoints", run=run_id, step=seed, files=files, state=state, keep_last=9, best=best)
+    store.save(run / "checkpoints", run=run_id, step=seed, files=files, state=state, save_total_limit=9, best=best)
     return model
 
 
@@ -216,7 +216,7 @@ def test_a_run_without_checkpoints_or_without_a_best_one_is_refused(parts: tuple
     with pytest.raises(Refused, match=r"no newest checkpoint\. Train it"):
         open_bundle(run)
     save(run, parts[1], 1, {})
-    with pytest.raises(Refused, match=r"no best checkpoint\. .*validate_every"):
+    with pytest.raises(Refused, match=r"no best checkpoint\. .*validation_steps"):
         open_bundle(run, "best")
 
 

@@ -203,9 +203,9 @@ def test_an_export_in_bf16_rounds_each_weight_once(made: dict, tmp_path: Path) -
 
 def adapted(bundle: Bundle) -> llava.Model:
     model, facts, rng = built(bundle, seed=3), llava.facts(bundle.config), torch.Generator().manual_seed(4)
-    wrap(model, facts, "language", LoRA(rank=3, alpha=6, targets=("q", "v", "down")), rng)
+    wrap(model, facts, "language", LoRA(rank=3, alpha=6, targets=("q_proj", "v_proj", "down_proj")), rng)
     wrap(model, facts, "vision", LoRA(rank=2, alpha=5, targets="all-linear"), rng)
-    wrap(model, facts, "projector", LoRA(rank=2, alpha=2, targets=("up",)), rng) if bundle.config.projector.norm else None
+    wrap(model, facts, "projector", LoRA(rank=2, alpha=2, targets=("up_proj",)), rng) if bundle.config.projector.norm else None
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_B"):

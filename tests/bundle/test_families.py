@@ -212,7 +212,7 @@ def test_adapters(case: Case, tmp_path: Path) -> None:
 def test_answers_are_those_of_transformers(case: Case, exported: Callable[[Case], Exported]) -> None:
     made = exported(case)
     twin, limit = loaded(made.folder), 7
-    ours = generate(made.model, facts(made.bundle.config), case.documents, Sampling(max_tokens=limit), [])
+    ours = generate(made.model, facts(made.bundle.config), case.documents, Sampling(max_new_tokens=limit), [])
     for answer, document in zip(ours, case.documents, strict=True):
         inputs = case.inputs(document)
         theirs = twin.generate(

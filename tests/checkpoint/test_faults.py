@@ -26,9 +26,11 @@ def content(step: int) -> dict[str, dict[str, Tensor]]:
     return {"model": {f"w{i}": torch.full((50,), float(step + i)) for i in range(3)}, "frozen": {"tower": FROZEN}}
 
 
-def save(folder: Path, step: int, keep_last: int = 1, best: bool = False) -> Path:
+def save(folder: Path, step: int, save_total_limit: int = 1, best: bool = False) -> Path:
     words = {"frozen": "stage 0"}
-    return store.save(folder, run="r", step=step, files=content(step), state={"step": step}, keep_last=keep_last, best=best, fixed=words)
+    return store.save(
+        folder, run="r", step=step, files=content(step), state={"step": step}, save_total_limit=save_total_limit, best=best, fixed=words
+    )
 
 
 def check_whole(folder: Path, allowed: set[int]) -> int:
@@ -152,7 +154,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
             good, full = 0, False
             for step in range(1, 40):
                 try:
-                    save(folder / "checkpoints", step, keep_last=40)
+                    save(folder / "checkpoints", step, save_total_limit=40)
                 except StorageFailed as failure:
                     assert "bytes are free" in str(failure)  # noqa: PT017 - it need not be raised in every round
                     full = True
@@ -172,8 +174,8 @@ def test_an_unreadable_file_stops_and_does_not_fall_back(tmp_path: Path, tmp_pat
     base = tmp_path_factory.getbasetemp()
     for folder in (tmp_path, base, base.parent):  # pytest's own folders: nobody may pass through
         folder.chmod(0o755)
-    save(tmp_path / "x", 1, keep_last=2)
-    newest = save(tmp_path / "x", 2, keep_last=2)
+    save(tmp_path / "x", 1, save_total_limit=2)
+    newest = save(tmp_path / "x", 2, save_total_limit=2)
     (newest / which).chmod(0)
 
     def as_nobody() -> None:
@@ -200,7 +202,7 @@ def test_everything_is_flushed_before_what_vouches_for_it(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "fsync", logged_fsync)
     monkeypatch.setattr(os, "rename", logged_rename)
-    path = save(tmp_path, 2, keep_last=5)
+    path = save(tmp_path, 2, save_total_limit=5)
     assert log == [
         ("flush", "model.safetensors"),
         ("flush", "state.json"),

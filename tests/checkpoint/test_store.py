@@ -24,9 +24,9 @@ def sets(step: int) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def save(folder: Path, step: int, *, run: str = "run", keep_last: int = 9, best: bool = False) -> Path:
+def save(folder: Path, step: int, *, run: str = "run", save_total_limit: int = 9, best: bool = False) -> Path:
     state = {"step": step, "loader": {"epoch": 1, "bins": [[1, 2], []]}, "x": 0.1 + step}
-    return store.save(folder, run=run, step=step, files=sets(step), state=state, keep_last=keep_last, best=best)
+    return store.save(folder, run=run, step=step, files=sets(step), state=state, save_total_limit=save_total_limit, best=best)
 
 
 def steps(folder: Path) -> list[int]:
@@ -52,7 +52,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 def test_saving_touches_nothing_that_it_saves(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4).T.requires_grad_(), "b": torch.randn(4)[::2]}
     before = {k: (v.data_ptr(), v.requires_grad, v.clone()) for k, v in tensors.items()}
-    store.save(tmp_path, run="r", step=1, files={"model": tensors}, state={}, keep_last=1)
+    store.save(tmp_path, run="r", step=1, files={"model": tensors}, state={}, save_total_limit=1)
     for k, v in tensors.items():
         assert (v.data_ptr(), v.requires_grad) == before[k][:2]
         assert torch.equal(v, before[k][2])
@@ -67,9 +67,9 @@ def test_nothing_saved_is_none(tmp_path: Path) -> None:
 def test_state_that_json_would_change_is_a_defect(tmp_path: Path) -> None:
     for state in ({1: 2}, {"a": (1, 2)}):
         with pytest.raises(AssertionError, match="plain JSON"):
-            store.save(tmp_path, run="r", step=1, files={}, state=state, keep_last=1)
+            store.save(tmp_path, run="r", step=1, files={}, state=state, save_total_limit=1)
     with pytest.raises(ValueError, match="Out of range"):
-        store.save(tmp_path, run="r", step=1, files={}, state={"loss": float("nan")}, keep_last=1)
+        store.save(tmp_path, run="r", step=1, files={}, state={"loss": float("nan")}, save_total_limit=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -93,7 +93,7 @@ def test_the_newest_is_the_last_saved_whatever_its_name_or_step(tmp_path: Path) 
 def test_pruning_keeps_the_last_few_and_the_newest_best(tmp_path: Path) -> None:
     kept = []
     for step in range(1, 8):
-        save(tmp_path, step, keep_last=2, best=step in (2, 4))
+        save(tmp_path, step, save_total_limit=2, best=step in (2, 4))
         kept.append(steps(tmp_path))
     assert kept == [[1], [1, 2], [2, 3], [3, 4], [4, 5], [4, 5, 6], [4, 6, 7]]
     found = store.best(tmp_path, "run")
@@ -106,7 +106,7 @@ def test_pruning_leaves_other_runs_and_other_files_alone(tmp_path: Path) -> None
     save(tmp_path, 1, run="other")
     (tmp_path / "notes.txt").write_text("mine")
     for step in (2, 3):
-        save(tmp_path, step, keep_last=1)
+        save(tmp_path, step, save_total_limit=1)
     assert steps(tmp_path) == [1, 3]
     assert (tmp_path / "notes.txt").exists()
 
@@ -245,20 +245,20 @@ def test_pruning_never_deletes_the_last_good_one(tmp_path: Path, capsys: Capture
     paths = [save(tmp_path, step) for step in (1, 2, 3, 4)]
     flip(0.5)(paths[3] / "model.safetensors")
     flip(0.5)(paths[2] / "optimizer.safetensors")
-    store.prune(tmp_path, "run", keep_last=1)
+    store.prune(tmp_path, "run", save_total_limit=1)
     assert steps(tmp_path) == [2, 4]
     assert str(paths[3]) in capsys.readouterr().err
     flip(0.5)(paths[1] / "model.safetensors")  # now none is whole: nothing more is deleted
-    store.prune(tmp_path, "run", keep_last=1)
+    store.prune(tmp_path, "run", save_total_limit=1)
     assert steps(tmp_path) == [2, 4]
 
 
 def test_a_checkpoint_that_is_cut_does_not_count_as_kept(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "model.safetensors").write_bytes(b"")
-    save(tmp_path, 3, keep_last=2)
+    save(tmp_path, 3, save_total_limit=2)
     assert steps(tmp_path) == [1, 2, 3]
-    save(tmp_path, 4, keep_last=2)
+    save(tmp_path, 4, save_total_limit=2)
     assert steps(tmp_path) == [2, 3, 4]
 
 
@@ -270,9 +270,9 @@ def frozen() -> dict[str, Tensor]:
     return {"tower": torch.randn(8, 8).bfloat16()}
 
 
-def save_frozen(folder: Path, step: int, frozen: dict[str, Tensor], word: str = "stage 0", keep_last: int = 9) -> Path:
+def save_frozen(folder: Path, step: int, frozen: dict[str, Tensor], word: str = "stage 0", save_total_limit: int = 9) -> Path:
     files = {"model": {"a": torch.tensor(step)}, "frozen": frozen}
-    return store.save(folder, run="run", step=step, files=files, state={}, keep_last=keep_last, fixed={"frozen": word})
+    return store.save(folder, run="run", step=step, files=files, state={}, save_total_limit=save_total_limit, fixed={"frozen": word})
 
 
 def inode(path: Path) -> int:
@@ -280,7 +280,7 @@ def inode(path: Path) -> int:
 
 
 def test_a_fixed_set_is_written_once_and_survives_pruning(tmp_path: Path, frozen: dict[str, Tensor]) -> None:
-    paths = [save_frozen(tmp_path, step, frozen, keep_last=1) for step in (1, 2, 3)]
+    paths = [save_frozen(tmp_path, step, frozen, save_total_limit=1) for step in (1, 2, 3)]
     assert steps(tmp_path) == [3]
     second = save_frozen(tmp_path, 4, frozen)
     assert inode(second) == inode(paths[2])
@@ -296,7 +296,7 @@ def test_a_fixed_set_is_written_anew_when_its_word_or_run_changes(tmp_path: Path
     assert inode(first) != inode(second)
     assert torch.equal(store.verify(second).load("frozen")["tower"], changed["tower"])
     files = {"frozen": changed}
-    third = store.save(tmp_path, run="other", step=3, files=files, state={}, keep_last=9, fixed={"frozen": "stage 1"})
+    third = store.save(tmp_path, run="other", step=3, files=files, state={}, save_total_limit=9, fixed={"frozen": "stage 1"})
     assert inode(third) != inode(second)
 
 

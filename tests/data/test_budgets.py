@@ -52,12 +52,12 @@ def batches_of(reader: Reader, budget: Budget, packs: int) -> list[Batch]:
     return [batch for step in islice(training_steps(reader, budget, 1, None, state), packs) for batch in step.batches]
 
 
-@pytest.mark.parametrize("settings", [{}, {"share_images": 3}, {"blend": "shares"}, {"hold_out": 0.2}])
+@pytest.mark.parametrize("settings", [{}, {"max_samples_per_image": 3}, {"mix": "interleave"}, {"validation_fraction": 0.2}])
 @pytest.mark.parametrize("budget", [Budget(90, 80), Budget(60, 500), Budget(45, 16)])
 def test_waste_is_that_of_the_packs_that_training_gets(
     sources: tuple[Source, ...], plain: Encoder, rule: ImageRule, settings: dict[str, Any], budget: Budget
 ) -> None:
-    if settings.get("blend") == "shares":
+    if settings.get("mix") == "interleave":
         sources = (sources[0], sources[1].model_copy(update={"weight": 2.0}))
     reader = opened(sources, plain, rule, **settings)
     found = packing(reader, ALL, budget)
@@ -79,8 +79,8 @@ def test_waste_is_that_of_the_packs_that_training_gets(
 
 
 def test_what_is_too_long_for_a_budget_is_counted(sources: tuple[Source, ...], plain: Encoder, rule: ImageRule) -> None:
-    for too_long in ("reject", "shrink"):
-        reader = opened(sources, plain, rule, too_long=too_long)
+    for too_long in ("reject", "drop_turns"):
+        reader = opened(sources, plain, rule, overlong=too_long)
         sized = [sizing_of(reader, Budget(999, 999))(source, 0) for source in (0, 1)]
         longer = np.concatenate([s.tokens_R > 40 for s in sized])
         found = packing(reader, ALL, Budget(40, 16))
@@ -100,7 +100,7 @@ def test_few_rows_are_packed_as_an_epoch_that_ends(sources: tuple[Source, ...], 
 
 def test_a_budget_that_holds_nothing_is_none(sources: tuple[Source, ...], plain: Encoder, rule: ImageRule) -> None:
     assert packing(opened(sources, plain, rule), ALL, Budget(2, 0)) is None
-    shares = opened(sources, plain, rule, blend="shares")
+    shares = opened(sources, plain, rule, mix="interleave")
     assert packing(shares, ALL, Budget(90, 0)) is None  # no picture fits, and that source has a share
     assert packing(opened(sources, plain, rule), ALL, Budget(90, 0)) is not None
     assert packing(opened(sources, plain, rule), frozenset(), Budget(90, 90)) is None

@@ -92,11 +92,11 @@ def test_too_long_is_rejected_or_shrunk_by_whole_exchanges(plain: Encoder, rule:
     sizes = [measure(Sample("", THREE.messages[:n]), SIZES[: min(2, n // 2)], plain, rule) for n in (2, 4, 6)]
     for kept, size in zip((2, 4, 6), sizes, strict=True):
         for room in (0, 1):
-            shrunk, found = fitted(THREE, SIZES[:2], size.tokens + room, 99, "shrink", plain, rule)
+            shrunk, found = fitted(THREE, SIZES[:2], size.tokens + room, 99, "drop_turns", plain, rule)
             assert (shrunk.messages, found) == (THREE.messages[:kept], size)
-    assert fitted(THREE, SIZES[:2], 999, 16, "shrink", plain, rule)[0].messages == THREE.messages[:2]  # patches bind as well
+    assert fitted(THREE, SIZES[:2], 999, 16, "drop_turns", plain, rule)[0].messages == THREE.messages[:2]  # patches bind as well
     assert fitted(THREE, SIZES[:2], sizes[2].tokens, 32, "reject", plain, rule)[0] is THREE
-    for tokens, patches, policy in [(sizes[2].tokens - 1, 99, "reject"), (sizes[0].tokens - 1, 99, "shrink"), (999, 15, "shrink")]:
+    for tokens, patches, policy in [(sizes[2].tokens - 1, 99, "reject"), (sizes[0].tokens - 1, 99, "drop_turns"), (999, 15, "drop_turns")]:
         with pytest.raises(BadSample, match=r"needs \d+ tokens \(of at most \d+\) and \d+ patches") as caught:
             fitted(THREE, SIZES[:2], tokens, patches, policy, plain, rule)  # type: ignore[arg-type]
         assert caught.value.cause == "too_long"
@@ -114,7 +114,7 @@ def test_a_conversation_of_thousands_is_shrunk_in_few_looks(plain: Encoder, rule
     monkeypatch.setattr(documents, "measure", counted)
     many = sample(*(word for n in range(500) for word in (f"and {n}?", "yes")))
     size = measure(Sample("", many.messages[:246]), [], plain, rule)
-    assert fitted(many, [], size.tokens, 99, "shrink", plain, rule) == (Sample(many.id, many.messages[:246], many.kind), size)
+    assert fitted(many, [], size.tokens, 99, "drop_turns", plain, rule) == (Sample(many.id, many.messages[:246], many.kind), size)
     assert looks < 15
 
 

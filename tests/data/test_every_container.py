@@ -212,7 +212,7 @@ def stopped(make: Callable[[], Reader], stops: Sequence[tuple[int, int]]) -> lis
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the data and of the source
     "plainly": ({}, {}),
-    "held out": ({"share_images": 3, "hold_out": 0.3}, {"repeat": 2, "limit": 25}),
+    "held out": ({"max_samples_per_image": 3, "validation_fraction": 0.3}, {"repeat": 2, "limit": 25}),
 }
 
 

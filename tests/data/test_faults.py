@@ -37,13 +37,13 @@ def test_who_copies_its_input_is_wrong(tmp_path: Path, plain: Encoder) -> None:
     assert IGNORE not in batch.labels_L
 
 
-@pytest.mark.parametrize("policy", ["reject", "shrink"])
+@pytest.mark.parametrize("policy", ["reject", "drop_turns"])
 def test_a_picture_over_the_length_is_rejected_before_any_step(tmp_path: Path, draw, plain: Encoder, policy: str) -> None:
     """It alone, by name: never with a part of its tokens."""
     draw("large.png", width=480, height=480)  # 900 tokens
     draw("small.png", width=32, height=32)
     source = lines(tmp_path / "rows.jsonl", [row("what", "small.png"), row("what", "large.png"), row("what", "small.png")])
-    data = Data(sources=(source,), max_reject_rate=1.0, too_long=policy)  # type: ignore[arg-type]
+    data = Data(sources=(source,), max_reject_rate=1.0, overlong=policy)  # type: ignore[arg-type]
     reader = reader_of(data, plain, NATIVE, 0, longest=512)
     batches = flat(training_steps(reader, Budget(2048, 1 << 16), 1, 1))
     assert sorted(id.partition("#")[2] for batch in batches for id in batch.ids) == ["0", "2"]

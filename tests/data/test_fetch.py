@@ -151,7 +151,7 @@ def test_a_picture_that_kills_takes_the_rows_of_its_visit_and_no_others(
     (tmp_path / "rows.json").write_text(json.dumps(talk))
     real = loader.fetched_in_order
     monkeypatch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, Mined(fetch), *rest))
-    reader = open_reader(str(tmp_path / "rows.json"), share_images=2, workers=1)
+    reader = open_reader(str(tmp_path / "rows.json"), max_samples_per_image=2, workers=1)
     found = {row: labels for batch in flat(training_steps(reader, BUDGET, 1, 1)) for row, labels in labelled(batch).items()}
     assert [row for row, labels in sorted(found.items()) if not labels] == [2, 3]
     assert len(found) == 10
@@ -271,7 +271,7 @@ def test_with_an_index_nothing_is_read_but_pictures(open_reader, tmp_path: Path,
         row = json.dumps({"images": ["b.png", "a.png"], "conversations": said})
         members += [(f"{n}.a.png", encoded(n, "PNG")), (f"{n}.json", row), (f"{n}.b.png", encoded(40 + n, "PNG"))]
     path = str(archive(tmp_path / "rows.tar", members))
-    settings = {"share_images": share, "cache": str(tmp_path / "index")}
+    settings = {"max_samples_per_image": share, "cache": str(tmp_path / "index")}
     with monkeypatch.context() as patch:
         patch.setattr(ShardIndex, "media", lambda *_: None)
         wanted = list(training_steps(open_reader(path, **settings), BUDGET, 1, 1))

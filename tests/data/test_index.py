@@ -162,7 +162,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("policy", ["reject", "shrink"])
+@pytest.mark.parametrize("policy", ["reject", "drop_turns"])
 def test_sizes_under_a_budget_are_those_of_each_sample(rows: Rows, qwen: Encoder, plain: Encoder, name: str, policy: Any) -> None:
     """Counted in one sweep over the arrays, and compared with `fitted` for each sample; one index serves every rule and budget."""
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", RULES[name])

@@ -107,7 +107,7 @@ def assert_same_steps(a: list, b: list) -> None:
 
 @pytest.mark.parametrize("share", [1, 2, 3, 7])
 def test_every_row_once_an_epoch(open_reader, share: int) -> None:
-    reader = open_reader(share_images=share)
+    reader = open_reader(max_samples_per_image=share)
     for epochs in (1, 3):
         batches = flat(training_steps(reader, BUDGET, 1, epochs))
         assert ids(batches) == Counter(dict.fromkeys(range(len(ROWS)), epochs))
@@ -130,13 +130,13 @@ def test_repeats_and_kinds_make_a_mixture(open_reader, folder: Path) -> None:
     rows = [dict(r, kind="text" if r["image"] is None else "picture") for r in ROWS]
     write(folder, rows)
     path = str(folder / "rows.json")
-    reader = open_reader(sources=(Source(path=path, kinds=("text",), repeat=3), Source(path=path, kinds=("picture",))))
+    reader = open_reader(sources=(Source(path=path, categories=("text",), repeat=3), Source(path=path, categories=("picture",))))
     wanted = Counter({n: 3 if r["kind"] == "text" else 1 for n, r in enumerate(rows)})
     assert ids(flat(training_steps(reader, BUDGET, 1, 1))) == wanted
 
 
 def test_rows_of_one_picture_share_it(open_reader) -> None:
-    alone, shared = (flat(training_steps(open_reader(share_images=share), BUDGET, 1, 1)) for share in (1, 3))
+    alone, shared = (flat(training_steps(open_reader(max_samples_per_image=share), BUDGET, 1, 1)) for share in (1, 3))
     pictures = sum(batch.counts.images for batch in shared)
     assert pictures == 8 + 2 * 2  # eight pictures for 24 rows, and the two rows that show two pictures
     assert sum(batch.counts.images for batch in alone) > pictures
@@ -146,21 +146,23 @@ def test_rows_of_one_picture_share_it(open_reader) -> None:
 
 
 def test_a_visit_over_the_budget_is_split(open_reader) -> None:
-    assert ids(flat(training_steps(open_reader(share_images=3), Budget(90, 32), 1, 1))) == Counter(range(len(ROWS)))  # patches count once
+    assert ids(flat(training_steps(open_reader(max_samples_per_image=3), Budget(90, 32), 1, 1))) == Counter(
+        range(len(ROWS))
+    )  # patches count once
     tight = Budget(32, 32)  # two of a picture's three rows have room
-    assert ids(flat(training_steps(open_reader(share_images=3, too_long="shrink"), tight, 1, 2))) == ids(
-        flat(training_steps(open_reader(share_images=1, too_long="shrink"), tight, 1, 2))
+    assert ids(flat(training_steps(open_reader(max_samples_per_image=3, overlong="drop_turns"), tight, 1, 2))) == ids(
+        flat(training_steps(open_reader(max_samples_per_image=1, overlong="drop_turns"), tight, 1, 2))
     )
 
 
 def test_a_long_sample_arrives_shrunk(open_reader, folder: Path, plain: Encoder) -> None:
     write(folder, [row("q1", answer="a1", more=("q2", "a2", "q3 " * 50, "a3"))])
-    [batch] = flat(training_steps(open_reader(too_long="shrink"), BUDGET, 1, 1))
+    [batch] = flat(training_steps(open_reader(overlong="drop_turns"), BUDGET, 1, 1))
     assert plain.decode(batch.tokens_T[: batch.counts.real].tolist(), special=True) == "q1\na1<|endoftext|>q2\na2<|endoftext|>"
 
 
 def test_steps_are_counted_before(open_reader) -> None:
-    reader = open_reader(share_images=2)
+    reader = open_reader(max_samples_per_image=2)
     for micro_batches in (1, 2, 3):
         for epochs in (1, 2):
             steps = list(training_steps(reader, BUDGET, micro_batches, epochs))
@@ -175,7 +177,7 @@ def test_each_step_says_how_many_epochs_are_done(open_reader) -> None:
     epochs = [step.epoch for step in found]
     assert epochs == sorted(epochs) and epochs[0] > 0 and epochs[-1] == 2.0
     assert [step.epoch for step in training_steps(open_reader(), BUDGET, 1, 2, found[1].state)] == epochs[2:]
-    assert next(training_steps(open_reader(blend="shares"), BUDGET, 1, None)).epoch is None
+    assert next(training_steps(open_reader(mix="interleave"), BUDGET, 1, None)).epoch is None
 
 
 def test_accumulation_only_groups_the_same_batches(open_reader) -> None:
@@ -187,12 +189,12 @@ def test_accumulation_only_groups_the_same_batches(open_reader) -> None:
 # Resume
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("packs_per_step", [1, 2])
 def test_it_resumes_exactly_after_every_step(open_reader, folder: Path, micro_batches: int) -> None:
     """With rejects of both kinds, visits that are split, augmentation, and packs carried over epochs."""
     (folder / "2.png").unlink()
     (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:200])
-    settings = {"share_images": 3, "augment": Augment(flip=True, shift=2)}
+    settings = {"max_samples_per_image": 3, "augment": Augment(flip=True, shift=2)}
     budget = Budget(40, 32)
     whole = list(training_steps(open_reader(**settings), budget, micro_batches, 2))
     assert len(whole) >= 8
@@ -219,9 +221,9 @@ def test_a_state_of_other_data_is_refused(open_reader, folder: Path) -> None:
     state = state_of(open_reader())
     others = {
         "seed": (open_reader(seed=1), BUDGET),
-        "share": (open_reader(share_images=2), BUDGET),
-        "hold_out": (open_reader(hold_out=0.3), BUDGET),
-        "policy": (open_reader(too_long="shrink"), BUDGET),
+        "share": (open_reader(max_samples_per_image=2), BUDGET),
+        "validation_fraction": (open_reader(validation_fraction=0.3), BUDGET),
+        "policy": (open_reader(overlong="drop_turns"), BUDGET),
         "budget": (open_reader(), Budget(91, 80)),
     }
     write(folder, ROWS[1:])
@@ -236,7 +238,7 @@ def test_a_state_of_other_data_is_refused(open_reader, folder: Path) -> None:
 def test_a_set_that_moved_is_the_same(open_reader, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "elsewhere")
     sources = (Source(path=str(tmp_path / "elsewhere" / "rows.json")),)
-    here, there = open_reader(hold_out=0.3), open_reader(hold_out=0.3, sources=sources)
+    here, there = open_reader(validation_fraction=0.3), open_reader(validation_fraction=0.3, sources=sources)
     assert rows_on(here.validation) == rows_on(there.validation)
     assert_same_steps(list(training_steps(here, BUDGET, 1, 1)), list(training_steps(there, BUDGET, 1, 1)))
 
@@ -254,7 +256,7 @@ def test_what_workers_get_does_not_import_transformers(plain: Encoder) -> None:
 def test_workers_change_nothing(open_reader, folder: Path, tmp_path: Path) -> None:
     (folder / "2.png").unlink()
     (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:200])
-    settings = {"share_images": 3, "augment": Augment(flip=True, shift=2)}
+    settings = {"max_samples_per_image": 3, "augment": Augment(flip=True, shift=2)}
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     here = training_steps(open_reader(out=tmp_path / "here", **settings), BUDGET, 2, None)
@@ -287,9 +289,9 @@ def test_a_bad_row_leaves_the_plan_before_it_is_made(open_reader, folder: Path, 
 
 def test_a_picture_that_breaks_at_fetching_keeps_its_place(open_reader, folder: Path) -> None:
     """Its rows stay in the batch, grey and without labels; everything else is as it was."""
-    sound = list(training_steps(open_reader(share_images=3), BUDGET, 1, 1))
+    sound = list(training_steps(open_reader(max_samples_per_image=3), BUDGET, 1, 1))
     (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:200])
-    broken = list(training_steps(open_reader(share_images=3), BUDGET, 1, 1))
+    broken = list(training_steps(open_reader(max_samples_per_image=3), BUDGET, 1, 1))
     hit = {f"rows.json#{n}" for n in (15, 16, 17)}
     masked = 0
     for one, two in zip(flat(sound), flat(broken), strict=True):
@@ -392,7 +394,7 @@ def test_row_of_a_repeated_source_counts_once(open_reader, folder: Path, setting
 def test_row_of_a_blend_by_shares_counts_in_its_sources_first_epoch(open_reader, folder: Path) -> None:
     """The small source comes again many times before the large one is through."""
     sources = (Source(path=spoilt(folder, 10, 1, 1, "few.json"), weight=3.0), Source(path=spoilt(folder, 90)))
-    state = read_through(open_reader(sources=sources, blend="shares", max_reject_rate=0.02), None, 100)
+    state = read_through(open_reader(sources=sources, mix="interleave", max_reject_rate=0.02), None, 100)
     assert state["rejects"] == {"seen": 100, "counts": {"missing_image": 1, "broken_image": 1}}
 
 
@@ -464,7 +466,7 @@ def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch
 
 
 def test_held_out_pictures_are_never_trained_on(open_reader) -> None:
-    reader = open_reader(hold_out=0.4, share_images=3)
+    reader = open_reader(validation_fraction=0.4, max_samples_per_image=3)
     trained, judged = flat(training_steps(reader, BUDGET, 1, 2)), list(validation_batches(reader, BUDGET))
     assert set(ids(trained)) | set(ids(judged)) == set(range(len(ROWS)))
     assert not set(ids(trained)) & set(ids(judged))
@@ -478,13 +480,15 @@ def test_held_out_pictures_are_never_trained_on(open_reader) -> None:
 
 
 def test_what_is_held_out_depends_on_nothing_but_the_picture(open_reader, folder: Path) -> None:
-    one, other = open_reader(hold_out=0.4, seed=1), open_reader(hold_out=0.4, seed=2, share_images=2)
+    one, other = open_reader(validation_fraction=0.4, seed=1), open_reader(validation_fraction=0.4, seed=2, max_samples_per_image=2)
     assert rows_on(one.validation) == rows_on(other.validation)
-    more = set(rows_on(open_reader(hold_out=0.7).validation))
+    more = set(rows_on(open_reader(validation_fraction=0.7).validation))
     assert set(rows_on(one.validation)) < more
     before = {json.dumps(ROWS[n]["image"]) for n in rows_on(one.validation) if ROWS[n]["image"]}
     write(folder, ROWS[::-1])
-    pictures = {json.dumps(ROWS[::-1][n]["image"]) for n in rows_on(open_reader(hold_out=0.4).validation) if ROWS[::-1][n]["image"]}
+    pictures = {
+        json.dumps(ROWS[::-1][n]["image"]) for n in rows_on(open_reader(validation_fraction=0.4).validation) if ROWS[::-1][n]["image"]
+    }
     assert pictures == before
 
 
@@ -496,13 +500,13 @@ def test_the_held_out_share_is_about_what_was_asked() -> None:
 
 def test_validation_is_complete_repeatable_and_as_it_is(open_reader, folder: Path, tmp_path: Path) -> None:
     judges = (Source(path=str(folder / "rows.json")),)
-    reader = open_reader(validation=judges, augment=Augment(flip=True, shift=3), share_images=3, out=tmp_path)
+    reader = open_reader(validation=judges, augment=Augment(flip=True, shift=3), max_samples_per_image=3, out=tmp_path)
     first, second = list(validation_batches(reader, BUDGET)), list(validation_batches(reader, BUDGET))
     assert ids(first) == Counter(range(len(ROWS)))
     assert sum(b.counts.slots - b.counts.real for b in first) == 0
     for one, two in zip(first, second, strict=True):
         assert_same(one, two)
-    plainly = open_reader(validation=judges, share_images=3)
+    plainly = open_reader(validation=judges, max_samples_per_image=3)
     for one, two in zip(first, validation_batches(plainly, BUDGET), strict=True):
         assert_same(one, two)
     assert reader.rejects.seen == 0
@@ -526,7 +530,7 @@ def test_validation_without_one_usable_row_is_refused(open_reader, folder: Path)
 
 
 def test_kinds_that_are_not_there_are_refused_on_either_side(open_reader, folder: Path) -> None:
-    source = Source(path=str(folder / "rows.json"), kinds=("none",))
+    source = Source(path=str(folder / "rows.json"), categories=("none",))
     for settings in ({"sources": (source,)}, {"validation": (source,)}):
         with pytest.raises(Refused, match=r"rows\.json has no samples of kind none; it has \(none\)"):
             open_reader(**settings)
@@ -534,12 +538,12 @@ def test_kinds_that_are_not_there_are_refused_on_either_side(open_reader, folder
 
 def test_settings_that_contradict_are_refused(folder: Path, open_reader) -> None:
     source = Source(path=str(folder / "rows.json"))
-    with pytest.raises(pydantic.ValidationError, match="hold_out and validation both say"):
-        Data(sources=(source,), validation=(source,), hold_out=0.1)
+    with pytest.raises(pydantic.ValidationError, match="validation_fraction and validation both say"):
+        Data(sources=(source,), validation=(source,), validation_fraction=0.1)
     with pytest.raises(pydantic.ValidationError, match="leaves nothing to learn from"):
-        Data(sources=(source,), hold_out=1)
+        Data(sources=(source,), validation_fraction=1)
     with pytest.raises(Refused, match="holds back nothing of 31 samples"):
-        open_reader(hold_out=1e-9)
+        open_reader(validation_fraction=1e-9)
 
 
 # Pictures
@@ -577,7 +581,7 @@ def test_pictures_that_come_again_are_decoded_once(open_reader, folder: Path, dr
 
     def counts(share: int) -> list[int]:
         decoded.clear()
-        list(training_steps(open_reader(sources=(Source(path=str(folder / "rows.jsonl")),), share_images=share), BUDGET, 1, 2))
+        list(training_steps(open_reader(sources=(Source(path=str(folder / "rows.jsonl")),), max_samples_per_image=share), BUDGET, 1, 2))
         return sorted(decoded.values())
 
     assert counts(1) == [1, 1, 1, 2]
@@ -592,7 +596,7 @@ def test_a_text_model_rejects_pictures(folder: Path, plain: Encoder) -> None:
 
 
 def test_texts_for_a_tokenizer_leave_out_what_is_held_out(open_reader) -> None:
-    reader = open_reader(hold_out=0.4)
+    reader = open_reader(validation_fraction=0.4)
     texts = list(training_texts(reader.data))
     answers = {f"answer {n}" for n in range(24) if n in rows_on(reader.training)}
     assert {t for t in texts if t.startswith("answer")} == answers

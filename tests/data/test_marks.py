@@ -243,11 +243,11 @@ def test_a_sample_without_an_answer_in_the_loss_is_rejected(plain: Encoder, toke
 def test_a_shrunk_conversation_ends_with_an_answer_in_the_loss(plain: Encoder) -> None:
     long = sample("a?", "b", "c?", "d", "e?", "f", "g?", "h " * 300)
     fits = measure(Sample("", long.messages[:6]), [], plain, None).tokens
-    assert len(fitted(long, [], fits, 0, "shrink", plain, None)[0].messages) == 6
-    kept, size = fitted(masked(long, 3, 5), [], fits, 0, "shrink", plain, None)
+    assert len(fitted(long, [], fits, 0, "drop_turns", plain, None)[0].messages) == 6
+    kept, size = fitted(masked(long, 3, 5), [], fits, 0, "drop_turns", plain, None)
     assert (len(kept.messages), size.supervised) == (2, len(plain.ids("b")) + 1)
     with pytest.raises(BadSample, match="of the exchanges that fit"):
-        fitted(masked(long, 1, 3, 5), [], fits, 0, "shrink", plain, None)
+        fitted(masked(long, 1, 3, 5), [], fits, 0, "drop_turns", plain, None)
 
 
 def test_an_archive_of_prepared_data_keeps_the_mark() -> None:

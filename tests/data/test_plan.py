@@ -73,7 +73,7 @@ BAD = {n for n in range(ROWS) if n % 40 == 39}
 def make(folder: Path, plain: Encoder, rule: ImageRule) -> Callable[..., Reader]:
     def reader(seed: int = 0, out: Path | None = None, gather: Any = alone, **settings: Any) -> Reader:
         settings.setdefault("sources", (Source(path=str(folder / "rows.jsonl")),))
-        settings.setdefault("share_images", 3)
+        settings.setdefault("max_samples_per_image", 3)
         return reader_of(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out, cost=COST, gather=gather)
 
     return reader
@@ -167,7 +167,7 @@ def test_the_last_step_of_the_last_epoch_is_partial(make) -> None:
 def test_every_usable_row_once_an_epoch(make, folder: Path, share: int) -> None:
     known = numbers(folder)
     for epochs in (1, 2):
-        [steps] = run(make, 1, 4, epochs, share_images=share)
+        [steps] = run(make, 1, 4, epochs, max_samples_per_image=share)
         seen = Counter(known[id] for step in steps for batch in step.batches for id in batch.ids)
         assert seen == Counter(dict.fromkeys(set(range(ROWS)) - BAD, epochs))
         # the rejects between the last pack and the end of the epoch are counted by whoever asks for more
@@ -347,7 +347,7 @@ def test_memory_does_not_grow_with_the_data() -> None:
         ),
         kept=lambda source, shard: np.ones(rows_a_shard, bool),
     )
-    assert side.hold_out == 0
+    assert side.validation_fraction == 0
     pool = Pool(fake, _Entries(shards), 1, 0)  # type: ignore[arg-type]  # entries without a list of them
     rng = np.random.default_rng(0)
     sizing = made_up(rng.integers(16, 900, rows_a_shard), np.zeros(rows_a_shard, np.int64), Budget(8192, 0))
@@ -386,8 +386,8 @@ class _Entries(_Many):
 
 def test_every_window_of_every_epoch_has_an_order_of_its_own(large: Path, plain: Encoder) -> None:
     """Which shards it has, in which order, and how their rows are mixed: windows of 32 shards of 15 rows each."""
-    for blend_of in ("once", "shares"):
-        reader = reader_of(Data(sources=(Source(path=str(large / "rows.jsonl")),), blend=blend_of), plain, None, 3)  # type: ignore[arg-type]
+    for blend_of in ("concat", "interleave"):
+        reader = reader_of(Data(sources=(Source(path=str(large / "rows.jsonl")),), mix=blend_of), plain, None, 3)  # type: ignore[arg-type]
         [pool] = training_pools(reader)
         seen: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for epoch, window in ((1, 0), (1, 1), (2, 0), (3, 0)):
@@ -432,15 +432,15 @@ def test_a_state_of_something_else_is_refused_by_name(
             next(training_steps(reader, budget, 3, None, json.loads(json.dumps(state))))
 
     refused(make(seed=1), "order")
-    refused(make(share_images=2), "order")
-    refused(make(hold_out=0.3), "order")
-    for other in ({"repeat": 2}, {"limit": 200}, {"kinds": ("",)}):
+    refused(make(max_samples_per_image=2), "order")
+    refused(make(validation_fraction=0.3), "order")
+    for other in ({"repeat": 2}, {"limit": 200}, {"categories": ("",)}):
         refused(make(sources=(Source(path=str(folder / "rows.jsonl"), **other),)), "order")
-    refused(make(blend="shares"), "order")
+    refused(make(mix="interleave"), "order")
     refused(make(sources=(Source(path=str(folder / "rows.jsonl"), columns={"image": "image"}),)), "layout")
     refused(reader_of(make().data, plain, rule, 0, longest=89), r"budget .*\[90, 80, \d+, 'reject'\] → \[90, 80, 89, 'reject'\]")
     refused(make(), r"budget .*\[90, 80, .*→ \[91, 80", Budget(91, 80))
-    refused(make(too_long="shrink"), "budget .*reject.*shrink")
+    refused(make(overlong="drop_turns"), "budget .*reject.*drop_turns")
     data = make().data
     refused(reader_of(data, qwen, rule, 0), "tokenizer")
     other = ImageRule(8, 2, (0.5,) * 3, (0.4,) * 3, "bicubic", rule.resize)
@@ -453,7 +453,7 @@ def test_a_state_of_something_else_is_refused_by_name(
     refused(make(), "Different are: data")
     (folder / "rows.jsonl").write_text(lines)
     next(training_steps(make(), BUDGET, 3, None, state))  # and put back it goes on
-    judged = {"hold_out": 0.0, "validation": (Source(path=str(folder / "judged.jsonl")),)}
+    judged = {"validation_fraction": 0.0, "validation": (Source(path=str(folder / "judged.jsonl")),)}
     (folder / "judged.jsonl").write_text(lines)
     state = next(training_steps(make(**judged), BUDGET, 3, None)).state
     next(training_steps(make(**judged), BUDGET, 3, None, state))
@@ -537,7 +537,7 @@ def sources(folder: Path) -> tuple[Source, Source]:
 
 def test_shares_are_exact_at_any_place(make, folder: Path) -> None:
     """After any window each source has its share of the usable rows, give or take a visit; a small one comes again and again."""
-    reader = make(sources=sources(folder), blend="shares")
+    reader = make(sources=sources(folder), mix="interleave")
     sizing = sizing_of(reader, BUDGET)
     pools = pools_of(reader.training, 3, 0)
     cursors = tuple(Cursor() for _ in pools)
@@ -560,7 +560,7 @@ def test_shares_are_exact_at_any_place(make, folder: Path) -> None:
 def test_a_blend_resumes_exactly(make, folder: Path, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In windows that begin anywhere in an epoch of each source."""
     monkeypatch.setattr(blend, "MIXED_ROWS", (16, 40))
-    settings = {"sources": sources(folder), "blend": "shares"}
+    settings = {"sources": sources(folder), "mix": "interleave"}
     whole = run(make, 1, 3, None, count=30, **settings)[0]
     assert len({json.dumps(cursor) for cursor in whole[stop].state["cursors"]}) == 2
     again = run(make, 1, 3, None, whole[stop].state, 29 - stop, **settings)[0]
@@ -570,7 +570,7 @@ def test_a_blend_resumes_exactly(make, folder: Path, stop: int, monkeypatch: pyt
             assert_same(a, b)
     seen = Counter(id.split(".")[0] for step in whole for batch in step.batches for id in batch.ids)
     assert 2.4 < seen["rows"] / seen["other"] < 3.6
-    heavier = make(sources=tuple(s.model_copy(update={"weight": 2.0}) for s in settings["sources"]), blend="shares")
+    heavier = make(sources=tuple(s.model_copy(update={"weight": 2.0}) for s in settings["sources"]), mix="interleave")
     with pytest.raises(Refused, match="Different are: order"):
         next(training_steps(heavier, BUDGET, 3, None, whole[stop].state))
 
@@ -579,16 +579,16 @@ def test_a_source_without_a_usable_row_cannot_have_a_share(make, folder: Path) -
     (folder / "bad.jsonl").write_text("\n".join(json.dumps(row("gone", "absent.png")) for _ in range(5)))
     both = (Source(path=str(folder / "rows.jsonl")), Source(path=str(folder / "bad.jsonl")))
     with pytest.raises(Refused, match=r"bad\.jsonl: no sample can be used, so it cannot have a share"):
-        next(training_steps(make(sources=both, blend="shares"), BUDGET, 1, None))
+        next(training_steps(make(sources=both, mix="interleave"), BUDGET, 1, None))
 
 
 def test_limits_over_shards(make, folder: Path) -> None:
-    """The first so many rows, though they lie in several shards; hold_out takes its part of those."""
+    """The first so many rows, though they lie in several shards; validation_fraction takes its part of those."""
     known = numbers(folder)
     limited = (Source(path=str(folder / "rows.jsonl"), limit=50),)
     seen = {known[id] for step in run(make, 1, 2, 1, sources=limited)[0] for batch in step.batches for id in batch.ids}
     assert seen == set(range(50)) - BAD
-    reader = make(sources=limited, hold_out=0.4)
+    reader = make(sources=limited, validation_fraction=0.4)
     judged = {known[id] for batch in validation_batches(reader, BUDGET) for id in batch.ids}
     trained = {known[id] for step in training_steps(reader, BUDGET, 2, 1) for batch in step.batches for id in batch.ids}
     assert judged | trained == set(range(50)) - BAD
@@ -601,7 +601,7 @@ def test_a_limit_counts_rows_of_the_kinds_that_are_kept(make, folder: Path) -> N
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     known = numbers(folder)
     for limit in (1, 20, 60):
-        reader = make(sources=(Source(path=str(folder / "rows.jsonl"), kinds=("b",), limit=limit),))
+        reader = make(sources=(Source(path=str(folder / "rows.jsonl"), categories=("b",), limit=limit),))
         seen = {known[id] for step in training_steps(reader, BUDGET, 2, 1) for batch in step.batches for id in batch.ids}
         assert seen == set(range(0, 3 * limit, 3)) - BAD
         assert reader.training.shards(0) == 1 + max(
@@ -618,7 +618,7 @@ def test_validation_is_cut_between_ranks_and_complete(make, folder: Path) -> Non
     assert sorted(ids for part in parts for ids in part) == sorted(whole)
     assert parts[1] == whole[1::3]
     assert [batch.ids for batch in validation_batches(make(seed=1, validation=reader.data.validation), BUDGET)] == whole
-    for batch in validation_batches(make(validation=reader.data.validation, share_images=1), BUDGET):
+    for batch in validation_batches(make(validation=reader.data.validation, max_samples_per_image=1), BUDGET):
         assert [known[id] for id in batch.ids] == sorted(known[id] for id in batch.ids)  # as listed
 
 

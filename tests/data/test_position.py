@@ -23,10 +23,10 @@ from tests.data.test_loader import assert_same_steps, row
 BUDGET = Budget(120, 64)
 WAYS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "once": ({}, [{}, {}]),
-    "pictures shared": ({"share_images": 3}, [{}, {}]),
+    "pictures shared": ({"max_samples_per_image": 3}, [{}, {}]),
     "twice": ({}, [{"repeat": 2}, {}]),
-    "shares": ({"blend": "shares", "share_images": 2}, [{"weight": 2.0}, {"weight": 1.0}]),
-    "some": ({"hold_out": 0.2}, [{"limit": 30}, {"kinds": ("a",)}]),
+    "shares": ({"mix": "interleave", "max_samples_per_image": 2}, [{"weight": 2.0}, {"weight": 1.0}]),
+    "some": ({"validation_fraction": 0.2}, [{"limit": 30}, {"categories": ("a",)}]),
 }
 
 

@@ -94,11 +94,11 @@ def made(reader: Reader, folder: Path, budget: Budget = BUDGET, **how: Any) -> M
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plainly": {},
-    "shared pictures": {"share_images": 3},
-    "held out": {"share_images": 2, "hold_out": 0.4},
-    "shrunk": {"too_long": "shrink", "share_images": 3},
-    "shrunk and held out": {"too_long": "shrink", "hold_out": 0.4},
-    "augmented": {"augment": Augment(flip=True, shift=2), "share_images": 3},
+    "shared pictures": {"max_samples_per_image": 3},
+    "held out": {"max_samples_per_image": 2, "validation_fraction": 0.4},
+    "shrunk": {"overlong": "drop_turns", "max_samples_per_image": 3},
+    "shrunk and held out": {"overlong": "drop_turns", "validation_fraction": 0.4},
+    "augmented": {"augment": Augment(flip=True, shift=2), "max_samples_per_image": 3},
     "two epochs stored": {"epochs": 2},
 }
 
@@ -115,15 +115,15 @@ def test_the_same_batches(open_reader: Open, tmp_path: Path, name: str) -> None:
         assert_same_steps(list(training_steps(stored, BUDGET, 2, 2)), list(training_steps(source, BUDGET, 2, 2)))
         assert count_steps(stored, BUDGET, 2, 2) == count_steps(source, BUDGET, 2, 2)
         judged = list(validation_batches(source, BUDGET))
-        assert bool(judged) == stored.validates == ("hold_out" in settings)
+        assert bool(judged) == stored.validates == ("validation_fraction" in settings)
         for one, two in zip(validation_batches(stored, BUDGET), judged, strict=True):
             assert_same(one, two)
 
 
 def test_the_same_batches_on_three_ranks(open_reader: Open, tmp_path: Path) -> None:
-    made(open_reader(share_images=3), tmp_path / "out")
+    made(open_reader(max_samples_per_image=3), tmp_path / "out")
     for rank in range(3):
-        source, stored = open_reader(share_images=3), open_reader(share_images=3, prepared=str(tmp_path / "out"))
+        source, stored = open_reader(max_samples_per_image=3), open_reader(max_samples_per_image=3, prepared=str(tmp_path / "out"))
         steps = [list(training_steps(reader, BUDGET, 4, 2, rank=rank, ranks=3)) for reader in (stored, source)]
         assert_same_steps(*steps)
 
@@ -152,7 +152,7 @@ def several(folder: Path) -> tuple[Source, ...]:
     parquet.write_table(arrow.table(table), folder / "p.parquet", row_group_size=3)
     return (
         Source(path=str(folder / "rows.json"), repeat=2),
-        Source(path=str(folder / "rows.jsonl"), kinds=("b",)),
+        Source(path=str(folder / "rows.jsonl"), categories=("b",)),
         Source(path=str(folder / "t.tar")),
         Source(path=str(folder / "p.parquet"), limit=5),
     )
@@ -160,7 +160,7 @@ def several(folder: Path) -> tuple[Source, ...]:
 
 def test_every_container_and_filter(open_reader: Open, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "WINDOW_HELD", 700)  # a window has as many row groups as are held in memory
-    settings = {"sources": several(folder), "share_images": 2, "too_long": "shrink", "hold_out": 0.2}
+    settings = {"sources": several(folder), "max_samples_per_image": 2, "overlong": "drop_turns", "validation_fraction": 0.2}
     made(open_reader(**settings), tmp_path / "out")
     source, stored = open_reader(**settings), open_reader(**settings, prepared=str(tmp_path / "out"))
     assert_same_steps(list(training_steps(stored, BUDGET, 2, 2)), list(training_steps(source, BUDGET, 2, 2)))
@@ -170,7 +170,7 @@ def test_every_container_and_filter(open_reader: Open, folder: Path, tmp_path: P
 
 def test_a_blend_by_shares(open_reader: Open, folder: Path, tmp_path: Path) -> None:
     sources = [s.model_copy(update={"repeat": 1, "weight": w}) for s, w in zip(several(folder), (1, 3, 2, 1), strict=True)]
-    settings = {"sources": tuple(sources), "blend": "shares", "validation": (Source(path=str(folder / "rows.json"), limit=12),)}
+    settings = {"sources": tuple(sources), "mix": "interleave", "validation": (Source(path=str(folder / "rows.json"), limit=12),)}
     for packs in (6, 10**6):  # the plan of a few steps, and until every row has come; the rows are all there in both
         out = tmp_path / str(packs)
         manifest = made(open_reader(**settings), out, packs=packs)
@@ -192,18 +192,26 @@ FILM_RULE = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(16 * 16, 32 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     some=st.lists(one_source, min_size=1, max_size=3),
-    hold_out=st.sampled_from([0.0, 0.4]),
-    share_images=st.integers(1, 4),
-    too_long=st.sampled_from(["reject", "shrink"]),
+    validation_fraction=st.sampled_from([0.0, 0.4]),
+    max_samples_per_image=st.integers(1, 4),
+    overlong=st.sampled_from(["reject", "drop_turns"]),
     budget=st.sampled_from([Budget(60, 32), Budget(200, 48)]),
     seed=st.integers(0, 3),
 )
-def test_any_data_and_settings(folder: Path, plain: Encoder, rule: ImageRule, some, hold_out, share_images, too_long, budget, seed) -> None:
+def test_any_data_and_settings(
+    folder: Path, plain: Encoder, rule: ImageRule, some, validation_fraction, max_samples_per_image, overlong, budget, seed
+) -> None:
     sources = []
     for n, one in enumerate(some):
         (folder / f"{n}.jsonl").write_text("\n".join(line_of(m, *what) for m, what in enumerate(one["rows"])))
-        sources.append(Source(path=str(folder / f"{n}.jsonl"), **{name: one[name] for name in ("repeat", "limit", "kinds")}))
-    data = Data(sources=tuple(sources), hold_out=hold_out, share_images=share_images, max_reject_rate=1.0, too_long=too_long)
+        sources.append(Source(path=str(folder / f"{n}.jsonl"), **{name: one[name] for name in ("repeat", "limit", "categories")}))
+    data = Data(
+        sources=tuple(sources),
+        validation_fraction=validation_fraction,
+        max_samples_per_image=max_samples_per_image,
+        max_reject_rate=1.0,
+        overlong=overlong,
+    )
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
 
@@ -218,7 +226,7 @@ def test_any_data_and_settings(folder: Path, plain: Encoder, rule: ImageRule, so
         return
     made(reader(), out, budget)
     assert_same_steps(list(training_steps(reader(prepared=str(out)), budget, 2, 2)), wanted)
-    if hold_out:
+    if validation_fraction:
         with suppress(Refused):  # no validation sample can be used
             for one, two in zip(validation_batches(reader(), budget), validation_batches(reader(prepared=str(out)), budget), strict=True):
                 assert_same(one, two)
@@ -233,7 +241,7 @@ def test_films(folder: Path, tmp_path: Path, tokenizers: dict[str, Any]) -> None
     encoder, budget = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"]), Budget(200, 200)
 
     def reader(**more: Any) -> Reader:
-        return reader_of(Data(sources=(Source(path=str(folder / "rows.json")),), share_images=2, **more), encoder, FILM_RULE, 0)
+        return reader_of(Data(sources=(Source(path=str(folder / "rows.json")),), max_samples_per_image=2, **more), encoder, FILM_RULE, 0)
 
     made(reader(), tmp_path / "out", budget)
     assert_same_steps(
@@ -248,7 +256,7 @@ def test_films(folder: Path, tmp_path: Path, tokenizers: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("at", [0, 4, 9])
 def test_a_state_goes_on_in_the_other(open_reader: Open, tmp_path: Path, at: int) -> None:
-    settings = {"share_images": 3, "too_long": "shrink", "augment": Augment(flip=True)}
+    settings = {"max_samples_per_image": 3, "overlong": "drop_turns", "augment": Augment(flip=True)}
     made(open_reader(**settings), tmp_path / "out")
     whole = list(training_steps(open_reader(**settings), BUDGET, 2, 3))
     assert len(whole) > 11
@@ -267,8 +275,8 @@ def test_each_row_lies_once_in_the_order_of_the_first_epoch(
     open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: int
 ) -> None:
     monkeypatch.setattr(prepare, "PARTITION_BYTES", partition)
-    manifest = made(open_reader(share_images=2, hold_out=0.3), tmp_path / "out")
-    reader = open_reader(share_images=2, hold_out=0.3)
+    manifest = made(open_reader(max_samples_per_image=2, validation_fraction=0.3), tmp_path / "out")
+    reader = open_reader(max_samples_per_image=2, validation_fraction=0.3)
     wanted = [id for step in training_steps(reader, BUDGET, 1, 1) for batch in step.batches for id in batch.ids]
     judged = [id for batch in validation_batches(reader, BUDGET) for id in batch.ids]
     lie: dict[bool, list[str]] = {False: [], True: []}
@@ -296,11 +304,11 @@ def test_an_ordinary_source_reads_the_archives(open_reader: Open, folder: Path, 
 
 
 def test_training_samples_are_those_of_the_source(open_reader: Open, tmp_path: Path) -> None:
-    made(open_reader(hold_out=0.4), tmp_path / "out")
-    stored = sorted_samples(open_reader(hold_out=0.4, prepared=str(tmp_path / "out")).data)
+    made(open_reader(validation_fraction=0.4), tmp_path / "out")
+    stored = sorted_samples(open_reader(validation_fraction=0.4, prepared=str(tmp_path / "out")).data)
     ids = {s.id for s in stored}
     assert ids
-    source = [s for s in sorted_samples(open_reader(hold_out=0.4).data) if s.id in ids]
+    source = [s for s in sorted_samples(open_reader(validation_fraction=0.4).data) if s.id in ids]
     assert all(same_sample(one, two) for one, two in zip(stored, source, strict=True))
 
 
@@ -321,9 +329,9 @@ def test_rejects_are_listed_and_counted_as_in_the_source(open_reader: Open, tmp_
 
 def test_the_report_is_that_of_the_source(open_reader: Open, folder: Path, tmp_path: Path) -> None:
     write(folder, [*EXTRA[:5], *(row(f"question {n}?", f"{n}.png") for n in range(9)), *ROWS[24:29]])  # each picture is shown once
-    made(open_reader(hold_out=0.3), tmp_path / "out")
+    made(open_reader(validation_fraction=0.3), tmp_path / "out")
     source, stored = (
-        data_report(open_reader(hold_out=0.3, **more), BUDGET, THOROUGH) for more in ({}, {"prepared": str(tmp_path / "out")})
+        data_report(open_reader(validation_fraction=0.3, **more), BUDGET, THOROUGH) for more in ({}, {"prepared": str(tmp_path / "out")})
     )
     for field in fields(source):
         if field.name not in ("sources", "rejected"):  # which say where all that lies
@@ -408,7 +416,7 @@ def killed(job: Callable[[], Any], at: int) -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5, "index", "rejects", "manifest"])
 def test_a_kill_loses_nothing_that_was_done(open_reader: Open, tmp_path: Path, at: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"hold_out": 0.3, "share_images": 2}
+    settings = {"validation_fraction": 0.3, "max_samples_per_image": 2}
     whole = made(open_reader(**settings), tmp_path / "whole")
     parts, shards, out = len(whole.archives), len(whole.sources[0].shards), tmp_path / "out"
     assert parts >= 3
@@ -494,9 +502,9 @@ def test_other_settings_are_refused_by_name(open_reader: Open, folder: Path, tmp
     refused(r"budget .*\.1 \(80 → 81\)|budget", Budget(90, 81))
     refused(r"order \(seed", seed=1)
     refused(r"picture rule", rule=ImageRule(8, 2, rule.mean, rule.std, "bicubic", Square(64)))
-    refused(r"hold_out \(0\.0 → 0\.2\)", hold_out=0.2)
-    refused(r"share_images \(1 → 2\)", share_images=2)
-    refused(r"too_long \('reject' → 'shrink'\)", too_long="shrink")
+    refused(r"validation_fraction \(0\.0 → 0\.2\)", validation_fraction=0.2)
+    refused(r"max_samples_per_image \(1 → 2\)", max_samples_per_image=2)
+    refused(r"overlong \('reject' → 'drop_turns'\)", overlong="drop_turns")
     refused(r"sources\.0\.limit \(None → 3\)", sources=(Source(path=str(folder / "rows.json"), limit=3),))
     refused(r"sources\.0\.path", sources=(Source(path=str(folder / "other.json")),))
     with pytest.raises(Refused, match="tokenizer"):
@@ -541,7 +549,7 @@ def test_large_pictures_are_scaled_down_and_the_data_are_others(
     for n in range(4):
         draw(f"set/{n}.png", seed=n, width=200, height=100)
     draw("set/4.png", seed=4, width=20, height=300)  # not larger than the square both ways: it stays
-    settings = {"share_images": 2}
+    settings = {"max_samples_per_image": 2}
     plainly = made(open_reader(**settings), tmp_path / "plain")
     manifest = made(open_reader(**settings), tmp_path / "small", quality=90)
     assert sum(a.bytes for a in manifest.archives) < 0.7 * sum(a.bytes for a in plainly.archives)

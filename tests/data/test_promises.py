@@ -65,7 +65,7 @@ one_source = st.fixed_dictionaries(
         "rows": st.lists(st.tuples(st.sampled_from(sorted(ANY)), st.sampled_from("ab")), min_size=1, max_size=25),
         "repeat": st.integers(1, 3),
         "limit": st.one_of(st.none(), st.integers(1, 30)),
-        "kinds": st.sampled_from([None, None, ("a",)]),
+        "categories": st.sampled_from([None, None, ("a",)]),
     }
 )
 
@@ -86,8 +86,8 @@ def pictures(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.Monk
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     some=st.lists(one_source, min_size=1, max_size=3),
-    hold_out=st.sampled_from([0.0, 0.0, 0.3, 0.7]),
-    share_images=st.integers(1, 4),
+    validation_fraction=st.sampled_from([0.0, 0.0, 0.3, 0.7]),
+    max_samples_per_image=st.integers(1, 4),
     budget=st.sampled_from([Budget(60, 32), Budget(90, 80), Budget(200, 48)]),
     epochs=st.integers(1, 3),
     packs=st.integers(1, 6),
@@ -95,15 +95,17 @@ def pictures(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.Monk
     seed=st.integers(0, 3),
 )
 def test_every_usable_row_as_often_as_it_should_be(
-    pictures: Path, plain: Encoder, rule: ImageRule, some, hold_out, share_images, budget, epochs, packs, history, seed
+    pictures: Path, plain: Encoder, rule: ImageRule, some, validation_fraction, max_samples_per_image, budget, epochs, packs, history, seed
 ) -> None:
     """Whatever the data, the settings, and the (steps, ranks) after which a run was stopped and taken up again."""
     sources = []
     for n, one in enumerate(some):
         (pictures / f"{n}.jsonl").write_text("\n".join(line_of(m, *what) for m, what in enumerate(one["rows"])))
-        rest = {name: one[name] for name in ("repeat", "limit", "kinds")}
+        rest = {name: one[name] for name in ("repeat", "limit", "categories")}
         sources.append(Source(path=str(pictures / f"{n}.jsonl"), **rest))
-    data = Data(sources=tuple(sources), hold_out=hold_out, share_images=share_images, max_reject_rate=1.0)
+    data = Data(
+        sources=tuple(sources), validation_fraction=validation_fraction, max_samples_per_image=max_samples_per_image, max_reject_rate=1.0
+    )
 
     def reader() -> Reader:
         return reader_of(data, plain, rule, seed)
@@ -117,11 +119,11 @@ def test_every_usable_row_as_often_as_it_should_be(
             with pytest.raises(Refused):
                 reader()
             return
-        absent |= source.kinds == ("a",) and source.limit is None and not any(k == "a" and w != "no row" for w, k in one["rows"])
+        absent |= source.categories == ("a",) and source.limit is None and not any(k == "a" and w != "no row" for w, k in one["rows"])
         numbers = {place: n for n, (place, _, _) in enumerate(p for shard in range(len(rows.shards)) for p in rows.rows_in(shard))}
         for place, _, found in rows.kept():
             usable = one["rows"][numbers[place]][0] not in UNUSABLE
-            held = held_out(rows, place, found, hold_out)
+            held = held_out(rows, place, found, validation_fraction)
             sides.add(held)
             if held:
                 judged[rows.named(place)[0]] += usable
@@ -129,7 +131,7 @@ def test_every_usable_row_as_often_as_it_should_be(
                 trained[rows.named(place)[0]] += usable * source.repeat * epochs
                 met += 1
                 lost += not usable
-    if absent or False not in sides or (hold_out and True not in sides):
+    if absent or False not in sides or (validation_fraction and True not in sides):
         with pytest.raises(Refused):
             reader()
         return
@@ -155,7 +157,7 @@ def test_every_usable_row_as_often_as_it_should_be(
     assert got == trained
     assert count == count_steps(reader(), budget, packs, epochs)
     assert (last.rejects.seen, last.rejects.rejected) == (met, lost)
-    if hold_out and judged:
+    if validation_fraction and judged:
         assert Counter(id for batch in validation_batches(reader(), budget) for id in batch.ids) == judged
 
 
@@ -218,7 +220,7 @@ def gather(value):
 def run(name, **settings):
     with open(f"{folder}/encoder", "rb") as file:
         encoder = pickle.load(file)
-    data = Data(sources=(Source(path=f"{folder}/set/{name}.jsonl"),), share_images=2, **settings)
+    data = Data(sources=(Source(path=f"{folder}/set/{name}.jsonl"),), max_samples_per_image=2, **settings)
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Square(32))
     reader, steps, end = reader_of(data, encoder, rule, 0, gather=gather), [], ""
     try:
@@ -257,7 +259,9 @@ def test_processes_that_wait_for_one_another_have_as_many_steps(pictures: Path, 
         for process in started:
             process.kill()
     usable, capped, different = zip(*ends, strict=True)
-    alone = reader_of(Data(sources=(Source(path=str(pictures / "rows.jsonl")),), share_images=2, max_reject_rate=1.0), plain, rule, 0)
+    alone = reader_of(
+        Data(sources=(Source(path=str(pictures / "rows.jsonl")),), max_samples_per_image=2, max_reject_rate=1.0), plain, rule, 0
+    )
     wanted = list(training_steps(alone, Budget(90, 80), 7, 2))
     assert len(wanted) > 5
     assert wanted[-1].state["rejects"]["counts"]["broken_image"] > 3
@@ -314,7 +318,7 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
     model = build(qwen3_vl.Config(vision=vision, language=language), "cpu", compute_dtype=torch.float32)
     twins.randomise(model)
     rule = vision.rule()
-    reader = reader_of(Data(sources=(Source(path=str(tmp_path / "rows.json")),), share_images=3), encoder, rule, 0)
+    reader = reader_of(Data(sources=(Source(path=str(tmp_path / "rows.json")),), max_samples_per_image=3), encoder, rule, 0)
     batches = [batch for step in training_steps(reader, Budget(150, 400), 1, 1) for batch in step.batches]
     assert len(batches) > 1
     assert any(batch.counts.images < sum(len(SHOWN[int(id.partition("#")[2])].get("image") or ()) for id in batch.ids) for batch in batches)
@@ -363,7 +367,7 @@ def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(pictures: Path, p
     monkeypatch.setattr(index, "shard_index_of", noted)
     monkeypatch.setattr(blend, "MIXED_ROWS", (20, 160))  # as many as those windows have
     sources = tuple(Source(path=str(pictures / f"{n}.jsonl")) for n in range(8))
-    steps = training_steps(reader_of(Data(sources=sources, blend="shares"), plain, None, 0), Budget(90, 0), 2, None)
+    steps = training_steps(reader_of(Data(sources=sources, mix="interleave"), plain, None, 0), Budget(90, 0), 2, None)
     for _ in range(150):
         next(steps)
     assert len(opened) > 8 * 32

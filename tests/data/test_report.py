@@ -149,7 +149,7 @@ def test_shares_of_sources_by_hand(tmp_path: Path, draw: Callable[..., Path], pl
     assert (first.visual, second.visual) == (0.0, 1.0)
     assert data_report(reader_of(once, plain, rule, 0), Budget(50, 64)).epoch == Epoch(7, 6 * t + p, 4)
     assert (first.kinds, second.kinds) == ((("short", 1), ("other", 1)), ())
-    shares = Data(sources=(texts, pictured.model_copy(update={"weight": 3.0})), blend="shares")
+    shares = Data(sources=(texts, pictured.model_copy(update={"weight": 3.0})), mix="interleave")
     found = data_report(reader_of(shares, plain, rule, 0), Budget(50, 64))
     assert found.epoch is None
     first, second = found.sources
@@ -259,7 +259,7 @@ def test_samples_of_each_source_are_shown(tmp_path: Path, draw: Callable[..., Pa
     with Pillow.open(io.BytesIO(shown[0].thumbnails[0])) as small:
         assert (small.format, small.size) == ("JPEG", (THUMBNAIL, THUMBNAIL // 2))
     assert shown_samples(reader, Budget(99, 999), 3, thumbnails=False)[0] == replace(shown[0], thumbnails=())
-    held = reader_of(Data(sources=(first,), hold_out=0.5), plain, rule, 0)
+    held = reader_of(Data(sources=(first,), validation_fraction=0.5), plain, rule, 0)
     training = {f"first.json#{n}" for s, h, n in data_report_rows(held)}
     assert {s.id for s in shown_samples(held, Budget(99, 999), 9, thumbnails=False)} <= training
 
@@ -311,7 +311,7 @@ def test_films_are_measured_and_shown(
 def test_a_sample_that_is_shrunk_is_shown_as_it_is_trained_on(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
     rows = [row("a b c " * 20), row("first", more=("second " * 20, "gone"))]
     source = write(tmp_path / "rows.json", rows)
-    reader = reader_of(Data(sources=(source,), too_long="shrink"), plain, rule, 0)
+    reader = reader_of(Data(sources=(source,), overlong="drop_turns"), plain, rule, 0)
     [shown] = shown_samples(reader, Budget(20, 64), 9, thumbnails=False)
     assert shown.id == "rows.json#1"
     assert "".join(piece.text for piece in shown.pieces) == "first\nyes<|endoftext|>"
@@ -321,7 +321,7 @@ def test_prepared_data_are_shown_as_their_sources(tmp_path: Path, draw: Callable
     for n in range(6):
         draw(f"{n}.png", seed=n)
     source = write(tmp_path / "rows.json", [*(row(f"q {n}", f"{n % 6}.png") for n in range(24)), row("x", answer="")])
-    data = Data(sources=(source,), hold_out=0.3, max_reject_rate=1.0)
+    data = Data(sources=(source,), validation_fraction=0.3, max_reject_rate=1.0)
     reader = reader_of(data, plain, rule, 0, tmp_path / "run")
     pack_offline(reader, Budget(60, 64), tmp_path / "prepared")
     other = reader_of(data.model_copy(update={"prepared": str(tmp_path / "prepared")}), plain, rule, 0)

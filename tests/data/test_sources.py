@@ -358,7 +358,7 @@ def test_bad_easy_vqa_rows(opened) -> None:
 
 
 def test_kinds_and_limits(opened) -> None:
-    rows = opened([{"messages": chat("a", str(n)), "kind": "odd" if n % 2 else "even"} for n in range(10)], kinds=("odd",), limit=3)
+    rows = opened([{"messages": chat("a", str(n)), "kind": "odd" if n % 2 else "even"} for n in range(10)], categories=("odd",), limit=3)
     assert [rows.named(place)[0] for place, _, _ in rows.kept()] == ["rows.json#1", "rows.json#3", "rows.json#5"]
     assert parts(rows, 2) == [["a"], ["5"]]
     assert [rows.named(place)[2] for place, _, _ in rows.kept()] == [1, 3, 5]
@@ -402,7 +402,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 def test_a_row_that_cannot_be_parsed_is_of_every_kind(opened) -> None:
     """Left out, it would be lost without a word."""
     line = json.dumps({"messages": chat("a", "b"), "kind": "k"}).encode()
-    rows = opened(line + b'\n{"torn\n' + line.replace(b"}]", b'}], "n": NaN', 1), "rows.jsonl", kinds=("k",))
+    rows = opened(line + b'\n{"torn\n' + line.replace(b"}]", b'}], "n": NaN', 1), "rows.jsonl", categories=("k",))
     assert [complaint(rows, i)[0] for i in range(1, 3)] == ["not_json", "not_finite"]
 
 

@@ -545,7 +545,7 @@ def test_batches_are_those_of_files(folder: Path, store: Store, plain: Encoder, 
 @pytest.mark.parametrize("name", SETS)
 def test_what_is_found_of_data_is_what_is_found_of_files(folder: Path, store: Store, plain: Encoder, rule: ImageRule, name: str) -> None:
     store.put_folder(folder, "set")
-    readers = [reader(f"{root}/{name}", plain, rule, hold_out=0.3) for root in (folder, f"{store.url}/set")]
+    readers = [reader(f"{root}/{name}", plain, rule, validation_fraction=0.3) for root in (folder, f"{store.url}/set")]
     here, there = (data_report(r, BUDGET, THOROUGH) for r in readers)
     assert here.twins is not None and there.twins is not None and here.budgets
     apart = {"twins": None, "sources": ()}

@@ -240,8 +240,8 @@ def test_kinds_and_limit_choose_the_rows(folder: Path) -> None:
     def row(n: int) -> Any:
         return {"kind": "seen" if n < 4 else "text", **QUESTION, **({"photo": "photos/0.png"} if n < 4 else {})}
 
-    assert looked(folder, row, kinds=("text",)) == Unread()
-    assert "none of the 4 rows" in str(looked(folder, row, kinds=("seen",)).refusal)
+    assert looked(folder, row, categories=("text",)) == Unread()
+    assert "none of the 4 rows" in str(looked(folder, row, categories=("seen",)).refusal)
     assert "none of the 3 rows" in str(looked(folder, row, limit=3).refusal)
 
 

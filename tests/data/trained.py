@@ -69,7 +69,7 @@ def trained(*sources: Source) -> dict[str, list[str]]:
     told: dict[str, list[str]] = {}
     for number, step in enumerate(training_steps(reader, BUDGET, micro_batches=1, epochs=1)):
         before = [p.detach().clone() for p in model.parameters()]
-        report = update(model, optimizers, step.batches, clip=1.0, seed=0, step=number)
+        report = update(model, optimizers, step.batches, max_grad_norm=1.0, seed=0, step=number)
         assert report.outcome == "applied"
         assert any(not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
         for batch in step.batches:

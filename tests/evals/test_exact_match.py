@@ -101,13 +101,13 @@ def test_the_scores_are_the_hand_counted_ones(
     model.train()
     heard: list[int] = []
     source = easy_vqa(tmp_path / "test", rows)
-    got = exact_match(model, facts, encoder, [source], prior, max_tokens=4, stamps={"step": 5}, progress=heard.append)
+    got = exact_match(model, facts, encoder, [source], prior, max_new_tokens=4, stamps={"step": 5}, progress=heard.append)
     assert model.training
     assert (got.overall.correct, got.questions, got.accuracy) == (3, 6, 0.5)  # rows 0, 2 and 6; row 5 has no picture
     assert {kind: (s.correct, s.questions) for kind, s in got.by_kind.items()} == {"color": (2, 3), "shape": (0, 1), "yes/no": (1, 2)}
     assert (got.blind.overall.correct, got.blind.overall.accuracy) == (4, 4 / 6)  # rows 0, 3, 4 and 6
     assert {kind: s.correct for kind, s in got.blind.by_kind.items()} == {"color": 2, "shape": 1, "yes/no": 1}
-    assert (got.rejected, got.cut, got.max_tokens, got.stamps) == ({"missing_image": 1}, 1, 4, {"step": 5})
+    assert (got.rejected, got.cut, got.max_new_tokens, got.stamps) == ({"missing_image": 1}, 1, 4, {"step": 5})
     assert heard == [1, 2, 3, 4, 5, 6]
     by_id = {s.id: s for s in got.samples}
     assert (by_id["questions.json#1"].answer, by_id["questions.json#1"].prediction, by_id["questions.json#1"].correct) == (
@@ -117,7 +117,7 @@ def test_the_scores_are_the_hand_counted_ones(
     )
     write_result(tmp_path / "eval.json", got)
     assert read_result(tmp_path / "eval.json") == got
-    assert exact_match(model, facts, encoder, [source], prior, max_tokens=4, limit=2).questions == 2
+    assert exact_match(model, facts, encoder, [source], prior, max_new_tokens=4, limit=2).questions == 2
 
 
 def test_rounds_answer_as_one_by_one(tmp_path: Path, made: tuple[llava.Model, Facts, Encoder]) -> None:
@@ -128,7 +128,7 @@ def test_rounds_answer_as_one_by_one(tmp_path: Path, made: tuple[llava.Model, Fa
     sizes = {"all": Budget(10_000, 10_000), "few": Budget(90, 10_000), "pictures": Budget(10_000, 8), "one": Budget(1, 1)}
     found = {}
     for name, budget in sizes.items():
-        got = exact_match(model, facts, encoder, [source], NOTHING, max_tokens=5, budget=budget)
+        got = exact_match(model, facts, encoder, [source], NOTHING, max_new_tokens=5, budget=budget)
         assert got.questions == 12
         found[name] = {s.id: s.prediction for s in got.samples}
     assert found["all"] == found["few"] == found["pictures"] == found["one"]
@@ -171,7 +171,7 @@ def test_what_cannot_be_asked_is_counted_and_nothing_at_all_is_refused(tmp_path:
     model, facts, encoder = made
     source = easy_vqa(tmp_path / "test", [("é" * 40, "x", 0), ("q", "x", 7), ("q", "x", 8)])
     with pytest.raises(Refused, match=r"{'missing_image': 2, 'too_long': 1}"):
-        exact_match(model, facts, encoder, [source], NOTHING, max_tokens=5)
+        exact_match(model, facts, encoder, [source], NOTHING, max_new_tokens=5)
 
 
 def test_the_prior_is_the_majority_and_ties_go_to_the_first_met() -> None:

@@ -23,7 +23,7 @@ from eyeline.generate.sampling import Sampling
 from eyeline.generate.terminal import harmless
 from eyeline.models import build, llava, qwen2, siglip2
 
-SAMPLING = Sampling(max_tokens=6)
+SAMPLING = Sampling(max_new_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_full_context_leaves_out_the_oldest_messages_and_says_so_once(talk: Talk
     for n in range(8):
         said(talk, "what " + "is " * n + "it?")
         prompt = Prompts(talk.encoder, talk.facts.image).prompt(talk.messages[:-1])
-        assert len(prompt.tokens_T) + SAMPLING.max_tokens <= 64, "there is room for the answer"
+        assert len(prompt.tokens_T) + SAMPLING.max_new_tokens <= 64, "there is room for the answer"
         assert [message.role for message in talk.messages[:2]] == ["user", "assistant"], "questions leave with their answers"
 
     assert "fills the model's context" in said(talk, "/new", *asked), "a new conversation may fill up too"
@@ -204,8 +204,8 @@ def test_message_that_alone_is_too_long_is_refused_each_time_with_its_size(talk:
 
 
 def test_cut_answer_says_what_cut_it(bundle: Bundle, model: llava.Model) -> None:
-    for most, words in ((2, "cut after 2 tokens. --max-tokens allows"), (500, "cut at the end of the model's context (64 tokens)")):
-        talk = Talk(model, llava.facts(bundle.config), bundle.encoder(), Sampling(max_tokens=most))
+    for most, words in ((2, "cut after 2 tokens. --max-new-tokens allows"), (500, "cut at the end of the model's context (64 tokens)")):
+        talk = Talk(model, llava.facts(bundle.config), bundle.encoder(), Sampling(max_new_tokens=most))
         written = said(talk, "what is it?")
         ended = expected_finish(talk, most)
         assert (words in written) == (ended == "length")
@@ -213,7 +213,7 @@ def test_cut_answer_says_what_cut_it(bundle: Bundle, model: llava.Model) -> None
 
 def expected_finish(talk: Talk, most: int) -> str:
     prompt = Prompts(talk.encoder, talk.facts.image).prompt((user("what is it?"),))
-    [answer] = generate(talk.model, talk.facts, [prompt], Sampling(max_tokens=most), talk.encoder.stop_ids)
+    [answer] = generate(talk.model, talk.facts, [prompt], Sampling(max_new_tokens=most), talk.encoder.stop_ids)
     return answer.finish
 
 

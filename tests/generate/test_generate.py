@@ -35,7 +35,7 @@ def test_greedy_answers_equal_transformers_token_for_token(twins: tuple[Any, lla
     expected = [generated(twin, p, LENGTH, []) for p in prompts()]
     assert len({tuple(e) for e in expected}) == len(expected)  # the prompts do matter
     assert all(len(set(e)) > 3 for e in expected)  # and the answers are not one token for ever
-    got = generate(model, facts, prompts(), Sampling(max_tokens=LENGTH), [])
+    got = generate(model, facts, prompts(), Sampling(max_new_tokens=LENGTH), [])
     assert [list(a.tokens) for a in got] == expected
     assert {a.finish for a in got} == {"length"}
 
@@ -45,7 +45,7 @@ def test_rows_stop_one_by_one_as_they_do_alone(twins: tuple[Any, llava.Model, Fa
     free = [generated(twin, p, LENGTH, []) for p in prompts()]
     stop_ids = [free[0][0], free[2][5]]  # the first row stops at once, the third in the middle
     expected = [generated(twin, p, LENGTH, stop_ids) for p in prompts()]
-    got = generate(model, facts, prompts(), Sampling(max_tokens=LENGTH), stop_ids)
+    got = generate(model, facts, prompts(), Sampling(max_new_tokens=LENGTH), stop_ids)
     assert [list(a.tokens) for a in got] == expected
     assert expected[0] == []
     assert [a.finish for a in got] == ["length" if len(e) == LENGTH else "stop" for e in expected]
@@ -55,14 +55,14 @@ def test_rows_stop_one_by_one_as_they_do_alone(twins: tuple[Any, llava.Model, Fa
 def test_text_only_answers_equal_qwen2s(tmp_path: Path) -> None:
     twin, model, facts = qwen2_twins(tmp_path)
     documents = [prompt("a", 7), prompt("b", 20), prompt("c", 1)]
-    got = generate(model, facts, documents, Sampling(max_tokens=20), [])
+    got = generate(model, facts, documents, Sampling(max_new_tokens=20), [])
     assert [list(a.tokens) for a in got] == [generated(twin, d, 20, []) for d in documents]
 
 
 def test_the_cache_changes_nothing(twins: tuple[Any, llava.Model, Facts]) -> None:
     """Each token of an answer is the one that a forward pass over all before it, without a cache, finds most probable."""
     _, model, facts = twins
-    answers = generate(model, facts, prompts(), Sampling(max_tokens=6), [])
+    answers = generate(model, facts, prompts(), Sampling(max_new_tokens=6), [])
     for step in range(6):
         grown = [extended(document, answer.tokens[:step]) for document, answer in zip(prompts(), answers, strict=True)]
         with torch.no_grad():
@@ -77,7 +77,7 @@ def extended(document: Document, tokens: tuple[int, ...]) -> Document:
 
 def test_sampled_answers_follow_the_seed_and_not_their_neighbours(twins: tuple[Any, llava.Model, Facts]) -> None:
     _, model, facts = twins
-    sampling = Sampling(max_tokens=LENGTH, temperature=1.0, top_p=0.95, top_k=50, seed=3)
+    sampling = Sampling(max_new_tokens=LENGTH, temperature=1.0, top_p=0.95, top_k=50, seed=3)
     together = generate(model, facts, prompts(), sampling, [])
     assert together == generate(model, facts, prompts(), sampling, [])
     assert together[0] == generate(model, facts, prompts()[:1], sampling, [])[0]
@@ -93,14 +93,14 @@ def test_pictures_are_encoded_once_and_only_in_the_prefill(twins: tuple[Any, lla
     seen: list[int] = []
     forward = model.vision.forward
     monkeypatch.setattr(model.vision, "forward", lambda patches_PC, *rest: seen.append(len(patches_PC)) or forward(patches_PC, *rest))
-    generate(model, facts, prompts(), Sampling(max_tokens=3), [])
+    generate(model, facts, prompts(), Sampling(max_new_tokens=3), [])
     assert seen == [2 * 16]  # pictures a and b of 16 patches, though a is shown three times
 
 
 def test_positions_end_the_answer(tmp_path: Path) -> None:
     """A model of 12 positions answers a prompt of 9 tokens with 3, beside a shorter prompt that gets its 5; 12 are refused."""
     _, model, facts = qwen2_twins(tmp_path, longest=12)
-    got = generate(model, facts, [prompt("a", 9), prompt("b", 2)], Sampling(max_tokens=5), [])
+    got = generate(model, facts, [prompt("a", 9), prompt("b", 2)], Sampling(max_new_tokens=5), [])
     assert [(len(a.tokens), a.finish) for a in got] == [(3, "length"), (5, "length")]
     with pytest.raises(Refused, match="a prompt has 12 tokens, and the model's context holds 12 with the answer"):
         generate(model, facts, [prompt("full", 12)], Sampling(), [])
@@ -130,15 +130,17 @@ def test_the_stream_is_the_decoded_answer(twins: tuple[Any, llava.Model, Facts])
             return "".join(chr(97 + i // 26) + chr(97 + i % 26) for i in ids)
 
     one = prompts()[1]
-    [whole] = generate(model, facts, [one], Sampling(max_tokens=8), [])
+    [whole] = generate(model, facts, [one], Sampling(max_new_tokens=8), [])
     stop = whole.tokens[5]
-    [answer] = generate(model, facts, [one], Sampling(max_tokens=8), [stop])
+    [answer] = generate(model, facts, [one], Sampling(max_new_tokens=8), [stop])
     assert answer == Answer(whole.tokens[: whole.tokens.index(stop)], "stop")
     letters = Letters([stop])
-    assert list(stream(model, facts, one, Sampling(max_tokens=8), letters)) == [letters.decode([t]) for t in answer.tokens]  # type: ignore[arg-type]
+    assert list(stream(model, facts, one, Sampling(max_new_tokens=8), letters)) == [letters.decode([t]) for t in answer.tokens]  # type: ignore[arg-type]
 
 
 def test_pictures_matter(twins: tuple[Any, llava.Model, Facts]) -> None:
     _, model, facts = twins
-    one, other = (generate(model, facts, [prompt("same", image, 4)], Sampling(max_tokens=6), []) for image in (picture("a"), picture("b")))
+    one, other = (
+        generate(model, facts, [prompt("same", image, 4)], Sampling(max_new_tokens=6), []) for image in (picture("a"), picture("b"))
+    )
     assert one != other

@@ -65,7 +65,9 @@ def test_only_the_most_probable_token_is_left_at_the_extremes() -> None:
     assert next_tokens(logits_BV, Sampling(temperature=1.0, top_p=1e-6), range(4), step=0) == greedy
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"max_tokens": 0}, {"temprature": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"max_new_tokens": 0}, {"temprature": 1}]
+)
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         Sampling(**wrong)  # type: ignore[arg-type]

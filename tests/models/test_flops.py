@@ -162,7 +162,7 @@ def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
             ready(model, facts, WAYS["language"])
             model.language.embed.weight.requires_grad_(False)
         case "LoRA on one layer kind of the tower":
-            ready(model, facts, {"vision": LoRA(rank=2, alpha=2, targets=("k",))} if facts.image else {})
+            ready(model, facts, {"vision": LoRA(rank=2, alpha=2, targets=("k_proj",))} if facts.image else {})
         case _:
             ready(model, facts, WAYS[way])
     for documents, parts in ((few(case), list(facts.blocks)), (few(case)[1:], [])):

@@ -60,7 +60,7 @@ def test_llava():
     model = build(c, "meta")
     model.requires_grad_(False)
     model.projector.requires_grad_(True)
-    wrap(model, facts(c), "language", LoRA(rank=2, alpha=2, targets=("q", "v")), torch_rng_for(0, "lora"))
+    wrap(model, facts(c), "language", LoRA(rank=2, alpha=2, targets=("q_proj", "v_proj")), torch_rng_for(0, "lora"))
     shown = document("shown", 2, picture("cat", 4, 4, 3, 2), 4)
     done = counted(c, model, [shown], labels=3)
     assert done == {"vision": 87_552, "projector": 32_000, "language": 480_000, "head": 15_264}

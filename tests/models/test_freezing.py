@@ -15,7 +15,7 @@ from tests.models.cases import each_case
 from tests.models.twins import Case, close
 
 ALL_LINEAR = LoRA(rank=3, alpha=7, targets="all-linear")
-Q_AND_V = LoRA(rank=2, alpha=2, targets=("q", "v"))
+Q_AND_V = LoRA(rank=2, alpha=2, targets=("q_proj", "v_proj"))
 Ways = dict[Part, LoRA | None]  # part that trains -> its adapters, or None in full
 WAYS: dict[str, Ways] = {
     "everything": dict.fromkeys(PARTS),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from eyeline.checkpoint.tensors import load_into, renamed
+from eyeline.checkpoint.tensors import renamed
 from eyeline.core.errors import Refused
 from eyeline.core.facts import part_of
 from eyeline.core.randomness import torch_rng_for
@@ -15,6 +15,7 @@ from eyeline.models.lora import LoRA, LoRALinear, adapters, merge, wrap
 from tests.models import twins
 from tests.models.cases.llava import CASES, EARLIER, language
 from tests.models.twins import close
+from tests.weights import load_into
 
 CASE = next(case for case in CASES if case.id == "shuffled untied")
 C = CASE.config
@@ -51,7 +52,7 @@ def test_equals_peft(tmp_path):
     ours = built()
     load_into(dict(ours.language.named_parameters()), tmp_path, qwen2.keys(config))
     targets = {"q": "q_proj", "v": "v_proj", "down": "down_proj"}
-    wrap(ours, FACTS, "language", LoRA(rank=3, alpha=5, targets=tuple(targets)), torch_rng_for(0, "lora"))
+    wrap(ours, FACTS, "language", LoRA(rank=3, alpha=5, targets=tuple(targets.values())), torch_rng_for(0, "lora"))
     theirs = peft.get_peft_model(reference, peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=list(targets.values())))
 
     pairs = []
@@ -100,7 +101,7 @@ def test_fresh_adapters_change_nothing_and_start_as_stated():
 
 
 def test_same_address_same_adapters():
-    lora = LoRA(rank=2, alpha=4, targets=("q",))
+    lora = LoRA(rank=2, alpha=4, targets=("q_proj",))
     a, b, other = (wrapped(lora, seed=s).state_dict() for s in (0, 0, 1))
     assert all(torch.equal(a[n], b[n]) for n in a)
     assert any(not torch.equal(a[n], other[n]) for n in a)
@@ -119,7 +120,7 @@ def test_all_linear_wraps_every_linear_layer_of_its_part_and_none_of_another(par
 
 def test_only_adapters_get_gradients():
     """Frozen weights of the whole model: adapters in the tower learn through everything above them."""
-    model = wrapped(LoRA(rank=2, alpha=2, targets=("q", "v")), part="vision")
+    model = wrapped(LoRA(rank=2, alpha=2, targets=("q_proj", "v_proj")), part="vision")
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith(("lora_A", "lora_B")))
     model.vision.recompute = model.language.recompute = True
@@ -131,8 +132,9 @@ def test_only_adapters_get_gradients():
 
 
 def test_unknown_target_is_refused_with_the_known_ones():
-    with pytest.raises(Refused, match=r"'gat' names no linear layer of language; known: q, k, v, o, gate, up, down.* Did you mean 'gate'"):
-        wrap(built(), FACTS, "language", LoRA(rank=2, alpha=2, targets=("q", "gat")), torch_rng_for(0, "lora"))
+    known = r"Did you mean 'gate_proj'\? There are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or the word all-linear"
+    with pytest.raises(Refused, match=r"LoRA targets of language: there is no linear layer 'gat_proj'\. " + known):
+        wrap(built(), FACTS, "language", LoRA(rank=2, alpha=2, targets=("q_proj", "gat_proj")), torch_rng_for(0, "lora"))
 
 
 def test_merged_model_gives_the_same_logits_and_has_no_adapters():
@@ -149,7 +151,7 @@ def test_merged_model_gives_the_same_logits_and_has_no_adapters():
 
 def test_merging_into_bfloat16_keeps_the_update():
     """An update far below the weight's last bfloat16 bit survives: the sum is kept in float32."""
-    model = wrapped(LoRA(rank=2, alpha=2, targets=("q",)))
+    model = wrapped(LoRA(rank=2, alpha=2, targets=("q_proj",)))
     layer = model.get_submodule("language.blocks.0.attn.q")
     layer.weight.data = layer.weight.data.bfloat16()
     layer.lora_B.data *= 1e-4
@@ -160,7 +162,7 @@ def test_merging_into_bfloat16_keeps_the_update():
 
 def test_dropout_is_of_the_adapters_input_in_training_only():
     """W·x + α/r·B·A·dropout(x): the frozen weight sees all of x. In evaluation nothing is dropped."""
-    layer = wrapped(LoRA(rank=2, alpha=6, dropout=0.4, targets=("q",))).get_submodule("language.blocks.0.attn.q")
+    layer = wrapped(LoRA(rank=2, alpha=6, dropout=0.4, targets=("q_proj",))).get_submodule("language.blocks.0.attn.q")
     x_TD = torch.randn(50, C.language.width, generator=torch.Generator().manual_seed(0))
     base_TD = x_TD @ layer.weight.T + layer.bias
     torch.manual_seed(7)
@@ -176,7 +178,7 @@ def test_recomputing_draws_the_same_dropout():
     """A checkpointed block with dropout computes its gradients with the mask of its forward pass."""
     gradients = []
     for recompute in (False, True):
-        model = wrapped(LoRA(rank=2, alpha=2, dropout=0.5, targets=("q", "v"))).train()
+        model = wrapped(LoRA(rank=2, alpha=2, dropout=0.5, targets=("q_proj", "v_proj"))).train()
         model.language.recompute = recompute
         torch.manual_seed(0)
         model(batch()).backward()
@@ -185,7 +187,7 @@ def test_recomputing_draws_the_same_dropout():
 
 
 def test_adapters_only_where_something_depends_on_them():
-    names = wrap(built(EARLIER), llava.facts(EARLIER), "vision", LoRA(rank=2, alpha=2, targets=("q",)), torch_rng_for(0, "lora"))
+    names = wrap(built(EARLIER), llava.facts(EARLIER), "vision", LoRA(rank=2, alpha=2, targets=("q_proj",)), torch_rng_for(0, "lora"))
     assert names == ["vision.blocks.0.attn.q", "vision.blocks.1.attn.q"]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from eyeline.checkpoint.tensors import load_into, renamed
+from eyeline.checkpoint.tensors import renamed
 from eyeline.core.batch import Image, Picture
 from eyeline.core.facts import Patches, Tiles
 from eyeline.core.randomness import rng_for
@@ -20,6 +20,7 @@ from eyeline.models import llava, siglip2
 from eyeline.models.flops import Tally
 from tests.models import twins
 from tests.models.cases.llava import language
+from tests.weights import load_into
 
 VISION = siglip2.Config(image_size=12, patch=3, width=16, layers=2, heads=2, feed_forward=24, eps=1e-3, patches=40)
 SIZES = {"as the table": (12, 12), "wide": (3, 30), "tall": (40, 5), "larger": (17, 19), "tiny": (1, 1)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from eyeline.checkpoint.tensors import load_into, read_file, write_file
+from eyeline.checkpoint.tensors import read_file, write_file
 from eyeline.core.batch import IGNORE, Batch, Document
 from eyeline.core.errors import Refused
 from eyeline.core.facts import KeyRule
@@ -25,6 +25,7 @@ from eyeline.models.decoder import Decoder
 from eyeline.models.moe import Experts
 from tests.models import twins
 from tests.models.twins import all_close, close, document, token_inputs
+from tests.weights import load_into
 
 SIZES = {
     "vocabulary": twins.VOCABULARY,

@@ -38,7 +38,11 @@ def test_an_evaluation_on_what_is_learned_is_warned_of(tmp_path: Path) -> None:
     assert "data.json is trained on in whole and adapt" in warned[0]
     other = tmp_path / "data" / "other.json"
     assert not list(evaluation_warnings(tiny_run(tmp_path, f"evaluation.sources.0.path={other}")))
-    kinds = ("stages.0.data.sources.0.kinds=[red]", "stages.1.data.sources.0.kinds=[green]", "evaluation.sources.0.kinds=[blue, green]")
+    kinds = (
+        "stages.0.data.sources.0.categories=[red]",
+        "stages.1.data.sources.0.categories=[green]",
+        "evaluation.sources.0.categories=[blue, green]",
+    )
     (partly,) = evaluation_warnings(tiny_run(tmp_path, *kinds))
     assert "is trained on in adapt" in partly
 
@@ -78,18 +82,18 @@ def test_reasoning_that_a_template_leaves_out_is_said_once(eyeline: Command, tmp
 def test_a_run_folder_of_another_recipe_is_a_problem(tmp_path: Path) -> None:
     """check says what train would: other settings are refused, those that may change are not, nor is a folder without a step."""
     run = tiny_run(tmp_path, "stages.0.steps=1", "stages.1.steps=1")
-    other = tiny_run(tmp_path, "stages.0.steps=1", "stages.1.steps=2", "stages.0.clip=0.5")
+    other = tiny_run(tmp_path, "stages.0.steps=1", "stages.1.steps=2", "stages.0.max_grad_norm=0.5")
     out = io.StringIO()
     console = Console(file=out, width=200)
     with pytest.raises(TooManyRejects):
-        train(tiny_run(tmp_path, "stages.0.batch.tokens=8"))
+        train(tiny_run(tmp_path, "stages.0.batch.max_tokens=8"))
     assert check(other, 0, console)
     train(run)
     assert check(tiny_run(tmp_path, "stages.0.steps=1", "stages.1.steps=2"), 0, console)
     assert not check(other, 0, console)
     said = out.getvalue()
     assert "tiny has a problem:\n  out: " in said
-    assert "may not change on resume:\n    stages.whole.clip: 1.0 → 0.5\n  Go back to the settings it" in said
+    assert "may not change on resume:\n    stages.whole.max_grad_norm: 1.0 → 0.5\n  Go back to the settings it" in said
 
 
 def test_a_good_recipe_has_none(tmp_path: Path) -> None:
@@ -99,24 +103,30 @@ def test_a_good_recipe_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("stages.0.batch.patches=15", ["batch.patches=15 cannot hold one picture, which has 16 patches"]),
-        ("stages.0.batch.tokens=4", ["batch.tokens=4 cannot hold one picture (4 tokens)"]),
-        ("stages.1.trains.language.targets=[q, w]", ["language has no linear layers called 'w'", "q, k, v, o"]),
-        ("stages.0.recompute=[projector]", ["recompute names projector, which has no blocks"]),
+        ("stages.0.batch.max_patches=15", ["batch.max_patches=15 cannot hold one picture, which has 16 patches"]),
+        ("stages.0.batch.max_tokens=4", ["batch.max_tokens=4 cannot hold one picture (4 tokens)"]),
+        (
+            "stages.1.trains.language.targets=[q_proj, w_proj]",
+            ["stages.adapt.trains.language.targets: there is no linear layer 'w_proj'", "q_proj, k_proj, v_proj, o_proj"],
+        ),
+        ("stages.0.gradient_checkpointing=[projector]", ["gradient_checkpointing names projector, which has no blocks"]),
         ("model.template=chatml", ["template 'chatml' is not known", "plain"]),
         ("model={path: nowhere}", ["nowhere is no folder"]),
         ("model.config.language.vocabulary=100", ["vocabulary", "at least"]),
         ("model.config.language.longest=4", ["made for 4 positions"]),
         ("stages.0.data.sources.0.path=nowhere.json", ["nowhere.json", "stages.whole.data"]),
         ("evaluation.sources.0.path=nowhere.json", ["nowhere.json", "evaluation"]),
-        ("stages.0.data.sources.0.kinds=[purple]", ["purple"]),
+        ("stages.0.data.sources.0.categories=[purple]", ["purple"]),
         (
-            "stages.1.data.hold_out=0.000001",
-            ["stages.adapt.data: hold_out=1e-06 holds back nothing of 24 samples", "Raise it: 0.42 would hold back about ten"],
+            "stages.1.data.validation_fraction=0.000001",
+            ["stages.adapt.data: validation_fraction=1e-06 holds back nothing of 24 samples", "Raise it: 0.42 would hold back about ten"],
         ),
-        ("stages.1.data.hold_out=0.999999", ["stages.adapt.data: hold_out=0.999999 holds back all 24 samples", "Lower it"]),
         (
-            "stages.0.data.sources.0.kinds=[]",
+            "stages.1.data.validation_fraction=0.999999",
+            ["stages.adapt.data: validation_fraction=0.999999 holds back all 24 samples", "Lower it"],
+        ),
+        (
+            "stages.0.data.sources.0.categories=[]",
             ["stages.whole.data", "no sample is left to learn from", "data.json has 0 that the settings leave"],
         ),
     ],
@@ -146,7 +156,7 @@ def unread_rows(folder: Path, row: dict[str, Any]) -> str:
 
 
 PHOTO = {"photo": "pictures/0.png", "question": "which colour?", "answer": "red"}
-TEXT_ALONE = "stages.0.trains={language: {how: lora, lr: 0.01, rank: 2, alpha: 4, targets: [q]}}"
+TEXT_ALONE = "stages.0.trains={language: {how: lora, lr: 0.01, rank: 2, alpha: 4, targets: [q_proj]}}"
 
 
 def test_images_that_nothing_reads_are_a_problem_where_the_vision_side_is_frozen(tmp_path: Path) -> None:
@@ -162,7 +172,7 @@ def test_images_that_nothing_reads_are_a_problem_where_the_vision_side_is_frozen
     ignored = source.replace(f"images: {tmp_path / 'data'}", "images: ignore")
     assert problems(tmp_path, ignored, TEXT_ALONE) == ""
     assert "which learn from images, and no sample has one" in problems(tmp_path, ignored)
-    assert problems(tmp_path, source.replace("images:", "columns: {image: photo}, images:"), "stages.0.data.hold_out=0") == ""
+    assert problems(tmp_path, source.replace("images:", "columns: {image: photo}, images:"), "stages.0.data.validation_fraction=0") == ""
     asked = source.replace("stages.0.data.sources", "evaluation.sources")
     assert problems(tmp_path, asked).startswith("evaluation: ")
 
@@ -171,7 +181,7 @@ def test_warnings_of_a_source_are_said_by_check_data_and_at_the_start(tmp_path: 
     tiny_run(tmp_path)
     row = {"image": "pictures/0.png", "photo": "pictures/1.png", "conversations": [{"from": "human", "value": "<image><IMG_CONTEXT>?"}]}
     row["conversations"].append({"from": "gpt", "value": "a"})
-    run = tiny_run(tmp_path, unread_rows(tmp_path, row), "stages.0.data.hold_out=0")
+    run = tiny_run(tmp_path, unread_rows(tmp_path, row), "stages.0.data.validation_fraction=0")
     warned = refuse_problems(run)
     assert ["column photo names images" in warned[0], "the text has <IMG_CONTEXT>" in warned[1], len(warned)] == [True, True, 2]
     lines = [f"warning: {line.partition(': ')[2]}" for line in warned]
@@ -189,7 +199,12 @@ def test_train_warns_of_what_is_not_read(tmp_path: Path, eyeline: Command) -> No
     tiny_run(tmp_path)
     row = PHOTO | {"image": "pictures/1.png"}
     run = tiny_run(
-        tmp_path, unread_rows(tmp_path, row), "stages.0.data.hold_out=0", "stages.0.steps=1", "stages.1.steps=1", "evaluation=null"
+        tmp_path,
+        unread_rows(tmp_path, row),
+        "stages.0.data.validation_fraction=0",
+        "stages.0.steps=1",
+        "stages.1.steps=1",
+        "evaluation=null",
     )
     (tmp_path / "run.yaml").write_text(to_yaml(run))
     found = eyeline("train", str(tmp_path / "run.yaml"))
@@ -215,7 +230,9 @@ def test_every_source_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, "stages.0.batch.patches=1", "stages.1.trains.language.targets=[w]", "evaluation.sources.0.path=no.json")
+    run = tiny_run(
+        tmp_path, "stages.0.batch.max_patches=1", "stages.1.trains.language.targets=[w_proj]", "evaluation.sources.0.path=no.json"
+    )
     with pytest.raises(Refused) as refused:
         refuse_problems(run)
     assert "3 problems" in str(refused.value)
@@ -299,13 +316,13 @@ def test_nothing_in_data_steers_the_terminal(eyeline: Command, tmp_path: Path) -
     data.write_text("\n".join([json.dumps(row), json.dumps(pictured), json.dumps({evil: float("nan")})]))
     recipe = tmp_path / "tiny.yaml"
     stages = [tiny_recipe(tmp_path)["stages"][0] | {"data": {"sources": [{"path": str(data)}], "max_reject_rate": 1}, "steps": 1}]
-    evaluation = {"sources": [{"path": str(data)}], "max_tokens": 2}
+    evaluation = {"sources": [{"path": str(data)}], "max_new_tokens": 2}
     recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path) | {"stages": stages, "evaluation": evaluation}))
     for done in (
         eyeline("check", str(recipe)),
         eyeline("train", str(recipe)),
         eyeline("eval", str(tmp_path / "run"), "--show", "3"),
-        eyeline("train", str(recipe), "stages.whole.data.sources.0.kinds=[nothing]"),
+        eyeline("train", str(recipe), "stages.whole.data.sources.0.categories=[nothing]"),
     ):
         assert done.code == (2 if done.err else 0), done
         assert all(c.isprintable() or c == "\n" for c in done.out + done.err)
@@ -399,7 +416,7 @@ def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path) -> None:
         (["check", "{recipe}", "--samples", "-1"], "--samples"),
         (["eval", "{run}", "--limit", "-1"], "--limit"),
         (["eval", "{run}", "--show", "-1"], "--show"),
-        (["chat", "{run}", "--ask", "x", "--max-tokens", "0"], "max_tokens: got 0, wanted a whole number greater than 0"),
+        (["chat", "{run}", "--ask", "x", "--max-new-tokens", "0"], "max_new_tokens: got 0, wanted a whole number greater than 0"),
         (["chat", "{run}", "--ask", "x", "--temperature", "nan"], "temperature: got nan"),
         (["train", "{recipe}", "steps"], "not an override"),
     ],
@@ -434,6 +451,6 @@ def test_a_conversation_longer_than_the_models_positions_is_rejected(eyeline: Co
     done = eyeline("check", "tiny.yaml")
     assert done.code == 2
     assert "too_long" in done.out
-    assert "too_long: shrink" in done.out
-    trained = eyeline("train", "tiny.yaml", *(f"stages.{n}.data.too_long=shrink" for n in (0, 1)))
+    assert "overlong: drop_turns" in done.out
+    trained = eyeline("train", "tiny.yaml", *(f"stages.{n}.data.overlong=drop_turns" for n in (0, 1)))
     assert trained.code == 0, trained.err

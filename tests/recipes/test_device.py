@@ -137,13 +137,13 @@ def hybrid_run(folder: Path, *overrides: str):
     (folder / "text.json").write_text(json.dumps(rows))
     stage = {
         "name": "text", "trains": {"language": {"how": "full", "lr": 0.01}}, "data": source, "steps": 2,
-        "batch": {"tokens": 200, "patches": 0},
+        "batch": {"max_tokens": 200, "max_patches": 0},
     }  # fmt: skip
     return tiny_run(
         folder,
         f"model.config={json.dumps(HYBRID)}",
         f"stages={json.dumps([stage])}",
-        f"evaluation={json.dumps(source | {'max_tokens': 2})}",
+        f"evaluation={json.dumps(source | {'max_new_tokens': 2})}",
         "precision=bf16",
         *overrides,
     )

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from eyeline.core.aliases import ALIASES, VALUES
 from eyeline.core.errors import Refused
+from eyeline.core.problems import _schema_paths
 from eyeline.recipes.read import find_recipe, override, read_recipe, run_of
+from eyeline.train.run import Run
 
 # what pydantic would say, and the names that it gives to members of a union
 FOREIGN = (
@@ -57,7 +60,7 @@ def refusal(recipe: dict[str, Any]) -> str:
 
 def recipes() -> list[dict[str, Any]]:
     """Resolved: with every default written out. LoRA, Muon, and the settings of MoE models are in one of them."""
-    lora = "stages.0.trains.language={how: lora, lr: 1.0e-4, rank: 2, alpha: 4, targets: [q]}"
+    lora = "stages.0.trains.language={how: lora, lr: 1.0e-4, rank: 2, alpha: 4, targets: [q_proj]}"
     muon = "stages.0.optimizer={kind: muon}"
     some = [read_recipe("easyvqa-tiny", [lora, muon]), read_recipe("qwen3-vl-full", ["stages.0.experts={balance: aux}"])]
     return [run.model_dump(mode="json") for run in some]
@@ -97,9 +100,9 @@ def test_no_number_is_taken_for_a_boolean_or_a_text_and_none_of_them_for_a_numbe
         (["out=2024"], "out: got 2024, wanted text or null. Put it in quotes to have it as text"),
         (
             ["stages.all.batch.size=8"],
-            "stages.all.batch.size: there is no such setting. stages.all.batch has tokens, patches, micro_batches",
+            "stages.all.batch.size: there is no such setting. stages.all.batch has max_tokens, max_patches, packs_per_step",
         ),
-        (["stages.all.batch.token=8"], "stages.all.batch.token: there is no such setting. Did you mean 'tokens'?"),
+        (["stages.all.batch.max_token=8"], "stages.all.batch.max_token: there is no such setting. Did you mean 'max_tokens'?"),
         (["stages.all.schedule=cosine"], "stages.all.schedule: got 'cosine', wanted a mapping, such as {kind: cosine}"),
         (["stages.all.optimizer.betas=[0.9]"], "stages.all.optimizer.betas.1 is missing; wanted a number"),
         (["stages.all.optimizer.betas=[0.9, 0.9, 0.9]"], "stages.all.optimizer.betas: got 3 values, wanted 2"),
@@ -117,7 +120,7 @@ def test_no_number_is_taken_for_a_boolean_or_a_text_and_none_of_them_for_a_numbe
             "model.config.vision.shuffle: there is no such setting here. Did you mean model.config.projector.shuffle?",
         ),
         (["stages.all.trains={}"], "stages.all.trains is empty; wanted at least 1"),
-        (["stages.all.data.hold_out=no"], "stages.all.data.hold_out: got 'no', wanted a number"),
+        (["stages.all.data.validation_fraction=no"], "stages.all.data.validation_fraction: got 'no', wanted a number"),
         (["name=a b"], "name: got 'a b', wanted letters, digits, ., - and _, at most 80 of them, a letter or digit first"),
     ],
 )
@@ -127,7 +130,7 @@ def test_a_problem_is_one_line(changes: list[str], line: str) -> None:
     assert str(refused.value).splitlines()[1:] == [f"  {line}"]
 
 
-@pytest.mark.parametrize("text", ["clip=", "seed= ", "stages.all.clip=  "])
+@pytest.mark.parametrize("text", ["out=", "seed= ", "stages.all.max_grad_norm=  "])
 def test_an_empty_override_is_not_null(text: str) -> None:
     """`seed=$SEED` with the variable unset."""
     with pytest.raises(Refused, match=r"has no value \(is a shell variable unset\?\). Give one, or write .*=null for none"):
@@ -152,3 +155,44 @@ def test_the_home_folder_is_meant_by_a_tilde_in_every_path(monkeypatch: pytest.M
     assert read_recipe("easyvqa-tiny", ["model={path: ~/model}"]).model.path == f"{tmp_path}/model"
     (tmp_path / "mine.yaml").write_text("name: a")
     assert find_recipe("~/mine.yaml") == tmp_path / "mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (["stages.all.clip=1"], "stages.all.clip is called stages.all.max_grad_norm here"),
+        (["learning_rate=1"], "learning_rate is called stages.NAME.trains.PART.lr here; each part has its own"),
+        (["stages.all.batch.tokens=1"], "stages.all.batch.tokens is called stages.all.batch.max_tokens here"),
+        (["evaluation.max_tokens=1"], "evaluation.max_tokens is called evaluation.max_new_tokens here"),
+        (["stages.all.data.mix=once"], "stages.all.data.mix: got 'once', wanted concat or interleave. 'once' is called 'concat' here."),
+        (
+            ["stages.all.schedule={kind: cosine_with_min_lr}"],
+            "stages.all.schedule.kind: got 'cosine_with_min_lr'; there are constant, linear, cosine, wsd. "
+            "'cosine_with_min_lr' is called 'cosine' here.",
+        ),
+        (
+            ["report_to=wandb"],
+            "report_to: there is no such setting; figures go to metrics.jsonl in the run folder, and `eyeline report` draws them",
+        ),
+    ],
+)
+def test_setting_of_another_name_is_pointed_to(changes: list[str], line: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read_recipe("easyvqa-tiny", changes)
+    assert str(refused.value).splitlines()[1:] == [f"  {line}"]
+
+
+def test_every_alias_points_to_a_setting() -> None:
+    """And is the name of none at the place where it would be typed."""
+    paths = {path for _, path in _schema_paths(Run)}
+    for typed, (target, note) in ALIASES.items():
+        assert note if not target else any(path == target or path.endswith(f".{target}") for path in paths), typed
+        assert not any(path == typed or path.endswith(f".{typed}") for path in paths if "config" not in path), typed
+    for (setting, typed), word in VALUES.items():
+        assert typed != word and any(name == setting for name, _ in _schema_paths(Run))
+
+
+def test_docs_have_the_table_of_aliases() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = [f"| `{typed}` | {f'`{target}`' if target else '–'} | {note} |" for typed, (target, note) in ALIASES.items()]
+    assert text.endswith("\n".join(rows) + "\n")

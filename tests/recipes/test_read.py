@@ -25,17 +25,17 @@ def test_a_shipped_recipe_survives_being_written_and_read(name: str) -> None:
 
 def test_null_survives_too() -> None:
     """A default that is not null must not come back where the recipe said null."""
-    run = read_recipe("easyvqa-tiny", ["stages.shapes.clip=null"])
-    assert run.stages[0].clip is None
-    assert from_yaml(to_yaml(run)).stages[0].clip is None
+    run = read_recipe("easyvqa-tiny", ["stages.shapes.max_grad_norm=null"])
+    assert run.stages[0].max_grad_norm is None
+    assert from_yaml(to_yaml(run)).stages[0].max_grad_norm is None
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (
-            "stages.shapes.learning_rate=1",
-            ["stages.shapes.learning_rate: there is no such setting. stages.shapes has name, trains, data, steps"],
+            "stages.shapes.colour=1",
+            ["stages.shapes.colour: there is no such setting. stages.shapes has name, trains, data, steps"],
         ),
         ("stages.0.trains.vision.lrr=1", ["lrr", "Did you mean 'lr'?"]),
         ("model.config.family=lava", ["model.config.family: got 'lava'", "Did you mean 'llava'?"]),
@@ -47,12 +47,12 @@ def test_null_survives_too() -> None:
         ("stages.0.trains.tower={how: full, lr: 1}", ["tower", "vision"]),
         ("stages.0.steps=0", ["steps", "greater than 0"]),
         ("stages.0.epochs=1", ["both steps and epochs are given. Remove one: stages.shapes.steps=null or stages.shapes.epochs=null"]),
-        ("save_every=0", ["save_every", "greater than 0"]),
-        ("keep_last=0", ["keep_last", "greater than 0"]),
+        ("save_steps=0", ["save_steps", "greater than 0"]),
+        ("save_total_limit=0", ["save_total_limit", "greater than 0"]),
         ("precision=fp16", ["fp16", "bf16"]),
         (
-            "stages.0.schedule.warmup=1.5",
-            ["stages.shapes.schedule.warmup: got 1.5, wanted a number at most 1 (it is a fraction of the whole)"],
+            "stages.0.schedule.warmup_ratio=1.5",
+            ["stages.shapes.schedule.warmup_ratio: got 1.5, wanted a number at most 1 (it is a fraction of the whole)"],
         ),
         ("stages.0.schedule.kind=cosinus", ["cosinus", "cosine"]),
         ("stages.1.name=shapes", ["names of their own"]),
@@ -64,8 +64,8 @@ def test_null_survives_too() -> None:
         ("model.config.projector.shuffle=3", ["must divide", "8"]),
         ("_target_=os.system", ["_target_", "no such setting"]),
         ("seed=one", ["seed: got 'one', wanted a whole number"]),
-        ("save_every=1.5", ["save_every: got 1.5, wanted a whole number or null"]),
-        ("stages.0.clip=some", ["stages.shapes.clip: got 'some', wanted a number or null"]),
+        ("save_steps=1.5", ["save_steps: got 1.5, wanted a whole number or null"]),
+        ("stages.0.max_grad_norm=some", ["stages.shapes.max_grad_norm: got 'some', wanted a number or null"]),
         (
             "stages.0.trains.vison={how: full, lr: 1}",
             ["has a problem:\n  stages.shapes.trains: there is no 'vison'", "Did you mean 'vision'?"],
@@ -77,7 +77,7 @@ def test_null_survives_too() -> None:
         ),
         ("stages.0.optimizer=adamw", ["stages.shapes.optimizer: got 'adamw', wanted a mapping, such as {kind: adamw}"]),
         ("name=[a]", ["name: got ['a'], wanted text"]),
-        ("stages.0.batch=5", ["stages.shapes.batch: got 5, wanted a mapping, such as {tokens: 8192, patches: 8192}"]),
+        ("stages.0.batch=5", ["stages.shapes.batch: got 5, wanted a mapping, such as {max_tokens: 8192, max_patches: 8192}"]),
         ("stages.0.data.sources=my.json", ["got 'my.json', wanted a list of mappings, such as [{path: my.json}]"]),
         ("stages.0.data.sources=[my.json]", ["stages.shapes.data.sources.0: got 'my.json', wanted a mapping, such as {path: my.json}"]),
         ("epochs=3", ["epochs: there is no such setting here. It is a setting of another place: stages.NAME.epochs"]),
@@ -98,9 +98,9 @@ def test_a_wrong_setting_is_named(change: str, words: list[str]) -> None:
 
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(Refused) as refused:
-        read_recipe("easyvqa-tiny", ["seed=-1", "stages.0.clip=-1", "colour=red"])
+        read_recipe("easyvqa-tiny", ["seed=-1", "stages.0.max_grad_norm=-1", "colour=red"])
     assert "3 problems" in str(refused.value)
-    assert all(word in str(refused.value) for word in ("seed", "stages.shapes.clip", "colour"))
+    assert all(word in str(refused.value) for word in ("seed", "stages.shapes.max_grad_norm", "colour"))
 
 
 @pytest.mark.parametrize(
@@ -170,20 +170,20 @@ def test_what_may_change_on_resume() -> None:
     before = read_recipe("easyvqa-tiny")
     may = [
         "stages.all.steps=7",
-        "log_every=3",
-        "keep_last=9",
+        "logging_steps=3",
+        "save_total_limit=9",
         "out=elsewhere",
         "stages.0.data.workers=2",
         "stages.0.data.sources.0.path=elsewhere",
-        "evaluation.max_tokens=3",
+        "evaluation.max_new_tokens=3",
         "threads=1",
     ]
     assert differences(before, read_recipe("easyvqa-tiny", may)) == []
-    may_not = read_recipe("easyvqa-tiny", ["seed=1", "stages.0.trains.vision.lr=0.5", "stages.1.batch.tokens=4096", "log_every=3"])
+    may_not = read_recipe("easyvqa-tiny", ["seed=1", "stages.0.trains.vision.lr=0.5", "stages.1.batch.max_tokens=4096", "logging_steps=3"])
     assert differences(before, may_not) == [
         "seed: 0 → 1",
         "stages.shapes.trains.vision.lr: 0.003 → 0.5",
-        "stages.all.batch.tokens: 2304 → 4096",
+        "stages.all.batch.max_tokens: 2304 → 4096",
     ]
 
 

@@ -179,7 +179,7 @@ def test_terminal_and_page_say_the_same(mixed: Run, tmp_path: Path) -> None:
 
 
 def test_the_words_of_what_was_found_by_hand(mixed: Run, tmp_path: Path) -> None:
-    whole = tuple(stage.model_copy(update={"data": stage.data.model_copy(update={"hold_out": 0.0})}) for stage in mixed.stages)
+    whole = tuple(stage.model_copy(update={"data": stage.data.model_copy(update={"validation_fraction": 0.0})}) for stage in mixed.stages)
     page, out = looked(mixed.model_copy(update={"stages": whole}), tmp_path)
     text = "\n".join(page.text)
     for said in (out, text):
@@ -259,7 +259,7 @@ def evil_recipe(folder: Path) -> Path:
     stage = recipe["stages"][0] | {"data": {"sources": [{"path": str(data)}], "max_reject_rate": 1.0, "validation": [{"path": str(data)}]}}
     stage["batch"] = {"tokens": 4_000_000, "patches": 200}
     (folder / "evil.yaml").write_text(
-        yaml.safe_dump(recipe | {"stages": [stage], "evaluation": {"sources": [{"path": str(data)}], "max_tokens": 2}})
+        yaml.safe_dump(recipe | {"stages": [stage], "evaluation": {"sources": [{"path": str(data)}], "max_new_tokens": 2}})
     )
     return folder / "evil.yaml"
 
@@ -311,11 +311,11 @@ def test_what_cannot_be_looked_at_is_refused(eyeline: Command, tmp_path: Path, a
 
 def test_problems_are_on_the_page_and_are_no_reason_to_end(eyeline: Command, tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
-    done = eyeline("data", "tiny.yaml", "stages.0.batch.patches=15", "--samples", "0")
+    done = eyeline("data", "tiny.yaml", "stages.0.batch.max_patches=15", "--samples", "0")
     assert done.code == 0
-    assert "batch.patches=15 cannot hold one picture" in done.out
+    assert "batch.max_patches=15 cannot hold one picture" in done.out
     assert done.out.endswith("page: data.html\n")
-    assert "batch.patches=15 cannot hold one picture" in " ".join(page_of(tmp_path / "data.html").text)
+    assert "batch.max_patches=15 cannot hold one picture" in " ".join(page_of(tmp_path / "data.html").text)
     assert not (tmp_path / "run").exists()
 
 
@@ -332,21 +332,21 @@ def test_the_suggestion_keeps_the_size_of_a_step(mixed: Run) -> None:
     tokens = best.budget.tokens
     many = replace(now, pictured=Load(packs=10, token=4_000), texts=Load())
     few = replace(best, pictured=Load(packs=10, token=1_000), texts=Load())
-    said = suggestion(few, [many, few], Batching(tokens=8 * tokens, patches=80, micro_batches=2))
-    assert f"batch: {{tokens: {tokens}, patches: {best.budget.patches}, micro_batches: 8}}" in said
+    said = suggestion(few, [many, few], Batching(max_tokens=8 * tokens, max_patches=80, packs_per_step=2))
+    assert f"batch: {{max_tokens: {tokens}, max_patches: {best.budget.patches}, packs_per_step: 8}}" in said
     assert suggestion(now, found.report.budgets, found.batch).startswith("suggested: the batch as it is")
-    assert "micro_batches: 1}" in suggestion(many, [few, many], Batching(tokens=1, patches=1))
+    assert "packs_per_step: 1}" in suggestion(many, [few, many], Batching(max_tokens=1, max_patches=1))
 
 
 def test_a_batch_that_is_mostly_padding_is_warned_of(mixed: Run) -> None:
     """By check too, which tries no other budget; not where too few packs were closed to say."""
-    wide = mixed.stages[0].model_copy(update={"batch": Batching(tokens=4096, patches=32)})
+    wide = mixed.stages[0].model_copy(update={"batch": Batching(max_tokens=4096, max_patches=32)})
     found, _ = stage_data(mixed.model_copy(update={"stages": (wide,)}), depth=QUICK)
     (now,) = found.report.budgets
     lines = [block for block in blocks(found) if isinstance(block, Line)]
     said = [line.text for line in lines if line.warns]
     assert said == [
-        f"{now.waste * 100:.1f}% of batch.tokens is padding: batch.patches is full long before. `eyeline data` tries other sizes"
+        f"{now.waste * 100:.1f}% of batch.max_tokens is padding: batch.max_patches is full long before. `eyeline data` tries other sizes"
     ]
     assert not any("suggested" in line.text for line in lines)
     for other in (replace(now, settled=False), replace(now, budget=Budget(now.load.token // now.load.packs + 1, 32))):

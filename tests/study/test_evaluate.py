@@ -17,7 +17,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that is evaluated on the file that it learns from, a fifth of whose pictures it holds out."""
     folder = tmp_path_factory.mktemp("evaluated")
     data = str(folder / "data" / "data.json")
-    train(tiny_run(folder, "stages.0.steps=1", "stages.1.steps=1", f"evaluation={{sources: [{{path: {data}}}], max_tokens: 2}}"))
+    train(tiny_run(folder, "stages.0.steps=1", "stages.1.steps=1", f"evaluation={{sources: [{{path: {data}}}], max_new_tokens: 2}}"))
     return folder / "run"
 
 

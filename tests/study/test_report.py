@@ -47,7 +47,7 @@ def result(**changed: Any) -> Result:
     fields: dict[str, Any] = {
         "accuracy": 0.75, "questions": 4, "overall": score(3, 4), "by_kind": {"color": score(1, 2), "shape": score(2, 2)},
         "blind": Blind(how="majority", overall=score(1, 4), by_kind={"color": score(0, 2), "shape": score(1, 2)}),
-        "rejected": {}, "cut": 0, "max_tokens": 8, "seconds": 1.0, "stamps": {"checkpoint": "step-6"}, "samples": (asked,),
+        "rejected": {}, "cut": 0, "max_new_tokens": 8, "seconds": 1.0, "stamps": {"checkpoint": "step-6"}, "samples": (asked,),
     }  # fmt: skip
     return Result(**(fields | changed))
 
@@ -244,7 +244,7 @@ def test_what_each_stage_trained_is_shown(run: Path) -> None:
     line = {
         "kind": "stage", "stage": "tune", "stage_index": 1, "steps": 5, "epochs": None, "family": "qwen3_vl", "model": "models/x",
         "parts": [frozen, part], "sources": [known, guess], "validation": [], "optimizer": "adamw", "schedule": "cosine",
-        "batch": {"tokens": 4096, "patches": 8192, "micro_batches": 8},
+        "batch": {"max_tokens": 4096, "max_patches": 8192, "packs_per_step": 8},
     }  # fmt: skip
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")

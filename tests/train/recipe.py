@@ -44,8 +44,8 @@ def tiny_recipe(folder: Path) -> dict[str, Any]:
     data = folder / "data" / "data.json"
     if not data.exists():
         write_data(folder / "data")
-    source = {"sources": [{"path": str(data)}], "hold_out": 0.2, "augment": {"flip": True}}
-    batch = {"tokens": 160, "patches": 80, "micro_batches": 2}
+    source = {"sources": [{"path": str(data)}], "validation_fraction": 0.2, "augment": {"flip": True}}
+    batch = {"max_tokens": 160, "max_patches": 80, "packs_per_step": 2}
     return {
         "name": "tiny",
         "out": str(folder / "run"),
@@ -72,7 +72,14 @@ def tiny_recipe(folder: Path) -> dict[str, Any]:
                 "name": "adapt",
                 "trains": {
                     "projector": {"how": "full", "lr": 0.01},
-                    "language": {"how": "lora", "lr": 0.02, "rank": 2, "alpha": 4, "dropout": 0.3, "targets": ["q", "v", "down"]},
+                    "language": {
+                        "how": "lora",
+                        "lr": 0.02,
+                        "rank": 2,
+                        "alpha": 4,
+                        "dropout": 0.3,
+                        "targets": ["q_proj", "v_proj", "down_proj"],
+                    },
                 },
                 "data": source,
                 "batch": batch,
@@ -80,5 +87,5 @@ def tiny_recipe(folder: Path) -> dict[str, Any]:
                 "optimizer": {"kind": "adamw"},
             },
         ],
-        "evaluation": {"sources": [{"path": str(data), "limit": 6}], "max_tokens": 6},
+        "evaluation": {"sources": [{"path": str(data), "limit": 6}], "max_new_tokens": 6},
     }

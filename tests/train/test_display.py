@@ -91,7 +91,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_number_is_cut(width: int, s
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_lines_scroll_by_above_the_live_display(width: int) -> None:
-    """One per `log_every` steps, the first and the last; each fits the terminal, and its figures are whole."""
+    """One per `logging_steps` steps, the first and the last; each fits the terminal, and its figures are whole."""
     out = io.StringIO()
     shown = Terminal(Console(file=out, force_terminal=True, width=width, color_system=None), 10)
     for step in range(1, 26):

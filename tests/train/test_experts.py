@@ -35,7 +35,7 @@ def step(by: Balance | None) -> tuple[Report, llava.Model]:
     made = model(SPARSE)
     balance(made, by)
     optimizers = make_optimizers(made, llava.facts(SPARSE), AdamW())
-    return update(made, optimizers, [batch(*m, tokens=60) for m in MICRO], clip=None, seed=0, step=0), made
+    return update(made, optimizers, [batch(*m, tokens=60) for m in MICRO], max_grad_norm=None, seed=0, step=0), made
 
 
 def test_the_reported_loss_is_without_what_balances() -> None:
@@ -84,7 +84,7 @@ EXPERTS = (
     "model.config.language={family: qwen3, vocabulary: 300, width: 16, layers: 2, heads: 2, kv_heads: 1, head_dim: 8, feed_forward: 24, "
     "experts: {count: 4, active: 1, feed_forward: 8}, tied: true}",
     "stages.0.experts={balance: bias, rate: 0.02}",
-    "stages.1.trains.language.targets=[q, v]",
+    "stages.1.trains.language.targets=[q_proj, v_proj]",
 )
 
 
@@ -98,7 +98,7 @@ def last(run: Run) -> store.Checkpoint:
 def test_biases_go_through_resumes_stages_and_not_through_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tiny_run(tmp_path, *EXPERTS, f"out={tmp_path / 'whole'}")
     loop.train(whole)
-    parts = tiny_run(tmp_path, *EXPERTS, f"out={tmp_path / 'parts'}", "save_every=2")
+    parts = tiny_run(tmp_path, *EXPERTS, f"out={tmp_path / 'parts'}", "save_steps=2")
 
     def interrupted(*args, step: int, **more):
         if step == 3:

@@ -16,7 +16,7 @@ PATCHES, D, F, C = 16, 16, 24, 48  # of a picture; width, feed-forward and numbe
 
 def test_each_step_states_its_arithmetic(tmp_path: Path) -> None:
     """One block of the tower: four square layers, two of the MLP, and attention over the pairs of each picture."""
-    run = tiny_run(tmp_path, "stages.whole.recompute=[vision]", "stages.adapt.steps=2", "stages.whole.steps=2")
+    run = tiny_run(tmp_path, "stages.whole.gradient_checkpointing=[vision]", "stages.adapt.steps=2", "stages.whole.steps=2")
     loop.train(run)
     lines = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "step"]
     assert len(lines) == 4

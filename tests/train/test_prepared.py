@@ -82,9 +82,9 @@ def test_the_command(eyeline: Command, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_among_the_problems(prepared: tuple[Path, str, dict[int, float]], tmp_path: Path) -> None:
     folder, *_ = prepared
     for turn, said in (
-        ("stages.0.batch.patches=96", "budget"),
+        ("stages.0.batch.max_patches=96", "budget"),
         ("seed=3", "order"),
-        ("stages.0.data.hold_out=0.3", "hold_out (0.2 → 0.3)"),
+        ("stages.0.data.validation_fraction=0.3", "validation_fraction (0.2 → 0.3)"),
     ):
         problems = list(settings_problems(tiny_run(folder, *stored(folder, f"out={tmp_path}/run", turn))))
         assert any("was prepared for other data or settings" in line and said in line for line in problems), problems
@@ -102,7 +102,7 @@ def test_folders_that_are_not_its_own_are_left_alone(tmp_path: Path) -> None:
     with sole_owner(tmp_path / "out"), pytest.raises(RunLocked):
         prepare_stage(run, "whole", tmp_path / "out")
     with pytest.raises(Refused, match="--epochs has no meaning"):
-        prepare_stage(tiny_run(tmp_path, "stages.0.data.blend=shares"), "whole", tmp_path / "out", epochs=2)
+        prepare_stage(tiny_run(tmp_path, "stages.0.data.mix=interleave"), "whole", tmp_path / "out", epochs=2)
     prepare_stage(run, "whole", tmp_path / "out")
     assert not list((tmp_path / "out").glob(".*"))
     with pytest.raises(Refused, match="is prepared already"):

@@ -21,7 +21,7 @@ def spoil(folder: Path, images: int, absent: bool = False) -> None:
 
 def command(folder: Path, *overrides: str) -> list[str]:
     """One stage of the tiny recipe, without anything held out: 24 rows, of which 4 are text alone."""
-    run = tiny_run(folder, "stages.whole.data.hold_out=0", "stages.adapt.data.hold_out=0", *overrides)
+    run = tiny_run(folder, "stages.whole.data.validation_fraction=0", "stages.adapt.data.validation_fraction=0", *overrides)
     recipe = json.loads(run.model_dump_json())
     (folder / "recipe.yaml").write_text(to_yaml(run.model_validate(recipe | {"stages": recipe["stages"][:1]})))
     return ["train", "recipe.yaml"]
@@ -44,7 +44,7 @@ def test_run_whose_images_break_in_decoding_ends_with_code_3(tmp_path: Path, eye
 
 def test_run_whose_every_step_had_no_labels_ends_with_code_3(tmp_path: Path, eyeline: Command) -> None:
     """It ends within its data, an image a step, of which the others might be sound."""
-    arguments = command(tmp_path, "stages.whole.batch.micro_batches=1", "stages.whole.batch.patches=16", "stages.whole.steps=1")
+    arguments = command(tmp_path, "stages.whole.batch.packs_per_step=1", "stages.whole.batch.max_patches=16", "stages.whole.steps=1")
     spoil(tmp_path, 24)
     rows = json.loads((tmp_path / "data" / "data.json").read_text())
     (tmp_path / "data" / "data.json").write_text(json.dumps([row for row in rows if "image" in row]))
@@ -56,7 +56,7 @@ def test_run_whose_every_step_had_no_labels_ends_with_code_3(tmp_path: Path, eye
 def test_step_without_labels_has_no_loss_in_metrics_display_and_report(tmp_path: Path, eyeline: Command) -> None:
     """20 of 24 rows break, which the limit allows: some packs have no label."""
     arguments = command(
-        tmp_path, "stages.whole.data.max_reject_rate=0.9", "log_every=1", "stages.whole.batch.micro_batches=1", "stages.whole.steps=8"
+        tmp_path, "stages.whole.data.max_reject_rate=0.9", "logging_steps=1", "stages.whole.batch.packs_per_step=1", "stages.whole.steps=8"
     )
     spoil(tmp_path, 24)
     done = eyeline(*arguments)

@@ -175,7 +175,7 @@ def test_every_family_resumes_bit_for_bit(shape: str, tmp_path: Path, monkeypatc
     recipe = tiny_recipe(tmp_path)
     recipe["precision"], recipe["model"]["config"] = "bf16", SHAPES[shape]
     for stage in recipe["stages"]:
-        stage |= {"steps": 2, "recompute": ["vision", "language"]}
+        stage |= {"steps": 2, "gradient_checkpointing": ["vision", "language"]}
         stage |= {"experts": {"balance": "bias", "rate": 0.01}} if "experts" in shape else {}
     recipe["stages"][1]["trains"]["language"]["targets"] = "all-linear"
     whole = run_of(override(recipe, [f"out={tmp_path / 'whole'}"]), "tiny")
@@ -194,7 +194,7 @@ def test_every_family_resumes_bit_for_bit(shape: str, tmp_path: Path, monkeypatc
 def test_killed_in_mid_accumulation_is_bit_equal(uninterrupted, tmp_path: Path) -> None:
     """The process is killed between the micro-batches of step 6, without a chance to save; step 5 was the last that was."""
     folder, whole, whole_losses = uninterrupted
-    run = tiny_run(folder, f"out={tmp_path / 'run'}", "save_every=1")
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "save_steps=1")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(to_yaml(run))
     program = f"""
@@ -226,7 +226,7 @@ loop.train(read_recipe({str(recipe)!r}))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_real_signal_saves_and_exits_with_its_code(uninterrupted, tmp_path: Path, number: signal.Signals) -> None:
     folder, *_ = uninterrupted
-    run = tiny_run(folder, f"out={tmp_path / 'run'}", "stages.adapt.steps=2000", "log_every=1")
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "stages.adapt.steps=2000", "logging_steps=1")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(to_yaml(run))
     command = [sys.executable, "-m", "eyeline", "train", str(recipe)]
@@ -262,19 +262,19 @@ def test_a_finished_run_is_left_alone(uninterrupted, capsys: pytest.CaptureFixtu
 
 def test_another_recipe_is_refused_with_the_difference(uninterrupted) -> None:
     folder, *_ = uninterrupted
-    with pytest.raises(Refused, match=r"stages\.whole\.clip: 1\.0 → 0\.5"):
-        loop.train(tiny_run(folder, "stages.whole.clip=0.5"))
+    with pytest.raises(Refused, match=r"stages\.whole\.max_grad_norm: 1\.0 → 0\.5"):
+        loop.train(tiny_run(folder, "stages.whole.max_grad_norm=0.5"))
 
 
 def test_new_run_starts_from_the_weights_as_the_refusal_says(uninterrupted, tmp_path: Path) -> None:
     """The words that the message tells to add, added to the refused command."""
     folder, *_ = uninterrupted
     shutil.copytree(folder / "run", tmp_path / "run")
-    command = [f"out={tmp_path / 'run'}", "stages.whole.batch.tokens=200"]
+    command = [f"out={tmp_path / 'run'}", "stages.whole.batch.max_tokens=200"]
     with pytest.raises(Refused) as refused:
         loop.train(tiny_run(folder, *command))
     message = str(refused.value)
-    assert "batch.tokens: 160 → 200" in message
+    assert "batch.max_tokens: 160 → 200" in message
     added = shlex.split(message.rpartition(": ")[2])
     assert added == [f"out={tmp_path / 'run-2'}", f"model.path={tmp_path / 'run'}", "model.config=null", "model.template=null"]
     run = tiny_run(folder, *command, *added, "stages.whole.steps=1", "stages.adapt.steps=1")
@@ -288,7 +288,7 @@ def test_new_run_starts_from_the_weights_as_the_refusal_says(uninterrupted, tmp_
 
 def test_recompute_may_change_on_resume_and_changes_no_number(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, whole, whole_losses = uninterrupted
-    parts = ["stages.whole.recompute=[vision, language]", "stages.adapt.recompute=[language]"]
+    parts = ["stages.whole.gradient_checkpointing=[vision, language]", "stages.adapt.gradient_checkpointing=[language]"]
     with monkeypatch.context() as patch:
         stopped_at(patch, {2})
         with pytest.raises(Stopped):
@@ -362,7 +362,7 @@ def test_run_that_is_killed_resumes_from_a_checkpoint_by_the_clock(uninterrupted
 @pytest.mark.parametrize("saved", ["nothing", "steps without a checkpoint", "a checkpoint"])
 def test_too_little_memory_says_what_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str) -> None:
     """The command that it tells is accepted."""
-    run = tiny_run(tmp_path, *(["save_every=1"] if saved == "a checkpoint" else []))
+    run = tiny_run(tmp_path, *(["save_steps=1"] if saved == "a checkpoint" else []))
     original, fails = loop.update, 0 if saved == "nothing" else 5 if saved == "a checkpoint" else 1
 
     def update(*args, step: int, **more):
@@ -376,16 +376,16 @@ def test_too_little_memory_says_what_resumes(tmp_path: Path, monkeypatch: pytest
             loop.train(run)
     said, stage = str(raised.value), "adapt" if fails == 5 else "whole"
     [less] = re.findall(r"add ('stages\.[^']*') to the same command", said)
-    assert shlex.split(less) == [f"stages.{stage}.recompute=[vision, language]"]
+    assert shlex.split(less) == [f"stages.{stage}.gradient_checkpointing=true"]
     match saved:
         case "nothing":
-            assert said.endswith("or lower batch.tokens and batch.patches: no step was done yet")
-            loop.train(tiny_run(tmp_path, "stages.whole.batch.tokens=150", "stages.whole.steps=1", "stages.adapt.steps=1"))
+            assert said.endswith("or lower batch.max_tokens and batch.max_patches: no step was done yet")
+            loop.train(tiny_run(tmp_path, "stages.whole.batch.max_tokens=150", "stages.whole.steps=1", "stages.adapt.steps=1"))
         case "a checkpoint":
-            assert "it resumes from the last checkpoint. Lower batch.tokens and batch.patches in a new run." in said
+            assert "it resumes from the last checkpoint. Lower batch.max_tokens and batch.max_patches in a new run." in said
             assert said.endswith(f"out={tmp_path / 'run-2'} model.path={tmp_path / 'run'} model.config=null model.template=null "
-                                 "stages.adapt.batch.tokens=N")  # fmt: skip
-            loop.train(tiny_run(tmp_path, "save_every=1", *shlex.split(less)))
+                                 "stages.adapt.batch.max_tokens=N")  # fmt: skip
+            loop.train(tiny_run(tmp_path, "save_steps=1", *shlex.split(less)))
             assert max(losses(run)) == STEPS
         case _:
             assert said.endswith("with another out=: nothing has been saved yet")
@@ -395,17 +395,17 @@ def test_too_little_memory_says_what_resumes(tmp_path: Path, monkeypatch: pytest
 def test_batch_that_no_host_can_hold_is_exit_code_7(tmp_path: Path, eyeline: Command, workers: int) -> None:
     """A real one: it is padded to so many tokens."""
     (tmp_path / "recipe.yaml").write_text(to_yaml(tiny_run(tmp_path)))
-    done = eyeline("train", "recipe.yaml", "stages.whole.batch.tokens=1000000000000000", f"stages.whole.data.workers={workers}")
+    done = eyeline("train", "recipe.yaml", "stages.whole.batch.max_tokens=1000000000000000", f"stages.whole.data.workers={workers}")
     assert done.code == 7, done.err
     assert "does not fit into" in done.err and "Traceback" not in done.err
-    assert "stages.whole.recompute" in done.err
+    assert "stages.whole.gradient_checkpointing" in done.err
 
 
 def test_start_says_when_checkpoints_are_written(uninterrupted, capsys: pytest.CaptureFixture[str]) -> None:
     folder, *_ = uninterrupted
-    loop.train(tiny_run(folder, "save_every=7"))
+    loop.train(tiny_run(folder, "save_steps=7"))
     said = capsys.readouterr().out
-    assert "checkpoints: every 30 minutes (save_minutes), every 7 steps (save_every), at the end of each stage, and when a signal" in said
+    assert "checkpoints: every 30 minutes (save_minutes), every 7 steps (save_steps), at the end of each stage, and when a signal" in said
 
 
 def test_data_that_moved_are_gone_on_with_and_others_are_not(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +456,7 @@ def test_a_damaged_newest_checkpoint_falls_back_loudly(
     uninterrupted, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, whole, _ = uninterrupted
-    run = tiny_run(folder, f"out={tmp_path / 'run'}", "save_every=1")
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "save_steps=1")
     stopped_at(monkeypatch, {6})
     with pytest.raises(Stopped):
         loop.train(run)
@@ -474,7 +474,7 @@ def test_a_damaged_newest_checkpoint_falls_back_loudly(
 
 def test_steps_that_are_not_finite_end_the_run_with_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three bad steps against a budget of two. Nothing of them is in the weights, and a file names their samples."""
-    run = tiny_run(tmp_path, "not_finite_budget=2")
+    run = tiny_run(tmp_path, "max_nonfinite_steps=2")
     original = loop.update
 
     def update(model, *args, step: int, **more):
@@ -486,7 +486,7 @@ def test_steps_that_are_not_finite_end_the_run_with_evidence(tmp_path: Path, mon
         return report
 
     monkeypatch.setattr(loop, "update", update)
-    with pytest.raises(NotFinite, match="not_finite_budget=2"):
+    with pytest.raises(NotFinite, match="max_nonfinite_steps=2"):
         loop.train(run)
     files = sorted((tmp_path / "run" / "not_finite").iterdir())
     assert len(files) == 3
@@ -525,7 +525,7 @@ def test_a_validation_loss_that_is_not_finite_is_no_best_and_ends_nothing(tmp_pa
     """The figures of four validations: NaN, 2, infinity, 3. The second one is the best."""
     figures = iter([float("nan"), 2.0, float("inf"), 3.0, float("inf")])
     monkeypatch.setattr(loop, "validate", lambda *_: (next(figures), 7))
-    run = tiny_run(tmp_path, "validate_every=1", "stages.whole.steps=4", "stages.adapt.steps=1", "save_every=1")
+    run = tiny_run(tmp_path, "validation_steps=1", "stages.whole.steps=4", "stages.adapt.steps=1", "save_steps=1")
     loop.train(run)
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "validation"]
     assert [line["loss"] for line in lines] == [None, 2.0, None, 3.0, None]
@@ -591,7 +591,7 @@ def test_a_signal_to_the_whole_job_ends_it_in_order(uninterrupted, tmp_path: Pat
     """Schedulers signal every process of a job; workers leave the end to the main one, and are gone with it."""
     folder, *_ = uninterrupted
     workers = [f"stages.{stage}.data.workers=1" for stage in ("whole", "adapt")]
-    run = tiny_run(folder, f"out={tmp_path / 'run'}", "stages.adapt.steps=2000", "log_every=1", *workers)
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "stages.adapt.steps=2000", "logging_steps=1", *workers)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(to_yaml(run))
     child = subprocess.Popen(
@@ -721,7 +721,7 @@ def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: 
         return open_reader(data, encoder, rule, seed, *more, **named)
 
     monkeypatch.setattr(loop, "reader_of", watched)
-    run = tiny_run(folder, f"out={tmp_path / 'run'}", "validate_every=3", "not_finite_budget=1")
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "validation_steps=3", "max_nonfinite_steps=1")
     original = loop.update
 
     def update(model, *args, step: int, **more):
@@ -735,7 +735,7 @@ def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: 
         patch.setattr(loop, "update", update)
         with pytest.raises(NotFinite, match="2 steps had"):
             loop.train(run)
-    loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", "validate_every=3"))
+    loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", "validation_steps=3"))
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["global_step"] for line in lines if line["kind"] == "validation"] == [3, 4, 7, 8]
     assert [line["attempt"] for line in lines if line["kind"] == "start"] == [1, 2]
@@ -750,7 +750,7 @@ def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: 
 def test_a_run_without_a_step_may_have_another_recipe(tmp_path: Path) -> None:
     """A start that was refused or failed before its first step does not hold the folder against the mended recipe."""
     with pytest.raises(TooManyRejects):
-        loop.train(tiny_run(tmp_path, "stages.whole.batch.tokens=8", "model.config.language.width=8"))
+        loop.train(tiny_run(tmp_path, "stages.whole.batch.max_tokens=8", "model.config.language.width=8"))
     assert (tmp_path / "run" / "recipe.yaml").exists()
     loop.train(tiny_run(tmp_path))
     assert losses(tiny_run(tmp_path)).keys() == set(range(1, STEPS + 1))
@@ -763,13 +763,13 @@ def test_what_has_changed_since_is_said(
 ) -> None:
     """An override that is left out of the same command goes back to what the recipe says, and is not silent about it."""
     folder, *_ = uninterrupted
-    for overrides in (["stages.adapt.steps=5", "log_every=2"], []):
+    for overrides in (["stages.adapt.steps=5", "logging_steps=2"], []):
         with monkeypatch.context() as patch:
             stopped_at(patch, {2} if overrides else {3})
             with pytest.raises(Stopped):
                 loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", *overrides))
         said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since: ")]
-        assert said == ([] if overrides else ["changed since: log_every: 2 → 10", "changed since: stages.adapt.steps: 5 → 4"])
+        assert said == ([] if overrides else ["changed since: logging_steps: 2 → 10", "changed since: stages.adapt.steps: 5 → 4"])
 
 
 def test_a_refused_length_leaves_the_record_as_it_was(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_notice_of_ctrl_c_stays_in_the_live_display(terminal: Callable[..., Term
 
 
 def test_second_ctrl_c_quits_and_says_what_is_lost(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    shown = terminal("save_every=1")
+    shown = terminal("save_steps=1")
     shown.press(b"\x03")
     shown.read(lambda: "A second signal quits without saving" in shown.text)
     shown.press(b"\x03")
@@ -135,7 +135,7 @@ def test_second_ctrl_c_quits_and_says_what_is_lost(terminal: Callable[..., Termi
 
 def test_terminal_that_is_closed_ends_the_run_saved(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     """Its process gets SIGHUP, and every write to the terminal fails from then on."""
-    shown = terminal("save_every=1000")
+    shown = terminal("save_steps=1000")
     os.close(shown.fd)
     shown.release()
     _, status = os.waitpid(shown.pid, 0)
@@ -147,7 +147,7 @@ def test_terminal_that_is_closed_ends_the_run_saved(terminal: Callable[..., Term
 
 def train_into(folder: Path, stdout: int, stderr: int = subprocess.PIPE, *overrides: str) -> subprocess.CompletedProcess[str]:
     recipe = folder / "recipe.yaml"
-    recipe.write_text(to_yaml(tiny_run(folder, "log_every=1", *overrides)))
+    recipe.write_text(to_yaml(tiny_run(folder, "logging_steps=1", *overrides)))
     command = [sys.executable, "-m", "eyeline", "train", str(recipe)]
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": "src"}, stdout=stdout, stderr=stderr, text=True, check=False)
 

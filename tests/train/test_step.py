@@ -19,10 +19,10 @@ FACTS = llava.facts(CONFIG)
 RATES = {"vision": 1e-2, "projector": 1e-2, "language": 1e-2}
 
 
-def step(made: nn.Module, micro_batches: Sequence[Batch], clip: float | None = None, settings: AdamW | None = None):
+def step(made: nn.Module, micro_batches: Sequence[Batch], max_grad_norm: float | None = None, settings: AdamW | None = None):
     optimizers = make_optimizers(made, FACTS, settings or AdamW())
     set_learning_rates(optimizers, RATES, 1.0)
-    return update(made, optimizers, micro_batches, clip=clip, seed=0, step=0)
+    return update(made, optimizers, micro_batches, max_grad_norm=max_grad_norm, seed=0, step=0)
 
 
 def tensors(made: nn.Module) -> dict[str, torch.Tensor]:
@@ -37,9 +37,9 @@ def test_the_update_does_not_depend_on_how_the_step_is_cut(cut) -> None:
     """Plain descent moves by the gradient itself; AdamW's first step would make a rounding of a gradient near zero as large as any."""
     whole, parts = model(), model()
     before = tensors(whole)
-    a = update(whole, [torch.optim.SGD(whole.parameters(), lr=1.0)], [batch(*UNEVEN)], clip=None, seed=0, step=0)
+    a = update(whole, [torch.optim.SGD(whole.parameters(), lr=1.0)], [batch(*UNEVEN)], max_grad_norm=None, seed=0, step=0)
     cuts = [batch(*documents, tokens=80) for documents in cut]
-    b = update(parts, [torch.optim.SGD(parts.parameters(), lr=1.0)], cuts, clip=None, seed=0, step=0)
+    b = update(parts, [torch.optim.SGD(parts.parameters(), lr=1.0)], cuts, max_grad_norm=None, seed=0, step=0)
     assert b.loss == pytest.approx(a.loss, rel=1e-6)
     assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
     for name, tensor in tensors(whole).items():
@@ -63,7 +63,7 @@ def test_clipping_bounds_the_gradient_that_is_applied() -> None:
     made = model()
     before = tensors(made)
     optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
-    report = update(made, [optimizer], [batch(*UNEVEN)], clip=1e-3, seed=0, step=0)
+    report = update(made, [optimizer], [batch(*UNEVEN)], max_grad_norm=1e-3, seed=0, step=0)
     moved = torch.stack([(made.get_parameter(n).detach() - t).norm() for n, t in before.items()]).norm()
     assert report.grad_norm is not None and report.grad_norm > 1.0
     assert float(moved) == pytest.approx(1e-3, rel=1e-2)
@@ -74,15 +74,15 @@ def test_a_step_that_is_not_finite_changes_nothing(value: float) -> None:
     made = model()
     optimizers = make_optimizers(made, FACTS, AdamW(weight_decay=0.1))
     set_learning_rates(optimizers, RATES, 1.0)
-    update(made, optimizers, [batch(*UNEVEN)], clip=1.0, seed=0, step=0)
+    update(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, seed=0, step=0)
     handle = made.get_parameter("language.blocks.0.mlp.up.weight").register_hook(lambda g: g.index_fill(0, torch.tensor([3]), value))
     before, moments = tensors(made), [s["exp_avg"].clone() for s in optimizers[0].state.values()]
-    report = update(made, optimizers, [batch(*UNEVEN)], clip=1.0, seed=0, step=1)
+    report = update(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, seed=0, step=1)
     assert report.outcome == "not finite"
     assert all(torch.equal(made.get_parameter(name), tensor) for name, tensor in before.items())
     assert all(torch.equal(s["exp_avg"], m) for s, m in zip(optimizers[0].state.values(), moments, strict=True))
     handle.remove()
-    assert update(made, optimizers, [batch(*UNEVEN)], clip=1.0, seed=0, step=2).outcome == "applied"
+    assert update(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, seed=0, step=2).outcome == "applied"
 
 
 def test_a_step_without_targets_changes_nothing() -> None:
@@ -118,7 +118,7 @@ def test_dropout_is_addressed_by_step_and_micro_batch() -> None:
     def draw(step: int) -> list[float]:
         noisy = Noisy()
         torch.rand(step + 7)
-        update(noisy, [], [batch(UNEVEN[0]), batch(UNEVEN[1])], clip=None, seed=5, step=step)
+        update(noisy, [], [batch(UNEVEN[0]), batch(UNEVEN[1])], max_grad_norm=None, seed=5, step=step)
         return noisy.drawn
 
     assert draw(3) == draw(3)
@@ -131,10 +131,10 @@ def test_what_a_step_before_used_is_left_alone_too(with_picture: list[Document])
     made = model()
     optimizers = make_optimizers(made, FACTS, AdamW(weight_decay=0.5))
     set_learning_rates(optimizers, RATES, 1.0)
-    update(made, optimizers, [batch(*UNEVEN)], clip=1.0, seed=0, step=0)
+    update(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, seed=0, step=0)
     before = tensors(made)
     text = batch(document(4, 20, 14, images=0))
-    assert update(made, optimizers, [text, batch(*with_picture)], clip=1.0, seed=0, step=1).outcome == "applied"
+    assert update(made, optimizers, [text, batch(*with_picture)], max_grad_norm=1.0, seed=0, step=1).outcome == "applied"
     for name, tensor in before.items():
         assert torch.equal(made.get_parameter(name), tensor) != name.startswith("language."), name
 
@@ -174,7 +174,7 @@ def test_text_alone_is_passed_over_by_parts_that_only_pictures_reach(part: str) 
 
     alone = only_part()
     before = tensors(alone)
-    report = step(alone, [batch(text)], clip=1.0, settings=AdamW(weight_decay=0.5))
+    report = step(alone, [batch(text)], max_grad_norm=1.0, settings=AdamW(weight_decay=0.5))
     assert report.grad_norm == 0
     assert all(torch.equal(alone.get_parameter(name), tensor) for name, tensor in before.items())
 

@@ -38,14 +38,14 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_disk_that_fills_up_at_any_moment_of_a_run(tmp_path: Path) -> None:
     """At the tokenizer, at the first checkpoint, at a later one: the same command goes on once there is room."""
-    loop.train(tiny_run(tmp_path, "save_every=1"))
+    loop.train(tiny_run(tmp_path, "save_steps=1"))
     whole = end_of(tiny_run(tmp_path))
     for kilobytes in (0, 4, 16, 100, 300):
         disk = tmp_path / f"disk{kilobytes}"
         with small_disk(disk, kilobytes or 4):
             if not kilobytes:
                 (disk / "full").write_bytes(bytes(4096))
-            run = tiny_run(tmp_path, "save_every=1", f"out={disk / 'run'}")
+            run = tiny_run(tmp_path, "save_steps=1", f"out={disk / 'run'}")
             with pytest.raises(StorageFailed, match="bytes are free"):
                 loop.train(run)
             assert not [path for path in disk.rglob(".*") if path.name.startswith(".step")]
@@ -85,14 +85,14 @@ def test_a_run_folder_that_is_deleted_ends_the_run(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(loop, "update", update)
     with pytest.raises(StorageFailed, match="No such file"):
-        loop.train(tiny_run(tmp_path, "save_every=1"))
+        loop.train(tiny_run(tmp_path, "save_steps=1"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_trains_can_be_read_at_any_time(tmp_path: Path) -> None:
     """Another process saves and deletes as fast as it can, and keeps one: whatever is opened stays until it is loaded."""
     folder = tmp_path / "run" / "checkpoints"
-    loop.train(tiny_run(tmp_path, "stages.whole.steps=1", "stages.adapt.steps=1", "keep_last=1"))
+    loop.train(tiny_run(tmp_path, "stages.whole.steps=1", "stages.adapt.steps=1", "save_total_limit=1"))
     first = store.newest(folder)
     assert first is not None
     tensors, state, run = first.load("model"), first.state, first.manifest.run
@@ -100,7 +100,7 @@ def test_a_run_that_trains_can_be_read_at_any_time(tmp_path: Path) -> None:
     if child == 0:
         for step in range(3, 10_000):
             files = {"model": tensors, "frozen": {}, "optimizer": {}}
-            store.save(folder, run=run, step=step, files=files, state=state, keep_last=1)
+            store.save(folder, run=run, step=step, files=files, state=state, save_total_limit=1)
         os._exit(1)
     try:
         steps = set()
@@ -141,7 +141,7 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path: Path) -> None:
 
 def test_data_that_end_before_what_was_counted_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures that vanish after the epochs were counted make fewer packs."""
-    run = tiny_run(tmp_path, "stages.whole.steps=null", "stages.whole.epochs=3", "save_every=4")
+    run = tiny_run(tmp_path, "stages.whole.steps=null", "stages.whole.epochs=3", "save_steps=4")
     count = loop.count_steps
     with monkeypatch.context() as patch:
         patch.setattr(loop, "count_steps", lambda *of: count(*of) + 2)

@@ -63,7 +63,9 @@ def before_training(run: Run, folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("ways", WAYS, ids=names)
 def test_all_that_trains_changes_and_nothing_else(start: Path, tmp_path: Path, ways: tuple[str | None, ...], precision: str) -> None:
     """With blocks recomputed and a checkpoint after the first of two steps: what was saved in between must not end training."""
-    run = from_start(start, tmp_path / "run", ways, f"precision={precision}", "save_every=1", "stages.whole.recompute=[vision, language]")
+    run = from_start(
+        start, tmp_path / "run", ways, f"precision={precision}", "save_steps=1", "stages.whole.gradient_checkpointing=[vision, language]"
+    )
     before = before_training(run, tmp_path / "before")
     loop.train(run)
     saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
@@ -82,7 +84,7 @@ def test_all_that_trains_changes_and_nothing_else(start: Path, tmp_path: Path, w
 
 def test_a_border_merges_what_it_does_not_go_on_with(start: Path, tmp_path: Path) -> None:
     """LoRA, the same LoRA, LoRA of another rank, full training: each stage begins with what the one before it ended with."""
-    run = from_start(start, tmp_path / "run", (LORA, FULL, LORA), "keep_last=9")
+    run = from_start(start, tmp_path / "run", (LORA, FULL, LORA), "save_total_limit=9")
     first = run.stages[0]
     language = first.trains["language"].model_copy(update={"rank": 3})
     stages = [
@@ -143,7 +145,7 @@ def test_bf16_keeps_what_a_later_stage_trains_in_fp32(start: Path, tmp_path: Pat
         "precision=bf16",
         "stages.whole.trains={projector: {how: full, lr: 0.01}}",
         "stages.adapt.trains={vision: {how: full, lr: 0.01}}",
-        "keep_last=9",
+        "save_total_limit=9",
     )
     loop.train(run)
     saved = sorted((tmp_path / "run" / "checkpoints").iterdir())

@@ -338,7 +338,7 @@ def _checkpoint_of(run: Path, which: Literal["newest", "best"]) -> store.Checkpo
         case "newest":
             found, remedy = store.newest(folder, run_id, hold=True), "Train it until its first checkpoint."
         case "best":
-            found, remedy = store.best(folder, run_id, hold=True), "A best one is kept when validate_every is set; take the newest."
+            found, remedy = store.best(folder, run_id, hold=True), "A best one is kept when validation_steps is set; take the newest."
         case _:
             assert_never(which)
     if found is None:

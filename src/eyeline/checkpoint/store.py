@@ -101,7 +101,7 @@ def save(
     step: int,
     files: Mapping[str, Mapping[str, Tensor]],
     state: dict[str, Any],
-    keep_last: int,
+    save_total_limit: int,
     best: bool = False,
     fixed: Mapping[str, str] | None = None,
 ) -> Path:
@@ -113,7 +113,7 @@ def save(
 
     Raises StorageFailed, and leaves nothing of the attempt behind.
     """
-    assert keep_last >= 1, "a store that keeps nothing is not asked to save"
+    assert save_total_limit >= 1, "a store that keeps nothing is not asked to save"
     fixed = dict(fixed or {})
     assert fixed.keys() <= files.keys(), f"fixed sets {sorted(fixed)} are not all among {sorted(files)}"
     state_text = json.dumps(state, allow_nan=False, indent=1) + "\n"
@@ -147,7 +147,7 @@ def save(
             raise storage_failed("commit", target, error) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # gone already, unless something above failed
-    prune(folder, run, keep_last, known_good=target)
+    prune(folder, run, save_total_limit, known_good=target)
     return target
 
 
@@ -367,14 +367,14 @@ def _manifests(folder: Path, run: str) -> list[tuple[Path, Manifest]]:
 # ---- deleting
 
 
-def prune(folder: Path, run: str, keep_last: int, known_good: Path | None = None) -> None:
-    """Delete old checkpoints of this run, all but the newest `keep_last` and the newest that is marked best.
+def prune(folder: Path, run: str, save_total_limit: int, known_good: Path | None = None) -> None:
+    """Delete old checkpoints of this run, all but the newest `save_total_limit` and the newest that is marked best.
 
     Nothing is deleted unless one of those that stay has been verified, or is `known_good` (just written and flushed); if none of them
     is whole, the newest older one that is stays too.
     """
     have = [(path, manifest) for path, manifest in _manifests(folder, run) if _complete(path, manifest)]
-    stay = [path for path, _ in have[:keep_last]]
+    stay = [path for path, _ in have[:save_total_limit]]
     stay += [path for path, manifest in have if manifest.best][:1]
     going = [path for path, _ in have if path not in stay]
     if not going:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from eyeline.core.aliases import ALIASES, VALUES
 from eyeline.core.errors import closest, nearest
 from eyeline.core.facts import PARTS
 
@@ -19,7 +20,7 @@ _EXAMPLES = {
     "sources": "[{path: my.json}]",
     "optimizer": "{kind: adamw}",
     "schedule": "{kind: cosine}",
-    "batch": "{tokens: 8192, patches: 8192}",
+    "batch": "{max_tokens: 8192, max_patches: 8192}",
     **dict.fromkeys(PARTS, "{how: full, lr: 1.0e-3}"),
 }
 _LIMITS = {
@@ -85,12 +86,14 @@ def _line(place: _Place, problem: Any, recipe: Any, root: Any) -> str:
         return f"{place}: got {context['actual_length']} values, wanted {context['max_length']}"
     if kind == "string_pattern_mismatch":
         return f"{place}: got {got!r:.80}, wanted {_described(place)}"
-    return f"{place}: got {_shown(got)}, wanted {_words(place.wanted)}{_such_as(place)}{_hint(place.wanted, got)}"
+    return f"{place}: got {_shown(got)}, wanted {_words(place.wanted)}{_such_as(place)}{_hint(place, got)}"
 
 
 def _unknown(place: _Place, recipe: Any, root: Any) -> str:
     """A setting that its record does not have: a misspelt sibling, a setting of another place, or a word that nothing has."""
     name, siblings = place.path[-1], _fields(place.record)
+    if renamed := _renamed(place, siblings, root):
+        return renamed
     here = f"{place}: there is no such setting"
     if found := [path for path in _paths(recipe, name) if path != str(place)]:
         return f"{here} here. Did you mean {_some(found)}?"
@@ -104,6 +107,29 @@ def _unknown(place: _Place, recipe: Any, root: Any) -> str:
     return f"{here}.{f' Did you mean {typo!r}?' if typo else ''} {above} has {', '.join(siblings)}"
 
 
+def _renamed(place: _Place, siblings: list[str], root: Any) -> str | None:
+    """What is said of a setting that is called by another name here; None if it is not one that is known."""
+    alias = ALIASES.get(".".join(place.path[-2:])) or ALIASES.get(place.path[-1])
+    if alias is None:
+        return None
+    target, note = alias
+    if not target:
+        return f"{place}: there is no such setting; {note}"
+    if target in siblings or target.partition(".")[0] in siblings:
+        called = ".".join((*place.path[:-1], target))
+    elif target.split(".")[-2:-1] == list(place.path[-2:-1]) and target.rpartition(".")[2] in siblings:
+        called = ".".join((*place.path[:-1], target.rpartition(".")[2]))
+    else:
+        called = next(path for _, path in _schema_paths(root) if path == target or path.endswith(f".{target}"))
+    return f"{place} is called {called} here{f'; {note}' if note else ''}"
+
+
+def _other_word(setting: str, got: Any) -> str:
+    """A hint for a value that is called by another name here."""
+    word = VALUES.get((setting, got)) if isinstance(got, str) else None
+    return f" {got!r} is called {word!r} here." if word else ""
+
+
 def _some(paths: list[str]) -> str:
     return " or ".join(paths[:MAX_PLACES]) + (" or another" if len(paths) > MAX_PLACES else "")
 
@@ -112,7 +138,8 @@ def _untagged(place: _Place, kind: str, got: Any, context: Any) -> str:
     key = context["discriminator"].strip("'_()")
     if kind == "union_tag_invalid":
         known = re.findall(r"'([^']*)'", context["expected_tags"])
-        return f"{place}.{key}: got {context['tag']!r}; there are {', '.join(known)}.{nearest(context['tag'], known)}"
+        hint = _other_word(key, context["tag"]) or nearest(context["tag"], known)
+        return f"{place}.{key}: got {context['tag']!r}; there are {', '.join(known)}.{hint}"
     if not isinstance(got, dict):
         return f"{place}: got {_shown(got)}, wanted a mapping{_such_as(place)}"
     return f"{place}: got {_shown(got)}, which has no `{key}`: add it{_such_as(place)}"
@@ -239,9 +266,9 @@ def _shown(got: Any) -> str:
             return f"{got!r:.80}"
 
 
-def _hint(wanted: Any, got: Any) -> str:
-    """Why text that looks like another value is text."""
-    options = _options(wanted)
+def _hint(place: _Place, got: Any) -> str:
+    """Why text that looks like another value is text, or which word is meant."""
+    options = _options(place.wanted)
     numbers = int in options or float in options
     if numbers and isinstance(got, str):
         if re.fullmatch(r"[-+]?0[0-9_]+", got):
@@ -254,6 +281,8 @@ def _hint(wanted: Any, got: Any) -> str:
         return f". Write {'true' if got.lower() in ('yes', 'on', 'y') else 'false'}"
     if str in options and not numbers and isinstance(got, int | float):
         return ". Put it in quotes to have it as text"
+    if word := _other_word(place.path[-1] if place.path else "", got):
+        return "." + word
     words = [str(word) for option in options if get_origin(option) is Literal for word in get_args(option)]
     if got == "gpu" and "cuda" in words:
         return ". Did you mean 'cuda'?"

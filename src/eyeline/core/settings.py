@@ -28,5 +28,6 @@ class Settings(BaseModel):
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+NotNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]  # a path or URL, in which ~ is the home folder

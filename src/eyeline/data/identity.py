@@ -94,14 +94,14 @@ def plan_identity(
     rule: ImageRule | None,
 ) -> dict[str, Any]:
     """All that a plan depends on, except files of images, by name; `validation` are sources of their own."""
-    choice = [[s.kinds, s.repeat, s.limit, s.weight] for s in data.sources]
-    order = [seed, data.blend, data.share_images, data.hold_out, choice]
+    choice = [[s.categories, s.repeat, s.limit, s.weight] for s in data.sources]
+    order = [seed, data.mix, data.max_samples_per_image, data.validation_fraction, choice]
     return {
         "data": [digest_of(rows) for rows in training],
         "validation": [digest_of(rows) for rows in validation],
         "layout": [rows.layout.identity for rows in training],
-        "order (seed, blend, share_images, hold_out, sources)": short_hash(order),
-        "budget (tokens, patches, longest, too_long)": [budget.tokens, budget.patches, longest, data.too_long],
+        "order (seed, mix, max_samples_per_image, validation_fraction, sources)": short_hash(order),
+        "budget (tokens, patches, longest, overlong)": [budget.tokens, budget.patches, longest, data.overlong],
         "tokenizer": encoder.identity,
         "picture rule": short_hash(rule),
         "plan version": planning.VERSION,

@@ -131,8 +131,8 @@ def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: P
             lambda packs, here=here: replace(here, done=packs),
             end,
             entries_of(pools, after),
-            reader.data.blend == "once" and after[0].epoch > at.cursors[0].epoch,
-            None if reader.data.blend == "shares" else (epochs_done(pools[0], at.cursors[0]), epochs_done(pools[0], after[0])),
+            reader.data.mix == "concat" and after[0].epoch > at.cursors[0].epoch,
+            None if reader.data.mix == "interleave" else (epochs_done(pools[0], at.cursors[0]), epochs_done(pools[0], after[0])),
         )
         at = end
     rest, last = closed(at.bins.bins, sizing, digest), at
@@ -145,13 +145,13 @@ def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: P
         replace(last, bins=last.bins.without(len(rest.packs))),
         (),
         False,
-        None if reader.data.blend == "shares" else (done, done),
+        None if reader.data.mix == "interleave" else (done, done),
     )
 
 
 def rows_of_window(reader: Reader, pools: tuple[Pool, ...], at: Position, sizing: Sizing) -> tuple[Ordered, tuple[Cursor, ...]]:
     """The rows of the window at a position, in their order, and the cursors behind it."""
-    if reader.data.blend == "once":
+    if reader.data.mix == "concat":
         ordered, after = whole(pools[0], at.cursors[0])
         return ordered, (after,)
     return blended(pools, [source.weight for source in reader.data.sources], at.cursors, at.number, sizing)

@@ -113,7 +113,7 @@ def pack_offline(
 ) -> Manifest:
     """Write what `reader` plans, and all that it will fetch, into `folder`. What is there of the same job already is kept.
 
-    `epochs` of the plan are stored, or, of a blend by shares, at most `packs` packs. With a `quality`, pictures that are larger than
+    `epochs` of the plan are stored, or, of `mix: interleave`, at most `packs` packs. With a `quality`, pictures that are larger than
     the model looks at are scaled down and kept as JPEG of that quality. Refused when the folder holds something else, or has no room.
     """
     if quality is not None and reader.rule is None:
@@ -175,12 +175,12 @@ class SampleOrder(NamedTuple):
 def ordered(reader: Reader, budget: Budget, packs: int | None) -> SampleOrder:
     """Every row to learn from as it is first needed, and every row to validate on.
 
-    Of a blend by shares that is the order of the first `packs` packs, or fewer if all rows have come. Rows that never come, as they
+    Of `mix: interleave` that is the order of the first `packs` packs, or fewer if all rows have come. Rows that never come, as they
     are too long, are last: planning may look at them. TooManyRejects as in training.
     """
     index_all(reader)
     rejects = Rejects(None, reader.data.max_reject_rate)
-    sizing, once = sizing_of(reader, budget), reader.data.blend == "once"
+    sizing, once = sizing_of(reader, budget), reader.data.mix == "concat"
     usable = sum(int(sizing(s, h).usable_R[number_R].sum()) for s, h, number_R in _sound(reader.training))
     rows = _Rows()
     windows: list[str] = []
@@ -520,7 +520,7 @@ def _stored_shard(rows: Rows, shard: int, job: PackingJob, reader: Reader) -> St
 
 
 def recorded(reader: Reader, draft: Prepared, folder: Path, epochs: int, packs: int) -> Manifest:
-    """Plan over what was prepared, write the rejects, and complete the manifest with each window's digest. Of a blend by shares `packs`
+    """Plan over what was prepared, write the rejects, and complete the manifest with each window's digest. Of `mix: interleave` `packs`
     packs are planned."""
     data = reader.data
 
@@ -533,7 +533,7 @@ def recorded(reader: Reader, draft: Prepared, folder: Path, epochs: int, packs: 
     sizing = sizing_of(planner, draft.budget)
     windows: list[str] = []
     rejects: dict[Reject, None] = {}
-    once = data.blend == "once"
+    once = data.mix == "concat"
     for window, pack in packs_of_plan(planned_windows(planner, sizing, epochs if once else None), None if once else packs):
         if window.number == len(windows):
             windows.append(window.plan.digest)

@@ -37,7 +37,7 @@ class Reader:
     encoder: Encoder
     rule: ImageRule | None
     seed: int  # of the sampling order and of augmentation
-    longest: int  # tokens that a document may have: the model's positions
+    longest: int  # tokens that a document may have: the model's positions, or data.max_length
     cost: Cost
     gather: Gather
     notify: Callable[[str], None] | None  # is told how far indexing is, in place of a bar
@@ -76,16 +76,18 @@ def reader_of(
         encoder=encoder,
         rule=rule,
         seed=seed,
-        longest=longest,
+        longest=longest if data.max_length is None else min(longest, data.max_length),
         cost=cost,
         gather=gather,
         notify=notify,
         rejects=rejects,
         records=folder / "sources" if folder else None,
         prepared=found.prepared,
-        training=Side(index, data.hold_out, held_out=False),
+        training=Side(index, data.validation_fraction, held_out=False),
         validation=Side(
-            Index(found.validation, encoder, rule, cache, shelf) if own else index, 0.0 if own else data.hold_out, held_out=not own
+            Index(found.validation, encoder, rule, cache, shelf) if own else index,
+            0.0 if own else data.validation_fraction,
+            held_out=not own,
         ),
         validates=bool(found.validation),
     )
@@ -106,7 +108,7 @@ def sizing_of(reader: Reader, budget: Budget, validation: bool = False) -> Sizin
             reader.prepared.refuse_other(identity_of_plan(reader, budget), reader.prepared.manifest.identity)
         index = (reader.validation if validation else reader.training).index
         longest = min(budget.tokens, reader.longest)
-        reader.sizings[validation, budget] = Sizing(index, budget, longest, reader.data.too_long, reader.cost)
+        reader.sizings[validation, budget] = Sizing(index, budget, longest, reader.data.overlong, reader.cost)
     return reader.sizings[validation, budget]
 
 
@@ -121,9 +123,9 @@ def fetch_of(reader: Reader, validation: bool, budget: Budget | None, augment: A
 
 def training_pools(reader: Reader) -> tuple[Pool, ...]:
     """What the training rows are drawn from: one pool of everything, or one of each source."""
-    if reader.data.blend == "once":
-        return (pool_of(reader.training, reader.data.share_images, reader.seed),)
-    return pools_of(reader.training, reader.data.share_images, reader.seed)
+    if reader.data.mix == "concat":
+        return (pool_of(reader.training, reader.data.max_samples_per_image, reader.seed),)
+    return pools_of(reader.training, reader.data.max_samples_per_image, reader.seed)
 
 
 def rows_in_order(reader: Reader, address: WindowAddress) -> Longs:

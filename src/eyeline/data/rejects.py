@@ -106,7 +106,7 @@ REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.m
     "picture_without_tower": "Train a model with a vision tower, or leave out rows with pictures.",
     # the document
     "control_token": "Take the text out; a tokenizer that reads it so cannot be told otherwise.",
-    "too_long": "Raise batch.tokens or batch.patches (up to the model's positions), or set data.too_long: shrink for many turns.",
+    "too_long": "Raise batch.max_tokens or batch.max_patches (up to the model's positions), or set data.overlong: drop_turns.",
 }
 LASTING = ("decoder_crashed", "decoder_hung")  # verdicts that are not found out again: each costs a worker
 FIRST_VERDICT = 100  # rows before the rate means anything
@@ -132,7 +132,7 @@ class Reject:
 
 class Rejects:
     """Counts of one stage. The rate is of different rows: each counts once, when its source is met for the first time, however often it
-    comes again (`repeat`, epochs, blends by shares)."""
+    comes again (`repeat`, epochs, `mix: interleave`)."""
 
     def __init__(self, folder: Path | None, max_rate: float):
         """Lines go to `folder`/rejects.jsonl (None: nowhere), one for each sample and cause over the whole run."""

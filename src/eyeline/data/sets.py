@@ -18,7 +18,7 @@ from eyeline.data.images.patches import Augment
 from eyeline.data.plan.read_shard import drawn, names_of
 from eyeline.data.prepared.packed import Prepared, open_prepared
 from eyeline.data.sources.sources import Place, Rows, Source, open_source
-from eyeline.data.text.documents import TooLong
+from eyeline.data.text.documents import Overlong
 from eyeline.data.workers import Workers
 
 
@@ -26,12 +26,14 @@ class Data(Settings):
     """What a stage learns from."""
 
     sources: tuple[Source, ...] = Field(min_length=1)
-    blend: Literal["once", "shares"] = "once"  # every row once an epoch (a source's `repeat` times); or by the sources' `weight`
-    share_images: Positive = 1  # rows of one picture that are packed together and share its encoding
-    hold_out: Share = 0.0  # share of the pictures that is kept from training, to validate on; the same in every stage and run
+    # concat: every row once per epoch (`repeat` times, where a source says so). interleave: sources drawn in proportion to their `weight`
+    mix: Literal["concat", "interleave"] = "concat"
+    max_samples_per_image: Positive = 1  # samples of one image that are packed together and share its encoding
+    validation_fraction: Share = 0.0  # of the images, kept from training and validated on; the same ones in every stage and run
     validation: tuple[Source, ...] = ()  # or sources of their own to validate on
     max_reject_rate: Share = 0.01
-    too_long: TooLong = "reject"  # or shrink: keep as many of the first exchanges as fit
+    max_length: Positive | None = None  # tokens of a sample; by default what a pack and the model's positions hold
+    overlong: Overlong = "reject"  # of samples that are longer. drop_turns: keep as many of the first exchanges as fit
     augment: Augment = Augment()
     workers: NotNegative = 0  # processes that decode; 0: this one. The batches are the same
     read_ahead: Positive = 256  # MiB of batches that workers may make before their turn
@@ -54,20 +56,22 @@ class Data(Settings):
 
     @model_validator(mode="after")
     def _one_validation(self) -> "Data":
-        if self.hold_out and self.validation:
-            raise ValueError("hold_out and validation both say what to validate on; give one of them")
+        if self.validation_fraction and self.validation:
+            raise ValueError("validation_fraction and validation both say what to validate on; give one of them")
         if any(source.repeat > 1 for source in self.validation):
             raise ValueError("repeat says how often an epoch visits a source, and validation looks at each sample once. Leave it out there")
-        if self.hold_out == 1:
-            raise ValueError("hold_out: 1 leaves nothing to learn from; it is the share of pictures kept for validation, such as 0.02")
+        if self.validation_fraction == 1:
+            raise ValueError(
+                "validation_fraction: 1 leaves nothing to learn from; it is the share of pictures kept for validation, such as 0.02"
+            )
         return self
 
     @model_validator(mode="after")
     def _one_rule(self) -> "Data":
-        if self.blend == "once" and any(source.weight != 1 for source in (*self.sources, *self.validation)):
-            raise ValueError("weight is a share, and blend: once visits every row once. Set blend: shares, or use repeat")
-        if self.blend == "shares" and any(source.repeat > 1 for source in self.sources):
-            raise ValueError("repeat belongs to blend: once; with blend: shares, weight says how much of a source there is")
+        if self.mix == "concat" and any(source.weight != 1 for source in (*self.sources, *self.validation)):
+            raise ValueError("weight is a share, and mix: concat visits every row once. Set mix: interleave, or use repeat")
+        if self.mix == "interleave" and any(source.repeat > 1 for source in self.sources):
+            raise ValueError("repeat belongs to mix: concat; with mix: interleave, weight says how much of a source there is")
         if any(source.weight != 1 for source in self.validation):
             raise ValueError("validation looks at each sample once; leave weight out there")
         return self
@@ -102,14 +106,16 @@ def stored(data: Data) -> Prepared | None:
 
 def choice(data: Data) -> dict[str, Any]:
     """The settings that say which samples there are, and in which order."""
-    return data.model_dump(mode="json", include={"sources", "blend", "share_images", "hold_out", "validation", "too_long"})
+    return data.model_dump(
+        mode="json", include={"sources", "mix", "max_samples_per_image", "validation_fraction", "validation", "max_length", "overlong"}
+    )
 
 
 def divided_as(data: Data, found: Prepared) -> Divided:
     """The sources as they lie in a prepared folder."""
     about = found.manifest
     sources, validation = found.rows(about.sources, data.sources), found.rows(about.validation, data.validation)
-    return Divided(sources, validation or (sources if data.hold_out else ()), found)
+    return Divided(sources, validation or (sources if data.validation_fraction else ()), found)
 
 
 def divided(data: Data) -> Divided:
@@ -123,12 +129,12 @@ def divided(data: Data) -> Divided:
     sources, validation = opened(data.sources, data.read_retries), opened(data.validation, data.read_retries)
     for rows in (*sources, *validation):
         _refuse_absent_kinds(rows)
-    sides = {False: False, True: not data.hold_out}
+    sides = {False: False, True: not data.validation_fraction}
     looked = 0
     for rows in sources:
         for place, _, found in rows.kept():
             looked += 1
-            sides[held_out(rows, place, found, data.hold_out)] = True
+            sides[held_out(rows, place, found, data.validation_fraction)] = True
             if all(sides.values()):
                 break
         if all(sides.values()):
@@ -136,18 +142,23 @@ def divided(data: Data) -> Divided:
     if not looked:
         raise Refused("no sample is left to learn from: " + ", ".join(f"{r.path} has 0 that the settings leave" for r in sources))
     if not sides[False]:
-        raise Refused(f"hold_out={data.hold_out} holds back all {looked} samples, and none is left to learn from. Lower it")
+        raise Refused(
+            f"validation_fraction={data.validation_fraction} holds back all {looked} samples, and none is left to learn from. Lower it"
+        )
     if not sides[True]:
         share = min(10 / looked, 0.5)
-        raise Refused(f"hold_out={data.hold_out} holds back nothing of {looked} samples. Raise it: {share:.2g} would hold back about ten")
-    return Divided(sources, validation or (sources if data.hold_out else ()))
+        raise Refused(
+            f"validation_fraction={data.validation_fraction} holds back nothing of {looked} samples. Raise it: {share:.2g} would hold back "
+            "about ten"
+        )
+    return Divided(sources, validation or (sources if data.validation_fraction else ()))
 
 
 def _refuse_absent_kinds(rows: Rows) -> None:
     source = rows.source
-    if source.kinds is None or source.limit is not None:
+    if source.categories is None or source.limit is not None:
         return
-    missing, others = set(source.kinds), set()
+    missing, others = set(source.categories), set()
     for shard in range(len(rows.shards)):
         for _, kind, _ in rows.rows_in(shard):
             missing.discard(kind or "")
@@ -155,7 +166,7 @@ def _refuse_absent_kinds(rows: Rows) -> None:
                 others.add(kind)
             if not missing:
                 return
-    absent = [kind for kind in source.kinds if kind in missing]
+    absent = [kind for kind in source.categories if kind in missing]
     raise Refused(f"{source.path} has no samples of kind {', '.join(absent)}; it has {', '.join(sorted(k or '(none)' for k in others))}")
 
 
@@ -167,7 +178,7 @@ def training_samples(data: Data) -> Iterator[Sample]:
         return
     for rows in opened(data.sources, data.read_retries):
         for place, _, found in rows.kept():
-            if isinstance(found, Sample) and not held_out(rows, place, found, data.hold_out):  # bad ones are counted in training
+            if isinstance(found, Sample) and not held_out(rows, place, found, data.validation_fraction):  # bad ones are counted in training
                 yield found
 
 

@@ -46,7 +46,7 @@ def _packs_of_rank(
 
 def validation_packs(reader: Reader, sizing: Sizing, rejected: list[Reject]) -> Iterator[list[ImageGroup]]:
     """The packs of validation; rows that cannot be used are added to `rejected`."""
-    pool = pool_of(reader.validation, reader.data.share_images, None, repeated=False)
+    pool = pool_of(reader.validation, reader.data.max_samples_per_image, None, repeated=False)
     cursor, bins = Cursor(), ()
     while cursor.epoch == 0:
         ordered, cursor = whole(pool, cursor)

@@ -428,8 +428,8 @@ def _say(stands: mmap.mmap, number: int, part: int, phase: Phase) -> None:
 
 
 _TOO_LARGE = (
-    "a batch does not fit into the memory of a worker: lower batch.tokens or batch.patches, data.workers or data.read_ahead, or give the "
-    "machine more memory"
+    "a batch does not fit into the memory of a worker: lower batch.max_tokens or batch.max_patches, data.workers or data.read_ahead, or "
+    "give the machine more memory"
 )
 
 

@@ -107,7 +107,7 @@ def exact_match(
     asked: Sequence[Rows],
     prior: Prior,
     *,
-    max_tokens: int,
+    max_new_tokens: int,
     limit: int | None = None,
     budget: Budget = BUDGET,
     stamps: dict[str, Any] | None = None,
@@ -125,7 +125,7 @@ def exact_match(
     model.eval()
     try:
         samples = islice(usable(asked, rejected), limit)
-        for answered in answers(model, facts, encoder, samples, max_tokens, budget, rejected):
+        for answered in answers(model, facts, encoder, samples, max_new_tokens, budget, rejected):
             tally.add(answered)
             if progress is not None:
                 progress(tally.questions)
@@ -145,7 +145,7 @@ def exact_match(
         rejected=dict(rejected),
         given=tally.given,
         cut=tally.cut,
-        max_tokens=max_tokens,
+        max_new_tokens=max_new_tokens,
         seconds=time.monotonic() - begin,
         stamps=stamps or {},
         samples=tuple(shown(answered) for answered in tally.shown()),
@@ -203,18 +203,18 @@ def score(correct: int, questions: int) -> Score:
 
 
 def answers(
-    model: Model, facts: Facts, encoder: Encoder, samples: Iterable[Sample], max_tokens: int, budget: Budget, rejected: Counter[str]
+    model: Model, facts: Facts, encoder: Encoder, samples: Iterable[Sample], max_new_tokens: int, budget: Budget, rejected: Counter[str]
 ) -> Iterator[Answered]:
     """Greedy answers, in order of pictures within windows. A sample without a usable prompt is counted in `rejected`."""
-    sampling = Sampling(max_tokens=max_tokens)
-    for round in rounds(samples, Prompts(encoder, facts.image), max_tokens, budget, facts.longest, rejected):
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    for round in rounds(samples, Prompts(encoder, facts.image), max_new_tokens, budget, facts.longest, rejected):
         made = generate(model, facts, [prompt for _, prompt in round], sampling, encoder.stop_ids)
         for (sample, _), answer in zip(round, made, strict=True):
             yield Answered(sample, encoder.decode(answer.tokens), answer.finish == "length")
 
 
 def rounds(
-    samples: Iterable[Sample], prompts: Prompts, max_tokens: int, budget: Budget, longest: int, rejected: Counter[str]
+    samples: Iterable[Sample], prompts: Prompts, max_new_tokens: int, budget: Budget, longest: int, rejected: Counter[str]
 ) -> Iterator[list[tuple[Sample, Document]]]:
     """Prompts that are answered together: their cache has room for at most `budget.tokens`, and their pictures, each counted
     once, have at most `budget.patches`. A prompt that is larger than that is a round of its own."""
@@ -231,7 +231,7 @@ def rounds(
             continue
         wider = max(longest_prompt, len(prompt.tokens_T))
         more = patches | {image.key: image.grid.patches for image in prompt.images}
-        if round and ((len(round) + 1) * (wider + max_tokens) > budget.tokens or sum(more.values()) > budget.patches):
+        if round and ((len(round) + 1) * (wider + max_new_tokens) > budget.tokens or sum(more.values()) > budget.patches):
             yield round
             round, wider, more = [], len(prompt.tokens_T), {image.key: image.grid.patches for image in prompt.images}
         round.append((sample, prompt))

@@ -52,7 +52,7 @@ class Result(Settings):
     given: int = 0  # answers before the last question of a sample: shown to the model, not asked
     also_learned: int = 0  # questions that the recipe's stages train on, answer and all
     cut: int  # answers that reached the limit of tokens before they ended
-    max_tokens: int  # that limit
+    max_new_tokens: int  # that limit
     seconds: float  # wall time of asking
     stamps: dict[str, Any]  # checkpoint, data, hardware, commit: given by the caller
     samples: tuple[Asked, ...]  # some questions, drawn without looking at their answers

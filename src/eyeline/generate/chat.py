@@ -126,7 +126,7 @@ class Talk:
     def _fitting(self, asked: tuple[Message, ...]) -> tuple[tuple[Message, ...], Document]:
         """The conversation without its oldest exchanges, as many as it takes to leave room for an answer, and its prompt."""
         longest = self.facts.longest
-        room = min(self.sampling.max_tokens, longest // 4)
+        room = min(self.sampling.max_new_tokens, longest // 4)
         while True:
             try:
                 prompt = self.prompts.prompt(asked)
@@ -157,9 +157,9 @@ class Talk:
 
     def _cut(self, prompt: Document) -> str:
         """Why an answer ended before its end."""
-        if len(prompt.tokens_T) + self.sampling.max_tokens > self.facts.longest:
+        if len(prompt.tokens_T) + self.sampling.max_new_tokens > self.facts.longest:
             return f"The answer is cut at the end of the model's context ({self.facts.longest:,} tokens)."
-        return f"The answer is cut after {self.sampling.max_tokens} tokens. --max-tokens allows longer ones."
+        return f"The answer is cut after {self.sampling.max_new_tokens} tokens. --max-new-tokens allows longer ones."
 
     def forget(self) -> None:
         self.messages, self.waiting, self.full = (), (), False

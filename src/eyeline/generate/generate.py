@@ -17,7 +17,7 @@ from eyeline.data.text.tokenizer import Encoder
 from eyeline.generate.sampling import Sampling, next_tokens
 from eyeline.models import Model
 
-Finish = Literal["stop", "length"]  # "length": cut at max_tokens, or at the end of the model's positions
+Finish = Literal["stop", "length"]  # "length": cut at max_new_tokens, or at the end of the model's positions
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def draw(
     if max(lengths) >= facts.longest:
         raise Refused(f"a prompt has {max(lengths)} tokens, and the model's context holds {facts.longest} with the answer. Shorten it")
     device = next(model.parameters()).device
-    limits = [min(sampling.max_tokens, facts.longest - length) for length in lengths]
+    limits = [min(sampling.max_new_tokens, facts.longest - length) for length in lengths]
     cache = model.new_cache(len(prompts), max(length + limit for length, limit in zip(lengths, limits, strict=True)))
     logits_LV = model(batch_of(prompts, None, next_tokens=True).to(device), cache)
     # the position of each answer's first token: visual tokens may share positions

@@ -17,7 +17,7 @@ from eyeline.core.settings import NotNegative, Positive, Settings
 class Sampling(Settings):
     """How answers are made. The defaults are greedy."""
 
-    max_tokens: Positive = 256  # longest answer
+    max_new_tokens: Positive = 256  # of an answer, which is cut there
     temperature: Annotated[float, Field(ge=0)] = 0.0  # 0: always the most probable token
     top_k: NotNegative = 0  # only the k most probable tokens; 0: all
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # only the most probable tokens that together reach p

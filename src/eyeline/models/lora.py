@@ -3,6 +3,7 @@
 Dims: T tokens  r rank  in, out: widths of the wrapped layer
 """
 
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 import torch
@@ -21,7 +22,7 @@ class LoRA(Settings):
     rank: Positive
     alpha: PositiveFloat  # the update is scaled by alpha / rank
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapter's input, in training
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]  # short names of the part's linear layers
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]  # linear layers of the part: q_proj … down_proj
 
 
 class LoRALinear(Linear):
@@ -51,19 +52,28 @@ class LoRALinear(Linear):
         return super().count(tally, reached, rows) or raised
 
 
+def targets_of(facts: Facts, part: Part) -> dict[str, str]:
+    """The pattern of each linear layer of a part, by the name that a recipe calls it: `q_proj` … `down_proj`."""
+    return {f"{name}_proj": pattern for name, pattern in facts.linears.get(part, {}).items()}
+
+
+def unknown_target(target: str, known: Collection[str]) -> str:
+    """What to say of a target that a part does not have."""
+    if f"{target}_proj" in known:
+        return f"{target!r} is called '{target}_proj' here."
+    return f"there is no linear layer {target!r}.{nearest(target, list(known))} There are {', '.join(known)}, or the word all-linear."
+
+
 def wrap(model: nn.Module, facts: Facts, part: Part, lora: LoRA, rng: torch.Generator) -> list[str]:
     """Put adapters on the targeted linear layers of one part, and only of that part; return the names of those layers.
 
     Raises Refused for a target that the part does not have. Layers that nothing depends on (`facts.unused`) get none.
     """
-    known = facts.linears[part]
+    known = targets_of(facts, part)
     targets = tuple(known) if lora.targets == "all-linear" else lora.targets
     for target in targets:
         if target not in known:
-            raise Refused(
-                f"LoRA target {target!r} names no linear layer of {part}; known: {', '.join(known)}, or the word all-linear."
-                + nearest(target, list(known))
-            )
+            raise Refused(f"LoRA targets of {part}: {unknown_target(target, known)}")
     patterns = [known[target] for target in targets]
     wrapped = []
     for name, module in list(model.named_modules()):

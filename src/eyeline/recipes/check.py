@@ -14,7 +14,7 @@ from rich.text import Text
 from eyeline.bundle.bundle import Bundle, classes, read_description
 from eyeline.checkpoint.store import newest_state
 from eyeline.core.batch import Sample
-from eyeline.core.errors import Refused, nearest
+from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts
 from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
@@ -31,13 +31,14 @@ from eyeline.data.sources.unread import unread
 from eyeline.models import build, family_of
 from eyeline.models import facts as facts_of
 from eyeline.models.flops import Arithmetic, count
+from eyeline.models.lora import targets_of, unknown_target
 from eyeline.models.moe import Bias
 from eyeline.recipes.device import device_report
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, picture_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.start import description, refuse_another_recipe, refuse_changed_data
-from eyeline.train.trainable import prepare
+from eyeline.train.trainable import checkpointed, prepare
 
 
 class Finding(NamedTuple):
@@ -322,13 +323,13 @@ def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
         if part not in facts.parts:
             yield f"{where}: trains {part}, and the model has {', '.join(facts.parts)}"
         elif isinstance(trained, Adapted) and not isinstance(trained.targets, str):
-            known = list(facts.linears.get(part, {}))
+            known = targets_of(facts, part)
             for target in trained.targets:
                 if target not in known:
-                    yield f"{where}: {part} has no linear layers called {target!r}.{nearest(target, known)} It has {', '.join(known)}"
-    for part in stage.recompute:
+                    yield f"{where}.trains.{part}.targets: {unknown_target(target, known)}"
+    for part in checkpointed(stage, facts):
         if part not in facts.blocks:
-            yield f"{where}: recompute names {part}, which has no blocks; {', '.join(facts.blocks)} have"
+            yield f"{where}: gradient_checkpointing names {part}, which has no blocks; {', '.join(facts.blocks)} have"
     if stage.experts is not None and facts.experts is None:
         yield f"{where}: experts says how experts are balanced, and the model has none; leave it out"
     if isinstance(stage.experts, Bias) and "language" not in stage.trains:
@@ -340,10 +341,10 @@ def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
     tokens, patches = sum(unit.tokens for unit in smallest), sum(unit.grid.patches for unit in smallest)
     if facts.longest <= tokens:
         yield f"{where}: a picture has {tokens} tokens, and the language model was made for {facts.longest} positions"
-    if batch.patches < patches:
-        yield f"{where}: batch.patches={batch.patches} cannot hold one picture, which has {patches} patches"
-    if batch.tokens <= tokens:
-        yield f"{where}: batch.tokens={batch.tokens} cannot hold one picture ({tokens} tokens) with any text"
+    if batch.max_patches < patches:
+        yield f"{where}: batch.max_patches={batch.max_patches} cannot hold one picture, which has {patches} patches"
+    if batch.max_tokens <= tokens:
+        yield f"{where}: batch.max_tokens={batch.max_tokens} cannot hold one picture ({tokens} tokens) with any text"
 
 
 def folder_problems(folder: Path) -> Iterator[str]:
@@ -411,7 +412,7 @@ def evaluation_warnings(run: Run) -> Iterator[str]:
 
 
 def _share_kinds(a: Source, b: Source) -> bool:
-    return a.kinds is None or b.kinds is None or bool(set(a.kinds) & set(b.kinds))
+    return a.categories is None or b.categories is None or bool(set(a.categories) & set(b.categories))
 
 
 def data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
@@ -429,7 +430,7 @@ def data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
 
 def _longer(report: DataReport) -> str:
     return (
-        ", give too_long ones a larger batch.tokens (up to the model's positions) or too_long: shrink"
+        ", give too_long ones a larger batch.max_tokens (up to the model's positions) or overlong: drop_turns"
         if "too_long" in report.rejects
         else ""
     )

@@ -116,7 +116,7 @@ def blocks(found: StageData) -> Iterator[Block]:
     yield from _histograms(report)
     batch = found.batch
     yield Heading("Batches", part=True)
-    yield Line(f"one step: {batch.micro_batches} × up to {batch.tokens:,} tokens and {batch.patches:,} patches")
+    yield Line(f"one step: {batch.packs_per_step} × up to {batch.max_tokens:,} tokens and {batch.max_patches:,} patches")
     yield from _budgets(found)
     yield Heading("Invalid and unusual samples", part=True)
     yield from _odd(report)
@@ -215,13 +215,13 @@ def _budgets(found: StageData) -> Iterator[Block]:
         return
     names = [f"{p.budget.tokens:,}" + (" (now)" if n == 0 else "") for n, p in enumerate(report.budgets)]
     rows = tuple((name, *_packing(p)) for name, p in zip(names, report.budgets, strict=True))
-    yield Grid(("batch.tokens", "patches", "samples", "padding", "patches used", "too long"), rows)
-    yield Line("padding: unused token positions; too long: samples over batch.tokens, batch.patches or the model's context length")
+    yield Grid(("batch.max_tokens", "patches", "samples", "padding", "patches used", "too long"), rows)
+    yield Line("padding: unused token positions; too long: samples over batch.max_tokens, batch.max_patches or the model's context length")
     now, *others = report.budgets
     if now.settled and now.waste > MUCH_WASTE:
-        why = "batch.patches is full long before" if now.filled > 1 - MUCH_WASTE else "samples are long for it, and few fit together"
+        why = "batch.max_patches is full long before" if now.filled > 1 - MUCH_WASTE else "samples are long for it, and few fit together"
         remedy = "" if others else ". `eyeline data` tries other sizes"
-        yield Line(f"{percent(now.waste)} of batch.tokens is padding: {why}{remedy}", warns=True)
+        yield Line(f"{percent(now.waste)} of batch.max_tokens is padding: {why}{remedy}", warns=True)
     if found.flops:
         packs = [packing.load.packs for packing in report.budgets]
         costs = [(*(flops.by_part[part] for part in PARTS), flops.total) for flops in found.flops]
@@ -229,7 +229,7 @@ def _budgets(found: StageData) -> Iterator[Block]:
         yield Grid(("FLOPs per batch", *PARTS, "all"), tuple(rows))
         yield Line("FLOPs per batch: forward and backward passes as the stage trains, without recomputation")
     if report.epoch:
-        steps = report.epoch.visits * now.load.packs / max(now.load.sample, 1) / found.batch.micro_batches
+        steps = report.epoch.visits * now.load.packs / max(now.load.sample, 1) / found.batch.packs_per_step
         yield Line(f"1 epoch ≈ {steps:,.0f} steps with the batch as it is")
     best = suggested(report.budgets)
     if best is not None and others:
@@ -257,8 +257,8 @@ def suggestion(best: Packing, packings: Sequence[Packing], batch: Batching) -> s
     if best is packings[0]:
         return f"suggested: the batch as it is ({why})"
     now, then = (p.load.token / p.load.packs for p in (packings[0], best))  # real tokens of a micro-batch: a step keeps about as many
-    micro_batches = max(round(now * batch.micro_batches / then), 1)
-    line = f"batch: {{tokens: {best.budget.tokens}, patches: {best.budget.patches}, micro_batches: {micro_batches}}}"
+    micro_batches = max(round(now * batch.packs_per_step / then), 1)
+    line = f"batch: {{max_tokens: {best.budget.tokens}, max_patches: {best.budget.patches}, packs_per_step: {micro_batches}}}"
     return f"suggested, if the device has the memory: {line} ({why})"
 
 

@@ -60,7 +60,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
             found.bundle.encoder(),
             asked,
             prior,
-            max_tokens=run.evaluation.max_tokens,
+            max_new_tokens=run.evaluation.max_new_tokens,
             limit=limit,
             stamps={"checkpoint": found.checkpoint.folder.name, "data": [s.path for s in run.evaluation.sources], **environment(here)},
             progress=lambda done: bar.update(task, completed=done),

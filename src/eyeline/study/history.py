@@ -89,9 +89,9 @@ class Origin(Line):
 
 
 class BatchSize(Line):
-    tokens: int
-    patches: int
-    micro_batches: int
+    max_tokens: int
+    max_patches: int
+    packs_per_step: int
 
 
 class StageStart(Line):

@@ -215,8 +215,8 @@ def trained(start: StageStart, steps: Sequence[Step]) -> dict[str, str]:
     shown |= {f"data {n}" if len(start.sources) > 1 else "data": source(one) for n, one in enumerate(start.sources, 1)}
     shown |= {f"validation data {n}" if len(own) > 1 else "validation data": source(one) for n, one in enumerate(own, 1)}
     batch = start.batch
-    times = f"{batch.micro_batches} × " if batch.micro_batches > 1 else ""
-    shown["batch"] = f"{times}up to {batch.tokens:,} tokens and {batch.patches:,} patches"
+    times = f"{batch.packs_per_step} × " if batch.packs_per_step > 1 else ""
+    shown["batch"] = f"{times}up to {batch.max_tokens:,} tokens and {batch.max_patches:,} patches"
     planned = f"{start.steps:,}" + (f" ({counted(start.epochs, 'epoch')})" if start.epochs else "")
     done = f"{len(steps):,} of {planned}" if len(steps) != start.steps else planned
     epoch = "" if steps[-1].epoch is None or start.epochs else f", {steps[-1].epoch:.2f} epochs"
@@ -273,7 +273,7 @@ def evaluated(evaluation: Result | str | None) -> list[str]:
         (kind or "no kind", f"{score.questions:,}", percent(score.accuracy), percent(guess.accuracy) if guess else "–")
         for kind, score, guess in rows
     ]
-    notes = [f"Text-only baseline: {blind.how}", f"Answers cut at {evaluation.max_tokens} tokens: {evaluation.cut}."]
+    notes = [f"Text-only baseline: {blind.how}", f"Answers cut at {evaluation.max_new_tokens} tokens: {evaluation.cut}."]
     made = [f"{name} {evaluation.stamps[name]}" for name in ("checkpoint", "commit", "hardware") if evaluation.stamps.get(name)]
     notes += [" · ".join(made)] if made else []
     if evaluation.rejected:

@@ -44,9 +44,9 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def display(console: Console, log_every: int) -> Display:
-    """The live display if the console is a terminal, else lines; both print a line every `log_every` steps."""
-    return Terminal(console, log_every) if console.is_terminal else Lines(log_every)
+def display(console: Console, logging_steps: int) -> Display:
+    """The live display if the console is a terminal, else lines; both print a line every `logging_steps` steps."""
+    return Terminal(console, logging_steps) if console.is_terminal else Lines(logging_steps)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
         if home.encoder.template.notice:
             say(home.encoder.template.notice)
         say(f"checkpoints: {saves(run)}")
-        show, tally = display(console, run.log_every), Tally()
+        show, tally = display(console, run.logging_steps), Tally()
         stop = StopSignal(show.stopping)
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
         try:
@@ -110,7 +110,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
 def saves(run: Run) -> str:
     """When checkpoints are written, in words."""
     times = [f"every {run.save_minutes:g} minutes (save_minutes)"] if run.save_minutes else []
-    times += [f"every {run.save_every:,} steps (save_every)"] if run.save_every else []
+    times += [f"every {run.save_steps:,} steps (save_steps)"] if run.save_steps else []
     return ", ".join([*times, "at the end of each stage, and when a signal stops the run"])
 
 
@@ -149,7 +149,7 @@ def train_stage(
             load_state_tensors(optimizers, tensors, checkpoint.state.get("without_state", unsaid), str(checkpoint.folder))
         seed = seed_for(run.seed, "stage", state.stage)
         reader = reader_of(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest, arithmetic.cost(), notify=show.status)
-        steps = stage.steps or count_steps(reader, stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
+        steps = stage.steps or count_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
         if state.step >= steps:
             raise Refused(
                 f"stage {stage.name} is to have {steps} steps and has done {state.step} already; give it more, or leave it as it was"
@@ -168,11 +168,11 @@ def train_stage(
 
     model.train()
     saved_at, first = clock.now(), state.step + 1
-    arriving = training_steps(reader, stage.batch.budget, stage.batch.micro_batches, stage.epochs, state.data)
+    arriving = training_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs, state.data)
     for micro_batches, data_state, imbalance, epoch in timed(arriving, clock):
         set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
         with clock.spending("compute"), deterministic_or_refused():
-            report = update(model, optimizers, micro_batches, clip=stage.clip, seed=run.seed, step=state.global_step)
+            report = update(model, optimizers, micro_batches, max_grad_norm=stage.max_grad_norm, seed=run.seed, step=state.global_step)
         if report.outcome == "not finite":
             keep_evidence(home, state, report, micro_batches)
         state = replace(
@@ -187,7 +187,7 @@ def train_stage(
         if ended:
             check_rejects_at_end(reader, data_state)  # before it is saved: a stage that must not end like this has not ended
         better = False
-        if run.validate_every and reader.validates and (state.step % run.validate_every == 0 or ended):
+        if run.validation_steps and reader.validates and (state.step % run.validation_steps == 0 or ended):
             show.status("validating")
             with clock.spending("validation"):
                 loss, labels = validate(model, validation_batches(reader, stage.batch.budget))
@@ -195,10 +195,10 @@ def train_stage(
             state = replace(state, best=loss if better else state.best)
             write_validation(home, stage, state, loss, labels, show)
             tally.validated(stage.name, state.step, loss, state.best)
-        over = state.not_finite > run.not_finite_budget
+        over = state.not_finite > run.max_nonfinite_steps
         leaving = ended or over or stop.asked is not None  # read once: a signal after this line is for the next step
         due = run.save_minutes is not None and clock.now() - saved_at >= 60 * run.save_minutes
-        if leaving or better or due or (run.save_every and state.step % run.save_every == 0):
+        if leaving or better or due or (run.save_steps and state.step % run.save_steps == 0):
             show.status("saving a checkpoint")
             with clock.spending("checkpoint"), fitting(f"the checkpoint of step {state.global_step}"):
                 save(run, home, model, optimizers, stage, state, ended=ended, best=better)
@@ -227,13 +227,14 @@ def train_stage(
         tally.step(figures)
         if over:
             raise NotFinite(
-                f"{state.not_finite} steps had a loss or gradient that is not finite, more than not_finite_budget={run.not_finite_budget}. "
+                f"{state.not_finite} steps had a loss or gradient that is not finite, more than "
+                f"max_nonfinite_steps={run.max_nonfinite_steps}. "
                 f"None was applied; what they were made of is in {home.folder / 'not_finite'}. Look at those samples, or lower the "
                 "learning rate."
             )
         if leaving:
             return
-    forget_step_count(reader, stage.batch.budget, stage.batch.micro_batches, stage.epochs or 0)
+    forget_step_count(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
     raise StorageFailed(
         f"the data of stage {stage.name} ended after {state.step} steps, and {steps} were counted: files or pictures have changed since. "
         "Put them back as they were, and give the same command again: it goes on from the last checkpoint"
@@ -244,7 +245,7 @@ def timed(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
     """The same items, with the time until each arrives counted as data wait."""
     iterator = iter(arriving)
     while True:
-        with clock.spending("data_wait"), fitting("a batch (of batch.tokens and batch.patches)"):
+        with clock.spending("data_wait"), fitting("a batch (of batch.max_tokens and batch.max_patches)"):
             item = next(iterator, None)
         if item is None:
             return
@@ -276,7 +277,7 @@ def save(run: Run, home: Home, model: nn.Module, optimizers: list, stage: Stage,
             "without_state": [] if ended else without_state(optimizers),
             "progress": vars(progress),
         },
-        keep_last=run.keep_last,
+        save_total_limit=run.save_total_limit,
         best=best,
         fixed={"frozen": f"stage {state.stage} of {home.id}"},
     )

@@ -26,8 +26,8 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
     chosen = run.stages[number]
     if chosen.data.prepared is not None:
         raise Refused(f"stage {chosen.name} reads {chosen.data.prepared}, which is prepared already. Leave data.prepared out")
-    if chosen.steps is not None and epochs > 1 and chosen.data.blend == "shares":
-        raise Refused("with blend: shares each source has epochs of its own, so --epochs has no meaning. Leave it out")
+    if chosen.steps is not None and epochs > 1 and chosen.data.mix == "interleave":
+        raise Refused("with mix: interleave each source has epochs of its own, so --epochs has no meaning. Leave it out")
     strangers = sorted({p.name for p in folder.iterdir() if not p.name.startswith(".")} - KNOWN) if folder.is_dir() else []
     if strangers:
         raise Refused(f"{folder} holds {', '.join(strangers[:5])}, which `eyeline prepare` did not write. Choose another folder")
@@ -37,7 +37,7 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
     with sole_owner(folder):
         data = chosen.data.model_copy(update={"cache": chosen.data.cache or str(folder / INDEXES)})
         reader = reader_of(data, bundle.encoder(), facts.image, seed_for(run.seed, "stage", number), longest=facts.longest)
-        packs = chosen.steps * chosen.batch.micro_batches if chosen.steps is not None and data.blend == "shares" else None
+        packs = chosen.steps * chosen.batch.packs_per_step if chosen.steps is not None and data.mix == "interleave" else None
         if run.model.config is not None and run.model.tokenizer is None:
             save_tokenizer(bundle.tokenizer, folder / TOKENIZER)
         made = pack_offline(reader, chosen.batch.budget, folder, packs=packs, epochs=epochs, quality=quality)

@@ -11,7 +11,8 @@ from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Part
 from eyeline.core.problems import lines_of
-from eyeline.core.settings import NotNegative, PathText, Positive, PositiveFloat, Settings
+from eyeline.core.settings import NotNegative, NotNegativeFloat, PathText, Positive, PositiveFloat, Settings
+from eyeline.core.words import percent
 from eyeline.core.yaml_text import read_yaml, write_yaml
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
@@ -19,7 +20,7 @@ from eyeline.models import Config
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Balance
 from eyeline.train.optim import AdamW, Optimizer
-from eyeline.train.schedule import Cosine, Schedule
+from eyeline.train.schedule import WSD, Cosine, Schedule
 
 
 class Full(Settings):
@@ -40,15 +41,15 @@ Trained = Annotated[Full | Adapted, Field(discriminator="how")]
 
 
 class Batching(Settings):
-    """The size of a step: `micro_batches` micro-batches, each filled up to `tokens` and `patches`."""
+    """The size of a step: `packs_per_step` packs (micro-batches), each filled up to `max_tokens` and `max_patches`."""
 
-    tokens: Positive
-    patches: NotNegative
-    micro_batches: Positive = 1
+    max_tokens: Positive
+    max_patches: NotNegative
+    packs_per_step: Positive = 1  # over all devices; on one device it is what is called gradient accumulation steps elsewhere
 
     @property
     def budget(self) -> Budget:
-        return Budget(self.tokens, self.patches)
+        return Budget(self.max_tokens, self.max_patches)
 
 
 class Stage(Settings):
@@ -68,9 +69,10 @@ class Stage(Settings):
     batch: Batching
     optimizer: Optimizer = AdamW()
     schedule: Schedule = Cosine()
-    clip: PositiveFloat | None = 1.0  # the norm that gradients are scaled down to; null: never
+    max_grad_norm: NotNegativeFloat | None = 1.0  # the norm that gradients are clipped to; null or 0: never
     experts: Balance | None = None  # how experts are balanced; null: not at all
-    recompute: tuple[Part, ...] = ()  # parts whose blocks are run again in the backward pass instead of kept
+    # recompute the blocks' activations in the backward pass in place of keeping them: true, false, or the parts where to
+    gradient_checkpointing: bool | tuple[Part, ...] = False
 
     @model_validator(mode="after")
     def _one_length(self) -> "Stage":
@@ -79,8 +81,12 @@ class Stage(Settings):
             if self.steps is None:
                 raise ValueError(f"neither steps nor epochs is given. Give one of them, such as {name}.steps=1000")
             raise ValueError(f"both steps and epochs are given. Remove one: {name}.steps=null or {name}.epochs=null")
-        if self.epochs is not None and self.data.blend == "shares":
-            raise ValueError("with blend: shares each source has epochs of its own, so epochs has no meaning for the stage. Give steps")
+        if self.epochs is not None and self.data.mix == "interleave":
+            raise ValueError("with mix: interleave each source has epochs of its own, so epochs has no meaning for the stage. Give steps")
+        warmup, decay = self.schedule.warmup_steps, self.schedule.decay_ratio if isinstance(self.schedule, WSD) else 0.0
+        if self.steps is not None and warmup is not None and warmup + round(decay * self.steps) > self.steps:
+            after = f" and a decay over {percent(decay)} of the steps" if decay else ""
+            raise ValueError(f"schedule: {warmup:,} steps of warm-up{after} do not fit the stage's steps={self.steps}. Lower warmup_steps")
         return self
 
 
@@ -111,7 +117,7 @@ class Evaluation(Settings):
     """What `eyeline eval` asks: every question of `sources`, answered greedily and compared word for word."""
 
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
-    max_tokens: Positive = 32  # longest answer
+    max_new_tokens: Positive = 32  # of an answer, which is cut there
 
     @model_validator(mode="after")
     def _once(self) -> "Evaluation":
@@ -141,12 +147,12 @@ class Run(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False  # only algorithms that give the same bits every time; on a GPU others are faster
     threads: Positive | None = None  # CPU threads; torch's own choice when not given
-    log_every: Positive = 10  # steps between lines where the screen is not a terminal
-    validate_every: Positive | None = None  # steps; also at the end of a stage. None: never
-    save_every: Positive | None = None  # steps; a checkpoint at the end of every stage is always written
+    logging_steps: Positive = 10  # steps between lines where the screen is not a terminal
+    validation_steps: Positive | None = None  # steps; also at the end of a stage. None: never
+    save_steps: Positive | None = None  # steps; a checkpoint at the end of every stage is always written
     save_minutes: PositiveFloat | None = 30.0  # minutes between checkpoints, by the clock; null: by steps alone
-    keep_last: Positive = 2  # checkpoints beside the best one
-    not_finite_budget: NotNegative = 5  # steps that may be dropped because a loss or gradient is not finite
+    save_total_limit: Positive = 2  # checkpoints beside the best one
+    max_nonfinite_steps: NotNegative = 5  # steps that may be dropped because a loss or gradient is not finite
 
     @field_validator("out")
     @classmethod
@@ -170,8 +176,8 @@ class Run(Settings):
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages need names of their own, got {names}")
-        if self.validate_every and not any(s.data.hold_out or s.data.validation for s in self.stages):
-            raise ValueError("validate_every is set, but no stage has data.hold_out or data.validation to validate on")
+        if self.validation_steps and not any(s.data.validation_fraction or s.data.validation for s in self.stages):
+            raise ValueError("validation_steps is set, but no stage has data.validation_fraction or data.validation to validate on")
         return self
 
 
@@ -200,16 +206,16 @@ MAY_CHANGE = (
     "device",
     "deterministic",
     "threads",
-    "log_every",
-    "validate_every",
-    "save_every",
+    "logging_steps",
+    "validation_steps",
+    "save_steps",
     "save_minutes",
-    "keep_last",
-    "not_finite_budget",
+    "save_total_limit",
+    "max_nonfinite_steps",
     "evaluation",
     "stages.*.steps",
     "stages.*.epochs",
-    "stages.*.recompute",
+    "stages.*.gradient_checkpointing",
     *(f"stages.*.data.{name}" for name in ("workers", "read_ahead", "decode_timeout", "read_timeout", "read_retries")),
     "stages.*.data.cache",
     "stages.*.data.prepared",

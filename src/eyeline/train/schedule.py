@@ -1,48 +1,77 @@
-"""Learning-rate schedules: pure functions from a step to a factor between `floor` and 1."""
+"""Learning-rate schedules: pure functions from a step to a factor between `min_lr_ratio` and 1."""
 
 import math
-from typing import Annotated, Literal, assert_never
+from typing import Annotated, Any, Literal, Self, assert_never
 
 from pydantic import Field, model_validator
 
-from eyeline.core.settings import Settings, Share
+from eyeline.core.settings import NotNegative, Settings, Share
 
 
-class Constant(Settings):
+class _Warmup(Settings):
+    """How the rate rises from 0 to 1: over a share of the stage's steps, or over a number of them."""
+
+    warmup_ratio: Share | None = 0.03  # of the stage's steps
+    warmup_steps: NotNegative | None = None  # or so many steps
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_alone(cls, values: Any) -> Any:
+        """Where steps are given the ratio has no default."""
+        if isinstance(values, dict) and values.get("warmup_steps") is not None and "warmup_ratio" not in values:
+            return values | {"warmup_ratio": None}
+        return values
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if (self.warmup_ratio is None) == (self.warmup_steps is None):
+            got = "neither is given" if self.warmup_steps is None else "both are given"
+            raise ValueError(f"warmup_ratio and warmup_steps say the same, and {got}. Give one of them (warmup_steps: 0 for none)")
+        return self
+
+    def steps_of_warmup(self, steps: int) -> int:
+        """The steps of warm-up of a stage of `steps`."""
+        if self.warmup_steps is not None:
+            return min(self.warmup_steps, steps)
+        assert self.warmup_ratio is not None
+        return round(self.warmup_ratio * steps)
+
+
+class Constant(_Warmup):
     """Warm-up, then 1."""
 
     kind: Literal["constant"] = "constant"
-    warmup: Share = 0.0  # share of the stage's steps that rise linearly from 0
+    warmup_ratio: Share | None = 0.0
 
 
-class Linear(Settings):
-    """Warm-up, then a straight line down to `floor`."""
+class Linear(_Warmup):
+    """Warm-up, then a straight line down to `min_lr_ratio`."""
 
     kind: Literal["linear"] = "linear"
-    warmup: Share = 0.03
-    floor: Share = 0.0
+    min_lr_ratio: Share = 0.0  # of the full rate
 
 
-class Cosine(Settings):
-    """Warm-up, then half a cosine down to `floor` (Loshchilov and Hutter 2017, without restarts)."""
+class Cosine(_Warmup):
+    """Warm-up, then half a cosine down to `min_lr_ratio` (Loshchilov and Hutter 2017, without restarts)."""
 
     kind: Literal["cosine"] = "cosine"
-    warmup: Share = 0.03
-    floor: Share = 0.0
+    min_lr_ratio: Share = 0.0
 
 
-class WSD(Settings):
-    """Warm-up, stable, decay (Hu et al. 2024): 1 until the last `decay` share of the steps, then straight down to `floor`."""
+class WSD(_Warmup):
+    """Warm-up, stable, decay (Hu et al. 2024): 1 until the last `decay_ratio` of the steps, then straight down to `min_lr_ratio`."""
 
     kind: Literal["wsd"] = "wsd"
-    warmup: Share = 0.03
-    decay: Share = 0.2
-    floor: Share = 0.0
+    decay_ratio: Share = 0.2
+    min_lr_ratio: Share = 0.0
 
     @model_validator(mode="after")
     def _fits(self) -> "WSD":
-        if self.warmup + self.decay > 1:
-            raise ValueError(f"warmup {self.warmup:g} and decay {self.decay:g} are shares of the same steps and add up to more than 1")
+        if self.warmup_ratio is not None and self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError(
+                f"warmup_ratio {self.warmup_ratio:g} and decay_ratio {self.decay_ratio:g} are shares of the same steps and add up to "
+                "more than 1. Lower one of them"
+            )
         return self
 
 
@@ -53,22 +82,22 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
     """What the learning rate is multiplied by in `step` (0-based) of `steps`.
 
     Warm-up ends with the full rate: its k-th of n steps has (k + 1) / n, so that no step has a rate of zero. What follows
-    it goes from 1 in its first step towards `floor`, which would be reached one step after the last.
+    it goes from 1 in its first step towards `min_lr_ratio`, which would be reached one step after the last.
     """
-    rising = round(schedule.warmup * steps)
+    rising = schedule.steps_of_warmup(steps)
     if step < rising:
         return (step + 1) / rising
     done = (step - rising) / max(steps - rising, 1)  # share of the steps after warm-up that are behind us
     match schedule:
         case Constant():
             return 1.0
-        case Linear(floor=floor):
-            return 1.0 - (1.0 - floor) * done
-        case Cosine(floor=floor):
-            return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
-        case WSD(floor=floor, decay=decay):
+        case Linear(min_lr_ratio=least):
+            return 1.0 - (1.0 - least) * done
+        case Cosine(min_lr_ratio=least):
+            return least + (1.0 - least) * 0.5 * (1.0 + math.cos(math.pi * done))
+        case WSD(min_lr_ratio=least, decay_ratio=decay):
             falling = round(decay * steps)
             into = step - (steps - falling)
-            return 1.0 if into < 0 else 1.0 - (1.0 - floor) * into / falling
+            return 1.0 if into < 0 else 1.0 - (1.0 - least) * into / falling
         case _:
             assert_never(schedule)

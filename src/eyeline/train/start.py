@@ -35,7 +35,7 @@ from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
 from eyeline.train.environment import environment
 from eyeline.train.run import Full, Run, differences, from_yaml, to_yaml
-from eyeline.train.trainable import halved
+from eyeline.train.trainable import checkpointed, halved
 
 # What a start that was killed leaves beside the files that it was writing. Reports and evaluations are others' to clear away.
 _LEFTOVER = re.compile(r"\.(recipe\.yaml|env\.json|model)\.[0-9a-f]{8}\.tmp")
@@ -190,14 +190,16 @@ def onward(run: Run, folder: Path) -> str:
 def smaller(run: Run, home: Home, number: int) -> str:
     """What to do about too little memory in a stage."""
     stage = run.stages[number]
-    parts = [part for part in models.facts(home.bundle.config).blocks if part not in stage.recompute]
-    setting = shlex.quote(f"stages.{stage.name}.recompute=[{', '.join((*stage.recompute, *parts))}]")
+    facts = models.facts(home.bundle.config)
+    parts = set(facts.blocks) - set(checkpointed(stage, facts))
+    setting = f"stages.{stage.name}.gradient_checkpointing=true"
     again = f"To keep less in memory, add {setting} to the same command" if parts else ""
     saved = home.checkpoints.is_dir() and any(home.checkpoints.glob("step-*"))
     if saved:
         again += "; it resumes from the last checkpoint. " if parts else ""
-        return f"{again}Lower batch.tokens and batch.patches in a new run. {onward(run, home.folder)} stages.{stage.name}.batch.tokens=N"
-    lower = f"{again}{', or lower' if parts else 'Lower'} batch.tokens and batch.patches"
+        new = f"{onward(run, home.folder)} stages.{stage.name}.batch.max_tokens=N"
+        return f"{again}Lower batch.max_tokens and batch.max_patches in a new run. {new}"
+    lower = f"{again}{', or lower' if parts else 'Lower'} batch.max_tokens and batch.max_patches"
     return f"{lower}: no step was done yet" if _untouched(home.folder) else f"{lower}, with another out=: nothing has been saved yet"
 
 

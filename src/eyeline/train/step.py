@@ -43,7 +43,7 @@ def update(
     optimizers: list[torch.optim.Optimizer],
     micro_batches: Sequence[Batch],
     *,
-    clip: float | None,
+    max_grad_norm: float | None,
     seed: int,
     step: int,
 ) -> Report:
@@ -82,8 +82,8 @@ def update(
     # the one wait for the device in a step: a non-finite step must be decided before the optimizer touches its state
     loss_value, norm_value, finite, *routed = torch.stack(figures).tolist()
     if finite:
-        if clip is not None:
-            torch.nn.utils.clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], clip, norm)
+        if max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], max_grad_norm, norm)
         with fitting(f"the optimizer's state in step {step + 1}"):  # which it makes in its first step
             for optimizer in optimizers:
                 optimizer.step()

@@ -64,10 +64,10 @@ def stage_lines(record: dict[str, Any]) -> Iterator[str]:
     for source in record["validation"][:MOST_SOURCES]:
         yield f"validation data: {_said(source)}"
     batch = record["batch"]
-    times = f"{batch['micro_batches']} × " if batch["micro_batches"] > 1 else ""
-    patches = f" and {batch['patches']:,} patches" if batch["patches"] else ""
+    times = f"{batch['packs_per_step']} × " if batch["packs_per_step"] > 1 else ""
+    patches = f" and {batch['max_patches']:,} patches" if batch["max_patches"] else ""
     length = f"{record['steps']:,} steps" + (f" ({record['epochs']} epochs)" if record["epochs"] else "")
-    yield f"one step: up to {times}{batch['tokens']:,} tokens{patches}; {length}"
+    yield f"one step: up to {times}{batch['max_tokens']:,} tokens{patches}; {length}"
 
 
 def _said(source: dict[str, Any]) -> str:

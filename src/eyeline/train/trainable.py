@@ -58,6 +58,14 @@ def halved(run: Run, index: int = 0) -> set[Part]:
     return set(PARTS) - full if run.precision == "bf16" else set()
 
 
+def checkpointed(stage: Stage, facts: Facts) -> tuple[Part, ...]:
+    """The parts whose activations are recomputed in the backward pass."""
+    wanted = stage.gradient_checkpointing
+    if isinstance(wanted, bool):
+        return tuple(facts.blocks) if wanted else ()
+    return wanted
+
+
 def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[Part, LoRA]) -> list[Row]:
     """Make stage `index`'s parameters trainable and all others not, set which blocks are recomputed, and return the table.
     `adapters` are those on the model now.
@@ -86,7 +94,7 @@ def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[
         if not learns and part in half and parameter.ndim > 1:
             parameter.data = parameter.data.to(torch.bfloat16)
 
-    model.recompute(stage.recompute)
+    model.recompute(checkpointed(stage, facts))
     balance(model, stage.experts)
 
     rows = [_row(model, facts, stage, part) for part in PARTS if part in facts.parts]

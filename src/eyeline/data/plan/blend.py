@@ -22,7 +22,7 @@ from eyeline.data.plan.plan import Ordered
 from eyeline.data.plan.shard_index import ShardIndex
 from eyeline.data.plan.sizing import Sizing
 
-MIXED_ROWS = (2_048, 65_536)  # rows of the first window of a blend by shares, and of the largest: they double
+MIXED_ROWS = (2_048, 65_536)  # rows of the first window of `mix: interleave`, and of the largest: they double
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Side:
     """The rows to learn from, or those to validate on."""
 
     index: Index
-    hold_out: float  # share of the pictures that is held out; 0: all rows are on this side
+    validation_fraction: float  # share of the pictures that is held out; 0: all rows are on this side
     held_out: bool  # whether this side is what is held out
     _limits: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
@@ -42,13 +42,13 @@ class Side:
     def kept(self, source: int, shard: int) -> NDArray[np.bool_]:
         """Which rows of a shard are on this side."""
         index, settings = self.index.shard(source, shard), self.index.sources[source].source
-        kept = index.kept(settings.kinds)
+        kept = index.kept(settings.categories)
         if settings.limit is not None:
             kept = kept & (np.cumsum(kept) <= self._limited(source)[shard])
         return kept & self._side(index)
 
     def _side(self, index: ShardIndex) -> NDArray[np.bool_]:
-        return (index.drawn_R < self.hold_out) == self.held_out if self.hold_out else np.ones(len(index), bool)
+        return (index.drawn_R < self.validation_fraction) == self.held_out if self.validation_fraction else np.ones(len(index), bool)
 
     def _limited(self, source: int) -> list[int]:
         """How many rows of each of the first shards a limit leaves."""
@@ -59,7 +59,7 @@ class Side:
                 if left <= 0:
                     break
                 found.append(left)
-                left -= int(self.index.shard(source, shard).kept(settings.kinds).sum())
+                left -= int(self.index.shard(source, shard).kept(settings.categories).sum())
             self._limits[source] = found
         return self._limits[source]
 
@@ -189,7 +189,7 @@ def whole(pool: Pool, cursor: Cursor) -> tuple[Ordered, Cursor]:
 def blended(
     pools: Sequence[Pool], weights: Sequence[float], cursors: Sequence[Cursor], number: int, sizing: Sizing
 ) -> tuple[Ordered, tuple[Cursor, ...]]:
-    """Window `number` of a blend by shares, and the cursors behind it.
+    """Window `number` of `mix: interleave`, and the cursors behind it.
 
     Each image group is taken from the source that is furthest behind its share of the usable rows given so far; of equals, from the
     first. So after any number of rows each source has had its share, give or take an image group.

@@ -1,6 +1,6 @@
 """Sizes of rows under one budget: tokens, patches and costs, from the index of their shard. What cannot be used is rejected here.
 
-Rows that are too long are read from their source again, where some turns of them may still fit (`too_long: shrink`): besides making
+Rows that are too long are read from their source again, where some turns of them may still fit (`overlong: drop_turns`): besides making
 indexes, that is all that planning asks of the data.
 
 Dims: R rows of a shard  M media  N different sizes of media
@@ -20,7 +20,7 @@ from eyeline.data.images.patches import units_of
 from eyeline.data.plan.index import KEPT_OPEN, Index
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.shard_index import ShardIndex
-from eyeline.data.text.documents import Measured, TooLong, fitted, too_long
+from eyeline.data.text.documents import Measured, Overlong, fitted, too_long
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Sizing:
     index: Index
     budget: Budget
     longest: int  # tokens that one document may have: those of the budget, or fewer if the model has fewer positions
-    too_long: TooLong
+    overlong: Overlong
     cost: Cost
     _known: OrderedDict[tuple[int, int], Sized] = field(default_factory=OrderedDict, repr=False)
 
@@ -76,7 +76,7 @@ class Sizing:
             if row in rejects:
                 continue
             try:
-                if self.too_long == "reject":
+                if self.overlong == "reject":
                     raise too_long(int(tokens_R[row]), self.longest, int(patches_R[row]), self.budget.patches)
                 kept, size = self._read_again(index, source, shard, row)
             except BadSample as bad:
@@ -95,7 +95,7 @@ class Sizing:
     def _read_again(self, index: ShardIndex, source: int, shard: int, row: int) -> tuple[Sample, Measured]:
         """A row that is too long, read from its source and cut to the turns that fit. BadSample where none do."""
         sample = self.index.sources[source].read(index.place(shard, row))
-        return fitted(sample, index.sizes(row), self.longest, self.budget.patches, self.too_long, self.index.encoder, self.index.rule)
+        return fitted(sample, index.sizes(row), self.longest, self.budget.patches, self.overlong, self.index.encoder, self.index.rule)
 
     def _units(self, size: Any) -> tuple[Any, ...]:
         return units_of(size, self.index.rule) if self.index.rule else ()

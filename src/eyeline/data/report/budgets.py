@@ -159,7 +159,7 @@ def _windows(reader: Reader, pools: Sequence[Pool], sizing: Sizing) -> Iterator[
     if not all(pool.entries for pool in pools):
         return
     for number in count():
-        if reader.data.blend == "once":
+        if reader.data.mix == "concat":
             ordered, after = whole(pools[0], cursors[0])
             cursors = (after,)
         else:

@@ -147,7 +147,7 @@ class DataReport:
     sources: tuple[SourceFound, ...]
     training: int  # samples
     validation: int
-    epoch: Epoch | None  # None where sources are blended by shares, each with epochs of its own
+    epoch: Epoch | None  # None where sources are drawn in proportion (`mix: interleave`), each with epochs of its own
     exact: bool  # whether all were counted; of large data a part of the shards is, and the numbers of samples follow from their sizes
     looked: int  # rows whose index was read
     examined: int  # of them, those that were read, and whose pictures were decoded
@@ -429,7 +429,7 @@ def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], contents
 
 def _sources_found(reader: Reader, learning: Looked, judging: list[Looked], own: bool) -> tuple[tuple[SourceFound, ...], Epoch | None]:
     """The sources to learn from, then those to validate on where they are others; and an epoch of the first."""
-    blended = reader.data.blend == "shares"
+    blended = reader.data.mix == "interleave"
     usable = [len(learning.column("tokens", n)) for n in range(len(learning.counts))]
     looked = [sum(len(of) for (s, _), of in learning.numbers.items() if s == n) for n in range(len(learning.counts))]
     visits = [

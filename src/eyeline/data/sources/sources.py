@@ -39,17 +39,17 @@ class Source(Settings):
     layout: Name | None = None  # by default detected
     columns: dict[str, str] = Field(default={})  # where they have other names, ours: theirs: {image: photo, caption: meta.title}
     roles: dict[Role, str] = Field(default={})  # the same of who speaks: {assistant: bot}
-    kinds: tuple[str, ...] | None = None  # keep only samples of these kinds
+    categories: tuple[str, ...] | None = None  # keep only samples of these categories
     repeat: Positive = 1  # visits an epoch
     limit: Positive | None = None  # keep only the first so many
-    weight: PositiveFloat = 1.0  # its share, against the other sources', where they are blended by shares
+    weight: PositiveFloat = 1.0  # its share, against the other sources', with mix: interleave
 
 
 @dataclass(frozen=True)
 class Rows:
     """An opened source: a list of shards, each read in order, and any row by its place. Pickles small.
 
-    Every row is given, whatever `kinds` and `limit` say: they choose among what was read.
+    Every row is given, whatever `categories` and `limit` say: they choose among what was read.
     """
 
     source: Source
@@ -70,8 +70,8 @@ class Rows:
             yield place, None if isinstance(row, BadSample) else self.layout.kind(row), self._sample(place, row)
 
     def kept(self) -> Iterator[tuple[Place, str | None, Sample | BadSample]]:
-        """The rows that `kinds` and `limit` leave, as `rows_in` gives them, in order. A row that cannot be parsed is of every kind."""
-        kinds, left = self.source.kinds, self.source.limit
+        """The rows that `categories` and `limit` leave, as `rows_in` gives them, in order. A row that cannot be parsed is of every kind."""
+        kinds, left = self.source.categories, self.source.limit
         for shard in range(len(self.shards)):
             for place, kind, found in self.rows_in(shard):
                 if left == 0:

@@ -81,7 +81,7 @@ def unread(rows: Rows) -> Unread:
     """Look at some rows of a source."""
     found = _Found()
     for place, row in _some(rows):
-        if rows.source.kinds is None or rows.layout.kind(row) in rows.source.kinds:
+        if rows.source.categories is None or rows.layout.kind(row) in rows.source.categories:
             _look(found, rows, place, row)
     for counts in (found.columns, found.texts):
         for way in [way for way, count in counts.items() if not count.sure and 2 * count.rows <= found.looked]:

@@ -22,7 +22,7 @@ from eyeline.data.images.patches import units_of
 from eyeline.data.text.templates import Content, Control, Media
 from eyeline.data.text.tokenizer import Encoder
 
-TooLong = Literal["reject", "shrink"]
+Overlong = Literal["reject", "drop_turns"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +237,7 @@ def targeted(known: Tokenised) -> Tokenised:
 
 
 def fitted(
-    sample: Sample, sizes: Sequence[Size], tokens: int, patches: int, policy: TooLong, encoder: Encoder, rule: ImageRule | None
+    sample: Sample, sizes: Sequence[Size], tokens: int, patches: int, policy: Overlong, encoder: Encoder, rule: ImageRule | None
 ) -> tuple[Sample, Measured]:
     """The sample, or as many of its first exchanges as fit into `tokens` and `patches`, and its sizes.
 
@@ -257,7 +257,7 @@ def fitted(
     if fits(whole):
         return sample, whole
     ends = [n + 1 for n, m in enumerate(sample.messages) if m.role == "assistant"]
-    alone = ends[0] if policy == "shrink" and len(ends) > 1 else len(sample.messages)
+    alone = ends[0] if policy == "drop_turns" and len(ends) > 1 else len(sample.messages)
     size = measure_until(alone)
     if not fits(size):
         raise too_long(size.tokens, tokens, size.patches, patches, "it" if alone == len(sample.messages) else "its first exchange")
