@@ -190,13 +190,13 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/images/decode.py",
             "6: Pillow.Transpose.ROTATE_270",
             "6: Pillow.Transpose.ROTATE_90",
-            "data/test_zoo.py::test_a_turned_picture_is_upright_by_every_way",
+            "data/test_image_formats.py::test_a_turned_picture_is_upright_by_every_way",
         ),
         (
             "data/images/decode.py",
             "_orientation(image) >= 5",
             "_orientation(image) > 5",
-            "data/test_zoo.py::test_a_turned_picture_is_upright_by_every_way",
+            "data/test_image_formats.py::test_a_turned_picture_is_upright_by_every_way",
         ),
         (
             "core/facts.py",
@@ -204,7 +204,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "return max(cell, math.ceil(height / by / cell) * cell), max",
             "data/test_resizing.py::test_any_size_becomes_what_the_references_say",
         ),
-        ("data/images/decode.py", "(255, 255, 255, 255)", "(0, 0, 0, 255)", "data/test_zoo.py::test_the_zoo"),
+        ("data/images/decode.py", "(255, 255, 255, 255)", "(0, 0, 0, 255)", "data/test_image_formats.py::test_the_zoo"),
     ],
     "text": [
         (

@@ -22,9 +22,9 @@ from eyeline.parallel.launch import machine
 from eyeline.train.environment import environment
 from tests.bundle.tiny import save_language, save_vision
 from tests.command import Command
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases import each_case
-from tests.models.twins import Case
+from tests.models.parity import Case
 from tests.test_end_to_end import TINY, write_llava_pretrain
 from tests.train.test_resume import digest, stopped_at
 
@@ -127,7 +127,7 @@ def test_experts_without_rows_on_this_gpu() -> None:
 @torch.no_grad()
 def test_every_family_in_bf16_on_this_gpu(case: Case) -> None:
     """Logits near those of float32 on the CPU, by weights that were cast once. With experts, a rounded token may choose another one."""
-    exact, half = twins.randomised(case), build(case.config, DEVICE, compute_dtype=torch.bfloat16, cast_once=True)
+    exact, half = parity.randomised(case), build(case.config, DEVICE, compute_dtype=torch.bfloat16, cast_once=True)
     for name, p in half.named_parameters():
         p.copy_(exact.get_parameter(name))
     batch = batch_of(case.documents, None, next_tokens=True)

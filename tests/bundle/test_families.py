@@ -33,7 +33,7 @@ from eyeline.generate.sampling import Sampling
 from eyeline.models import Model, build, facts, family_of
 from eyeline.models.lora import LoRA, wrap
 from tests.models.cases import ALL
-from tests.models.twins import IMAGE_TOKEN, Case, randomise
+from tests.models.parity import IMAGE_TOKEN, Case, randomise
 
 WHOLE = [case for case in ALL if family_of(case.config).form(case.config).name != "parts"]
 PARTED = [case for case in ALL if case not in WHOLE]

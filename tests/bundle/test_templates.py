@@ -14,7 +14,7 @@ from eyeline.core.errors import Refused
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import load_tokenizer
 from tests.bundle.tiny import save_language, tokenizer
-from tests.data.published import LLAMA3_2, PUBLISHED
+from tests.data.published_templates import LLAMA3_2, PUBLISHED
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))

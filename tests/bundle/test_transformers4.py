@@ -24,7 +24,7 @@ from tests.bundle.test_families import PARTED, WHOLE, Exported, adapted, bundle_
 from tests.bundle.test_families import exported as exported  # a fixture
 from tests.bundle.tiny import CONVERSATION, built, drawing, imported
 from tests.command import Command
-from tests.models.twins import Case
+from tests.models.parity import Case
 from tests.test_docs import exports_as_documented
 
 pytestmark = pytest.mark.transformers4

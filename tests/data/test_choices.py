@@ -9,7 +9,7 @@ import pytest
 
 from eyeline.core.errors import Refused
 from eyeline.data.sources.sources import Source, open_source
-from tests.data.trained import draw, one
+from tests.data.small_training import draw, one
 
 
 @pytest.fixture

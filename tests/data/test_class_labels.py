@@ -12,7 +12,7 @@ import pytest
 from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample
 from eyeline.data.sources.sources import Source, open_source
-from tests.data.trained import draw, one
+from tests.data.small_training import draw, one
 
 ANIMAL = {"names": ["cat", "dog", "eel"], "_type": "ClassLabel"}
 TEXT = {"dtype": "string", "_type": "Value"}

@@ -14,7 +14,7 @@ from eyeline.data.images.patches import grey_images
 from eyeline.data.text import documents
 from eyeline.data.text.documents import Measured, Tokenised, document_of, fitted, laid_out, measure, tokenised
 from eyeline.data.text.tokenizer import Encoder
-from tests.data.made import DOT, sample
+from tests.data.short_samples import DOT, sample
 
 SIZES = [(12, 20)] * 3
 THREE = sample((DOT, "one?"), "1", ("two?", DOT), "2", "three?", "3")

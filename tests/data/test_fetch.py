@@ -26,7 +26,7 @@ from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
-from tests.data.mines import Mined
+from tests.data.failing_jobs import Mined
 from tests.data.test_loader import BUDGET, assert_same, assert_same_steps, flat
 from tests.data.test_parquet import written
 from tests.data.test_tars import archive, encoded
@@ -162,14 +162,14 @@ class _Starved(Mined):
     """In this process, which has no limit of memory: the decoder says that it has reached one."""
 
     def __call__(self, job: Any, at: Any = lambda *_: None) -> Any:
-        from tests.data import mines
+        from tests.data import failing_jobs
 
-        before = mines.HAPPENS["memory"]
-        mines.HAPPENS["memory"] = lambda _: mines.fail(MemoryError())
+        before = failing_jobs.HAPPENS["memory"]
+        failing_jobs.HAPPENS["memory"] = lambda _: failing_jobs.fail(MemoryError())
         try:
             return super().__call__(job, at)
         finally:
-            mines.HAPPENS["memory"] = before
+            failing_jobs.HAPPENS["memory"] = before
 
 
 def test_validation_survives_its_pictures_too(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

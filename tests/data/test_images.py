@@ -27,7 +27,7 @@ def encoded(image: Pillow.Image, format: str) -> Picture:
     return Picture(f"made.{format.lower()}", saved(image, format))
 
 
-# Files (what they hold is in test_zoo.py)
+# Files (what they hold is in test_image_formats.py)
 
 
 def test_what_names_no_picture_file_is_rejected(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from eyeline.data.text.documents import answered, document_of, fitted, measure
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.evals.exact_match import answer_of, prior_of, question_of, usable
-from tests.data.made import DOT, said, sample
-from tests.data.trained import causes, draw, encoder, one, small
+from tests.data.short_samples import DOT, said, sample
+from tests.data.small_training import causes, draw, encoder, one, small
 
 WANTED = [["user: [red]What?", "assistant: WRONG", "user: Sure?", "assistant: «right»"]]
 

@@ -16,7 +16,7 @@ import pytest
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.data.sources.sources import Source, open_source
-from tests.data.trained import causes, draw, one
+from tests.data.small_training import causes, draw, one
 
 Rows = list[dict[str, Any]]
 PICTURES = ("red.png", "images/green.jpg", "images/blue.jpg")

@@ -17,9 +17,9 @@ from eyeline.data.images.image_files import image_key
 from eyeline.data.plan.blend import Cursor, Side, pool_of
 from eyeline.data.plan.index import Index
 from eyeline.data.sources.sources import Rows, Source, open_source
+from tests.data.small_training import encoder
 from tests.data.test_containers import everything
 from tests.data.test_tars import encoded
-from tests.data.trained import encoder
 
 
 def written(path: Path, rows: list[dict[str, Any]], group: int = 3, **how: Any) -> Path:

@@ -22,7 +22,7 @@ from eyeline.data.images.patches import grey_images
 from eyeline.data.text.documents import document_of, measure, prompt_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder, add_tokens, train_bpe
-from tests.data.made import sample
+from tests.data.short_samples import sample
 
 HALF = (0.5, 0.5, 0.5)
 RULE = ImageRule(4, 2, HALF, HALF, "bicubic", Area(64, 8 * 8 * 30), frames=2, positions="grid", film=Film(64, 8 * 8 * 60))

@@ -39,7 +39,7 @@ from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
 from eyeline.models import build, qwen3, qwen3_vl, qwen_vision
 from tests.data.test_loader import row
-from tests.models import twins
+from tests.models import parity
 
 # P2: any data and any settings
 
@@ -316,7 +316,7 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
         tied=True,
     )
     model = build(qwen3_vl.Config(vision=vision, language=language), "cpu", compute_dtype=torch.float32)
-    twins.randomise(model)
+    parity.randomise(model)
     rule = vision.rule()
     reader = reader_of(Data(sources=(Source(path=str(tmp_path / "rows.json")),), max_samples_per_image=3), encoder, rule, 0)
     batches = [batch for step in training_steps(reader, Budget(150, 400), 1, 1) for batch in step.batches]
@@ -329,13 +329,13 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
         alone.append(batch_of([document_of(sample, encoder, rule, media)], None))
     assert sum(batch.counts.documents for batch in batches) == len(alone) == len(SHOWN)
 
-    def run(some: list[Any]) -> twins.Run:
+    def run(some: list[Any]) -> parity.Run:
         model.zero_grad()
         losses = torch.stack([model(batch) for batch in some])
         losses.sum().backward()
-        return losses.sum().detach(), twins.gradients(model)
+        return losses.sum().detach(), parity.gradients(model)
 
-    twins.same(run(batches), run(alone))
+    parity.same(run(batches), run(alone))
 
 
 # What is in the index is not read again

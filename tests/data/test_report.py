@@ -25,7 +25,7 @@ from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.study.data_page import images_said
-from tests.data.made import DOT, sample
+from tests.data.short_samples import DOT, sample
 from tests.data.test_loader import row
 
 

@@ -15,7 +15,7 @@ from eyeline.data.containers import json_rows
 from eyeline.data.containers.container import Place
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sources.sources import Rows, Source, open_source
-from tests.data.made import row_of
+from tests.data.short_samples import row_of
 
 ASKED = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a dot"}]
 

@@ -24,8 +24,8 @@ from eyeline.data.text.documents import document_of, prompt_of, tokenised
 from eyeline.data.text.templates import TEMPLATES, template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe
 from tests.data.conftest import WORDS
-from tests.data.made import DOT, said, sample
-from tests.data.published import PUBLISHED
+from tests.data.published_templates import PUBLISHED
+from tests.data.short_samples import DOT, said, sample
 
 Tokenizers = dict[str, PreTrainedTokenizerFast]
 

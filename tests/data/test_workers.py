@@ -19,7 +19,7 @@ import torch
 from eyeline.core.errors import OutOfMemory, Refused, StorageFailed
 from eyeline.data import workers
 from eyeline.data.workers import Workers, in_order
-from tests.data.mines import Done, Job, Work
+from tests.data.failing_jobs import Done, Job, Work
 from tests.processes import alive, children, gone
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +140,7 @@ def test_a_store_that_does_not_answer_stops_the_run() -> None:
     ("what", "kind", "message"),
     [
         ("storage", StorageFailed, r"^the disk is gone$"),
-        ("defect", RuntimeError, r"(?s)in a worker:.*mines\.py.*KeyError: 'a defect'"),
+        ("defect", RuntimeError, r"(?s)in a worker:.*failing_jobs\.py.*KeyError: 'a defect'"),
         ("memory", OutOfMemory, r"^a batch does not fit into the memory of a worker: .*workers"),
     ],
 )
@@ -207,7 +207,7 @@ MAIN = """
 import sys
 from eyeline.data import workers
 from eyeline.data.workers import Workers, in_order
-from tests.data.mines import Job, Work
+from tests.data.failing_jobs import Job, Work
 
 results = in_order(((n, Job(n, (sys.argv[1] if n else "fine",))) for n in range(100)), Work(), Workers(2, 1000, 1000.0, 1000.0))
 print(next(results)[1].pid, flush=True)

@@ -16,7 +16,7 @@ from obstore.store import S3Store
 from eyeline.data.layouts.layouts import SHAPES
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.data.sources.sources import Source
-from tests.data.trained import draw, trained
+from tests.data.small_training import draw, trained
 
 BUCKET = "s3://my-bucket/"
 PAGE = (Path(__file__).parents[2] / "docs" / "your-data.md").read_text()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases import each_case
-from tests.models.twins import Case
+from tests.models.parity import Case
 
 from eyeline.core.batch import IGNORE, Document
 from eyeline.generate.generate import generate
@@ -16,7 +16,7 @@ from eyeline.generate.sampling import Sampling
 LENGTH = 12
 
 
-def answered(case: Case, twin: twins.PreTrainedModel, prompt: Document) -> list[int]:
+def answered(case: Case, twin: parity.PreTrainedModel, prompt: Document) -> list[int]:
     """The twin's greedy answer to one prompt alone."""
     inputs = case.inputs(prompt)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])  # else every 0 in the prompt would be taken for padding
@@ -26,7 +26,7 @@ def answered(case: Case, twin: twins.PreTrainedModel, prompt: Document) -> list[
 
 @each_case
 def test_greedy_answers_equal_transformers(case: Case, tmp_path: Path) -> None:
-    twin, model = twins.pair(case, tmp_path)
+    twin, model = parity.pair(case, tmp_path)
     expected = [answered(case, twin, d) for d in case.documents]
     assert len({tuple(e) for e in expected}) > len(expected) // 2, "the prompts do matter"
     assert any(len(set(e)) > 2 for e in expected), "and the answers are not one token for ever"
@@ -37,7 +37,7 @@ def test_greedy_answers_equal_transformers(case: Case, tmp_path: Path) -> None:
 @each_case
 def test_rows_that_end_leave_the_others_as_they_were(case: Case) -> None:
     """Stopping at a token of the second answer cuts answers; what is left of each is what it was."""
-    model = twins.randomised(case).eval()
+    model = parity.randomised(case).eval()
     free = generate(model, case.facts, case.documents, Sampling(max_new_tokens=LENGTH), [])
     stop = free[1].tokens[2]
     cut = [a.tokens[: a.tokens.index(stop)] if stop in a.tokens else a.tokens for a in free]
@@ -48,11 +48,11 @@ def test_rows_that_end_leave_the_others_as_they_were(case: Case) -> None:
 @each_case
 def test_the_cache_changes_nothing(case: Case) -> None:
     """Each token of an answer is the one that a forward pass over all before it, without a cache, finds most probable."""
-    model = twins.randomised(case).eval()
+    model = parity.randomised(case).eval()
     answers = generate(model, case.facts, case.documents, Sampling(max_new_tokens=5), [])
     for step in range(5):
         grown = [extended(d, a.tokens[:step]) for d, a in zip(case.documents, answers, strict=True)]
-        logits_LV = model(twins.batch_of(grown, None, next_tokens=True))
+        logits_LV = model(parity.batch_of(grown, None, next_tokens=True))
         assert logits_LV.argmax(-1).tolist() == [a.tokens[step] for a in answers]
 
 

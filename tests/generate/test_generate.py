@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.generate.twins import generated, llava_twins, picture, prompt, qwen2_twins
+from tests.generate.parity import generated, llava_twins, picture, prompt, qwen2_twins
 
 from eyeline.core.batch import IGNORE, Document
 from eyeline.core.errors import Refused

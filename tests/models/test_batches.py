@@ -11,40 +11,40 @@ from eyeline.core.batch import Batch, Budget
 from eyeline.core.facts import matches
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models.moe import routers
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases import each_case, each_pictured_case
-from tests.models.twins import Case, close, run, same
+from tests.models.parity import Case, close, run, same
 
 
 @each_case
 def test_packed_equals_one_by_one(case: Case):
-    model = twins.randomised(case)
-    same(run(model, case.documents), twins.one_by_one(model, case.documents))
+    model = parity.randomised(case)
+    same(run(model, case.documents), parity.one_by_one(model, case.documents))
 
 
 @each_case
 def test_padding_changes_nothing(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     tokens = sum(len(d.tokens_T) for d in case.documents)
     same(run(model, case.documents, Budget(tokens + 13, 10_000)), run(model, case.documents))
 
 
 @each_case
 def test_order_in_the_pack_changes_nothing(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     same(run(model, case.documents[::-1]), run(model, case.documents))
 
 
 @each_case
 def test_documents_do_not_see_one_another(case: Case):
     """Other text in the first document of a pack changes its own logits and not one bit of another's, either way round."""
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     for first, *rest in (case.documents, case.documents[::-1]):
-        other = replace(first, tokens_T=np.where(first.tokens_T < twins.IMAGE_TOKEN, 1, first.tokens_T).astype(np.int32))
+        other = replace(first, tokens_T=np.where(first.tokens_T < parity.IMAGE_TOKEN, 1, first.tokens_T).astype(np.int32))
         for place in (0, len(rest)):
             packs = [[*rest[:place], x, *rest[place:]] for x in (first, other)]
             batch = batch_of(packs[0], None)
-            before, after = twins.logits_of(model, batch), twins.logits_of(model, batch_of(packs[1], None))
+            before, after = parity.logits_of(model, batch), parity.logits_of(model, batch_of(packs[1], None))
             mine = (batch.rows_L >= batch.cu_S1[place]) & (batch.rows_L < batch.cu_S1[place + 1])
             assert (before[mine] - after[mine]).abs().max() > 0.01
             close(after[~mine], before[~mine], "logits of the others", tolerance=1e-6)
@@ -53,13 +53,13 @@ def test_documents_do_not_see_one_another(case: Case):
 @each_pictured_case
 def test_shared_picture_equals_own_copies(case: Case):
     """Three questions on one picture: encoded once, or once each, and they do not see each other's answers."""
-    model, first = twins.randomised(case), case.pictured[0]
+    model, first = parity.randomised(case), case.pictured[0]
     rng = np.random.default_rng(0)
     text = np.setdiff1d(np.arange(len(first.tokens_T)), first.visual_M)
 
     def asked(name: str) -> np.ndarray:
         tokens_T = first.tokens_T.copy()
-        tokens_T[text] = rng.integers(0, twins.IMAGE_TOKEN, len(text))
+        tokens_T[text] = rng.integers(0, parity.IMAGE_TOKEN, len(text))
         return tokens_T
 
     asking = [replace(first, id=f"q{i}", tokens_T=asked(f"q{i}")) for i in range(3)]
@@ -77,39 +77,39 @@ def beside(texts: Batch, pictures: Batch) -> Batch:
 
 @each_pictured_case
 def test_text_only_equals_a_dummy_pass_of_the_tower(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     batch = batch_of(case.texts, None)
-    want, gradients = twins.run_batch(model, batch)
+    want, gradients = parity.run_batch(model, batch)
     assert {n.split(".")[0] for n in gradients} == {"language"}
-    got, others = twins.run_batch(model, beside(batch, batch_of(case.pictured, None)))
+    got, others = parity.run_batch(model, beside(batch, batch_of(case.pictured, None)))
     close(got, want, "loss")
-    reached = twins.run_batch(model, batch_of(case.pictured, None))[1].keys()
+    reached = parity.run_batch(model, batch_of(case.pictured, None))[1].keys()
     assert others.keys() == reached, "the dummy pass goes through all that pictures go through, DeepStack included"
-    twins.all_close({n: x for n, x in others.items() if n.startswith("language.")}, gradients)
+    parity.all_close({n: x for n, x in others.items() if n.startswith("language.")}, gradients)
     assert not any(x.any() for n, x in others.items() if not n.startswith("language."))
 
 
 @each_pictured_case
 def test_text_only_batch_does_not_run_the_tower(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     model.vision.register_forward_hook(lambda *_: pytest.fail("the tower ran"))
     run(model, case.texts)
 
 
 @each_pictured_case
 def test_pictures_and_their_order_matter(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     d = next(d for d in case.documents if len({i.grid for i in d.images}) < len(d.images))
     places = [k for k, i in enumerate(d.images) if [j.grid for j in d.images].count(i.grid) > 1][:2]
     images = list(d.images)
     images[places[0]], images[places[1]] = images[places[1]], images[places[0]]
-    before, after = (twins.logits_of(model, batch_of([x], None)) for x in (d, replace(d, images=tuple(images))))
+    before, after = (parity.logits_of(model, batch_of([x], None)) for x in (d, replace(d, images=tuple(images))))
     assert (before - after).abs().max() > 0.01
 
 
 @each_case
 def test_recomputing_changes_nothing(case: Case):
-    model, facts = twins.randomised(case), case.facts
+    model, facts = parity.randomised(case), case.facts
     kept = run(model, case.documents)
     calls: list[str] = []
     blocks = [(part, m) for part, pattern in facts.blocks.items() for n, m in model.named_modules() if matches(pattern, n)]
@@ -129,7 +129,7 @@ def test_recomputing_changes_nothing(case: Case):
 @each_case
 def test_recomputing_above_a_frozen_input_keeps_gradients(case: Case):
     """Everything frozen but one weight in the middle of a recomputed stack (F5)."""
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     model.requires_grad_(False)
     weight = next(p for n, p in model.named_parameters() if n.startswith("language.blocks.0.") and p.ndim == 2)
     weight.requires_grad_()
@@ -143,16 +143,16 @@ def test_recomputing_above_a_frozen_input_keeps_gradients(case: Case):
 
 @each_case
 def test_logits_give_the_loss(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     batch = batch_of(case.documents, None)
-    logits_LV = twins.logits_of(model, batch)
+    logits_LV = parity.logits_of(model, batch)
     assert logits_LV.shape == (len(batch.rows_L), case.facts.vocabulary)
     close(nn.functional.cross_entropy(logits_LV, batch.labels_L, reduction="sum"), model(batch), "loss")
 
 
 @each_case
 def test_unused_modules_are_those_without_a_gradient(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     _, gradients = run(model, case.documents)
     unused = {n for n, _ in model.named_parameters() if any(n.startswith(root + ".") for root in case.facts.unused)}
     assert unused == {n for n, _ in model.named_parameters()} - gradients.keys()
@@ -164,9 +164,9 @@ def test_bfloat16_over_float32_masters_stays_near(case: Case):
 
     Experts are taken in turn: at a near tie another one is chosen after a rounding, and the token's answer is another one.
     """
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     batch = batch_of(case.documents, None)
-    half = twins.built(case, torch.bfloat16)
+    half = parity.built(case, torch.bfloat16)
     half.load_state_dict(model.state_dict())
     for router in (*routers(model), *routers(half)):
         router.forced = True
@@ -174,10 +174,10 @@ def test_bfloat16_over_float32_masters_stays_near(case: Case):
     for pattern in case.facts.blocks.values():
         for name, block in half.named_modules():
             if matches(pattern, name):
-                block.register_forward_hook(lambda *args: stream.append(twins.first(args[-1]).dtype))
-    logits_LV = twins.logits_of(half, batch)
+                block.register_forward_hook(lambda *args: stream.append(parity.first(args[-1]).dtype))
+    logits_LV = parity.logits_of(half, batch)
     assert logits_LV.dtype == torch.float32
-    close(logits_LV, twins.logits_of(model, batch), "logits", tolerance=case.half)
+    close(logits_LV, parity.logits_of(model, batch), "logits", tolerance=case.half)
     assert set(stream) == {torch.bfloat16}, "a float32 weight or table has raised the stream's precision"
 
     half(batch).backward()
@@ -190,11 +190,11 @@ def test_bfloat16_over_float32_masters_stays_near(case: Case):
 @each_case
 def test_frozen_parts_may_be_bfloat16(case: Case):
     """In a bfloat16 run, a weight kept in bfloat16 gives what the same value kept in float32 gives."""
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     batch = batch_of(case.documents, None)
     outputs = []
     for dtype in (torch.float32, torch.bfloat16):
-        half = twins.built(case, torch.bfloat16, dtype=dtype)
+        half = parity.built(case, torch.bfloat16, dtype=dtype)
         half.load_state_dict({n: x.bfloat16() for n, x in model.state_dict().items()})
-        outputs.append(twins.logits_of(half, batch).detach())
+        outputs.append(parity.logits_of(half, batch).detach())
     assert torch.equal(*outputs)

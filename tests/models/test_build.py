@@ -11,7 +11,7 @@ from eyeline.core.randomness import torch_rng_for
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models import build, llava, qwen2, siglip2
 from eyeline.models.layers import Attend, LayerNorm, Linear, RMSNorm
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases import each_case
 from tests.models.cases.llava import CONFIGS, SHUFFLING, VISION, language
 
@@ -71,15 +71,15 @@ def test_facts_fit_the_model(case):
 @each_case
 def test_initial_loss_is_that_of_guessing(case):
     """Blocks start as the identity, so an untrained model knows nothing: ln(vocabulary) a label."""
-    model = twins.built(case)
+    model = parity.built(case)
     model.initialise(torch_rng_for(0, "weights"))
-    batch = twins.batch_of(case.documents, None)
+    batch = parity.batch_of(case.documents, None)
     assert model(batch).item() / len(batch.labels_L) == pytest.approx(math.log(case.facts.vocabulary), rel=0.02)
 
 
 @each_case
 def test_initial_weights_have_an_address_and_reach_every_tensor(case):
-    models = [twins.built(case) for _ in range(3)]
+    models = [parity.built(case) for _ in range(3)]
     for model, seed in zip(models, (0, 0, 1), strict=True):
         with torch.no_grad():
             for p in model.parameters():
@@ -95,11 +95,11 @@ def test_initial_weights_have_an_address_and_reach_every_tensor(case):
 def test_every_tensor_learns_within_three_steps(case):
     """The ends of the branches start at zero, so the language model's inside learns a step later than they do, and the
     tower's another: it is behind them."""
-    model = twins.built(case)
+    model = parity.built(case)
     model.initialise(torch_rng_for(0, "weights"))
     before = {n: p.clone() for n, p in model.named_parameters() if not any(n.startswith(root + ".") for root in case.facts.unused)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = twins.batch_of(case.documents, None)
+    batch = parity.batch_of(case.documents, None)
     for _ in range(3):
         optimizer.zero_grad()
         model(batch).backward()
@@ -128,7 +128,7 @@ def test_normalisation_by_hand():
 def test_norms_round_once(kind):
     """The result in bfloat16 is that of float32, weights included, rounded at the end."""
     norm = kind(16, 1e-3)
-    twins.randomise(norm)
+    parity.randomise(norm)
     x_TD = (3 * torch.randn(200, 16, generator=torch.Generator().manual_seed(0))).bfloat16()
     got = norm(x_TD)
     assert got.dtype == torch.bfloat16
@@ -202,9 +202,9 @@ def test_head_width_is_free_of_the_width():
 @torch.no_grad()
 def test_weights_cast_once_give_the_same_bits(case):
     """What is cast to bfloat16 at every use may be so from the beginning; what computes in float32 (routers, positions) may not."""
-    at_use = twins.built(case, torch.bfloat16)
-    twins.randomise(at_use)
-    once = twins.built(case, torch.bfloat16, cast_once=True)
+    at_use = parity.built(case, torch.bfloat16)
+    parity.randomise(at_use)
+    once = parity.built(case, torch.bfloat16, cast_once=True)
     for name, p in once.named_parameters():
         p.copy_(at_use.get_parameter(name))
     held = dict(once.named_parameters())

@@ -6,15 +6,15 @@ import torch
 from eyeline.core.batch import Document
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models import build
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases.llava import SHUFFLING, shown
 
 
 def test_steps_with_a_cache_equal_the_whole_text_again():
     model = build(SHUFFLING, "cpu")
-    twins.randomise(model)
+    parity.randomise(model)
     cat, dog, _ = shown(SHUFFLING)
-    prompts = [twins.document("a", 3, cat, 2), twins.document("b", 2), twins.document("c", cat, dog, 1)]
+    prompts = [parity.document("a", 3, cat, 2), parity.document("b", 2), parity.document("c", cat, dog, 1)]
     forced = np.array([[3, 4, 5], [6, 7, 8], [9, 10, 11]], np.int32)  # row, step
 
     def longer(row: int, steps: int) -> Document:
@@ -28,7 +28,7 @@ def test_steps_with_a_cache_equal_the_whole_text_again():
         got = model(batch_of(prompts, None, next_tokens=True), cache)
         for steps in range(4):
             want = model(batch_of([longer(row, steps) for row in rows], None, next_tokens=True))
-            twins.close(got, want, f"logits after {steps} tokens")
+            parity.close(got, want, f"logits after {steps} tokens")
             if steps == 3:
                 break
             if steps == 1:  # the first row has finished

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from eyeline.core.facts import matches
 from eyeline.core.randomness import rng_for
 from eyeline.data.fetch.batches import batch_of
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases import ALL
-from tests.models.twins import Case, close
+from tests.models.parity import Case, close
 
 LAYOUTS = 20
 
@@ -23,7 +23,7 @@ def kinds() -> Iterator[Any]:
     """Every kind of block once, whichever families have it: (its first case, name of the block)."""
     seen = set()
     for case in ALL:
-        model = twins.built(case)
+        model = parity.built(case)
         for pattern in case.facts.blocks.values():
             for name, block in model.named_modules():
                 kind = frozenset((n, type(m)) for n, m in block.named_modules()) | {n for n, _ in block.named_parameters()}
@@ -78,7 +78,7 @@ def floats(x: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize(("case", "name"), list(kinds()))
 def test_one_graph_for_twenty_layouts(case: Case, name: str):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     block = model.get_submodule(name)
     args, kwargs, cu_S1 = called(case, model, name)
     torch._dynamo.reset()
@@ -99,7 +99,7 @@ def test_one_graph_for_twenty_layouts(case: Case, name: str):
             x_TD = new_args[0].requires_grad_()
             outs = floats(run(*new_args, **new_kwargs))
             torch.stack([out.square().sum() for out in outs]).sum().backward()
-            results.append({f"out {i}": out.detach() for i, out in enumerate(outs)} | {"x": x_TD.grad} | twins.gradients(block))
+            results.append({f"out {i}": out.detach() for i, out in enumerate(outs)} | {"x": x_TD.grad} | parity.gradients(block))
         for n, want in results[0].items():
             close(results[1][n], want, n, floor=1.0)
     assert len(graphs) == 1, f"compiled {len(graphs)} times for {LAYOUTS} layouts"

@@ -17,10 +17,10 @@ from eyeline.models.layers import Attend
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Dispatch, ExpertWeights
 from eyeline.models.qwen3_5 import Scan
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases import each_case, each_pictured_case
+from tests.models.parity import Case
 from tests.models.test_freezing import WAYS, ready
-from tests.models.twins import Case
 
 
 class PairByPair(nn.Module):
@@ -134,15 +134,15 @@ def few(case: Case) -> list[Document]:
 
 @each_case
 def test_visible_products_compute_the_same(case: Case):
-    model = twins.randomised(case)
-    want = twins.run(model, case.documents)
+    model = parity.randomised(case)
+    want = parity.run(model, case.documents)
     for attend in (Squared, PairByPair):
-        twins.same(twins.run(visible(model, attend), case.documents), want)
+        parity.same(parity.run(visible(model, attend), case.documents), want)
 
 
 @each_case
 def test_forward_of_each_part_is_what_the_counter_sees(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     want = flops.count(model, case.facts).of(batch_of(case.documents, None)).forward
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter, torch.no_grad():
         visible(model)(batch_of(case.documents, None))
@@ -156,7 +156,7 @@ def test_forward_of_each_part_is_what_the_counter_sees(case: Case):
 @each_case
 @pytest.mark.parametrize("way", [*WAYS, "frozen embedding", "LoRA on one layer kind of the tower"])
 def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
-    model, facts = twins.randomised(case), case.facts
+    model, facts = parity.randomised(case), case.facts
     match way:
         case "frozen embedding":
             ready(model, facts, WAYS["language"])
@@ -174,7 +174,7 @@ def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
 
 @each_case
 def test_recomputing_any_part_equals_the_counter(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     kept = counted(model, case, few(case))
     for part in case.facts.blocks:
         model.recompute([part])
@@ -187,14 +187,14 @@ def test_recomputing_any_part_equals_the_counter(case: Case):
 @each_case
 def test_causal_pairs_equal_the_counter(case: Case):
     """Each token with itself and those before it, forward and backward."""
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     want = flops.count(model, case.facts).of(batch_of(few(case), None))
     assert want.total == seen(visible(model), few(case))
 
 
 @each_case
 def test_padding_and_batches_without_labels_cost_nothing(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     arithmetic = flops.count(model, case.facts)
     tokens = sum(len(d.tokens_T) for d in case.documents)
     assert arithmetic.of(batch_of(case.documents, Budget(tokens + 17, 10_000))) == arithmetic.of(batch_of(case.documents, None))
@@ -205,7 +205,7 @@ def test_padding_and_batches_without_labels_cost_nothing(case: Case):
 @each_case
 def test_a_packs_cost_is_the_sum_of_its_documents(case: Case):
     """Each alone, but that a shared picture is encoded once."""
-    arithmetic = flops.count(twins.randomised(case), case.facts)
+    arithmetic = flops.count(parity.randomised(case), case.facts)
     alone = [d for d in case.documents if not d.images] + case.pictured[:1]
     whole = arithmetic.of(batch_of(alone, None))
     parts = [arithmetic.of(batch_of([d], None)) for d in alone]
@@ -214,7 +214,7 @@ def test_a_packs_cost_is_the_sum_of_its_documents(case: Case):
 
 @each_case
 def test_costs_for_planning_are_the_same_numbers(case: Case):
-    model = twins.randomised(case)
+    model = parity.randomised(case)
     model.recompute(list(case.facts.blocks))
     arithmetic = flops.count(model, case.facts)
     batch = batch_of(case.documents, None)
@@ -227,6 +227,6 @@ def test_costs_for_planning_are_the_same_numbers(case: Case):
 @each_pictured_case
 def test_meta_models_count_alike(case: Case):
     """A plan needs no memory."""
-    real, meta = twins.randomised(case), build(case.config, "meta")
+    real, meta = parity.randomised(case), build(case.config, "meta")
     batch = batch_of(case.documents, None)
     assert flops.count(meta, case.facts).of(batch) == flops.count(real, case.facts).of(batch)

@@ -24,7 +24,7 @@ from eyeline.models import (
 )
 from eyeline.models.lora import LoRA, wrap
 from eyeline.models.moe import Experts
-from tests.models.twins import document, picture
+from tests.models.parity import document, picture
 
 DOCS = (Path(__file__).parents[2] / "docs" / "flops.md").read_text("utf-8")
 QWEN2 = qwen2.Config(vocabulary=53, width=24, layers=2, heads=4, kv_heads=2, head_dim=8, feed_forward=40, tied=False)

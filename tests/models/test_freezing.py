@@ -10,9 +10,9 @@ from eyeline.core.facts import PARTS, Facts, Part, matches, part_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models.lora import LoRA, adapters, merge, wrap
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases import each_case
-from tests.models.twins import Case, close
+from tests.models.parity import Case, close
 
 ALL_LINEAR = LoRA(rank=3, alpha=7, targets="all-linear")
 Q_AND_V = LoRA(rank=2, alpha=2, targets=("q_proj", "v_proj"))
@@ -48,14 +48,14 @@ def ready(model: nn.Module, facts: Facts, ways: Mapping[Part, LoRA | None]) -> s
 @each_case
 def test_every_parameter_belongs_to_exactly_one_part(case: Case):
     """`part_of` asserts it; no part is empty."""
-    owners = {part_of(case.facts, n) for n, _ in twins.built(case).named_parameters(remove_duplicate=False)}
+    owners = {part_of(case.facts, n) for n, _ in parity.built(case).named_parameters(remove_duplicate=False)}
     assert owners == case.facts.parts.keys()
 
 
 @each_case
 @pytest.mark.parametrize("way", WAYS)
 def test_frozen_is_bit_equal_after_a_step_and_all_that_trains_has_moved(case: Case, way: str):
-    model, facts = twins.randomised(case), case.facts
+    model, facts = parity.randomised(case), case.facts
     trains = ready(model, facts, WAYS[way])
     if not trains:
         assert facts.image is None, "only a model without a tower has nothing there"
@@ -72,19 +72,19 @@ def test_frozen_is_bit_equal_after_a_step_and_all_that_trains_has_moved(case: Ca
 @each_case
 def test_adapters_go_where_the_facts_say_and_merge_exactly(case: Case):
     """q and v name layers of the tower too (G1)."""
-    model, facts = twins.randomised(case), case.facts
+    model, facts = parity.randomised(case), case.facts
     names = {n for n, _ in model.named_parameters()}
     batch = batch_of(case.documents, None)
-    plain = twins.logits_of(model, batch)
+    plain = parity.logits_of(model, batch)
     for targets in (tuple(facts.linears["language"])[:2], "all-linear"):
         lora = LoRA(rank=3, alpha=7, targets=targets)
         ready(model, facts, {"language": lora})
         patterns = [p for n, p in facts.linears["language"].items() if targets == "all-linear" or n in targets]
         assert set(adapters(model)) == {n for n, _ in model.named_modules() if any(matches(p, n) for p in patterns)}
         assert {part_of(facts, n) for n in adapters(model)} == {"language"}
-        want = twins.logits_of(model, batch)
+        want = parity.logits_of(model, batch)
         assert (want - plain).abs().max() > 0.1
         merge(model)
         assert {n for n, _ in model.named_parameters()} == names
-        close(twins.logits_of(model, batch), want, "logits")
+        close(parity.logits_of(model, batch), want, "logits")
         plain = want

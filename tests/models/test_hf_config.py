@@ -9,7 +9,7 @@ from eyeline.models.forms import MediaTokens
 from eyeline.models.languages import LANGUAGES, language_from_hf
 from tests.models.cases import each_case
 from tests.models.cases.llava import CONFIGS, EVEN, TIED, VISION, config_json, language
-from tests.models.twins import twin_of
+from tests.models.parity import twin_of
 
 QWEN25_05B = {  # the keys of the hub's Qwen2.5-0.5B-Instruct
     "architectures": ["Qwen2ForCausalLM"],

@@ -14,7 +14,7 @@ from eyeline.models import llama, qwen2, qwen3
 from eyeline.models.languages import LANGUAGES, language_from_hf
 from eyeline.models.moe import Experts
 from tests.models.cases.text import CASES
-from tests.models.twins import close, randomise, twin_of
+from tests.models.parity import close, randomise, twin_of
 from tests.weights import load_into
 
 # config.json of the hub, what changes no mathematics left out; in the spelling of transformers 4, as they were published

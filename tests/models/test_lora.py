@@ -12,9 +12,9 @@ from eyeline.core.randomness import torch_rng_for
 from eyeline.models import build, llava, qwen2
 from eyeline.models.layers import Linear
 from eyeline.models.lora import LoRA, LoRALinear, adapters, merge, wrap
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases.llava import CASES, EARLIER, language
-from tests.models.twins import close
+from tests.models.parity import close
 from tests.weights import load_into
 
 CASE = next(case for case in CASES if case.id == "shuffled untied")
@@ -24,7 +24,7 @@ FACTS = llava.facts(C)
 
 def built(c: llava.Config = C) -> llava.Model:
     model = build(c, "cpu")
-    twins.randomise(model)
+    parity.randomise(model)
     return model
 
 
@@ -40,14 +40,14 @@ def wrapped(lora: LoRA, part="language", seed: int = 0, **kwargs) -> llava.Model
 
 
 def batch():
-    return twins.batch_of(CASE.documents, None)
+    return parity.batch_of(CASE.documents, None)
 
 
 def test_equals_peft(tmp_path):
     """The language model alone under PEFT with our A and B: logits, adapter gradients, and its own merge."""
     config = language(tied=False)
-    reference = twins.twin_of(qwen2.to_hf(config))
-    twins.randomise(reference, seed=1)
+    reference = parity.twin_of(qwen2.to_hf(config))
+    parity.randomise(reference, seed=1)
     reference.save_pretrained(tmp_path)
     ours = built()
     load_into(dict(ours.language.named_parameters()), tmp_path, qwen2.keys(config))
@@ -71,10 +71,10 @@ def test_equals_peft(tmp_path):
             mine.copy_(torch.randn(mine.shape, generator=torch_rng_for(1, name)) * 0.4)
             other.copy_(mine)
 
-    texts = twins.batch_of(CASE.texts, None)
-    want, want_logits = twins.reference(CASE, theirs, CASE.texts)
+    texts = parity.batch_of(CASE.texts, None)
+    want, want_logits = parity.reference(CASE, theirs, CASE.texts)
     got = ours(texts)
-    close(twins.logits_of(ours, texts), want_logits, "logits")
+    close(parity.logits_of(ours, texts), want_logits, "logits")
     want.backward()
     got.backward()
     for name, mine, other in pairs:
@@ -88,9 +88,9 @@ def test_equals_peft(tmp_path):
 
 
 def test_fresh_adapters_change_nothing_and_start_as_stated():
-    model, want = built(), twins.logits_of(built(), batch())
+    model, want = built(), parity.logits_of(built(), batch())
     wrap(model, FACTS, "language", LoRA(rank=4, alpha=8, targets="all-linear"), torch_rng_for(0, "lora"))
-    assert torch.equal(twins.logits_of(model, batch()), want)
+    assert torch.equal(parity.logits_of(model, batch()), want)
     layer = model.get_submodule("language.blocks.0.mlp.down")
     assert isinstance(layer, LoRALinear)
     assert layer.lora_A.shape == (4, C.language.feed_forward)
@@ -140,10 +140,10 @@ def test_unknown_target_is_refused_with_the_known_ones():
 def test_merged_model_gives_the_same_logits_and_has_no_adapters():
     model = wrapped(LoRA(rank=3, alpha=7, targets="all-linear"))
     names_before = {n for n, _ in built().named_parameters()}
-    want = twins.logits_of(model, batch())
-    assert (want - twins.logits_of(built(), batch())).abs().max() > 0.1
+    want = parity.logits_of(model, batch())
+    assert (want - parity.logits_of(built(), batch())).abs().max() > 0.1
     assert merge(model)
-    close(twins.logits_of(model, batch()), want, "logits")
+    close(parity.logits_of(model, batch()), want, "logits")
     assert not adapters(model)
     assert {n for n, _ in model.named_parameters()} == names_before
     assert merge(model) == []

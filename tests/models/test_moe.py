@@ -11,9 +11,9 @@ from eyeline.data.fetch.batches import batch_of
 from eyeline.models.decoder import balance, decoders, take_load
 from eyeline.models.layers import MLP
 from eyeline.models.moe import Aux, Bias, Experts, Forced, MoE, biases_of, move_biases, routers
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases.text import CASES
-from tests.models.twins import Case, close
+from tests.models.parity import Case, close
 
 SPARSE = next(case for case in CASES if case.id == "qwen3 of experts")
 EVERY_SPARSE = pytest.mark.parametrize("case", [case for case in CASES if case.facts.experts], ids=lambda case: case.id)
@@ -37,13 +37,13 @@ def logits_of_routers(model: nn.Module, batch: Batch) -> list[Tensor]:
 @pytest.mark.parametrize("recompute", [(), ("language",)])
 def test_balance_loss_is_transformers(case: Case, recompute: tuple[str, ...]):
     """Value and gradients, over all layers together, without padding, and weighted by the pack's labels."""
-    model, batch = twins.randomised(case), padded(case)
+    model, batch = parity.randomised(case), padded(case)
     experts = case.config.language.experts
     model.recompute(recompute)
-    plain, gradients = twins.run_batch(model, batch)
+    plain, gradients = parity.run_batch(model, batch)
     take_load(model)
     balance(model, Aux(coef=0.3))
-    loss, balanced = twins.run_batch(model, batch)
+    loss, balanced = parity.run_batch(model, batch)
     load = take_load(model)
     assert load is not None
     assert load.added is not None
@@ -56,13 +56,13 @@ def test_balance_loss_is_transformers(case: Case, recompute: tuple[str, ...]):
     want = load_balancing_loss_func(logits, experts.count, experts.active, mask)
     close(load.added / 0.3 / batch.counts.supervised, want.detach(), "balance loss")
     (0.3 * batch.counts.supervised * want).backward()
-    theirs = twins.gradients(model)
+    theirs = parity.gradients(model)
     assert len(theirs) > 5
-    twins.all_close({n: balanced[n] - gradients[n] for n in theirs}, theirs, tolerance=2e-4)
+    parity.all_close({n: balanced[n] - gradients[n] for n in theirs}, theirs, tolerance=2e-4)
 
 
 def test_an_even_choice_has_a_balance_loss_of_the_experts_a_token_uses():
-    model = twins.randomised(SPARSE)
+    model = parity.randomised(SPARSE)
     balance(model, Aux())
     with torch.no_grad():
         for router in routers(model):
@@ -77,7 +77,7 @@ def test_an_even_choice_has_a_balance_loss_of_the_experts_a_token_uses():
 
 @EVERY_SPARSE
 def test_load_counts_real_tokens_of_each_layer(case: Case):
-    model, batch = twins.randomised(case), padded(case)
+    model, batch = parity.randomised(case), padded(case)
     active = case.config.language.experts.active
     want = []
     for logits_TE in logits_of_routers(model, batch):
@@ -96,14 +96,14 @@ def test_load_counts_real_tokens_of_each_layer(case: Case):
 
 
 def test_a_dense_model_has_no_load():
-    model = twins.randomised(CASES[0])
+    model = parity.randomised(CASES[0])
     model(batch_of(CASES[0].documents, None))
     assert take_load(model) is None
 
 
 def test_biases_bring_loads_to_the_mean():
     """The router's own probabilities stay as they are; the busiest expert's share falls towards the mean."""
-    model, batch = twins.randomised(SPARSE), batch_of(SPARSE.documents, None)
+    model, batch = parity.randomised(SPARSE), batch_of(SPARSE.documents, None)
     balance(model, Bias(rate=0.01))
     history = []
     for _ in range(60):
@@ -121,7 +121,7 @@ def test_biases_bring_loads_to_the_mean():
 
 
 def test_a_bias_changes_the_choice_for_all_that_follows_and_a_loss_takes_its_place():
-    model, batch = twins.randomised(SPARSE), batch_of(SPARSE.documents, None)
+    model, batch = parity.randomised(SPARSE), batch_of(SPARSE.documents, None)
     plain = model(batch)
     balance(model, Bias())
     assert torch.equal(model(batch), plain), "biases start at zero"
@@ -138,7 +138,7 @@ def test_a_bias_changes_the_choice_for_all_that_follows_and_a_loss_takes_its_pla
 
 
 def test_forced_balance_is_even():
-    model = twins.randomised(SPARSE)
+    model = parity.randomised(SPARSE)
     balance(model, Forced())
     batch = batch_of(SPARSE.documents, Budget(75, 0))
     model(batch).backward()
@@ -152,7 +152,7 @@ def test_shared_expert_sees_every_token():
     """By hand: the chosen experts' sum and the shared one's, weighted by its own gate."""
     c = Experts(count=4, active=2, feed_forward=6)
     moe = MoE(c, 8, shared=10)
-    twins.randomise(moe)
+    parity.randomise(moe)
     x_TD, real_T = torch.randn(7, 8, generator=torch.Generator().manual_seed(0)), torch.ones(7, dtype=torch.bool)
     got, _ = moe(x_TD, real_T)
     alone = MoE(c, 8)
@@ -175,4 +175,4 @@ def test_router_computes_in_float32():
 
 
 def test_there_is_one_decoder_a_model():
-    assert all(len(decoders(twins.built(case))) == 1 for case in CASES)
+    assert all(len(decoders(parity.built(case))) == 1 for case in CASES)

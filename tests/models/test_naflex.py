@@ -18,7 +18,7 @@ from eyeline.core.randomness import rng_for
 from eyeline.data.images.patches import image_patches
 from eyeline.models import llava, siglip2
 from eyeline.models.flops import Tally
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases.llava import language
 from tests.weights import load_into
 
@@ -43,7 +43,7 @@ def test_tower_equals_the_reference(tmp_path: Path) -> None:
     reference = transformers.Siglip2VisionModel._from_config(
         transformers.Siglip2VisionConfig(**siglip2.to_hf(VISION)), attn_implementation="eager"
     )
-    twins.randomise(reference)
+    parity.randomise(reference)
     reference.save_pretrained(tmp_path / "hub")
     ours = siglip2.Model(VISION)
     load_into(dict(ours.named_parameters()), tmp_path / "hub", siglip2.keys(VISION))
@@ -62,14 +62,14 @@ def test_tower_equals_the_reference(tmp_path: Path) -> None:
     want_NPD = reference(pixels_NPC, mask_NP, torch.tensor([image.grid for image in shown])).last_hidden_state
     want_PD = torch.cat([want_NPD[n, : image.grid.patches] for n, image in enumerate(shown)])
 
-    batch = twins.batch_of([twins.document("pictures", *shown)], None)
+    batch = parity.batch_of([parity.document("pictures", *shown)], None)
     got_PD = ours(batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     same(got_PD, want_PD)
     direction = torch.randn(want_PD.shape, generator=torch.Generator().manual_seed(1))
     (want_PD * direction).sum().backward()
     (got_PD * direction).sum().backward()
     theirs = {n: p.grad for n, p in reference.named_parameters() if not n.startswith("head.")}
-    twins.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), siglip2.keys(VISION))), theirs)
+    parity.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), siglip2.keys(VISION))), theirs)
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (2, 9), (1, 1), (7, 3), (4, 11)])
@@ -87,18 +87,18 @@ def test_positions_are_those_of_interpolation(grid: tuple[int, int]) -> None:
 def test_on_the_tables_own_grid_it_is_the_fixed_tower(tmp_path: Path) -> None:
     fixed, naflex = VISION.model_copy(update={"patches": None}), VISION.model_copy(update={"patches": 16})
     one, other = siglip2.Model(fixed), siglip2.Model(naflex)
-    twins.randomise(one)
+    parity.randomise(one)
     other.load_state_dict(one.state_dict())
     shown = images(naflex, tmp_path)[:1]
     assert shown[0].grid == (4, 4)
-    batch = twins.batch_of([twins.document("pictures", *shown)], None)
+    batch = parity.batch_of([parity.document("pictures", *shown)], None)
     inputs = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     same(other(*inputs), one(*inputs))
 
 
 def test_no_images_give_no_features_and_zero_gradients() -> None:
     model = siglip2.Model(VISION)
-    twins.randomise(model)
+    parity.randomise(model)
     none = torch.empty(0, 2, dtype=torch.int64)
     features_PD = model(torch.empty(0, 0, dtype=torch.uint8), none, none, torch.zeros(1, dtype=torch.int32), 0)
     assert features_PD.shape == (0, 16)
@@ -124,11 +124,11 @@ def test_a_whole_model_runs_and_exports_as_parts(vision: siglip2.Config, tmp_pat
     c = llava.Config(vision=vision, language=language(tied=True), projector=llava.ProjectorConfig(shuffle=2))
     assert llava.form(c).name == "parts"
     model = llava.Model(c)
-    twins.randomise(model)
+    parity.randomise(model)
     shown = images(vision, tmp_path, merge=2)
-    documents = [twins.document(f"d{n}", *shown[n : n + 2]) for n in range(0, len(shown) - 1, 2)]
-    together = model(twins.batch_of(documents, None))
-    apart = sum(model(twins.batch_of([d], None)) for d in documents)
+    documents = [parity.document(f"d{n}", *shown[n : n + 2]) for n in range(0, len(shown) - 1, 2)]
+    together = model(parity.batch_of(documents, None))
+    apart = sum(model(parity.batch_of([d], None)) for d in documents)
     torch.testing.assert_close(together, apart)
 
 
@@ -136,7 +136,7 @@ def test_a_whole_model_runs_and_exports_as_parts(vision: siglip2.Config, tmp_pat
 def test_what_naflex_costs_more_is_its_product_with_the_table(trains: bool, tmp_path: Path) -> None:
 
     shown = images(VISION, tmp_path)
-    batch = twins.batch_of([twins.document("pictures", *shown)], None)
+    batch = parity.batch_of([parity.document("pictures", *shown)], None)
     tallies = []
     for c in (VISION, VISION.model_copy(update={"patches": None})):
         model = siglip2.Model(c).requires_grad_(trains)

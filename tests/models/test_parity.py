@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from eyeline.checkpoint.tensors import entries_in, renamed, write_folder
 from eyeline.models import FAMILIES, build, qwen2, siglip2
 from eyeline.models.moe import ExpertWeights
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases import ALL, CASES, each_case, llava
 from tests.models.cases.llava import VISION
-from tests.models.twins import Case, close
+from tests.models.parity import Case, close
 from tests.weights import load_into
 
 
@@ -53,20 +53,20 @@ def test_cases_show_what_could_go_wrong(family):
 
 @each_case
 def test_packed_batch_equals_the_reference_one_by_one(case: Case, tmp_path):
-    twin, ours = twins.pair(case, tmp_path / "a")
-    want, want_logits = twins.reference(case, twin, case.documents)
-    batch = twins.batch_of(case.documents, None)
+    twin, ours = parity.pair(case, tmp_path / "a")
+    want, want_logits = parity.reference(case, twin, case.documents)
+    batch = parity.batch_of(case.documents, None)
     shown = [i.key for d in case.documents for i in d.images]
     assert batch.counts.images == len(set(shown)), "shared pictures are encoded once"
-    close(twins.logits_of(ours, batch), want_logits, "logits")
-    got, gradients = twins.run_batch(ours, batch)
+    close(parity.logits_of(ours, batch), want_logits, "logits")
+    got, gradients = parity.run_batch(ours, batch)
     close(got, want, "loss")
 
     want.backward()
-    theirs = twins.gradients_of(case, twin, tmp_path / "b")
+    theirs = parity.gradients_of(case, twin, tmp_path / "b")
     unreached = theirs.keys() - gradients.keys()
     assert all(any(n.startswith(root + ".") for root in case.facts.unused) for n in unreached), unreached
-    twins.all_close(gradients | {n: torch.zeros_like(theirs[n]) for n in unreached}, theirs)
+    parity.all_close(gradients | {n: torch.zeros_like(theirs[n]) for n in unreached}, theirs)
     # softmax does not see a bias of all keys, where positions do not turn it
     silent = {n for n, x in theirs.items() if not x.any()} - unreached
     assert all(n.endswith("attn.k.bias") for n in silent), f"no gradient reaches {silent}: nothing was compared"
@@ -74,29 +74,29 @@ def test_packed_batch_equals_the_reference_one_by_one(case: Case, tmp_path):
 
 @each_case
 def test_each_document_alone_equals_the_reference(case: Case, tmp_path):
-    twin, ours = twins.pair(case, tmp_path)
+    twin, ours = parity.pair(case, tmp_path)
     with torch.no_grad():
         for d in case.documents:
-            close(twins.logits_of(ours, twins.batch_of([d], None)), twins.reference(case, twin, [d])[1], d.id)
+            close(parity.logits_of(ours, parity.batch_of([d], None)), parity.reference(case, twin, [d])[1], d.id)
 
 
 @each_case
 def test_reference_loads_what_our_rules_write(case: Case, tmp_path):
     """Tensors by our rules beside the twin's own config.json: nothing missing, nothing unexpected, the same logits; and back
     again the same bytes."""
-    ours = twins.built(case)
-    twins.randomise(ours, seed=1)
+    ours = parity.built(case)
+    parity.randomise(ours, seed=1)
     twin = case.twin()
     twin.config.save_pretrained(tmp_path)
     write_folder(tmp_path, renamed(((n, p.detach()) for n, p in ours.named_parameters()), case.keys))
     reference, info = type(twin).from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     with torch.no_grad():
-        want = twins.reference(case, reference.eval(), case.documents)[1]
-        close(twins.logits_of(ours, twins.batch_of(case.documents, None)), want, "logits")
+        want = parity.reference(case, reference.eval(), case.documents)[1]
+        close(parity.logits_of(ours, parity.batch_of(case.documents, None)), want, "logits")
 
-    back = twins.built(case)
-    twins.fill(case, back, tmp_path)
+    back = parity.built(case)
+    parity.fill(case, back, tmp_path)
     for (name, p), (_, q) in zip(ours.named_parameters(), back.named_parameters(), strict=True):
         assert torch.equal(p, q), name
 
@@ -117,7 +117,7 @@ def test_tower_alone(keys, tmp_path):
             transformers.SiglipConfig(text_config=text.to_dict(), vision_config=record.to_dict()), attn_implementation="eager"
         )
         tower, dropped = reference.vision_model, siglip2.DROPPED
-    twins.randomise(reference)
+    parity.randomise(reference)
     reference.save_pretrained(tmp_path)
     ours = siglip2.Model(VISION)
     load_into(dict(ours.named_parameters()), tmp_path, keys, dropped)
@@ -125,7 +125,7 @@ def test_tower_alone(keys, tmp_path):
     assert bool(unknown) == bool(dropped)
 
     want_NPD = tower(torch.stack([llava.pixels(i, c) for i in shown])).last_hidden_state
-    batch = twins.batch_of([twins.document("pictures", *shown)], None)
+    batch = parity.batch_of([parity.document("pictures", *shown)], None)
     got_PD = ours(batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     side = VISION.side
     got_NPD = torch.empty_like(want_NPD)
@@ -136,38 +136,38 @@ def test_tower_alone(keys, tmp_path):
     (want_NPD * direction).sum().backward()
     (got_NPD * direction).sum().backward()
     theirs = {n: p.grad for n, p in tower.named_parameters() if not n.startswith("head.")}
-    twins.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), siglip2.KEYS)), theirs)
+    parity.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), siglip2.KEYS)), theirs)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_language_model_alone(tied, tmp_path):
     c = llava.language(tied)
-    reference = twins.twin_of(qwen2.to_hf(c))
-    twins.randomise(reference)
+    reference = parity.twin_of(qwen2.to_hf(c))
+    parity.randomise(reference)
     reference.save_pretrained(tmp_path)
     ours = qwen2.Model(c)
     load_into(dict(ours.named_parameters(remove_duplicate=False)), tmp_path, qwen2.keys(c))
-    batch = twins.batch_of(twins.texts(), None)
+    batch = parity.batch_of(parity.texts(), None)
     x_TD = ours.embedded(batch.tokens_T)
     got = ours(x_TD, batch)
     losses = []
-    for d in twins.texts():
-        logits_TV = reference(**twins.token_inputs(d)).logits[0]
+    for d in parity.texts():
+        logits_TV = reference(**parity.token_inputs(d)).logits[0]
         losses.append(F.cross_entropy(logits_TV, torch.from_numpy(d.labels_T).long(), reduction="sum"))
     want = torch.stack(losses).sum()
     close(got, want, "loss")
     want.backward()
     got.backward()
     theirs: dict[str, Tensor | None] = {n: p.grad for n, p in reference.named_parameters()}
-    twins.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), qwen2.keys(c))), theirs)
+    parity.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), qwen2.keys(c))), theirs)
 
 
 def test_features_are_where_the_reference_takes_them():
     """The final norm is far from the identity here: features before and after it cannot be mistaken for one another."""
     normed, plain = siglip2.Model(VISION), siglip2.Model(VISION, feature_norm=False)
-    twins.randomise(normed)
+    parity.randomise(normed)
     plain.load_state_dict(normed.state_dict())
-    batch = twins.batch_of(ALL[0].pictured[:1], None)
+    batch = parity.batch_of(ALL[0].pictured[:1], None)
     args = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     x_PD = plain(*args)
     want_PD = F.layer_norm(x_PD, (VISION.width,), normed.norm.weight, normed.norm.bias, VISION.eps)

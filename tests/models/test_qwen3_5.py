@@ -23,12 +23,12 @@ from eyeline.kernels.gated_delta import gated_delta_rule_plain
 from eyeline.models import qwen3_5
 from eyeline.models.decoder import Decoder
 from eyeline.models.moe import Experts
-from tests.models import twins
-from tests.models.twins import all_close, close, document, token_inputs
+from tests.models import parity
+from tests.models.parity import all_close, close, document, token_inputs
 from tests.weights import load_into
 
 SIZES = {
-    "vocabulary": twins.VOCABULARY,
+    "vocabulary": parity.VOCABULARY,
     "width": 24,
     "heads": 4,
     "kv_heads": 2,
@@ -57,22 +57,22 @@ def filled(c: qwen3_5.Config, folder: Path, dtype: torch.dtype = torch.float32) 
 
 
 def pair(c: qwen3_5.Config, folder: Path) -> tuple[PreTrainedModel, Decoder]:
-    twin = twins.twin_of(qwen3_5.to_hf(c))
-    twins.randomise(twin)
+    twin = parity.twin_of(qwen3_5.to_hf(c))
+    parity.randomise(twin)
     twin.save_pretrained(folder)
     return twin, filled(c, folder).eval()
 
 
 def randomised(c: qwen3_5.Config) -> Decoder:
     model = qwen3_5.Model(c)
-    twins.randomise(model)
+    parity.randomise(model)
     return model
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
-    return twins.gradients(model)
+    return parity.gradients(model)
 
 
 # ---- packing
@@ -230,7 +230,7 @@ def test_initial_tensors_are_the_references():
 def test_settings_come_back(c, tmp_path):
     """Through transformers' own writer too, which adds all its defaults."""
     assert qwen3_5.from_hf(qwen3_5.to_hf(c)) == c
-    twins.twin_of(qwen3_5.to_hf(c)).config.save_pretrained(tmp_path)
+    parity.twin_of(qwen3_5.to_hf(c)).config.save_pretrained(tmp_path)
     assert qwen3_5.from_hf(json.loads((tmp_path / "config.json").read_text())) == c
 
 

@@ -13,7 +13,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from eyeline.core.batch import Grid
 from eyeline.core.errors import Refused
 from eyeline.models import qwen_vision
-from tests.models.twins import all_close, close, randomise
+from tests.models.parity import all_close, close, randomise
 
 OUT = 20  # width of a language model
 DEEP = qwen_vision.Config(

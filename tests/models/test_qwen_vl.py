@@ -11,10 +11,10 @@ import transformers
 from eyeline.checkpoint.tensors import entries_in, renamed, write_folder
 from eyeline.core.errors import Refused
 from eyeline.models import build, family_of, qwen3_vl
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases import CASES
 from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, inputs_of, language
-from tests.models.twins import Case, close
+from tests.models.parity import Case, close
 from tests.weights import load_into
 
 CONFIGS = [case for family in ("qwen3_vl", "qwen3_5_vl") for case in CASES[family]]
@@ -28,7 +28,7 @@ def through_the_hubs_layout(c: Any, shapes: dict[str, tuple[int, ...]], folder: 
     """Written as we write it, experts in these shapes; read by transformers' class and by ours, to the same logits."""
     family, documents = family_of(c), CASES[c.family][0].documents
     form, ours = family.form(c), build(c, "cpu").eval()
-    twins.randomise(ours)
+    parity.randomise(ours)
     write_folder(folder, renamed(((name, p.detach()) for name, p in ours.named_parameters()), family.keys(c, form)))
     config = dict(family.to_hf(c, form, TOKENS)["config.json"])
     (folder / "config.json").write_text(json.dumps(config))
@@ -42,9 +42,9 @@ def through_the_hubs_layout(c: Any, shapes: dict[str, tuple[int, ...]], folder: 
     load_into(dict(again.named_parameters()), folder, family.keys(c, form, there))
     case = Case("", c, lambda: reference, inputs_of(c.vision), (), documents)
     with torch.no_grad():
-        logits = twins.logits_of(ours, twins.batch_of(documents, None))
-        close(logits, twins.reference(case, reference, documents)[1], "logits")
-        assert torch.equal(logits, twins.logits_of(again, twins.batch_of(documents, None)))
+        logits = parity.logits_of(ours, parity.batch_of(documents, None))
+        close(logits, parity.reference(case, reference, documents)[1], "logits")
+        assert torch.equal(logits, parity.logits_of(again, parity.batch_of(documents, None)))
 
 
 @pytest.mark.parametrize("narrow", [8, 12, 24], ids=["I < D/2", "D = 2·I", "D = I"])

@@ -18,7 +18,7 @@ import pkgutil
 
 import pytest
 
-from tests.models.twins import Case
+from tests.models.parity import Case
 
 CASES: dict[str, list[Case]] = {m.name: importlib.import_module(f"{__name__}.{m.name}").CASES for m in pkgutil.iter_modules(__path__)}
 ALL = [case for cases in CASES.values() for case in cases]

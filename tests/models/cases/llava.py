@@ -12,7 +12,7 @@ from eyeline.core.randomness import rng_for
 from eyeline.models import llava, qwen2, siglip2
 from eyeline.models.forms import MediaTokens
 from tests.models.cases import text
-from tests.models.twins import IMAGE_TOKEN, VOCABULARY, Case, documents, normalised, picture, token_inputs, twin_of
+from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, documents, normalised, picture, token_inputs, twin_of
 
 VISION = siglip2.Config(
     image_size=13,  # one pixel more than four patches of three: the tower must not look at it

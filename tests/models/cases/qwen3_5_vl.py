@@ -4,7 +4,7 @@ from typing import Any
 
 from eyeline.models import qwen3_5, qwen3_5_vl
 from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, inputs_of, shown
-from tests.models.twins import VOCABULARY, Case, twin_of
+from tests.models.parity import VOCABULARY, Case, twin_of
 
 PLAIN = VISION.model_copy(update={"deep": ()})
 

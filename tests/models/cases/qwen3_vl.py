@@ -11,7 +11,7 @@ from eyeline.core.batch import Document
 from eyeline.models import qwen3, qwen3_vl, qwen_vision
 from eyeline.models.forms import MediaTokens
 from eyeline.models.moe import Experts
-from tests.models.twins import IMAGE_TOKEN, VOCABULARY, Case, document, documents, normalised, picture, token_inputs, twin_of
+from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, document, documents, normalised, picture, token_inputs, twin_of
 
 TOKENS = MediaTokens(image=IMAGE_TOKEN, written="<image>", video=IMAGE_TOKEN + 1, start=0, end=1)
 # the table of positions is larger than one picture, smaller than another

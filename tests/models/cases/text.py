@@ -5,7 +5,7 @@ from typing import Any
 from eyeline.models import llama, qwen2, qwen3, qwen3_5, text
 from eyeline.models.forms import MediaTokens
 from eyeline.models.moe import Experts
-from tests.models.twins import IMAGE_TOKEN, VOCABULARY, Case, texts, token_inputs, twin_of
+from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, texts, token_inputs, twin_of
 
 SHAPE: dict[str, Any] = {
     "vocabulary": VOCABULARY, "width": 24, "layers": 2, "heads": 4, "kv_heads": 2, "feed_forward": 40, "eps": 1e-3, "rope_theta": 100.0

@@ -1,6 +1,6 @@
 """Encoded images -> upright 8-bit RGB, and their sizes from headers. Every image is decoded in one way, and damaged ones are rejected.
 
-Rules, each with an image in tests/data/test_zoo.py: orientation (EXIF) is applied once, before anything else looks at the size;
+Rules, each with an image in tests/data/test_image_formats.py: orientation (EXIF) is applied once, before anything else looks at the size;
 transparency is laid over white; grey, palette, CMYK and 16-bit images become 8-bit RGB; colour profiles (ICC) are ignored, as
 transformers' processors ignore them; of an animation the first frame counts; a truncated file is never completed, and never half
 grey; a header that claims too many pixels is believed and refused before any is decoded.

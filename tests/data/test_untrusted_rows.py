@@ -1,6 +1,7 @@
 """What a row may say, against every container that holds rows: names that no picture may have, and texts of every kind.
 
-A hostile row costs itself: the rows around it stay, and nothing is opened or sent. Layouts are in test_layouts.py, pictures in test_zoo.py.
+A hostile row costs itself: the rows around it stay, and nothing is opened or sent. Layouts are in test_layouts.py, images in
+test_image_formats.py.
 """
 
 import csv

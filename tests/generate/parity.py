@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.weights import load_into
 from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig
 
-from eyeline.checkpoint.tensors import load_into
 from eyeline.core.batch import IGNORE, Document, Grid, Image
 from eyeline.core.facts import Facts
 from eyeline.models import build, llava, qwen2, siglip2

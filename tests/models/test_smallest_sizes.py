@@ -13,14 +13,14 @@ import torch
 from eyeline.core.batch import IGNORE, Budget, Document
 from eyeline.models import llama, llava, qwen2, qwen3, qwen3_5, qwen3_vl, qwen_vision, text
 from eyeline.models.moe import Experts
-from tests.models import twins
+from tests.models import parity
 from tests.models.cases import llava as llavas
 from tests.models.cases import qwen3_vl as visual
 from tests.models.cases import text as texts
-from tests.models.twins import Case, document, picture
+from tests.models.parity import Case, document, picture
 
 SHAPE: dict[str, Any] = {
-    "vocabulary": twins.VOCABULARY, "width": 24, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "feed_forward": 7, "eps": 1e-3,
+    "vocabulary": parity.VOCABULARY, "width": 24, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "feed_forward": 7, "eps": 1e-3,
     "rope_theta": 100.0, "tied": False,
 }  # fmt: skip
 DELTA = SHAPE | {"layers": 2, "kinds": ("linear_attention", "full_attention"), "head_dim": 16, "rotary": 0.5, "sections": (2, 1, 1)}
@@ -75,7 +75,7 @@ def qwen3_vl_case(name: str) -> Case:
     form = qwen3_vl.form(c)
     config_json = dict(qwen3_vl.to_hf(c, form, visual.TOKENS)["config.json"])
     inputs = visual.inputs_of(c.vision)
-    return Case(name, c, lambda: twins.twin_of(config_json), inputs, qwen3_vl.keys(c, form, saved(c)), shown(c.vision))
+    return Case(name, c, lambda: parity.twin_of(config_json), inputs, qwen3_vl.keys(c, form, saved(c)), shown(c.vision))
 
 
 def saved(c: qwen3_vl.Config) -> dict[str, tuple[int, ...]]:
@@ -97,28 +97,28 @@ MADE: dict[str, Callable[[], Case]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_odd_sizes_equal_the_reference(name: str, tmp_path: Path) -> None:
     case = MADE[name]()
-    twin, ours = twins.pair(case, tmp_path / "a")
-    want, want_logits = twins.reference(case, twin, case.documents)
-    batch = twins.batch_of(case.documents, None)
-    twins.close(twins.logits_of(ours, batch), want_logits, "logits")
-    got, gradients = twins.run_batch(ours, batch)
-    twins.close(got, want, "loss")
+    twin, ours = parity.pair(case, tmp_path / "a")
+    want, want_logits = parity.reference(case, twin, case.documents)
+    batch = parity.batch_of(case.documents, None)
+    parity.close(parity.logits_of(ours, batch), want_logits, "logits")
+    got, gradients = parity.run_batch(ours, batch)
+    parity.close(got, want, "loss")
     want.backward()
-    theirs = twins.gradients_of(case, twin, tmp_path / "b")
-    twins.all_close(gradients, {n: theirs[n] for n in gradients}, tolerance=5e-5)  # one head's error is not hidden by another's size
+    theirs = parity.gradients_of(case, twin, tmp_path / "b")
+    parity.all_close(gradients, {n: theirs[n] for n in gradients}, tolerance=5e-5)  # one head's error is not hidden by another's size
     assert all(any(n.startswith(root + ".") for root in case.facts.unused) for n in theirs.keys() - gradients.keys())
-    twins.same((got, gradients), twins.one_by_one(ours, case.documents))
-    twins.same((got, gradients), twins.run(ours, case.documents, Budget(len(batch.tokens_T) + 7, len(batch.patches_PC) + 36)))
+    parity.same((got, gradients), parity.one_by_one(ours, case.documents))
+    parity.same((got, gradients), parity.run(ours, case.documents, Budget(len(batch.tokens_T) + 7, len(batch.patches_PC) + 36)))
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_a_document_without_a_label_changes_nothing(name: str) -> None:
     case = MADE[name]()
-    model, (first, other, *_) = twins.randomised(case), case.documents
+    model, (first, other, *_) = parity.randomised(case), case.documents
     silent = replace(other, labels_T=np.full_like(other.labels_T, IGNORE))
-    twins.same(twins.run(model, [silent, first]), twins.run(model, [first]))
-    loss, gradients = twins.run(model, [silent])
+    parity.same(parity.run(model, [silent, first]), parity.run(model, [first]))
+    loss, gradients = parity.run(model, [silent])
     assert loss == 0
     assert all(not x.any() for x in gradients.values())
     with torch.no_grad():
-        assert model(twins.batch_of([silent], None)) == 0
+        assert model(parity.batch_of([silent], None)) == 0

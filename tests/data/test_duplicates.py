@@ -13,7 +13,7 @@ from eyeline.data.report.twins import EXAMPLES, Known, known, twins
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
-from tests.data.made import said, sample
+from tests.data.short_samples import said, sample
 from tests.data.test_loader import row
 
 
