@@ -11,7 +11,7 @@ JOBS ?= 2
 BIN := .venv/bin
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split('+')[0].split('.')[:2])) < (2, 11))
 
-.PHONY: demo test test-slow mutants test-transformers4 test-gpu check format bench clean
+.PHONY: demo test test-slow mutants test-transformers4 test-gpu check format bench sample-image clean
 
 demo: .venv/ready
 	$(BIN)/eyeline train easyvqa-tiny out=runs/demo
@@ -53,6 +53,9 @@ format: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python -m bench $(CASES)
+
+sample-image: .venv/ready
+	$(BIN)/python docs/sample_image.py
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Eyeline needs Python >= 3.11; name one: make PYTHON=python3.11"; exit 2; }

@@ -1,11 +1,14 @@
 """The documents are true: their commands run, the files they name exist, and they leave no setting or figure out."""
 
+import html
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,66 +23,189 @@ from eyeline.train.run import MAY_CHANGE
 from tests.bundle.test_transplant import save_qwen3
 from tests.bundle.tiny import save_language, save_vision, tokenizer
 from tests.command import Command
+from tests.hub import HUB, resize, write_mine
 from tests.test_end_to_end import write_llava_pretrain
 from tests.test_settings_live import LEAVES
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
+    (ROOT / "docs").rglob("*.md")
 )
 README = (ROOT / "README.md").read_text()
 
 
 def blocks(text: str) -> list[str]:
-    return re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```[^\n`]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def bash(line: str, folder: Path) -> str:
-    """Run one line of a document, with this interpreter's commands first on the path."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(["bash", "-c", line], cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def in_process(eyeline: Command) -> Callable[[str, Path], str]:
+    """Runs a line as `bash` does, without a process of its own."""
+
+    def run(line: str, folder: Path) -> str:
+        if line == "source .venv/bin/activate":
+            return ""
+        line, _, target = line.partition(" > ")
+        program, *words = shlex.split(line)
+        assert program == "eyeline", line
+        done = eyeline(*words)
+        assert done.code == 0, f"{line}\n{done.out}\n{done.err}"
+        if target:
+            (folder / target).write_text(done.out)
+        return done.out
+
+    return run
 
 
-def test_your_own_data_in_five_lines(tmp_path: Path) -> None:
-    """The README's block, line by line, with tiny checkpoints in folders of the models' names, and its comment obeyed."""
-    [block] = [block for block in blocks(README) if "eyeline import" in block]
+def follow(
+    block: str, folder: Path, run: Callable[[str, Path], str], edit: Callable[[], None] | None = None, more: Mapping[str, str] | None = None
+) -> str:
+    """Run a document's block line by line; where it has a comment, `edit` obeys it. `more` is appended to lines of a command.
+    Returns what the lines printed."""
+    out = ""
+    for line in block.strip().splitlines():
+        if line.startswith("#"):
+            if edit is not None:
+                edit()
+            edit = None
+            continue
+        line = line.partition("  #")[0].rstrip()
+        for command, words in (more or {}).items():
+            if line.startswith(f"eyeline {command}"):
+                line += f" {words}"
+        out += run(line, folder)
+        if line.startswith("eyeline import"):
+            for preprocessor in (folder / "models").glob("*/preprocessor_config.json"):
+                resize(preprocessor)
+    return out
+
+
+def block_of(document: str, words: str) -> str:
+    [block] = [block for block in blocks((ROOT / document).read_text()) if words in block]
+    return block
+
+
+def rename_path(folder: Path) -> None:
+    """What the comment of `my-data` asks for: the path, and nothing else."""
+    recipe = (folder / "mine.yaml").read_text()
+    (folder / "mine.yaml").write_text(recipe.replace("path: my-data.json", "path: mine.json"))
+
+
+def test_own_data_works_as_the_readme_says(eyeline: Command, tmp_path: Path) -> None:
+    HUB["Qwen/Qwen3-VL-2B-Instruct"](tmp_path / "Qwen/Qwen3-VL-2B-Instruct")
+    write_mine(tmp_path)
+    run = in_process(eyeline)
+    out = follow(block_of("README.md", "eyeline import"), tmp_path, run, lambda: rename_path(tmp_path))
+    assert "my-data: no problems" in out
+    (tmp_path / "photo.jpg").write_bytes((tmp_path / "images/1.png").read_bytes())
+    [chat] = re.findall(r"`(eyeline chat runs/my-data[^`]*)`", README)
+    [export] = re.findall(r"`(eyeline export runs/my-data[^`]*)`", README)
+    run(f"{chat} --ask hello --max-new-tokens 4", tmp_path)
+    run(export, tmp_path)
+    assert (tmp_path / "exported" / "config.json").exists()
+
+
+def test_guide_to_own_data_works_on_its_example(eyeline: Command, tmp_path: Path) -> None:
+    """The rows of the page, with enough of them that a tenth can be held out."""
+    HUB["Qwen/Qwen3-VL-2B-Instruct"](tmp_path / "Qwen/Qwen3-VL-2B-Instruct")
+    page = ROOT / "docs/guides/own-data.md"
+    [example] = re.findall(r"^```json mine.json\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "images").mkdir()
+    rows = []
+    for n in range(60):
+        row = json.loads(example)[n % 2]
+        rows.append(row | {"image": f"images/{n}.jpg"})
+        Image.new("RGB", (20 + n % 20, 30), (4 * n, 90, 90)).save(tmp_path / rows[-1]["image"])
+    (tmp_path / "mine.json").write_text(json.dumps(rows))
+    out = follow(block_of("docs/guides/own-data.md", "eyeline import"), tmp_path, in_process(eyeline), lambda: rename_path(tmp_path))
+    assert "my-data: no problems" in out
+    assert (tmp_path / "data.html").exists()
+    assert (tmp_path / "runs/my-data/report.html").exists()
+
+
+def test_guide_to_qwen3_vl_works(eyeline: Command, tmp_path: Path) -> None:
+    HUB["Qwen/Qwen3-VL-2B-Instruct"](tmp_path / "Qwen/Qwen3-VL-2B-Instruct")
+    write_mine(tmp_path)
+    guide, run = "docs/guides/fine-tune-qwen3-vl.md", in_process(eyeline)
+    small = "stages.tune.data.validation_fraction=0.2 device=cpu"
+    block = block_of(guide, "eyeline import")
+    assert "no problems" in follow(block, tmp_path, run, more={"check": small, "train": small})
+    [changed] = re.findall(r"`(stages\.tune\.trains\.projector=[^`]*)`", (ROOT / guide).read_text())
+    [check] = [line for line in block.splitlines() if line.startswith("eyeline check")]
+    run(f"{check} {small} out=runs/new {changed}", tmp_path)
+
+
+def test_guide_to_a_vlm_from_parts_works(eyeline: Command, tmp_path: Path) -> None:
+    """With tiny checkpoints in folders of the models' names, and its comment obeyed."""
     save_vision(tmp_path / "google" / "siglip2-base-patch16-224")
     save_language(tmp_path / "Qwen" / "Qwen2.5-0.5B-Instruct")
     write_llava_pretrain(tmp_path)
-    (tmp_path / "blip_laion_cc_sbu_558k.json").rename(tmp_path / "mine.json")
-    (tmp_path / "src").symlink_to(ROOT / "src")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").write_text("")  # the interpreter that runs this test comes first on the path anyway
-    rows = json.loads((tmp_path / "mine.json").read_text())
+    rows = json.loads((tmp_path / "blip_laion_cc_sbu_558k.json").read_text())
     (tmp_path / "mine.json").write_text(json.dumps(rows[4:]))
     (tmp_path / "other.json").write_text(json.dumps(rows[:4]))
-    ran = 0
-    for line in block.strip().splitlines():
-        if line.startswith("#"):
-            recipe = yaml.safe_load((tmp_path / "mine.yaml").read_text())
-            recipe["name"] = "mine"
-            recipe["model"]["path"] = "models/start"
-            for stage in recipe["stages"]:
-                stage["data"] = {"sources": [{"path": "mine.json"}], "validation_fraction": 0.2}
-                stage |= {"steps": 2, "batch": {"max_tokens": 256, "max_patches": 160}}
-            recipe["evaluation"]["sources"][0]["path"] = "other.json"
-            (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
-            continue
-        out = bash(line, tmp_path)
-        ran += 1
-        if line.startswith("eyeline check"):
-            assert "no problems" in out
-            assert "warning: evaluation" not in out
-    assert ran == 5
-    picture = tmp_path / "photo.jpg"
-    picture.write_bytes((tmp_path / "00000" / "000000000.jpg").read_bytes())
-    [chat] = re.findall(r"`(eyeline chat runs/NAME[^`]*)`", README)
-    [export] = re.findall(r"`(eyeline export runs/NAME[^`]*)`", README)
-    bash(f"{chat.replace('NAME', 'mine')} --ask hello --max-new-tokens 4", tmp_path)
-    bash(export.replace("NAME", "mine"), tmp_path)
-    assert (tmp_path / "exported" / "config.json").exists()
+
+    def edit() -> None:
+        recipe = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+        recipe["name"] = "mine"
+        recipe["model"]["path"] = "models/start"
+        for stage in recipe["stages"]:
+            stage["data"] = {"sources": [{"path": "mine.json"}], "validation_fraction": 0.2}
+            stage |= {"steps": 2, "batch": {"max_tokens": 256, "max_patches": 160}}
+        recipe["evaluation"]["sources"][0]["path"] = "other.json"
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+
+    out = follow(block_of("docs/guides/vlm-from-parts.md", "eyeline import"), tmp_path, in_process(eyeline), edit)
+    assert "mine: no problems" in out
+    assert "warning: evaluation" not in out
+
+
+def test_guide_to_a_first_run_works(eyeline: Command, tmp_path: Path) -> None:
+    guide = "docs/guides/first-run.md"
+    limits = " ".join(f"stages.{stage}.steps=1 stages.{stage}.data.sources.0.limit=300" for stage in ("shapes", "all"))
+    short = {"train": limits, "eval": "--limit 3"}
+    for words in ("eyeline report", "seed=1"):
+        follow(block_of(guide, words), tmp_path, in_process(eyeline), more=short)
+    table = (ROOT / guide).read_text().split("then holds")[1].split("Stop a run")[0]
+    listed = {name for cell in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`([a-z.]+)/?`", cell)}
+    assert "checkpoints" in listed
+    assert listed - {"rejects.jsonl", "eval.json"} <= {path.name for path in (tmp_path / "runs/demo").iterdir()}
+
+
+def test_memory_in_the_readme_follows_from_its_parameters() -> None:
+    """2 bytes of a frozen parameter, 16 of a trained one."""
+    rows = re.findall(r"\| ([\d.]+) \+ ([\d.]+) \| ([\d.]+) GB \| ([\d.]+) GB \|$", README, re.MULTILINE)
+    assert len(rows) > 10
+    for tower, rest, lora, full in (map(float, row) for row in rows):
+        assert lora == pytest.approx(2 * (tower + rest), abs=0.051 if lora < 100 else 0.51)
+        assert full == pytest.approx(2 * tower + 16 * rest, abs=0.051 if full < 100 else 0.51)
+
+
+def test_speeds_in_the_readme_are_those_of_the_benchmarks() -> None:
+    section = README[README.index("## How fast") : README.index("## Commands")]
+    figures = set(re.findall(r"\b\d\.\d\d\b", section))
+    measured = (ROOT / "docs/benchmarks.md").read_text().split("\n## ")[0]
+    assert len(figures) >= 9
+    assert figures <= set(re.findall(r"\b\d\.\d\d\b", measured))
+
+
+def test_the_image_of_the_readme_is_what_check_shows(tmp_path: Path) -> None:
+    def text(svg: Path) -> list[str]:
+        return [html.unescape(piece) for piece in re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())]
+
+    subprocess.run([sys.executable, ROOT / "docs/sample_image.py", tmp_path / "sample.svg"], check=True, timeout=240)
+    assert text(tmp_path / "sample.svg") == text(ROOT / "docs/sample.svg")
+    assert "url(" not in (ROOT / "docs/sample.svg").read_text().replace("url(#", ""), "the image fetches nothing"
+
+
+FIELD = [
+    *("gradient accumulation", "gradient checkpointing", "mixed precision", "context length", "sequence length", "throughput", "SFT"),
+    *("fine-tuning", "duplicates", "MoE", "LoRA", "flash attention", "sequence packing", "padding", "MFU", "chat template"),
+]
+
+
+@pytest.mark.parametrize("word", FIELD)
+def test_words_of_the_field_are_found(word: str) -> None:
+    text = (ROOT / "docs/words.md").read_text()
+    assert word in text[text.index("## The field's") :]
 
 
 def run_block(text: str, folder: Path, python: str | Path = sys.executable) -> str:
@@ -197,11 +323,19 @@ def test_exit_codes_are_those_of_the_errors(eyeline: Command) -> None:
         assert codes == {int(n) for n in re.findall(r"(?:^|[\s·│,:])(\d{1,2}) [a-z]", " ".join(text.split("\n\n")[0].split()))}
 
 
+def anchors(document: Path) -> set[str]:
+    """As GitHub makes them of headings: lower case, spaces as hyphens, other punctuation dropped."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_files_that_documents_name_exist() -> None:
     for document in DOCUMENTS:
         text = document.read_text()
-        for link in re.findall(r"\]\(([^)#:]+)\)", text):
-            assert (document.parent / link).exists(), f"{document.name} links to {link}"
+        for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+            there = document.parent / link if link else document
+            assert there.exists(), f"{document.name} links to {link}"
+            assert not anchor or anchor in anchors(there), f"{document.name} links to {link}#{anchor}"
         for path in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)(?:: [a-z_]+)?`", text):
             if "foo" not in path:
                 assert (ROOT / path).exists() or (ROOT / "src/eyeline" / path).exists(), f"{document.name} names {path}"
