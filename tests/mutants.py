@@ -180,7 +180,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("data/layouts/conversations.py", 'if messages[-1].role != "assistant":', "if False:", "data/test_sources.py::test_bad_llava_rows"),
         (
             "data/plan/read_shard.py",
-            "drawn(names) if names else -1.0",
+            "hold_out_draw(names) if names else -1.0",
             "-1.0",
             "data/test_loader.py::test_held_out_pictures_are_never_trained_on",
         ),
@@ -315,6 +315,18 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "for line in lines if line.cause in LASTING}",
             "for line in lines if False}",
             "data/test_fetch.py::test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes",
+        ),
+        (
+            "data/loader.py",
+            "        met.append(window.plan.rest)\n",
+            "",
+            "data/test_loader.py::test_reject_rate_is_of_different_rows_whatever_the_order",
+        ),
+        (
+            "data/plan/plan.py",
+            "RowsMet(int(self.first_R[start:end].sum()), first, again)",
+            "RowsMet(end - start, first, again)",
+            "data/test_loader.py::test_row_of_a_repeated_source_counts_once",
         ),
         (
             "data/plan/position.py",

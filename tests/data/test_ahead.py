@@ -15,7 +15,7 @@ from eyeline.data import workers
 from eyeline.data.index_progress import index_all
 from eyeline.data.loader import Step, training_steps
 from eyeline.data.plan import ahead, index
-from eyeline.data.plan.ahead import Ahead, indexed
+from eyeline.data.plan.ahead import Ahead, make_each
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Rows, Source, open_source
@@ -213,7 +213,7 @@ def test_without_a_folder_or_workers_there_is_no_process(archives: Path, plain: 
         assert children() <= before
         going.share([(0, n) for n in range(SHARDS)], 3, 4)
         assert made._open.keys() == {(0, 3)}
-    assert list(indexed(opened(rows, plain, rule, tmp_path / "j"), [(0, 0)], Workers(0, 1, 1.0, 1.0))) == [None]
+    assert list(make_each(opened(rows, plain, rule, tmp_path / "j"), [(0, 0)], Workers(0, 1, 1.0, 1.0))) == [None]
     assert written(tmp_path / "j") == 1
 
 

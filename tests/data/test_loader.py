@@ -27,7 +27,7 @@ from eyeline.data.images import patches
 from eyeline.data.images.patches import Augment
 from eyeline.data.loader import check_rejects_at_end, training_steps
 from eyeline.data.plan.blend import Side
-from eyeline.data.plan.read_shard import drawn
+from eyeline.data.plan.read_shard import hold_out_draw
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data, training_texts
 from eyeline.data.sources.sources import Source
@@ -493,9 +493,9 @@ def test_what_is_held_out_depends_on_nothing_but_the_picture(open_reader, folder
 
 
 def test_the_held_out_share_is_about_what_was_asked() -> None:
-    draws = [drawn([f"/images/{n}.png"]) for n in range(4000)]
+    draws = [hold_out_draw([f"/images/{n}.png"]) for n in range(4000)]
     assert 0.08 < sum(d < 0.1 for d in draws) / 4000 < 0.12
-    assert drawn(["/images/1.png", "/images/2.png"]) == min(drawn(["/images/1.png"]), drawn(["/images/2.png"]))
+    assert hold_out_draw(["/images/1.png", "/images/2.png"]) == min(hold_out_draw(["/images/1.png"]), hold_out_draw(["/images/2.png"]))
 
 
 def test_validation_is_complete_repeatable_and_as_it_is(open_reader, folder: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from eyeline.data.counts import count_steps
 from eyeline.data.images.patches import Augment
 from eyeline.data.loader import Step, planned_windows, training_steps
 from eyeline.data.plan import blend, index, plan
-from eyeline.data.plan.blend import Cursor, Pool, Side, blended, pools_of
+from eyeline.data.plan.blend import Cursor, Pool, Side, blended_window, pools_of
 from eyeline.data.plan.order import WINDOW_SHARDS
 from eyeline.data.plan.plan import ImageGroup, Ordered
 from eyeline.data.plan.position import Carried, Position
@@ -246,9 +246,9 @@ def test_golden_roads(how: str) -> None:
     pools, cursors = pools_of(side, 3, 5), (Cursor(), Cursor())
     for number in range(4 if how == "shares" else 10):
         if how != "shares":
-            ordered, cursor = blend.whole(blend.pool_of(side, 3, 5), cursor)
+            ordered, cursor = blend.window_of(blend.pool_of(side, 3, 5), cursor)
         else:
-            ordered, cursors = blended(pools, (3.0, 1.0), cursors, number, sizing)
+            ordered, cursors = blended_window(pools, (3.0, 1.0), cursors, number, sizing)
         done = plan.plan(ordered, carried, sizing)
         carried, digests = done.bins, [*digests, done.digest]
     assert max(cursor.epoch, *(c.epoch for c in cursors)) >= 1
@@ -353,7 +353,7 @@ def test_memory_does_not_grow_with_the_data() -> None:
     sizing = made_up(rng.integers(16, 900, rows_a_shard), np.zeros(rows_a_shard, np.int64), Budget(8192, 0))
     tracemalloc.start()
     cursor = Cursor(epoch=1, window=1500, first=1500 * WINDOW_SHARDS)
-    ordered, after = blend.whole(pool, cursor)
+    ordered, after = blend.window_of(pool, cursor)
     done = plan.plan(ordered, (), sizing)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -545,7 +545,7 @@ def test_shares_are_exact_at_any_place(make, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blend, "MIXED_ROWS", (50, 400))
         for number in range(6):
-            ordered, cursors = blended(pools, (3.0, 1.0), cursors, number, sizing)
+            ordered, cursors = blended_window(pools, (3.0, 1.0), cursors, number, sizing)
             for _, _, source, shard, row in ordered.row_R5.tolist():
                 usable[source] += sizing(source, shard).usable_R[row]
             given = [cursor.given for cursor in cursors]

@@ -435,10 +435,10 @@ def test_a_partition_is_a_pure_function(open_reader: Open, tmp_path: Path, monke
     """Whoever does it, elsewhere and in any order, writes the same bytes and says the same of them."""
     manifest = made(open_reader(), tmp_path / "out")
     reader = open_reader()
-    job = prepare.job_of(reader, BUDGET, tmp_path / "else", prepare.ordered(reader, BUDGET, None), None)
+    job = prepare.job_of(reader, BUDGET, tmp_path / "else", prepare.packing_order(reader, BUDGET, None), None)
     (tmp_path / "else" / "shards").mkdir(parents=True)
     for number in reversed(range(len(job))):
-        entries = prepare.partition(pickle.loads(pickle.dumps(job)), number)
+        entries = prepare.write_partition(pickle.loads(pickle.dumps(job)), number)
         assert entries == prepare.Entries(**json.loads((tmp_path / "out" / "entries" / f"{number:05d}.json").read_text()))
         assert entries.sha256 == manifest.archives[number].sha256
         assert job.archive(number).read_bytes() == (tmp_path / "out" / "shards" / f"{number:05d}.tar").read_bytes()

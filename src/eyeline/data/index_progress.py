@@ -10,7 +10,7 @@ from rich.progress import Progress
 from eyeline.core.batch import Budget
 from eyeline.data.identity import refuse_changes
 from eyeline.data.loader import changes, entries_of, start_of
-from eyeline.data.plan.ahead import Entry, indexed
+from eyeline.data.plan.ahead import Entry, make_each
 from eyeline.data.plan.index import Index
 from eyeline.data.reader import Reader, training_pools
 
@@ -36,7 +36,7 @@ def make_indexes(reader: Reader, index: Index, shards: Sequence[Entry]) -> None:
     console = Console(stderr=True)
     absent = [entry for entry in shards if index.absent(*entry)] if index.written else []
     try:
-        for done, _ in enumerate(indexed(index, absent, reader.data.fetching), 1):
+        for done, _ in enumerate(make_each(index, absent, reader.data.fetching), 1):
             if time.monotonic() - start < PATIENCE:
                 continue
             if reader.notify is not None:

@@ -23,9 +23,9 @@ from eyeline.core.errors import Refused, StorageFailed
 from eyeline.data.fetch.fetch import GroupToRead, Lost, RowToRead, fetched_in_order
 from eyeline.data.identity import NAMED, record, refuse_changes, state_changes
 from eyeline.data.plan.ahead import Ahead, Entry
-from eyeline.data.plan.blend import Cursor, Pool, blended, whole
+from eyeline.data.plan.blend import Cursor, Pool, blended_window, window_of
 from eyeline.data.plan.deal import deal
-from eyeline.data.plan.plan import ImageGroup, Ordered, Pack, Plan, RowOf, RowsMet, closed, cost_of, plan
+from eyeline.data.plan.plan import ImageGroup, Ordered, Pack, Plan, RowOf, RowsMet, closing_plan, cost_of, plan
 from eyeline.data.plan.position import VERSION, Carried, Position, cursors_of
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, fetch_of, identity_of_plan, rows_in_order, sizing_of, training_pools
@@ -135,7 +135,7 @@ def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: P
             None if reader.data.mix == "interleave" else (epochs_done(pools[0], at.cursors[0]), epochs_done(pools[0], after[0])),
         )
         at = end
-    rest, last = closed(at.bins.bins, sizing, digest), at
+    rest, last = closing_plan(at.bins.bins, sizing, digest), at
     done = epochs_done(pools[0], at.cursors[0])
     yield PlannedWindow(
         max(at.number - 1, 0),
@@ -152,9 +152,9 @@ def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: P
 def rows_of_window(reader: Reader, pools: tuple[Pool, ...], at: Position, sizing: Sizing) -> tuple[Ordered, tuple[Cursor, ...]]:
     """The rows of the window at a position, in their order, and the cursors behind it."""
     if reader.data.mix == "concat":
-        ordered, after = whole(pools[0], at.cursors[0])
+        ordered, after = window_of(pools[0], at.cursors[0])
         return ordered, (after,)
-    return blended(pools, [source.weight for source in reader.data.sources], at.cursors, at.number, sizing)
+    return blended_window(pools, [source.weight for source in reader.data.sources], at.cursors, at.number, sizing)
 
 
 def changed_window(reader: Reader, at: Position, ordered: Ordered, made: Plan) -> Refused:

@@ -1,11 +1,11 @@
 """Offline packing: the same plan, stored. What comes of it is described, and read, in `packed.py`.
 
-    ordered     the rows in the order in which the first epoch's packs need them, cut into partitions
-    partition   one partition -> one archive: a pure function of the job and a number, committed by a rename
-    place       what lies where -> an index of each shard
-    recorded    digests of the plan over these indexes, and its rejects
+    packing_order       the rows in the order in which the first epoch's packs need them, cut into partitions
+    write_partition     one partition -> one archive: a pure function of the job and a number, committed by a rename
+    write_indexes       what is stored where -> an index of each shard
+    complete_manifest   digests of the plan over these indexes, and its rejects
 
-Whoever is interrupted begins again and finds what is done.
+A run that was interrupted starts again and finds what is done.
 """
 
 import hashlib
@@ -40,10 +40,20 @@ from eyeline.data.loader import PlannedWindow, planned_windows
 from eyeline.data.plan.blend import Side
 from eyeline.data.plan.plan import Pack, RowOf
 from eyeline.data.plan.shard_index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
-from eyeline.data.prepared.packed import MANIFEST, VERSION, Archive, Manifest, Prepared, StoredShard, StoredSource, opened, packed_row
+from eyeline.data.prepared.packed import (
+    MANIFEST,
+    VERSION,
+    Archive,
+    Manifest,
+    Prepared,
+    StoredShard,
+    StoredSource,
+    open_manifest,
+    packed_row,
+)
 from eyeline.data.reader import Reader, identity_of_plan, reader_of, sizing_of
 from eyeline.data.rejects import Reject, Rejects
-from eyeline.data.sets import choice, divided_as
+from eyeline.data.sets import choice, prepared_sides
 from eyeline.data.sources.sources import Rows
 from eyeline.data.validation import validation_packs
 
@@ -122,7 +132,7 @@ def pack_offline(
     make_folder(folder / "entries")
     for left in folder.rglob(".*.tmp"):  # by somebody who was killed
         left.unlink()
-    order = ordered(reader, budget, packs)
+    order = packing_order(reader, budget, packs)
     job = job_of(reader, budget, folder, order, quality)
     known = [_known(job, number) for number in range(len(job))]
     _refuse_small_disk(job, [number for number, one in enumerate(known) if one is None])
@@ -132,12 +142,12 @@ def pack_offline(
         task = bar.add_task("preparing", total=int(job.bytes_K.sum()))
         for number, one in enumerate(known):
             if one is None or not _whole(job.archive(number), one):
-                made = partition(job, number)
+                made = write_partition(job, number)
                 write_atomically(job.entries(number), json.dumps(made._asdict()))
                 one = made.packed
             entries.append(one)
             bar.advance(task, int(job.bytes_K[number]))
-    place(reader, job, written(job, entries))
+    write_indexes(reader, job, where_written(job, entries))
     draft = Manifest(
         data=choice(reader.data),
         identity={},
@@ -152,7 +162,7 @@ def pack_offline(
         ),
         windows=(),
     )
-    manifest = recorded(reader, opened(folder, draft, reader.data.read_retries), folder, epochs, order.packs)
+    manifest = complete_manifest(reader, open_manifest(folder, draft, reader.data.read_retries), folder, epochs, order.packs)
     both = min(len(manifest.windows), len(order.windows))
     if quality is None and list(manifest.windows[:both]) != order.windows[:both]:
         raise AssertionError(f"{folder}: what was prepared is planned otherwise than its source")
@@ -172,7 +182,7 @@ class SampleOrder(NamedTuple):
     packs: int
 
 
-def ordered(reader: Reader, budget: Budget, packs: int | None) -> SampleOrder:
+def packing_order(reader: Reader, budget: Budget, packs: int | None) -> SampleOrder:
     """Every row to learn from as it is first needed, and every row to validate on.
 
     Of `mix: interleave` that is the order of the first `packs` packs, or fewer if all rows have come. Rows that never come, as they
@@ -298,7 +308,7 @@ def _bytes_of(index: ShardIndex) -> Longs:
 # One partition
 
 
-def partition(job: PackingJob, number: int) -> Entries:
+def write_partition(job: PackingJob, number: int) -> Entries:
     """Write one archive. The same bytes whoever does it, where, and how often; it appears whole."""
     path = job.archive(number)
     beside = path.with_name(f".{path.name}.tmp")
@@ -443,7 +453,7 @@ class Written:
     lies_N4: Longs  # begin and length in the archive; height and width where it was scaled down
 
 
-def written(job: PackingJob, entries: Sequence[PackedEntries]) -> Written:
+def where_written(job: PackingJob, entries: Sequence[PackedEntries]) -> Written:
     """A picture that several samples show lies in the archives with each of them, and all are given the first: equal pictures have
     equal places, as they have in the source."""
     archive_R = np.repeat(np.arange(len(job)), np.diff(job.bounds_K1))
@@ -455,7 +465,7 @@ def written(job: PackingJob, entries: Sequence[PackedEntries]) -> Written:
     return Written(begin_R, row_R3[:, 1], np.cumsum(row_R3[:, 2]) - row_R3[:, 2], archive_N[from_N], lies_N4[from_N])
 
 
-def place(reader: Reader, job: PackingJob, found: Written) -> None:
+def write_indexes(reader: Reader, job: PackingJob, found: Written) -> None:
     """Write the index of every shard that was looked at, with places in the archives. Sources of one file have one index."""
     order_R = np.lexsort(job.row_R6[:, 2::-1].T)
     addresses, begins = np.unique(job.row_R6[order_R, :3], axis=0, return_index=True)
@@ -519,13 +529,13 @@ def _stored_shard(rows: Rows, shard: int, job: PackingJob, reader: Reader) -> St
 # The plan
 
 
-def recorded(reader: Reader, draft: Prepared, folder: Path, epochs: int, packs: int) -> Manifest:
+def complete_manifest(reader: Reader, draft: Prepared, folder: Path, epochs: int, packs: int) -> Manifest:
     """Plan over what was prepared, write the rejects, and complete the manifest with each window's digest. Of `mix: interleave` `packs`
     packs are planned."""
     data = reader.data
 
     def over(prepared: Prepared) -> Reader:
-        found = divided_as(data, prepared)
+        found = prepared_sides(data, prepared)
         return reader_of(data, reader.encoder, reader.rule, reader.seed, longest=reader.longest, found=found)
 
     manifest = draft.manifest.model_copy(update={"identity": identity_of_plan(over(draft), draft.budget)})

@@ -17,7 +17,7 @@ from eyeline.data.plan.position import WindowAddress
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.prepared.packed import Prepared
 from eyeline.data.rejects import Rejects
-from eyeline.data.sets import Data, Divided, divided
+from eyeline.data.sets import Data, Divided, open_sides
 from eyeline.data.text.tokenizer import Encoder
 
 PLAIN = Cost(token=1, pair=0, label=0, patch=1, patch_pair=0)
@@ -66,7 +66,7 @@ def reader_of(
     """List the shards of `data`. Rejects are written into `folder` when there is one, and indexes unless `data.cache` names another.
     `found` is `data` opened, where that was done already. Refused for unusable sources."""
     rejects = Rejects(folder, data.max_reject_rate)
-    found = found or divided(data)
+    found = found or open_sides(data)
     cache = Path(data.cache).expanduser() if data.cache else folder / "index" if folder else None
     shelf = found.prepared.shelf if found.prepared is not None else None
     index = Index(found.sources, encoder, rule, cache, shelf)

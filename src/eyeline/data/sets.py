@@ -15,7 +15,7 @@ from eyeline.core.locations import is_url
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings, Share
 from eyeline.data.containers.container import RETRIES
 from eyeline.data.images.patches import Augment
-from eyeline.data.plan.read_shard import drawn, names_of
+from eyeline.data.plan.read_shard import hold_out_draw, names_of
 from eyeline.data.prepared.packed import Prepared, open_prepared
 from eyeline.data.sources.sources import Place, Rows, Source, open_source
 from eyeline.data.text.documents import Overlong
@@ -77,13 +77,13 @@ class Data(Settings):
         return self
 
 
-def opened(sources: Iterable[Source], retries: int = RETRIES) -> tuple[Rows, ...]:
+def open_each(sources: Iterable[Source], retries: int = RETRIES) -> tuple[Rows, ...]:
     return tuple(open_source(source, retries) for source in sources)
 
 
 def held_out(rows: Rows, place: Place, found: Sample | BadSample, share: float) -> bool:
     """Whether a row is kept for validation: when any of its pictures is drawn, so that training never sees one of those."""
-    return share > 0 and drawn(names_of(found, rows.id(place), rows.root)) < share
+    return share > 0 and hold_out_draw(names_of(found, rows.id(place), rows.root)) < share
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class Divided:
     prepared: Prepared | None = None  # where they lie, if that is another place
 
 
-def stored(data: Data) -> Prepared | None:
+def open_stored(data: Data) -> Prepared | None:
     """The folder that the data were prepared in. Refused when it was made of others."""
     if data.prepared is None:
         return None
@@ -111,22 +111,22 @@ def choice(data: Data) -> dict[str, Any]:
     )
 
 
-def divided_as(data: Data, found: Prepared) -> Divided:
+def prepared_sides(data: Data, found: Prepared) -> Divided:
     """The sources as they lie in a prepared folder."""
     about = found.manifest
     sources, validation = found.rows(about.sources, data.sources), found.rows(about.validation, data.validation)
     return Divided(sources, validation or (sources if data.validation_fraction else ()), found)
 
 
-def divided(data: Data) -> Divided:
+def open_sides(data: Data) -> Divided:
     """Open the sources. Refused for kinds that are not there, and when nothing is left on a side that is asked for.
 
     Rows are read until that is known, which is soon in all data that will do.
     """
-    found = stored(data)
+    found = open_stored(data)
     if found is not None:
-        return divided_as(data, found)
-    sources, validation = opened(data.sources, data.read_retries), opened(data.validation, data.read_retries)
+        return prepared_sides(data, found)
+    sources, validation = open_each(data.sources, data.read_retries), open_each(data.validation, data.read_retries)
     for rows in (*sources, *validation):
         _refuse_absent_kinds(rows)
     sides = {False: False, True: not data.validation_fraction}
@@ -172,11 +172,11 @@ def _refuse_absent_kinds(rows: Rows) -> None:
 
 def training_samples(data: Data) -> Iterator[Sample]:
     """Every sample that training visits, once, in the sources' order, or as they are prepared. Rows that cannot be used are passed over."""
-    found = stored(data)
+    found = open_stored(data)
     if found is not None:
         yield from found.samples()
         return
-    for rows in opened(data.sources, data.read_retries):
+    for rows in open_each(data.sources, data.read_retries):
         for place, _, found in rows.kept():
             if isinstance(found, Sample) and not held_out(rows, place, found, data.validation_fraction):  # bad ones are counted in training
                 yield found

@@ -7,8 +7,8 @@ from eyeline.core.errors import Refused
 from eyeline.data.fetch.fetch import GroupToRead, fetched_in_order
 from eyeline.data.index_progress import make_indexes
 from eyeline.data.loader import group_to_read
-from eyeline.data.plan.blend import Cursor, pool_of, whole
-from eyeline.data.plan.plan import ImageGroup, closed, plan
+from eyeline.data.plan.blend import Cursor, pool_of, window_of
+from eyeline.data.plan.plan import ImageGroup, closing_plan, plan
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, fetch_of, sizing_of
 from eyeline.data.rejects import Reject
@@ -49,10 +49,10 @@ def validation_packs(reader: Reader, sizing: Sizing, rejected: list[Reject]) -> 
     pool = pool_of(reader.validation, reader.data.max_samples_per_image, None, repeated=False)
     cursor, bins = Cursor(), ()
     while cursor.epoch == 0:
-        ordered, cursor = whole(pool, cursor)
+        ordered, cursor = window_of(pool, cursor)
         made = plan(ordered, bins, sizing)
         rejected += [reject for _, reject in made.rejects]
         bins = tuple(map(tuple, made.bins))
         yield from (made.pack(n).groups for n in range(len(made.packs)))
-    rest = closed(bins, sizing, "")
+    rest = closing_plan(bins, sizing, "")
     yield from (rest.pack(n).groups for n in range(len(rest.packs)))

@@ -24,7 +24,7 @@ from eyeline.data.reader import reader_of, sizing_of
 from eyeline.data.report.report import DataReport, Depth, data_report
 from eyeline.data.report.shown import Shown, shown_samples
 from eyeline.data.report.twins import Known, known
-from eyeline.data.sets import divided, opened
+from eyeline.data.sets import open_each, open_sides
 from eyeline.data.sources.folders import named
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.sources.unread import unread
@@ -164,7 +164,7 @@ def _evaluation(run: Run, depth: Depth) -> dict[str, Known]:
     """The questions of the recipe's evaluation, to be compared with what is learned."""
     if run.evaluation is None:
         return {}
-    rows = (row for source in opened(run.evaluation.sources) for _, _, row in source.kept())
+    rows = (row for source in open_each(run.evaluation.sources) for _, _, row in source.kept())
     return {"evaluation": known(islice((row for row in rows if isinstance(row, Sample)), depth.compared))}
 
 
@@ -261,7 +261,7 @@ def _source_findings(run: Run) -> Iterator[Finding]:
     """What keeps the sources of stages and evaluation from being opened, leaves nothing of them, or is not read of them."""
     for stage in run.stages:
         try:
-            found = divided(stage.data)
+            found = open_sides(stage.data)
             every = (*found.sources, *(() if found.validation is found.sources else found.validation))
             for rows in every:
                 if not any(True for _ in rows.kept()):
@@ -280,7 +280,7 @@ def _source_findings(run: Run) -> Iterator[Finding]:
             yield from (Finding(f"stages.{stage.name}.data: {line}") for line in why)
     if run.evaluation:
         try:
-            asked = opened(run.evaluation.sources)
+            asked = open_each(run.evaluation.sources)
             if not any(True for rows in asked for _ in rows.kept()):
                 yield Finding("evaluation: its sources hold no question that the settings leave")
             for rows in asked:

@@ -16,7 +16,7 @@ from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, visible
 from eyeline.core.words import counted, percent
-from eyeline.data.sets import opened, training_samples
+from eyeline.data.sets import open_each, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
 from eyeline.evals.result import Result, write_result
 from eyeline.models import facts
@@ -45,7 +45,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     assert found.checkpoint is not None, "a run has one"
     model = found.answering(here.device, COMPUTE[run.precision])
     choose_kernels(model, here, COMPUTE[run.precision], trains=False)
-    asked = opened(run.evaluation.sources)
+    asked = open_each(run.evaluation.sources)
     learned = dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data))  # stages share samples
     prior = prior_of(learned)
     questions = also_learned = 0

@@ -191,7 +191,7 @@ class Layout:
 # Finding it out
 
 
-def recognised(path: Location, container: Container, declared: str | None, mapping: Mapping) -> Layout:
+def layout_of(path: Location, container: Container, declared: str | None, mapping: Mapping) -> Layout:
     """The layout that is declared, or the one that fits most of the first rows, and of several the first of SHAPES."""
     shapes = tuple(shape for shape in SHAPES if declared in (None, shape.name))
     _refuse_unknown(path, declared, mapping, shapes)

@@ -39,7 +39,7 @@ class Making:
         self.index.make(wanted.entries)
 
 
-def indexed(index: Index, absent: Sequence[Entry], workers: Workers) -> Iterator[None]:
+def make_each(index: Index, absent: Sequence[Entry], workers: Workers) -> Iterator[None]:
     """Have each made, by all workers that have something to do. Comes once for each, in order."""
     if workers.count and absent:
         jobs = ((None, Wanted((entry,))) for entry in absent)

@@ -179,14 +179,14 @@ def pools_of(side: Side, share: int, seed: int) -> tuple[Pool, ...]:
     )
 
 
-def whole(pool: Pool, cursor: Cursor) -> tuple[Ordered, Cursor]:
+def window_of(pool: Pool, cursor: Cursor) -> tuple[Ordered, Cursor]:
     """A window of a pool, and the cursor behind it."""
     pool.make_indexes(cursor)
     window = pool.window(cursor)
     return Ordered(_addressed(window.row_R3, cursor), window.bounds_V1, window.first_R), pool.after(cursor, window)
 
 
-def blended(
+def blended_window(
     pools: Sequence[Pool], weights: Sequence[float], cursors: Sequence[Cursor], number: int, sizing: Sizing
 ) -> tuple[Ordered, tuple[Cursor, ...]]:
     """Window `number` of `mix: interleave`, and the cursors behind it.

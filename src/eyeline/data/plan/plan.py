@@ -111,7 +111,7 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[ImageGroup]], sizing: Sizi
     ]
     at_G = np.flatnonzero(usable_R)
     begins_I, tokens_I, patches_I, vision_I, language_I = _groups(columns_R4[at_G], _group_of(ordered.bounds_V1)[at_G], sizing.budget)
-    old_G5, old_bounds, old_columns, bins = reopened(carried, sizing)
+    old_G5, old_bounds, old_columns, bins = open_bins(carried, sizing)
     row_G5 = np.concatenate([old_G5, ordered.row_R5[at_G]])
     first = len(old_bounds) - 1  # groups of this window are numbered behind those that were carried in
     bounds_I1 = np.concatenate([old_bounds[:-1], len(old_G5) + begins_I, [len(row_G5)]]).astype(np.int64)
@@ -137,9 +137,9 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[ImageGroup]], sizing: Sizi
     return made
 
 
-def closed(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing, digest: str) -> Plan:
-    """The bins that are open behind the last window, as packs. StorageFailed as for `reopened`."""
-    row_G5, bounds_I1, columns_G4, _ = reopened(carried, sizing)
+def closing_plan(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing, digest: str) -> Plan:
+    """The bins that are open behind the last window, as packs. StorageFailed as for `open_bins`."""
+    row_G5, bounds_I1, columns_G4, _ = open_bins(carried, sizing)
     *_, vision_I, language_I = _sums(columns_G4, bounds_I1[:-1])
     packs = _unpacked(carried)[2]
     cost_I2 = np.stack([language_I, vision_I], 1).astype(np.int64)
@@ -156,7 +156,7 @@ def cost_of(groups: Sequence[ImageGroup], sizing: Sizing) -> tuple[int, int]:
     return language, vision
 
 
-def reopened(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing) -> tuple[Longs, Longs, Longs, Bins]:
+def open_bins(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing) -> tuple[Longs, Longs, Longs, Bins]:
     """Rows of carried image groups, bounds of the groups in them, their columns, and the bins with the numbers of their groups.
     StorageFailed when a row is no longer what was planned."""
     row_G5, bounds, numbers = _unpacked(carried)

@@ -31,7 +31,7 @@ TOGETHER = 64  # rows are processed in batches: keeps caches warm, and overlaps 
 LOOKED_AT_ONCE = 16
 
 
-def drawn(names: Sequence[str]) -> float:
+def hold_out_draw(names: Sequence[str]) -> float:
     """A number from 0 to 1 that depends on the names of a row's pictures alone (on its id for text): the least of theirs, so that no
     picture is on both sides."""
     return min(int.from_bytes(hashlib.sha256(("held out" + n).encode("utf-8", "surrogatepass")).digest()[:8], "big") for n in names) / 2**64
@@ -72,7 +72,7 @@ def shard_index_of(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | N
         for (place, kind, _), media, known in zip(some, seen, tokens, strict=True):
             assert place.number == len(out), f"{rows.path}: row {place.number} came as number {len(out)}"
             number = -1 if kind is None else kinds.setdefault(kind, len(kinds))
-            chance = media.drawn if media.drawn >= 0 else drawn([rows.id(place)])
+            chance = media.drawn if media.drawn >= 0 else hold_out_draw([rows.id(place)])
             if isinstance(known, BadSample):
                 message = known.message if len(known.message) <= LONGEST_MESSAGE else known.message[:LONGEST_MESSAGE] + "…"
                 rejects[place.number] = (known.cause, known.field, message)
@@ -172,7 +172,9 @@ class _Looked:
             pictures = [p for m in media for p in frames_of(m)]
             names = [image_key(p).removeprefix(str(self.root)) for p in pictures]
             lies = tuple(map(self._lies, pictures))
-            self.media[keys] = _Media(sizes, lies, (int.from_bytes(hashed, "big") or 1) if keys else 0, drawn(names) if names else -1.0)
+            self.media[keys] = _Media(
+                sizes, lies, (int.from_bytes(hashed, "big") or 1) if keys else 0, hold_out_draw(names) if names else -1.0
+            )
         return self.media[keys]
 
     def _size(self, key: str, medium: Picture | Video) -> tuple[int, int, int] | BadSample:

@@ -294,10 +294,10 @@ def open_prepared(path: str, retries: int = RETRIES) -> Prepared:
         manifest = Manifest.model_validate(value)
     except ValidationError as error:
         raise Refused(f"{about} is damaged: {lines_of(Manifest, value, error)[0]}. Delete it, and run `eyeline prepare` again") from error
-    return opened(folder, manifest, retries)
+    return open_manifest(folder, manifest, retries)
 
 
-def opened(folder: Location, manifest: Manifest, retries: int) -> Prepared:
+def open_manifest(folder: Location, manifest: Manifest, retries: int) -> Prepared:
     """The folder that a manifest describes. StorageFailed as for `open_prepared`."""
     there = {found.name: found for found in files_below(folder / "shards", retries)}
     names = [archive.name for archive in manifest.archives]

@@ -9,7 +9,7 @@ import numpy as np
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Cost
-from eyeline.data.plan.blend import Cursor, Pool, blended, whole
+from eyeline.data.plan.blend import Cursor, Pool, blended_window, window_of
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.packing import OPEN_BINS
 from eyeline.data.plan.plan import ImageGroup, Ordered, plan
@@ -137,8 +137,8 @@ def packing(reader: Reader, shards: Shards, budget: Budget) -> Packing | None:
             closed += len(made.packs)
             rows += len(ordered.row_R5)
             lost += sum(reject.cause == "too_long" for _, reject in made.rejects)
-            whole = rows >= there and (number >= WINDOWS or rows >= ROWS[0] or (not made.packs and not bins))
-            if whole or rows >= ROWS[1]:
+            enough = rows >= there and (number >= WINDOWS or rows >= ROWS[0] or (not made.packs and not bins))
+            if enough or rows >= ROWS[1]:
                 break
     except Refused:  # a source without a usable sample cannot have a share
         return None
@@ -160,10 +160,10 @@ def _windows(reader: Reader, pools: Sequence[Pool], sizing: Sizing) -> Iterator[
         return
     for number in count():
         if reader.data.mix == "concat":
-            ordered, after = whole(pools[0], cursors[0])
+            ordered, after = window_of(pools[0], cursors[0])
             cursors = (after,)
         else:
-            ordered, cursors = blended(pools, [source.weight for source in reader.data.sources], cursors, number, sizing)
+            ordered, cursors = blended_window(pools, [source.weight for source in reader.data.sources], cursors, number, sizing)
         yield ordered
 
 

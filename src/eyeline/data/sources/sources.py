@@ -19,7 +19,7 @@ from eyeline.data.containers.joined import joined
 from eyeline.data.containers.json_rows import lists_in_lines, open_lines, open_list
 from eyeline.data.containers.parquet import open_parquet
 from eyeline.data.containers.tars import Tars, open_tars
-from eyeline.data.layouts.layouts import COLUMNS, Layout, Mapping, Name, recognised
+from eyeline.data.layouts.layouts import COLUMNS, Layout, Mapping, Name, layout_of
 from eyeline.data.rejects import Reject
 from eyeline.data.sources.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named, unmatched
 from eyeline.data.sources.found import Found, found_in
@@ -123,7 +123,7 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
     root = found.folder if source.images is None or text_only else image_folder(source.images, retries)
     mapping = Mapping(tuple(sorted((source.columns or found.columns or {}).items())), tuple(sorted(source.roles.items())))
     container = open_container(found, mapping, retries)
-    layout = replace(recognised(found.path, container, source.layout, mapping), text_only=text_only)
+    layout = replace(layout_of(found.path, container, source.layout, mapping), text_only=text_only)
     if found.skipped:
         layout = replace(layout, why=f"{layout.why}; skipped: {found.skipped}")
     return Rows(source, found.path, root, layout, container, retries)
