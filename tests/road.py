@@ -62,7 +62,7 @@ def modules_of_one_batch(folder: Path) -> list[str]:
     try:
         reader = reader_of(data, encoder, about.image, seed=0, longest=about.longest)
         step = next(training_steps(reader, Budget(64, 64), 1, 1))
-        report = update(model, optimizers, step.batches, clip=None, seed=0, step=0)
+        report = update(model, optimizers, step.batches, max_grad_norm=None, seed=0, step=0)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
