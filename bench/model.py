@@ -33,23 +33,41 @@ from eyeline.models.moe import Experts
 from eyeline.models.qwen_vision import Config as QwenVision
 
 VOCABULARY = 1024
-SHAPE = {"vocabulary": VOCABULARY, "width": 192, "layers": 4, "heads": 6, "kv_heads": 2, "longest": 4096, "tied": True}
-SPARSE = Experts(count=8, active=2, feed_forward=192)
-TOWER = QwenVision(patch=16, width=144, layers=4, heads=4, feed_forward=576, side=16, deep=(0, 1), least=64**2, most=256**2)
-PLAIN_TOWER = TOWER.model_copy(update={"deep": ()})
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 192,
+    "layers": 4,
+    "heads": 6,
+    "kv_heads": 2,
+    "max_positions": 4096,
+    "tie_embeddings": True,
+}
+SPARSE = Experts(num_experts=8, experts_per_token=2, intermediate_size=192)
+TOWER = QwenVision(
+    patch=16,
+    hidden_size=144,
+    layers=4,
+    heads=4,
+    intermediate_size=576,
+    position_grid=16,
+    deepstack_layers=(0, 1),
+    min_pixels=64**2,
+    max_pixels=256**2,
+)
+PLAIN_TOWER = TOWER.model_copy(update={"deepstack_layers": ()})
 DELTA = qwen3_5.Delta(key_heads=2, value_heads=4, key_dim=48, value_dim=48)
-GATED = {**SHAPE, "head_dim": 32, "delta": DELTA, "rotary": 0.25, "sections": (2, 1, 1)}
-SIGLIP = siglip2.Config(image_size=96, patch=16, width=144, layers=4, heads=4, feed_forward=576)
+GATED = {**SHAPE, "head_dim": 32, "delta": DELTA, "partial_rotary_factor": 0.25, "mrope_section": (2, 1, 1)}
+SIGLIP = siglip2.Config(image_size=96, patch=16, hidden_size=144, layers=4, heads=4, intermediate_size=576)
 CONFIGS: dict[str, Config] = {
-    "llava": llava.Config(vision=SIGLIP, language=qwen2.Config(**SHAPE, feed_forward=512), feature_norm=False),
-    "qwen3_vl": qwen3_vl.Config(vision=TOWER, language=qwen3.Config(**SHAPE, head_dim=32, feed_forward=512, sections=(6, 5, 5))),
+    "llava": llava.Config(vision=SIGLIP, language=qwen2.Config(**SHAPE, intermediate_size=512), feature_norm=False),
+    "qwen3_vl": qwen3_vl.Config(vision=TOWER, language=qwen3.Config(**SHAPE, head_dim=32, intermediate_size=512, mrope_section=(6, 5, 5))),
     "qwen3_vl, experts": qwen3_vl.Config(
-        vision=TOWER, language=qwen3.Config(**SHAPE, head_dim=32, feed_forward=512, sections=(6, 5, 5), experts=SPARSE)
+        vision=TOWER, language=qwen3.Config(**SHAPE, head_dim=32, intermediate_size=512, mrope_section=(6, 5, 5), experts=SPARSE)
     ),
-    "qwen3_5_vl": qwen3_5_vl.Config(vision=PLAIN_TOWER, language=qwen3_5.Config(**GATED, feed_forward=512)),
-    "qwen3_5_vl, experts": qwen3_5_vl.Config(vision=PLAIN_TOWER, language=qwen3_5.Config(**GATED, experts=SPARSE, shared=192)),
-    "text, qwen3": text.Config(language=qwen3.Config(**SHAPE, head_dim=32, feed_forward=512)),
-    "text, llama": text.Config(language=llama.Config(**SHAPE, feed_forward=512)),
+    "qwen3_5_vl": qwen3_5_vl.Config(vision=PLAIN_TOWER, language=qwen3_5.Config(**GATED, intermediate_size=512)),
+    "qwen3_5_vl, experts": qwen3_5_vl.Config(vision=PLAIN_TOWER, language=qwen3_5.Config(**GATED, experts=SPARSE, shared_expert_size=192)),
+    "text, qwen3": text.Config(language=qwen3.Config(**SHAPE, head_dim=32, intermediate_size=512)),
+    "text, llama": text.Config(language=llama.Config(**SHAPE, intermediate_size=512)),
 }
 ALONE, ALONE_TOKENS = 16, 256  # documents, and about how long: a pass of a second or more, so that noise does not decide
 MIXED, MEDIAN, P95, ROWS = 32, 120, 600, 4  # documents; their lengths; the peer's batch

@@ -33,11 +33,16 @@ class Sized:
     def config(self) -> llava.Config:
         return llava.Config(
             vision=siglip2.Config(
-                image_size=self.image, patch=self.patch, width=self.width, layers=self.layers, heads=4, feed_forward=2 * self.width
+                image_size=self.image,
+                patch=self.patch,
+                hidden_size=self.width,
+                layers=self.layers,
+                heads=4,
+                intermediate_size=2 * self.width,
             ),
             language=qwen2.Config(
-                vocabulary=self.vocabulary, width=self.width, layers=self.layers, heads=4, kv_heads=2, feed_forward=3 * self.width,
-                rope_theta=1e4, longest=4096, tied=True,
+                vocab_size=self.vocabulary, hidden_size=self.width, layers=self.layers, heads=4, kv_heads=2,
+                intermediate_size=3 * self.width, rope_theta=1e4, max_positions=4096, tie_embeddings=True,
             ),
             feature_norm=False,
         )  # fmt: skip

@@ -269,70 +269,82 @@ def language(family: str, more: tuple[str, ...] = (), **turns: Any) -> dict[str,
     at = "model.config.language."
     base = tuple(at + text for text in (f"family={family}", *more))
     turns = {
-        "vocabulary": 280,
-        "width": 8,
+        "vocab_size": 280,
+        "hidden_size": 8,
         "layers": 1,
         "heads": 1,
         "kv_heads": 2,
-        "feed_forward": 16,
+        "intermediate_size": 16,
         "eps": 0.1,
         "rope_theta": 10,
     } | turns
     return {
         f"model.config<llava>.language<{family}>.family": turned(f"{at}family=other", see=refusal, base=base),
-        f"model.config<llava>.language<{family}>.longest": turned(f"{at}longest=4", see=refusal, base=base),
-        f"model.config<llava>.language<{family}>.tied": turned(f"{at}tied=false", base=base),
+        f"model.config<llava>.language<{family}>.max_positions": turned(f"{at}max_positions=4", see=refusal, base=base),
+        f"model.config<llava>.language<{family}>.tie_embeddings": turned(f"{at}tie_embeddings=false", base=base),
         **{f"model.config<llava>.language<{family}>.{leaf}": turned(f"{at}{leaf}={value}", base=base) for leaf, value in turns.items()},
     }
 
 
 QWEN3 = ("model.config.language.family=qwen3", "model.config.language.head_dim=8")
-EXPERTS = (*QWEN3, "model.config.language.layers=2", "model.config.language.experts={count: 4, active: 2, feed_forward: 8}")
+EXPERTS = (
+    *QWEN3,
+    "model.config.language.layers=2",
+    "model.config.language.experts={num_experts: 4, experts_per_token: 2, intermediate_size: 8}",
+)
 SPARSE = {
-    "experts.count": "experts.count=3",
-    "experts.active": "experts.active=1",
-    "experts.feed_forward": "experts.feed_forward=6",
-    "experts.normalised": "experts.normalised=false",
+    "experts.num_experts": "experts.num_experts=3",
+    "experts.experts_per_token": "experts.experts_per_token=1",
+    "experts.intermediate_size": "experts.intermediate_size=6",
+    "experts.norm_topk_prob": "experts.norm_topk_prob=false",
     "sparse_every": "sparse_every=2",
     "dense_layers": "dense_layers=[0]",
 }
 DELTA = (
     "layers=4",
     "head_dim=16",
-    "rotary=0.5",
-    "sections=[2, 1, 1]",
+    "partial_rotary_factor=0.5",
+    "mrope_section=[2, 1, 1]",
     "delta={key_heads: 1, value_heads: 2, key_dim: 8, value_dim: 6}",
 )
 QWEN3_5 = tuple(f"model.config.language.{text}" for text in ("family=qwen3_5", *DELTA))
 SHARED = tuple(
-    f"model.config.language.{text}" for text in ("feed_forward=null", "shared=12", "experts={count: 4, active: 2, feed_forward: 8}")
+    f"model.config.language.{text}"
+    for text in ("intermediate_size=null", "shared_expert_size=12", "experts={num_experts: 4, experts_per_token: 2, intermediate_size: 8}")
 )
 REMEMBERED = {
-    "kinds": "kinds=[full_attention, linear_attention, linear_attention, full_attention]",
+    "layer_types": "layer_types=[full_attention, linear_attention, linear_attention, full_attention]",
     **{
         f"delta.{leaf}": f"delta.{leaf}={n}"
-        for leaf, n in {"key_heads": 2, "value_heads": 3, "key_dim": 4, "value_dim": 4, "taps": 2}.items()
+        for leaf, n in {"key_heads": 2, "value_heads": 3, "key_dim": 4, "value_dim": 4, "conv_kernel": 2}.items()
     },
 }
-SHARING = {leaf: turn for leaf, turn in SPARSE.items() if leaf in ("experts.count", "experts.active", "experts.feed_forward")}
-STRETCHED = ("model.config.language.family=llama", "model.config.language.stretch={factor: 8, original: 16}")
+SHARING = {
+    leaf: turn for leaf, turn in SPARSE.items() if leaf in ("experts.num_experts", "experts.experts_per_token", "experts.intermediate_size")
+}
+STRETCHED = ("model.config.language.family=llama", "model.config.language.rope_scaling={factor: 8, original_max_positions: 16}")
 TEXT = (
-    "model.config={family: text, language: {vocabulary: 300, width: 16, layers: 1, heads: 2, kv_heads: 1, feed_forward: 24, tied: true}}",
+    "model.config={family: text, language: {vocab_size: 300, hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, "
+    "intermediate_size: 24, tie_embeddings: true}}",
 )
 QWEN3_VL = (
     "model.config={family: qwen3_vl, "
-    "vision: {patch: 4, width: 16, layers: 1, heads: 2, feed_forward: 24, side: 6, deep: [0], least: 1, most: 600}, "
-    "language: {family: qwen3, vocabulary: 300, width: 16, layers: 2, heads: 2, kv_heads: 1, head_dim: 8, sections: [2, 1, 1], "
-    "feed_forward: 24, tied: true}}",
+    "vision: {patch: 4, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 24, position_grid: 6, "
+    "deepstack_layers: [0], min_pixels: 1, max_pixels: 600}, "
+    "language: {family: qwen3, vocab_size: 300, hidden_size: 16, layers: 2, heads: 2, kv_heads: 1, head_dim: 8, mrope_section: [2, 1, 1], "
+    "intermediate_size: 24, tie_embeddings: true}}",
 )
 QWEN3_5_VL = (
-    "model.config={family: qwen3_5_vl, vision: {patch: 4, width: 16, layers: 1, heads: 2, feed_forward: 24, least: 1, most: 600}, "
-    "language: {family: qwen3_5, vocabulary: 300, width: 16, layers: 2, heads: 2, kv_heads: 1, head_dim: 8, rotary: 1, "
-    "sections: [2, 1, 1], delta: {key_heads: 1, value_heads: 2, key_dim: 8, value_dim: 8}, feed_forward: 24, tied: true}}",
+    "model.config={family: qwen3_5_vl, "
+    "vision: {patch: 4, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 24, min_pixels: 1, max_pixels: 600}, "
+    "language: {family: qwen3_5, vocab_size: 300, hidden_size: 16, layers: 2, heads: 2, kv_heads: 1, head_dim: 8, "
+    "partial_rotary_factor: 1, mrope_section: [2, 1, 1], delta: {key_heads: 1, value_heads: 2, key_dim: 8, value_dim: 8}, "
+    "intermediate_size: 24, tie_embeddings: true}}",
 )
 QWEN_VISION: dict[str, Any] = {
-    "patch": 8, "frames": 1, "merge": 1, "width": 8, "layers": 2, "heads": 1, "feed_forward": 16, "side": 4, "deep": [], "least": 500,
-    "most": 100, "mean": [0.4, 0.5, 0.5], "std": [0.4, 0.5, 0.5],
+    "patch": 8, "temporal_patch": 1, "merge": 1, "hidden_size": 8, "layers": 2, "heads": 1, "intermediate_size": 16,
+    "position_grid": 4, "deepstack_layers": [], "min_pixels": 500,
+    "max_pixels": 100, "mean": [0.4, 0.5, 0.5], "std": [0.4, 0.5, 0.5],
 }  # fmt: skip
 
 
@@ -344,10 +356,10 @@ CASES: dict[str, Case] = {
     "model.config<llava>.family": turned("model.config.family=other", see=refusal),
     "model.config<llava>.vision.image_size": turned("model.config.vision.image_size=24"),
     "model.config<llava>.vision.patch": turned("model.config.vision.patch=8"),
-    "model.config<llava>.vision.width": turned("model.config.vision.width=8"),
+    "model.config<llava>.vision.hidden_size": turned("model.config.vision.hidden_size=8"),
     "model.config<llava>.vision.layers": turned("model.config.vision.layers=2"),
     "model.config<llava>.vision.heads": turned("model.config.vision.heads=1"),
-    "model.config<llava>.vision.feed_forward": turned("model.config.vision.feed_forward=16"),
+    "model.config<llava>.vision.intermediate_size": turned("model.config.vision.intermediate_size=16"),
     "model.config<llava>.vision.eps": turned("model.config.vision.eps=0.1"),
     "model.config<llava>.vision.mean": turned("model.config.vision.mean=[0.4, 0.5, 0.5]"),
     "model.config<llava>.vision.std": turned("model.config.vision.std=[0.4, 0.5, 0.5]"),
@@ -355,7 +367,7 @@ CASES: dict[str, Case] = {
     "model.config<llava>.vision.patches": turned("model.config.vision.patches=6"),
     "model.config<llava>.vision.tiles": turned("model.config.vision.tiles=3"),
     "model.config<llava>.projector.kind": turned("model.config.projector.kind=linear"),
-    "model.config<llava>.projector.width": turned("model.config.projector.width=12"),
+    "model.config<llava>.projector.hidden_size": turned("model.config.projector.hidden_size=12"),
     "model.config<llava>.projector.shuffle": turned("model.config.projector.shuffle=4"),
     "model.config<llava>.projector.norm": turned("model.config.projector.norm=true"),
     **language("qwen2", head_dim=4),
@@ -365,10 +377,10 @@ CASES: dict[str, Case] = {
         f"model.config<llava>.language<qwen3>.{leaf}": Case((f"model.config.language.{turn}",), base=EXPERTS)
         for leaf, turn in SPARSE.items()
     },
-    "model.config<llava>.language<qwen3>.sections": turned("model.config.language.sections=[2, 1, 1]", see=refusal, base=QWEN3),
+    "model.config<llava>.language<qwen3>.mrope_section": turned("model.config.language.mrope_section=[2, 1, 1]", see=refusal, base=QWEN3),
     **language("qwen3_5", DELTA, layers=3),
     "model.config<llava>.language<qwen3_5>.head_dim": turned(
-        "model.config.language.head_dim=32", "model.config.language.rotary=0.25", base=QWEN3_5
+        "model.config.language.head_dim=32", "model.config.language.partial_rotary_factor=0.25", base=QWEN3_5
     ),
     **{
         f"model.config<llava>.language<qwen3_5>.{leaf}": turned(f"model.config.language.{turn}", base=QWEN3_5)
@@ -376,18 +388,22 @@ CASES: dict[str, Case] = {
     },
     **{
         f"model.config<llava>.language<qwen3_5>.{leaf}": turned(f"model.config.language.{turn}", base=(*QWEN3_5, *SHARED))
-        for leaf, turn in {**SHARING, "shared": "shared=8"}.items()
+        for leaf, turn in {**SHARING, "shared_expert_size": "shared_expert_size=8"}.items()
     },
-    "model.config<llava>.language<qwen3_5>.experts.normalised": turned(
-        "model.config.language.experts.normalised=false", see=refusal, base=(*QWEN3_5, *SHARED)
+    "model.config<llava>.language<qwen3_5>.experts.norm_topk_prob": turned(
+        "model.config.language.experts.norm_topk_prob=false", see=refusal, base=(*QWEN3_5, *SHARED)
     ),
-    "model.config<llava>.language<qwen3_5>.rotary": turned(
-        "model.config.language.rotary=0.25", "model.config.language.sections=[1, 1, 0]", base=QWEN3_5
+    "model.config<llava>.language<qwen3_5>.partial_rotary_factor": turned(
+        "model.config.language.partial_rotary_factor=0.25", "model.config.language.mrope_section=[1, 1, 0]", base=QWEN3_5
     ),
-    "model.config<llava>.language<qwen3_5>.sections": turned("model.config.language.sections=[2, 2, 1]", see=refusal, base=QWEN3_5),
+    "model.config<llava>.language<qwen3_5>.mrope_section": turned(
+        "model.config.language.mrope_section=[2, 2, 1]", see=refusal, base=QWEN3_5
+    ),
     **{
-        f"model.config<llava>.language<llama>.stretch.{leaf}": turned(f"model.config.language.stretch.{leaf}={value}", base=STRETCHED)
-        for leaf, value in {"factor": 2, "low": 2, "high": 6, "original": 32}.items()
+        f"model.config<llava>.language<llama>.rope_scaling.{leaf}": turned(
+            f"model.config.language.rope_scaling.{leaf}={value}", base=STRETCHED
+        )
+        for leaf, value in {"factor": 2, "low_freq_factor": 2, "high_freq_factor": 6, "original_max_positions": 32}.items()
     },
     "model.config<llava>.feature_layer": turned("model.config.feature_layer=0", base=("model.config.feature_norm=false",)),
     "model.config<llava>.feature_norm": turned("model.config.feature_norm=false"),
@@ -397,8 +413,8 @@ CASES: dict[str, Case] = {
         f"model.config<qwen3_vl>.vision.{leaf}": turned(f"model.config.vision.{leaf}={value}", base=QWEN3_VL)
         for leaf, value in QWEN_VISION.items()
     },
-    "model.config<qwen3_vl>.vision.film_least": turned("model.config.vision.film_least=9000", see=film, base=QWEN3_VL),
-    "model.config<qwen3_vl>.vision.film_most": turned("model.config.vision.film_most=5000", see=film, base=QWEN3_VL),
+    "model.config<qwen3_vl>.vision.video_min_pixels": turned("model.config.vision.video_min_pixels=9000", see=film, base=QWEN3_VL),
+    "model.config<qwen3_vl>.vision.video_max_pixels": turned("model.config.vision.video_max_pixels=5000", see=film, base=QWEN3_VL),
     "model.config<qwen3_5_vl>.family": turned("model.config.family=other", see=refusal, base=QWEN3_5_VL),
     "model.template": turned("model.template=qwen2.5"),
     "model.tokenizer": turned("model.tokenizer=TOKENIZER"),

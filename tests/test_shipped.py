@@ -250,7 +250,7 @@ def of_parts(folder: Path, c: llava.Config, document: Document) -> Tensor:
     tower = SiglipVisionModel.from_pretrained(folder / "vision").eval()
     language = transformers.AutoModelForCausalLM.from_pretrained(folder / "language").eval()
     features_NPD = tower(torch.stack([pixels(image, c) for image in document.images])).last_hidden_state
-    r, cells = c.projector.shuffle, c.vision.side // c.projector.shuffle
+    r, cells = c.projector.shuffle, c.vision.position_grid // c.projector.shuffle
     grid = features_NPD.unflatten(1, (cells, r, cells, r)).transpose(2, 3)  # [N, cell's row, cell's column, y, x, D]
     linear = load_file(folder / "projector.safetensors")
     visual_MD = F.linear(grid.reshape(len(document.images) * cells**2, -1), linear["out.weight"], linear["out.bias"])

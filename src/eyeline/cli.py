@@ -252,13 +252,13 @@ def import_model(
     if download_only:
         fetch([name for name in (model, vision, language) if name is not None], folder)
     elif model is not None:
-        import_whole(local_folder(model), folder, least=min_pixels, most=max_pixels, template=template)
+        import_whole(local_folder(model), folder, min_pixels=min_pixels, max_pixels=max_pixels, template=template)
     elif vision is None or language is None:
         raise Refused("give --model with a complete model, or --vision and --language with the two parts of a new one.")
     elif transplant:
         transplant_tower(local_folder(vision), local_folder(language), folder, template=template, seed=seed)
     else:
-        shape = {"kind": projector, "width": projector_width, "shuffle": shuffle, "norm": norm}
+        shape = {"kind": projector, "hidden_size": projector_width, "shuffle": shuffle, "norm": norm}
         join(
             local_folder(vision),
             local_folder(language),

@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_falls_back_and_a_foreign_one_is_passed_over(
 def test_a_checkpoint_of_another_shape_is_refused(parts: tuple[Path, Bundle], tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", parts[1])
     save(run, parts[1], 1, {})
-    language = parts[1].config.language.model_copy(update={"feed_forward": 44})
+    language = parts[1].config.language.model_copy(update={"intermediate_size": 44})
     other = Bundle(parts[1].config.model_copy(update={"language": language}), parts[1].tokenizer, "qwen2.5")
     describe(other, run / "model")
     opened = open_bundle(run)
@@ -167,7 +167,11 @@ def edit(change: Callable[[dict], object]) -> Callable[[Path], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "later version": (edit(lambda c: c.update(version=2)), "format version 2; this Eyeline knows 1"),
+    "later version": (edit(lambda c: c.update(version=3)), r"format version 3; this Eyeline reads 2\. Use the Eyeline that wrote it"),
+    "earlier version": (
+        edit(lambda c: c.update(version=1, config={"vision": {"width": 16}})),
+        r"format version 1; this Eyeline reads 2\. An earlier Eyeline wrote it: import the model again, or train the run again\.$",
+    ),
     "no version": (edit(lambda c: c.pop("version")), "format version None"),
     "other family": (edit(lambda c: c["config"].update(family="flamingo")), "family 'flamingo'"),
     "no config": (edit(lambda c: c.pop("config")), "family None"),
@@ -175,9 +179,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "impossible setting": (edit(lambda c: c["config"]["language"].update(heads=5)), "does not describe a model"),
     "other template": (edit(lambda c: c.update(template="vicuna")), "template 'vicuna' is not known"),
     "not JSON": (lambda f: (f / "eyeline.json").write_text("{"), "is not JSON"),
-    "rows for fewer tokens": (edit(lambda c: c["config"]["language"].update(vocabulary=290)), "ids up to 2.., and .* 290 rows"),
+    "rows for fewer tokens": (edit(lambda c: c["config"]["language"].update(vocab_size=290)), "ids up to 2.., and .* 290 rows"),
     "tower of another size": (
-        edit(lambda c: c["config"]["vision"].update(feed_forward=25)),
+        edit(lambda c: c["config"]["vision"].update(intermediate_size=25)),
         r"vision/config\.json describe different models \(intermediate_size: 25 and 24\)",
     ),
     "language model exchanged": (
@@ -221,7 +225,7 @@ def test_a_run_without_checkpoints_or_without_a_best_one_is_refused(parts: tuple
 
 
 def test_a_tokenizer_with_more_ids_than_rows_never_becomes_a_bundle(parts: tuple[Path, Bundle], tmp_path: Path) -> None:
-    language = parts[1].config.language.model_copy(update={"vocabulary": 260})
+    language = parts[1].config.language.model_copy(update={"vocab_size": 260})
     with pytest.raises(Refused, match="260 rows"):
         describe(Bundle(parts[1].config.model_copy(update={"language": language}), tokenizer(), "qwen2.5"), tmp_path / "model")
     assert not (tmp_path / "model").exists()

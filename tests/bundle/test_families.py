@@ -66,7 +66,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def bundle_of(case: Case) -> Bundle:
-    language = case.config.language.model_copy(update={"vocabulary": ROWS})
+    language = case.config.language.model_copy(update={"vocab_size": ROWS})
     return Bundle(case.config.model_copy(update={"language": language}), tokenizer(), "qwen2.5")
 
 

@@ -82,7 +82,7 @@ def test_settings_of_the_tower_and_its_pictures_come_along(hub: Path, tmp_path: 
     bundle = import_model(hub / "siglip", hub / "tied", tmp_path / "model", projector=llava.ProjectorConfig(shuffle=2), seed=5)
     vision = bundle.config.vision
     assert (vision.resample, vision.mean, vision.std, vision.eps) == ("bilinear", (0.5, 0.4, 0.6), (0.5, 0.3, 0.25), 1e-5)
-    assert bundle.config.language.longest == 512
+    assert bundle.config.language.max_positions == 512
     rule = llava.facts(bundle.config).image
     assert rule is not None
     assert rule.units(7, 9)[0].tokens == 4
@@ -105,7 +105,7 @@ def test_a_vocabulary_with_free_rows_keeps_its_size(hub: Path, tmp_path: Path) -
     used = len(small)
     language = save_language(tmp_path / "language", tok=small)
     bundle = import_model(hub / "siglip", language, tmp_path / "model", template="qwen2.5")
-    assert bundle.config.language.vocabulary == ROWS > used + 1
+    assert bundle.config.language.vocab_size == ROWS > used + 1
     assert bundle.encoder().image_token == used
     before, after = load_file(language / "model.safetensors"), load_file(tmp_path / "model" / "language" / "model.safetensors")
     assert all(torch.equal(x, before[name]) for name, x in after.items())
@@ -116,7 +116,7 @@ def test_a_vocabulary_without_free_rows_grows_by_means(hub: Path, tmp_path: Path
     small = tokenizer(without_image_token(TEMPLATES["qwen2.5"]), vocabulary=300)
     language = save_language(tmp_path / "language", tied, rows=len(small), tok=small)
     bundle = import_model(hub / "siglip", language, tmp_path / "model", template="qwen2.5")
-    rows = bundle.config.language.vocabulary
+    rows = bundle.config.language.vocab_size
     assert rows % 64 == 0
     assert rows > len(small)
     before, after = load_file(language / "model.safetensors"), load_file(tmp_path / "model" / "language" / "model.safetensors")
@@ -347,7 +347,7 @@ def test_a_whole_model_is_taken_in_with_the_controls_of_its_template(hub: Path, 
     assert "Qwen2ForCausalLM" in done.out
     opened = open_bundle(tmp_path / "taken")
     assert opened.bundle.config.family == "text"
-    assert opened.bundle.config.language.vocabulary == 320
+    assert opened.bundle.config.language.vocab_size == 320
     before, after = load_file(language / "model.safetensors"), load_file(tmp_path / "taken" / "model.safetensors")
     for name, x in after.items():
         assert torch.equal(x[: len(before[name])], before[name])

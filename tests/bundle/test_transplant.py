@@ -55,12 +55,12 @@ def test_limits_of_pixels_are_imported(folders: tuple[Path, Path, Path], tmp_pat
     before = open_bundle(model).bundle.config.vision
     done = eyeline("import", "small", "--model", str(model), "--max-pixels", "90000")
     assert done.code == 0, done.err
-    assert open_bundle(tmp_path / "small").bundle.config.vision == before.model_copy(update={"most": 90000})
+    assert open_bundle(tmp_path / "small").bundle.config.vision == before.model_copy(update={"max_pixels": 90000})
     stored = json.loads((tmp_path / "small" / "preprocessor_config.json").read_text())
-    assert stored["size"] == {"shortest_edge": before.least, "longest_edge": 90000}
+    assert stored["size"] == {"shortest_edge": before.min_pixels, "longest_edge": 90000}
     parts = ("--vision", str(vision), "--language", str(language), "--transplant")
     refused = {
-        ("--model", str(model), "--max-pixels", "100"): "least=65536 pixels are more than most=100",
+        ("--model", str(model), "--max-pixels", "100"): "min_pixels=65536 are more than max_pixels=100",
         ("--model", str(language), "--min-pixels", "100"): "this one is of family text",
         (*parts, "--max-pixels", "90000"): "need --model: they set the image limits of a complete model",
     }
@@ -200,9 +200,11 @@ def test_a_still_is_embedded_as_it_was():
 
 @pytest.mark.parametrize(("blocks", "layers", "deep"), [(27, 36, (5, 12, 19)), (3, 3, (0, 1)), (2, 3, (0,)), (1, 3, ()), (4, 2, (0, 1))])
 def test_deepstack_takes_evenly_spread_blocks_and_no_more_than_there_are(blocks, layers, deep):
-    tower = siglip2.Config(image_size=16, patch=4, width=16, layers=blocks, heads=2, feed_forward=24)
-    text = qwen3.Config(vocabulary=9, width=8, layers=layers, heads=2, kv_heads=1, head_dim=16, feed_forward=8, tied=True)
-    assert transplanted(tower, text).vision.deep == deep
+    tower = siglip2.Config(image_size=16, patch=4, hidden_size=16, layers=blocks, heads=2, intermediate_size=24)
+    text = qwen3.Config(
+        vocab_size=9, hidden_size=8, layers=layers, heads=2, kv_heads=1, head_dim=16, intermediate_size=8, tie_embeddings=True
+    )
+    assert transplanted(tower, text).vision.deepstack_layers == deep
 
 
 def test_parts_that_cannot_become_one_are_refused(tmp_path):
@@ -213,5 +215,5 @@ def test_parts_that_cannot_become_one_are_refused(tmp_path):
     with pytest.raises(Refused, match="layer_norm_eps=1e-05"):
         transplant(other, language, tmp_path / "out")
     with pytest.raises(Refused, match="ascending"):
-        transplant(vision, language, tmp_path / "out", deep=(7,))
+        transplant(vision, language, tmp_path / "out", deepstack_layers=(7,))
     assert not (tmp_path / "out").exists()

@@ -103,7 +103,7 @@ def save_language(
 
 FORMS = {  # name -> settings of an import whose export has that form
     "llava": {"feature_norm": False},
-    "lfm2_vl": {"projector": llava.ProjectorConfig(shuffle=2, norm=True, width=20)},
+    "lfm2_vl": {"projector": llava.ProjectorConfig(shuffle=2, norm=True, hidden_size=20)},
     "parts": {"projector": llava.ProjectorConfig(kind="linear")},
 }
 

@@ -45,10 +45,28 @@ def encoder() -> Encoder:
 def small() -> tuple[nn.Module, Facts, list[torch.optim.Optimizer]]:
     """A model of Qwen3-VL's kind, which takes films: 4 visual tokens a picture."""
     vision = qwen_vision.Config(
-        patch=PATCH, frames=FRAMES, merge=MERGE, width=16, layers=1, heads=2, feed_forward=16, side=4, least=256, most=256, film_least=256
+        patch=PATCH,
+        temporal_patch=FRAMES,
+        merge=MERGE,
+        hidden_size=16,
+        layers=1,
+        heads=2,
+        intermediate_size=16,
+        position_grid=4,
+        min_pixels=256,
+        max_pixels=256,
+        video_min_pixels=256,
     )
     language = qwen3.Config(
-        vocabulary=encoder().vocabulary, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, feed_forward=16, sections=(2, 1, 1), tied=True
+        vocab_size=encoder().vocabulary,
+        hidden_size=16,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        mrope_section=(2, 1, 1),
+        tie_embeddings=True,
     )
     config = qwen3_vl.Config(vision=vision, language=language)
     model = build(config, "cpu")

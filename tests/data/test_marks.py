@@ -264,7 +264,7 @@ def test_an_index_and_the_shown_samples_have_the_mask(written) -> None:
     index = Index((rows,), encoder(), facts.image, None).shard(0, 0)
     known = index.tokenised(0)
     assert encoder().decode(known.ids_U[known.trained_U].tolist(), special=True) == "right<|im_end|>"
-    reader = reader_of(Data(sources=(Source(path=str(path)),)), encoder(), facts.image, seed=0, longest=facts.longest)
+    reader = reader_of(Data(sources=(Source(path=str(path)),)), encoder(), facts.image, seed=0, longest=facts.max_positions)
     [shown] = shown_samples(reader, Budget(tokens=1024, patches=256), 1, thumbnails=False)
     assert [piece.text for piece in shown.pieces if piece.trained] == ["right<|im_end|>"]
 

@@ -302,18 +302,27 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
     (tmp_path / "rows.json").write_text(json.dumps(SHOWN))
     encoder = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"])
     vision = qwen_vision.Config(
-        patch=4, width=16, layers=2, heads=2, feed_forward=24, side=5, deep=(0,), least=64, most=2000, film_least=64
+        patch=4,
+        hidden_size=16,
+        layers=2,
+        heads=2,
+        intermediate_size=24,
+        position_grid=5,
+        deepstack_layers=(0,),
+        min_pixels=64,
+        max_pixels=2000,
+        video_min_pixels=64,
     )
     language = qwen3.Config(
-        vocabulary=len(tokenizers["qwen3"]),
-        width=24,
+        vocab_size=len(tokenizers["qwen3"]),
+        hidden_size=24,
         layers=2,
         heads=4,
         kv_heads=2,
         head_dim=8,
-        feed_forward=40,
-        sections=(2, 1, 1),
-        tied=True,
+        intermediate_size=40,
+        mrope_section=(2, 1, 1),
+        tie_embeddings=True,
     )
     model = build(qwen3_vl.Config(vision=vision, language=language), "cpu", compute_dtype=torch.float32)
     parity.randomise(model)

@@ -19,9 +19,17 @@ SIDE, PATCH, IMAGE_TOKEN, VOCABULARY = 4, 8, 200, 211
 def configs(tied: bool, longest: int = 512) -> tuple[llava.Config, SiglipVisionConfig, Qwen2Config]:
     """Our config and theirs."""
     ours = llava.Config(
-        vision=siglip2.Config(image_size=SIDE * PATCH, patch=PATCH, width=32, layers=2, heads=2, feed_forward=48),
+        vision=siglip2.Config(image_size=SIDE * PATCH, patch=PATCH, hidden_size=32, layers=2, heads=2, intermediate_size=48),
         language=qwen2.Config(
-            vocabulary=VOCABULARY, width=48, layers=3, heads=4, kv_heads=2, feed_forward=64, rope_theta=1e4, longest=longest, tied=tied
+            vocab_size=VOCABULARY,
+            hidden_size=48,
+            layers=3,
+            heads=4,
+            kv_heads=2,
+            intermediate_size=64,
+            rope_theta=1e4,
+            max_positions=longest,
+            tie_embeddings=tied,
         ),
         feature_norm=False,
     )

@@ -29,8 +29,10 @@ SAMPLING = Sampling(max_new_tokens=6)
 @pytest.fixture(scope="module")
 def bundle() -> Bundle:
     config = llava.Config(
-        vision=siglip2.Config(image_size=16, patch=8, width=16, layers=1, heads=2, feed_forward=16),
-        language=qwen2.Config(vocabulary=300, width=32, layers=2, heads=2, kv_heads=1, feed_forward=32, longest=64, tied=False),
+        vision=siglip2.Config(image_size=16, patch=8, hidden_size=16, layers=1, heads=2, intermediate_size=16),
+        language=qwen2.Config(
+            vocab_size=300, hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=32, max_positions=64, tie_embeddings=False
+        ),
         feature_norm=False,
     )
     return Bundle(config, train_bpe(["what is it?", "a red circle"], 300, template_named("plain")), "plain")

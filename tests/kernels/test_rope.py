@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyeline.kernels.rope import Stretch, rope_tables, rotate
+from eyeline.kernels.rope import Scaling, rope_tables, rotate
 
 T, H, K, THETA = 7, 3, 8, 100.0
 
@@ -86,7 +86,7 @@ def test_stretch_is_that_of_llama_3(factor, original, theta):
     config = LlamaConfig(head_dim=128, rope_parameters={"rope_type": "llama3", "rope_theta": theta, **scaling})
     position_T = torch.tensor([0, 1, 7, 100, 5000])
     want = LlamaRotaryEmbedding(config)(torch.zeros(1), position_T[None])
-    got = rope_tables(along(position_T), 128, theta, stretch=Stretch(factor, 1.0, 4.0, original))
+    got = rope_tables(along(position_T), 128, theta, scaling=Scaling(factor, 1.0, 4.0, original))
     plain = rope_tables(along(position_T), 128, theta)
     for table, expected, unscaled in zip(got, want, plain, strict=True):
         torch.testing.assert_close(table, expected[0], atol=2e-3, rtol=0)  # float32 angles up to 5000

@@ -146,7 +146,7 @@ def test_logits_give_the_loss(case: Case):
     model = parity.randomised(case)
     batch = batch_of(case.documents, None)
     logits_LV = parity.logits_of(model, batch)
-    assert logits_LV.shape == (len(batch.rows_L), case.facts.vocabulary)
+    assert logits_LV.shape == (len(batch.rows_L), case.facts.vocab_size)
     close(nn.functional.cross_entropy(logits_LV, batch.labels_L, reduction="sum"), model(batch), "loss")
 
 

@@ -15,7 +15,7 @@ from tests.models import parity
 from tests.models.cases import each_case
 from tests.models.cases.llava import CONFIGS, SHUFFLING, VISION, language
 
-TIED = llava.Config(vision=VISION, language=language(tied=True))
+TIED = llava.Config(vision=VISION, language=language(tie_embeddings=True))
 
 
 def test_tied_head_is_the_embedding_however_the_model_is_made():
@@ -59,7 +59,7 @@ def test_facts_fit_the_model(case):
             if what == "seams":
                 assert not any(list(m.parameters()) for m in hits)
     assert {n for n, m in modules.items() if isinstance(m, Attend)} <= {n for n in modules if any(matches(s, n) for s in facts.seams)}
-    assert facts.vocabulary == model.language.embed.num_embeddings
+    assert facts.vocab_size == model.language.embed.num_embeddings
     for image in (i for d in case.documents for i in d.images):
         assert image.patches_PC.shape[1] == 3 * facts.image.frames * facts.image.patch**2
         assert image.merge == facts.image.merge
@@ -74,7 +74,7 @@ def test_initial_loss_is_that_of_guessing(case):
     model = parity.built(case)
     model.initialise(torch_rng_for(0, "weights"))
     batch = parity.batch_of(case.documents, None)
-    assert model(batch).item() / len(batch.labels_L) == pytest.approx(math.log(case.facts.vocabulary), rel=0.02)
+    assert model(batch).item() / len(batch.labels_L) == pytest.approx(math.log(case.facts.vocab_size), rel=0.02)
 
 
 @each_case
@@ -149,14 +149,14 @@ def test_rms_norm_by_hand():
     ("wrong", "message"),
     [
         ({"projector": {"shuffle": 3}}, r"shuffle=3 must divide the 4×4 patches .*valid: \[1, 2, 4\]"),
-        ({"projector": {"kind": "linear", "width": 8}}, "projector.width is the hidden width of an mlp"),
+        ({"projector": {"kind": "linear", "hidden_size": 8}}, "projector.hidden_size is the hidden width of an mlp"),
         ({"feature_layer": -2}, "set feature_norm: false"),
         ({"feature_layer": 4, "feature_norm": False}, "not among the 4 hidden states of 3 layers"),
         ({"feature_layer": -5, "feature_norm": False}, "not among the 4 hidden states of 3 layers"),
-        ({"vision": {"heads": 3}}, "heads=3 must divide width=16"),
+        ({"vision": {"heads": 3}}, "heads=3 must divide hidden_size=16"),
         ({"vision": {"patch": 14}}, "patch=14 is larger than image_size=13"),
         ({"vision": {"std": (0.5, 0.0, 0.5)}}, "greater than 0"),
-        ({"language": {"heads": 5}}, "heads=5 must divide width=24, or head_dim"),
+        ({"language": {"heads": 5}}, "heads=5 must divide hidden_size=24, or head_dim"),
         ({"language": {"kv_heads": 3}}, "kv_heads=3 must divide heads=4"),
         ({"language": {"head_dim": 5}}, "head_dim=5 must be even"),
         ({"language": {"hidden": 5}}, "Extra inputs are not permitted"),
@@ -178,8 +178,8 @@ def test_config_survives_json():
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
 def test_projector_kinds(kind):
     """Linear: one matrix on r² joined patches. MLP: two, of its own hidden width, with an exact GELU."""
-    projector = llava.ProjectorConfig(kind=kind, width=10 if kind == "mlp" else None, shuffle=2)
-    p = llava.Projector(llava.Config(vision=VISION, projector=projector, language=language(tied=True)))
+    projector = llava.ProjectorConfig(kind=kind, hidden_size=10 if kind == "mlp" else None, shuffle=2)
+    p = llava.Projector(llava.Config(vision=VISION, projector=projector, language=language(tie_embeddings=True)))
     p.initialise(torch_rng_for(0, "weights"))
     x_PD = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     joined = torch.stack([x_PD[:4].flatten(), x_PD[4:].flatten()])
@@ -193,8 +193,8 @@ def test_projector_kinds(kind):
 
 
 def test_head_width_is_free_of_the_width():
-    c = language(tied=True, head_dim=8)
-    assert (c.K, language(tied=True).K) == (8, 6)
+    c = language(tie_embeddings=True, head_dim=8)
+    assert (c.K, language(tie_embeddings=True).K) == (8, 6)
     assert qwen2.Model(c).blocks[0].attn.q.weight.shape == (32, 24)
 
 

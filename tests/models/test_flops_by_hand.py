@@ -27,7 +27,7 @@ from eyeline.models.moe import Experts
 from tests.models.parity import document, picture
 
 DOCS = (Path(__file__).parents[2] / "docs" / "flops.md").read_text("utf-8")
-QWEN2 = qwen2.Config(vocabulary=53, width=24, layers=2, heads=4, kv_heads=2, head_dim=8, feed_forward=40, tied=False)
+QWEN2 = qwen2.Config(vocab_size=53, hidden_size=24, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=40, tie_embeddings=False)
 
 
 def counted(c: Config, model: Model, documents: list[Document], labels: int) -> dict[str, int]:
@@ -47,16 +47,25 @@ def test_text():
 
 def test_text_with_a_memory():
     delta = qwen3_5.Delta(key_heads=2, value_heads=6, key_dim=8, value_dim=6)
-    sizes = {"vocabulary": 53, "width": 24, "heads": 4, "kv_heads": 2, "head_dim": 16, "rotary": 0.5, "sections": (2, 1, 1), "delta": delta}
+    sizes = {
+        "vocab_size": 53,
+        "hidden_size": 24,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": (2, 1, 1),
+        "delta": delta,
+    }
     kinds = ("linear_attention", "full_attention")
-    c = text.Config(language=qwen3_5.Config(**sizes, layers=2, kinds=kinds, feed_forward=40, tied=False))
+    c = text.Config(language=qwen3_5.Config(**sizes, layers=2, layer_types=kinds, intermediate_size=40, tie_embeddings=False))
     done = counted(c, build(c, "meta"), [document("a", 9), document("b", 12)], labels=7)
     assert done == {"language": 3 * 720_960, "head": 3 * 17_808}
 
 
 def test_llava():
-    vision = siglip2.Config(image_size=12, patch=3, width=16, layers=1, heads=2, feed_forward=24)
-    c = llava.Config(vision=vision, projector=llava.ProjectorConfig(shuffle=2, width=20), language=QWEN2)
+    vision = siglip2.Config(image_size=12, patch=3, hidden_size=16, layers=1, heads=2, intermediate_size=24)
+    c = llava.Config(vision=vision, projector=llava.ProjectorConfig(shuffle=2, hidden_size=20), language=QWEN2)
     model = build(c, "meta")
     model.requires_grad_(False)
     model.projector.requires_grad_(True)
@@ -66,22 +75,22 @@ def test_llava():
     assert done == {"vision": 87_552, "projector": 32_000, "language": 480_000, "head": 15_264}
 
 
-VISION = qwen_vision.Config(patch=3, width=16, layers=1, heads=2, feed_forward=24, side=4, deep=(0,))
+VISION = qwen_vision.Config(patch=3, hidden_size=16, layers=1, heads=2, intermediate_size=24, position_grid=4, deepstack_layers=(0,))
 SHOWN = document("shown", 2, picture("cat", 4, 4, 3, 2, 2), 4, positions="grid")
 
 
 def test_qwen3_vl():
     language = qwen3.Config(
-        vocabulary=53,
-        width=24,
+        vocab_size=53,
+        hidden_size=24,
         layers=2,
         heads=4,
         kv_heads=2,
         head_dim=8,
-        feed_forward=40,
-        experts=Experts(count=6, active=2, feed_forward=8),
-        sections=(2, 1, 1),
-        tied=True,
+        intermediate_size=40,
+        experts=Experts(num_experts=6, experts_per_token=2, intermediate_size=8),
+        mrope_section=(2, 1, 1),
+        tie_embeddings=True,
     )
     c = qwen3_vl.Config(vision=VISION, language=language)
     done = counted(c, build(c, "meta"), [SHOWN], labels=3)
@@ -90,20 +99,20 @@ def test_qwen3_vl():
 
 def test_qwen3_5_vl():
     language = qwen3_5.Config(
-        vocabulary=53,
-        width=24,
+        vocab_size=53,
+        hidden_size=24,
         layers=2,
-        kinds=("linear_attention", "full_attention"),
+        layer_types=("linear_attention", "full_attention"),
         heads=4,
         kv_heads=2,
         head_dim=16,
-        rotary=0.5,
-        sections=(2, 1, 1),
+        partial_rotary_factor=0.5,
+        mrope_section=(2, 1, 1),
         delta=qwen3_5.Delta(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
-        feed_forward=40,
-        tied=True,
+        intermediate_size=40,
+        tie_embeddings=True,
     )
-    c = qwen3_5_vl.Config(vision=VISION.model_copy(update={"deep": ()}), language=language)
+    c = qwen3_5_vl.Config(vision=VISION.model_copy(update={"deepstack_layers": ()}), language=language)
     model = build(c, "meta")
     model.vision.requires_grad_(False)
     model.projector.requires_grad_(False)

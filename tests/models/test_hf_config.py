@@ -56,13 +56,15 @@ PREPROCESSOR = {
 
 
 def test_qwen25_as_the_hub_has_it():
-    want = qwen2.Config(vocabulary=151936, width=896, layers=24, heads=14, kv_heads=2, feed_forward=4864, rope_theta=1e6, tied=True)
+    want = qwen2.Config(
+        vocab_size=151936, hidden_size=896, layers=24, heads=14, kv_heads=2, intermediate_size=4864, rope_theta=1e6, tie_embeddings=True
+    )
     assert qwen2.from_hf(QWEN25_05B) == want
 
 
 def test_siglip2_base_as_the_hub_has_it():
     """Its vision_config leaves nearly all to the class's defaults, and its processor is bilinear."""
-    want = siglip2.Config(image_size=224, patch=16, width=768, layers=12, heads=12, feed_forward=3072, resample="bilinear")
+    want = siglip2.Config(image_size=224, patch=16, hidden_size=768, layers=12, heads=12, intermediate_size=3072, resample="bilinear")
     assert siglip2.from_hf(SIGLIP, PREPROCESSOR) == want
     assert siglip2.from_hf(SIGLIP, None).resample == "bicubic"
 
@@ -84,7 +86,11 @@ def test_there_and_back(case):
     naflex = llava.form(c).name == "lfm2_vl"
     preprocessor = siglip2.to_preprocessor_naflex(c.vision) if naflex else siglip2.to_preprocessor(c.vision)
     back = llava.from_hf(record.to_dict(), preprocessor)
-    want = c if back.projector.width is None else c.model_copy(update={"projector": c.projector.model_copy(update={"width": c.hidden})})
+    want = (
+        c
+        if back.projector.hidden_size is None
+        else c.model_copy(update={"projector": c.projector.model_copy(update={"hidden_size": c.hidden})})
+    )
     assert back == want
     assert (
         siglip2.from_hf(transformers.SiglipVisionConfig(**siglip2.to_hf(c.vision)).to_dict(), siglip2.to_preprocessor(c.vision)) == c.vision
@@ -94,9 +100,9 @@ def test_there_and_back(case):
 
 
 def test_head_width_of_its_own_is_kept():
-    c = language(tied=True, head_dim=8)
+    c = language(tie_embeddings=True, head_dim=8)
     assert qwen2.from_hf(qwen2.to_hf(c)) == c
-    assert "head_dim" not in qwen2.to_hf(language(tied=True))
+    assert "head_dim" not in qwen2.to_hf(language(tie_embeddings=True))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,7 @@ def test_rope_theta_in_all_its_places():
         ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
         ({"num_channels": 1}, {}, "num_channels=1"),
         ({"image_size": [224, 256]}, {}, r"image_size=\[224, 256\]"),
-        ({"num_attention_heads": 7}, {}, "heads=7 must divide width=768"),
+        ({"num_attention_heads": 7}, {}, "heads=7 must divide hidden_size=768"),
         ({}, {"size": {"height": 256, "width": 256}}, "size="),
         ({}, {"size": {"shortest_edge": 224}}, "size=.* limits for the size of an image, and this tower takes squares of 224 pixels"),
         ({}, {"size": {"shortest_edge": 3136, "longest_edge": 99_999}}, "limits for the size of an image"),
@@ -209,7 +215,9 @@ def test_naflex_refusals(vision, preprocessor, message):
 
 def test_naflex_as_the_hub_has_it():
     """As google/siglip2-base-patch16-naflex: its vision_config leaves all to the class's defaults."""
-    want = siglip2.Config(image_size=256, patch=16, width=768, layers=12, heads=12, feed_forward=3072, resample="bilinear", patches=256)
+    want = siglip2.Config(
+        image_size=256, patch=16, hidden_size=768, layers=12, heads=12, intermediate_size=3072, resample="bilinear", patches=256
+    )
     assert siglip2.from_hf({"model_type": "siglip2", "vision_config": {"model_type": "siglip2_vision_model"}}, None) == want
     assert siglip2.from_hf(transformers.Siglip2VisionConfig().to_dict(), transformers.Siglip2ImageProcessorPil().to_dict()) == want
     more = want.model_copy(update={"patches": 1024, "resample": "bicubic", "mean": (0.1, 0.2, 0.3)})
@@ -249,18 +257,18 @@ def test_omitted_select_strategy_is_the_one_that_drops_a_patch():
         ({}, "lfm2_vl"),
         ({"feature_norm": False}, "llava"),
         ({"feature_norm": False, "feature_layer": -2}, "llava"),
-        ({"feature_norm": False, "projector": {"width": 24}}, "llava"),
-        ({"feature_norm": False, "projector": {"width": 20}}, "parts"),
+        ({"feature_norm": False, "projector": {"hidden_size": 24}}, "llava"),
+        ({"feature_norm": False, "projector": {"hidden_size": 20}}, "parts"),
         ({"feature_norm": False, "projector": {"shuffle": 2}}, "parts"),
         ({"feature_norm": False, "projector": {"norm": True}}, "parts"),
-        ({"projector": {"shuffle": 2, "width": 20}}, "lfm2_vl"),
+        ({"projector": {"shuffle": 2, "hidden_size": 20}}, "lfm2_vl"),
         ({"projector": {"shuffle": 2, "norm": True}}, "lfm2_vl"),
         ({"projector": {"kind": "linear"}}, "parts"),
         ({"vision": VISION.model_dump()}, "parts"),
     ],
 )
 def test_form_of_an_export(change, name):
-    c = llava.Config(**({"vision": EVEN, "language": language(tied=True)} | change))
+    c = llava.Config(**({"vision": EVEN, "language": language(tie_embeddings=True)} | change))
     form = llava.form(c)
     assert form.name == name
     assert len(form.reason) > 20
@@ -269,7 +277,7 @@ def test_form_of_an_export(change, name):
 def test_no_internvl_form_while_its_class_ignores_the_tower():
     """When this fails, transformers reads SigLIP towers in InternVL folders, and `form` may offer them."""
     tower = siglip2.to_hf(EVEN)
-    record = transformers.AutoConfig.for_model("internvl", vision_config=tower, text_config=qwen2.to_hf(language(tied=True)))
+    record = transformers.AutoConfig.for_model("internvl", vision_config=tower, text_config=qwen2.to_hf(language(tie_embeddings=True)))
     assert record.vision_config.__class__.__name__ == "InternVLVisionConfig"
 
 
@@ -286,7 +294,7 @@ def test_tied_where_the_reference_ties(case, outer, inner):
         del config["tie_word_embeddings"]
     reference = twin_of(config | {"text_config": dict(config["text_config"])})
     tied = reference.get_output_embeddings().weight is reference.get_input_embeddings().weight
-    assert llava.from_hf(config, None if c.vision is EVEN else siglip2.to_preprocessor(c.vision)).language.tied == tied
+    assert llava.from_hf(config, None if c.vision is EVEN else siglip2.to_preprocessor(c.vision)).language.tie_embeddings == tied
 
 
 ODD = (None, [], {}, "x", "", -1, 0, 1.5, True, float("inf"), 10**18, [1], [[]], {"a": 1}, ["sliding_attention"])

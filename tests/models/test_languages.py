@@ -48,30 +48,30 @@ SMOLLM2_135M = COMMON | {
 PUBLISHED = {
     "Qwen3-0.6B": (
         QWEN3_06B,
-        qwen3.Config(vocabulary=151936, width=1024, layers=28, heads=16, kv_heads=8, feed_forward=3072, tied=True),
+        qwen3.Config(vocab_size=151936, hidden_size=1024, layers=28, heads=16, kv_heads=8, intermediate_size=3072, tie_embeddings=True),
         596_049_920,
     ),
     "Qwen3-30B-A3B": (
         QWEN3_30B_A3B,
         qwen3.Config(
-            vocabulary=151936, width=2048, layers=48, heads=32, kv_heads=4, feed_forward=6144, tied=False,
-            experts=Experts(count=128, active=8, feed_forward=768),
+            vocab_size=151936, hidden_size=2048, layers=48, heads=32, kv_heads=4, intermediate_size=6144, tie_embeddings=False,
+            experts=Experts(num_experts=128, experts_per_token=8, intermediate_size=768),
         ),
         30_532_122_624,
     ),
     "Llama-3.2-1B": (
         LLAMA_32_1B,
         llama.Config(
-            vocabulary=128256, width=2048, layers=16, heads=32, kv_heads=8, feed_forward=8192, eps=1e-5, rope_theta=5e5,
-            stretch=llama.Stretched(factor=32.0), longest=131072, tied=True,
+            vocab_size=128256, hidden_size=2048, layers=16, heads=32, kv_heads=8, intermediate_size=8192, eps=1e-5, rope_theta=5e5,
+            rope_scaling=llama.RopeScaling(factor=32.0), max_positions=131072, tie_embeddings=True,
         ),
         1_235_814_400,
     ),
     "SmolLM2-135M": (
         SMOLLM2_135M,
         llama.Config(
-            vocabulary=49152, width=576, layers=30, heads=9, kv_heads=3, feed_forward=1536, eps=1e-5, rope_theta=1e5,
-            longest=8192, tied=True,
+            vocab_size=49152, hidden_size=576, layers=30, heads=9, kv_heads=3, intermediate_size=1536, eps=1e-5, rope_theta=1e5,
+            max_positions=8192, tie_embeddings=True,
         ),
         134_515_008,
     ),
@@ -101,11 +101,11 @@ def test_there_and_back(case, tmp_path):
     assert language_from_hf(json.loads((tmp_path / "config.json").read_text())) == c
 
 
-SECTIONS = {"head_dim": 8, "sections": (2, 1, 1)}
-SHAPE = {"vocabulary": 53, "width": 24, "layers": 2, "heads": 4, "kv_heads": 2, "feed_forward": 40, "tied": False}
+SECTIONS = {"head_dim": 8, "mrope_section": (2, 1, 1)}
+SHAPE = {"vocab_size": 53, "hidden_size": 24, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 40, "tie_embeddings": False}
 
 
-@pytest.mark.parametrize("experts", [None, Experts(count=5, active=2, feed_forward=8)])
+@pytest.mark.parametrize("experts", [None, Experts(num_experts=5, experts_per_token=2, intermediate_size=8)])
 def test_text_models_of_qwen3_vl_there_and_back(experts, tmp_path):
     c = qwen3.Config(**SHAPE, **SECTIONS, experts=experts)
     config_json = qwen3.to_hf(c)
@@ -137,14 +137,14 @@ def padded(c, pad: int | None) -> torch.nn.Module:
 def test_the_embedding_of_the_padding_token_has_its_gradient(tied, tmp_path):
     """A document that holds the token, as one of SmolLM2's does (its padding is `<|im_end|>`). transformers' embedding gives that row no
     gradient (padding_idx); without a padding token it gives the one that ours has, and that finite differences find."""
-    c = llama.Config(**SHAPE | {"tied": tied})
+    c = llama.Config(**SHAPE | {"tie_embeddings": tied})
     ids = torch.tensor([3, PAD, 5, PAD, 9, 11, 2, PAD])
     found = {}
     for pad in (PAD, None):
         twin = padded(c, pad)
         twin(input_ids=ids[None], labels=ids[None]).loss.backward()
         found[pad] = twin.model.embed_tokens.weight.grad.clone()
-    others = [row for row in range(c.vocabulary) if row != PAD]
+    others = [row for row in range(c.vocab_size) if row != PAD]
     close(found[PAD][others], found[None][others], "other rows")
     assert (found[PAD][PAD] - found[None][PAD]).abs().max() > 1e-2
     assert tied or not found[PAD][PAD].any()
@@ -186,7 +186,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (QWEN3_30B_A3B, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 48}, "use_sliding_window=True"),
         (QWEN3_30B_A3B, {"mlp_only_layers": "all"}, "mlp_only_layers='all'"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 100}, "leave no layer"),
-        (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "active=129 of count=128"),
+        (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "experts_per_token=129 of num_experts=128"),
         (QWEN3_30B_A3B, {"norm_topk_prob": "yes"}, "norm_topk_prob='yes'"),
         (LLAMA_32_1B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'; Eyeline computes default and llama3"),
         (LLAMA_32_1B, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
@@ -195,7 +195,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA_32_1B, {"rope_scaling": {"type": "default", "attention_factor": 2.0}}, "have attention_factor"),
         (LLAMA_32_1B, {"attention_bias": True}, "attention_bias=True"),
         (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias=True"),
-        (SMOLLM2_135M, {"num_attention_heads": 10}, "heads=10 must divide width=576"),
+        (SMOLLM2_135M, {"num_attention_heads": 10}, "heads=10 must divide hidden_size=576"),
         (SMOLLM2_135M, {"model_type": "mistral"}, "model_type='mistral'; the language models that Eyeline has are qwen2"),
     ],
 )
@@ -207,11 +207,14 @@ def test_refusals(config_json, change, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (SHAPE | {"sections": (1, 2, 3)}, "must add up to 64, half of head_dim=128"),
+        (SHAPE | {"mrope_section": (1, 2, 3)}, "must add up to 64, half of head_dim=128"),
         (SHAPE | {"sparse_every": 2}, "experts is not given"),
-        (SHAPE | {"experts": {"count": 4, "active": 5, "feed_forward": 8}}, "active=5 of count=4"),
-        (SHAPE | {"experts": {"count": 4, "active": 1, "feed_forward": 8}, "dense_layers": (0, 1)}, "leave no layer"),
-        (SHAPE | SECTIONS | {"experts": {"count": 4, "active": 1, "feed_forward": 8, "normalised": False}}, "normalised: true"),
+        (SHAPE | {"experts": {"num_experts": 4, "experts_per_token": 5, "intermediate_size": 8}}, "experts_per_token=5 of num_experts=4"),
+        (SHAPE | {"experts": {"num_experts": 4, "experts_per_token": 1, "intermediate_size": 8}, "dense_layers": (0, 1)}, "leave no layer"),
+        (
+            SHAPE | SECTIONS | {"experts": {"num_experts": 4, "experts_per_token": 1, "intermediate_size": 8, "norm_topk_prob": False}},
+            "norm_topk_prob: true",
+        ),
         (SHAPE | {"head_dim": 7}, "head_dim=7 must be even"),
         (SHAPE | {"kv_heads": 3}, "kv_heads=3 must divide heads=4"),
     ],
@@ -221,9 +224,9 @@ def test_contradictions_are_refused(settings, message):
         qwen3.Config(**settings)
 
 
-def test_a_stretch_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"stretch\.low=4\.0 must be below stretch\.high=4\.0"):
-        llama.Stretched(factor=8.0, low=4.0)
+def test_rope_scaling_with_equal_factors_is_refused():
+    with pytest.raises(ValueError, match=r"rope_scaling\.low_freq_factor=4\.0 must be below rope_scaling\.high_freq_factor=4\.0"):
+        llama.RopeScaling(factor=8.0, low_freq_factor=4.0)
 
 
 def test_a_config_that_says_no_family_is_a_qwen2():

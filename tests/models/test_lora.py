@@ -45,7 +45,7 @@ def batch():
 
 def test_equals_peft(tmp_path):
     """The language model alone under PEFT with our A and B: logits, adapter gradients, and its own merge."""
-    config = language(tied=False)
+    config = language(tie_embeddings=False)
     reference = parity.twin_of(qwen2.to_hf(config))
     parity.randomise(reference, seed=1)
     reference.save_pretrained(tmp_path)
@@ -93,8 +93,8 @@ def test_fresh_adapters_change_nothing_and_start_as_stated():
     assert torch.equal(parity.logits_of(model, batch()), want)
     layer = model.get_submodule("language.blocks.0.mlp.down")
     assert isinstance(layer, LoRALinear)
-    assert layer.lora_A.shape == (4, C.language.feed_forward)
-    bound = C.language.feed_forward**-0.5
+    assert layer.lora_A.shape == (4, C.language.intermediate_size)
+    bound = C.language.intermediate_size**-0.5
     assert layer.lora_A.abs().max() <= bound
     assert layer.lora_A.std().item() == pytest.approx(bound / 3**0.5, rel=0.2)
     assert not layer.lora_B.any()
@@ -163,7 +163,7 @@ def test_merging_into_bfloat16_keeps_the_update():
 def test_dropout_is_of_the_adapters_input_in_training_only():
     """W·x + α/r·B·A·dropout(x): the frozen weight sees all of x. In evaluation nothing is dropped."""
     layer = wrapped(LoRA(rank=2, alpha=6, dropout=0.4, targets=("q_proj",))).get_submodule("language.blocks.0.attn.q")
-    x_TD = torch.randn(50, C.language.width, generator=torch.Generator().manual_seed(0))
+    x_TD = torch.randn(50, C.language.hidden_size, generator=torch.Generator().manual_seed(0))
     base_TD = x_TD @ layer.weight.T + layer.bias
     torch.manual_seed(7)
     got = layer.train()(x_TD)

@@ -53,7 +53,7 @@ def test_balance_loss_is_transformers(case: Case, recompute: tuple[str, ...]):
     model.recompute(())
     logits = tuple(logits_of_routers(model, batch))
     mask = (torch.arange(batch.counts.slots) < batch.counts.real)[None]
-    want = load_balancing_loss_func(logits, experts.count, experts.active, mask)
+    want = load_balancing_loss_func(logits, experts.num_experts, experts.experts_per_token, mask)
     close(load.added / 0.3 / batch.counts.supervised, want.detach(), "balance loss")
     (0.3 * batch.counts.supervised * want).backward()
     theirs = parity.gradients(model)
@@ -78,7 +78,7 @@ def test_an_even_choice_has_a_balance_loss_of_the_experts_a_token_uses():
 @EVERY_SPARSE
 def test_load_counts_real_tokens_of_each_layer(case: Case):
     model, batch = parity.randomised(case), padded(case)
-    active = case.config.language.experts.active
+    active = case.config.language.experts.experts_per_token
     want = []
     for logits_TE in logits_of_routers(model, batch):
         chosen = logits_TE[: batch.counts.real].topk(active).indices
@@ -150,7 +150,7 @@ def test_forced_balance_is_even():
 
 def test_shared_expert_sees_every_token():
     """By hand: the chosen experts' sum and the shared one's, weighted by its own gate."""
-    c = Experts(count=4, active=2, feed_forward=6)
+    c = Experts(num_experts=4, experts_per_token=2, intermediate_size=6)
     moe = MoE(c, 8, shared=10)
     parity.randomise(moe)
     x_TD, real_T = torch.randn(7, 8, generator=torch.Generator().manual_seed(0)), torch.ones(7, dtype=torch.bool)
@@ -165,7 +165,7 @@ def test_shared_expert_sees_every_token():
 
 def test_router_computes_in_float32():
     """A choice between logits that bfloat16 cannot tell apart."""
-    moe = MoE(Experts(count=2, active=1, feed_forward=6), 8)
+    moe = MoE(Experts(num_experts=2, experts_per_token=1, intermediate_size=6), 8)
     with torch.no_grad():
         moe.router.weight.fill_(1.0)
         moe.router.weight[1] += 2e-3

@@ -22,7 +22,7 @@ from tests.models import parity
 from tests.models.cases.llava import language
 from tests.weights import load_into
 
-VISION = siglip2.Config(image_size=12, patch=3, width=16, layers=2, heads=2, feed_forward=24, eps=1e-3, patches=40)
+VISION = siglip2.Config(image_size=12, patch=3, hidden_size=16, layers=2, heads=2, intermediate_size=24, eps=1e-3, patches=40)
 SIZES = {"as the table": (12, 12), "wide": (3, 30), "tall": (40, 5), "larger": (17, 19), "tiny": (1, 1)}
 
 
@@ -49,7 +49,7 @@ def test_tower_equals_the_reference(tmp_path: Path) -> None:
     load_into(dict(ours.named_parameters()), tmp_path / "hub", siglip2.keys(VISION))
     shown = images(VISION, tmp_path)
     assert {image.grid.patches for image in shown} > {36}
-    assert min(image.grid.rows for image in shown) < VISION.side < max(image.grid.columns for image in shown)
+    assert min(image.grid.rows for image in shown) < VISION.position_grid < max(image.grid.columns for image in shown)
 
     longest = max(image.grid.patches for image in shown)
     pixels_NPC = torch.zeros(len(shown), longest, 27)
@@ -115,13 +115,13 @@ def test_rules_and_refusals() -> None:
     with pytest.raises(ValueError, match="tiles=6 images of one picture are more than 5"):
         siglip2.Config(**VISION.model_dump() | {"patches": None, "tiles": 6})
     with pytest.raises(ValueError, match=r"projector\.shuffle=7 joins 7×7 patches"):
-        llava.Config(vision=VISION, language=language(tied=True), projector=llava.ProjectorConfig(shuffle=7))
+        llava.Config(vision=VISION, language=language(tie_embeddings=True), projector=llava.ProjectorConfig(shuffle=7))
 
 
 @pytest.mark.parametrize("vision", [VISION, VISION.model_copy(update={"patches": None, "tiles": 5})], ids=["NaFlex", "tiles"])
 def test_a_whole_model_runs_and_exports_as_parts(vision: siglip2.Config, tmp_path: Path) -> None:
     """Shapes that the projector's shuffle fits, packed and alone the same."""
-    c = llava.Config(vision=vision, language=language(tied=True), projector=llava.ProjectorConfig(shuffle=2))
+    c = llava.Config(vision=vision, language=language(tie_embeddings=True), projector=llava.ProjectorConfig(shuffle=2))
     assert llava.form(c).name == "parts"
     model = llava.Model(c)
     parity.randomise(model)

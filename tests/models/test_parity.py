@@ -127,7 +127,7 @@ def test_tower_alone(keys, tmp_path):
     want_NPD = tower(torch.stack([llava.pixels(i, c) for i in shown])).last_hidden_state
     batch = parity.batch_of([parity.document("pictures", *shown)], None)
     got_PD = ours(batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
-    side = VISION.side
+    side = VISION.position_grid
     got_NPD = torch.empty_like(want_NPD)
     got_NPD[torch.arange(3).repeat_interleave(side**2), batch.places_P2[:, 0] * side + batch.places_P2[:, 1]] = got_PD
     close(got_NPD, want_NPD, "features")
@@ -170,6 +170,6 @@ def test_features_are_where_the_reference_takes_them():
     batch = parity.batch_of(ALL[0].pictured[:1], None)
     args = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     x_PD = plain(*args)
-    want_PD = F.layer_norm(x_PD, (VISION.width,), normed.norm.weight, normed.norm.bias, VISION.eps)
+    want_PD = F.layer_norm(x_PD, (VISION.hidden_size,), normed.norm.weight, normed.norm.bias, VISION.eps)
     close(normed(*args), want_PD, "normed features")
     assert (normed(*args) - x_PD).abs().max() > 0.5

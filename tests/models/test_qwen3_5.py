@@ -28,20 +28,27 @@ from tests.models.parity import all_close, close, document, token_inputs
 from tests.weights import load_into
 
 SIZES = {
-    "vocabulary": parity.VOCABULARY,
-    "width": 24,
+    "vocab_size": parity.VOCABULARY,
+    "hidden_size": 24,
     "heads": 4,
     "kv_heads": 2,
     "head_dim": 16,
-    "rotary": 0.5,
-    "sections": (2, 1, 1),
+    "partial_rotary_factor": 0.5,
+    "mrope_section": (2, 1, 1),
     "delta": qwen3_5.Delta(key_heads=2, value_heads=6, key_dim=8, value_dim=6),
     "eps": 1e-3,
     "rope_theta": 100.0,
 }
 LINEAR, FULL = "linear_attention", "full_attention"
-DENSE = qwen3_5.Config(**SIZES, layers=3, kinds=(LINEAR, FULL, LINEAR), feed_forward=40, tied=True)
-SPARSE = qwen3_5.Config(**SIZES, layers=2, kinds=(LINEAR, FULL), experts=Experts(count=6, active=2, feed_forward=8), shared=20, tied=False)
+DENSE = qwen3_5.Config(**SIZES, layers=3, layer_types=(LINEAR, FULL, LINEAR), intermediate_size=40, tie_embeddings=True)
+SPARSE = qwen3_5.Config(
+    **SIZES,
+    layers=2,
+    layer_types=(LINEAR, FULL),
+    experts=Experts(num_experts=6, experts_per_token=2, intermediate_size=8),
+    shared_expert_size=20,
+    tie_embeddings=False,
+)
 each = pytest.mark.parametrize("c", [DENSE, SPARSE], ids=["dense", "of experts"])
 DOCUMENTS = [document(f"{i}: {n} tokens", n) for i, n in enumerate((9, 1, 2, 3, 64, 9, 65, 17, 3, 130))]
 
@@ -282,7 +289,7 @@ def test_what_we_do_not_compute_is_refused(change, said):
 
 
 def test_dense_or_of_experts():
-    with pytest.raises(ValueError, match="feed_forward alone, or experts with shared"):
-        qwen3_5.Config(**SIZES, layers=2, tied=True)
+    with pytest.raises(ValueError, match="intermediate_size alone, or experts with shared_expert_size"):
+        qwen3_5.Config(**SIZES, layers=2, tie_embeddings=True)
     with pytest.raises(ValueError, match="must add up to 4"):
-        qwen3_5.Config(**(SIZES | {"sections": (2, 2, 1)}), layers=2, feed_forward=8, tied=True)
+        qwen3_5.Config(**(SIZES | {"mrope_section": (2, 2, 1)}), layers=2, intermediate_size=8, tie_embeddings=True)

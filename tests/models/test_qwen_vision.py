@@ -17,9 +17,17 @@ from tests.models.parity import all_close, close, randomise
 
 OUT = 20  # width of a language model
 DEEP = qwen_vision.Config(
-    patch=3, width=24, layers=4, heads=3, feed_forward=40, side=5, deep=(0, 2), mean=(0.4, 0.5, 0.6), std=(0.3, 0.4, 0.5)
+    patch=3,
+    hidden_size=24,
+    layers=4,
+    heads=3,
+    intermediate_size=40,
+    position_grid=5,
+    deepstack_layers=(0, 2),
+    mean=(0.4, 0.5, 0.6),
+    std=(0.3, 0.4, 0.5),
 )
-PLAIN = DEEP.model_copy(update={"deep": (), "side": 4, "patch": 4, "heads": 2})
+PLAIN = DEEP.model_copy(update={"deepstack_layers": (), "position_grid": 4, "patch": 4, "heads": 2})
 # smaller and larger than the table of positions, a row, a column, the table's own size where merge allows it
 GRIDS = [Grid(2, 2), Grid(8, 12), Grid(2, 10), Grid(6, 2), Grid(4, 4), Grid(8, 12)]
 
@@ -38,7 +46,7 @@ def places(grid: Grid, merge: int) -> list[tuple[int, int]]:
 def inputs(c: qwen_vision.Config, grids: list[Grid], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """What the tower takes, of random pixels."""
     counts = [g.patches for g in grids]
-    patches_PC = torch.randint(0, 256, (sum(counts), 3 * c.frames * c.patch**2), generator=torch.Generator().manual_seed(seed))
+    patches_PC = torch.randint(0, 256, (sum(counts), 3 * c.temporal_patch * c.patch**2), generator=torch.Generator().manual_seed(seed))
     places_P2 = torch.tensor([place for g in grids for place in places(g, c.merge)]).reshape(-1, 2)
     cu_N1 = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32)
     return patches_PC.to(torch.uint8), places_P2, torch.tensor(grids).reshape(-1, 2), cu_N1, max(counts, default=0)
@@ -52,7 +60,7 @@ def pixel_values(c: qwen_vision.Config, patches_PC: Tensor) -> Tensor:
 
 def reference_of(c: qwen_vision.Config) -> torch.nn.Module:
     settings = qwen_vision.to_hf(c, OUT)
-    if c.deep:
+    if c.deepstack_layers:
         reference = Qwen3VLVisionModel._from_config(Qwen3VLVisionConfig(**settings), attn_implementation="eager")
     else:
         del settings["deepstack_visual_indexes"]
@@ -99,7 +107,7 @@ def test_features_and_gradients(c):
 
     close(features[0], want.last_hidden_state, "features")
     close(tokens_MD, want.pooler_output, "tokens")
-    outputs, wanted = [tokens_MD, *deep], [want.pooler_output, *(want.deepstack_features if c.deep else [])]
+    outputs, wanted = [tokens_MD, *deep], [want.pooler_output, *(want.deepstack_features if c.deepstack_layers else [])]
     for got, expected in zip(outputs, wanted, strict=True):
         close(got, expected, "tokens of a merger")
 
@@ -143,7 +151,7 @@ def test_no_images_give_every_weight_a_gradient_of_zeros():
 
 def test_pixels_of_the_reference_processor():
     """Patches are ordered (channel, frame, row, column), and normalised as it does."""
-    c = PLAIN.model_copy(update={"least": 1, "most": 10**6})
+    c = PLAIN.model_copy(update={"min_pixels": 1, "max_pixels": 10**6})
     picture = np.random.default_rng(0).integers(0, 256, (3, 16, 24), dtype=np.uint8)
     want = Qwen2VLImageProcessorPil(**qwen_vision.to_preprocessor(c))(torch.from_numpy(picture), return_tensors="pt")
     assert want["image_grid_thw"].tolist() == [[1, 4, 6]]
@@ -172,16 +180,18 @@ def read(c: qwen_vision.Config, vision: dict | None = None, still: dict | None =
     return qwen_vision.from_hf(vision, still, film, "vision_config", (8, 16, 24))
 
 
-@pytest.mark.parametrize("c", [DEEP, PLAIN.model_copy(update={"least": 5, "most": 77, "film_least": 6, "film_most": 78})])
+@pytest.mark.parametrize(
+    "c", [DEEP, PLAIN.model_copy(update={"min_pixels": 5, "max_pixels": 77, "video_min_pixels": 6, "video_max_pixels": 78})]
+)
 def test_settings_come_back(c):
     assert read(c) == c
 
 
 def test_old_names_of_the_limits_go_before():
-    assert (read(DEEP, still={"min_pixels": 9}).least, read(DEEP, still={"max_pixels": 99_999}).most) == (9, 99_999)
+    assert (read(DEEP, still={"min_pixels": 9}).min_pixels, read(DEEP, still={"max_pixels": 99_999}).max_pixels) == (9, 99_999)
     none = {"min_pixels": None, "max_pixels": None}
     inside = read(DEEP, still={**none, "size": {"min_pixels": 9, "max_pixels": 99_999}})
-    assert (inside.least, inside.most) == (9, 99_999)
+    assert (inside.min_pixels, inside.max_pixels) == (9, 99_999)
     assert read(DEEP, still={**none, "size": {"min_pixels": 9, "longest_edge": 99_999}, "min_pixels": 9}) == inside
 
 
@@ -197,7 +207,7 @@ def test_limits_are_those_of_the_reference(limits, old):
     )
     wanted = Qwen2VLImageProcessorPil(**{key: value for key, value in file.items() if key != "image_processor_type" and value != {}}).size
     found = qwen_vision.from_hf(qwen_vision.to_hf(DEEP, OUT), file, None, "vision_config", (8, 16, 24))
-    assert (found.least, found.most) == (wanted["shortest_edge"], wanted["longest_edge"])
+    assert (found.min_pixels, found.max_pixels) == (wanted["shortest_edge"], wanted["longest_edge"])
 
 
 @pytest.mark.parametrize(
@@ -215,7 +225,7 @@ def test_limits_are_those_of_the_reference(limits, old):
         ({}, {"do_resize": False}, {}, "do_resize=False"),
         ({}, {"rescale_factor": 1.0}, {}, "1/255"),
         ({}, {"image_mean": [0.5]}, {}, "three numbers"),
-        ({}, {"size": {"shortest_edge": 9, "longest_edge": 4}, "min_pixels": None, "max_pixels": None}, {}, "least=9"),
+        ({}, {"size": {"shortest_edge": 9, "longest_edge": 4}, "min_pixels": None, "max_pixels": None}, {}, "min_pixels=9"),
         ({}, {"size": {"height": 224, "width": 224}}, {}, "not height, width"),
         ({}, {"size": {"shortest_edge": 9, "max_height": 50}}, {}, "not max_height"),
         ({}, {"size": {"min_pixels": 8}, "min_pixels": 9}, {}, "min_pixels twice"),

@@ -50,8 +50,8 @@ def through_the_hubs_layout(c: Any, shapes: dict[str, tuple[int, ...]], folder: 
 @pytest.mark.parametrize("narrow", [8, 12, 24], ids=["I < D/2", "D = 2·I", "D = I"])
 def test_experts_of_qwen3_vl_as_the_hub_has_them(narrow, tmp_path):
     """Turned, but for sides that are equal: transformers takes those for its own layout."""
-    experts = SPARSE.model_copy(update={"feed_forward": narrow})
-    c = qwen3_vl.Config(vision=VISION, language=language(tied=False, experts=experts))
+    experts = SPARSE.model_copy(update={"intermediate_size": narrow})
+    c = qwen3_vl.Config(vision=VISION, language=language(tie_embeddings=False, experts=experts))
     through_the_hubs_layout(c, {"gate_up_proj": (6, 24, 2 * narrow), "down_proj": (6, narrow, 24)}, tmp_path)
 
 
@@ -63,7 +63,7 @@ def test_experts_of_qwen3_5_as_the_hub_has_them(tmp_path):
 
 @pytest.mark.parametrize("case", CONFIGS, ids=[case.id for case in CONFIGS])
 def test_settings_come_back(case):
-    vision = case.config.vision.model_copy(update={"least": 12, "most": 345, "film_least": 67, "film_most": 890})
+    vision = case.config.vision.model_copy(update={"min_pixels": 12, "max_pixels": 345, "video_min_pixels": 67, "video_max_pixels": 890})
     c, family = case.config.model_copy(update={"vision": vision}), family_of(case.config)
     written = family.to_hf(c, family.form(c), TOKENS)
     stored = {name: json.loads(json.dumps(content)) for name, content in written.items()}
@@ -72,9 +72,9 @@ def test_settings_come_back(case):
 
 
 def test_limits_of_published_checkpoints_where_files_are_missing():
-    c = qwen3_vl.Config(vision=VISION, language=language(tied=True))
+    c = qwen3_vl.Config(vision=VISION, language=language(tie_embeddings=True))
     found = qwen3_vl.from_hf(files(c)["config.json"], None).vision
-    assert (found.least, found.most, found.film_least, found.film_most) == (65_536, 16_777_216, 4_096, 25_165_824)
+    assert (found.min_pixels, found.max_pixels, found.video_min_pixels, found.video_max_pixels) == (65_536, 16_777_216, 4_096, 25_165_824)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_limits_of_published_checkpoints_where_files_are_missing():
     ],
 )
 def test_another_model_is_refused(where, change, says):
-    config = files(qwen3_vl.Config(vision=VISION, language=language(tied=True)))["config.json"]
+    config = files(qwen3_vl.Config(vision=VISION, language=language(tie_embeddings=True)))["config.json"]
     config |= change if where is None else {where: config[where] | change}
     with pytest.raises(Refused, match=says):
         qwen3_vl.from_hf(config, None)
@@ -100,22 +100,22 @@ def test_another_model_is_refused(where, change, says):
 
 def test_ties_are_what_the_whole_folder_says():
     """As the reference reads it: text_config may say otherwise."""
-    config = files(qwen3_vl.Config(vision=VISION, language=language(tied=True)))["config.json"]
+    config = files(qwen3_vl.Config(vision=VISION, language=language(tie_embeddings=True)))["config.json"]
     config["text_config"]["tie_word_embeddings"] = False
-    assert qwen3_vl.from_hf(config, None).language.tied
+    assert qwen3_vl.from_hf(config, None).language.tie_embeddings
     del config["tie_word_embeddings"]
     config["text_config"]["tie_word_embeddings"] = True
-    assert not qwen3_vl.from_hf(config, None).language.tied
+    assert not qwen3_vl.from_hf(config, None).language.tie_embeddings
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"language": language(tied=True).model_copy(update={"sections": None})}, "sections"),
-        ({"language": language(tied=True).model_copy(update={"layers": 1})}, "layers=1"),
+        ({"language": language(tie_embeddings=True).model_copy(update={"mrope_section": None})}, "mrope_section"),
+        ({"language": language(tie_embeddings=True).model_copy(update={"layers": 1})}, "layers=1"),
     ],
 )
 def test_contradictions_are_named(change, says):
-    c = qwen3_vl.Config(vision=VISION, language=language(tied=True))
+    c = qwen3_vl.Config(vision=VISION, language=language(tie_embeddings=True))
     with pytest.raises(ValueError, match=says):
         qwen3_vl.Config(**({"vision": c.vision, "language": c.language} | change))

@@ -20,11 +20,17 @@ from tests.models.cases import text as texts
 from tests.models.parity import Case, document, picture
 
 SHAPE: dict[str, Any] = {
-    "vocabulary": parity.VOCABULARY, "width": 24, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "feed_forward": 7, "eps": 1e-3,
-    "rope_theta": 100.0, "tied": False,
+    "vocab_size": parity.VOCABULARY, "hidden_size": 24, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "intermediate_size": 7,
+    "eps": 1e-3, "rope_theta": 100.0, "tie_embeddings": False,
 }  # fmt: skip
-DELTA = SHAPE | {"layers": 2, "kinds": ("linear_attention", "full_attention"), "head_dim": 16, "rotary": 0.5, "sections": (2, 1, 1)}
-TOWER: dict[str, Any] = {"patch": 3, "width": 8, "layers": 1, "heads": 1, "feed_forward": 5, "side": 5}
+DELTA = SHAPE | {
+    "layers": 2,
+    "layer_types": ("linear_attention", "full_attention"),
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": (2, 1, 1),
+}
+TOWER: dict[str, Any] = {"patch": 3, "hidden_size": 8, "layers": 1, "heads": 1, "intermediate_size": 5, "position_grid": 5}
 
 
 def memories(**how: int) -> qwen3_5.Delta:
@@ -33,22 +39,32 @@ def memories(**how: int) -> qwen3_5.Delta:
 
 LANGUAGES: dict[str, Any] = {
     "llama, heads of one pair": llama.Config(**SHAPE | {"head_dim": 2}),
-    "qwen3, six heads wider than the model": qwen3.Config(**SHAPE | {"heads": 6, "head_dim": 6, "width": 10, "layers": 2}),
-    "qwen3, one expert": qwen3.Config(**SHAPE, experts=Experts(count=1, active=1, feed_forward=5)),
-    "qwen3, every expert": qwen3.Config(**SHAPE, experts=Experts(count=3, active=3, feed_forward=5, normalised=False)),
-    "qwen3, more experts than tokens": qwen3.Config(**SHAPE, experts=Experts(count=64, active=1, feed_forward=1)),
-    "qwen3_5, a convolution of one tap": qwen3_5.Config(**DELTA, delta=memories(taps=1)),
-    "qwen3_5, seven taps, values of one dim": qwen3_5.Config(**DELTA, delta=memories(taps=7, key_heads=3, value_heads=3, value_dim=1)),
-    "qwen3_5, whole heads rotated": qwen3_5.Config(**DELTA | {"rotary": 1.0, "sections": (4, 3, 1)}, delta=memories()),
+    "qwen3, six heads wider than the model": qwen3.Config(**SHAPE | {"heads": 6, "head_dim": 6, "hidden_size": 10, "layers": 2}),
+    "qwen3, one expert": qwen3.Config(**SHAPE, experts=Experts(num_experts=1, experts_per_token=1, intermediate_size=5)),
+    "qwen3, every expert": qwen3.Config(
+        **SHAPE, experts=Experts(num_experts=3, experts_per_token=3, intermediate_size=5, norm_topk_prob=False)
+    ),
+    "qwen3, more experts than tokens": qwen3.Config(**SHAPE, experts=Experts(num_experts=64, experts_per_token=1, intermediate_size=1)),
+    "qwen3_5, a convolution of one tap": qwen3_5.Config(**DELTA, delta=memories(conv_kernel=1)),
+    "qwen3_5, seven taps, values of one dim": qwen3_5.Config(
+        **DELTA, delta=memories(conv_kernel=7, key_heads=3, value_heads=3, value_dim=1)
+    ),
+    "qwen3_5, whole heads rotated": qwen3_5.Config(**DELTA | {"partial_rotary_factor": 1.0, "mrope_section": (4, 3, 1)}, delta=memories()),
     "qwen3_5, one expert": qwen3_5.Config(
-        **DELTA | {"feed_forward": None}, delta=memories(), experts=Experts(count=1, active=1, feed_forward=5), shared=1
+        **DELTA | {"intermediate_size": None},
+        delta=memories(),
+        experts=Experts(num_experts=1, experts_per_token=1, intermediate_size=5),
+        shared_expert_size=1,
     ),
 }
 TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a patch a token": ({"merge": 1}, {"sections": (2, 1, 1)}),
-    "nine patches a token, one position": ({"merge": 3, "frames": 1, "side": 1}, {"sections": (1, 3, 0)}),
-    "no frequency for time": ({"layers": 2, "deep": (0, 1)}, {"sections": (0, 2, 2), "layers": 2}),
-    "all frequencies for time": ({}, {"sections": (4, 0, 0), "experts": Experts(count=2, active=2, feed_forward=5)}),
+    "a patch a token": ({"merge": 1}, {"mrope_section": (2, 1, 1)}),
+    "nine patches a token, one position": ({"merge": 3, "temporal_patch": 1, "position_grid": 1}, {"mrope_section": (1, 3, 0)}),
+    "no frequency for time": ({"layers": 2, "deepstack_layers": (0, 1)}, {"mrope_section": (0, 2, 2), "layers": 2}),
+    "all frequencies for time": (
+        {},
+        {"mrope_section": (4, 0, 0), "experts": Experts(num_experts=2, experts_per_token=2, intermediate_size=5)},
+    ),
 }
 LLAVAS = {
     "pictures of one patch": llava.Config(
@@ -56,14 +72,14 @@ LLAVAS = {
     ),
     "features of no block": llava.Config(vision=llavas.VISION, language=qwen2.Config(**SHAPE), feature_layer=0, feature_norm=False),
     "one token a picture": llava.Config(
-        vision=llavas.EVEN, projector=llava.ProjectorConfig(shuffle=4), language=qwen2.Config(**SHAPE | {"tied": True})
+        vision=llavas.EVEN, projector=llava.ProjectorConfig(shuffle=4), language=qwen2.Config(**SHAPE | {"tie_embeddings": True})
     ),
 }
 
 
 def shown(vision: qwen_vision.Config) -> tuple[Document, ...]:
     """Pictures of one token, of a row of three and of a column of seven; one token of text alone."""
-    how, m = {"patch": vision.patch, "merge": vision.merge, "frames": vision.frames}, vision.merge
+    how, m = {"patch": vision.patch, "merge": vision.merge, "frames": vision.temporal_patch}, vision.merge
     dot, row, column = picture("dot", m, m, **how), picture("row", m, 3 * m, **how), picture("column", 7 * m, m, **how)
     pieces = {"token": (1,), "text": (9,), "first": (dot, 1), "two": (2, dot, 1, row, 1), "tall": (1, column, 2), "again": (1, dot, 3)}
     return tuple(document(name, *content, positions="grid") for name, content in pieces.items())
@@ -80,10 +96,10 @@ def qwen3_vl_case(name: str) -> Case:
 
 def saved(c: qwen3_vl.Config) -> dict[str, tuple[int, ...]]:
     """The shapes by which the twin's layout of experts is told."""
-    experts, width = c.language.experts, c.language.width
+    experts, width = c.language.experts, c.language.hidden_size
     if experts is None:
         return {}
-    up, down = (experts.count, 2 * experts.feed_forward, width), (experts.count, width, experts.feed_forward)
+    up, down = (experts.num_experts, 2 * experts.intermediate_size, width), (experts.num_experts, width, experts.intermediate_size)
     return {".experts.gate_up_proj": up, ".experts.down_proj": down}
 
 

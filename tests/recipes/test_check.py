@@ -73,7 +73,7 @@ def test_reasoning_that_a_template_leaves_out_is_said_once(eyeline: Command, tmp
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
     for command in ("check", "train"):
-        done = eyeline(command, str(recipe), f"model.template={template}", "model.config.language.vocabulary=320", "stages.0.steps=1")
+        done = eyeline(command, str(recipe), f"model.template={template}", "model.config.language.vocab_size=320", "stages.0.steps=1")
         assert done.code == 0, done.err
         assert done.out.count("leaves out the reasoning") == (words is not None)
         assert words is None or f"leaves out the reasoning (<think>...</think>) {words}" in " ".join(done.out.split())
@@ -112,8 +112,8 @@ def test_a_good_recipe_has_none(tmp_path: Path) -> None:
         ("stages.0.gradient_checkpointing=[projector]", ["gradient_checkpointing names projector, which has no blocks"]),
         ("model.template=chatml", ["template 'chatml' is not known", "plain"]),
         ("model={path: nowhere}", ["nowhere is no folder"]),
-        ("model.config.language.vocabulary=100", ["vocabulary", "at least"]),
-        ("model.config.language.longest=4", ["made for 4 positions"]),
+        ("model.config.language.vocab_size=100", ["vocab_size", "at least"]),
+        ("model.config.language.max_positions=4", ["made for 4 positions"]),
         ("stages.0.data.sources.0.path=nowhere.json", ["nowhere.json", "stages.whole.data"]),
         ("evaluation.sources.0.path=nowhere.json", ["nowhere.json", "evaluation"]),
         ("stages.0.data.sources.0.categories=[purple]", ["purple"]),
@@ -447,7 +447,7 @@ def test_a_terminal_without_unicode_is_no_reason_to_end(tmp_path: Path) -> None:
 
 def test_a_conversation_longer_than_the_models_positions_is_rejected(eyeline: Command, tmp_path: Path) -> None:
     """Though a batch would hold it: positions that the model was not made for are not trained on."""
-    (tmp_path / "tiny.yaml").write_text(to_yaml(tiny_run(tmp_path, "model.config.language.longest=18")))
+    (tmp_path / "tiny.yaml").write_text(to_yaml(tiny_run(tmp_path, "model.config.language.max_positions=18")))
     done = eyeline("check", "tiny.yaml")
     assert done.code == 2
     assert "too_long" in done.out

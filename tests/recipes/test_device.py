@@ -25,23 +25,32 @@ from tests.fla_stand_in import install, kernel, raising_in_backward
 from tests.train.recipe import tiny_run
 
 LLAVA = {  # head dims 8 and 16
-    "vision": {"image_size": 16, "patch": 8, "width": 16, "layers": 1, "heads": 2, "feed_forward": 16},
-    "language": {"vocabulary": 300, "width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "feed_forward": 32, "tied": True},
+    "vision": {"image_size": 16, "patch": 8, "hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 16},
+    "language": {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "layers": 1,
+        "heads": 2,
+        "kv_heads": 1,
+        "intermediate_size": 32,
+        "tie_embeddings": True,
+    },
 }
 DELTA = {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 8}
 HYBRID = {
     "family": "text",
     "language": {
-        "family": "qwen3_5", "vocabulary": 300, "width": 16, "layers": 2, "kinds": ["linear_attention", "full_attention"], "heads": 2,
-        "kv_heads": 1, "head_dim": 8, "delta": DELTA, "feed_forward": 24, "rotary": 0.5, "sections": [1, 1, 0], "tied": True,
+        "family": "qwen3_5", "vocab_size": 300, "hidden_size": 16, "layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        "heads": 2, "kv_heads": 1, "head_dim": 8, "delta": DELTA, "intermediate_size": 24, "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0], "tie_embeddings": True,
     },
 }  # fmt: skip
-SPARSE = {"count": 4, "active": 2, "feed_forward": 16}
+SPARSE = {"num_experts": 4, "experts_per_token": 2, "intermediate_size": 16}
 EXPERTS = {
     "family": "text",
     "language": {
-        "family": "qwen3", "vocabulary": 300, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "feed_forward": 24,
-        "experts": SPARSE, "tied": True,
+        "family": "qwen3", "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8,
+        "intermediate_size": 24, "experts": SPARSE, "tie_embeddings": True,
     },
 }  # fmt: skip
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -55,7 +64,7 @@ def chosen(config: dict[str, Any], capability: tuple[int, int] | None, dtype: to
 
 
 def with_heads(config: dict[str, Any], heads: int) -> dict[str, Any]:
-    return config | {"vision": config["vision"] | {"width": 24, "heads": heads}}
+    return config | {"vision": config["vision"] | {"hidden_size": 24, "heads": heads}}
 
 
 def test_a_cpu_has_one_kernel_and_says_nothing() -> None:
@@ -92,7 +101,7 @@ def test_each_gpu_is_told_what_computes(config, capability, dtype, line, warning
 
 
 def test_experts_of_odd_widths_are_said() -> None:
-    odd = EXPERTS | {"language": EXPERTS["language"] | {"experts": SPARSE | {"feed_forward": 12}}}
+    odd = EXPERTS | {"language": EXPERTS["language"] | {"experts": SPARSE | {"intermediate_size": 12}}}
     assert "widths that are multiples of 8, and these are [16, 12]" in chosen(odd, (9, 0))[1]
 
 

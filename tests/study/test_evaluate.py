@@ -1,11 +1,13 @@
 """What `eyeline eval` says beside the scores: questions that are learned from are counted, and so are answers that are given."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from tests.train.recipe import tiny_run
 
+from eyeline.core.errors import Refused
 from eyeline.data.sets import training_samples
 from eyeline.study.evaluate import evaluate, remarks, scores
 from eyeline.study.report import write_report
@@ -34,6 +36,18 @@ def test_questions_that_are_learned_from_are_counted(run: Path) -> None:
     page = write_report(run).read_text()
     assert "exact match, questions partly trained on" in page
     assert f"{found.also_learned} of {len(rows)} questions are learned from, too" in page
+
+
+def test_a_run_of_an_earlier_format_is_refused_in_one_message(run: Path, tmp_path: Path) -> None:
+    old = tmp_path / "run"
+    shutil.copytree(run, old)
+    described = json.loads((old / "model" / "eyeline.json").read_text())
+    (old / "model" / "eyeline.json").write_text(json.dumps(described | {"version": 1}))
+    (old / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace("vocab_size", "vocabulary"))
+    wanted = r"model/eyeline\.json has format version 1; this Eyeline reads 2\. .*: import the model again, or train the run again\.$"
+    for command in (lambda: evaluate(old), lambda: train(tiny_run(run.parent, f"out={old}"))):
+        with pytest.raises(Refused, match=wanted):
+            command()
 
 
 def test_a_limit_counts_what_it_asks(run: Path) -> None:

@@ -52,9 +52,17 @@ def tiny_recipe(folder: Path) -> dict[str, Any]:
         "model": {
             "template": "plain",
             "config": {
-                "vision": {"image_size": 16, "patch": 4, "width": 16, "layers": 1, "heads": 2, "feed_forward": 24},
+                "vision": {"image_size": 16, "patch": 4, "hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 24},
                 "projector": {"shuffle": 2},
-                "language": {"vocabulary": 300, "width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "feed_forward": 24, "tied": True},
+                "language": {
+                    "vocab_size": 300,
+                    "hidden_size": 16,
+                    "layers": 2,
+                    "heads": 2,
+                    "kv_heads": 1,
+                    "intermediate_size": 24,
+                    "tie_embeddings": True,
+                },
             },
         },
         "device": "cpu",

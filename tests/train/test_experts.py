@@ -24,8 +24,8 @@ from tests.train.test_resume import end_of
 from tests.train.tiny import CONFIG, batch, document, model
 
 LANGUAGE = qwen3.Config(
-    vocabulary=50, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, feed_forward=24,
-    experts=Experts(count=4, active=2, feed_forward=6), tied=False,
+    vocab_size=50, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=24,
+    experts=Experts(num_experts=4, experts_per_token=2, intermediate_size=6), tie_embeddings=False,
 )  # fmt: skip
 SPARSE = CONFIG.model_copy(update={"language": LANGUAGE})
 MICRO = [[document(1, 12, 5), document(2, 30, 1, images=2)], [document(4, 20, 14, images=0)]]
@@ -81,8 +81,8 @@ def test_even_loads_are_reported_as_one() -> None:
 
 
 EXPERTS = (
-    "model.config.language={family: qwen3, vocabulary: 300, width: 16, layers: 2, heads: 2, kv_heads: 1, head_dim: 8, feed_forward: 24, "
-    "experts: {count: 4, active: 1, feed_forward: 8}, tied: true}",
+    "model.config.language={family: qwen3, vocab_size: 300, hidden_size: 16, layers: 2, heads: 2, kv_heads: 1, head_dim: 8, "
+    "intermediate_size: 24, experts: {num_experts: 4, experts_per_token: 1, intermediate_size: 8}, tie_embeddings: true}",
     "stages.0.experts={balance: bias, rate: 0.02}",
     "stages.1.trains.language.targets=[q_proj, v_proj]",
 )

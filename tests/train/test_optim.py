@@ -59,7 +59,7 @@ def test_muon_has_the_matrices_of_blocks_and_projector_only() -> None:
 
 def test_updates_of_muon_have_the_size_of_adamws() -> None:
     """0.2 a value for every shape (Liu et al. 2025): torch's default scaling gives 0.11 here."""
-    wide = CONFIG.model_copy(update={"language": CONFIG.language.model_copy(update={"width": 64, "feed_forward": 256})})
+    wide = CONFIG.model_copy(update={"language": CONFIG.language.model_copy(update={"hidden_size": 64, "intermediate_size": 256})})
     made = model(wide)
     matrices, _ = make_optimizers(made, llava.facts(wide), Muon())
     set_learning_rates([matrices], dict.fromkeys(RATES, 1.0), 1.0)

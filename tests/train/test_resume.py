@@ -144,27 +144,42 @@ def test_epochs_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(losses(run("more", 3))) == len(steps) * 3 // 2
 
 
-TOWER = {"patch": 4, "width": 16, "layers": 2, "heads": 2, "feed_forward": 24, "side": 4, "least": 64, "most": 512}
-ROUTED = {"count": 4, "active": 2, "feed_forward": 8}
-SMALL = {"vocabulary": 300, "width": 16, "layers": 2, "heads": 2, "kv_heads": 1}
-SECTIONS = {"head_dim": 8, "sections": [2, 1, 1]}
+TOWER = {
+    "patch": 4,
+    "hidden_size": 16,
+    "layers": 2,
+    "heads": 2,
+    "intermediate_size": 24,
+    "position_grid": 4,
+    "min_pixels": 64,
+    "max_pixels": 512,
+}
+ROUTED = {"num_experts": 4, "experts_per_token": 2, "intermediate_size": 8}
+SMALL = {"vocab_size": 300, "hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 1}
+SECTIONS = {"head_dim": 8, "mrope_section": [2, 1, 1]}
 DELTA = {"key_heads": 1, "value_heads": 2, "key_dim": 8, "value_dim": 4}
-HYBRID = {"head_dim": 16, "rotary": 0.5, "sections": [2, 1, 1], "kinds": ["linear_attention", "full_attention"], "delta": DELTA}
+HYBRID = {
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "layer_types": ["linear_attention", "full_attention"],
+    "delta": DELTA,
+}
 SHAPES = {
     "qwen3_vl of experts": {
         "family": "qwen3_vl",
-        "vision": {**TOWER, "deep": [0]},
-        "language": {"family": "qwen3", **SMALL, **SECTIONS, "feed_forward": 24, "experts": ROUTED, "tied": False},
+        "vision": {**TOWER, "deepstack_layers": [0]},
+        "language": {"family": "qwen3", **SMALL, **SECTIONS, "intermediate_size": 24, "experts": ROUTED, "tie_embeddings": False},
     },
     "qwen3_5_vl of experts": {
         "family": "qwen3_5_vl",
         "vision": TOWER,
-        "language": {"family": "qwen3_5", **SMALL, **HYBRID, "experts": ROUTED, "shared": 8, "tied": True},
+        "language": {"family": "qwen3_5", **SMALL, **HYBRID, "experts": ROUTED, "shared_expert_size": 8, "tie_embeddings": True},
     },
     "llava, naflex and llama": {
         "family": "llava",
-        "vision": {"image_size": 16, "patch": 4, "width": 16, "layers": 1, "heads": 2, "feed_forward": 24, "patches": 12},
-        "language": {"family": "llama", **SMALL, "feed_forward": 24, "tied": True},
+        "vision": {"image_size": 16, "patch": 4, "hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 24, "patches": 12},
+        "language": {"family": "llama", **SMALL, "intermediate_size": 24, "tie_embeddings": True},
     },
 }
 
@@ -750,12 +765,12 @@ def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: 
 def test_a_run_without_a_step_may_have_another_recipe(tmp_path: Path) -> None:
     """A start that was refused or failed before its first step does not hold the folder against the mended recipe."""
     with pytest.raises(TooManyRejects):
-        loop.train(tiny_run(tmp_path, "stages.whole.batch.max_tokens=8", "model.config.language.width=8"))
+        loop.train(tiny_run(tmp_path, "stages.whole.batch.max_tokens=8", "model.config.language.hidden_size=8"))
     assert (tmp_path / "run" / "recipe.yaml").exists()
     loop.train(tiny_run(tmp_path))
     assert losses(tiny_run(tmp_path)).keys() == set(range(1, STEPS + 1))
     with pytest.raises(Refused, match="may not change on resume"):
-        loop.train(tiny_run(tmp_path, "model.config.language.width=8"))
+        loop.train(tiny_run(tmp_path, "model.config.language.hidden_size=8"))
 
 
 def test_what_has_changed_since_is_said(

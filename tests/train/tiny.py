@@ -8,9 +8,9 @@ from eyeline.data.fetch.batches import batch_of
 from eyeline.models import build, llava, qwen2, siglip2
 
 CONFIG = llava.Config(
-    vision=siglip2.Config(image_size=16, patch=4, width=16, layers=2, heads=2, feed_forward=24),
+    vision=siglip2.Config(image_size=16, patch=4, hidden_size=16, layers=2, heads=2, intermediate_size=24),
     projector=llava.ProjectorConfig(shuffle=2),
-    language=qwen2.Config(vocabulary=50, width=16, layers=2, heads=2, kv_heads=1, feed_forward=24, tied=False),
+    language=qwen2.Config(vocab_size=50, hidden_size=16, layers=2, heads=2, kv_heads=1, intermediate_size=24, tie_embeddings=False),
 )
 
 

@@ -49,7 +49,7 @@ from eyeline.models.moe import add_biases, biases_of
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 1
+VERSION = 2  # of eyeline.json; 1 had other names of config fields
 DESCRIPTION = "eyeline.json"
 UNTRAINED = "untrained_tokens.json"
 GENERATION = "generation_config.json"
@@ -242,8 +242,7 @@ def read_description(folder: Path) -> Bundle:
     """The bundle that eyeline.json describes, its tokenizer beside it or in language/. Raises Refused."""
     path = folder / DESCRIPTION
     content = read_object(path)
-    if content.get("version") != VERSION:
-        raise Refused(f"{path} has format version {content.get('version')!r}; this Eyeline knows {VERSION}. Use the Eyeline that wrote it.")
+    _refuse_version(path, content.get("version"))
     family = content["config"].get("family") if isinstance(content.get("config"), dict) else None
     if family not in FAMILIES:
         raise Refused(
@@ -260,9 +259,24 @@ def read_description(folder: Path) -> Bundle:
     return bundle
 
 
+def refuse_other_version(folder: Path) -> None:
+    """Raise Refused if an eyeline.json in this folder has another format version, before anything else is read."""
+    if (folder / DESCRIPTION).exists():
+        _refuse_version(folder / DESCRIPTION, read_object(folder / DESCRIPTION).get("version"))
+
+
+def _refuse_version(path: Path, version: Any) -> None:
+    if version == VERSION:
+        return
+    remedy = "Use the Eyeline that wrote it."
+    if isinstance(version, int) and version < VERSION:
+        remedy = "An earlier Eyeline wrote it: import the model again, or train the run again."
+    raise Refused(f"{path} has format version {version!r}; this Eyeline reads {VERSION}. {remedy}")
+
+
 def refuse_misfit(bundle: Bundle) -> None:
     """Raise Refused when the tokenizer can give ids that the embedding has no row for, or lacks the template's tokens."""
-    rows, used = facts(bundle.config).vocabulary, bundle.encoder().vocabulary
+    rows, used = facts(bundle.config).vocab_size, bundle.encoder().vocabulary
     if used > rows:
         raise Refused(
             f"the tokenizer has ids up to {used - 1}, and the language model's embedding has {rows} rows. "

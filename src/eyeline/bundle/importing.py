@@ -83,15 +83,15 @@ def import_whole(
     model: Path,
     out: Path,
     *,
-    least: int | None = None,
-    most: int | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
     template: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> Bundle:
     """Take a checkpoint of transformers, of any family, into a new folder `out` of the same form; weights keep the dtype they are
     stored in.
 
-    `least` and `most` take the place of the limits that the folder has for the pixels of a picture of native size.
+    `min_pixels` and `max_pixels` take the place of the limits that the folder has for the pixels of a picture of native size.
 
     `template` None takes the one that the tokenizer's own chat template is equal to. Control tokens that the template writes
     and the tokenizer lacks are added, in rows that the embedding has free; it grows only when it has none, and never shrinks.
@@ -103,14 +103,14 @@ def import_whole(
     if (model / "recipe.yaml").exists() and not (model / "config.json").exists():
         raise Refused(f"{model} is a run folder. Use it as it is: train from it (model.path), talk to it, or export it.")
     config, form = read_shape(model)
-    config = limited(config, least, most)
+    config = limited(config, min_pixels, max_pixels)
     weights = partial(_weights, config, form, dict.fromkeys(places(config, form), model), 0)
     return take(config, form, weights, model, template, out, max_shard_bytes)
 
 
-def limited(config: Config, least: int | None, most: int | None) -> Config:
+def limited(config: Config, min_pixels: int | None, max_pixels: int | None) -> Config:
     """The config with these limits for the pixels of a picture. Raises Refused for a model without, and where they contradict."""
-    given = {name: value for name, value in (("least", least), ("most", most)) if value is not None}
+    given = {name: value for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if value is not None}
     if not given:
         return config
     if not isinstance(config, qwen3_vl.Config | qwen3_5_vl.Config):
@@ -137,10 +137,10 @@ def take(
         template = recognised(tokenizer, tokenizers)
     rule = facts(config).image
     added = add_tokens(tokenizer, template_named(template), rule.marks if rule else None)
-    rows, needed = config.language.vocabulary, 1 + max(tokenizer.get_vocab().values())
+    rows, needed = config.language.vocab_size, 1 + max(tokenizer.get_vocab().values())
     grown = config
     if needed > rows:
-        language = config.language.model_copy(update={"vocabulary": -(-needed // ROWS) * ROWS})
+        language = config.language.model_copy(update={"vocab_size": -(-needed // ROWS) * ROWS})
         grown = config.model_copy(update={"language": language})
     # image and video tokens are placeholders: visual features replace their embeddings, so training is not needed
     placeholders = (template_named(template).image, FILM)
@@ -148,11 +148,11 @@ def take(
     bundle = Bundle(grown, tokenizer, template, read_generation(tokenizers), untrained)
     refuse_misfit(bundle)
     with new_folder(out) as folder:
-        write_model(bundle, weights(grown.language.vocabulary), folder, form, max_shard_bytes)
+        write_model(bundle, weights(grown.language.vocab_size), folder, form, max_shard_bytes)
         write_settings(bundle, folder, form)
     if added:
         where = f"rows {needed - len(added)} to {needed - 1}" + (
-            f" of an embedding that grew from {rows} to {grown.language.vocabulary}" if needed > rows else ""
+            f" of an embedding that grew from {rows} to {grown.language.vocab_size}" if needed > rows else ""
         )
         say(f"added to the tokenizer: {', '.join(added)} ({where})")
     best = family_of(grown).form(grown)

@@ -35,13 +35,13 @@ def transplant(
     language: Path,
     out: Path,
     *,
-    deep: tuple[int, ...] | None = None,
+    deepstack_layers: tuple[int, ...] | None = None,
     template: str | None = None,
     seed: int = 0,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> Bundle:
-    """Write the model into a new folder `out`, in Qwen3-VL's form; weights keep the dtype they are stored in. `deep` are the blocks of
-    the tower that DeepStack takes; None: three, evenly spread. `template` as in `import_whole`.
+    """Write the model into a new folder `out`, in Qwen3-VL's form; weights keep the dtype they are stored in.
+    `deepstack_layers` are the blocks of the tower that DeepStack takes; None: three, evenly spread. `template` as in `import_whole`.
 
     Raises Refused, and writes nothing, when a folder is not what it should be or the parts do not fit.
     """
@@ -50,7 +50,7 @@ def transplant(
         tower = siglip2.from_hf(towers, preprocessor)
     with about(language):
         text = language_from_hf(texts)
-    config = transplanted(tower, text, deep)
+    config = transplanted(tower, text, deepstack_layers)
 
     def weights(rows: int) -> Iterator[tuple[str, Tensor]]:
         yield from _tower(tower, config.vision, vision)
@@ -64,7 +64,7 @@ def transplant(
     return take(config, qwen3_vl.form(config), weights, language, template, out, max_shard_bytes)
 
 
-def transplanted(tower: siglip2.Config, text: LanguageConfig, deep: tuple[int, ...] | None = None) -> qwen3_vl.Config:
+def transplanted(tower: siglip2.Config, text: LanguageConfig, deepstack_layers: tuple[int, ...] | None = None) -> qwen3_vl.Config:
     """The config of the model that the two become. Raises Refused where they cannot."""
     if not isinstance(text, qwen3.Config):
         raise Refused(f"the language model is of family {text.family}; Qwen3-VL's shape is made of a Qwen3, dense or of experts.")
@@ -72,19 +72,19 @@ def transplanted(tower: siglip2.Config, text: LanguageConfig, deep: tuple[int, .
         raise Refused(f"the tower's norms have layer_norm_eps={tower.eps}; Qwen3-VL's tower has {qwen_vision.EPS}. Use a SigLIP 2 tower.")
     vision = {
         "patch": tower.patch,
-        "width": tower.width,
+        "hidden_size": tower.hidden_size,
         "layers": tower.layers,
         "heads": tower.heads,
-        "feed_forward": tower.feed_forward,
-        "side": tower.side,
-        "deep": _spread(tower.layers, text.layers) if deep is None else deep,
+        "intermediate_size": tower.intermediate_size,
+        "position_grid": tower.position_grid,
+        "deepstack_layers": _spread(tower.layers, text.layers) if deepstack_layers is None else deepstack_layers,
         "mean": tower.mean,
         "std": tower.std,
     }
     half = text.head_dim // 2
     beside = half * 5 // 16  # frequencies of the row, and of the column: 20 of 64 in Qwen3-VL
     where = "the transplant"
-    sections = {"sections": text.sections or (half - 2 * beside, beside, beside)}
+    sections = {"mrope_section": text.mrope_section or (half - 2 * beside, beside, beside)}
     return made(
         where,
         qwen3_vl.Config,
@@ -108,7 +108,7 @@ def _tower(tower: siglip2.Config, c: qwen_vision.Config, folder: Path) -> Iterat
     rules = prefixed(siglip2.keys(tower), "", siglip2.HUB_PREFIX if whole else "")
     for name, x in stream(shape, folder, rules, siglip2.DROPPED):
         if name == "embed.weight":
-            x = spread(x, c.frames)
+            x = spread(x, c.temporal_patch)
         yield f"projector.main.{name}" if name.startswith("norm.") else f"vision.{name}", x
 
 
@@ -120,6 +120,6 @@ def spread(weight_DC: Tensor, frames: int) -> Tensor:
 
 def _mergers(c: qwen3_vl.Config, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Fresh ones, but for the norm that comes with the tower."""
-    fresh = qwen_vision.Projector(c.vision, c.language.width)
+    fresh = qwen_vision.Projector(c.vision, c.language.hidden_size)
     fresh.initialise(torch_rng_for(seed, "projector"))
     yield from ((f"projector.{name}", x.detach()) for name, x in fresh.named_parameters() if not name.startswith("main.norm."))

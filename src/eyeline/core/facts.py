@@ -262,8 +262,8 @@ class Facts:
     seams: tuple[str, ...]  # patterns of weightless modules that parallelism may replace
     keys: tuple[KeyRule, ...]  # the Hugging Face names of every tensor
     image: ImageRule | None  # None: a text-only model
-    vocabulary: int  # rows of the embedding: no token id may reach it
-    longest: int  # positions the language model was made for
+    vocab_size: int  # rows of the embedding: no token id may reach it
+    max_positions: int  # positions the language model was made for
     experts: str | None = None  # pattern of its mixtures of experts
     unused: tuple[str, ...] = ()  # modules that no output depends on: kept so that exports are whole, never trained
 

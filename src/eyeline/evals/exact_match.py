@@ -207,7 +207,7 @@ def answers(
 ) -> Iterator[Answered]:
     """Greedy answers, in order of pictures within windows. A sample without a usable prompt is counted in `rejected`."""
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    for round in rounds(samples, Prompts(encoder, facts.image), max_new_tokens, budget, facts.longest, rejected):
+    for round in rounds(samples, Prompts(encoder, facts.image), max_new_tokens, budget, facts.max_positions, rejected):
         made = generate(model, facts, [prompt for _, prompt in round], sampling, encoder.stop_ids)
         for (sample, _), answer in zip(round, made, strict=True):
             yield Answered(sample, encoder.decode(answer.tokens), answer.finish == "length")

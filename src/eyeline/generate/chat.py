@@ -67,7 +67,7 @@ def banner(opened: Opened, model: Model, facts: Facts, here: Machine, compute_dt
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[compute_dtype]
     return (
         f"{opened.folder}{which} · {opened.bundle.config.family}, {size:,} parameters · {dtype} on {here.device.type} ({here.name}) · "
-        f"context of {facts.longest:,} tokens\n{HELP}\n"
+        f"context of {facts.max_positions:,} tokens\n{HELP}\n"
     )
 
 
@@ -125,7 +125,7 @@ class Talk:
 
     def _fitting(self, asked: tuple[Message, ...]) -> tuple[tuple[Message, ...], Document]:
         """The conversation without its oldest exchanges, as many as it takes to leave room for an answer, and its prompt."""
-        longest = self.facts.longest
+        longest = self.facts.max_positions
         room = min(self.sampling.max_new_tokens, longest // 4)
         while True:
             try:
@@ -149,16 +149,16 @@ class Talk:
         if left_out and not self.full:
             self.full = True
             note(
-                f"The conversation fills the model's context ({self.facts.longest:,} tokens): its oldest messages are left out from now "
-                "on. /new starts a new conversation."
+                f"The conversation fills the model's context ({self.facts.max_positions:,} tokens): its oldest messages are left out from "
+                "now on. /new starts a new conversation."
             )
         for picture in (part for message in left_out for part in message.parts if isinstance(part, Picture)):
             note(f"The model no longer sees {picture.name}. /image {picture.name} shows it again.")
 
     def _cut(self, prompt: Document) -> str:
         """Why an answer ended before its end."""
-        if len(prompt.tokens_T) + self.sampling.max_new_tokens > self.facts.longest:
-            return f"The answer is cut at the end of the model's context ({self.facts.longest:,} tokens)."
+        if len(prompt.tokens_T) + self.sampling.max_new_tokens > self.facts.max_positions:
+            return f"The answer is cut at the end of the model's context ({self.facts.max_positions:,} tokens)."
         return f"The answer is cut after {self.sampling.max_new_tokens} tokens. --max-new-tokens allows longer ones."
 
     def forget(self) -> None:

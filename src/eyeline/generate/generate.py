@@ -89,10 +89,12 @@ def draw(
     if not prompts:
         return
     lengths = [len(p.tokens_T) for p in prompts]
-    if max(lengths) >= facts.longest:
-        raise Refused(f"a prompt has {max(lengths)} tokens, and the model's context holds {facts.longest} with the answer. Shorten it")
+    if max(lengths) >= facts.max_positions:
+        raise Refused(
+            f"a prompt has {max(lengths)} tokens, and the model's context holds {facts.max_positions} with the answer. Shorten it"
+        )
     device = next(model.parameters()).device
-    limits = [min(sampling.max_new_tokens, facts.longest - length) for length in lengths]
+    limits = [min(sampling.max_new_tokens, facts.max_positions - length) for length in lengths]
     cache = model.new_cache(len(prompts), max(length + limit for length, limit in zip(lengths, limits, strict=True)))
     logits_LV = model(batch_of(prompts, None, next_tokens=True).to(device), cache)
     # the position of each answer's first token: visual tokens may share positions

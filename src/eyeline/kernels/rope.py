@@ -12,46 +12,51 @@ from torch import Tensor
 from eyeline.core.dims import dims
 
 
-class Stretch(NamedTuple):
+class Scaling(NamedTuple):
     """Llama 3.1's longer context: slow frequencies are divided by `factor`, fast ones kept, those between blended.
 
-    A frequency is slow when it turns fewer than `low` times in `original` positions, and fast when more than `high` times.
+    A frequency is slow when it turns fewer than `low_freq_factor` times in `original_max_positions`, and fast when it turns more than
+    `high_freq_factor` times.
     """
 
     factor: float
-    low: float
-    high: float
-    original: int
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
 
 
 def rope_tables(
-    positions_T3: Tensor, head_dim: int, theta: float, sections: tuple[int, int, int] | None = None, stretch: Stretch | None = None
+    positions_T3: Tensor,
+    head_dim: int,
+    theta: float,
+    mrope_section: tuple[int, int, int] | None = None,
+    scaling: Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos_TR and sin_TR in float32, from positions (time, row, column); R = `head_dim`, the dims of a head that are rotated.
 
     Frequency j of R/2 is theta^(-2j/R), and each is used twice: for dim j and for dim j + R/2. Nothing is kept in a
     buffer: casting a model to bfloat16 would round stored frequencies, by many per cent for the low ones.
 
-    Without `sections` time alone counts. With them, frequencies 1, 4, 7, ... turn by the row, sections[1] of them, and
-    2, 5, 8, ... by the column, sections[2] of them; the rest by time (interleaved M-RoPE, Qwen3-VL).
+    Without `mrope_section` time alone counts. With them, frequencies 1, 4, 7, ... turn by the row, mrope_section[1] of them, and
+    2, 5, 8, ... by the column, mrope_section[2] of them; the rest by time (interleaved M-RoPE, Qwen3-VL).
     """
     j_R2 = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T3.device)
     frequency_R2 = 1.0 / theta ** (j_R2 / head_dim)
-    if stretch is not None:
-        frequency_R2 = _stretched(frequency_R2, stretch)
-    if sections is None:
+    if scaling is not None:
+        frequency_R2 = _scaled(frequency_R2, scaling)
+    if mrope_section is None:
         angles_TR2 = positions_T3[:, :1].float() * frequency_R2
     else:
         n_R2 = torch.arange(head_dim // 2, device=positions_T3.device)
-        by_row_R2, by_column_R2 = ((n_R2 % 3 == axis) & (n_R2 < 3 * sections[axis]) for axis in (1, 2))
+        by_row_R2, by_column_R2 = ((n_R2 % 3 == axis) & (n_R2 < 3 * mrope_section[axis]) for axis in (1, 2))
         angles_TR2 = positions_T3.float()[:, by_row_R2 + 2 * by_column_R2] * frequency_R2
     angles_TR = torch.cat((angles_TR2, angles_TR2), -1)
     return angles_TR.cos(), angles_TR.sin()
 
 
-def _stretched(frequency_R2: Tensor, by: Stretch) -> Tensor:
-    turns_R2 = by.original / (2 * math.pi / frequency_R2)  # in the original context
-    blend_R2 = ((turns_R2 - by.low) / (by.high - by.low)).clamp(0, 1)
+def _scaled(frequency_R2: Tensor, by: Scaling) -> Tensor:
+    turns_R2 = by.original_max_positions / (2 * math.pi / frequency_R2)  # in the original context
+    blend_R2 = ((turns_R2 - by.low_freq_factor) / (by.high_freq_factor - by.low_freq_factor)).clamp(0, 1)
     return (1 - blend_R2) * frequency_R2 / by.factor + blend_R2 * frequency_R2
 
 

@@ -129,7 +129,7 @@ def new_layer_cache(k: Linear, head_dim: int, rows: int, room: int, dtype: torch
 def refuse_heads(width: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
     """Raise ValueError for heads that do not fit one another."""
     if head_dim is None and width % heads:
-        raise ValueError(f"heads={heads} must divide width={width}, or head_dim must be given")
+        raise ValueError(f"heads={heads} must divide hidden_size={width}, or head_dim must be given")
     if heads % kv_heads:
         raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
     if (each := head_dim or width // heads) % 2:

@@ -30,7 +30,7 @@ from eyeline.models.layers import LayerNorm, Linear, normal_
 
 class ProjectorConfig(Settings):
     kind: Literal["mlp", "linear"] = "mlp"  # two linear layers with a GELU between, or one
-    width: Positive | None = None  # hidden width of the MLP; None: the language model's
+    hidden_size: Positive | None = None  # hidden width of the MLP; None: the language model's
     shuffle: Positive = 1  # r: r×r patches are joined to one visual token
     norm: bool = False  # a LayerNorm first, as InternVL has
 
@@ -45,7 +45,7 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        r, side, layers = self.projector.shuffle, self.vision.side, self.vision.layers
+        r, side, layers = self.projector.shuffle, self.vision.position_grid, self.vision.layers
         if self.vision.patches is not None and self.vision.patches < r**2:
             raise ValueError(f"projector.shuffle={r} joins {r}×{r} patches, and vision.patches={self.vision.patches} allows fewer")
         if self.vision.patches is None and side % r:
@@ -61,10 +61,10 @@ class Config(Settings):
                 f"feature_norm belongs after the last block, and feature_layer={self.feature_layer} takes features before it; "
                 "set feature_norm: false"
             )
-        if self.projector.kind == "linear" and self.projector.width is not None:
-            raise ValueError("projector.width is the hidden width of an mlp, and projector.kind is linear; remove it")
-        if isinstance(self.language, qwen3.Config) and self.language.sections is not None:
-            raise ValueError("language.sections is for positions with rows and columns, which a LLaVA does not have; remove it")
+        if self.projector.kind == "linear" and self.projector.hidden_size is not None:
+            raise ValueError("projector.hidden_size is the hidden width of an mlp, and projector.kind is linear; remove it")
+        if isinstance(self.language, qwen3.Config) and self.language.mrope_section is not None:
+            raise ValueError("language.mrope_section is for positions with rows and columns, which a LLaVA does not have; remove it")
         return self
 
     @property
@@ -75,7 +75,7 @@ class Config(Settings):
     @property
     def hidden(self) -> int:
         """Hidden width of an MLP projector."""
-        return self.projector.width or self.language.width
+        return self.projector.hidden_size or self.language.hidden_size
 
 
 class Projector(nn.Module):
@@ -84,12 +84,12 @@ class Projector(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         self.joined = c.projector.shuffle**2
-        width = c.vision.width * self.joined
+        width = c.vision.hidden_size * self.joined
         self.norm = LayerNorm(width, 1e-5) if c.projector.norm else None
         if c.projector.kind == "mlp":
-            self.up, self.down = Linear(width, c.hidden), Linear(c.hidden, c.language.width)
+            self.up, self.down = Linear(width, c.hidden), Linear(c.hidden, c.language.hidden_size)
         else:
-            self.out = Linear(width, c.language.width)
+            self.out = Linear(width, c.language.hidden_size)
 
     def forward(self, features_PD: Tensor) -> Tensor:
         # patches lie in merge order, so pixel shuffle is this reshape: the r² patches of a cell follow one another
@@ -179,8 +179,8 @@ def facts(c: Config) -> Facts:
         seams=(*(f"vision.{x}" for x in siglip2.SEAMS), *(f"language.{x}" for x in language.seams(c.language))),
         keys=keys(c, form(c)),
         image=c.vision.rule(c.projector.shuffle),
-        vocabulary=c.language.vocabulary,
-        longest=c.language.longest,
+        vocab_size=c.language.vocab_size,
+        max_positions=c.language.max_positions,
         experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
         unused=(
             *(f"vision.blocks.{i}" for i in range(c.depth, c.vision.layers)),
@@ -217,8 +217,11 @@ def form(c: Config) -> Form:
         return Form("lfm2_vl", "an MLP, on features after the tower's final norm", SQUARE, _LFM2_VL_MODULES)
     if c.projector.shuffle > 1 or c.projector.norm:
         return Form("parts", "only LLaVA takes features before the tower's final norm, and it has no pixel shuffle and no projector.norm")
-    if c.hidden != c.language.width:
-        return Form("parts", f"LLaVA's projector is as wide as its language model ({c.language.width}), and projector.width is {c.hidden}")
+    if c.hidden != c.language.hidden_size:
+        return Form(
+            "parts",
+            f"LLaVA's projector is as wide as its language model ({c.language.hidden_size}), and projector.hidden_size is {c.hidden}",
+        )
     return Form("llava", "an MLP without pixel shuffle, on features before the tower's final norm", None, _LLAVA_MODULES)
 
 
@@ -289,12 +292,12 @@ def to_hf(c: Config, form: Form, tokens: MediaTokens) -> Files:
                 "vision_config": siglip2.to_hf(vision),
                 "text_config": language.to_hf(c.language),
                 "image_token_index": tokens.image,
-                "image_seq_length": vision.side**2,
+                "image_seq_length": vision.position_grid**2,
                 "projector_hidden_act": "gelu",
                 "multimodal_projector_bias": True,
                 "vision_feature_layer": c.feature_layer or -vision.layers - 1,  # a 0 is taken for none at all by transformers 5.24
                 "vision_feature_select_strategy": "full",  # the other one drops a class token, which SigLIP does not have
-                "tie_word_embeddings": c.language.tied,
+                "tie_word_embeddings": c.language.tie_embeddings,
             }
             processor = {
                 "processor_class": "LlavaProcessor",
@@ -316,14 +319,14 @@ def to_hf(c: Config, form: Form, tokens: MediaTokens) -> Files:
                 "projector_hidden_size": c.hidden,
                 "projector_bias": True,
                 "projector_use_layernorm": c.projector.norm,
-                "tie_word_embeddings": c.language.tied,
+                "tie_word_embeddings": c.language.tie_embeddings,
             }
             processor = {
                 "processor_class": "SquareProcessor",
                 "auto_map": {"AutoProcessor": f"{SQUARE.removesuffix('.py')}.SquareProcessor"},
                 "image_token": tokens.written,
                 "image_size": vision.image_size,
-                "tokens_per_image": (vision.side // c.projector.shuffle) ** 2,
+                "tokens_per_image": (vision.position_grid // c.projector.shuffle) ** 2,
             }
             preprocessor = siglip2.to_preprocessor_naflex(vision)
             return {"config.json": config, "preprocessor_config.json": preprocessor, "processor_config.json": processor}
@@ -372,4 +375,4 @@ def _from_lfm2_vl(where: str, config_json: Json) -> dict[str, Any]:
     expect(where, config_json, {"projector_bias": True})
     norm = config_json.get("projector_use_layernorm", True)
     width, r = integer(where, config_json, "projector_hidden_size", 2560), integer(where, config_json, "downsample_factor", 2)
-    return {"projector": made(where, ProjectorConfig, {"width": width, "shuffle": r, "norm": norm})}
+    return {"projector": made(where, ProjectorConfig, {"hidden_size": width, "shuffle": r, "norm": norm})}

@@ -29,15 +29,15 @@ from eyeline.models.layers import MLP, Linear
 
 
 class Experts(Settings):
-    count: Positive
-    active: Positive  # experts a token uses
-    feed_forward: Positive  # hidden width of one expert
-    normalised: bool = True  # the weights of a token's experts add up to 1
+    num_experts: Positive
+    experts_per_token: Positive  # experts a token uses
+    intermediate_size: Positive  # hidden width of one expert
+    norm_topk_prob: bool = True  # the weights of a token's experts add up to 1
 
     @model_validator(mode="after")
     def _fits(self) -> "Experts":
-        if self.active > self.count:
-            raise ValueError(f"a token cannot use active={self.active} of count={self.count} experts")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(f"a token cannot use experts_per_token={self.experts_per_token} of num_experts={self.num_experts} experts")
         return self
 
 
@@ -78,20 +78,20 @@ class Router(nn.Module):
 
     def __init__(self, c: Experts, width: int):
         super().__init__()
-        self.active, self.normalised, self.forced = c.active, c.normalised, False
-        self.weight = nn.Parameter(torch.empty(c.count, width))
+        self.experts_per_token, self.norm_topk_prob, self.forced = c.experts_per_token, c.norm_topk_prob, False
+        self.weight = nn.Parameter(torch.empty(c.num_experts, width))
         self.register_buffer("bias_E", None)
 
     def forward(self, x_TD: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor, Routed]:
         """chosen_TA, weight_TA in x's dtype, and what became of the real tokens."""
         probability_TE = F.linear(x_TD.float(), self.weight.float()).softmax(-1)
         if self.forced:
-            chosen_TA = round_robin(len(x_TD), len(self.weight), self.active, x_TD.device)
-            weight_TA = weights_of(probability_TE, chosen_TA, self.normalised)
+            chosen_TA = round_robin(len(x_TD), len(self.weight), self.experts_per_token, x_TD.device)
+            weight_TA = weights_of(probability_TE, chosen_TA, self.norm_topk_prob)
         else:
-            chosen_TA, weight_TA = choose(probability_TE, self.active, self.normalised, self.bias_E)
+            chosen_TA, weight_TA = choose(probability_TE, self.experts_per_token, self.norm_topk_prob, self.bias_E)
         load_E = torch.zeros(len(self.weight), dtype=torch.int64, device=x_TD.device)
-        load_E = load_E.scatter_add(0, chosen_TA.flatten(), real_T.long().repeat_interleave(self.active))
+        load_E = load_E.scatter_add(0, chosen_TA.flatten(), real_T.long().repeat_interleave(self.experts_per_token))
         return chosen_TA, weight_TA.to(x_TD.dtype), Routed(load_E, (probability_TE * real_T[:, None]).sum(0))
 
     def count(self, tally: Tally, reached: bool) -> bool:
@@ -104,8 +104,8 @@ class ExpertWeights(nn.Module):
 
     def __init__(self, c: Experts, width: int):
         super().__init__()
-        self.gate, self.up = (nn.Parameter(torch.empty(c.count, c.feed_forward, width)) for _ in range(2))
-        self.down = nn.Parameter(torch.empty(c.count, width, c.feed_forward))
+        self.gate, self.up = (nn.Parameter(torch.empty(c.num_experts, c.intermediate_size, width)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(c.num_experts, width, c.intermediate_size))
 
     def forward(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
         """Rows sorted by expert; expert e's end before ends_E[e]."""
@@ -145,7 +145,7 @@ class MoE(nn.Module):
 
     def count(self, tally: Tally, reached: bool) -> bool:
         routes = self.router.count(tally, reached)
-        out = self.experts.count(tally, reached, self.router.active) or routes
+        out = self.experts.count(tally, reached, self.router.experts_per_token) or routes
         if self.shared is not None and self.shared_gate is not None:
             out |= self.shared_gate.count(tally, reached, "token")
             out |= self.shared.count(tally, reached)

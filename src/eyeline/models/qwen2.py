@@ -33,35 +33,40 @@ from eyeline.models.layers import MLP, RMSNorm
 
 class Config(Settings):
     family: Literal["qwen2"] = "qwen2"
-    vocabulary: Positive  # rows of the embedding, padding rows included
-    width: Positive
+    vocab_size: Positive  # rows of the embedding, padding rows included
+    hidden_size: Positive
     layers: Positive
     heads: Positive
     kv_heads: Positive
     head_dim: Positive | None = None  # None: width / heads
-    feed_forward: Positive
+    intermediate_size: Positive
     eps: PositiveFloat = 1e-6
     rope_theta: PositiveFloat = 1e6
-    longest: Positive = 32768  # positions it was made for
-    tied: bool  # the head is the embedding
+    max_positions: Positive = 32768  # positions it was made for
+    tie_embeddings: bool  # the head is the embedding
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        decoder.refuse_heads(self.width, self.heads, self.kv_heads, self.head_dim)
+        decoder.refuse_heads(self.hidden_size, self.heads, self.kv_heads, self.head_dim)
         return self
 
     @property
     def K(self) -> int:
-        return self.head_dim or self.width // self.heads
+        return self.head_dim or self.hidden_size // self.heads
 
 
 def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> decoder.Decoder:
     blocks = (
-        decoder.Block(c.width, c.eps, decoder.Attention(c.width, c.heads, c.kv_heads, c.K, biased=True), MLP(c.width, c.feed_forward))
+        decoder.Block(
+            c.hidden_size,
+            c.eps,
+            decoder.Attention(c.hidden_size, c.heads, c.kv_heads, c.K, biased=True),
+            MLP(c.hidden_size, c.intermediate_size),
+        )
         for _ in range(c.layers)
     )
     tables = partial(rope_tables, head_dim=c.K, theta=c.rope_theta)
-    return decoder.Decoder(c.vocabulary, c.width, c.tied, blocks, RMSNorm(c.width, c.eps), tables, compute_dtype)
+    return decoder.Decoder(c.vocab_size, c.hidden_size, c.tie_embeddings, blocks, RMSNorm(c.hidden_size, c.eps), tables, compute_dtype)
 
 
 def blocks(_c: Config) -> str:
@@ -109,17 +114,17 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
     kv_heads = heads if config_json.get("num_key_value_heads", 32) is None else integer(where, config_json, "num_key_value_heads", 32)
     refuse_windows(where, config_json, layers)
     values = {
-        "vocabulary": integer(where, config_json, "vocab_size", 151936),
-        "width": width,
+        "vocab_size": integer(where, config_json, "vocab_size", 151936),
+        "hidden_size": width,
         "layers": layers,
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": None if head_dim == width // heads else head_dim,
-        "feed_forward": integer(where, config_json, "intermediate_size", 22016),
+        "intermediate_size": integer(where, config_json, "intermediate_size", 22016),
         "eps": number(where, config_json, "rms_norm_eps", 1e-6),
         "rope_theta": plain_rope(where, config_json, 10_000.0),
-        "longest": integer(where, config_json, "max_position_embeddings", 32768),
-        "tied": flag(where, config_json, "tie_word_embeddings", False),
+        "max_positions": integer(where, config_json, "max_position_embeddings", 32768),
+        "tie_embeddings": flag(where, config_json, "tie_word_embeddings", False),
     }
     return made(where, Config, values)
 
@@ -129,18 +134,18 @@ def to_hf(c: Config) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
-        "vocab_size": c.vocabulary,
-        "hidden_size": c.width,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
         "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads,
         **({} if c.head_dim is None else {"head_dim": c.head_dim}),
-        "intermediate_size": c.feed_forward,
+        "intermediate_size": c.intermediate_size,
         "hidden_act": "silu",
         "rms_norm_eps": c.eps,
         "attention_dropout": 0.0,
-        "max_position_embeddings": c.longest,
+        "max_position_embeddings": c.max_positions,
         **rope_to_hf(c.rope_theta, {"rope_type": "default"}),
         "use_sliding_window": False,
-        "tie_word_embeddings": c.tied,
+        "tie_word_embeddings": c.tie_embeddings,
     }

@@ -34,7 +34,7 @@ from eyeline.models.hf_config import LAYERS, Json, expect, flag, integer, layer_
 from eyeline.models.layers import MLP, Attend, Linear
 from eyeline.models.moe import DISPATCH, EXPERT_NAMES, EXPERTS, ROUTER_NAMES, Experts, MoE, Routed
 
-Kind = Literal["linear_attention", "full_attention"]  # transformers' words: Gated DeltaNet, attention
+LayerType = Literal["linear_attention", "full_attention"]  # transformers' words: Gated DeltaNet, attention
 
 
 class Delta(Settings):
@@ -44,58 +44,61 @@ class Delta(Settings):
     value_heads: Positive = 32  # memories: each key head serves value_heads / key_heads of them
     key_dim: Positive = 128
     value_dim: Positive = 128
-    taps: Positive = 4  # of the convolution
+    conv_kernel: Positive = 4  # of the convolution
 
 
 class Config(Settings):
     family: Literal["qwen3_5"] = "qwen3_5"
-    vocabulary: Positive  # rows of the embedding, padding rows included
-    width: Positive
+    vocab_size: Positive  # rows of the embedding, padding rows included
+    hidden_size: Positive
     layers: Positive
-    kinds: tuple[Kind, ...] | None = None  # of each layer; None: every fourth is full attention, as in all that were published
+    layer_types: tuple[LayerType, ...] | None = None  # of each layer; None: every fourth is full attention, as in all that were published
     heads: Positive
     kv_heads: Positive
     head_dim: Positive = 256
     delta: Delta = Delta()
-    feed_forward: Positive | None = None  # of dense layers; None where there are experts
+    intermediate_size: Positive | None = None  # of dense layers; None where there are experts
     experts: Experts | None = None  # in every layer
-    shared: Positive | None = None  # hidden width of the expert that every token uses, beside the others
+    shared_expert_size: Positive | None = None  # hidden width of the expert that every token uses, beside the others
     eps: PositiveFloat = 1e-6
     rope_theta: PositiveFloat = 1e7
-    rotary: Share = 0.25  # share of a head's dims that is rotated
-    sections: tuple[int, int, int] = (11, 11, 10)  # rotary frequencies for time, row, column; in text all three are equal
-    longest: Positive = 262144  # positions it was made for
-    tied: bool  # the head is the embedding
+    partial_rotary_factor: Share = 0.25  # share of a head's dims that is rotated
+    mrope_section: tuple[int, int, int] = (11, 11, 10)  # rotary frequencies for time, row, column; in text all three are equal
+    max_positions: Positive = 262144  # positions it was made for
+    tie_embeddings: bool  # the head is the embedding
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        decoder.refuse_heads(self.width, self.heads, self.kv_heads, self.head_dim)
+        decoder.refuse_heads(self.hidden_size, self.heads, self.kv_heads, self.head_dim)
         if self.delta.value_heads % self.delta.key_heads:
             raise ValueError(f"delta.key_heads={self.delta.key_heads} must divide delta.value_heads={self.delta.value_heads}")
         if self.R < 2 or self.R % 2:
-            raise ValueError(f"rotary={self.rotary} of head_dim={self.head_dim} is {self.R} dims; wanted an even number: pairs turn")
-        if sum(self.sections) != self.R // 2 or min(self.sections) < 0:
-            raise ValueError(f"sections={self.sections} must add up to {self.R // 2}, half of the {self.R} dims that are rotated")
-        if self.kinds is not None and len(self.kinds) != self.layers:
-            raise ValueError(f"kinds names {len(self.kinds)} layers, and there are layers={self.layers}")
-        given = (self.feed_forward is not None, self.experts is not None, self.shared is not None)
+            raise ValueError(
+                f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} is {self.R} dims; "
+                "wanted an even number: pairs turn"
+            )
+        if sum(self.mrope_section) != self.R // 2 or min(self.mrope_section) < 0:
+            raise ValueError(f"mrope_section={self.mrope_section} must add up to {self.R // 2}, half of the {self.R} dims that are rotated")
+        if self.layer_types is not None and len(self.layer_types) != self.layers:
+            raise ValueError(f"layer_types names {len(self.layer_types)} layers, and there are layers={self.layers}")
+        given = (self.intermediate_size is not None, self.experts is not None, self.shared_expert_size is not None)
         if given not in ((True, False, False), (False, True, True)):
-            raise ValueError("wanted feed_forward alone, or experts with shared")
-        if self.experts is not None and not self.experts.normalised:
-            raise ValueError("experts of Qwen3.5 have normalised weights; set experts.normalised: true")
+            raise ValueError("wanted intermediate_size alone, or experts with shared_expert_size")
+        if self.experts is not None and not self.experts.norm_topk_prob:
+            raise ValueError("experts of Qwen3.5 have normalised weights; set experts.norm_topk_prob: true")
         return self
 
     @property
     def R(self) -> int:
         """Dims of a head that are rotated."""
-        return int(self.head_dim * self.rotary)
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
-    def layer_kinds(self) -> tuple[Kind, ...]:
-        return self.kinds or published(self.layers, 4)
+    def resolved_layer_types(self) -> tuple[LayerType, ...]:
+        return self.layer_types or published(self.layers, 4)
 
 
-def published(layers: int, every: int) -> tuple[Kind, ...]:
+def published(layers: int, every: int) -> tuple[LayerType, ...]:
     return tuple("linear_attention" if (i + 1) % every else "full_attention" for i in range(layers))
 
 
@@ -133,9 +136,9 @@ class GatedAttention(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         self.K = c.head_dim
-        self.q, self.gate = (Linear(c.width, c.heads * c.head_dim, bias=False) for _ in range(2))
-        self.k, self.v = (Linear(c.width, c.kv_heads * c.head_dim, bias=False) for _ in range(2))
-        self.o = Linear(c.heads * c.head_dim, c.width, bias=False)
+        self.q, self.gate = (Linear(c.hidden_size, c.heads * c.head_dim, bias=False) for _ in range(2))
+        self.k, self.v = (Linear(c.hidden_size, c.kv_heads * c.head_dim, bias=False) for _ in range(2))
+        self.o = Linear(c.heads * c.head_dim, c.hidden_size, bias=False)
         self.q_norm, self.k_norm = (CentredRMSNorm(c.head_dim, c.eps) for _ in range(2))
         self.attend = Attend(causal=True)
 
@@ -203,14 +206,14 @@ class GatedDeltaNet(nn.Module):
         d = c.delta
         self.J = d.value_dim
         keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
-        self.q, self.k = (Linear(c.width, keys, bias=False) for _ in range(2))
-        self.v, self.z = (Linear(c.width, values, bias=False) for _ in range(2))
-        self.a, self.b = (Linear(c.width, d.value_heads, bias=False) for _ in range(2))
-        self.conv_q, self.conv_k, self.conv_v = (Taps(channels, d.taps) for channels in (keys, keys, values))
+        self.q, self.k = (Linear(c.hidden_size, keys, bias=False) for _ in range(2))
+        self.v, self.z = (Linear(c.hidden_size, values, bias=False) for _ in range(2))
+        self.a, self.b = (Linear(c.hidden_size, d.value_heads, bias=False) for _ in range(2))
+        self.conv_q, self.conv_k, self.conv_v = (Taps(channels, d.conv_kernel) for channels in (keys, keys, values))
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(d.value_heads)) for _ in range(2))
         self.scan = Scan(d.key_dim, d.value_dim)
         self.norm = GatedRMSNorm(d.value_dim, c.eps)
-        self.o = Linear(values, c.width, bias=False)
+        self.o = Linear(values, c.hidden_size, bias=False)
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: StateCache | None = None) -> Tensor:
         decay_TH = -self.A_log.float().exp() * F.softplus(self.a(x_TD).float() + self.dt_bias.float())
@@ -242,12 +245,12 @@ class GatedDeltaNet(nn.Module):
 class Block(nn.Module):
     """`x + mix(norm1(x))`, and of that `x + mlp(norm2(x))`. `mix` is `attn` or `delta`, the other one is None."""
 
-    def __init__(self, c: Config, kind: Kind):
+    def __init__(self, c: Config, kind: LayerType):
         super().__init__()
-        self.norm1, self.norm2 = CentredRMSNorm(c.width, c.eps), CentredRMSNorm(c.width, c.eps)
+        self.norm1, self.norm2 = CentredRMSNorm(c.hidden_size, c.eps), CentredRMSNorm(c.hidden_size, c.eps)
         self.attn = GatedAttention(c) if kind == "full_attention" else None
         self.delta = GatedDeltaNet(c) if kind == "linear_attention" else None
-        self.mlp = MLP(c.width, c.feed_forward) if c.feed_forward else MoE(_experts(c), c.width, c.shared)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size) if c.intermediate_size else MoE(_experts(c), c.hidden_size, c.shared_expert_size)
 
     @property
     def mix(self) -> GatedAttention | GatedDeltaNet:
@@ -271,14 +274,16 @@ class Block(nn.Module):
 
 
 def _experts(c: Config) -> Experts:
-    assert c.experts is not None, "a config has feed_forward or experts"
+    assert c.experts is not None, "a config has intermediate_size or experts"
     return c.experts
 
 
 def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> decoder.Decoder:
-    tables = partial(rope_tables, head_dim=c.R, theta=c.rope_theta, sections=c.sections)
-    blocks = (Block(c, kind) for kind in c.layer_kinds)
-    return decoder.Decoder(c.vocabulary, c.width, c.tied, blocks, CentredRMSNorm(c.width, c.eps), tables, compute_dtype)
+    tables = partial(rope_tables, head_dim=c.R, theta=c.rope_theta, mrope_section=c.mrope_section)
+    blocks = (Block(c, kind) for kind in c.resolved_layer_types)
+    return decoder.Decoder(
+        c.vocab_size, c.hidden_size, c.tie_embeddings, blocks, CentredRMSNorm(c.hidden_size, c.eps), tables, compute_dtype
+    )
 
 
 def blocks(_c: Config) -> str:
@@ -290,8 +295,8 @@ def linears(c: Config) -> dict[str, str]:
     delta = {f"delta_{x}": f"blocks.*.delta.{x}" for x in ("q", "k", "v", "z", "a", "b", "o")}
     shared = {f"shared_{x}": f"blocks.*.mlp.shared.{x}" for x in ("gate", "up", "down")}
     return {
-        **(attention if "full_attention" in c.layer_kinds else {}),
-        **(delta if "linear_attention" in c.layer_kinds else {}),
+        **(attention if "full_attention" in c.resolved_layer_types else {}),
+        **(delta if "linear_attention" in c.resolved_layer_types else {}),
         **(decoder.FEED_FORWARD if c.experts is None else shared),
     }
 
@@ -302,8 +307,8 @@ def splits(c: Config) -> dict[str, Split]:
 
 def seams(c: Config) -> tuple[str, ...]:
     return (
-        *((decoder.ATTEND,) if "full_attention" in c.layer_kinds else ()),
-        *(("blocks.*.delta.scan",) if "linear_attention" in c.layer_kinds else ()),
+        *((decoder.ATTEND,) if "full_attention" in c.resolved_layer_types else ()),
+        *(("blocks.*.delta.scan",) if "linear_attention" in c.resolved_layer_types else ()),
         *((DISPATCH,) if c.experts else ()),
     )
 
@@ -324,11 +329,11 @@ def keys(c: Config) -> tuple[KeyRule, ...]:
     shared["mlp.shared_gate.weight"] = "mlp.shared_expert_gate.weight"
     names = decoder.NORM_NAMES | (decoder.FEED_FORWARD_NAMES if c.experts is None else ROUTER_NAMES | EXPERT_NAMES | shared)
     fused: tuple[KeyRule, ...] = ()
-    if "full_attention" in c.layer_kinds:
+    if "full_attention" in c.resolved_layer_types:
         names |= decoder.HEAD_NORM_NAMES | {f"attn.{x}.weight": f"self_attn.{x}_proj.weight" for x in "kvo"}
         apart, together = partial(_query_and_gate, head_dim=c.head_dim), partial(_interleaved, head_dim=c.head_dim)
         fused += (_fused("attn.{}.weight", ("q", "gate"), "self_attn.q_proj.weight", apart, together),)
-    if "linear_attention" in c.layer_kinds:
+    if "linear_attention" in c.resolved_layer_types:
         theirs = {f"{x}.weight": f"in_proj_{x}.weight" for x in "zab"} | {"o.weight": "out_proj.weight"}
         theirs |= {name: name for name in ("A_log", "dt_bias", "norm.weight")}
         names |= {f"delta.{ours}": f"linear_attn.{name}" for ours, name in theirs.items()}
@@ -385,10 +390,10 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
 
     layers = integer(where, config_json, "num_hidden_layers", 40 if sparse else 32, LAYERS)
     values = {
-        "vocabulary": whole("vocab_size", 248320),
-        "width": whole("hidden_size", 2048 if sparse else 4096),
+        "vocab_size": whole("vocab_size", 248320),
+        "hidden_size": whole("hidden_size", 2048 if sparse else 4096),
         "layers": layers,
-        "kinds": _kinds(where, config_json, layers),
+        "layer_types": _kinds(where, config_json, layers),
         "heads": whole("num_attention_heads", 16),
         "kv_heads": whole("num_key_value_heads", 2 if sparse else 4),
         "head_dim": whole("head_dim", 256),
@@ -397,25 +402,25 @@ def from_hf(config_json: Json, where: str = "config.json") -> Config:
             "value_heads": whole("linear_num_value_heads", 32),
             "key_dim": whole("linear_key_head_dim", 128),
             "value_dim": whole("linear_value_head_dim", 128),
-            "taps": whole("linear_conv_kernel_dim", 4),
+            "conv_kernel": whole("linear_conv_kernel_dim", 4),
         },
         "eps": number(where, config_json, "rms_norm_eps", 1e-6),
         **_rope(where, config_json),
-        "longest": whole("max_position_embeddings", 32768),
-        "tied": flag(where, config_json, "tie_word_embeddings", False),
+        "max_positions": whole("max_position_embeddings", 32768),
+        "tie_embeddings": flag(where, config_json, "tie_word_embeddings", False),
     }
     if not sparse:
-        return made(where, Config, values | {"feed_forward": whole("intermediate_size", 12288)})
+        return made(where, Config, values | {"intermediate_size": whole("intermediate_size", 12288)})
     experts = {
-        "count": whole("num_experts", 256),
-        "active": whole("num_experts_per_tok", 8),
-        "feed_forward": whole("moe_intermediate_size", 512),
+        "num_experts": whole("num_experts", 256),
+        "experts_per_token": whole("num_experts_per_tok", 8),
+        "intermediate_size": whole("moe_intermediate_size", 512),
     }
-    return made(where, Config, values | {"experts": experts, "shared": whole("shared_expert_intermediate_size", 512)})
+    return made(where, Config, values | {"experts": experts, "shared_expert_size": whole("shared_expert_intermediate_size", 512)})
 
 
-def _kinds(where: str, config_json: Json, layers: int) -> tuple[Kind, ...] | None:
-    known: tuple[Kind, ...] = ("linear_attention", "full_attention")
+def _kinds(where: str, config_json: Json, layers: int) -> tuple[LayerType, ...] | None:
+    known: tuple[LayerType, ...] = ("linear_attention", "full_attention")
     types = layer_types(where, config_json, layers, known) or published(layers, integer(where, config_json, "full_attention_interval", 4))
     return None if tuple(types) == published(layers, 4) else tuple(types)
 
@@ -430,34 +435,38 @@ def _rope(where: str, config_json: Json) -> dict[str, Any]:
         raise Refused(f"rotary positions in {where} have {', '.join(unknown)}; Eyeline computes unscaled ones only. Remove the scaling.")
     if not (isinstance(sections, list | tuple) and len(sections) == 3 and all(isinstance(n, int) for n in sections)):
         raise Refused(f"rotary positions in {where} have mrope_section={sections!r}; wanted three whole numbers. Is the file damaged?")
-    return {"rope_theta": theta, "rotary": number(where, others, "partial_rotary_factor", share), "sections": tuple(sections)}
+    return {
+        "rope_theta": theta,
+        "partial_rotary_factor": number(where, others, "partial_rotary_factor", share),
+        "mrope_section": tuple(sections),
+    }
 
 
 def to_hf(c: Config) -> dict[str, Any]:
     """config.json of a `Qwen3_5ForCausalLM` or `Qwen3_5MoeForCausalLM`."""
     if c.experts is None:
         kind = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
-        sizes = {"intermediate_size": c.feed_forward}
+        sizes = {"intermediate_size": c.intermediate_size}
     else:
         kind = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
         sizes = {
-            "num_experts": c.experts.count,
-            "num_experts_per_tok": c.experts.active,
-            "moe_intermediate_size": c.experts.feed_forward,
-            "shared_expert_intermediate_size": c.shared,
+            "num_experts": c.experts.num_experts,
+            "num_experts_per_tok": c.experts.experts_per_token,
+            "moe_intermediate_size": c.experts.intermediate_size,
+            "shared_expert_intermediate_size": c.shared_expert_size,
         }
     scaling = {
         "rope_type": "default",
-        "partial_rotary_factor": c.rotary,
-        "mrope_section": list(c.sections),
+        "partial_rotary_factor": c.partial_rotary_factor,
+        "mrope_section": list(c.mrope_section),
         "mrope_interleaved": True,
     }
     return {
         **kind,
-        "vocab_size": c.vocabulary,
-        "hidden_size": c.width,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
         "num_hidden_layers": c.layers,
-        "layer_types": list(c.layer_kinds),
+        "layer_types": list(c.resolved_layer_types),
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_dim,
@@ -465,13 +474,13 @@ def to_hf(c: Config) -> dict[str, Any]:
         "linear_num_value_heads": c.delta.value_heads,
         "linear_key_head_dim": c.delta.key_dim,
         "linear_value_head_dim": c.delta.value_dim,
-        "linear_conv_kernel_dim": c.delta.taps,
+        "linear_conv_kernel_dim": c.delta.conv_kernel,
         **sizes,
         "hidden_act": "silu",
         "rms_norm_eps": c.eps,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "max_position_embeddings": c.longest,
+        "max_position_embeddings": c.max_positions,
         **rope_to_hf(c.rope_theta, scaling),
-        "tie_word_embeddings": c.tied,
+        "tie_word_embeddings": c.tie_embeddings,
     }

@@ -22,8 +22,10 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        if self.vision.deep:
-            raise ValueError(f"vision.deep={list(self.vision.deep)} is DeepStack, which Qwen3.5 does not have; leave it empty")
+        if self.vision.deepstack_layers:
+            raise ValueError(
+                f"vision.deepstack_layers={list(self.vision.deepstack_layers)} is DeepStack, which Qwen3.5 does not have; leave it empty"
+            )
         return self
 
 

@@ -22,10 +22,15 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        if self.language.sections is None:
-            raise ValueError("language.sections must share the rotary frequencies among time, row and column; Qwen3-VL's are 24, 20, 20")
-        if len(self.vision.deep) > self.language.layers:
-            raise ValueError(f"vision.deep has {len(self.vision.deep)} blocks, and the language model only layers={self.language.layers}")
+        if self.language.mrope_section is None:
+            raise ValueError(
+                "language.mrope_section must share the rotary frequencies among time, row and column; Qwen3-VL's are 24, 20, 20"
+            )
+        if len(self.vision.deepstack_layers) > self.language.layers:
+            raise ValueError(
+                f"vision.deepstack_layers has {len(self.vision.deepstack_layers)} blocks, and the language model only "
+                f"layers={self.language.layers}"
+            )
         return self
 
 
@@ -53,7 +58,7 @@ def keys(c: Config, _form: Form, found: Shapes = NONE) -> tuple[KeyRule, ...]:
     them apart by their shapes, and takes equal sides for its own."""
     if c.language.experts is None:
         return qwen_vl.keys(c, qwen3.keys(c.language))
-    width, narrow = c.language.width, c.language.experts.feed_forward
+    width, narrow = c.language.hidden_size, c.language.experts.intermediate_size
 
     def turned(name: str, first: int, second: int) -> bool:
         rows = next((shape[1] for theirs, shape in found.items() if theirs.endswith(name)), first)

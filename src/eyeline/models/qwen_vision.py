@@ -1,11 +1,11 @@
 """The vision tower of Qwen3-VL and Qwen3.5, and the mergers behind it (Qwen team 2025; `Qwen3VLVisionModel`, `Qwen3_5VisionModel`).
 
-A vision transformer at native resolution. Patches, each of `frames` frames, are embedded by a linear layer; a learned square
+A vision transformer at native resolution. Patches, each of `temporal_patch` frames, are embedded by a linear layer; a learned square
 table of positions, stretched to each image's grid, is added; pre-norm blocks with two-dimensional rotary positions let the
 patches of one image, or of one slice of a film, look at each other. There is no final norm: mergers have their own.
 
 A merger turns merge² neighbouring patches into one visual token. The main one takes the last block's output. DeepStack's, one for
-each of `deep`, take the output of earlier blocks, and the language model adds theirs after its own first blocks.
+each of `deepstack_layers`, take the output of earlier blocks, and the language model adds theirs after its own first blocks.
 
 Dims: P patches of all images end to end  C numbers of a patch  D width  N images  H heads  K head dim  F feed-forward  M visual tokens
 """
@@ -34,39 +34,43 @@ THETA = 10_000.0  # base of the rotary frequencies: every checkpoint's
 
 class Config(Settings):
     patch: Positive = 16  # pixels a side
-    frames: Positive = 2  # that a patch spans; a still is repeated
+    temporal_patch: Positive = 2  # that a patch spans; a still is repeated
     merge: Positive = 2  # r: r×r patches become one visual token
-    width: Positive
+    hidden_size: Positive
     layers: Positive
     heads: Positive
-    feed_forward: Positive
-    side: Positive = 48  # of the square table of positions
-    deep: tuple[NotNegative, ...] = ()  # blocks whose output DeepStack's mergers take, counted from 0
+    intermediate_size: Positive
+    position_grid: Positive = 48  # of the square table of positions
+    deepstack_layers: tuple[NotNegative, ...] = ()  # blocks whose output DeepStack's mergers take, counted from 0
     mean: tuple[float, float, float] = HALF
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = HALF
-    least: Positive = 256**2  # pixels of a still after resizing
-    most: Positive = 4096**2
-    film_least: Positive = 64**2  # pixels of all frames of a film together
-    film_most: Positive = 24 * 1024**2
+    min_pixels: Positive = 256**2  # pixels of a still after resizing
+    max_pixels: Positive = 4096**2
+    video_min_pixels: Positive = 64**2  # pixels of all frames of a film together
+    video_max_pixels: Positive = 24 * 1024**2
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        if self.width % (4 * self.heads):
-            raise ValueError(f"width={self.width} must be heads={self.heads} times a multiple of 4: rows and columns each turn pairs")
-        if list(self.deep) != sorted(set(self.deep)) or any(i >= self.layers for i in self.deep):
-            raise ValueError(f"deep={list(self.deep)} must be ascending numbers of blocks, below layers={self.layers}")
+        if self.hidden_size % (4 * self.heads):
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be heads={self.heads} times a multiple of 4: rows and columns each turn pairs"
+            )
+        if list(self.deepstack_layers) != sorted(set(self.deepstack_layers)) or any(i >= self.layers for i in self.deepstack_layers):
+            raise ValueError(
+                f"deepstack_layers={list(self.deepstack_layers)} must be ascending numbers of blocks, below layers={self.layers}"
+            )
         return self
 
     @model_validator(mode="after")
     def _limits(self) -> "Config":
-        for least, most in (("least", "most"), ("film_least", "film_most")):
+        for least, most in (("min_pixels", "max_pixels"), ("video_min_pixels", "video_max_pixels")):
             if getattr(self, least) > getattr(self, most):
-                raise ValueError(f"{least}={getattr(self, least)} pixels are more than {most}={getattr(self, most)}")
+                raise ValueError(f"{least}={getattr(self, least)} are more than {most}={getattr(self, most)}")
         return self
 
     @property
     def K(self) -> int:
-        return self.width // self.heads
+        return self.hidden_size // self.heads
 
     def rule(self) -> ImageRule:
         """What preprocessing must do for this tower."""
@@ -76,10 +80,10 @@ class Config(Settings):
             mean=self.mean,
             std=self.std,
             resample="bicubic",
-            resize=Area(self.least, self.most),
-            frames=self.frames,
+            resize=Area(self.min_pixels, self.max_pixels),
+            frames=self.temporal_patch,
             positions="grid",
-            film=Film(self.film_least, self.film_most),
+            film=Film(self.video_min_pixels, self.video_max_pixels),
         )
 
 
@@ -87,7 +91,7 @@ class Attention(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         self.K = c.K
-        self.q, self.k, self.v, self.o = (Linear(c.width, c.width) for _ in range(4))
+        self.q, self.k, self.v, self.o = (Linear(c.hidden_size, c.hidden_size) for _ in range(4))
         self.attend = Attend(causal=False)
 
     def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
@@ -105,7 +109,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        self.up, self.down = Linear(c.width, c.feed_forward), Linear(c.feed_forward, c.width)
+        self.up, self.down = Linear(c.hidden_size, c.intermediate_size), Linear(c.intermediate_size, c.hidden_size)
 
     def forward(self, x_PD: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_PD), approximate="tanh"))
@@ -117,7 +121,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        self.norm1, self.norm2 = LayerNorm(c.width, EPS), LayerNorm(c.width, EPS)
+        self.norm1, self.norm2 = LayerNorm(c.hidden_size, EPS), LayerNorm(c.hidden_size, EPS)
         self.attn, self.mlp = Attention(c), MLP(c)
 
     def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
@@ -135,16 +139,16 @@ class Model(nn.Module):
 
     def __init__(self, c: Config, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.K, self.side = c.K, c.side
-        self.mean, self.std, self.deep = c.mean, c.std, c.deep
+        self.K, self.side = c.K, c.position_grid
+        self.mean, self.std, self.deep = c.mean, c.std, c.deepstack_layers
         self.compute_dtype = compute_dtype
         self.recompute = False
-        self.embed = Linear(3 * c.frames * c.patch**2, c.width)
-        self.positions = nn.Embedding(c.side**2, c.width)
+        self.embed = Linear(3 * c.temporal_patch * c.patch**2, c.hidden_size)
+        self.positions = nn.Embedding(c.position_grid**2, c.hidden_size)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
 
     def forward(self, patches_PC: Tensor, places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, longest: int) -> list[Tensor]:
-        """uint8 patches of all images, in merge order -> features_PD of the last block, then those of each block in `deep`."""
+        """uint8 patches of all images, in merge order -> features_PD of the last block, then those of each block in `deepstack_layers`."""
         patches_PC = patches_PC.reshape(-1, self.embed.in_features)  # of no images there are no columns either
         x_PD = self.embed(normalised(patches_PC, self.mean, self.std).to(self.compute_dtype))
         position_PD = torch.zeros_like(x_PD, dtype=torch.float32)
@@ -215,8 +219,8 @@ class Merger(nn.Module):
 
     def __init__(self, c: Config, out: int, joined: bool):
         super().__init__()
-        self.width, self.joined = c.width * c.merge**2, joined
-        self.norm = LayerNorm(self.width if joined else c.width, EPS)
+        self.width, self.joined = c.hidden_size * c.merge**2, joined
+        self.norm = LayerNorm(self.width if joined else c.hidden_size, EPS)
         self.up, self.down = Linear(self.width, self.width), Linear(self.width, out)
 
     def forward(self, x_PD: Tensor) -> Tensor:
@@ -229,12 +233,12 @@ class Merger(nn.Module):
 
 
 class Projector(nn.Module):
-    """All mergers: visual tokens for the embedded text, and for each of `deep` those that DeepStack adds later."""
+    """All mergers: visual tokens for the embedded text, and for each of `deepstack_layers` those that DeepStack adds later."""
 
     def __init__(self, c: Config, out: int):
         super().__init__()
         self.main = Merger(c, out, joined=False)
-        self.deep = nn.ModuleList(Merger(c, out, joined=True) for _ in c.deep)
+        self.deep = nn.ModuleList(Merger(c, out, joined=True) for _ in c.deepstack_layers)
 
     def forward(self, features: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """What the tower gave -> tokens_MD, and one more of that shape a DeepStack merger."""
@@ -268,7 +272,7 @@ SEAMS = ("blocks.*.attn.attend",)
 
 
 def projector_linears(c: Config) -> dict[str, str]:
-    deep = {"deep_up": "deep.*.up", "deep_down": "deep.*.down"} if c.deep else {}
+    deep = {"deep_up": "deep.*.up", "deep_down": "deep.*.down"} if c.deepstack_layers else {}
     return {"up": "main.up", "down": "main.down", **deep}
 
 
@@ -279,7 +283,7 @@ def keys(c: Config) -> tuple[KeyRule, ...]:
     """The tower's tensors, and their names in the `visual` module of Qwen3-VL's and Qwen3.5's classes."""
 
     def as_convolution(weight_DC: Tensor) -> Tensor:
-        return weight_DC.unflatten(1, (3, c.frames, c.patch, c.patch))
+        return weight_DC.unflatten(1, (3, c.temporal_patch, c.patch, c.patch))
 
     norms = [(f"blocks.{{i}}.{norm}", f"blocks.{{i}}.{norm}") for norm in ("norm1", "norm2")]
     linears = [("attn.o", "attn.proj"), ("mlp.up", "mlp.linear_fc1"), ("mlp.down", "mlp.linear_fc2")]
@@ -306,7 +310,7 @@ def _joined(*qkv: Tensor) -> Tensor:
 
 def projector_keys(c: Config) -> tuple[KeyRule, ...]:
     """The mergers' tensors, and their names in the same module."""
-    mergers = [("main", "merger"), *([("deep.{i}", "deepstack_merger_list.{i}")] if c.deep else [])]
+    mergers = [("main", "merger"), *([("deep.{i}", "deepstack_merger_list.{i}")] if c.deepstack_layers else [])]
     layers = [("norm", "norm"), ("up", "linear_fc1"), ("down", "linear_fc2")]
     return tuple(
         KeyRule(f"{ours}.{mine}.{leaf}", f"{theirs}.{its}.{leaf}")
@@ -326,28 +330,28 @@ def to_hf(c: Config, out: int) -> dict[str, Any]:
     return {
         **FIXED,
         "patch_size": c.patch,
-        "temporal_patch_size": c.frames,
+        "temporal_patch_size": c.temporal_patch,
         "spatial_merge_size": c.merge,
-        "hidden_size": c.width,
+        "hidden_size": c.hidden_size,
         "depth": c.layers,
         "num_heads": c.heads,
-        "intermediate_size": c.feed_forward,
-        "num_position_embeddings": c.side**2,
+        "intermediate_size": c.intermediate_size,
+        "num_position_embeddings": c.position_grid**2,
         "out_hidden_size": out,
-        "deepstack_visual_indexes": list(c.deep),
+        "deepstack_visual_indexes": list(c.deepstack_layers),
     }
 
 
 def to_preprocessor(c: Config) -> dict[str, Any]:
     """preprocessor_config.json of the `Qwen2VLImageProcessor` that prepares stills as the model was trained."""
-    older = {"min_pixels": c.least, "max_pixels": c.most}  # transformers 4.57 without torchvision does not read `size`
-    return {"image_processor_type": "Qwen2VLImageProcessor", **_to_processor(c, c.least, c.most), **older}
+    older = {"min_pixels": c.min_pixels, "max_pixels": c.max_pixels}  # transformers 4.57 without torchvision does not read `size`
+    return {"image_processor_type": "Qwen2VLImageProcessor", **_to_processor(c, c.min_pixels, c.max_pixels), **older}
 
 
 def to_video_preprocessor(c: Config) -> dict[str, Any]:
     """video_preprocessor_config.json of the `Qwen3VLVideoProcessor` that prepares films alike."""
     sampling = {"do_sample_frames": True, "fps": 2, "min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": False}
-    return {"video_processor_type": "Qwen3VLVideoProcessor", **_to_processor(c, c.film_least, c.film_most), **sampling}
+    return {"video_processor_type": "Qwen3VLVideoProcessor", **_to_processor(c, c.video_min_pixels, c.video_max_pixels), **sampling}
 
 
 def _to_processor(c: Config, least: int, most: int) -> dict[str, Any]:
@@ -363,7 +367,7 @@ def _to_processor(c: Config, least: int, most: int) -> dict[str, Any]:
         "image_mean": list(c.mean),
         "image_std": list(c.std),
         "patch_size": c.patch,
-        "temporal_patch_size": c.frames,
+        "temporal_patch_size": c.temporal_patch,
         "merge_size": c.merge,
     }
 
@@ -380,21 +384,21 @@ def from_hf(json: Json, preprocessor: Json | None, video: Json | None, where: st
         raise Refused(f"{where} has num_position_embeddings={positions}; wanted a square number, for a square table. Is the file damaged?")
     tower = {
         "patch": integer(where, json, "patch_size", 16),
-        "frames": integer(where, json, "temporal_patch_size", 2),
+        "temporal_patch": integer(where, json, "temporal_patch_size", 2),
         "merge": integer(where, json, "spatial_merge_size", 2),
-        "width": integer(where, json, "hidden_size", 1152),
+        "hidden_size": integer(where, json, "hidden_size", 1152),
         "layers": integer(where, json, "depth", 27, LAYERS),
         "heads": integer(where, json, "num_heads", 16),
-        "feed_forward": integer(where, json, "intermediate_size", 4304),
-        "side": side,
-        "deep": json.get("deepstack_visual_indexes", deep),
+        "intermediate_size": integer(where, json, "intermediate_size", 4304),
+        "position_grid": side,
+        "deepstack_layers": json.get("deepstack_visual_indexes", deep),
     }
     stills, films = {}, {}
     if preprocessor is not None:
-        stills = _from_processor("preprocessor_config.json", preprocessor, tower, ("least", "most"), (56**2, 28**2 * 1280), CLIP)
+        stills = _from_processor("preprocessor_config.json", preprocessor, tower, ("min_pixels", "max_pixels"), (56**2, 28**2 * 1280), CLIP)
     if video is not None:
         name = "video_preprocessor_config.json"
-        films = _from_processor(name, video, tower, ("film_least", "film_most"), (128 * 32**2, 768 * 32**2), (HALF, HALF))
+        films = _from_processor(name, video, tower, ("video_min_pixels", "video_max_pixels"), (128 * 32**2, 768 * 32**2), (HALF, HALF))
         for key in ("mean", "std"):
             if stills and films[key] != stills[key]:
                 raise Refused(f"{name} has image_{key}={films[key]}, and stills have {stills[key]}; Eyeline prepares both alike.")
@@ -418,7 +422,7 @@ def _limits(where: str, json: Json, names: tuple[str, str], limits: tuple[int, i
     found: dict[str, int] = {}
     for name, (key, older), default in zip(names, keys, limits, strict=True):
         given = [value for value in (size.get(older), json.get(older)) if value is not None]
-        if names[0] == "film_least" and json.get(older) not in (None, size.get(key, default)):  # the class for films does not read it
+        if names[0] == "video_min_pixels" and json.get(older) not in (None, size.get(key, default)):  # the class for films does not read it
             raise Refused(f"{where} has {older}={json[older]!r}, which transformers does not read there. Write it into size, as {key}.")
         if len(given) > 1 and given[0] != given[1]:
             raise Refused(f"{where} has {older} twice, in size and beside it, with different values. Remove one.")
@@ -430,7 +434,7 @@ def _from_processor(
     where: str, json: Json, tower: Json, names: tuple[str, str], limits: tuple[int, int], colours: tuple[tuple[float, ...], ...]
 ) -> dict[str, Any]:
     """Limits under these names, mean and std of stills or films; `limits` and `colours` are what the class has by default."""
-    same = {"patch_size": tower["patch"], "temporal_patch_size": tower["frames"], "merge_size": tower["merge"]}
+    same = {"patch_size": tower["patch"], "temporal_patch_size": tower["temporal_patch"], "merge_size": tower["merge"]}
     always = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
     expect(where, json, {**always, **same, "resample": FILTERS.index("bicubic")})
     if json.get("cap_pixels_per_frame"):

@@ -99,8 +99,8 @@ def facts(c: Config, language: ModuleType, keys: tuple[KeyRule, ...]) -> Facts:
         seams=(*(f"vision.{x}" for x in qwen_vision.SEAMS), *(f"language.{x}" for x in language.seams(c.language))),
         keys=keys,
         image=c.vision.rule(),
-        vocabulary=c.language.vocabulary,
-        longest=c.language.longest,
+        vocab_size=c.language.vocab_size,
+        max_positions=c.language.max_positions,
         experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
     )
 
@@ -151,10 +151,10 @@ def to_hf(c: Config, kind: str, architecture: str, text: Json, tokens: MediaToke
     config = {
         "architectures": [architecture],
         "model_type": kind,
-        "vision_config": {"model_type": f"{kind}_vision", **qwen_vision.to_hf(c.vision, c.language.width)},
+        "vision_config": {"model_type": f"{kind}_vision", **qwen_vision.to_hf(c.vision, c.language.hidden_size)},
         "text_config": text,
         "image_token_id": tokens.image,
-        "tie_word_embeddings": c.language.tied,
+        "tie_word_embeddings": c.language.tie_embeddings,
     }
     others = {"video_token_id": tokens.video, "vision_start_token_id": tokens.start, "vision_end_token_id": tokens.end}
     return {
@@ -184,6 +184,6 @@ def from_hf(
     tied = config_json.get("tie_word_embeddings", False)  # the folder's, whatever its text_config says: as the reference reads it
     decoder = language.from_hf({**texts, "model_type": f"{kind}_text", "tie_word_embeddings": tied}, inside)
     vision = qwen_vision.from_hf(towers, preprocessor_json, video_json, visual, deep)
-    if (out := integer(visual, towers, "out_hidden_size", 3584)) != decoder.width:
-        raise Refused(f"{visual} has out_hidden_size={out}, and the language model is {decoder.width} wide. Is the file damaged?")
+    if (out := integer(visual, towers, "out_hidden_size", 3584)) != decoder.hidden_size:
+        raise Refused(f"{visual} has out_hidden_size={out}, and the language model is {decoder.hidden_size} wide. Is the file damaged?")
     return {"vision": vision, "language": decoder}

@@ -34,10 +34,10 @@ class Config(Settings):
         Positive  # pixels a side of the square that the table of positions is for; what is left over after whole patches is not looked at
     )
     patch: Positive  # pixels a side
-    width: Positive
+    hidden_size: Positive
     layers: Positive
     heads: Positive
-    feed_forward: Positive
+    intermediate_size: Positive
     eps: PositiveFloat = 1e-6
     mean: tuple[float, float, float] = HALF
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = HALF
@@ -47,8 +47,8 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        if self.width % self.heads:
-            raise ValueError(f"heads={self.heads} must divide width={self.width}")
+        if self.hidden_size % self.heads:
+            raise ValueError(f"heads={self.heads} must divide hidden_size={self.hidden_size}")
         if self.image_size < self.patch:
             raise ValueError(f"patch={self.patch} is larger than image_size={self.image_size}; wanted at least one patch a side")
         if self.tiles > MOST_TILES:
@@ -58,7 +58,7 @@ class Config(Settings):
         return self
 
     @property
-    def side(self) -> int:
+    def position_grid(self) -> int:
         """Patches a side of the square."""
         return self.image_size // self.patch
 
@@ -73,8 +73,8 @@ class Config(Settings):
 class Attention(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        self.K = c.width // c.heads
-        self.q, self.k, self.v, self.o = (Linear(c.width, c.width) for _ in range(4))
+        self.K = c.hidden_size // c.heads
+        self.q, self.k, self.v, self.o = (Linear(c.hidden_size, c.hidden_size) for _ in range(4))
         self.attend = Attend(causal=False)
 
     def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
@@ -91,7 +91,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        self.up, self.down = Linear(c.width, c.feed_forward), Linear(c.feed_forward, c.width)
+        self.up, self.down = Linear(c.hidden_size, c.intermediate_size), Linear(c.intermediate_size, c.hidden_size)
 
     def forward(self, x_PD: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_PD), approximate="tanh"))
@@ -103,7 +103,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        self.norm1, self.norm2 = LayerNorm(c.width, c.eps), LayerNorm(c.width, c.eps)
+        self.norm1, self.norm2 = LayerNorm(c.hidden_size, c.eps), LayerNorm(c.hidden_size, c.eps)
         self.attn, self.mlp = Attention(c), MLP(c)
 
     def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
@@ -121,15 +121,15 @@ class Model(nn.Module):
 
     def __init__(self, c: Config, compute_dtype: torch.dtype = torch.float32, feature_layer: int = -1, feature_norm: bool = True):
         super().__init__()
-        self.mean, self.std, self.side, self.naflex = c.mean, c.std, c.side, c.patches is not None
+        self.mean, self.std, self.side, self.naflex = c.mean, c.std, c.position_grid, c.patches is not None
         self.compute_dtype = compute_dtype
         self.depth = range(c.layers + 1)[feature_layer]
         self.normed = feature_norm
         self.recompute = False
-        self.embed = Linear(3 * c.patch**2, c.width)
-        self.positions = nn.Embedding(c.side**2, c.width)
+        self.embed = Linear(3 * c.patch**2, c.hidden_size)
+        self.positions = nn.Embedding(c.position_grid**2, c.hidden_size)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.norm = LayerNorm(c.width, c.eps)
+        self.norm = LayerNorm(c.hidden_size, c.eps)
 
     def forward(self, patches_PC: Tensor, places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
         """uint8 patches of all images, in any order within an image -> their features_PD in the same order."""
@@ -300,10 +300,10 @@ def _sizes(where: str, config_json: Json) -> dict[str, Any]:
     expect(where, config_json, ACTIVATION | {"num_channels": 3, "attention_dropout": 0.0})
     return {
         "patch": integer(where, config_json, "patch_size", 16),
-        "width": integer(where, config_json, "hidden_size", 768),
+        "hidden_size": integer(where, config_json, "hidden_size", 768),
         "layers": integer(where, config_json, "num_hidden_layers", 12, LAYERS),
         "heads": integer(where, config_json, "num_attention_heads", 12),
-        "feed_forward": integer(where, config_json, "intermediate_size", 3072),
+        "intermediate_size": integer(where, config_json, "intermediate_size", 3072),
         "eps": number(where, config_json, "layer_norm_eps", 1e-6),
     }
 
@@ -325,8 +325,8 @@ def from_hf_naflex(config_json: Json, preprocessor_json: Json | None) -> Config:
     kind(where, config_json, "siglip2_vision_model", {})
     absent = {"resample": FILTERS.index("bicubic"), "max_num_patches": config_json.get("num_patches", 256)}
     c = _naflex(where, config_json, absent | dict(preprocessor_json or {}))
-    if c.patches != c.side**2:
-        raise Refused(f"preprocessor_config.json has max_num_patches={c.patches}; wanted {c.side**2}, for one square grid.")
+    if c.patches != c.position_grid**2:
+        raise Refused(f"preprocessor_config.json has max_num_patches={c.patches}; wanted {c.position_grid**2}, for one square grid.")
     return c.model_copy(update={"patches": None})
 
 
@@ -360,10 +360,10 @@ def _fixed_to_hf(c: Config) -> dict[str, Any]:
         "image_size": c.image_size,
         "patch_size": c.patch,
         "num_channels": 3,
-        "hidden_size": c.width,
+        "hidden_size": c.hidden_size,
         "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads,
-        "intermediate_size": c.feed_forward,
+        "intermediate_size": c.intermediate_size,
         "layer_norm_eps": c.eps,
         "attention_dropout": 0.0,
         "vision_use_head": False,
@@ -375,7 +375,7 @@ def to_hf_naflex(c: Config) -> dict[str, Any]:
     """config.json of a `Siglip2VisionModel`, the NaFlex class, also of a fixed tower: its square is then the only grid."""
     fixed = _fixed_to_hf(c)
     del fixed["image_size"]
-    return {**fixed, "architectures": ["Siglip2VisionModel"], "model_type": "siglip2_vision_model", "num_patches": c.side**2}
+    return {**fixed, "architectures": ["Siglip2VisionModel"], "model_type": "siglip2_vision_model", "num_patches": c.position_grid**2}
 
 
 def to_preprocessor(c: Config) -> dict[str, Any]:
@@ -404,5 +404,5 @@ def to_preprocessor_naflex(c: Config) -> dict[str, Any]:
     """preprocessor_config.json of a `Siglip2ImageProcessor`. It keeps the shape of a picture: for a fixed tower give it square ones."""
     fixed = _fixed_to_preprocessor(c)
     del fixed["size"]
-    most = c.patches or c.side**2
+    most = c.patches or c.position_grid**2
     return {**fixed, "image_processor_type": "Siglip2ImageProcessor", "patch_size": c.patch, "max_num_patches": most}

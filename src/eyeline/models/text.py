@@ -58,8 +58,8 @@ def facts(c: Config) -> Facts:
         seams=tuple(f"language.{x}" for x in language.seams(c.language)),
         keys=keys(c, form(c)),
         image=None,
-        vocabulary=c.language.vocabulary,
-        longest=c.language.longest,
+        vocab_size=c.language.vocab_size,
+        max_positions=c.language.max_positions,
         experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
     )
 

@@ -85,14 +85,14 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         _say(console, encoder.template.notice)
     for index, stage in enumerate(run.stages):
         try:
-            reader = reader_of(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
+            reader = reader_of(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.max_positions)
         except Refused:
             continue  # among the settings' problems already
         if saved is not None and saved["progress"]["stage"] == index:
             try:
                 own = read_description(run_folder(run) / "model").encoder()  # not one that is made of data which have changed
                 refuse_changed_data(
-                    run, run_folder(run), reader_of(stage.data, own, facts.image, reader.seed, longest=facts.longest), saved
+                    run, run_folder(run), reader_of(stage.data, own, facts.image, reader.seed, longest=facts.max_positions), saved
                 )
             except Refused as error:
                 found.append(f"{stage.name}: {error}")
@@ -131,7 +131,7 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
                 twin = next((n for n, s in enumerate(run.stages[:index]) if (s.data, s.batch) == (stage.data, stage.batch)), None)
                 if twin is None:
                     with console.status(f"looking at the data of stage {stage.name}"):  # says nothing where there is no terminal
-                        reader = reader_of(data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.longest)
+                        reader = reader_of(data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.max_positions)
                         report = data_report(reader, stage.batch.budget, depth, asked)
                         shown = tuple(shown_samples(reader, stage.batch.budget, samples, thumbnails=True))
                     problems += data_problems(stage, report)
@@ -240,17 +240,17 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
             yield f"model: {error}"
     else:
         facts = facts_of(bundle.config)
-        if encoder.vocabulary > facts.vocabulary:
+        if encoder.vocabulary > facts.vocab_size:
             yield (
-                f"model: the tokenizer gives ids up to {encoder.vocabulary - 1}, and the language model has {facts.vocabulary} rows; "
-                f"raise language.vocabulary to {encoder.vocabulary}, or use the tokenizer that belongs to the model"
+                f"model: the tokenizer gives ids up to {encoder.vocabulary - 1}, and the language model has {facts.vocab_size} rows; "
+                f"raise language.vocab_size to {encoder.vocabulary}, or use the tokenizer that belongs to the model"
             )
         for index, stage in enumerate(run.stages):
             yield from _stage_problems(f"stages.{stage.name}", stage, facts)
             if stage.data.prepared is not None:
                 try:
                     seed = seed_for(run.seed, "stage", index)
-                    sizing_of(reader_of(stage.data, encoder, facts.image, seed, longest=facts.longest), stage.batch.budget)
+                    sizing_of(reader_of(stage.data, encoder, facts.image, seed, longest=facts.max_positions), stage.batch.budget)
                 except Refused as error:
                     if (line := f"stages.{stage.name}.data: {error}") not in unreadable:
                         yield line
@@ -339,8 +339,8 @@ def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
         return
     smallest = image.units(1, 1)
     tokens, patches = sum(unit.tokens for unit in smallest), sum(unit.grid.patches for unit in smallest)
-    if facts.longest <= tokens:
-        yield f"{where}: a picture has {tokens} tokens, and the language model was made for {facts.longest} positions"
+    if facts.max_positions <= tokens:
+        yield f"{where}: a picture has {tokens} tokens, and the language model was made for {facts.max_positions} positions"
     if batch.max_patches < patches:
         yield f"{where}: batch.max_patches={batch.max_patches} cannot hold one picture, which has {patches} patches"
     if batch.max_tokens <= tokens:

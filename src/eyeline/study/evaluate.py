@@ -10,7 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from eyeline.bundle.bundle import open_bundle
+from eyeline.bundle.bundle import open_bundle, refuse_other_version
 from eyeline.bundle.computing import choose_kernels
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
@@ -34,6 +34,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
         raise Refused(f"{folder} is no run folder: it has no recipe.yaml. Give the folder that `eyeline train` wrote, such as runs/NAME")
+    refuse_other_version(folder / "model")  # first: the recipe of such a run has other names too
     try:
         run = from_yaml(recipe.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -148,7 +148,7 @@ def train_stage(
             unsaid = {name for name in without_state(optimizers) if not any(key.startswith(f"{name}:") for key in tensors)}
             load_state_tensors(optimizers, tensors, checkpoint.state.get("without_state", unsaid), str(checkpoint.folder))
         seed = seed_for(run.seed, "stage", state.stage)
-        reader = reader_of(stage.data, home.encoder, facts.image, seed, home.folder, facts.longest, arithmetic.cost(), notify=show.status)
+        reader = reader_of(stage.data, home.encoder, facts.image, seed, home.folder, facts.max_positions, arithmetic.cost(), notify=show.status)
         steps = stage.steps or count_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
         if state.step >= steps:
             raise Refused(

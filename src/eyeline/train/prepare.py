@@ -36,7 +36,7 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
     make_folder(folder)
     with sole_owner(folder):
         data = chosen.data.model_copy(update={"cache": chosen.data.cache or str(folder / INDEXES)})
-        reader = reader_of(data, bundle.encoder(), facts.image, seed_for(run.seed, "stage", number), longest=facts.longest)
+        reader = reader_of(data, bundle.encoder(), facts.image, seed_for(run.seed, "stage", number), longest=facts.max_positions)
         packs = chosen.steps * chosen.batch.packs_per_step if chosen.steps is not None and data.mix == "interleave" else None
         if run.model.config is not None and run.model.tokenizer is None:
             save_tokenizer(bundle.tokenizer, folder / TOKENIZER)

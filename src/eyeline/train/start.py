@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from eyeline import models
-from eyeline.bundle.bundle import Bundle, describe, load_checkpoint, open_bundle, read_description
+from eyeline.bundle.bundle import Bundle, describe, load_checkpoint, open_bundle, read_description, refuse_other_version
 from eyeline.bundle.folders import warn_of_others
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
@@ -147,6 +147,7 @@ def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint |
 
 def _recorded(recipe: Path) -> Run:
     """The recipe of the run that is there."""
+    refuse_other_version(recipe.parent / "model")  # first: the recipe of such a run has other names too
     try:
         return from_yaml(recipe.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -223,7 +224,7 @@ def description(run: Run) -> Bundle:
         texts = (text for stage in run.stages for text in training_texts(stage.data))
         facts = models.facts(config)
         marks = facts.image.marks if facts.image else ()
-        tokenizer = train_bpe(texts, facts.vocabulary - len(marks), template)
+        tokenizer = train_bpe(texts, facts.vocab_size - len(marks), template)
         add_tokens(tokenizer, template, marks)
     return Bundle(config, tokenizer, template.name)
 

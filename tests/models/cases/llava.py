@@ -17,37 +17,37 @@ from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, documents, normal
 VISION = siglip2.Config(
     image_size=13,  # one pixel more than four patches of three: the tower must not look at it
     patch=3,
-    width=16,
+    hidden_size=16,
     layers=3,
     heads=2,
-    feed_forward=24,
+    intermediate_size=24,
     eps=1e-3,
     mean=(0.4, 0.5, 0.6),
     std=(0.3, 0.4, 0.5),
 )
 
 
-def language(tied: bool, head_dim: int | None = None) -> qwen2.Config:
+def language(tie_embeddings: bool, head_dim: int | None = None) -> qwen2.Config:
     return qwen2.Config(
-        vocabulary=VOCABULARY,
-        width=24,
+        vocab_size=VOCABULARY,
+        hidden_size=24,
         layers=2,
         heads=4,
         kv_heads=2,
         head_dim=head_dim,
-        feed_forward=40,
+        intermediate_size=40,
         eps=1e-3,
         rope_theta=100.0,
-        tied=tied,
+        tie_embeddings=tie_embeddings,
     )
 
 
 EVEN = VISION.model_copy(update={"image_size": 12})  # whole patches, as LFM2-VL's class has them
-SHUFFLED = llava.ProjectorConfig(shuffle=2, norm=True, width=20)
-TIED = llava.Config(vision=VISION, language=language(tied=True), feature_norm=False)
-EARLIER = llava.Config(vision=VISION, language=language(tied=False, head_dim=8), feature_layer=-2, feature_norm=False)
-SHUFFLING = llava.Config(vision=EVEN, projector=SHUFFLED, language=language(tied=False))
-BY_FOUR = llava.Config(vision=EVEN, projector=llava.ProjectorConfig(shuffle=4), language=language(tied=True, head_dim=4))
+SHUFFLED = llava.ProjectorConfig(shuffle=2, norm=True, hidden_size=20)
+TIED = llava.Config(vision=VISION, language=language(tie_embeddings=True), feature_norm=False)
+EARLIER = llava.Config(vision=VISION, language=language(tie_embeddings=False, head_dim=8), feature_layer=-2, feature_norm=False)
+SHUFFLING = llava.Config(vision=EVEN, projector=SHUFFLED, language=language(tie_embeddings=False))
+BY_FOUR = llava.Config(vision=EVEN, projector=llava.ProjectorConfig(shuffle=4), language=language(tie_embeddings=True, head_dim=4))
 CONFIGS = {"tied": TIED, "untied, layer before the last": EARLIER, "shuffled untied": SHUFFLING, "shuffled by four, tied": BY_FOUR}
 for name in ("qwen3 tied", "qwen3, some layers of experts", "llama, stretched"):  # both classes take any language model
     CONFIGS[f"{name}, as LLaVA"] = llava.Config(vision=VISION, language=text.CONFIGS[name], feature_norm=False)
@@ -58,14 +58,14 @@ NAFLEX = EVEN.model_copy(update={"patches": 40})  # pictures keep their shape; t
 
 def shown(c: llava.Config) -> list[Image]:
     """Three random pictures as the tower takes them: squares, or in NaFlex mode one larger than its table and two that are flat."""
-    square = (c.vision.side, c.vision.side)
+    square = (c.vision.position_grid, c.vision.position_grid)
     grids = (square,) * 3 if c.vision.patches is None else ((6, 6), (2, 4), (2, 4))
     return [picture(key, *grid, c.vision.patch, c.projector.shuffle) for key, grid in zip(("cat", "dog", "cow"), grids, strict=True)]
 
 
 def pixels(image: Image, c: llava.Config) -> Tensor:
     """[3, height, width] as the reference takes them. Noise lies where the tower must not look."""
-    v, side = c.vision, c.vision.side
+    v, side = c.vision, c.vision.position_grid
     patches = normalised([image], v.mean, v.std).unflatten(1, (3, v.patch, v.patch))
     cells = torch.empty(side, side, 3, v.patch, v.patch)
     rows, columns = torch.from_numpy(image.places_P2.T.astype(np.int64))

@@ -6,24 +6,24 @@ from eyeline.models import qwen3_5, qwen3_5_vl
 from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, inputs_of, shown
 from tests.models.parity import VOCABULARY, Case, twin_of
 
-PLAIN = VISION.model_copy(update={"deep": ()})
+PLAIN = VISION.model_copy(update={"deepstack_layers": ()})
 
 
-def language(tied: bool, **more: Any) -> qwen3_5.Config:
+def language(tie_embeddings: bool, **more: Any) -> qwen3_5.Config:
     return qwen3_5.Config(
-        vocabulary=VOCABULARY,
-        width=24,
+        vocab_size=VOCABULARY,
+        hidden_size=24,
         layers=2,
-        kinds=("linear_attention", "full_attention"),
+        layer_types=("linear_attention", "full_attention"),
         heads=4,
         kv_heads=2,
         head_dim=16,
         delta=qwen3_5.Delta(key_heads=2, value_heads=4, key_dim=16, value_dim=6),  # keys of few dims are alike: ill-conditioned
         eps=2e-3,
         rope_theta=100.0,
-        rotary=0.5,
-        sections=(2, 1, 1),
-        tied=tied,
+        partial_rotary_factor=0.5,
+        mrope_section=(2, 1, 1),
+        tie_embeddings=tie_embeddings,
         **more,
     )
 
@@ -40,6 +40,6 @@ def case(id: str, c: qwen3_5_vl.Config) -> Case:
 
 
 CASES = [
-    case("tied", qwen3_5_vl.Config(vision=PLAIN, language=language(tied=True, feed_forward=40))),
-    case("experts", qwen3_5_vl.Config(vision=PLAIN, language=language(tied=False, experts=SPARSE, shared=12))),
+    case("tied", qwen3_5_vl.Config(vision=PLAIN, language=language(tie_embeddings=True, intermediate_size=40))),
+    case("experts", qwen3_5_vl.Config(vision=PLAIN, language=language(tie_embeddings=False, experts=SPARSE, shared_expert_size=12))),
 ]

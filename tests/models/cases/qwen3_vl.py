@@ -16,25 +16,33 @@ from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, document, documen
 TOKENS = MediaTokens(image=IMAGE_TOKEN, written="<image>", video=IMAGE_TOKEN + 1, start=0, end=1)
 # the table of positions is larger than one picture, smaller than another
 VISION = qwen_vision.Config(
-    patch=3, width=16, layers=3, heads=2, feed_forward=24, side=5, deep=(0, 2), mean=(0.4, 0.5, 0.6), std=(0.3, 0.4, 0.5)
+    patch=3,
+    hidden_size=16,
+    layers=3,
+    heads=2,
+    intermediate_size=24,
+    position_grid=5,
+    deepstack_layers=(0, 2),
+    mean=(0.4, 0.5, 0.6),
+    std=(0.3, 0.4, 0.5),
 )
-ONE_DEEP = VISION.model_copy(update={"deep": (1,), "side": 4, "frames": 1})
-SPARSE = Experts(count=6, active=2, feed_forward=8)
+ONE_DEEP = VISION.model_copy(update={"deepstack_layers": (1,), "position_grid": 4, "temporal_patch": 1})
+SPARSE = Experts(num_experts=6, experts_per_token=2, intermediate_size=8)
 
 
-def language(tied: bool, **more: Any) -> qwen3.Config:
+def language(tie_embeddings: bool, **more: Any) -> qwen3.Config:
     return qwen3.Config(
-        vocabulary=VOCABULARY,
-        width=24,
+        vocab_size=VOCABULARY,
+        hidden_size=24,
         layers=3,
         heads=4,
         kv_heads=2,
         head_dim=8,
-        feed_forward=40,
+        intermediate_size=40,
         eps=1e-3,
         rope_theta=100.0,
-        sections=(2, 1, 1),
-        tied=tied,
+        mrope_section=(2, 1, 1),
+        tie_embeddings=tie_embeddings,
         **more,
     )
 
@@ -67,7 +75,7 @@ def inputs_of(vision: qwen_vision.Config) -> Callable[[Document], dict[str, Tens
 def shown(vision: qwen_vision.Config) -> tuple[Document, ...]:
     """As every family's, but that a token or more lies between pictures: the class takes visual tokens that touch for one picture's.
     And a still before a film of two slices, which text keeps apart as timestamps do."""
-    how = {"patch": vision.patch, "merge": vision.merge, "frames": vision.frames}
+    how = {"patch": vision.patch, "merge": vision.merge, "frames": vision.temporal_patch}
     cat, dog, cow = picture("cat", 4, 6, **how), picture("dog", 2, 2, **how), picture("cow", 8, 4, **how)
     first, second = picture("film 0", 4, 2, **how), picture("film 1", 4, 2, **how)
     how = {"positions": "grid"}
@@ -86,10 +94,10 @@ def case(id: str, c: qwen3_vl.Config, **more: Any) -> Case:
     return Case(id, c, lambda: twin_of(config_json), inputs_of(c.vision), qwen3_vl.keys(c, form, saved), shown(c.vision), **more)
 
 
-SOME = language(tied=True, experts=SPARSE, sparse_every=2)
+SOME = language(tie_embeddings=True, experts=SPARSE, sparse_every=2)
 CASES = [
-    case("tied", qwen3_vl.Config(vision=VISION, language=language(tied=True))),
-    case("untied, one frame a patch", qwen3_vl.Config(vision=ONE_DEEP, language=language(tied=False))),
-    case("experts", qwen3_vl.Config(vision=VISION, language=language(tied=False, experts=SPARSE))),
+    case("tied", qwen3_vl.Config(vision=VISION, language=language(tie_embeddings=True))),
+    case("untied, one frame a patch", qwen3_vl.Config(vision=ONE_DEEP, language=language(tie_embeddings=False))),
+    case("experts", qwen3_vl.Config(vision=VISION, language=language(tie_embeddings=False, experts=SPARSE))),
     case("experts in every second layer, tied", qwen3_vl.Config(vision=VISION, language=SOME)),
 ]
