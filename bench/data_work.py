@@ -15,7 +15,7 @@ from PIL import Image as Pillow
 from PIL import ImageDraw
 
 from eyeline.core.batch import Budget
-from eyeline.core.facts import Area, ImageRule
+from eyeline.core.image_rule import Area, ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import Encoder, load_tokenizer, train_bpe

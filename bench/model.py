@@ -18,8 +18,8 @@ from eyeline.bundle.exporting import weights
 from eyeline.checkpoint.tensors import renamed, write_folder
 from eyeline.core.batch import Budget, Document, Message, Picture, Sample, Text
 from eyeline.core.errors import Refused
-from eyeline.core.facts import ImageRule
 from eyeline.core.files import write_json
+from eyeline.core.image_rule import ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images.patches import image_patches

@@ -28,7 +28,7 @@ from transformers.utils import logging
 from bench.measure import Timed
 from bench.work import Sized
 from eyeline.core.batch import IGNORE, Document, Image
-from eyeline.core.facts import ImageRule, Square
+from eyeline.core.image_rule import ImageRule, Square
 
 Example = dict[str, Tensor]
 

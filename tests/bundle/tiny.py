@@ -22,7 +22,7 @@ from transformers import (
 from eyeline.bundle.bundle import Bundle
 from eyeline.bundle.importing import import_model
 from eyeline.core.batch import Document, Message, Picture, Text
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.text.templates import TEMPLATES, Template
 from eyeline.data.text.tokenizer import train_bpe

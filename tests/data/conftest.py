@@ -8,7 +8,7 @@ import pytest
 from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerFast
 
-from eyeline.core.facts import ImageRule, Square
+from eyeline.core.image_rule import ImageRule, Square
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder, train_bpe
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from eyeline.core.batch import Budget
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.data import workers
 from eyeline.data.index_progress import index_all
 from eyeline.data.loader import Step, training_steps

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eyeline.core.batch import Batch, Budget
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.loader import training_steps
 from eyeline.data.plan.blend import Cursor
 from eyeline.data.plan.position import VERSION, Position

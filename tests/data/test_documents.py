@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eyeline.core.batch import IGNORE, Grid, Image, Message, Sample, Text
 from eyeline.core.errors import BadSample
-from eyeline.core.facts import ImageRule, Square
+from eyeline.core.image_rule import ImageRule, Square
 from eyeline.data.images.patches import grey_images
 from eyeline.data.text import documents
 from eyeline.data.text.documents import Measured, Tokenised, document_of, fitted, laid_out, measure, tokenised

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eyeline.core.batch import Budget, Message, Picture, Sample
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.reader import reader_of
 from eyeline.data.report.report import THOROUGH, Depth, data_report
 from eyeline.data.report.twins import EXAMPLES, Known, known, twins

@@ -20,7 +20,7 @@ import pytest
 
 from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.data import prepare
 from eyeline.data.containers import beside, csv_rows, json_rows, parquet, tars
 from eyeline.data.containers.container import File

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eyeline.core.batch import IGNORE, Budget
-from eyeline.core.facts import Area, ImageRule
+from eyeline.core.image_rule import Area, ImageRule
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data

@@ -12,7 +12,6 @@ import torch
 
 from eyeline.core.batch import Batch
 from eyeline.core.errors import StorageFailed
-from eyeline.core.facts import ImageRule
 from eyeline.core.files import read_lines
 from eyeline.data import loader, validation
 from eyeline.data.containers.container import File

@@ -24,8 +24,8 @@ from PIL import ImageCms
 
 from eyeline.core.batch import Budget, Picture, Sample, Span
 from eyeline.core.errors import BadSample
-from eyeline.core.facts import Area, ImageRule
 from eyeline.core.files import read_lines
+from eyeline.core.image_rule import Area, ImageRule
 from eyeline.data.containers.container import File
 from eyeline.data.images import decode as decoding
 from eyeline.data.images.decode import MAX_SCANS, decode, oddities, width_and_height

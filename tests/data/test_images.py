@@ -15,7 +15,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from eyeline.core.batch import Picture, Span, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.core.facts import Film, ImageRule, Square, Tiles
+from eyeline.core.image_rule import Film, ImageRule, Square, Tiles
 from eyeline.core.randomness import rng_for
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.image_files import image_key, in_memory

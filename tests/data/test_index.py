@@ -19,7 +19,8 @@ import pytest
 
 from eyeline.core.batch import Budget, Picture, Sample, Video
 from eyeline.core.errors import BadSample, StorageFailed
-from eyeline.core.facts import Area, Cost, ImageRule, Patches, Square, Tiles
+from eyeline.core.facts import Cost
+from eyeline.core.image_rule import Area, ImageRule, Patches, Square, Tiles
 from eyeline.data.containers import json_rows
 from eyeline.data.images import image_files
 from eyeline.data.images.decode import Size, size_of

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.counts import count_steps
 from eyeline.data.fetch import fetch
 from eyeline.data.images import patches

@@ -13,7 +13,7 @@ import pytest
 
 from eyeline.core.batch import IGNORE, Budget, Message, Sample, Text
 from eyeline.core.errors import BadSample
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.images.patches import grey_images
 from eyeline.data.layouts.marks import ROW_MARKS, sense_of
 from eyeline.data.plan.index import Index

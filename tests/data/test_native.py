@@ -9,7 +9,7 @@ from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import IGNORE, Batch, Budget
-from eyeline.core.facts import Area, Film, ImageRule
+from eyeline.core.image_rule import Area, Film, ImageRule
 from eyeline.data.images.patches import image_patches
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import reader_of

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused, StorageFailed
-from eyeline.core.facts import Area, Cost, ImageRule
+from eyeline.core.facts import Cost
+from eyeline.core.image_rule import Area, ImageRule
 from eyeline.data import loader
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eyeline.core.batch import Budget
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.containers import json_rows
 from eyeline.data.loader import training_steps
 from eyeline.data.plan import blend, position

@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from eyeline.core.batch import Budget, Document, Picture, Video
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Area, Film, ImageRule, Tiles
+from eyeline.core.image_rule import Area, Film, ImageRule, Tiles
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images.decode import Size
 from eyeline.data.images.patches import grey_images

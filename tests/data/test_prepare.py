@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed, TooManyRejects
-from eyeline.core.facts import Area, Film, ImageRule, Square
+from eyeline.core.image_rule import Area, Film, ImageRule, Square
 from eyeline.data import prepare
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import Refused, StorageFailed
-from eyeline.core.facts import Area, ImageRule
+from eyeline.core.image_rule import Area, ImageRule
 from eyeline.data.containers import json_rows
 from eyeline.data.counts import count_steps
 from eyeline.data.fetch import fetch
@@ -191,7 +191,7 @@ import json, pickle, sys
 import torch.distributed as dist
 from eyeline.core.batch import Budget
 from eyeline.core.errors import StorageFailed, TooManyRejects
-from eyeline.core.facts import ImageRule, Square
+from eyeline.core.image_rule import ImageRule, Square
 from eyeline.data.containers import json_rows
 from eyeline.data import loader
 from eyeline.data.reader import reader_of

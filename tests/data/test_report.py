@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import Budget
-from eyeline.core.facts import Area, Film, ImageRule
+from eyeline.core.image_rule import Area, Film, ImageRule
 from eyeline.data.images.patches import grey_images
 from eyeline.data.prepare import pack_offline
 from eyeline.data.reader import Reader, reader_of

@@ -21,7 +21,7 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2Imag
 
 from eyeline.core.batch import Image, Picture, Video
 from eyeline.core.errors import BadSample
-from eyeline.core.facts import Area, Film, ImageRule, Patches, Tiles
+from eyeline.core.image_rule import Area, Film, ImageRule, Patches, Tiles
 from eyeline.data.images.decode import decode, size_of
 from eyeline.data.images.image_files import medium_key
 from eyeline.data.images.patches import image_patches, units_of

@@ -19,7 +19,7 @@ import yaml
 
 from eyeline.core.batch import Picture, Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.core.locations import Remote, below, inside, location
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import tars

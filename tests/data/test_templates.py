@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import IGNORE, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.facts import Area, ImageRule, Square
+from eyeline.core.image_rule import Area, ImageRule, Square
 from eyeline.data.images.patches import grey_images
 from eyeline.data.text.documents import document_of, prompt_of, tokenised
 from eyeline.data.text.templates import TEMPLATES, template_named

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eyeline.checkpoint.tensors import renamed
 from eyeline.core.batch import Image, Picture
-from eyeline.core.facts import Patches, Tiles
+from eyeline.core.image_rule import Patches, Tiles
 from eyeline.core.randomness import rng_for
 from eyeline.data.images.patches import image_patches
 from eyeline.models import llava, siglip2

@@ -12,8 +12,8 @@ from typing import Any
 
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
-from eyeline.core.facts import ImageRule
 from eyeline.core.files import make_folder, read_json, write_json
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.plan import plan as planning
 from eyeline.data.plan.position import VERSION
 from eyeline.data.sets import Data

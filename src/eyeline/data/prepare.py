@@ -28,8 +28,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 
 from eyeline.core.batch import Budget, Picture, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.core.facts import ImageRule
 from eyeline.core.files import make_folder, read_json, sha256_of, storage_failed, sync_folder, write_atomically, write_json
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.containers.container import Place, persistent
 from eyeline.data.containers.tars import BLOCK, UNUSABLE
 from eyeline.data.images.decode import Size, size_of, upright

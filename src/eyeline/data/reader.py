@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from eyeline.core.batch import Budget
-from eyeline.core.facts import Cost, ImageRule
+from eyeline.core.facts import Cost
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.fetch.fetch import Fetch
 from eyeline.data.identity import plan_identity
 from eyeline.data.images.patches import Augment

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from eyeline.core.batch import Document, Image, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.images.image_files import medium_key
 from eyeline.data.images.patches import image_patches
 from eyeline.data.text.documents import prompt_of

@@ -19,7 +19,8 @@ import numpy as np
 from torch import nn
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import Cost, Facts, ImageRule
+from eyeline.core.facts import Cost, Facts
+from eyeline.core.image_rule import ImageRule
 
 Where = Literal["vision", "projector", "language", "head"]
 Rows = Literal["patch", "visual", "token", "label"]  # what a row of a product stands for; visual: a token that patches were merged to

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Area, Film, ImageRule, KeyRule, Split
+from eyeline.core.facts import KeyRule, Split
+from eyeline.core.image_rule import Area, Film, ImageRule
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.errors import Refused
-from eyeline.core.facts import ImageRule, KeyRule, Patches, Resample, Split, Square, Tiles, prefixed
+from eyeline.core.facts import KeyRule, Split, prefixed
+from eyeline.core.image_rule import ImageRule, Patches, Resample, Square, Tiles
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.models.flops import Tally, learns
 from eyeline.models.hf_config import LAYERS, Json, expect, integer, kind, made, number, refuse_limits, refuse_quantised, section

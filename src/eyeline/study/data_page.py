@@ -7,7 +7,7 @@ prints or writes it makes it harmless.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.core.words import percent
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.data.report.budgets import LOST, WASTE, Load, Packing, suggested

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Image, Picture, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.containers.container import File, persistent
 from eyeline.data.fetch.batches import batch_of

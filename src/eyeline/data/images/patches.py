@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from eyeline.core.batch import Image, Ints, Picture, Video
-from eyeline.core.facts import ImageRule, Unit
+from eyeline.core.image_rule import ImageRule, Unit
 from eyeline.core.settings import NotNegative, Settings
 from eyeline.data.images.decode import Size, same_size, upright
 from eyeline.data.images.image_files import medium_key

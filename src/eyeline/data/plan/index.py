@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from eyeline.core.errors import StorageFailed
-from eyeline.core.facts import ImageRule
 from eyeline.core.files import claimed, make_folder, storage_failed, write_atomically
+from eyeline.core.image_rule import ImageRule
 from eyeline.core.locations import Remote, Stamp, location
 from eyeline.data.plan.read_shard import ABSENT, shard_index_of, stamp_of
 from eyeline.data.plan.shard_index import ShardIndex, Shelf, from_bytes, identity_of, index_path, to_bytes

@@ -15,7 +15,7 @@ import numpy as np
 
 from eyeline.core.batch import Picture, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.core.locations import Location, Remote, Stamp
 from eyeline.data.containers.container import number_of, persistent
 from eyeline.data.files import stores

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from eyeline.core.batch import Picture, Span, Video
 from eyeline.core.errors import StorageFailed
-from eyeline.core.facts import ImageRule
 from eyeline.core.files import storage_failed
+from eyeline.core.image_rule import ImageRule
 from eyeline.core.locations import Location, Remote, location
 from eyeline.data.containers.container import File, Shard
 from eyeline.data.images.decode import Size

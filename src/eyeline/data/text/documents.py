@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from eyeline.core.batch import IGNORE, Document, Image, Ints, Message, Picture, Sample, Text, Video
 from eyeline.core.errors import BadSample
-from eyeline.core.facts import ImageRule
+from eyeline.core.image_rule import ImageRule
 from eyeline.data.images.decode import Size
 from eyeline.data.images.patches import units_of
 from eyeline.data.text.templates import Content, Control, Media
