@@ -27,8 +27,9 @@ from eyeline.data.plan.packing import packed
 from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe
-from eyeline.models import Config, Model, facts, family_of, llama, llava, qwen2, qwen3, qwen3_5, qwen3_5_vl, qwen3_vl, siglip2, text
-from eyeline.models.forms import MediaTokens
+from eyeline.models import Config, Model, facts, llama, llava, qwen2, qwen3, qwen3_5, qwen3_5_vl, qwen3_vl, siglip2, text
+from eyeline.models.hf import mapping_of
+from eyeline.models.hf.forms import MediaTokens
 from eyeline.models.moe import Experts
 from eyeline.models.qwen_vision import Config as QwenVision
 
@@ -132,14 +133,14 @@ def run(pairs: int = LEAST_PAIRS, names: Sequence[str] = tuple(CONFIGS), alone: 
 def made(c: Config, encoder: Encoder, folder: Path) -> Model:
     """A model with random weights, also as a folder that transformers loads. No weight is zero: zeros would hide a difference."""
     model = random_model(c)
-    family = family_of(c)
-    form = family.form(c)
-    write_folder(folder, renamed(weights(model, merged=True, dtype=torch.float32), family.keys(c, form)))
+    mapping = mapping_of(c)
+    form = mapping.form(c)
+    write_folder(folder, renamed(weights(model, merged=True, dtype=torch.float32), mapping.keys(c, form)))
     controls = encoder.controls
     tokens = MediaTokens(
         encoder.image_token, encoder.template.image, controls["<|video_pad|>"], controls["<|vision_start|>"], controls["<|vision_end|>"]
     )
-    write_json(folder / "config.json", dict(family.to_hf(c, form, tokens)["config.json"]))
+    write_json(folder / "config.json", dict(mapping.to_hf(c, form, tokens)["config.json"]))
     return model
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eyeline.checkpoint.tensors import stream
-from eyeline.core.facts import KeyRule
+from eyeline.core.key_rules import KeyRule
 
 
 @torch.no_grad()

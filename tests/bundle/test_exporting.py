@@ -25,7 +25,7 @@ from eyeline.bundle.exporting import export, weights
 from eyeline.bundle.importing import import_model
 from eyeline.core.batch import Document
 from eyeline.core.errors import Refused
-from eyeline.models import llava
+from eyeline.models import hf, llava
 from eyeline.models.lora import LoRA, merge, wrap
 from tests.bundle.tiny import CONVERSATION, FORMS, asked, built, drawing, imported, our_logits, save_language, save_vision
 
@@ -330,7 +330,7 @@ def test_a_failure_in_the_middle_leaves_nothing(made: dict, tmp_path: Path, monk
 def test_parts_can_be_asked_for(made: dict, tmp_path: Path) -> None:
     bundle = made["lfm2_vl", True]
     assert export(bundle, built(bundle, seed=3), tmp_path / "out", form="parts") == "parts"
-    assert open_bundle(tmp_path / "out").form == llava.PARTS
+    assert open_bundle(tmp_path / "out").form == hf.llava.PARTS
 
 
 def test_a_folder_of_transformers_own_making_is_opened(made: dict, tmp_path: Path) -> None:

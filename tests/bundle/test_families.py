@@ -30,12 +30,13 @@ from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from eyeline.generate.generate import generate
 from eyeline.generate.sampling import Sampling
-from eyeline.models import Model, build, facts, family_of
+from eyeline.models import Model, build, facts
+from eyeline.models.hf import mapping_of
 from eyeline.models.lora import LoRA, wrap
 from tests.models.cases import ALL
 from tests.models.parity import IMAGE_TOKEN, Case, randomise
 
-WHOLE = [case for case in ALL if family_of(case.config).form(case.config).name != "parts"]
+WHOLE = [case for case in ALL if mapping_of(case.config).form(case.config).name != "parts"]
 PARTED = [case for case in ALL if case not in WHOLE]
 each_whole = pytest.mark.parametrize("case", WHOLE, ids=lambda case: f"{case.config.family}: {case.id}")
 each_parted = pytest.mark.parametrize("case", PARTED, ids=lambda case: f"{case.config.family}: {case.id}")

@@ -20,7 +20,8 @@ from eyeline.core.batch import Message, Text
 from eyeline.core.errors import Refused
 from eyeline.data.text.templates import QWEN_SYSTEM, TEMPLATES
 from eyeline.generate.prompts import Prompts
-from eyeline.models import facts, family_of, llava
+from eyeline.models import facts, hf, llava
+from eyeline.models.hf import mapping_of
 from tests.bundle.tiny import ROWS, SIDE, asked, built, our_logits, randomise, save_language, save_vision, tokenizer, without_image_token
 from tests.command import Command
 
@@ -441,7 +442,7 @@ def test_tiles_bring_their_marks(hub: Path, tmp_path: Path) -> None:
     """A picture of twice the tower's side is shown whole and in four tiles, each after the token that says which it is."""
     import_model(hub / "siglip", hub / "tied", tmp_path / "model", tiles=5)
     opened = open_bundle(tmp_path / "model")
-    assert opened.form == llava.PARTS
+    assert opened.form == hf.llava.PARTS
     encoder, rule = opened.bundle.encoder(), facts(opened.bundle.config).image
     document = asked(opened.bundle, rule, tmp_path, size=2 * SIDE)
     assert len(document.images) == 10  # of two pictures
@@ -449,7 +450,7 @@ def test_tiles_bring_their_marks(hub: Path, tmp_path: Path) -> None:
     tiles = "".join(f"<row_{r}_col_{c}>" + "<|image_pad|>" * 16 for r in (1, 2) for c in (1, 2))
     assert text.count("<|global_image|>" + "<|image_pad|>" * 16 + tiles) == 2
     assert our_logits(built(opened.bundle, seed=1), document).isfinite().all()
-    assert family_of(opened.bundle.config).form(opened.bundle.config).name == "parts"
+    assert mapping_of(opened.bundle.config).form(opened.bundle.config).name == "parts"
 
 
 def test_a_run_needs_no_import(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, GenerationConfig
 
 from eyeline.bundle.exporting import export
-from eyeline.models import family_of
+from eyeline.models.hf import mapping_of
 from tests.bundle.test_families import PARTED, WHOLE, Exported, adapted, bundle_of, close, our_logits, random_model
 from tests.bundle.test_families import exported as exported  # a fixture
 from tests.bundle.tiny import CONVERSATION, built, drawing, imported
@@ -144,7 +144,7 @@ def test_parts(case: Case, exported: Callable[[Case], Exported], older: Older, t
 def test_adapters(case: Case, older: Older, tmp_path: Path) -> None:
     """But for adapters of LFM2-VL's tower: see `_LFM2_VL_MODULES` of models/llava.py."""
     bundle = bundle_of(case)
-    lfm2_vl = family_of(case.config).form(case.config).name == "lfm2_vl"
+    lfm2_vl = mapping_of(case.config).form(case.config).name == "lfm2_vl"
     model = adapted(bundle, ("projector", "vision") if lfm2_vl else ("projector",))
     export(bundle, model, tmp_path / "apart", adapter=True)
     base = tmp_path / "apart" / "base"

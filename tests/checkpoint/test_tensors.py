@@ -23,7 +23,7 @@ from eyeline.checkpoint.tensors import (
     write_folder,
 )
 from eyeline.core.errors import Refused, StorageFailed
-from eyeline.core.facts import KeyRule
+from eyeline.core.key_rules import KeyRule
 from tests.weights import load_into
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8]

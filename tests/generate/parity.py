@@ -11,7 +11,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, Qwen2Config
 
 from eyeline.core.batch import IGNORE, Document, Grid, Image
 from eyeline.core.facts import Facts
-from eyeline.models import build, llava, qwen2, siglip2
+from eyeline.models import build, hf, llava, qwen2, siglip2
 
 SIDE, PATCH, IMAGE_TOKEN, VOCABULARY = 4, 8, 200, 211
 
@@ -56,7 +56,7 @@ def llava_twins(folder: Path, tied: bool = False) -> tuple[LlavaForConditionalGe
     load_into(
         dict(model.named_parameters(remove_duplicate=False)),
         folder,
-        llava.keys(ours, llava.form(ours), {"vision_tower.embeddings.patch_embedding.bias": (1,)}),
+        hf.llava.keys(ours, hf.llava.form(ours), {"vision_tower.embeddings.patch_embedding.bias": (1,)}),
         dropped=("vision_tower.post_layernorm.*",),
     )
     return twin, model, llava.facts(ours)
@@ -69,7 +69,7 @@ def qwen2_twins(folder: Path, longest: int = 512) -> tuple[Qwen2ForCausalLM, lla
     randomise(twin)
     twin.save_pretrained(folder)
     model = build(ours, "cpu").eval()
-    load_into(dict(model.language.named_parameters(remove_duplicate=False)), folder, qwen2.keys(ours.language))
+    load_into(dict(model.language.named_parameters(remove_duplicate=False)), folder, hf.qwen2.keys(ours.language))
     return twin, model, llava.facts(ours)
 
 

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Grid, Image
-from eyeline.core.facts import Facts, KeyRule
+from eyeline.core.facts import Facts
+from eyeline.core.key_rules import KeyRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models import FAMILIES, build

@@ -4,9 +4,10 @@ import pytest
 import transformers
 
 from eyeline.core.errors import Refused
-from eyeline.models import family_of, llava, qwen2, siglip2
-from eyeline.models.forms import MediaTokens
-from eyeline.models.languages import LANGUAGES, language_from_hf
+from eyeline.models import hf, llava, qwen2, siglip2
+from eyeline.models.hf import mapping_of
+from eyeline.models.hf.forms import MediaTokens
+from eyeline.models.hf.languages import LANGUAGES, language_from_hf
 from tests.models.cases import each_case
 from tests.models.cases.llava import CONFIGS, EVEN, TIED, VISION, config_json, language
 from tests.models.parity import twin_of
@@ -59,22 +60,22 @@ def test_qwen25_as_the_hub_has_it():
     want = qwen2.Config(
         vocab_size=151936, hidden_size=896, layers=24, heads=14, kv_heads=2, intermediate_size=4864, rope_theta=1e6, tie_embeddings=True
     )
-    assert qwen2.from_hf(QWEN25_05B) == want
+    assert hf.qwen2.from_hf(QWEN25_05B) == want
 
 
 def test_siglip2_base_as_the_hub_has_it():
     """Its vision_config leaves nearly all to the class's defaults, and its processor is bilinear."""
     want = siglip2.Config(image_size=224, patch=16, hidden_size=768, layers=12, heads=12, intermediate_size=3072, resample="bilinear")
-    assert siglip2.from_hf(SIGLIP, PREPROCESSOR) == want
-    assert siglip2.from_hf(SIGLIP, None).resample == "bicubic"
+    assert hf.siglip2.from_hf(SIGLIP, PREPROCESSOR) == want
+    assert hf.siglip2.from_hf(SIGLIP, None).resample == "bicubic"
 
 
 def test_absent_keys_mean_the_reference_classes_defaults():
-    assert qwen2.from_hf({"model_type": "qwen2"}) == qwen2.from_hf(transformers.Qwen2Config().to_dict())
+    assert hf.qwen2.from_hf({"model_type": "qwen2"}) == hf.qwen2.from_hf(transformers.Qwen2Config().to_dict())
     record = transformers.SiglipVisionConfig().to_dict()
-    assert siglip2.from_hf({"model_type": "siglip_vision_model"}, None) == siglip2.from_hf(record, None)
+    assert hf.siglip2.from_hf({"model_type": "siglip_vision_model"}, None) == hf.siglip2.from_hf(record, None)
     processor = transformers.SiglipImageProcessorPil().to_dict()
-    assert siglip2.from_hf({"model_type": "siglip_vision_model"}, None) == siglip2.from_hf(record, processor)
+    assert hf.siglip2.from_hf({"model_type": "siglip_vision_model"}, None) == hf.siglip2.from_hf(record, processor)
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -83,9 +84,9 @@ def test_there_and_back(case):
     c = CONFIGS[case]
     config = config_json(c)
     record = transformers.AutoConfig.for_model(**config)
-    naflex = llava.form(c).name == "lfm2_vl"
-    preprocessor = siglip2.to_preprocessor_naflex(c.vision) if naflex else siglip2.to_preprocessor(c.vision)
-    back = llava.from_hf(record.to_dict(), preprocessor)
+    naflex = hf.llava.form(c).name == "lfm2_vl"
+    preprocessor = hf.siglip2.to_preprocessor_naflex(c.vision) if naflex else hf.siglip2.to_preprocessor(c.vision)
+    back = hf.llava.from_hf(record.to_dict(), preprocessor)
     want = (
         c
         if back.projector.hidden_size is None
@@ -93,7 +94,8 @@ def test_there_and_back(case):
     )
     assert back == want
     assert (
-        siglip2.from_hf(transformers.SiglipVisionConfig(**siglip2.to_hf(c.vision)).to_dict(), siglip2.to_preprocessor(c.vision)) == c.vision
+        hf.siglip2.from_hf(transformers.SiglipVisionConfig(**hf.siglip2.to_hf(c.vision)).to_dict(), hf.siglip2.to_preprocessor(c.vision))
+        == c.vision
     )
     module = LANGUAGES[c.language.family]
     assert module.from_hf(transformers.AutoConfig.for_model(**module.to_hf(c.language)).to_dict()) == c.language
@@ -101,8 +103,8 @@ def test_there_and_back(case):
 
 def test_head_width_of_its_own_is_kept():
     c = language(tie_embeddings=True, head_dim=8)
-    assert qwen2.from_hf(qwen2.to_hf(c)) == c
-    assert "head_dim" not in qwen2.to_hf(language(tie_embeddings=True))
+    assert hf.qwen2.from_hf(hf.qwen2.to_hf(c)) == c
+    assert "head_dim" not in hf.qwen2.to_hf(language(tie_embeddings=True))
 
 
 @pytest.mark.parametrize(
@@ -129,15 +131,15 @@ def test_head_width_of_its_own_is_kept():
 )
 def test_qwen2_refusals(change, message):
     with pytest.raises(Refused, match=message):
-        qwen2.from_hf(QWEN25_05B | change)
+        hf.qwen2.from_hf(QWEN25_05B | change)
 
 
 def test_rope_theta_in_all_its_places():
     old = {k: v for k, v in QWEN25_05B.items() if k != "rope_theta"}
-    assert qwen2.from_hf(old | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
-    assert qwen2.from_hf(old | {"rope_scaling": {"type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
-    assert qwen2.from_hf(old | {"rope_scaling": None}).rope_theta == 1e4
-    assert qwen2.from_hf(QWEN25_05B | {"use_sliding_window": True, "max_window_layers": 24}), "no layer is that high"
+    assert hf.qwen2.from_hf(old | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
+    assert hf.qwen2.from_hf(old | {"rope_scaling": {"type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
+    assert hf.qwen2.from_hf(old | {"rope_scaling": None}).rope_theta == 1e4
+    assert hf.qwen2.from_hf(QWEN25_05B | {"use_sliding_window": True, "max_window_layers": 24}), "no layer is that high"
 
 
 @pytest.mark.parametrize(
@@ -166,12 +168,12 @@ def test_rope_theta_in_all_its_places():
 def test_siglip2_refusals(vision, preprocessor, message):
     config = SIGLIP | {"vision_config": SIGLIP["vision_config"] | vision}
     with pytest.raises(Refused, match=message):
-        siglip2.from_hf(config, PREPROCESSOR | preprocessor)
+        hf.siglip2.from_hf(config, PREPROCESSOR | preprocessor)
 
 
 @pytest.mark.parametrize("size", [224, [224, 224]])
 def test_a_size_as_older_files_have_it_is_taken(size):
-    assert siglip2.from_hf(SIGLIP, PREPROCESSOR | {"size": size}) == siglip2.from_hf(SIGLIP, PREPROCESSOR)
+    assert hf.siglip2.from_hf(SIGLIP, PREPROCESSOR | {"size": size}) == hf.siglip2.from_hf(SIGLIP, PREPROCESSOR)
 
 
 QUANTISED = [
@@ -190,13 +192,15 @@ QUANTISED = [
 @pytest.mark.parametrize(("config", "message"), QUANTISED)
 def test_a_quantised_checkpoint_is_refused_by_its_name(config, message):
     with pytest.raises(Refused, match=f"{message}.* Take the checkpoint that they were made from"):
-        siglip2.from_hf(SIGLIP | {"vision_config": SIGLIP["vision_config"] | config}, PREPROCESSOR)
+        hf.siglip2.from_hf(SIGLIP | {"vision_config": SIGLIP["vision_config"] | config}, PREPROCESSOR)
     with pytest.raises(Refused, match=message):
         language_from_hf({"model_type": "llama", **config})
 
 
 def test_an_empty_quantization_is_none():
-    siglip2.from_hf(SIGLIP | {"vision_config": SIGLIP["vision_config"] | {"quantization_config": None, "quantization": {}}}, PREPROCESSOR)
+    hf.siglip2.from_hf(
+        SIGLIP | {"vision_config": SIGLIP["vision_config"] | {"quantization_config": None, "quantization": {}}}, PREPROCESSOR
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +214,7 @@ def test_an_empty_quantization_is_none():
 )
 def test_naflex_refusals(vision, preprocessor, message):
     with pytest.raises(Refused, match=message):
-        siglip2.from_hf({"model_type": "siglip2_vision_model"} | vision, preprocessor)
+        hf.siglip2.from_hf({"model_type": "siglip2_vision_model"} | vision, preprocessor)
 
 
 def test_naflex_as_the_hub_has_it():
@@ -218,11 +222,11 @@ def test_naflex_as_the_hub_has_it():
     want = siglip2.Config(
         image_size=256, patch=16, hidden_size=768, layers=12, heads=12, intermediate_size=3072, resample="bilinear", patches=256
     )
-    assert siglip2.from_hf({"model_type": "siglip2", "vision_config": {"model_type": "siglip2_vision_model"}}, None) == want
-    assert siglip2.from_hf(transformers.Siglip2VisionConfig().to_dict(), transformers.Siglip2ImageProcessorPil().to_dict()) == want
+    assert hf.siglip2.from_hf({"model_type": "siglip2", "vision_config": {"model_type": "siglip2_vision_model"}}, None) == want
+    assert hf.siglip2.from_hf(transformers.Siglip2VisionConfig().to_dict(), transformers.Siglip2ImageProcessorPil().to_dict()) == want
     more = want.model_copy(update={"patches": 1024, "resample": "bicubic", "mean": (0.1, 0.2, 0.3)})
-    record = transformers.Siglip2VisionConfig(**siglip2.to_hf(more)).to_dict()
-    assert siglip2.from_hf(record, siglip2.to_preprocessor(more)) == more
+    record = transformers.Siglip2VisionConfig(**hf.siglip2.to_hf(more)).to_dict()
+    assert hf.siglip2.from_hf(record, hf.siglip2.to_preprocessor(more)) == more
 
 
 @pytest.mark.parametrize(
@@ -241,14 +245,14 @@ def test_naflex_as_the_hub_has_it():
 def test_llava_refusals(change, message):
     config = config_json(TIED)
     with pytest.raises(Refused, match=message):
-        llava.from_hf(config | change, siglip2.to_preprocessor(VISION))
+        hf.llava.from_hf(config | change, hf.siglip2.to_preprocessor(VISION))
 
 
 def test_omitted_select_strategy_is_the_one_that_drops_a_patch():
     config = config_json(TIED)
     del config["vision_feature_select_strategy"]
     with pytest.raises(Refused, match="vision_feature_select_strategy"):
-        llava.from_hf(config, siglip2.to_preprocessor(VISION))
+        hf.llava.from_hf(config, hf.siglip2.to_preprocessor(VISION))
 
 
 @pytest.mark.parametrize(
@@ -269,15 +273,15 @@ def test_omitted_select_strategy_is_the_one_that_drops_a_patch():
 )
 def test_form_of_an_export(change, name):
     c = llava.Config(**({"vision": EVEN, "language": language(tie_embeddings=True)} | change))
-    form = llava.form(c)
+    form = hf.llava.form(c)
     assert form.name == name
     assert len(form.reason) > 20
 
 
 def test_no_internvl_form_while_its_class_ignores_the_tower():
     """When this fails, transformers reads SigLIP towers in InternVL folders, and `form` may offer them."""
-    tower = siglip2.to_hf(EVEN)
-    record = transformers.AutoConfig.for_model("internvl", vision_config=tower, text_config=qwen2.to_hf(language(tie_embeddings=True)))
+    tower = hf.siglip2.to_hf(EVEN)
+    record = transformers.AutoConfig.for_model("internvl", vision_config=tower, text_config=hf.qwen2.to_hf(language(tie_embeddings=True)))
     assert record.vision_config.__class__.__name__ == "InternVLVisionConfig"
 
 
@@ -294,7 +298,7 @@ def test_tied_where_the_reference_ties(case, outer, inner):
         del config["tie_word_embeddings"]
     reference = twin_of(config | {"text_config": dict(config["text_config"])})
     tied = reference.get_output_embeddings().weight is reference.get_input_embeddings().weight
-    assert llava.from_hf(config, None if c.vision is EVEN else siglip2.to_preprocessor(c.vision)).language.tie_embeddings == tied
+    assert hf.llava.from_hf(config, None if c.vision is EVEN else hf.siglip2.to_preprocessor(c.vision)).language.tie_embeddings == tied
 
 
 ODD = (None, [], {}, "x", "", -1, 0, 1.5, True, float("inf"), 10**18, [1], [[]], {"a": 1}, ["sliding_attention"])
@@ -314,15 +318,15 @@ def altered(files):
 @each_case
 def test_whatever_a_file_says_is_understood_or_refused(case):
     """Never an error of Python's, nor an endless list of layers."""
-    family = family_of(case.config)
-    form = family.form(case.config)
+    mapping = mapping_of(case.config)
+    form = mapping.form(case.config)
     if form.name == "parts":
         pytest.skip("has no config.json of its own")
-    files = dict(family.to_hf(case.config, form, MediaTokens(1, "<image>", 2, 3, 4)))
+    files = dict(mapping.to_hf(case.config, form, MediaTokens(1, "<image>", 2, 3, 4)))
     tried = 0
     for what, content in altered(files):
         try:
-            family.from_hf(*(content.get(name) for name in ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")))
+            mapping.from_hf(*(content.get(name) for name in ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")))
         except Refused:
             tried += 1
         except Exception as error:

@@ -10,8 +10,9 @@ import transformers
 from eyeline.core.batch import IGNORE, Document
 from eyeline.core.errors import Refused
 from eyeline.data.fetch.batches import batch_of
-from eyeline.models import llama, qwen2, qwen3
-from eyeline.models.languages import LANGUAGES, language_from_hf
+from eyeline.models import hf, llama, qwen2, qwen3
+from eyeline.models.hf.languages import language_from_hf
+from eyeline.models.languages import LANGUAGES
 from eyeline.models.moe import Experts
 from tests.models.cases.text import CASES
 from tests.models.parity import close, randomise, twin_of
@@ -96,7 +97,7 @@ def test_published_models(name: str):
 def test_there_and_back(case, tmp_path):
     """Through our own config.json, and through the one that transformers makes of it."""
     c = case.config.language
-    assert language_from_hf(LANGUAGES[c.family].to_hf(c)) == c
+    assert language_from_hf(hf.languages.LANGUAGES[c.family].to_hf(c)) == c
     case.twin().config.save_pretrained(tmp_path)
     assert language_from_hf(json.loads((tmp_path / "config.json").read_text())) == c
 
@@ -108,17 +109,17 @@ SHAPE = {"vocab_size": 53, "hidden_size": 24, "layers": 2, "heads": 4, "kv_heads
 @pytest.mark.parametrize("experts", [None, Experts(num_experts=5, experts_per_token=2, intermediate_size=8)])
 def test_text_models_of_qwen3_vl_there_and_back(experts, tmp_path):
     c = qwen3.Config(**SHAPE, **SECTIONS, experts=experts)
-    config_json = qwen3.to_hf(c)
+    config_json = hf.qwen3.to_hf(c)
     assert config_json["model_type"] == ("qwen3_vl_text" if experts is None else "qwen3_vl_moe_text")
     transformers.AutoConfig.for_model(**config_json).save_pretrained(tmp_path)
     for stored in (config_json, json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}):
-        assert qwen3.from_hf(stored) == c
+        assert hf.qwen3.from_hf(stored) == c
 
 
-@pytest.mark.parametrize("type", [*qwen3.MODEL_TYPES, *llama.MODEL_TYPES])
+@pytest.mark.parametrize("type", [*hf.qwen3.MODEL_TYPES, *hf.llama.MODEL_TYPES])
 def test_absent_keys_mean_the_reference_classes_defaults(type: str):
     record = transformers.AutoConfig.for_model(type)
-    language = qwen3 if type in qwen3.MODEL_TYPES else llama
+    language = hf.qwen3 if type in hf.qwen3.MODEL_TYPES else hf.llama
     assert language.from_hf({"model_type": type}) == language.from_hf(record.to_dict() | {"model_type": type})
 
 
@@ -127,7 +128,7 @@ PAD = 7  # in every text below
 
 def padded(c, pad: int | None) -> torch.nn.Module:
     """transformers' model of a config whose pad_token_id is this one."""
-    files = LANGUAGES[c.family].to_hf(c) | {"pad_token_id": pad}
+    files = hf.languages.LANGUAGES[c.family].to_hf(c) | {"pad_token_id": pad}
     twin = twin_of(files)
     randomise(twin)
     return twin
@@ -151,7 +152,7 @@ def test_the_embedding_of_the_padding_token_has_its_gradient(tied, tmp_path):
 
     twin.save_pretrained(tmp_path)
     model = llama.Model(c)
-    load_into(dict(model.named_parameters(remove_duplicate=False)), tmp_path, llama.keys(c), llama.DROPPED)
+    load_into(dict(model.named_parameters(remove_duplicate=False)), tmp_path, hf.llama.keys(c), hf.llama.DROPPED)
     batch = batch_of([Document("d", ids.int().numpy(), np.array([*ids[1:], IGNORE], np.int32), np.empty(0, np.int32), (), None)], None)
 
     def loss() -> torch.Tensor:

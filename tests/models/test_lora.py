@@ -9,7 +9,7 @@ from eyeline.checkpoint.tensors import renamed
 from eyeline.core.errors import Refused
 from eyeline.core.facts import part_of
 from eyeline.core.randomness import torch_rng_for
-from eyeline.models import build, llava, qwen2
+from eyeline.models import build, hf, llava
 from eyeline.models.layers import Linear
 from eyeline.models.lora import LoRA, LoRALinear, adapters, merge, wrap
 from tests.models import parity
@@ -46,11 +46,11 @@ def batch():
 def test_equals_peft(tmp_path):
     """The language model alone under PEFT with our A and B: logits, adapter gradients, and its own merge."""
     config = language(tie_embeddings=False)
-    reference = parity.twin_of(qwen2.to_hf(config))
+    reference = parity.twin_of(hf.qwen2.to_hf(config))
     parity.randomise(reference, seed=1)
     reference.save_pretrained(tmp_path)
     ours = built()
-    load_into(dict(ours.language.named_parameters()), tmp_path, qwen2.keys(config))
+    load_into(dict(ours.language.named_parameters()), tmp_path, hf.qwen2.keys(config))
     targets = {"q": "q_proj", "v": "v_proj", "down": "down_proj"}
     wrap(ours, FACTS, "language", LoRA(rank=3, alpha=5, targets=tuple(targets.values())), torch_rng_for(0, "lora"))
     theirs = peft.get_peft_model(reference, peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=list(targets.values())))
@@ -83,7 +83,7 @@ def test_equals_peft(tmp_path):
     merge(ours)
     merged = theirs.merge_and_unload()
     weights = dict(merged.named_parameters())
-    for name, p in renamed(ours.language.named_parameters(), qwen2.keys(config)):
+    for name, p in renamed(ours.language.named_parameters(), hf.qwen2.keys(config)):
         close(p, weights[name], name, tolerance=1e-6)
 
 

@@ -16,7 +16,7 @@ from eyeline.core.batch import Image, Picture
 from eyeline.core.image_rule import Patches, Tiles
 from eyeline.core.randomness import rng_for
 from eyeline.data.images.patches import image_patches
-from eyeline.models import llava, siglip2
+from eyeline.models import hf, llava, siglip2
 from eyeline.models.flops import Tally
 from tests.models import parity
 from tests.models.cases.llava import language
@@ -41,12 +41,12 @@ def same(got: Tensor, want: Tensor) -> None:
 
 def test_tower_equals_the_reference(tmp_path: Path) -> None:
     reference = transformers.Siglip2VisionModel._from_config(
-        transformers.Siglip2VisionConfig(**siglip2.to_hf(VISION)), attn_implementation="eager"
+        transformers.Siglip2VisionConfig(**hf.siglip2.to_hf(VISION)), attn_implementation="eager"
     )
     parity.randomise(reference)
     reference.save_pretrained(tmp_path / "hub")
     ours = siglip2.Model(VISION)
-    load_into(dict(ours.named_parameters()), tmp_path / "hub", siglip2.keys(VISION))
+    load_into(dict(ours.named_parameters()), tmp_path / "hub", hf.siglip2.keys(VISION))
     shown = images(VISION, tmp_path)
     assert {image.grid.patches for image in shown} > {36}
     assert min(image.grid.rows for image in shown) < VISION.position_grid < max(image.grid.columns for image in shown)
@@ -69,7 +69,7 @@ def test_tower_equals_the_reference(tmp_path: Path) -> None:
     (want_PD * direction).sum().backward()
     (got_PD * direction).sum().backward()
     theirs = {n: p.grad for n, p in reference.named_parameters() if not n.startswith("head.")}
-    parity.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), siglip2.keys(VISION))), theirs)
+    parity.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), hf.siglip2.keys(VISION))), theirs)
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (2, 9), (1, 1), (7, 3), (4, 11)])
@@ -122,7 +122,7 @@ def test_rules_and_refusals() -> None:
 def test_a_whole_model_runs_and_exports_as_parts(vision: siglip2.Config, tmp_path: Path) -> None:
     """Shapes that the projector's shuffle fits, packed and alone the same."""
     c = llava.Config(vision=vision, language=language(tie_embeddings=True), projector=llava.ProjectorConfig(shuffle=2))
-    assert llava.form(c).name == "parts"
+    assert hf.llava.form(c).name == "parts"
     model = llava.Model(c)
     parity.randomise(model)
     shown = images(vision, tmp_path, merge=2)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.checkpoint.tensors import entries_in, renamed, write_folder
-from eyeline.models import FAMILIES, build, qwen2, siglip2
+from eyeline.models import FAMILIES, build, hf, qwen2, siglip2
 from eyeline.models.moe import ExpertWeights
 from tests.models import parity
 from tests.models.cases import ALL, CASES, each_case, llava
@@ -101,13 +101,13 @@ def test_reference_loads_what_our_rules_write(case: Case, tmp_path):
         assert torch.equal(p, q), name
 
 
-@pytest.mark.parametrize("keys", [siglip2.KEYS, siglip2.HUB_KEYS], ids=["vision model", "hub"])
+@pytest.mark.parametrize("keys", [hf.siglip2.KEYS, hf.siglip2.HUB_KEYS], ids=["vision model", "hub"])
 def test_tower_alone(keys, tmp_path):
     """Normed features of several images, packed and in merge order, and all gradients; under both kinds of names."""
     c = llava.SHUFFLING.model_copy(update={"vision": VISION})
     shown = llava.shown(c)
-    record = transformers.SiglipVisionConfig(**siglip2.to_hf(VISION))
-    if keys is siglip2.KEYS:
+    record = transformers.SiglipVisionConfig(**hf.siglip2.to_hf(VISION))
+    if keys is hf.siglip2.KEYS:
         reference = tower = transformers.SiglipVisionModel._from_config(record, attn_implementation="eager")
         dropped = ()
     else:  # the whole model, with its text half and pooling head: these must be the ones that DROPPED names
@@ -116,7 +116,7 @@ def test_tower_alone(keys, tmp_path):
         reference = transformers.SiglipModel._from_config(
             transformers.SiglipConfig(text_config=text.to_dict(), vision_config=record.to_dict()), attn_implementation="eager"
         )
-        tower, dropped = reference.vision_model, siglip2.DROPPED
+        tower, dropped = reference.vision_model, hf.siglip2.DROPPED
     parity.randomise(reference)
     reference.save_pretrained(tmp_path)
     ours = siglip2.Model(VISION)
@@ -136,17 +136,17 @@ def test_tower_alone(keys, tmp_path):
     (want_NPD * direction).sum().backward()
     (got_NPD * direction).sum().backward()
     theirs = {n: p.grad for n, p in tower.named_parameters() if not n.startswith("head.")}
-    parity.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), siglip2.KEYS)), theirs)
+    parity.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), hf.siglip2.KEYS)), theirs)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_language_model_alone(tied, tmp_path):
     c = llava.language(tied)
-    reference = parity.twin_of(qwen2.to_hf(c))
+    reference = parity.twin_of(hf.qwen2.to_hf(c))
     parity.randomise(reference)
     reference.save_pretrained(tmp_path)
     ours = qwen2.Model(c)
-    load_into(dict(ours.named_parameters(remove_duplicate=False)), tmp_path, qwen2.keys(c))
+    load_into(dict(ours.named_parameters(remove_duplicate=False)), tmp_path, hf.qwen2.keys(c))
     batch = parity.batch_of(parity.texts(), None)
     x_TD = ours.embedded(batch.tokens_T)
     got = ours(x_TD, batch)
@@ -159,7 +159,7 @@ def test_language_model_alone(tied, tmp_path):
     want.backward()
     got.backward()
     theirs: dict[str, Tensor | None] = {n: p.grad for n, p in reference.named_parameters()}
-    parity.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), qwen2.keys(c))), theirs)
+    parity.all_close(dict(renamed(((n, p.grad) for n, p in ours.named_parameters()), hf.qwen2.keys(c))), theirs)
 
 
 def test_features_are_where_the_reference_takes_them():

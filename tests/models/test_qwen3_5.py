@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from eyeline.checkpoint.tensors import read_file, write_file
 from eyeline.core.batch import IGNORE, Batch, Document
 from eyeline.core.errors import Refused
-from eyeline.core.facts import KeyRule
+from eyeline.core.key_rules import KeyRule
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.fetch.batches import batch_of
 from eyeline.kernels.gated_delta import gated_delta_rule_plain
-from eyeline.models import qwen3_5
+from eyeline.models import hf, qwen3_5
 from eyeline.models.decoder import Decoder
 from eyeline.models.moe import Experts
 from tests.models import parity
@@ -59,12 +59,12 @@ def loss_of(model: Decoder, batch: Batch) -> Tensor:
 
 def filled(c: qwen3_5.Config, folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     model = qwen3_5.Model(c, dtype)
-    load_into(dict(model.named_parameters(remove_duplicate=False)), folder, qwen3_5.keys(c), qwen3_5.DROPPED)
+    load_into(dict(model.named_parameters(remove_duplicate=False)), folder, hf.qwen3_5.keys(c), hf.qwen3_5.DROPPED)
     return model
 
 
 def pair(c: qwen3_5.Config, folder: Path) -> tuple[PreTrainedModel, Decoder]:
-    twin = parity.twin_of(qwen3_5.to_hf(c))
+    twin = parity.twin_of(hf.qwen3_5.to_hf(c))
     parity.randomise(twin)
     twin.save_pretrained(folder)
     return twin, filled(c, folder).eval()
@@ -194,7 +194,7 @@ def test_reference_loads_what_our_rules_write(c, tmp_path):
     """Byte for byte what the twin wrote; heads of queries and gates, of q, k and v lie as there."""
     _, ours = pair(c, tmp_path / "twin")
     theirs = read_file(tmp_path / "twin" / "model.safetensors")
-    for name, want in written(ours, qwen3_5.keys(c)).items():
+    for name, want in written(ours, hf.qwen3_5.keys(c)).items():
         assert torch.equal(theirs[name], want), name
 
 
@@ -236,15 +236,15 @@ def test_initial_tensors_are_the_references():
 @each
 def test_settings_come_back(c, tmp_path):
     """Through transformers' own writer too, which adds all its defaults."""
-    assert qwen3_5.from_hf(qwen3_5.to_hf(c)) == c
-    parity.twin_of(qwen3_5.to_hf(c)).config.save_pretrained(tmp_path)
-    assert qwen3_5.from_hf(json.loads((tmp_path / "config.json").read_text())) == c
+    assert hf.qwen3_5.from_hf(hf.qwen3_5.to_hf(c)) == c
+    parity.twin_of(hf.qwen3_5.to_hf(c)).config.save_pretrained(tmp_path)
+    assert hf.qwen3_5.from_hf(json.loads((tmp_path / "config.json").read_text())) == c
 
 
-@pytest.mark.parametrize("type", qwen3_5.MODEL_TYPES)
+@pytest.mark.parametrize("type", hf.qwen3_5.MODEL_TYPES)
 def test_absent_settings_are_those_of_transformers(type):
     record = transformers.AutoConfig.for_model(type)
-    ours = qwen3_5.to_hf(qwen3_5.from_hf({"model_type": type}))
+    ours = hf.qwen3_5.to_hf(hf.qwen3_5.from_hf({"model_type": type}))
     theirs = record.to_dict()
     older = {
         "rope_theta",
@@ -259,12 +259,12 @@ def test_absent_settings_are_those_of_transformers(type):
         assert ours["rope_parameters"][key] == theirs["rope_parameters"][key]
 
 
-@pytest.mark.parametrize("type", qwen3_5.MODEL_TYPES)
+@pytest.mark.parametrize("type", hf.qwen3_5.MODEL_TYPES)
 def test_default_size_is_that_of_transformers(type):
     """9 and 35 billion parameters, nowhere in memory."""
     record = transformers.AutoConfig.for_model(type)
     with torch.device("meta"):
-        ours, theirs = qwen3_5.Model(qwen3_5.from_hf({"model_type": type})), transformers.AutoModelForCausalLM.from_config(record)
+        ours, theirs = qwen3_5.Model(hf.qwen3_5.from_hf({"model_type": type})), transformers.AutoModelForCausalLM.from_config(record)
     sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
     assert sizes[0] == sizes[1] > 8e9
 
@@ -285,7 +285,7 @@ def test_default_size_is_that_of_transformers(type):
 )
 def test_what_we_do_not_compute_is_refused(change, said):
     with pytest.raises(Refused, match=said):
-        qwen3_5.from_hf(qwen3_5.to_hf(DENSE) | change)
+        hf.qwen3_5.from_hf(hf.qwen3_5.to_hf(DENSE) | change)
 
 
 def test_dense_or_of_experts():

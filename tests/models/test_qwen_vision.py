@@ -12,7 +12,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from eyeline.core.batch import Grid
 from eyeline.core.errors import Refused
-from eyeline.models import qwen_vision
+from eyeline.models import hf, qwen_vision
 from tests.models.parity import all_close, close, randomise
 
 OUT = 20  # width of a language model
@@ -59,7 +59,7 @@ def pixel_values(c: qwen_vision.Config, patches_PC: Tensor) -> Tensor:
 
 
 def reference_of(c: qwen_vision.Config) -> torch.nn.Module:
-    settings = qwen_vision.to_hf(c, OUT)
+    settings = hf.qwen_vision.to_hf(c, OUT)
     if c.deepstack_layers:
         reference = Qwen3VLVisionModel._from_config(Qwen3VLVisionConfig(**settings), attn_implementation="eager")
     else:
@@ -80,7 +80,7 @@ def pair(c: qwen_vision.Config) -> tuple[torch.nn.Module, torch.nn.ModuleDict]:
 def under_our_names(c: qwen_vision.Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every tensor of theirs, by the key rules; each must be used once."""
     found = {}
-    for part, rules in (("vision", qwen_vision.keys(c)), ("projector", qwen_vision.projector_keys(c))):
+    for part, rules in (("vision", hf.qwen_vision.keys(c)), ("projector", hf.qwen_vision.projector_keys(c))):
         for rule in rules:
             for i in range(c.layers if "{i}" in rule.theirs else 1):
                 value = tensors.pop(rule.theirs.replace("{i}", str(i)), None)
@@ -153,7 +153,7 @@ def test_pixels_of_the_reference_processor():
     """Patches are ordered (channel, frame, row, column), and normalised as it does."""
     c = PLAIN.model_copy(update={"min_pixels": 1, "max_pixels": 10**6})
     picture = np.random.default_rng(0).integers(0, 256, (3, 16, 24), dtype=np.uint8)
-    want = Qwen2VLImageProcessorPil(**qwen_vision.to_preprocessor(c))(torch.from_numpy(picture), return_tensors="pt")
+    want = Qwen2VLImageProcessorPil(**hf.qwen_vision.to_preprocessor(c))(torch.from_numpy(picture), return_tensors="pt")
     assert want["image_grid_thw"].tolist() == [[1, 4, 6]]
     patches = [picture[:, None, y * 4 : y * 4 + 4, x * 4 : x * 4 + 4].repeat(2, 1).flatten() for y, x in places(Grid(4, 6), 2)]
     close(qwen_vision.normalised(torch.from_numpy(np.stack(patches)), c.mean, c.std), want["pixel_values"], "pixels")
@@ -175,9 +175,9 @@ def test_recomputation_changes_nothing():
 
 
 def read(c: qwen_vision.Config, vision: dict | None = None, still: dict | None = None, film: dict | None = None) -> qwen_vision.Config:
-    files = (qwen_vision.to_hf(c, OUT), qwen_vision.to_preprocessor(c), qwen_vision.to_video_preprocessor(c))
+    files = (hf.qwen_vision.to_hf(c, OUT), hf.qwen_vision.to_preprocessor(c), hf.qwen_vision.to_video_preprocessor(c))
     vision, still, film = (file | (changes or {}) for file, changes in zip(files, (vision, still, film), strict=True))
-    return qwen_vision.from_hf(vision, still, film, "vision_config", (8, 16, 24))
+    return hf.qwen_vision.from_hf(vision, still, film, "vision_config", (8, 16, 24))
 
 
 @pytest.mark.parametrize(
@@ -201,12 +201,12 @@ def test_limits_are_those_of_the_reference(limits, old):
     """In the size of a file, or as the older names beside it; a name that is missing has the class's value."""
     names = ("min_pixels", "max_pixels") if old else ("shortest_edge", "longest_edge")
     given = {name: value for name, value in zip(names, limits, strict=True) if value is not None}
-    file = qwen_vision.to_preprocessor(DEEP)
+    file = hf.qwen_vision.to_preprocessor(DEEP)
     file = {key: value for key, value in file.items() if key not in ("size", "min_pixels", "max_pixels")} | (
         given if old else {"size": given} if len(given) != 1 else {}
     )
     wanted = Qwen2VLImageProcessorPil(**{key: value for key, value in file.items() if key != "image_processor_type" and value != {}}).size
-    found = qwen_vision.from_hf(qwen_vision.to_hf(DEEP, OUT), file, None, "vision_config", (8, 16, 24))
+    found = hf.qwen_vision.from_hf(hf.qwen_vision.to_hf(DEEP, OUT), file, None, "vision_config", (8, 16, 24))
     assert (found.min_pixels, found.max_pixels) == (wanted["shortest_edge"], wanted["longest_edge"])
 
 

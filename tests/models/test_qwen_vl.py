@@ -10,7 +10,8 @@ import transformers
 
 from eyeline.checkpoint.tensors import entries_in, renamed, write_folder
 from eyeline.core.errors import Refused
-from eyeline.models import build, family_of, qwen3_vl
+from eyeline.models import build, hf, qwen3_vl
+from eyeline.models.hf import mapping_of
 from tests.models import parity
 from tests.models.cases import CASES
 from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, inputs_of, language
@@ -21,16 +22,16 @@ CONFIGS = [case for family in ("qwen3_vl", "qwen3_5_vl") for case in CASES[famil
 
 
 def files(c: qwen3_vl.Config) -> dict[str, dict]:
-    return {name: dict(content) for name, content in qwen3_vl.to_hf(c, qwen3_vl.form(c), TOKENS).items()}
+    return {name: dict(content) for name, content in hf.qwen3_vl.to_hf(c, hf.qwen3_vl.form(c), TOKENS).items()}
 
 
 def through_the_hubs_layout(c: Any, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Written as we write it, experts in these shapes; read by transformers' class and by ours, to the same logits."""
-    family, documents = family_of(c), CASES[c.family][0].documents
-    form, ours = family.form(c), build(c, "cpu").eval()
+    mapping, documents = mapping_of(c), CASES[c.family][0].documents
+    form, ours = mapping.form(c), build(c, "cpu").eval()
     parity.randomise(ours)
-    write_folder(folder, renamed(((name, p.detach()) for name, p in ours.named_parameters()), family.keys(c, form)))
-    config = dict(family.to_hf(c, form, TOKENS)["config.json"])
+    write_folder(folder, renamed(((name, p.detach()) for name, p in ours.named_parameters()), mapping.keys(c, form)))
+    config = dict(mapping.to_hf(c, form, TOKENS)["config.json"])
     (folder / "config.json").write_text(json.dumps(config))
 
     there = {name: entry.shape for name, entry in entries_in(folder).items()}
@@ -39,7 +40,7 @@ def through_the_hubs_layout(c: Any, shapes: dict[str, tuple[int, ...]], folder: 
     reference, info = getattr(transformers, config["architectures"][0]).from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     again = build(c, "cpu").eval()
-    load_into(dict(again.named_parameters()), folder, family.keys(c, form, there))
+    load_into(dict(again.named_parameters()), folder, mapping.keys(c, form, there))
     case = Case("", c, lambda: reference, inputs_of(c.vision), (), documents)
     with torch.no_grad():
         logits = parity.logits_of(ours, parity.batch_of(documents, None))
@@ -64,16 +65,16 @@ def test_experts_of_qwen3_5_as_the_hub_has_them(tmp_path):
 @pytest.mark.parametrize("case", CONFIGS, ids=[case.id for case in CONFIGS])
 def test_settings_come_back(case):
     vision = case.config.vision.model_copy(update={"min_pixels": 12, "max_pixels": 345, "video_min_pixels": 67, "video_max_pixels": 890})
-    c, family = case.config.model_copy(update={"vision": vision}), family_of(case.config)
-    written = family.to_hf(c, family.form(c), TOKENS)
+    c, mapping = case.config.model_copy(update={"vision": vision}), mapping_of(case.config)
+    written = mapping.to_hf(c, mapping.form(c), TOKENS)
     stored = {name: json.loads(json.dumps(content)) for name, content in written.items()}
-    assert family.from_hf(stored["config.json"], stored["preprocessor_config.json"], stored["video_preprocessor_config.json"]) == c
-    assert stored["config.json"]["model_type"] in family.MODEL_TYPES
+    assert mapping.from_hf(stored["config.json"], stored["preprocessor_config.json"], stored["video_preprocessor_config.json"]) == c
+    assert stored["config.json"]["model_type"] in mapping.MODEL_TYPES
 
 
 def test_limits_of_published_checkpoints_where_files_are_missing():
     c = qwen3_vl.Config(vision=VISION, language=language(tie_embeddings=True))
-    found = qwen3_vl.from_hf(files(c)["config.json"], None).vision
+    found = hf.qwen3_vl.from_hf(files(c)["config.json"], None).vision
     assert (found.min_pixels, found.max_pixels, found.video_min_pixels, found.video_max_pixels) == (65_536, 16_777_216, 4_096, 25_165_824)
 
 
@@ -95,17 +96,17 @@ def test_another_model_is_refused(where, change, says):
     config = files(qwen3_vl.Config(vision=VISION, language=language(tie_embeddings=True)))["config.json"]
     config |= change if where is None else {where: config[where] | change}
     with pytest.raises(Refused, match=says):
-        qwen3_vl.from_hf(config, None)
+        hf.qwen3_vl.from_hf(config, None)
 
 
 def test_ties_are_what_the_whole_folder_says():
     """As the reference reads it: text_config may say otherwise."""
     config = files(qwen3_vl.Config(vision=VISION, language=language(tie_embeddings=True)))["config.json"]
     config["text_config"]["tie_word_embeddings"] = False
-    assert qwen3_vl.from_hf(config, None).language.tie_embeddings
+    assert hf.qwen3_vl.from_hf(config, None).language.tie_embeddings
     del config["tie_word_embeddings"]
     config["text_config"]["tie_word_embeddings"] = True
-    assert not qwen3_vl.from_hf(config, None).language.tie_embeddings
+    assert not hf.qwen3_vl.from_hf(config, None).language.tie_embeddings
 
 
 @pytest.mark.parametrize(

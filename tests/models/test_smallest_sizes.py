@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eyeline.core.batch import IGNORE, Budget, Document
-from eyeline.models import llama, llava, qwen2, qwen3, qwen3_5, qwen3_vl, qwen_vision, text
+from eyeline.models import hf, llama, llava, qwen2, qwen3, qwen3_5, qwen3_vl, qwen_vision, text
 from eyeline.models.moe import Experts
 from tests.models import parity
 from tests.models.cases import llava as llavas
@@ -88,10 +88,10 @@ def shown(vision: qwen_vision.Config) -> tuple[Document, ...]:
 def qwen3_vl_case(name: str) -> Case:
     vision, language = TOWERS[name]
     c = qwen3_vl.Config(vision=qwen_vision.Config(**TOWER | vision), language=qwen3.Config(**SHAPE | language))
-    form = qwen3_vl.form(c)
-    config_json = dict(qwen3_vl.to_hf(c, form, visual.TOKENS)["config.json"])
+    form = hf.qwen3_vl.form(c)
+    config_json = dict(hf.qwen3_vl.to_hf(c, form, visual.TOKENS)["config.json"])
     inputs = visual.inputs_of(c.vision)
-    return Case(name, c, lambda: parity.twin_of(config_json), inputs, qwen3_vl.keys(c, form, saved(c)), shown(c.vision))
+    return Case(name, c, lambda: parity.twin_of(config_json), inputs, hf.qwen3_vl.keys(c, form, saved(c)), shown(c.vision))
 
 
 def saved(c: qwen3_vl.Config) -> dict[str, tuple[int, ...]]:

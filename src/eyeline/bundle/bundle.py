@@ -35,14 +35,16 @@ from eyeline.bundle.rendering import Unbounded, render, rendered
 from eyeline.checkpoint import store
 from eyeline.checkpoint.tensors import entries_in, entries_of, key_of, left_out, refuse_other_formats, stream
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.facts import KeyRule, Part
+from eyeline.core.facts import Part
 from eyeline.core.files import read_object, write_json
+from eyeline.core.key_rules import KeyRule
 from eyeline.core.log import say, warn
 from eyeline.core.problems import lines_of
 from eyeline.data.text.templates import FILM, LLAMA_DATE, TEMPLATES, template_named
 from eyeline.data.text.tokenizer import Encoder, load_tokenizer, save_tokenizer
-from eyeline.models import CONFIG, FAMILIES, Config, Model, build, facts, family_of
-from eyeline.models.forms import Files, Form, MediaTokens
+from eyeline.models import CONFIG, FAMILIES, Config, Model, build, facts
+from eyeline.models.hf import MAPPINGS, mapping_of
+from eyeline.models.hf.forms import Files, Form, MediaTokens
 from eyeline.models.lora import LoRA, adapters, merge, wrap
 from eyeline.models.moe import add_biases, biases_of
 
@@ -71,7 +73,7 @@ class Bundle:
 
     def files(self, form: Form) -> Files:
         """The JSON files of a folder of this form."""
-        return family_of(self.config).to_hf(self.config, form, self.media_tokens())
+        return mapping_of(self.config).to_hf(self.config, form, self.media_tokens())
 
     def media_tokens(self) -> MediaTokens:
         image, ids = template_named(self.template).image, self.tokenizer.get_vocab()
@@ -160,11 +162,11 @@ def load_folder(model: Model, config: Config, form: Form, folder: Path) -> None:
 
 def stream_place(tensors: Mapping[str, Tensor], config: Config, form: Form, place: str, where: Path) -> Iterator[tuple[str, Tensor]]:
     """`checkpoint.stream` of the tensors that belong to one place of a form. `tensors` are a whole model's."""
-    family = family_of(config)
+    mapping = mapping_of(config)
     found = {_join(place, name): entry.shape for name, entry in entries_in(where).items()}
-    rules = family.keys(config, form, found)
+    rules = mapping.keys(config, form, found)
     here = {name: x for name, x in tensors.items() if place_of(name, rules) == place}
-    dropped = [pattern.rpartition("/")[2] for pattern in family.dropped(config, form) if pattern.rpartition("/")[0] == place]
+    dropped = [pattern.rpartition("/")[2] for pattern in mapping.dropped(config, form) if pattern.rpartition("/")[0] == place]
     if others := left_out(entries_in(where), dropped):
         say(f"{where}: not read, since Eyeline's model has no such layers: {others}. An export will lack them.")
     yield from stream(here, where, rules_at(place, rules), dropped)
@@ -172,7 +174,7 @@ def stream_place(tensors: Mapping[str, Tensor], config: Config, form: Form, plac
 
 def places(config: Config, form: Form) -> list[str]:
     """Folders and files inside a folder of this form that hold weights; "" is the folder itself."""
-    return list(dict.fromkeys(rule.theirs.rpartition("/")[0] for rule in family_of(config).keys(config, form)))
+    return list(dict.fromkeys(rule.theirs.rpartition("/")[0] for rule in mapping_of(config).keys(config, form)))
 
 
 def place_of(ours: str, rules: Sequence[KeyRule]) -> str:
@@ -193,7 +195,7 @@ def named(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def text_place(config: Config, form: Form) -> str:
     """The place of the language model, where the tokenizer lies too."""
-    return place_of("language.embed.weight", family_of(config).keys(config, form))
+    return place_of("language.embed.weight", mapping_of(config).keys(config, form))
 
 
 def _join(place: str, name: str) -> str:
@@ -296,7 +298,7 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
         raise Refused(f"{folder} is not a run folder: it has no checkpoints to choose {checkpoint} of. Leave --checkpoint out.")
     if (folder / DESCRIPTION).exists():
         bundle = read_description(folder)
-        form = family_of(bundle.config).PARTS
+        form = mapping_of(bundle.config).PARTS
         if form is None:
             raise Refused(f"{folder} describes a model and holds no weights. Give the run folder that it belongs to.")
         _refuse_disagreement(folder, bundle, form)
@@ -322,16 +324,16 @@ def read_shape(folder: Path) -> tuple[Config, Form]:
     """The config and form of a folder of transformers', by its config.json and preprocessor_config.json. Raises Refused."""
     hf = read_config(folder)
     kind = hf.get("model_type")
-    for family in FAMILIES.values():
-        if kind in family.MODEL_TYPES:
+    for mapping in MAPPINGS.values():
+        if kind in mapping.MODEL_TYPES:
             stills, films = read_preprocessor(folder), read_video_preprocessor(folder)
             with about(folder):
-                config = family.from_hf(hf, stills, films)
-            form = family.form(config)
+                config = mapping.from_hf(hf, stills, films)
+            form = mapping.form(config)
             if form.name == "parts":
                 raise Refused(f"{folder} holds a {kind} model that Eyeline would not compute as transformers does: {form.reason}.")
             return config, form
-    known = ", ".join(kind for family in FAMILIES.values() for kind in family.MODEL_TYPES)
+    known = ", ".join(kind for mapping in MAPPINGS.values() for kind in mapping.MODEL_TYPES)
     part = " A vision tower is one part of a model: `eyeline import` joins it with a language model." if "siglip" in str(kind) else ""
     raise Refused(f"{folder / 'config.json'} has model_type={kind!r}; Eyeline opens {known}.{part}")
 

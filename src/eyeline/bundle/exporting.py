@@ -15,8 +15,9 @@ from eyeline.core.errors import Refused
 from eyeline.core.facts import PARTS, Part
 from eyeline.core.files import write_json
 from eyeline.core.log import say
-from eyeline.models import Config, Model, facts, family_of
-from eyeline.models.forms import Form
+from eyeline.models import Config, Model, facts
+from eyeline.models.hf import mapping_of
+from eyeline.models.hf.forms import Form
 from eyeline.models.lora import LoRALinear
 from eyeline.models.moe import biases_of
 
@@ -81,13 +82,13 @@ def _refuse_biases(model: Model) -> None:
 
 def chosen_form(config: Config, asked: Literal["auto", "parts"]) -> Form:
     """The form of an export. Raises Refused where a family has no such form."""
-    family = family_of(config)
-    best = family.form(config)
+    mapping = mapping_of(config)
+    best = mapping.form(config)
     if asked == "auto" or best.name == "parts":
         return best
-    if family.PARTS is None:
+    if mapping.PARTS is None:
         raise Refused(f"a model of family {config.family} is one folder for transformers and has no form of parts. Leave --form parts out.")
-    return family.PARTS
+    return mapping.PARTS
 
 
 def weights(model: torch.nn.Module, merged: bool, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -105,7 +106,7 @@ def weights(model: torch.nn.Module, merged: bool, dtype: torch.dtype) -> Iterato
 
 def write_model(bundle: Bundle, tensors: Iterable[tuple[str, Tensor]], folder: Path, form: Form, max_shard_bytes: int) -> None:
     """The weights of one form, one at a time; `tensors` come under our names, those of one place together."""
-    rules = family_of(bundle.config).keys(bundle.config, form)
+    rules = mapping_of(bundle.config).keys(bundle.config, form)
     for place, here in groupby(tensors, key=lambda pair: place_of(pair[0], rules)):
         theirs = renamed(here, rules_at(place, rules))
         if place.endswith(".safetensors"):
@@ -143,7 +144,7 @@ def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base:
 
     A layer cannot be adapted and saved, so adapters of such a projector are merged into what is saved of it.
     """
-    rules = family_of(config).keys(config, form)
+    rules = mapping_of(config).keys(config, form)
     adapted = _adapted(model, trained)
     wanted = {key.theirs: key for key in (key_of(f"{name}.weight", rules) for name in adapted)}
     mixed = facts(config).experts is not None

@@ -15,7 +15,7 @@ from eyeline.checkpoint.tensors import refuse_other_formats
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_object, storage_failed, sync_folder
 from eyeline.core.log import warn
-from eyeline.models.hf_config import refuse_quantised
+from eyeline.models.hf.config_json import refuse_quantised
 
 
 @contextmanager

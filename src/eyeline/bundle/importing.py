@@ -31,10 +31,11 @@ from eyeline.core.problems import lines_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.text.templates import FILM, template_named
 from eyeline.data.text.tokenizer import add_tokens, load_tokenizer
-from eyeline.models import Config, facts, family_of, llava, qwen3_5_vl, qwen3_vl, qwen_vision, siglip2
-from eyeline.models.forms import Form
-from eyeline.models.hf_config import made
-from eyeline.models.languages import language_from_hf
+from eyeline.models import Config, facts, family_of, hf, llava, qwen3_5_vl, qwen3_vl, qwen_vision, siglip2
+from eyeline.models.hf import mapping_of
+from eyeline.models.hf.config_json import record_of
+from eyeline.models.hf.forms import Form
+from eyeline.models.hf.languages import language_from_hf
 
 ROWS = 64  # an embedding that must grow grows to a multiple of this, which matrix units like
 
@@ -62,7 +63,7 @@ def import_model(
         warn(f"{vision} has no preprocessor_config.json; pictures will be prepared as SigLIP 2 does by default.")
     towers, texts = read_config(vision), read_config(language)
     with about(vision):
-        tower = siglip2.from_hf(towers, preprocessor)
+        tower = hf.siglip2.from_hf(towers, preprocessor)
     with about(language):
         text = language_from_hf(texts)
     try:
@@ -75,8 +76,8 @@ def import_model(
         )
     except ValidationError as error:
         raise Refused("; ".join(lines_of(llava.Config, None, error))) from error
-    weights = partial(_weights, config, llava.PARTS, {"vision": vision, "language": language}, seed)
-    return take(config, llava.PARTS, weights, language, template, out, max_shard_bytes)
+    weights = partial(_weights, config, hf.llava.PARTS, {"vision": vision, "language": language}, seed)
+    return take(config, hf.llava.PARTS, weights, language, template, out, max_shard_bytes)
 
 
 def import_whole(
@@ -118,7 +119,7 @@ def limited(config: Config, min_pixels: int | None, max_pixels: int | None) -> C
             f"--min-pixels and --max-pixels are for models that take pictures of native size within limits (Qwen3-VL, Qwen3.5), and this "
             f"one is of family {config.family}. Leave them out."
         )
-    vision = made("--min-pixels and --max-pixels", qwen_vision.Config, config.vision.model_dump() | given)
+    vision = record_of("--min-pixels and --max-pixels", qwen_vision.Config, config.vision.model_dump() | given)
     return config.model_copy(update={"vision": vision})
 
 
@@ -155,7 +156,7 @@ def take(
             f" of an embedding that grew from {rows} to {grown.language.vocab_size}" if needed > rows else ""
         )
         say(f"added to the tokenizer: {', '.join(added)} ({where})")
-    best = family_of(grown).form(grown)
+    best = mapping_of(grown).form(grown)
     say(f"{out}: an export of this model will have the form {best.name}, for {classes(bundle, best)} ({best.reason})")
     return bundle
 

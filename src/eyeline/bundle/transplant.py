@@ -23,11 +23,12 @@ from eyeline.bundle.folders import about, read_config, read_preprocessor
 from eyeline.bundle.importing import take, with_rows
 from eyeline.checkpoint.tensors import SHARD_BYTES, entries_in, stream
 from eyeline.core.errors import Refused
-from eyeline.core.facts import prefixed
+from eyeline.core.key_rules import prefixed
 from eyeline.core.randomness import torch_rng_for
-from eyeline.models import qwen3, qwen3_vl, qwen_vision, siglip2
-from eyeline.models.hf_config import made
-from eyeline.models.languages import LanguageConfig, language_from_hf
+from eyeline.models import hf, qwen3, qwen3_vl, qwen_vision, siglip2
+from eyeline.models.hf.config_json import record_of
+from eyeline.models.hf.languages import language_from_hf
+from eyeline.models.languages import LanguageConfig
 
 
 def transplant(
@@ -47,7 +48,7 @@ def transplant(
     """
     towers, preprocessor, texts = read_config(vision), read_preprocessor(vision), read_config(language)
     with about(vision):
-        tower = siglip2.from_hf(towers, preprocessor)
+        tower = hf.siglip2.from_hf(towers, preprocessor)
     with about(language):
         text = language_from_hf(texts)
     config = transplanted(tower, text, deepstack_layers)
@@ -57,17 +58,17 @@ def transplant(
         yield from _mergers(config, seed)
         with torch.device("meta"):
             shape = named(qwen3.Model(config.language))
-        for name, x in stream(shape, language, qwen3.keys(config.language), qwen3.DROPPED):
+        for name, x in stream(shape, language, hf.qwen3.keys(config.language), hf.qwen3.DROPPED):
             grows = name in ("embed.weight", "head.weight") and len(x) < rows
             yield f"language.{name}", with_rows(x, rows) if grows else x
 
-    return take(config, qwen3_vl.form(config), weights, language, template, out, max_shard_bytes)
+    return take(config, hf.qwen3_vl.form(config), weights, language, template, out, max_shard_bytes)
 
 
 def transplanted(tower: siglip2.Config, text: LanguageConfig, deepstack_layers: tuple[int, ...] | None = None) -> qwen3_vl.Config:
     """The config of the model that the two become. Raises Refused where they cannot."""
     if not isinstance(text, qwen3.Config):
-        raise Refused(f"the language model is of family {text.family}; Qwen3-VL's shape is made of a Qwen3, dense or of experts.")
+        raise Refused(f"the language model is of family {text.family}; Qwen3-VL's shape is record_of of a Qwen3, dense or of experts.")
     if tower.eps != qwen_vision.EPS:
         raise Refused(f"the tower's norms have layer_norm_eps={tower.eps}; Qwen3-VL's tower has {qwen_vision.EPS}. Use a SigLIP 2 tower.")
     vision = {
@@ -85,12 +86,12 @@ def transplanted(tower: siglip2.Config, text: LanguageConfig, deepstack_layers: 
     beside = half * 5 // 16  # frequencies of the row, and of the column: 20 of 64 in Qwen3-VL
     where = "the transplant"
     sections = {"mrope_section": text.mrope_section or (half - 2 * beside, beside, beside)}
-    return made(
+    return record_of(
         where,
         qwen3_vl.Config,
         {
-            "vision": made(where, qwen_vision.Config, vision),
-            "language": made(where, qwen3.Config, text.model_dump() | sections),
+            "vision": record_of(where, qwen_vision.Config, vision),
+            "language": record_of(where, qwen3.Config, text.model_dump() | sections),
         },
     )
 
@@ -104,9 +105,9 @@ def _tower(tower: siglip2.Config, c: qwen_vision.Config, folder: Path) -> Iterat
     """The tower's tensors under the names that they have in Qwen3-VL's shape."""
     with torch.device("meta"):
         shape = named(siglip2.Model(tower))
-    whole = any(name.startswith(siglip2.HUB_PREFIX) for name in entries_in(folder))
-    rules = prefixed(siglip2.keys(tower), "", siglip2.HUB_PREFIX if whole else "")
-    for name, x in stream(shape, folder, rules, siglip2.DROPPED):
+    whole = any(name.startswith(hf.siglip2.HUB_PREFIX) for name in entries_in(folder))
+    rules = prefixed(hf.siglip2.keys(tower), "", hf.siglip2.HUB_PREFIX if whole else "")
+    for name, x in stream(shape, folder, rules, hf.siglip2.DROPPED):
         if name == "embed.weight":
             x = spread(x, c.temporal_patch)
         yield f"projector.main.{name}" if name.startswith("norm.") else f"vision.{name}", x

@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.facts import KeyRule, matches
+from eyeline.core.facts import matches
 from eyeline.core.files import LARGEST_JSON, read_object, storage_failed, sync_folder, write_json
+from eyeline.core.key_rules import KeyRule
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

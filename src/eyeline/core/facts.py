@@ -5,41 +5,15 @@ model by name. Patterns are `fnmatch` patterns of module or tensor names, where 
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
-
-from torch import Tensor
 
 from eyeline.core.image_rule import ImageRule
 
 Part = Literal["vision", "projector", "language"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "language")
 Split = Literal["split_out", "split_in"]  # a weight [out, in] cut along its outputs or its inputs under tensor parallelism
-
-
-@dataclass(frozen=True)
-class KeyRule:
-    """Tensors of ours and their name in a Hugging Face checkpoint. `{i}` stands for a block's number in both.
-
-    Several of ours are cut out of one tensor of theirs (fused): `read` gives a tuple in the order of `ours`, and `write` takes
-    as many. `{e}` in `theirs` numbers tensors that are stacked into ours, [E, ...]: `read` and `write` then see one of them.
-    Both are views, permutations and concatenations, never arithmetic.
-    """
-
-    ours: str | tuple[str, ...]
-    theirs: str
-    read: Callable[[Tensor], Tensor | tuple[Tensor, ...]] | None = None
-    write: Callable[..., Tensor] | None = None
-
-
-def prefixed(rules: Iterable[KeyRule], ours: str, theirs: str) -> tuple[KeyRule, ...]:
-    """The rules of a part, for a model that holds it under `ours` in a folder that holds it under `theirs`."""
-
-    def under(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        return ours + names if isinstance(names, str) else tuple(ours + name for name in names)
-
-    return tuple(replace(rule, ours=under(rule.ours), theirs=theirs + rule.theirs) for rule in rules)
 
 
 @dataclass(frozen=True)
@@ -62,7 +36,6 @@ class Facts:
     linears: Mapping[Part, Mapping[str, str]]  # part -> short name (q, k, v, o, ...) -> pattern: what LoRA may wrap
     splits: Mapping[str, Split]  # pattern of a linear layer -> how tensor parallelism cuts it
     seams: tuple[str, ...]  # patterns of weightless modules that parallelism may replace
-    keys: tuple[KeyRule, ...]  # the Hugging Face names of every tensor
     image: ImageRule | None  # None: a text-only model
     vocab_size: int  # rows of the embedding: no token id may reach it
     max_positions: int  # positions the language model was made for

@@ -1,6 +1,6 @@
-"""What computes: one file a family, and the lists that name them all. No model knows a rank, a device or the environment.
+"""What computes: one file per family, and the lists that name them all. No model knows a rank, a device or the environment.
 
-A family is a module of the interface `Family`. To add one: write it, and add it to `FAMILIES` and to `Config` and `Model`.
+A family is a module of the interface `Family`; how Hugging Face names its tensors and settings is in `models/hf/`.
 """
 
 from collections.abc import Collection
@@ -9,38 +9,15 @@ from typing import Annotated, Any, Protocol
 import torch
 from pydantic import Discriminator, Tag, TypeAdapter
 
-from eyeline.core.facts import Facts, KeyRule, Part, part_of
+from eyeline.core.facts import Facts, Part, part_of
 from eyeline.models import decoder, llava, qwen3_5_vl, qwen3_vl, qwen_vl, text
-from eyeline.models.forms import NONE, Files, Form, MediaTokens, Shapes
-from eyeline.models.hf_config import Json
 
 
 class Family(Protocol):
     """What a module of a family has; `c` is its own Config."""
 
-    @property
-    def MODEL_TYPES(self) -> tuple[str, ...]: ...  # of Hugging Face's config.json
-    @property
-    def PARTS(self) -> Form | None: ...  # our own form, a folder a part, for families that have it
-
     def Model(self, c: Any, compute_dtype: torch.dtype, /) -> "Model": ...
     def facts(self, c: Any, /) -> Facts: ...
-    def form(self, c: Any, /) -> Form:
-        """Which class of transformers computes the same."""
-        ...
-
-    def keys(self, c: Any, form: Form, found: Shapes = NONE, /) -> tuple[KeyRule, ...]:
-        """Our tensors, and their names in a folder of this form; where folders differ, by what is `found` in one."""
-        ...
-
-    def dropped(self, c: Any, form: Form, /) -> tuple[str, ...]:
-        """Patterns of what such a folder may hold beyond them."""
-        ...
-
-    def to_hf(self, c: Any, form: Form, tokens: MediaTokens, /) -> Files: ...
-    def from_hf(self, config_json: Json, preprocessor_json: Json | None, video_json: Json | None = None, /) -> Any:
-        """The config that such a folder describes, with its files for stills and films. Raises Refused."""
-        ...
 
 
 FAMILIES: dict[str, Family] = {"llava": llava, "text": text, "qwen3_vl": qwen3_vl, "qwen3_5_vl": qwen3_5_vl}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import KeyRule, Split
+from eyeline.core.facts import Split
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rotate
@@ -313,19 +313,3 @@ ATTEND = "blocks.*.attn.attend"
 def splits_of(linears: dict[str, str]) -> dict[str, Split]:
     """How tensor parallelism cuts layers of these short names: o and down along their inputs, the others along their outputs."""
     return {pattern: "split_in" if name in ("o", "down") else "split_out" for name, pattern in linears.items()}
-
-
-def keys_of(blocks: dict[str, str]) -> tuple[KeyRule, ...]:
-    """Rules for a folder of a `...ForCausalLM`, from the names inside a block and inside their layer."""
-    return (
-        KeyRule("embed.weight", "model.embed_tokens.weight"),
-        *(KeyRule(f"blocks.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}") for ours, theirs in blocks.items()),
-        KeyRule("norm.weight", "model.norm.weight"),
-        KeyRule("head.weight", "lm_head.weight"),  # of a tied model it is the embedding, and most files leave it out
-    )
-
-
-NORM_NAMES = {"norm1.weight": "input_layernorm.weight", "norm2.weight": "post_attention_layernorm.weight"}
-ATTENTION_NAMES = {f"attn.{x}.weight": f"self_attn.{x}_proj.weight" for x in "qkvo"}
-HEAD_NORM_NAMES = {f"attn.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
-FEED_FORWARD_NAMES = {f"mlp.{x}.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}

@@ -154,8 +154,6 @@ class MoE(nn.Module):
 
 
 DISPATCH, EXPERTS = "blocks.*.mlp.dispatch", "blocks.*.mlp.experts"
-ROUTER_NAMES = {"mlp.router.weight": "mlp.gate.weight"}
-EXPERT_NAMES = {f"mlp.experts.{x}": f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up", "down")}  # a file's, one an expert
 
 
 # ---- balance

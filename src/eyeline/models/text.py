@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import Facts, KeyRule, Part, prefixed
+from eyeline.core.facts import Facts, Part
 from eyeline.core.settings import Settings
 from eyeline.models.decoder import Cache
 from eyeline.models.flops import Tally
-from eyeline.models.forms import NONE, Files, Form, MediaTokens, Shapes
-from eyeline.models.hf_config import Json
-from eyeline.models.languages import LANGUAGES, LanguageConfig, language_from_hf
+from eyeline.models.languages import LANGUAGES, LanguageConfig
 
 
 class Config(Settings):
@@ -56,35 +54,8 @@ def facts(c: Config) -> Facts:
         linears={"language": {name: f"language.{x}" for name, x in language.linears(c.language).items()}},
         splits={f"language.{x}": split for x, split in language.splits(c.language).items()},
         seams=tuple(f"language.{x}" for x in language.seams(c.language)),
-        keys=keys(c, form(c)),
         image=None,
         vocab_size=c.language.vocab_size,
         max_positions=c.language.max_positions,
         experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
     )
-
-
-# ---- Hugging Face's form: a folder of the language model's own class
-
-MODEL_TYPES = tuple(kind for language in LANGUAGES.values() for kind in language.MODEL_TYPES)
-PARTS = None
-
-
-def form(_c: Config) -> Form:
-    return Form("text", "a language model's own class")
-
-
-def keys(c: Config, _form: Form, _found: Shapes = NONE) -> tuple[KeyRule, ...]:
-    return prefixed(LANGUAGES[c.language.family].keys(c.language), "language.", "")
-
-
-def dropped(c: Config, _form: Form) -> tuple[str, ...]:
-    return LANGUAGES[c.language.family].DROPPED
-
-
-def to_hf(c: Config, _form: Form, _tokens: MediaTokens) -> Files:
-    return {"config.json": LANGUAGES[c.language.family].to_hf(c.language)}
-
-
-def from_hf(config_json: Json, _preprocessor_json: Json | None, _video_json: Json | None = None) -> Config:
-    return Config(language=language_from_hf(config_json))

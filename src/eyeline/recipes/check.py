@@ -28,9 +28,10 @@ from eyeline.data.sets import open_each, open_sides
 from eyeline.data.sources.folders import named
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.sources.unread import unread
-from eyeline.models import build, family_of
+from eyeline.models import build
 from eyeline.models import facts as facts_of
 from eyeline.models.flops import Arithmetic, count
+from eyeline.models.hf import mapping_of
 from eyeline.models.lora import targets_of, unknown_target
 from eyeline.models.moe import Bias
 from eyeline.recipes.device import device_report
@@ -74,7 +75,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         _say(console, _listed(run.name, found))
         return False
     saved = newest_state(run_folder(run) / "checkpoints") if not any(line.startswith("out: ") for line in found) else None
-    facts, form = facts_of(bundle.config), family_of(bundle.config).form(bundle.config)
+    facts, form = facts_of(bundle.config), mapping_of(bundle.config).form(bundle.config)
     _say(console, f"run folder: {run_folder(run)}")
     _say(console, f"export: {form.name} form, for transformers' {classes(bundle, form)} ({form.reason})")
     device = device_report(run, bundle)

@@ -9,8 +9,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eyeline.core.batch import Document, Image
 from eyeline.core.randomness import rng_for
-from eyeline.models import llava, qwen2, siglip2
-from eyeline.models.forms import MediaTokens
+from eyeline.models import hf, llava, qwen2, siglip2
+from eyeline.models.hf.forms import MediaTokens
 from tests.models.cases import text
 from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, documents, normalised, picture, token_inputs, twin_of
 
@@ -106,13 +106,13 @@ def row_by_row(image: Image, c: llava.Config) -> Tensor:
 
 def config_json(c: llava.Config) -> dict:
     """The config.json that we write."""
-    return llava.to_hf(c, llava.form(c), MediaTokens(IMAGE_TOKEN, "<|image_pad|>"))["config.json"]
+    return hf.llava.to_hf(c, hf.llava.form(c), MediaTokens(IMAGE_TOKEN, "<|image_pad|>"))["config.json"]
 
 
 def case(id: str, c: llava.Config, as_written: llava.Config | None = None) -> Case:
     """`as_written`: what is exported to the twin's class, where that is not this config."""
     w = as_written or c
-    return Case(id, c, lambda: twin_of(config_json(w)), inputs_of(c), llava.keys(w, llava.form(w), SAVED), documents(*shown(c)))
+    return Case(id, c, lambda: twin_of(config_json(w)), inputs_of(c), hf.llava.keys(w, hf.llava.form(w), SAVED), documents(*shown(c)))
 
 
 CASES = [case(id, c) for id, c in CONFIGS.items()]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eyeline.models import qwen3_5, qwen3_5_vl
+from eyeline.models import hf, qwen3_5, qwen3_5_vl
 from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, inputs_of, shown
 from tests.models.parity import VOCABULARY, Case, twin_of
 
@@ -29,14 +29,14 @@ def language(tie_embeddings: bool, **more: Any) -> qwen3_5.Config:
 
 
 def case(id: str, c: qwen3_5_vl.Config) -> Case:
-    form = qwen3_5_vl.form(c)
-    config_json = dict(qwen3_5_vl.to_hf(c, form, TOKENS)["config.json"])
+    form = hf.qwen3_5_vl.form(c)
+    config_json = dict(hf.qwen3_5_vl.to_hf(c, form, TOKENS)["config.json"])
     # what transformers 5 writes; the hub's layout has a test of its own
     saved = {"model.language_model.layers.0.mlp.experts.0.gate_proj.weight": (8, 24)}
-    keys = qwen3_5_vl.keys(c, form, saved)
+    keys = hf.qwen3_5_vl.keys(c, form, saved)
     # norms of what a memory answers magnify its rounding, and a rounded token may choose another expert
     half = 0.08 if c.language.experts is None else 0.15
-    return Case(id, c, lambda: twin_of(config_json), inputs_of(c.vision), keys, shown(c.vision), qwen3_5_vl.dropped(c, form), half)
+    return Case(id, c, lambda: twin_of(config_json), inputs_of(c.vision), keys, shown(c.vision), hf.qwen3_5_vl.dropped(c, form), half)
 
 
 CASES = [

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from eyeline.core.batch import Document
-from eyeline.models import qwen3, qwen3_vl, qwen_vision
-from eyeline.models.forms import MediaTokens
+from eyeline.models import hf, qwen3, qwen3_vl, qwen_vision
+from eyeline.models.hf.forms import MediaTokens
 from eyeline.models.moe import Experts
 from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, document, documents, normalised, picture, token_inputs, twin_of
 
@@ -87,11 +87,11 @@ def shown(vision: qwen_vision.Config) -> tuple[Document, ...]:
 
 
 def case(id: str, c: qwen3_vl.Config, **more: Any) -> Case:
-    form = qwen3_vl.form(c)
-    config_json = dict(qwen3_vl.to_hf(c, form, TOKENS)["config.json"])
+    form = hf.qwen3_vl.form(c)
+    config_json = dict(hf.qwen3_vl.to_hf(c, form, TOKENS)["config.json"])
     # what transformers 5 writes; the hub's layout has a test of its own
     saved = {".experts.gate_up_proj": (6, 16, 24), ".experts.down_proj": (6, 24, 8)}
-    return Case(id, c, lambda: twin_of(config_json), inputs_of(c.vision), qwen3_vl.keys(c, form, saved), shown(c.vision), **more)
+    return Case(id, c, lambda: twin_of(config_json), inputs_of(c.vision), hf.qwen3_vl.keys(c, form, saved), shown(c.vision), **more)
 
 
 SOME = language(tie_embeddings=True, experts=SPARSE, sparse_every=2)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from eyeline.models import llama, qwen2, qwen3, qwen3_5, text
-from eyeline.models.forms import MediaTokens
+from eyeline.models import hf, llama, qwen2, qwen3, qwen3_5, text
+from eyeline.models.hf.forms import MediaTokens
 from eyeline.models.moe import Experts
 from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, texts, token_inputs, twin_of
 
@@ -51,10 +51,10 @@ CONFIGS = {
 
 
 def case(id: str, c: text.Config) -> Case:
-    form = text.form(c)
-    files = text.to_hf(c, form, MediaTokens(IMAGE_TOKEN, "<|image_pad|>"))
+    form = hf.text.form(c)
+    files = hf.text.to_hf(c, form, MediaTokens(IMAGE_TOKEN, "<|image_pad|>"))
     half = 0.08 if c.language.family == "qwen3_5" else 0.07  # norms of what a memory answers magnify its rounding
-    return Case(id, c, lambda: twin_of(files["config.json"]), token_inputs, text.keys(c, form), texts(), half=half)
+    return Case(id, c, lambda: twin_of(files["config.json"]), token_inputs, hf.text.keys(c, form), texts(), half=half)
 
 
 CASES = [case(id, text.Config(language=c)) for id, c in CONFIGS.items()]

@@ -148,7 +148,7 @@ def section(where: str, config: Json, key: str) -> Json:
     return got
 
 
-def kind(where: str, config: Json, wanted: str, others: Mapping[str, str]) -> None:
+def expect_model_type(where: str, config: Json, wanted: str, others: Mapping[str, str]) -> None:
     """Check `model_type`. `others` says of types that look alike why they are not taken."""
     got = config.get("model_type")
     if got != wanted:
@@ -156,7 +156,7 @@ def kind(where: str, config: Json, wanted: str, others: Mapping[str, str]) -> No
         raise Refused(f"{where} has model_type={got!r}: {why}.")
 
 
-def made(where: str, record: type[S], values: Json) -> S:
+def record_of(where: str, record: type[S], values: Json) -> S:
     """The record of these values. Raises Refused where they contradict each other."""
     try:
         return record(**values)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from eyeline.models.hf_config import Json
+from eyeline.models.hf.config_json import Json
 
 Files = dict[str, Json]  # name inside the folder -> content
 Shapes = Mapping[str, tuple[int, ...]]  # of the tensors that lie in a folder, by name
