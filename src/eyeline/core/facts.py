@@ -6,7 +6,7 @@ model by name. Patterns are `fnmatch` patterns of module or tensor names, where 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from eyeline.core.image_rule import ImageRule
@@ -28,6 +28,17 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class PartFacts:
+    """What one part states about itself, by names relative to its root."""
+
+    linears: Mapping[str, str]  # short name (q, k, v, o, ...) -> pattern: what LoRA may wrap
+    blocks: str | None = None  # pattern of its blocks
+    splits: Mapping[str, Split] = field(default_factory=dict)  # pattern of a linear layer -> how tensor parallelism cuts it
+    seams: tuple[str, ...] = ()  # patterns of weightless modules that parallelism may replace
+    experts: str | None = None  # pattern of its mixtures of experts
+
+
+@dataclass(frozen=True)
 class Facts:
     """What one built model states about itself."""
 
@@ -41,6 +52,30 @@ class Facts:
     max_positions: int  # positions the language model was made for
     experts: str | None = None  # pattern of its mixtures of experts
     unused: tuple[str, ...] = ()  # modules that no output depends on: kept so that exports are whole, never trained
+
+
+def facts_of(
+    parts: Mapping[Part, PartFacts], image: ImageRule | None, vocab_size: int, max_positions: int, unused: tuple[str, ...] = ()
+) -> Facts:
+    """The facts of a model whose parts are the submodules of their own names."""
+    return Facts(
+        parts={part: part for part in parts},
+        blocks={part: f"{part}.{x.blocks}" for part, x in parts.items() if x.blocks is not None},
+        linears={part: {name: f"{part}.{pattern}" for name, pattern in x.linears.items()} for part, x in parts.items()},
+        splits={f"{part}.{pattern}": split for part, x in parts.items() for pattern, split in x.splits.items()},
+        seams=tuple(f"{part}.{seam}" for part, x in parts.items() for seam in x.seams),
+        image=image,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        experts=next((f"{part}.{x.experts}" for part, x in parts.items() if x.experts is not None), None),
+        unused=unused,
+    )
+
+
+def splits_of(linears: Mapping[str, str]) -> dict[str, Split]:
+    """How tensor parallelism cuts these layers: those that return to the residual stream (o, down) along their inputs, the others along
+    their outputs."""
+    return {pattern: "split_in" if pattern.endswith((".o", ".down")) else "split_out" for pattern in linears.values()}
 
 
 def matches(pattern: str, name: str) -> bool:

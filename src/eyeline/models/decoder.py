@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import Split
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rotate
@@ -308,8 +307,3 @@ BLOCKS = "blocks.*"
 ATTENTION = {name: f"blocks.*.attn.{name}" for name in ("q", "k", "v", "o")}
 FEED_FORWARD = {name: f"blocks.*.mlp.{name}" for name in ("gate", "up", "down")}
 ATTEND = "blocks.*.attn.attend"
-
-
-def splits_of(linears: dict[str, str]) -> dict[str, Split]:
-    """How tensor parallelism cuts layers of these short names: o and down along their inputs, the others along their outputs."""
-    return {pattern: "split_in" if name in ("o", "down") else "split_out" for name, pattern in linears.items()}

@@ -1,17 +1,25 @@
-"""The language models that a family may have: a module each, with one interface.
+"""The language models that a family may have: a module each, of the interface `Language`."""
 
-A module has `Config`, `Model(c, compute_dtype) -> Decoder`, and what it states about itself, relative to the decoder: `blocks`, `linears`,
-`splits`, `seams`, `experts` (functions of the config).
-"""
+from typing import Annotated, Any, Protocol
 
-from types import ModuleType
-from typing import Annotated, Any
-
+import torch
 from pydantic import Discriminator, Tag
 
+from eyeline.core.facts import PartFacts
 from eyeline.models import llama, qwen2, qwen3, qwen3_5
+from eyeline.models.decoder import Decoder
 
-LANGUAGES: dict[str, ModuleType] = {"qwen2": qwen2, "qwen3": qwen3, "qwen3_5": qwen3_5, "llama": llama}
+
+class Language(Protocol):
+    """What a module of a language model has; `c` is its own Config."""
+
+    def Model(self, c: Any, compute_dtype: torch.dtype = torch.float32, /) -> Decoder: ...
+    def facts(self, c: Any, /) -> PartFacts:
+        """What it states about itself, relative to the decoder."""
+        ...
+
+
+LANGUAGES: dict[str, Language] = {"qwen2": qwen2, "qwen3": qwen3, "qwen3_5": qwen3_5, "llama": llama}
 
 
 def _family(value: Any) -> Any:

@@ -44,6 +44,20 @@ class MLP(nn.Module):
         return self.down.count(tally, gate or up, "token")
 
 
+class GeluMLP(nn.Module):
+    """The feed-forward layer of the vision towers: linear, GELU (tanh form), linear, with biases."""
+
+    def __init__(self, width: int, feed_forward: int):
+        super().__init__()
+        self.up, self.down = Linear(width, feed_forward), Linear(feed_forward, width)
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_PD), approximate="tanh"))
+
+    def count(self, tally: Tally, reached: bool) -> bool:
+        return self.down.count(tally, self.up.count(tally, reached, "patch"), "patch")
+
+
 class RMSNorm(nn.Module):
     """`x / rms(x) · w`, in float32; the result has x's dtype."""
 

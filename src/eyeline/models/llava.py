@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import Facts, Part, Split
+from eyeline.core.facts import Facts, Part, PartFacts, facts_of
 from eyeline.core.settings import Positive, Settings
 from eyeline.models import qwen3, siglip2
 from eyeline.models.decoder import Cache
@@ -158,25 +158,12 @@ class Model(nn.Module):
 
 
 def facts(c: Config) -> Facts:
-    """What the model of this config states about itself: the tower's and the language model's own facts, prefixed."""
-    language = LANGUAGES[c.language.family]
-    linears: dict[Part, dict[str, str]] = {
-        "vision": {name: f"vision.{x}" for name, x in siglip2.LINEARS.items()},
-        "language": {name: f"language.{x}" for name, x in language.linears(c.language).items()},
-        "projector": {name: f"projector.{name}" for name in (("up", "down") if c.projector.kind == "mlp" else ("out",))},
-    }
-    splits: dict[str, Split] = {f"vision.{x}": split for x, split in siglip2.SPLITS.items()}
-    splits |= {f"language.{x}": split for x, split in language.splits(c.language).items()}
-    return Facts(
-        parts={"vision": "vision", "projector": "projector", "language": "language"},
-        blocks={"vision": f"vision.{siglip2.BLOCKS}", "language": f"language.{language.blocks(c.language)}"},
-        linears=linears,
-        splits=splits,
-        seams=(*(f"vision.{x}" for x in siglip2.SEAMS), *(f"language.{x}" for x in language.seams(c.language))),
-        image=c.vision.rule(c.projector.shuffle),
-        vocab_size=c.language.vocab_size,
-        max_positions=c.language.max_positions,
-        experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
+    projector = PartFacts({name: name for name in (("up", "down") if c.projector.kind == "mlp" else ("out",))})
+    return facts_of(
+        {"vision": siglip2.FACTS, "projector": projector, "language": LANGUAGES[c.language.family].facts(c.language)},
+        c.vision.rule(c.projector.shuffle),
+        c.language.vocab_size,
+        c.language.max_positions,
         unused=(
             *(f"vision.blocks.{i}" for i in range(c.depth, c.vision.layers)),
             *(() if c.feature_norm else ("vision.norm",)),

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from pydantic import model_validator
 
-from eyeline.core.facts import Split
+from eyeline.core.facts import PartFacts, splits_of
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import decoder
@@ -55,21 +55,6 @@ def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> decoder.Deco
     return decoder.Decoder(c.vocab_size, c.hidden_size, c.tie_embeddings, blocks, RMSNorm(c.hidden_size, c.eps), tables, compute_dtype)
 
 
-def blocks(_c: Config) -> str:
-    return decoder.BLOCKS
-
-
-def linears(_c: Config) -> dict[str, str]:
-    return decoder.ATTENTION | decoder.FEED_FORWARD
-
-
-def splits(c: Config) -> dict[str, Split]:
-    return decoder.splits_of(linears(c))
-
-
-def seams(_c: Config) -> tuple[str, ...]:
-    return (decoder.ATTEND,)
-
-
-def experts(_c: Config) -> str | None:
-    return None
+def facts(_c: Config) -> PartFacts:
+    linears = decoder.ATTENTION | decoder.FEED_FORWARD
+    return PartFacts(linears, decoder.BLOCKS, splits_of(linears), (decoder.ATTEND,))

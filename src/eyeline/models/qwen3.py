@@ -12,7 +12,7 @@ import torch
 from pydantic import model_validator
 from torch import nn
 
-from eyeline.core.facts import Split
+from eyeline.core.facts import PartFacts, splits_of
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import decoder
@@ -74,21 +74,7 @@ def _blocks(c: Config) -> Iterator[nn.Module]:
             yield decoder.Block(c.hidden_size, c.eps, attn, MLP(c.hidden_size, c.intermediate_size))
 
 
-def blocks(_c: Config) -> str:
-    return decoder.BLOCKS
-
-
-def linears(c: Config) -> dict[str, str]:
-    return decoder.ATTENTION | ({} if all(c.sparse) else decoder.FEED_FORWARD)
-
-
-def splits(c: Config) -> dict[str, Split]:
-    return decoder.splits_of(linears(c))
-
-
-def seams(c: Config) -> tuple[str, ...]:
-    return (decoder.ATTEND, *((DISPATCH,) if c.experts else ()))
-
-
-def experts(c: Config) -> str | None:
-    return EXPERTS if c.experts else None
+def facts(c: Config) -> PartFacts:
+    linears = decoder.ATTENTION | ({} if all(c.sparse) else decoder.FEED_FORWARD)
+    seams, experts = ((decoder.ATTEND, DISPATCH), EXPERTS) if c.experts else ((decoder.ATTEND,), None)
+    return PartFacts(linears, decoder.BLOCKS, splits_of(linears), seams, experts)

@@ -19,7 +19,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eyeline.core.facts import Split
+from eyeline.core.facts import PartFacts, splits_of
 from eyeline.core.settings import Positive, PositiveFloat, Settings, Share
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.causal_conv import cached_causal_conv, causal_conv
@@ -284,32 +284,18 @@ def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> decoder.Deco
     )
 
 
-def blocks(_c: Config) -> str:
-    return decoder.BLOCKS
-
-
-def linears(c: Config) -> dict[str, str]:
+def facts(c: Config) -> PartFacts:
     attention = decoder.ATTENTION | {"attn_gate": "blocks.*.attn.gate"}
     delta = {f"delta_{x}": f"blocks.*.delta.{x}" for x in ("q", "k", "v", "z", "a", "b", "o")}
     shared = {f"shared_{x}": f"blocks.*.mlp.shared.{x}" for x in ("gate", "up", "down")}
-    return {
+    linears = {
         **(attention if "full_attention" in c.resolved_layer_types else {}),
         **(delta if "linear_attention" in c.resolved_layer_types else {}),
         **(decoder.FEED_FORWARD if c.experts is None else shared),
     }
-
-
-def splits(c: Config) -> dict[str, Split]:
-    return {pattern: "split_in" if pattern.endswith((".o", ".down")) else "split_out" for pattern in linears(c).values()}
-
-
-def seams(c: Config) -> tuple[str, ...]:
-    return (
+    seams = (
         *((decoder.ATTEND,) if "full_attention" in c.resolved_layer_types else ()),
         *(("blocks.*.delta.scan",) if "linear_attention" in c.resolved_layer_types else ()),
         *((DISPATCH,) if c.experts else ()),
     )
-
-
-def experts(c: Config) -> str | None:
-    return EXPERTS if c.experts else None
+    return PartFacts(linears, decoder.BLOCKS, splits_of(linears), seams, EXPERTS if c.experts else None)

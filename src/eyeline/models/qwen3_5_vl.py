@@ -32,4 +32,4 @@ def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> qwen_vl.Mode
 
 
 def facts(c: Config) -> Facts:
-    return qwen_vl.facts(c, qwen3_5)
+    return qwen_vl.facts(c, qwen3_5.facts(c.language))

@@ -37,4 +37,4 @@ def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> qwen_vl.Mode
 
 
 def facts(c: Config) -> Facts:
-    return qwen_vl.facts(c, qwen3)
+    return qwen_vl.facts(c, qwen3.facts(c.language))

@@ -18,12 +18,12 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eyeline.core.facts import Split
+from eyeline.core.facts import PartFacts, splits_of
 from eyeline.core.image_rule import Area, Film, ImageRule
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
+from eyeline.models.layers import Attend, GeluMLP, LayerNorm, Linear, normal_, run_block
 from eyeline.models.siglip2 import HALF, normalised, sine_positions
 
 EPS = 1e-6  # of every norm, in the tower and in the mergers: the reference has no setting for it
@@ -104,23 +104,11 @@ class Attention(nn.Module):
         return self.o.count(tally, mixed, "patch")
 
 
-class MLP(nn.Module):
-    def __init__(self, c: Config):
-        super().__init__()
-        self.up, self.down = Linear(c.hidden_size, c.intermediate_size), Linear(c.intermediate_size, c.hidden_size)
-
-    def forward(self, x_PD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_PD), approximate="tanh"))
-
-    def count(self, tally: Tally, reached: bool) -> bool:
-        return self.down.count(tally, self.up.count(tally, reached, "patch"), "patch")
-
-
 class Block(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         self.norm1, self.norm2 = LayerNorm(c.hidden_size, EPS), LayerNorm(c.hidden_size, EPS)
-        self.attn, self.mlp = Attention(c), MLP(c)
+        self.attn, self.mlp = Attention(c), GeluMLP(c.hidden_size, c.intermediate_size)
 
     def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
         x_PD = x_PD + self.attn(self.norm1(x_PD), cos_PK, sin_PK, cu_N1, longest)
@@ -259,16 +247,13 @@ class Projector(nn.Module):
                 normal_(parameter, parameter.shape[1] ** -0.5, rng)
 
 
-BLOCKS = "blocks.*"
 LINEARS = {
     **{name: f"blocks.*.attn.{name}" for name in ("q", "k", "v", "o")},
     **{name: f"blocks.*.mlp.{name}" for name in ("up", "down")},
 }
-SPLITS: dict[str, Split] = {LINEARS[name]: "split_out" for name in ("q", "k", "v", "up")}
-SPLITS |= {LINEARS[name]: "split_in" for name in ("o", "down")}
-SEAMS = ("blocks.*.attn.attend",)
+FACTS = PartFacts(LINEARS, "blocks.*", splits_of(LINEARS), ("blocks.*.attn.attend",))
 
 
-def projector_linears(c: Config) -> dict[str, str]:
+def projector_facts(c: Config) -> PartFacts:
     deep = {"deep_up": "deep.*.up", "deep_down": "deep.*.down"} if c.deepstack_layers else {}
-    return {"up": "main.up", "down": "main.down", **deep}
+    return PartFacts({"up": "main.up", "down": "main.down", **deep})

@@ -7,14 +7,13 @@ Dims: T tokens  D width  P patches  M visual tokens  E experts  F feed-forward o
 """
 
 from collections.abc import Collection
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import Facts, Part, Split
+from eyeline.core.facts import Facts, Part, PartFacts, facts_of
 from eyeline.models import qwen_vision
 from eyeline.models.decoder import Cache, Decoder
 from eyeline.models.flops import Tally
@@ -78,23 +77,11 @@ class Config(Protocol):
     def language(self) -> Any: ...
 
 
-def facts(c: Config, language: ModuleType) -> Facts:
-    """What the model of this config states about itself; `language` is the decoder's module."""
-    linears: dict[Part, dict[str, str]] = {
-        "vision": {name: f"vision.{x}" for name, x in qwen_vision.LINEARS.items()},
-        "projector": {name: f"projector.{x}" for name, x in qwen_vision.projector_linears(c.vision).items()},
-        "language": {name: f"language.{x}" for name, x in language.linears(c.language).items()},
-    }
-    splits: dict[str, Split] = {f"vision.{x}": split for x, split in qwen_vision.SPLITS.items()}
-    splits |= {f"language.{x}": split for x, split in language.splits(c.language).items()}
-    return Facts(
-        parts={"vision": "vision", "projector": "projector", "language": "language"},
-        blocks={"vision": f"vision.{qwen_vision.BLOCKS}", "language": f"language.{language.blocks(c.language)}"},
-        linears=linears,
-        splits=splits,
-        seams=(*(f"vision.{x}" for x in qwen_vision.SEAMS), *(f"language.{x}" for x in language.seams(c.language))),
-        image=c.vision.rule(),
-        vocab_size=c.language.vocab_size,
-        max_positions=c.language.max_positions,
-        experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
+def facts(c: Config, language: PartFacts) -> Facts:
+    """What the model of this config states about itself; `language` is what its decoder does."""
+    return facts_of(
+        {"vision": qwen_vision.FACTS, "projector": qwen_vision.projector_facts(c.vision), "language": language},
+        c.vision.rule(),
+        c.language.vocab_size,
+        c.language.max_positions,
     )

@@ -15,13 +15,12 @@ import math
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from eyeline.core.facts import Split
+from eyeline.core.facts import PartFacts, splits_of
 from eyeline.core.image_rule import ImageRule, Patches, Resample, Square, Tiles
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import Attend, LayerNorm, Linear, normal_, run_block
+from eyeline.models.layers import Attend, GeluMLP, LayerNorm, Linear, normal_, run_block
 
 HALF = (0.5, 0.5, 0.5)
 MOST_TILES = 5
@@ -86,23 +85,11 @@ class Attention(nn.Module):
         return self.o.count(tally, mixed, "patch")
 
 
-class MLP(nn.Module):
-    def __init__(self, c: Config):
-        super().__init__()
-        self.up, self.down = Linear(c.hidden_size, c.intermediate_size), Linear(c.intermediate_size, c.hidden_size)
-
-    def forward(self, x_PD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_PD), approximate="tanh"))
-
-    def count(self, tally: Tally, reached: bool) -> bool:
-        return self.down.count(tally, self.up.count(tally, reached, "patch"), "patch")
-
-
 class Block(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         self.norm1, self.norm2 = LayerNorm(c.hidden_size, c.eps), LayerNorm(c.hidden_size, c.eps)
-        self.attn, self.mlp = Attention(c), MLP(c)
+        self.attn, self.mlp = Attention(c), GeluMLP(c.hidden_size, c.intermediate_size)
 
     def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
         x_PD = x_PD + self.attn(self.norm1(x_PD), cu_N1, longest)
@@ -199,11 +186,8 @@ def sine_positions(side: int, width: int) -> Tensor:
     return torch.cat(waves, 1)[:, :width]
 
 
-BLOCKS = "blocks.*"
 LINEARS = {
     **{name: f"blocks.*.attn.{name}" for name in ("q", "k", "v", "o")},
     **{name: f"blocks.*.mlp.{name}" for name in ("up", "down")},
 }
-SPLITS: dict[str, Split] = {LINEARS[name]: "split_out" for name in ("q", "k", "v", "up")}
-SPLITS |= {LINEARS[name]: "split_in" for name in ("o", "down")}
-SEAMS = ("blocks.*.attn.attend",)
+FACTS = PartFacts(LINEARS, "blocks.*", splits_of(LINEARS), ("blocks.*.attn.attend",))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import Facts, Part
+from eyeline.core.facts import Facts, Part, facts_of
 from eyeline.core.settings import Settings
 from eyeline.models.decoder import Cache
 from eyeline.models.flops import Tally
@@ -47,15 +47,5 @@ class Model(nn.Module):
 
 
 def facts(c: Config) -> Facts:
-    language = LANGUAGES[c.language.family]
-    return Facts(
-        parts={"language": "language"},
-        blocks={"language": f"language.{language.blocks(c.language)}"},
-        linears={"language": {name: f"language.{x}" for name, x in language.linears(c.language).items()}},
-        splits={f"language.{x}": split for x, split in language.splits(c.language).items()},
-        seams=tuple(f"language.{x}" for x in language.seams(c.language)),
-        image=None,
-        vocab_size=c.language.vocab_size,
-        max_positions=c.language.max_positions,
-        experts=None if (experts := language.experts(c.language)) is None else f"language.{experts}",
-    )
+    language = LANGUAGES[c.language.family].facts(c.language)
+    return facts_of({"language": language}, None, c.language.vocab_size, c.language.max_positions)

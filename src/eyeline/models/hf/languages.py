@@ -1,17 +1,31 @@
-"""The language models in Hugging Face's form: a module for each of `models/languages.py`, with one interface.
+"""The language models in Hugging Face's form: a module for each of `models/languages.py`, of the interface `LanguageMapping`."""
 
-A module has `MODEL_TYPES` (of config.json), `keys(c)` (our tensors and their names in a folder of the `...ForCausalLM` class), `DROPPED`
-(patterns of what such a folder may hold beyond them), `from_hf(config_json, where)` and `to_hf(c)`.
-"""
-
-from types import ModuleType
+from typing import Any, Protocol
 
 from eyeline.core.errors import Refused
+from eyeline.core.key_rules import KeyRule
 from eyeline.models.hf import llama, qwen2, qwen3, qwen3_5
 from eyeline.models.hf.config_json import Json
 from eyeline.models.languages import LanguageConfig
 
-LANGUAGES: dict[str, ModuleType] = {"qwen2": qwen2, "qwen3": qwen3, "qwen3_5": qwen3_5, "llama": llama}
+
+class LanguageMapping(Protocol):
+    """What a language model's module here has; `c` is the model's own Config."""
+
+    @property
+    def MODEL_TYPES(self) -> tuple[str, ...]: ...  # in config.json
+    @property
+    def DROPPED(self) -> tuple[str, ...]: ...  # patterns of what a folder may hold beyond our tensors
+
+    def keys(self, c: Any, /) -> tuple[KeyRule, ...]:
+        """Our tensors, and their names in a folder of the `...ForCausalLM` class."""
+        ...
+
+    def from_hf(self, config_json: Json, where: str = "config.json", /) -> Any: ...
+    def to_hf(self, c: Any, /) -> Json: ...
+
+
+LANGUAGES: dict[str, LanguageMapping] = {"qwen2": qwen2, "qwen3": qwen3, "qwen3_5": qwen3_5, "llama": llama}
 
 
 def language_from_hf(config_json: Json, where: str = "config.json") -> LanguageConfig:

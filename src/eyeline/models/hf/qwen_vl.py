@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from eyeline.core.key_rules import KeyRule, prefixed
 from eyeline.models.hf import qwen_vision
 from eyeline.models.hf.config_json import Json, expect, integer, refuse_quantised, section
 from eyeline.models.hf.forms import Files, MediaTokens, within
+from eyeline.models.hf.languages import LanguageMapping
 from eyeline.models.qwen_vl import Config
 
 
@@ -77,7 +77,7 @@ def from_hf(
     preprocessor_json: Json | None,
     video_json: Json | None,
     kinds: Collection[str],
-    language: ModuleType,
+    language: LanguageMapping,
     deep: tuple[int, ...],
 ) -> dict[str, Any]:
     """The parts of a Config, from a folder's config.json, preprocessor_config.json and video_preprocessor_config.json. `kinds` are the
