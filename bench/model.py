@@ -174,7 +174,7 @@ def one_by_one(model: Model, documents: Sequence[Document]) -> Side:
         losses = []
         for d in documents:
             batch = batch_of([d], None)
-            loss = model(batch) / batch.counts.supervised
+            loss = model(batch).out / batch.counts.supervised
             loss.backward()
             losses.append(float(loss.detach()))
         return losses
@@ -192,7 +192,7 @@ def in_packs(model: Model, documents: Sequence[Document], budget: Budget) -> Sid
         bins: list = []
         total = 0.0
         for pack in [*packed(items, bins, budget), *(bin.items for bin in bins)]:
-            loss = model(batch_of(pack, None)) / labels
+            loss = model(batch_of(pack, None)).out / labels
             loss.backward()
             total += float(loss.detach())
         return [total]

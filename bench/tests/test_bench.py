@@ -108,7 +108,7 @@ def test_both_sides_compute_the_same_loss_and_gradients(tmp_path: Path) -> None:
     docs = documents(SMALL, bundle.encoder().image_token, [9, 30, 17])
     twin = peer.load(tmp_path / "model")
     batch = batch_of(docs, None)
-    loss = model(batch) / batch.counts.supervised
+    loss = model(batch).out / batch.counts.supervised
     theirs = twin(**peer.collate([peer.example(d, SMALL) for d in docs])).loss
     assert abs(loss.item() - theirs.item()) < 1e-5
     loss.backward()

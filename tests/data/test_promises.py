@@ -340,7 +340,7 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
 
     def run(some: list[Any]) -> parity.Run:
         model.zero_grad()
-        losses = torch.stack([model(batch) for batch in some])
+        losses = torch.stack([model(batch).out for batch in some])
         losses.sum().backward()
         return losses.sum().detach(), parity.gradients(model)
 

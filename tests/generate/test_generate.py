@@ -66,7 +66,7 @@ def test_the_cache_changes_nothing(twins: tuple[Any, llava.Model, Facts]) -> Non
     for step in range(6):
         grown = [extended(document, answer.tokens[:step]) for document, answer in zip(prompts(), answers, strict=True)]
         with torch.no_grad():
-            logits_LV = model(batch_of(grown, None, next_tokens=True))
+            logits_LV = model(batch_of(grown, None, next_tokens=True)).out
         assert logits_LV.argmax(-1).tolist() == [answer.tokens[step] for answer in answers]
 
 

@@ -145,7 +145,7 @@ def run(model: nn.Module, documents: Sequence[Document], budget: Budget | None =
 
 def run_batch(model: nn.Module, batch: Batch) -> Run:
     model.zero_grad()
-    loss = model(batch)
+    loss = model(batch).out
     loss.backward()
     return loss.detach(), gradients(model)
 
@@ -153,7 +153,7 @@ def run_batch(model: nn.Module, batch: Batch) -> Run:
 def one_by_one(model: nn.Module, documents: Sequence[Document]) -> Run:
     """The same, each document a batch of its own; gradients add up. The text-only ones never run the tower."""
     model.zero_grad()
-    losses = [model(batch_of([d], None)) for d in documents]
+    losses = [model(batch_of([d], None)).out for d in documents]
     torch.stack(losses).sum().backward()
     return torch.stack(losses).sum().detach(), gradients(model)
 

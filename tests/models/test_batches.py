@@ -134,10 +134,10 @@ def test_recomputing_above_a_frozen_input_keeps_gradients(case: Case):
     weight = next(p for n, p in model.named_parameters() if n.startswith("language.blocks.0.") and p.ndim == 2)
     weight.requires_grad_()
     batch = batch_of(case.documents, None)
-    (want,) = torch.autograd.grad(model(batch), weight)
+    (want,) = torch.autograd.grad(model(batch).out, weight)
     assert want.any()
     model.recompute(["language"])
-    (got,) = torch.autograd.grad(model(batch), weight)
+    (got,) = torch.autograd.grad(model(batch).out, weight)
     assert torch.equal(got, want)
 
 
@@ -147,7 +147,7 @@ def test_logits_give_the_loss(case: Case):
     batch = batch_of(case.documents, None)
     logits_LV = parity.logits_of(model, batch)
     assert logits_LV.shape == (len(batch.rows_L), case.facts.vocab_size)
-    close(nn.functional.cross_entropy(logits_LV, batch.labels_L, reduction="sum"), model(batch), "loss")
+    close(nn.functional.cross_entropy(logits_LV, batch.labels_L, reduction="sum"), model(batch).out, "loss")
 
 
 @each_case
@@ -181,7 +181,7 @@ def test_bfloat16_over_float32_masters_stays_near(case: Case):
     assert set(stream) == {torch.bfloat16}, "a float32 weight or table has raised the stream's precision"
 
     half(batch).backward()
-    model(batch).backward()
+    model(batch).out.backward()
     assert all(p.grad.dtype == torch.float32 for p in half.parameters() if p.grad is not None)
     got, want = (torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (half, model))
     assert torch.nn.functional.cosine_similarity(got, want, dim=0) > 0.98

@@ -74,7 +74,7 @@ def test_initial_loss_is_that_of_guessing(case):
     model = parity.built(case)
     model.initialise(torch_rng_for(0, "weights"))
     batch = parity.batch_of(case.documents, None)
-    assert model(batch).item() / len(batch.labels_L) == pytest.approx(math.log(case.facts.vocab_size), rel=0.02)
+    assert model(batch).out.item() / len(batch.labels_L) == pytest.approx(math.log(case.facts.vocab_size), rel=0.02)
 
 
 @each_case
@@ -102,7 +102,7 @@ def test_every_tensor_learns_within_three_steps(case):
     batch = parity.batch_of(case.documents, None)
     for _ in range(3):
         optimizer.zero_grad()
-        model(batch).backward()
+        model(batch).out.backward()
         optimizer.step()
     assert [n for n, p in before.items() if torch.equal(p, model.get_parameter(n))] == []
 

@@ -25,9 +25,9 @@ def test_steps_with_a_cache_equal_the_whole_text_again():
     with torch.no_grad():
         cache = model.new_cache(3, 32)
         rows = [0, 1, 2]
-        got = model(batch_of(prompts, None, next_tokens=True), cache)
+        got = model(batch_of(prompts, None, next_tokens=True), cache).out
         for steps in range(4):
-            want = model(batch_of([longer(row, steps) for row in rows], None, next_tokens=True))
+            want = model(batch_of([longer(row, steps) for row in rows], None, next_tokens=True)).out
             parity.close(got, want, f"logits after {steps} tokens")
             if steps == 3:
                 break
@@ -38,4 +38,4 @@ def test_steps_with_a_cache_equal_the_whole_text_again():
             token = [Document("", forced[row, steps : steps + 1], np.array([-100], np.int32), np.empty(0, np.int32), ()) for row in rows]
             batch = batch_of(token, None, next_tokens=True)
             batch.positions_T3.copy_(torch.tensor(cache[0].lengths)[:, None].expand(-1, 3))
-            got = model(batch, cache)
+            got = model(batch, cache).out

@@ -114,7 +114,7 @@ def visible(model: nn.Module, attend: type[PairByPair] = PairByPair) -> nn.Modul
 def seen(model: nn.Module, documents: list[Document]) -> int:
     """What the counter sees of forward and backward."""
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
-        loss = model(batch_of(documents, None))
+        loss = model(batch_of(documents, None)).out
         if loss.requires_grad:
             loss.backward()
     return counter.get_total_flops()

@@ -63,7 +63,7 @@ def test_frozen_is_bit_equal_after_a_step_and_all_that_trains_has_moved(case: Ca
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
     model.recompute(list(facts.blocks))
-    model(batch_of(case.documents, None)).backward()
+    model(batch_of(case.documents, None)).out.backward()
     assert {n for n, p in model.named_parameters() if p.grad is not None} == trains
     optimizer.step()
     assert {n for n, p in model.named_parameters() if not torch.equal(p, before[n])} == trains

@@ -124,7 +124,7 @@ def test_only_adapters_get_gradients():
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith(("lora_A", "lora_B")))
     model.vision.recompute = model.language.recompute = True
-    model(batch()).backward()
+    model(batch()).out.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert {n.split(".")[0] for n in gradients} == {"vision"}
     assert len(gradients) == 2 * 2 * C.vision.layers
@@ -181,7 +181,7 @@ def test_recomputing_draws_the_same_dropout():
         model = wrapped(LoRA(rank=2, alpha=2, dropout=0.5, targets=("q_proj", "v_proj"))).train()
         model.language.recompute = recompute
         torch.manual_seed(0)
-        model(batch()).backward()
+        model(batch()).out.backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert all(torch.equal(gradients[0][n], gradients[1][n]) for n in gradients[0])
 

@@ -8,9 +8,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.data.fetch.batches import batch_of
-from eyeline.models.decoder import balance, decoders, take_load
 from eyeline.models.layers import MLP
-from eyeline.models.moe import Aux, Bias, Experts, Forced, MoE, biases_of, move_biases, routers
+from eyeline.models.moe import Aux, Bias, Experts, Forced, MoE, balance_loss, biases_of, move_biases, routers, set_balance
 from tests.models import parity
 from tests.models.cases.text import CASES
 from tests.models.parity import Case, close
@@ -40,39 +39,33 @@ def test_balance_loss_is_transformers(case: Case, recompute: tuple[str, ...]):
     model, batch = parity.randomised(case), padded(case)
     experts = case.config.language.experts
     model.recompute(recompute)
-    plain, gradients = parity.run_batch(model, batch)
-    take_load(model)
-    balance(model, Aux(coef=0.3))
-    loss, balanced = parity.run_batch(model, batch)
-    load = take_load(model)
+    load = model(batch).load
     assert load is not None
-    assert load.added is not None
-    close(load.added, loss - plain, "what was added", tolerance=1e-4)
+    auxiliary = balance_loss(load)
+    (0.3 * batch.counts.supervised * auxiliary).backward()
+    ours = twins.gradients(model)
 
     model.zero_grad()
     model.recompute(())
     logits = tuple(logits_of_routers(model, batch))
     mask = (torch.arange(batch.counts.slots) < batch.counts.real)[None]
     want = load_balancing_loss_func(logits, experts.num_experts, experts.experts_per_token, mask)
-    close(load.added / 0.3 / batch.counts.supervised, want.detach(), "balance loss")
+    close(auxiliary.detach(), want.detach(), "balance loss")
     (0.3 * batch.counts.supervised * want).backward()
     theirs = parity.gradients(model)
     assert len(theirs) > 5
-    parity.all_close({n: balanced[n] - gradients[n] for n in theirs}, theirs, tolerance=2e-4)
+    parity.all_close({n: ours[n] for n in theirs}, theirs, tolerance=2e-4)
 
 
 def test_an_even_choice_has_a_balance_loss_of_the_experts_a_token_uses():
     model = parity.randomised(SPARSE)
-    balance(model, Aux())
     with torch.no_grad():
         for router in routers(model):
             router.weight.zero_()  # all as likely: the mean of each is 1/E, whatever is chosen
     batch = batch_of(SPARSE.documents, None)
-    model(batch)
-    load = take_load(model)
+    load = model(batch).load
     assert load is not None
-    assert load.added is not None
-    close(load.added / 0.001 / batch.counts.supervised, torch.tensor(2.0), "loss")
+    close(balance_loss(load), torch.tensor(2.0), "loss")
 
 
 @EVERY_SPARSE
@@ -83,32 +76,23 @@ def test_load_counts_real_tokens_of_each_layer(case: Case):
     for logits_TE in logits_of_routers(model, batch):
         chosen = logits_TE[: batch.counts.real].topk(active).indices
         want.append(chosen.flatten().bincount(minlength=logits_TE.shape[1]))
-    take_load(model)
-    model(batch)
-    model(batch)
-    load = take_load(model)
+    load = model(batch).load
     assert load is not None
-    assert torch.equal(load.tokens_NE, 2 * torch.stack(want))
-    assert take_load(model) is None, "taken"
-    model.eval()
-    model(batch)
-    assert take_load(model) is None, "only training counts"
+    assert torch.equal(load.tokens_NE, torch.stack(want))
 
 
 def test_a_dense_model_has_no_load():
     model = parity.randomised(CASES[0])
-    model(batch_of(CASES[0].documents, None))
-    assert take_load(model) is None
+    assert model(batch_of(CASES[0].documents, None)).load is None
 
 
 def test_biases_bring_loads_to_the_mean():
     """The router's own probabilities stay as they are; the busiest expert's share falls towards the mean."""
     model, batch = parity.randomised(SPARSE), batch_of(SPARSE.documents, None)
-    balance(model, Bias(rate=0.01))
+    set_balance(model, Bias(rate=0.01))
     history = []
     for _ in range(60):
-        model(batch)
-        load = take_load(model)
+        load = model(batch).load
         assert load is not None
         history.append(float((load.tokens_NE.amax(1) / load.tokens_NE.float().mean(1)).max()))
         before = {n: x.clone() for n, x in biases_of(model).items()}
@@ -122,27 +106,27 @@ def test_biases_bring_loads_to_the_mean():
 
 def test_a_bias_changes_the_choice_for_all_that_follows_and_a_loss_takes_its_place():
     model, batch = parity.randomised(SPARSE), batch_of(SPARSE.documents, None)
-    plain = model(batch)
-    balance(model, Bias())
-    assert torch.equal(model(batch), plain), "biases start at zero"
+    plain = model(batch).out
+    set_balance(model, Bias())
+    assert torch.equal(model(batch).out, plain), "biases start at zero"
     with torch.no_grad():
         for bias in biases_of(model).values():
             bias[0] = 10
-    biased = model(batch)
+    biased = model(batch).out
     assert not torch.equal(biased, plain)
-    balance(model, None)
-    assert torch.equal(model(batch), biased), "a stage without balance keeps them"
-    balance(model, Aux(coef=1e-30))
+    set_balance(model, None)
+    assert torch.equal(model(batch).out, biased), "a stage without balance keeps them"
+    set_balance(model, Aux(coef=1e-30))
     assert not biases_of(model)
-    close(model(batch), plain, "without them")
+    close(model(batch).out, plain, "without them")
 
 
 def test_forced_balance_is_even():
     model = parity.randomised(SPARSE)
-    balance(model, Forced())
+    set_balance(model, Forced())
     batch = batch_of(SPARSE.documents, Budget(75, 0))
-    model(batch).backward()
-    load = take_load(model)
+    loss, load = model(batch)
+    loss.backward()
     assert load is not None
     assert int(load.tokens_NE.max() - load.tokens_NE.min()) <= 1
     assert all(p.grad is not None for p in model.parameters()), "routers too: the weights are theirs"
@@ -172,7 +156,3 @@ def test_router_computes_in_float32():
     chosen_TA, weight_TA, _ = moe.router(torch.ones(1, 8, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bool))
     assert chosen_TA.tolist() == [[1]]
     assert weight_TA.dtype == torch.bfloat16
-
-
-def test_there_is_one_decoder_a_model():
-    assert all(len(decoders(parity.built(case))) == 1 for case in CASES)

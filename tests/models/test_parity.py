@@ -149,7 +149,7 @@ def test_language_model_alone(tied, tmp_path):
     load_into(dict(ours.named_parameters(remove_duplicate=False)), tmp_path, hf.qwen2.keys(c))
     batch = parity.batch_of(parity.texts(), None)
     x_TD = ours.embedded(batch.tokens_T)
-    got = ours(x_TD, batch)
+    got = ours(x_TD, batch).out
     losses = []
     for d in parity.texts():
         logits_TV = reference(**parity.token_inputs(d)).logits[0]

@@ -54,7 +54,7 @@ DOCUMENTS = [document(f"{i}: {n} tokens", n) for i, n in enumerate((9, 1, 2, 3, 
 
 
 def loss_of(model: Decoder, batch: Batch) -> Tensor:
-    return model(model.embedded(batch.tokens_T), batch)
+    return model(model.embedded(batch.tokens_T), batch).out
 
 
 def filled(c: qwen3_5.Config, folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -171,7 +171,7 @@ def test_generating_equals_the_reference(c, tmp_path):
         cache, rows = ours.new_cache(4, 80), [0, 1, 2, 3]
         batch = batch_of(prompts, None, next_tokens=True)
         for step in range(4):
-            got = ours(ours.embedded(batch.tokens_T), batch, cache)
+            got = ours(ours.embedded(batch.tokens_T), batch, cache).out
             close(got, torch.stack([logits[row][step] for row in rows]), f"logits of step {step}")
             going_on = [i for i, row in enumerate(rows) if steps[row] > step + 1][::-1]
             rows = [rows[i] for i in going_on]

@@ -12,8 +12,7 @@ from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_lines
 from eyeline.models import build, llava, qwen3
-from eyeline.models.decoder import balance, take_load
-from eyeline.models.moe import Aux, Balance, Experts, Forced, biases_of
+from eyeline.models.moe import Aux, Balance, Experts, Forced, balance_loss, biases_of, set_balance
 from eyeline.recipes.check import settings_problems
 from eyeline.study.report import write_report
 from eyeline.train.optim import AdamW, make_optimizers
@@ -33,9 +32,9 @@ MICRO = [[document(1, 12, 5), document(2, 30, 1, images=2)], [document(4, 20, 14
 
 def step(by: Balance | None) -> tuple[Report, llava.Model]:
     made = model(SPARSE)
-    balance(made, by)
+    set_balance(made, by)
     optimizers = make_optimizers(made, llava.facts(SPARSE), AdamW())
-    return update(made, optimizers, [batch(*m, tokens=60) for m in MICRO], max_grad_norm=None, seed=0, step=0), made
+    return update(made, optimizers, [batch(*m, tokens=60) for m in MICRO], max_grad_norm=None, seed=0, step=0, balance=by), made
 
 
 def test_the_reported_loss_is_without_what_balances() -> None:
@@ -49,14 +48,11 @@ def test_the_reported_loss_is_without_what_balances() -> None:
     assert plain.experts.balance_loss is None
 
     made = model(SPARSE)
-    balance(made, Aux(coef=1.0))
     loads, losses = [], []
-    for documents, labels in zip(MICRO, (6, 14), strict=True):
-        made(batch(*documents, tokens=60))
-        load = take_load(made)
+    for documents in MICRO:
+        load = made(batch(*documents, tokens=60)).load
         assert load is not None
-        assert load.added is not None
-        losses.append(float(load.added) / labels)
+        losses.append(float(balance_loss(load).detach()))
         loads.append(load.tokens_NE)
     assert balanced.experts.balance_loss == pytest.approx((6 * losses[0] + 14 * losses[1]) / 20, rel=1e-5)
     tokens = [row.tolist() for row in sum(loads[1:], loads[0])]
@@ -65,12 +61,25 @@ def test_the_reported_loss_is_without_what_balances() -> None:
     assert balanced.experts.unused == sum(n == 0 for row in tokens for n in row)
 
 
+def test_the_auxiliary_loss_moves_weights_by_its_gradient() -> None:
+    """By hand: each micro-batch's loss of balance counts as often as it has labels."""
+    stepped, by_hand, by = model(SPARSE), model(SPARSE), Aux(coef=0.5)
+    sgd = torch.optim.SGD(stepped.parameters(), lr=1.0)
+    update(stepped, [sgd], [batch(*m, tokens=60) for m in MICRO], max_grad_norm=None, seed=0, step=0, balance=by)
+    for documents, labels in zip(MICRO, (6, 14), strict=True):
+        loss, load = by_hand(batch(*documents, tokens=60))
+        assert load is not None
+        ((loss + 0.5 * labels * balance_loss(load)) / 20).backward()
+    for (name, got), want in zip(stepped.named_parameters(), by_hand.parameters(), strict=True):
+        moved = 0 if want.grad is None else want.grad
+        torch.testing.assert_close(got, want - moved, atol=1e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_validation_is_the_loss_of_labels_alone() -> None:
     made = model(SPARSE)
     want = validate(made, [batch(*m) for m in MICRO])
-    balance(made, Aux(coef=0.5))
+    set_balance(made, Aux(coef=0.5))
     assert validate(made, [batch(*m) for m in MICRO]) == want
-    assert take_load(made) is None
 
 
 def test_even_loads_are_reported_as_one() -> None:

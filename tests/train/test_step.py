@@ -10,6 +10,7 @@ from torch import nn
 from eyeline.core.batch import Batch, Document
 from eyeline.core.errors import OutOfMemory
 from eyeline.models import llava
+from eyeline.models.decoder import Output
 from eyeline.models.lora import LoRA, wrap
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
 from eyeline.train.step import update, validate
@@ -51,7 +52,7 @@ def test_the_update_does_not_depend_on_how_the_step_is_cut(cut) -> None:
 def test_loss_is_the_mean_over_labels_by_hand() -> None:
     made = model()
     with torch.no_grad():
-        sums = [float(made(batch(d))) for d in UNEVEN]
+        sums = [float(made(batch(d)).out) for d in UNEVEN]
     report = step(made, [batch(*UNEVEN)])
     assert report.loss == pytest.approx(sum(sums) / 20, rel=1e-6)
     assert report.counts.supervised == 20
@@ -111,9 +112,9 @@ def test_dropout_is_addressed_by_step_and_micro_batch() -> None:
             self.weight = nn.Parameter(torch.ones(()))
             self.drawn: list[float] = []
 
-        def forward(self, batch: Batch) -> torch.Tensor:
+        def forward(self, batch: Batch) -> Output:
             self.drawn.append(float(torch.rand(())))
-            return self.weight * batch.counts.supervised
+            return Output(self.weight * batch.counts.supervised, None)
 
     def draw(step: int) -> list[float]:
         noisy = Noisy()

@@ -96,7 +96,7 @@ def draw(
     device = next(model.parameters()).device
     limits = [min(sampling.max_new_tokens, facts.max_positions - length) for length in lengths]
     cache = model.new_cache(len(prompts), max(length + limit for length, limit in zip(lengths, limits, strict=True)))
-    logits_LV = model(batch_of(prompts, None, next_tokens=True).to(device), cache)
+    logits_LV = model(batch_of(prompts, None, next_tokens=True).to(device), cache).out
     # the position of each answer's first token: visual tokens may share positions
     after = [len(p.tokens_T) if p.positions_T3 is None else int(p.positions_T3.max()) + 1 for p in prompts]
     rows = list(range(len(prompts)))  # the prompts that still go on, in the order of the cache's rows
@@ -110,7 +110,7 @@ def draw(
             rows, tokens = [rows[i] for i in alive], [tokens[i] for i in alive]
             for layer in cache:
                 layer.keep(alive)
-        logits_LV = model(one_token_each(tokens, [after[row] + step for row in rows]).to(device), cache)
+        logits_LV = model(one_token_each(tokens, [after[row] + step for row in rows]).to(device), cache).out
 
 
 def one_token_each(tokens: Sequence[int], positions: Sequence[int]) -> Batch:

@@ -20,7 +20,7 @@ from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
 from eyeline.models.layers import MLP, Attend, Linear, RMSNorm, normal_, run_block
-from eyeline.models.moe import Aux, Balance, Bias, ExpertWeights, Forced, MoE, Routed, add_biases, balance_loss, routers
+from eyeline.models.moe import ExpertWeights, Load, MoE, Routed, load_of
 
 
 class Layout(NamedTuple):
@@ -155,6 +155,13 @@ class Head(nn.Module):
             tally.product("label", width, vocabulary, reached, self.weight.requires_grad)
 
 
+class Output(NamedTuple):
+    """What a model computes of a batch."""
+
+    out: Tensor  # the summed loss of the labelled rows; float32 logits_LV of `rows_L` where the batch has no labels
+    load: Load | None  # of a batch with labels, where the model has MoE layers
+
+
 class Decoder(nn.Module):
     """`tables` turns positions_T3 into cos_TR and sin_TR."""
 
@@ -171,9 +178,6 @@ class Decoder(nn.Module):
         super().__init__()
         self.tied, self.tables, self.compute_dtype = tied, tables, compute_dtype
         self.recompute = False
-        self.balance: Balance | None = None  # set by `balance`
-        self.load_NE: Tensor | None = None  # int64: tokens that each expert of each MoE layer got since `take_load`
-        self.balance_sum: Tensor | None = None  # what balancing added to the losses since then
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
@@ -191,7 +195,7 @@ class Decoder(nn.Module):
     def embedded(self, tokens_T: Tensor) -> Tensor:
         return self.embed(tokens_T).to(self.compute_dtype)
 
-    def forward(self, x_TD: Tensor, batch: Batch, cache: Sequence[Cache] | None = None, deep_MD: Sequence[Tensor] = ()) -> Tensor:
+    def forward(self, x_TD: Tensor, batch: Batch, cache: Sequence[Cache] | None = None, deep_MD: Sequence[Tensor] = ()) -> Output:
         """Embedded tokens (and spliced visual ones) -> summed loss, or logits_LV where there are no labels.
 
         `deep_MD[i]` is added to the visual tokens after block i (DeepStack).
@@ -210,17 +214,7 @@ class Decoder(nn.Module):
             if i < len(deep_MD):
                 x_TD = x_TD.index_add(0, batch.visual_M, deep_MD[i].to(x_TD.dtype))
         out = self.head(self.norm(x_TD), batch.rows_L, batch.labels_L)
-        return self._balanced(out, routed, batch.counts.supervised) if routed and self.training and batch.labels_L is not None else out
-
-    def _balanced(self, loss: Tensor, routed: list[Routed], labels: int) -> Tensor:
-        """The summed loss with that of balance, and note where tokens went."""
-        load_NE = torch.stack([one.load_E for one in routed])
-        self.load_NE = load_NE if self.load_NE is None else self.load_NE + load_NE
-        if not isinstance(self.balance, Aux):
-            return loss
-        added = self.balance.coef * labels * balance_loss(routed)
-        self.balance_sum = added.detach() if self.balance_sum is None else self.balance_sum + added.detach()
-        return loss + added
+        return Output(out, load_of(routed) if routed and batch.labels_L is not None else None)
 
     def count(self, tally: Tally, visual: bool, deep: Sequence[bool] = ()) -> None:
         """`visual`, `deep`: whether gradients reach the visual tokens, and those that DeepStack adds."""
@@ -262,43 +256,6 @@ def cast_at_use(model: nn.Module) -> Iterator[nn.Parameter]:
                 yield from (weight for weight in module.parameters(recurse=False) if weight.ndim > 1)
             case Decoder():
                 yield cast(nn.Parameter, module.embed.weight)
-
-
-# ---- experts of the decoders in a model
-
-
-def decoders(model: nn.Module) -> list[Decoder]:
-    return [module for module in model.modules() if isinstance(module, Decoder)]
-
-
-def balance(model: nn.Module, by: Balance | None) -> None:
-    """Say how experts are balanced while training. Biases of an earlier stage stay unless a loss takes their place."""
-    for decoder in decoders(model):
-        decoder.balance = by
-    for router in routers(model):
-        router.forced = isinstance(by, Forced)
-        if isinstance(by, Aux):
-            router.bias_E = None
-    if isinstance(by, Bias):
-        add_biases(model)
-
-
-class Load(NamedTuple):
-    """What became of a step's tokens, on the device: nobody waits."""
-
-    tokens_NE: Tensor  # int64: that each expert of each MoE layer got
-    added: Tensor | None  # to the summed losses, to balance experts; None where no loss does
-    by: Balance | None
-
-
-def take_load(model: nn.Module) -> Load | None:
-    """Of all batches with labels that the model was trained on since the last call. None for a model without experts."""
-    for decoder in decoders(model):
-        if decoder.load_NE is not None:
-            load = Load(decoder.load_NE, decoder.balance_sum, decoder.balance)
-            decoder.load_NE = decoder.balance_sum = None
-            return load
-    return None
 
 
 # ---- what such models state about themselves

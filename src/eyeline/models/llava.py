@@ -18,7 +18,7 @@ from eyeline.core.batch import Batch
 from eyeline.core.facts import Facts, Part, PartFacts, facts_of
 from eyeline.core.settings import Positive, Settings
 from eyeline.models import qwen3, siglip2
-from eyeline.models.decoder import Cache
+from eyeline.models.decoder import Cache, Output
 from eyeline.models.flops import Tally, learns
 from eyeline.models.languages import LANGUAGES, LanguageConfig
 from eyeline.models.layers import LayerNorm, Linear, normal_
@@ -117,8 +117,8 @@ class Model(nn.Module):
         self.projector = Projector(c)
         self.language = LANGUAGES[c.language.family].Model(c.language, compute_dtype)
 
-    def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Tensor:
-        """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels.
+    def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Output:
+        """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels; and the expert load.
 
         With a `cache` (see `new_cache`) the batch is the prompts, or one new token a row.
         """

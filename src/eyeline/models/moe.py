@@ -15,6 +15,7 @@ Left alone, a router may come to use few experts. `Balance` says what is done ab
 Dims: T tokens  D width  E experts  A experts a token uses  F feed-forward of one  N = T·A rows, sorted by expert
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -69,6 +70,17 @@ class Routed(NamedTuple):
 
     load_E: Tensor  # int64: tokens that each expert got
     mass_E: Tensor  # float32: sum of the tokens' probabilities
+
+
+class Load(NamedTuple):
+    """Where the tokens of a batch went, of all MoE layers in order; padding is not counted."""
+
+    tokens_NE: Tensor  # int64: tokens that each expert of each layer got
+    mass_NE: Tensor  # float32: sum of the tokens' probabilities
+
+
+def load_of(routed: Sequence[Routed]) -> Load:
+    return Load(torch.stack([one.load_E for one in routed]), torch.stack([one.mass_E for one in routed]))
 
 
 class Router(nn.Module):
@@ -159,10 +171,20 @@ DISPATCH, EXPERTS = "blocks.*.mlp.dispatch", "blocks.*.mlp.experts"
 # ---- balance
 
 
-def balance_loss(routed: list[Routed]) -> Tensor:
-    """E · Σ_e f_e · p_e of all layers together: f_e the choices of e a token and layer, p_e its mean probability."""
-    load_E = torch.stack([one.load_E for one in routed]).sum(0).float()
-    mass_E = torch.stack([one.mass_E for one in routed]).sum(0)
+def set_balance(model: nn.Module, by: Balance | None) -> None:
+    """Say how routers choose while training. Biases of an earlier stage stay unless an auxiliary loss takes their place."""
+    for router in routers(model):
+        router.forced = isinstance(by, Forced)
+        if isinstance(by, Aux):
+            router.bias_E = None
+    if isinstance(by, Bias):
+        add_biases(model)
+
+
+def balance_loss(load: Load) -> Tensor:
+    """The auxiliary loss, E · Σ_e f_e · p_e of all layers together: f_e the choices of e per token and layer, p_e its mean probability."""
+    load_E = load.tokens_NE.sum(0).float()
+    mass_E = load.mass_NE.sum(0)
     tokens = mass_E.detach().sum().round().clamp_min(1)  # times layers: the probabilities of each add up to 1
     return len(load_E) * (load_E / tokens * (mass_E / tokens)).sum()
 

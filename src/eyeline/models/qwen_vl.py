@@ -10,12 +10,12 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from eyeline.core.batch import Batch
 from eyeline.core.facts import Facts, Part, PartFacts, facts_of
 from eyeline.models import qwen_vision
-from eyeline.models.decoder import Cache, Decoder
+from eyeline.models.decoder import Cache, Decoder, Output
 from eyeline.models.flops import Tally
 
 
@@ -26,8 +26,8 @@ class Model(nn.Module):
         self.projector = qwen_vision.Projector(vision, language.embed.embedding_dim)
         self.language = language
 
-    def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Tensor:
-        """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels.
+    def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Output:
+        """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels; and the expert load.
 
         With a `cache` (see `new_cache`) the batch is the prompts, or one new token a row.
         """

@@ -4,12 +4,12 @@ from collections.abc import Collection
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from eyeline.core.batch import Batch
 from eyeline.core.facts import Facts, Part, facts_of
 from eyeline.core.settings import Settings
-from eyeline.models.decoder import Cache
+from eyeline.models.decoder import Cache, Output
 from eyeline.models.flops import Tally
 from eyeline.models.languages import LANGUAGES, LanguageConfig
 
@@ -24,8 +24,8 @@ class Model(nn.Module):
         super().__init__()
         self.language = LANGUAGES[c.language.family].Model(c.language, compute_dtype)
 
-    def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Tensor:
-        """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels."""
+    def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Output:
+        """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels; and the expert load."""
         return self.language(self.language.embedded(batch.tokens_T), batch, cache)
 
     def tie(self) -> None:

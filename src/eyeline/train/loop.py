@@ -148,7 +148,9 @@ def train_stage(
             unsaid = {name for name in without_state(optimizers) if not any(key.startswith(f"{name}:") for key in tensors)}
             load_state_tensors(optimizers, tensors, checkpoint.state.get("without_state", unsaid), str(checkpoint.folder))
         seed = seed_for(run.seed, "stage", state.stage)
-        reader = reader_of(stage.data, home.encoder, facts.image, seed, home.folder, facts.max_positions, arithmetic.cost(), notify=show.status)
+        reader = reader_of(
+            stage.data, home.encoder, facts.image, seed, home.folder, facts.max_positions, arithmetic.cost(), notify=show.status
+        )
         steps = stage.steps or count_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
         if state.step >= steps:
             raise Refused(
@@ -172,7 +174,15 @@ def train_stage(
     for micro_batches, data_state, imbalance, epoch in timed(arriving, clock):
         set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
         with clock.spending("compute"), deterministic_or_refused():
-            report = update(model, optimizers, micro_batches, max_grad_norm=stage.max_grad_norm, seed=run.seed, step=state.global_step)
+            report = update(
+                model,
+                optimizers,
+                micro_batches,
+                max_grad_norm=stage.max_grad_norm,
+                balance=stage.experts,
+                seed=run.seed,
+                step=state.global_step,
+            )
         if report.outcome == "not finite":
             keep_evidence(home, state, report, micro_batches)
         state = replace(

@@ -13,8 +13,8 @@ from torch import nn
 from eyeline.core.facts import PARTS, Facts, Part, part_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.models import Model
-from eyeline.models.decoder import balance
 from eyeline.models.lora import LoRA, merge, wrap
+from eyeline.models.moe import set_balance
 from eyeline.train.run import Adapted, Full, Run, Stage
 
 
@@ -95,7 +95,7 @@ def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[
             parameter.data = parameter.data.to(torch.bfloat16)
 
     model.recompute(checkpointed(stage, facts))
-    balance(model, stage.experts)
+    set_balance(model, stage.experts)
 
     rows = [_row(model, facts, stage, part) for part in PARTS if part in facts.parts]
     for row in rows:
