@@ -121,4 +121,4 @@ def epoch(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed
 def loss_of(model: Model, docs: Sequence[Document]) -> float:
     """Nats a label over all documents, packed."""
     batches = [batch_of(docs[i : i + 8], None) for i in range(0, len(docs), 8)]
-    return sum(float(model(b)) for b in batches) / sum(b.counts.supervised for b in batches)
+    return sum(float(model(b).out) for b in batches) / sum(b.counts.supervised for b in batches)

@@ -321,7 +321,7 @@ def test_a_failure_in_the_middle_leaves_nothing(made: dict, tmp_path: Path, monk
     def broken(*_: object) -> dict:
         raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(llava, "to_hf", broken)
+    monkeypatch.setattr(hf.llava, "to_hf", broken)
     with pytest.raises(RuntimeError, match="in the middle"):
         export(made["llava", True], built(made["llava", True], seed=3), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -109,7 +109,7 @@ def loaded(folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def our_logits(model: Model, documents: tuple[Document, ...]) -> Tensor:
-    return model(replace(batch_of(documents, None), labels_L=None))
+    return model(replace(batch_of(documents, None), labels_L=None)).out
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ def test_the_cache_changes_nothing(case: Case) -> None:
     answers = generate(model, case.facts, case.documents, Sampling(max_new_tokens=5), [])
     for step in range(5):
         grown = [extended(d, a.tokens[:step]) for d, a in zip(case.documents, answers, strict=True)]
-        logits_LV = model(parity.batch_of(grown, None, next_tokens=True))
+        logits_LV = model(parity.batch_of(grown, None, next_tokens=True)).out
         assert logits_LV.argmax(-1).tolist() == [a.tokens[step] for a in answers]
 
 

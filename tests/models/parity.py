@@ -127,7 +127,7 @@ def reference(case: Case, twin: PreTrainedModel, documents: Sequence[Document]) 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """Logits of the same rows that the labels are for."""
-    return model(replace(batch, labels_L=None))
+    return model(replace(batch, labels_L=None)).out
 
 
 def first(out: Tensor | tuple[Tensor, ...]) -> Tensor:
