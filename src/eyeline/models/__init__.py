@@ -25,7 +25,7 @@ Model = llava.Model | text.Model | qwen_vl.Model
 
 
 def _family(config: Any) -> Any:
-    """Of a config, or of the mapping that is to become one. The first family there was may be left out."""
+    """The family that a config, or the mapping that is to become one, names. `llava` may be left out."""
     return config.get("family", "llava") if isinstance(config, dict) else getattr(config, "family", None)
 
 

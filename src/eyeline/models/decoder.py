@@ -1,7 +1,7 @@
 """The decoder that every language model here is: embedded tokens through blocks, a last norm, and a head.
 
 What differs between families is the block, and how positions turn into angles; both are given to `Decoder`. All documents
-of a batch lie end to end and see only themselves.
+of a batch are stored end to end, and each sees only itself.
 
 Dims: T tokens  S documents  D width  H query heads  G key/value heads  K head dim  R rotated dims  F feed-forward
       V vocabulary  L wanted rows  M visual tokens
@@ -24,7 +24,7 @@ from eyeline.models.moe import ExpertWeights, Load, MoE, Routed, load_of
 
 
 class Layout(NamedTuple):
-    """What every block is told about the batch."""
+    """What every block is given about the batch."""
 
     cos_TR: Tensor  # float32: of each token's position
     sin_TR: Tensor
@@ -121,7 +121,7 @@ class ExpertBlock(nn.Module):
 
 
 def new_layer_cache(k: Linear, head_dim: int, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-    """Of a layer whose keys `k` projects: the module knows how many heads of them are here."""
+    """The cache of a layer whose keys `k` projects: the module knows how many heads of them are here."""
     return LayerCache(rows, room, k.out_features // head_dim, head_dim, dtype, device)
 
 
@@ -224,7 +224,7 @@ class Decoder(nn.Module):
         self.head.count(tally, reached or learns(self.norm))
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:
-        """Empty caches for `rows` sequences of at most `room` tokens, one a layer."""
+        """Empty caches for `rows` sequences of at most `room` tokens, one per layer."""
         blocks = cast(Iterable[GeneratingBlock], self.blocks)  # a ModuleList forgets what it holds
         return [block.new_cache(rows, room, self.compute_dtype, self.embed.weight.device) for block in blocks]
 

@@ -1,11 +1,11 @@
 """The arithmetic of a training step, counted exactly and from sizes alone.
 
-Every module with weights has a method `count` beside its `forward`: it goes the same way, names each product of matrices and
+Every module with weights has a method `count` next to its `forward`: it goes the same way, names each product of matrices and
 what one row of it stands for, and says whether a gradient reaches its output. So what a frozen weight, a frozen tower or an
 adapter saves follows from the model as it stands, and a new family counts itself. docs/flops.md derives an example a family.
 
 Counted: products with weights, attention's two products over pairs, and the gated delta rule. Not counted: looking up embeddings,
-norms, rotations, softmax, activations, convolutions of a few taps, weighting experts, the optimizer. Padding does not count.
+norms, rotations, softmax, activations, short convolutions, weighting experts, the optimizer. Padding does not count.
 """
 
 import re
@@ -28,7 +28,7 @@ Pairs = Literal["pair", "patch_pair"]  # a token and itself or an earlier one of
 
 
 class Tally:
-    """FLOPs of each part a row or pair, filled by `count` methods."""
+    """FLOPs of each part per row or pair, filled by `count` methods."""
 
     def __init__(self) -> None:
         self.where: Where = "language"  # the part that is being counted
@@ -38,7 +38,7 @@ class Tally:
         self._last: tuple[tuple[Where, Rows | Pairs], int] | None = None
 
     def product(self, rows: Rows, inputs: int, outputs: int, reached: bool, trains: bool, times: int = 1) -> bool:
-        """rows × inputs by inputs × outputs, `times` times a row. `reached`: its input needs a gradient; `trains`: its weight does."""
+        """rows × inputs by inputs × outputs, `times` times per row. `reached`: its input needs a gradient; `trains`: its weight does."""
         flops = 2 * inputs * outputs * times
         self.forward[self.where, rows] += flops
         self.backward[self.where, rows] += flops * (reached + trains)
@@ -54,13 +54,13 @@ class Tally:
         return q or k or v
 
     def delta_rule(self, heads: int, key_dim: int, value_dim: int, q: bool, k: bool, v: bool, gates: bool) -> bool:
-        """The gated delta rule token by token: a head's memory is asked by the key, is corrected, and is asked by the query."""
+        """The gated delta rule token by token: a head's recurrent state is read with the key, corrected, and read with the query."""
         flops = 2 * heads * key_dim * value_dim
-        memory = k or v or gates
+        state = k or v or gates
         self.forward[self.where, "token"] += 3 * flops
-        self.backward[self.where, "token"] += flops * (2 * (memory + k) + memory + q)
+        self.backward[self.where, "token"] += flops * (2 * (state + k) + state + q)
         self._last = None
-        return memory or q
+        return state or q
 
     def all_kept(self) -> None:
         """What follows the last product keeps its result for the backward pass: recomputing a block does not stop before it."""
@@ -89,17 +89,17 @@ class Counted(Protocol):
 
 
 class CountedModel(Protocol):
-    def count(self, tally: Tally, pictures: bool) -> None: ...
+    def count(self, tally: Tally, images: bool) -> None: ...
 
 
 def learns(*modules: nn.Module | None) -> bool:
-    """Whether one of these modules has a parameter of its own that trains."""
+    """True if one of these modules has a parameter of its own that trains."""
     return any(p.requires_grad for m in modules if m is not None for p in m.parameters(recurse=False))
 
 
 @dataclass(frozen=True)
 class Work:
-    """How much of everything there is in a batch, without padding."""
+    """The amounts that arithmetic grows with, of a batch, without padding."""
 
     patch: int
     patch_pair: int
@@ -154,9 +154,9 @@ NONE = Flops(dict.fromkeys(get_args(Where), 0), dict.fromkeys(get_args(Where), 0
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """A model's FLOPs a row and pair, as it now trains."""
+    """A model's FLOPs per row and pair, as it now trains."""
 
-    pictured: Tally  # of a batch with pictures
+    with_images: Tally  # of a batch with images
     texts: Tally  # of one without: the tower does not run, and no gradient comes from it
     image: ImageRule | None
 
@@ -166,7 +166,7 @@ class Arithmetic:
 
     def of_work(self, work: Work) -> Flops:
         """Of a batch that holds this."""
-        tally = self.pictured if work.patch else self.texts
+        tally = self.with_images if work.patch else self.texts
 
         def summed(counts: Counter[tuple[Where, Rows | Pairs]]) -> dict[Where, int]:
             out = dict(NONE.forward)
@@ -178,7 +178,7 @@ class Arithmetic:
 
     def cost(self) -> Cost:
         """What steps are planned by: forward, backward and what is recomputed."""
-        tally = self.pictured
+        tally = self.with_images
         whole = tally.forward + tally.backward + tally.again
         of = {unit: sum(flops for (_, u), flops in whole.items() if u == unit) for unit in (*get_args(Rows), *get_args(Pairs))}
         merged = self.image.merge**2 if self.image else 1
@@ -188,10 +188,10 @@ class Arithmetic:
 def count(model: nn.Module, facts: Facts) -> Arithmetic:
     """Of a model on any device (meta will do), frozen, adapted and recomputed as it stands."""
     tallies = {}
-    for pictures in (False, True):
-        tallies[pictures] = tally = Tally()
-        cast(CountedModel, model).count(tally, pictures and facts.image is not None)
-    return Arithmetic(pictured=tallies[True], texts=tallies[False], image=facts.image)
+    for images in (False, True):
+        tallies[images] = tally = Tally()
+        cast(CountedModel, model).count(tally, images and facts.image is not None)
+    return Arithmetic(with_images=tallies[True], texts=tallies[False], image=facts.image)
 
 
 # Dense bfloat16 products with float32 accumulation, FLOPs a second, without sparsity, as the maker publishes them. NVIDIA's data sheets

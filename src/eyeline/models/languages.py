@@ -1,4 +1,4 @@
-"""The language models that a family may have: a module each, of the interface `Language`."""
+"""The language models that a family may have: one module each, of the interface `Language`."""
 
 from typing import Annotated, Any, Protocol
 
@@ -23,7 +23,7 @@ LANGUAGES: dict[str, Language] = {"qwen2": qwen2, "qwen3": qwen3, "qwen3_5": qwe
 
 
 def _family(value: Any) -> Any:
-    """What a record, or a mapping of settings, says; one that says nothing is a Qwen2, the first that there was."""
+    """The family that a record, or a mapping of settings, names. `qwen2` may be left out."""
     return value.get("family", "qwen2") if isinstance(value, dict) else getattr(value, "family", None)
 
 

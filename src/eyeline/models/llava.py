@@ -48,7 +48,7 @@ class Config(Settings):
             valid = [n for n in range(1, side + 1) if side % n == 0]
             raise ValueError(
                 f"projector.shuffle={r} must divide the {side}×{side} patches of an image "
-                f"({self.vision.image_size} pixels a side, patches of {self.vision.patch}); valid: {valid}"
+                f"({self.vision.image_size} pixels per side, patches of {self.vision.patch}); valid: {valid}"
             )
         if not -layers - 1 <= self.feature_layer <= layers:
             raise ValueError(f"feature_layer={self.feature_layer} is not among the {layers + 1} hidden states of {layers} layers")
@@ -88,7 +88,7 @@ class Projector(nn.Module):
             self.out = Linear(width, c.language.hidden_size)
 
     def forward(self, features_PD: Tensor) -> Tensor:
-        # patches lie in merge order, so pixel shuffle is this reshape: the r² patches of a cell follow one another
+        # patches are stored in merge order, so pixel shuffle is this reshape: the r² patches of a cell follow one another
         x_MD = features_PD.reshape(-1, self.joined * features_PD.shape[-1])
         x_MD = x_MD if self.norm is None else self.norm(x_MD)
         return self.down(F.gelu(self.up(x_MD))) if hasattr(self, "up") else self.out(x_MD)
@@ -120,7 +120,7 @@ class Model(nn.Module):
     def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Output:
         """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels; and the expert load.
 
-        With a `cache` (see `new_cache`) the batch is the prompts, or one new token a row.
+        With a `cache` (see `new_cache`) the batch is the prompts, or one new token per row.
         """
         x_TD = self.language.embedded(batch.tokens_T)
         if len(batch.patches_PC):
@@ -133,13 +133,13 @@ class Model(nn.Module):
         self.language.tie()
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:
-        """Empty caches for `rows` sequences of at most `room` tokens, one a layer of the language model."""
+        """Empty caches for `rows` sequences of at most `room` tokens, one per layer of the language model."""
         return self.language.new_cache(rows, room)
 
-    def count(self, tally: Tally, pictures: bool) -> None:
-        """The arithmetic of a batch with or without pictures: see `models/flops.py`."""
+    def count(self, tally: Tally, images: bool) -> None:
+        """The arithmetic of a batch with or without images: see `models/flops.py`."""
         visual = False
-        if pictures:
+        if images:
             with tally.within("vision"):
                 visual = self.vision.count(tally)
             with tally.within("projector"):

@@ -1,4 +1,4 @@
-"""LoRA: a low-rank update beside a frozen weight (Hu et al. 2021). `y = W·x + α/r · B·(A·dropout(x))`, PEFT's convention.
+"""LoRA: a low-rank update added to a frozen weight (Hu et al. 2021). `y = W·x + α/r · B·(A·dropout(x))`, PEFT's convention.
 
 Dims: T tokens  r rank  in, out: widths of the wrapped layer
 """

@@ -1,18 +1,18 @@
-"""A feed-forward layer of many experts, of which each token uses a few (Shazeer et al. 2017), as Qwen3 and Qwen3.5 have it.
+"""Mixture of experts (MoE): a feed-forward layer of many experts, of which each token uses a few (Shazeer et al. 2017; Qwen3, Qwen3.5).
 
     probability_TE = softmax(router(x))          in float32
-    y = Σ_a weight_a · expert_a(x)               over the A likeliest; a shared expert, seen by every token, may be added
+    y = Σ_a weight_a · expert_a(x)               over the A likeliest; a shared expert, which every token uses, may be added
 
 Left alone, a router may come to use few experts. `Balance` says what is done about that:
 
-- `aux`: a loss, E · Σ_e (share of choices that were e) · (mean probability of e), over all layers together, as transformers computes it
-  (Fedus et al. 2021). It is A where all is even. Defined for one pack of documents, padding excluded, and weighted by the pack's
-  labels: a step's loss is Σ over its packs of (cross-entropy + coef · labels · balance loss), divided once by all labels.
-- `bias`: no loss; a bias of each expert is added for the choice alone and moved after each step, by `rate`, up for experts that had fewer
-  tokens than the mean and down for those that had more (Wang et al. 2024). No class of transformers has such a bias.
-- `forced`: experts in turn, whatever the token. For benchmarks alone: such a model learns nothing that it can use.
+- `aux`: an auxiliary loss, E · Σ_e (share of choices that were e) · (mean probability of e), over all layers together, as transformers
+  computes it (Fedus et al. 2021). It is A where all is even. Defined for one pack of documents, padding excluded, and weighted by the
+  pack's labels: a step's loss is Σ over its packs of (cross-entropy + coef · labels · balance loss), divided once by all labels.
+- `bias`: auxiliary-loss-free; a bias of each expert is added for the choice alone and moved after each step, by `rate`, up for experts that
+  had fewer tokens than the mean and down for those that had more (Wang et al. 2024). No class of transformers has such a bias.
+- `forced`: experts round-robin, whatever the token. For benchmarks only: such a model learns nothing that it can use.
 
-Dims: T tokens  D width  E experts  A experts a token uses  F feed-forward of one  N = T·A rows, sorted by expert
+Dims: T tokens  D width  E experts  A experts per token  F feed-forward of one  N = T·A rows, sorted by expert
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from eyeline.models.layers import MLP, Linear
 
 class Experts(Settings):
     num_experts: Positive
-    experts_per_token: Positive  # experts a token uses
+    experts_per_token: Positive  # of them, used per token
     intermediate_size: Positive  # hidden width of one expert
     norm_topk_prob: bool = True  # the weights of a token's experts add up to 1
 
@@ -43,21 +43,21 @@ class Experts(Settings):
 
 
 class Aux(Settings):
-    """Balance by a loss."""
+    """Balance by an auxiliary loss."""
 
     balance: Literal["aux"] = "aux"
-    coef: PositiveFloat = 0.001  # nats a label for a balance loss of 1
+    coef: PositiveFloat = 0.001  # of the auxiliary loss, which is in nats per supervised token
 
 
 class Bias(Settings):
-    """Balance by biases of the choice."""
+    """Balance without an auxiliary loss, by a bias per expert."""
 
     balance: Literal["bias"] = "bias"
-    rate: PositiveFloat = 0.001  # what a bias moves a step, in probability
+    rate: PositiveFloat = 0.001  # what a bias moves per step, in probability
 
 
 class Forced(Settings):
-    """Experts in turn: for benchmarks alone."""
+    """Experts round-robin: for benchmarks only."""
 
     balance: Literal["forced"] = "forced"
 
@@ -66,7 +66,7 @@ Balance = Annotated[Aux | Bias | Forced, Field(discriminator="balance")]
 
 
 class Routed(NamedTuple):
-    """What one layer did with the real tokens of a batch."""
+    """Where one layer sent the non-padding tokens of a batch."""
 
     load_E: Tensor  # int64: tokens that each expert got
     mass_E: Tensor  # float32: sum of the tokens' probabilities
@@ -95,7 +95,7 @@ class Router(nn.Module):
         self.register_buffer("bias_E", None)
 
     def forward(self, x_TD: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor, Routed]:
-        """chosen_TA, weight_TA in x's dtype, and what became of the real tokens."""
+        """chosen_TA, weight_TA in x's dtype, and where the non-padding tokens went."""
         probability_TE = F.linear(x_TD.float(), self.weight.float()).softmax(-1)
         if self.forced:
             chosen_TA = round_robin(len(x_TD), len(self.weight), self.experts_per_token, x_TD.device)
@@ -190,7 +190,7 @@ def balance_loss(load: Load) -> Tensor:
 
 
 def routers(model: nn.Module) -> list[Router]:
-    """Of all layers, in order."""
+    """The routers of all layers, in order."""
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
@@ -202,7 +202,7 @@ def add_biases(model: nn.Module) -> None:
 
 
 def biases_of(model: nn.Module) -> dict[str, Tensor]:
-    """By name; of a model that was never balanced so, none."""
+    """The biases by name; none of a model that was never balanced by them."""
     return {name: x for name, x in model.named_buffers() if name.endswith("router.bias_E")}
 
 

@@ -1,7 +1,7 @@
-"""Qwen3 language models (Yang et al. 2025), dense and of experts (`Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`), and those inside Qwen3-VL.
+"""Qwen3 language models (Yang et al. 2025), dense and MoE (`Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`), and those inside Qwen3-VL.
 
-Against Qwen2: no biases, an RMS norm on each query and key head before they are rotated, and a head width of its own. Layers of
-experts have `models/moe.py` in place of the feed-forward layer. Inside Qwen3-VL positions have a row and a column (`mrope_section`).
+Against Qwen2: no biases, an RMS norm on each query and key head before they are rotated, and a head_dim of its own. MoE
+layers have `models/moe.py` in place of the feed-forward layer. Inside Qwen3-VL positions have a row and a column (`mrope_section`).
 """
 
 from collections.abc import Iterator

@@ -1,14 +1,14 @@
-"""Qwen3.5 language models, dense and of experts (`Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`), and those inside its vision models.
+"""Qwen3.5 language models, dense and MoE (`Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`), and those inside its vision models.
 
-Most layers have no attention: a Gated DeltaNet (Yang et al. 2024) keeps one memory of fixed size a head, which every token fades,
-corrects and asks (`kernels/gated_delta.py`), after a short convolution that lets q, k and v see the three tokens before
-(`kernels/causal_conv.py`). Every fourth layer has full attention. What a layer gives is gated by its input in both kinds.
-Against Qwen3: norms are zero-centred, x·(1 + w), but for the memory's; a quarter of a head's dims is rotated.
+Most layers have no attention: a Gated DeltaNet (Yang et al. 2024) has one recurrent state of fixed size per head, which every token
+decays, corrects and reads (the gated delta rule: `kernels/gated_delta.py`), after a short convolution that lets q, k and v see the three
+tokens before (`kernels/causal_conv.py`). Every fourth layer has full attention. The output of a layer is gated by its input in both kinds.
+Unlike in Qwen3, norms are zero-centred, x·(1 + w), except that of the recurrent state's output, and a quarter of a head's dims is rotated.
 
 The checkpoints also hold `mtp.*`: a layer that predicts a second token ahead, for drafting. As in transformers, it is dropped.
 
-Dims: T tokens  S documents  D width  K head dim of queries and keys  J of a memory's values  H query heads, or heads of memories
-      G key heads (H is a multiple of G)  C channels of a convolution  W its taps
+Dims: T tokens  S documents  D width  K head dim of queries and keys  J head dim of the state's values  H query heads, or value heads
+      G key heads (H is a multiple of G)  C channels of a convolution  W its kernel size
 """
 
 from functools import partial
@@ -39,10 +39,10 @@ class Delta(Settings):
     """Sizes of a Gated DeltaNet."""
 
     key_heads: Positive = 16
-    value_heads: Positive = 32  # memories: each key head serves value_heads / key_heads of them
+    value_heads: Positive = 32  # each has a recurrent state; a key head serves value_heads / key_heads of them
     key_dim: Positive = 128
     value_dim: Positive = 128
-    conv_kernel: Positive = 4  # of the convolution
+    conv_kernel: Positive = 4  # tokens that the convolution sees
 
 
 class Config(Settings):
@@ -57,7 +57,7 @@ class Config(Settings):
     delta: Delta = Delta()
     intermediate_size: Positive | None = None  # of dense layers; None where there are experts
     experts: Experts | None = None  # in every layer
-    shared_expert_size: Positive | None = None  # hidden width of the expert that every token uses, beside the others
+    shared_expert_size: Positive | None = None  # intermediate size of the shared expert, which every token uses
     eps: PositiveFloat = 1e-6
     rope_theta: PositiveFloat = 1e7
     partial_rotary_factor: Share = 0.25  # share of a head's dims that is rotated
@@ -158,16 +158,16 @@ class GatedAttention(nn.Module):
         return decoder.new_layer_cache(self.k, self.K, rows, room, dtype, device)
 
 
-class Taps(nn.Module):
+class ConvKernel(nn.Module):
     """The weights of a depthwise convolution; the oldest token's come first."""
 
-    def __init__(self, channels: int, taps: int):
+    def __init__(self, channels: int, size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, taps))
+        self.weight = nn.Parameter(torch.empty(channels, size))
 
 
 class Scan(nn.Module):
-    """Seam: what passes along a document, convolutions and memory. Weightless, so that `parallel` may replace it."""
+    """Seam: what passes along a document, convolutions and recurrent state. Weightless, so that `parallel` may replace it."""
 
     def __init__(self, key_dim: int, value_dim: int):
         super().__init__()
@@ -177,17 +177,17 @@ class Scan(nn.Module):
     def forward(
         self,
         mixed: tuple[Tensor, Tensor, Tensor],  # q, k and v: [T, C]
-        taps: tuple[Tensor, Tensor, Tensor],  # of each: [C, W]
+        kernels: tuple[Tensor, Tensor, Tensor],  # of each: [C, W]
         decay_TH: Tensor,
         beta_TH: Tensor,
         cu_S1: Tensor,
         cache: StateCache | None = None,
     ) -> Tensor:
         if cache is None:
-            q_TC, k_TC, v_TC = (causal_conv(x_TC, weight_CW, cu_S1) for x_TC, weight_CW in zip(mixed, taps, strict=True))
+            q_TC, k_TC, v_TC = (causal_conv(x_TC, weight_CW, cu_S1) for x_TC, weight_CW in zip(mixed, kernels, strict=True))
         else:
-            held = zip(mixed, taps, cache.windows, strict=True)
-            q_TC, k_TC, v_TC = (cached_causal_conv(x_TC, weight_CW, cu_S1, window_BWC) for x_TC, weight_CW, window_BWC in held)
+            triples = zip(mixed, kernels, cache.windows, strict=True)
+            q_TC, k_TC, v_TC = (cached_causal_conv(x_TC, weight_CW, cu_S1, window_BWC) for x_TC, weight_CW, window_BWC in triples)
         q_TGK, k_TGK = (x_TC.unflatten(-1, (-1, self.K)) for x_TC in (q_TC, k_TC))
         v_THJ = v_TC.unflatten(-1, (-1, self.J))
         if cache is None:
@@ -196,8 +196,8 @@ class Scan(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """A memory a head in place of attention. How much a token forgets, exp(-exp(A_log)·softplus(a + dt_bias)), and what it writes,
-    sigmoid(b), come from its input; in float32, where the exponents would be coarse in bfloat16."""
+    """A recurrent state per head in place of attention. Its decay, exp(-exp(A_log)·softplus(a + dt_bias)), and beta, sigmoid(b), the share
+    that a token writes, come from the input; in float32, where the exponents would be coarse in bfloat16."""
 
     def __init__(self, c: Config):
         super().__init__()
@@ -207,7 +207,7 @@ class GatedDeltaNet(nn.Module):
         self.q, self.k = (Linear(c.hidden_size, keys, bias=False) for _ in range(2))
         self.v, self.z = (Linear(c.hidden_size, values, bias=False) for _ in range(2))
         self.a, self.b = (Linear(c.hidden_size, d.value_heads, bias=False) for _ in range(2))
-        self.conv_q, self.conv_k, self.conv_v = (Taps(channels, d.conv_kernel) for channels in (keys, keys, values))
+        self.conv_q, self.conv_k, self.conv_v = (ConvKernel(channels, d.conv_kernel) for channels in (keys, keys, values))
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(d.value_heads)) for _ in range(2))
         self.scan = Scan(d.key_dim, d.value_dim)
         self.norm = GatedRMSNorm(d.value_dim, c.eps)
@@ -217,8 +217,8 @@ class GatedDeltaNet(nn.Module):
         decay_TH = -self.A_log.float().exp() * F.softplus(self.a(x_TD).float() + self.dt_bias.float())
         beta_TH = self.b(x_TD).float().sigmoid()
         mixed = (self.q(x_TD), self.k(x_TD), self.v(x_TD))
-        taps = (self.conv_q.weight, self.conv_k.weight, self.conv_v.weight)
-        out_THJ = self.scan(mixed, taps, decay_TH, beta_TH, layout.cu_S1, cache)
+        kernels = (self.conv_q.weight, self.conv_k.weight, self.conv_v.weight)
+        out_THJ = self.scan(mixed, kernels, decay_TH, beta_TH, layout.cu_S1, cache)
         return self.o(self.norm(out_THJ, self.z(x_TD).unflatten(-1, (-1, self.J))).flatten(1))
 
     def count(self, tally: Tally, reached: bool) -> bool:
@@ -230,8 +230,8 @@ class GatedDeltaNet(nn.Module):
 
     def new_cache(self, rows: int, _room: int, dtype: torch.dtype, device: torch.device) -> StateCache:
         channels = [conv.weight.shape[0] for conv in (self.conv_q, self.conv_k, self.conv_v)]
-        memory = (len(self.A_log), self.scan.K, self.J)
-        return StateCache(rows, memory, channels, self.conv_q.weight.shape[1], dtype, device)
+        state = (len(self.A_log), self.scan.K, self.J)
+        return StateCache(rows, state, channels, self.conv_q.weight.shape[1], dtype, device)
 
     def initialise(self, rng: torch.Generator) -> None:
         """As the reference: exp(A_log) uniform from 0.01 to 16, dt_bias one. The way back starts at zero, as in every branch."""

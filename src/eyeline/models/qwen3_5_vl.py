@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts (Qwen team 2026; `Qwen3_5ForConditionalGeneration`, `Qwen3_5MoeForConditionalGeneration`).
+"""Qwen3.5, dense and MoE (Qwen team 2026; `Qwen3_5ForConditionalGeneration`, `Qwen3_5MoeForConditionalGeneration`).
 
 The design of `qwen_vl.py` with the decoder of Qwen3.5, Gated DeltaNet and gated attention, and without DeepStack.
 """

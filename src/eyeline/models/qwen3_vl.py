@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and with experts (Qwen team 2025; `Qwen3VLForConditionalGeneration`, `Qwen3VLMoeForConditionalGeneration`).
+"""Qwen3-VL, dense and MoE (Qwen team 2025; `Qwen3VLForConditionalGeneration`, `Qwen3VLMoeForConditionalGeneration`).
 
 The design of `qwen_vl.py` with the decoder of Qwen3: DeepStack, and rotary positions of time, row and column, interleaved.
 """

@@ -1,8 +1,8 @@
 """The vision tower of Qwen3-VL and Qwen3.5, and the mergers behind it (Qwen team 2025; `Qwen3VLVisionModel`, `Qwen3_5VisionModel`).
 
 A vision transformer at native resolution. Patches, each of `temporal_patch` frames, are embedded by a linear layer; a learned square
-table of positions, stretched to each image's grid, is added; pre-norm blocks with two-dimensional rotary positions let the
-patches of one image, or of one slice of a film, look at each other. There is no final norm: mergers have their own.
+table of positions, interpolated to each image's grid, is added; pre-norm blocks with two-dimensional rotary positions let the
+patches of one image, or of one slice of a video, attend to each other. There is no final norm: mergers have their own.
 
 A merger turns merge² neighbouring patches into one visual token. The main one takes the last block's output. DeepStack's, one for
 each of `deepstack_layers`, take the output of earlier blocks, and the language model adds theirs after its own first blocks.
@@ -31,20 +31,20 @@ THETA = 10_000.0  # base of the rotary frequencies: every checkpoint's
 
 
 class Config(Settings):
-    patch: Positive = 16  # pixels a side
-    temporal_patch: Positive = 2  # that a patch spans; a still is repeated
+    patch: Positive = 16  # pixels per side
+    temporal_patch: Positive = 2  # frames that a patch spans; an image is repeated
     merge: Positive = 2  # r: r×r patches become one visual token
     hidden_size: Positive
     layers: Positive
     heads: Positive
     intermediate_size: Positive
-    position_grid: Positive = 48  # of the square table of positions
+    position_grid: Positive = 48  # side of the square table of positions
     deepstack_layers: tuple[NotNegative, ...] = ()  # blocks whose output DeepStack's mergers take, counted from 0
     mean: tuple[float, float, float] = HALF
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = HALF
-    min_pixels: Positive = 256**2  # pixels of a still after resizing
+    min_pixels: Positive = 256**2  # pixels of an image after resizing
     max_pixels: Positive = 4096**2
-    video_min_pixels: Positive = 64**2  # pixels of all frames of a film together
+    video_min_pixels: Positive = 64**2  # pixels of all frames of a video together
     video_max_pixels: Positive = 24 * 1024**2
 
     @model_validator(mode="after")
@@ -120,7 +120,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The tower. No images, zero patches, give zero features, and zeros as the gradient of every weight: so a rank without pictures
+    """The tower. No images, zero patches, give zero features, and zeros as the gradient of every weight: so a rank without images
     may call it for the sake of the others."""
 
     def __init__(self, c: Config, compute_dtype: torch.dtype = torch.float32):
@@ -174,7 +174,7 @@ class Model(nn.Module):
 
 
 def between_corners(places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """The four rows of a square table [side²] between which each patch lies when the table is stretched over its image, corner on
+    """The four rows of a square table [side²] between which each patch lies when the table is interpolated over its image, corner on
     corner, and the share of each: four times (corner_P, share_P), int64 and float32. `F.interpolate(align_corners=True)`, bilinear.
     """
     size_P2 = grids_N2.repeat_interleave(cu_N1.diff(), 0, output_size=len(places_P2))
@@ -210,7 +210,7 @@ class Merger(nn.Module):
         self.up, self.down = Linear(self.width, self.width), Linear(self.width, out)
 
     def forward(self, x_PD: Tensor) -> Tensor:
-        # patches lie in merge order: those of one token follow one another
+        # patches are stored in merge order: those of one token follow one another
         x_MD = self.norm(x_PD.reshape(-1, self.width)) if self.joined else self.norm(x_PD).reshape(-1, self.width)
         return self.down(F.gelu(self.up(x_MD)))
 
@@ -227,7 +227,7 @@ class Projector(nn.Module):
         self.deep = nn.ModuleList(Merger(c, out, joined=True) for _ in c.deepstack_layers)
 
     def forward(self, features: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """What the tower gave -> tokens_MD, and one more of that shape a DeepStack merger."""
+        """The tower's features -> tokens_MD, and one more tensor of that shape per DeepStack merger."""
         last_PD, *deep = features
         return self.main(last_PD), [merger(x_PD) for merger, x_PD in zip(self.deep, deep, strict=True)]
 

@@ -29,7 +29,7 @@ class Model(nn.Module):
     def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Output:
         """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels; and the expert load.
 
-        With a `cache` (see `new_cache`) the batch is the prompts, or one new token a row.
+        With a `cache` (see `new_cache`) the batch is the prompts, or one new token per row.
         """
         x_TD = self.language.embedded(batch.tokens_T)
         deep = []
@@ -40,10 +40,10 @@ class Model(nn.Module):
             deep = [tokens_MD[batch.sources_M] for tokens_MD in deep]
         return self.language(x_TD, batch, cache, deep)
 
-    def count(self, tally: Tally, pictures: bool) -> None:
-        """The arithmetic of a batch with or without pictures: see `models/flops.py`."""
+    def count(self, tally: Tally, images: bool) -> None:
+        """The arithmetic of a batch with or without images: see `models/flops.py`."""
         visual, deep = False, []
-        if pictures:
+        if images:
             with tally.within("vision"):
                 reached = self.vision.count(tally)
             with tally.within("projector"):
@@ -54,7 +54,7 @@ class Model(nn.Module):
         self.language.tie()
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:
-        """Empty caches for `rows` sequences of at most `room` tokens, one a layer of the language model."""
+        """Empty caches for `rows` sequences of at most `room` tokens, one per layer of the language model."""
         return self.language.new_cache(rows, room)
 
     def recompute(self, parts: Collection[Part]) -> None:

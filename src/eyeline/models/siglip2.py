@@ -1,9 +1,9 @@
 """SigLIP 2 vision tower (Tschannen et al. 2025; the reference's classes are `SiglipVisionModel` and, for NaFlex, `Siglip2VisionModel`).
 
 A vision transformer: patches are embedded by a linear layer, a learned position is added, pre-norm blocks let the patches
-of one image look at each other. No class token. The pooling head of the checkpoints is for contrastive training and dropped.
+of one image attend to each other. No class token. The pooling head of the checkpoints is for contrastive training and dropped.
 
-At fixed resolution every picture is one square, or several of them (tiles). In NaFlex mode a picture keeps its shape, and the square
+At fixed resolution every image is one square, or several of them (tiles). In NaFlex mode an image keeps its shape, and the square
 table of positions is resized to each one's grid.
 
 Dims: P patches of all images end to end  C numbers of a patch  D width  N images  H heads  K head dim  F feed-forward
@@ -27,10 +27,8 @@ MOST_TILES = 5
 
 
 class Config(Settings):
-    image_size: (
-        Positive  # pixels a side of the square that the table of positions is for; what is left over after whole patches is not looked at
-    )
-    patch: Positive  # pixels a side
+    image_size: Positive  # pixels per side of the square that the table of positions is for; pixels beyond the last whole patch are ignored
+    patch: Positive  # pixels per side
     hidden_size: Positive
     layers: Positive
     heads: Positive
@@ -39,24 +37,24 @@ class Config(Settings):
     mean: tuple[float, float, float] = HALF
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = HALF
     resample: Resample = "bicubic"
-    patches: Positive | None = None  # NaFlex: a picture keeps its shape and fills at most so many; None: it is squeezed into the square
-    tiles: Positive = 1  # images of one picture: the square alone, or with at most tiles - 1 squares cut from it at a larger size
+    patches: Positive | None = None  # NaFlex: an image keeps its shape and fills at most this many; None: it is resized to the square
+    tiles: Positive = 1  # squares per image: the whole alone, or with at most tiles - 1 squares cut from it at a larger size
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         if self.hidden_size % self.heads:
             raise ValueError(f"heads={self.heads} must divide hidden_size={self.hidden_size}")
         if self.image_size < self.patch:
-            raise ValueError(f"patch={self.patch} is larger than image_size={self.image_size}; wanted at least one patch a side")
+            raise ValueError(f"patch={self.patch} is larger than image_size={self.image_size}; wanted at least one patch per side")
         if self.tiles > MOST_TILES:
-            raise ValueError(f"tiles={self.tiles} images of one picture are more than {MOST_TILES}: the whole, and a tile a quarter")
+            raise ValueError(f"tiles={self.tiles} squares per image are more than {MOST_TILES}: the whole image, and a tile per quarter")
         if self.patches is not None and self.tiles > 1:
-            raise ValueError(f"patches={self.patches} keeps a picture whole, and tiles={self.tiles} cuts it; give one of them")
+            raise ValueError(f"patches={self.patches} keeps an image whole, and tiles={self.tiles} cuts it; give one of them")
         return self
 
     @property
     def position_grid(self) -> int:
-        """Patches a side of the square."""
+        """Patches per side of the square."""
         return self.image_size // self.patch
 
     def rule(self, merge: int) -> ImageRule:
@@ -140,7 +138,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def initialise(self, rng: torch.Generator) -> None:
         """From scratch: each residual branch starts at zero, so that a block starts as the identity; positions start at half
-        the two-dimensional sine and cosine table, so that neighbours are alike before anything is learned."""
+        the two-dimensional sine and cosine table, so that neighbours are alike before training."""
         for name, parameter in self.named_parameters():
             leaf = name.rsplit(".", 1)[-1]
             if parameter is self.positions.weight:

@@ -1,4 +1,4 @@
-"""A language model alone: any of `models/languages.py`, as a family that is trained and answers without pictures."""
+"""A language model alone: any of `models/languages.py`, as a family that is trained and answers without images."""
 
 from collections.abc import Collection
 from typing import Literal
@@ -34,9 +34,9 @@ class Model(nn.Module):
     def new_cache(self, rows: int, room: int) -> list[Cache]:
         return self.language.new_cache(rows, room)
 
-    def count(self, tally: Tally, pictures: bool) -> None:
+    def count(self, tally: Tally, images: bool) -> None:
         """The arithmetic of a batch: see `models/flops.py`."""
-        assert not pictures, "a model without a tower"
+        assert not images, "a model without a tower"
         self.language.count(tally, visual=False)
 
     def recompute(self, parts: Collection[Part]) -> None:

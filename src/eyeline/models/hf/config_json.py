@@ -16,7 +16,7 @@ K = TypeVar("K", bound=str)
 
 
 def expect(where: str, config: Json, wanted: Mapping[str, Any]) -> None:
-    """Raise Refused for the first key whose value is not the one that our code computes with. An absent key is well."""
+    """Raise Refused for the first key whose value is not the one that our code computes with. An absent key is accepted."""
     for key, value in wanted.items():
         got = config.get(key, value)
         if got != value or isinstance(got, bool) != isinstance(value, bool):
@@ -133,7 +133,7 @@ def plain_rope(where: str, config: Json, default_theta: float) -> float:
 
 
 def refuse_windows(where: str, config: Json, layers: int) -> None:
-    """Raise Refused where a layer would see a window of its document only."""
+    """Raise Refused where a layer would attend to a window of its document only."""
     types = layer_types(where, config, layers, ("full_attention",))
     window = config.get("use_sliding_window", False) and config.get("sliding_window", 4096)
     if window and not types and config.get("max_window_layers", 28) < layers:

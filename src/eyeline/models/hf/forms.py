@@ -6,31 +6,31 @@ from dataclasses import dataclass, field
 from eyeline.models.hf.config_json import Json
 
 Files = dict[str, Json]  # name inside the folder -> content
-Shapes = Mapping[str, tuple[int, ...]]  # of the tensors that lie in a folder, by name
+Shapes = Mapping[str, tuple[int, ...]]  # of the tensors stored in a folder, by name
 NONE: Shapes = {}
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a model lies in a folder, and why so: a phrase for the user.
+    """How a model is stored in a folder, and why so: a phrase for the user.
 
-    Key rules of a form that is made of several folders, or holds a file beside them, name the place first:
+    Key rules of a form that is made of several folders, or has a file next to them, name the place first:
     `vision/embeddings.patch_embedding.weight`, `projector.safetensors/projector.up.weight`.
     """
 
     name: str
     reason: str
     code: str | None = None  # a file of Python in bundle/ that goes along: a processor that transformers does not have
-    modules: Mapping[str, str] = field(default_factory=dict)  # beginning of a tensor's name on disk -> in the model that is made of it
+    modules: Mapping[str, str] = field(default_factory=dict)  # start of a tensor's name on disk -> in the model that is made of it
 
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Ids of the control tokens that a template writes for pictures and films."""
+    """Ids of the control tokens that a template writes for images and videos."""
 
     image: int | None  # of every visual token of an image; a tokenizer of text alone may have none
     written: str  # the same as text
-    video: int | None = None  # of a film
+    video: int | None = None  # of a video
     start: int | None = None  # before them
     end: int | None = None  # after them
 

@@ -21,7 +21,7 @@ from eyeline.models.hf.config_json import (
 from eyeline.models.llama import Config, RopeScaling
 
 MODEL_TYPES = ("llama",)
-DROPPED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # in files of old: computed, not learned
+DROPPED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # in old files: computed, not trained
 
 
 def keys(_c: Config) -> tuple[KeyRule, ...]:

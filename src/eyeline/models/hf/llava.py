@@ -26,13 +26,11 @@ def form(c: Config) -> Form:
     if c.projector.kind == "linear":
         return Form("parts", "transformers' classes have an MLP as the projector, and projector.kind is linear")
     if c.vision.patches is not None:
-        return Form("parts", "no class takes pictures of their own shapes from this tower and prepares them as it was trained")
+        return Form("parts", "no class takes images of their own shapes from this tower and prepares them as it was trained")
     if c.vision.tiles > 1:
-        return Form("parts", "no class cuts pictures into tiles for this tower")
+        return Form("parts", "no class cuts images into tiles for this tower")
     if c.feature_norm and c.vision.image_size % c.vision.patch:
-        return Form(
-            "parts", f"LFM2-VL's pictures are whole patches, and {c.vision.image_size} pixels are not a multiple of {c.vision.patch}"
-        )
+        return Form("parts", f"LFM2-VL's images are whole patches, and {c.vision.image_size} pixels are not a multiple of {c.vision.patch}")
     if c.feature_norm:
         return Form("lfm2_vl", "an MLP, on features after the tower's final norm", SQUARE, _LFM2_VL_MODULES)
     if c.projector.shuffle > 1 or c.projector.norm:
@@ -85,8 +83,8 @@ def _tower(rules: tuple[KeyRule, ...], prefix: str, found: Shapes) -> tuple[KeyR
 
 
 def _projector(c: Config, prefix: str) -> list[KeyRule]:
-    held = [*(["norm"] if c.projector.norm else []), *(["up", "down"] if c.projector.kind == "mlp" else ["out"])]
-    tensors = [(f"{x}.{leaf}", f"{PROJECTOR_KEYS[x]}.{leaf}") for x in held for leaf in ("weight", "bias")]
+    layers = [*(["norm"] if c.projector.norm else []), *(["up", "down"] if c.projector.kind == "mlp" else ["out"])]
+    tensors = [(f"{x}.{leaf}", f"{PROJECTOR_KEYS[x]}.{leaf}") for x in layers for leaf in ("weight", "bias")]
     return [KeyRule(f"projector.{ours}", prefix + theirs) for ours, theirs in tensors]
 
 

@@ -43,10 +43,10 @@ def keys(c: Config) -> tuple[KeyRule, ...]:
         theirs |= {name: name for name in ("A_log", "dt_bias", "norm.weight")}
         names |= {f"delta.{ours}": f"linear_attn.{name}" for ours, name in theirs.items()}
         channels = [c.delta.key_heads * c.delta.key_dim] * 2 + [c.delta.value_heads * c.delta.value_dim]
-        apart, conv_apart = partial(torch.split, split_size_or_sections=channels), partial(_taps, channels=channels)
+        apart, conv_apart = partial(torch.split, split_size_or_sections=channels), partial(_kernels, channels=channels)
         fused += (
             _fused("delta.{}.weight", ("q", "k", "v"), "linear_attn.in_proj_qkv.weight", apart, _stacked),
-            _fused("delta.conv_{}.weight", ("q", "k", "v"), "linear_attn.conv1d.weight", conv_apart, _stacked_taps),
+            _fused("delta.conv_{}.weight", ("q", "k", "v"), "linear_attn.conv1d.weight", conv_apart, _stacked_kernels),
         )
     return (*decoder.keys_of(names), *fused)
 
@@ -68,11 +68,11 @@ def _stacked(*parts: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _taps(weight_C1W: Tensor, channels: list[int]) -> tuple[Tensor, ...]:
+def _kernels(weight_C1W: Tensor, channels: list[int]) -> tuple[Tensor, ...]:
     return weight_C1W.squeeze(1).split(channels)
 
 
-def _stacked_taps(*parts_CW: Tensor) -> Tensor:
+def _stacked_kernels(*parts_CW: Tensor) -> Tensor:
     return torch.cat(parts_CW).unsqueeze(1)
 
 

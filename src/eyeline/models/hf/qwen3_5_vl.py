@@ -16,7 +16,7 @@ def form(c: Config) -> Form:
 
 
 def keys(c: Config, _form: Form, found: Shapes = NONE) -> tuple[KeyRule, ...]:
-    """The hub has one tensor for all experts of a layer; transformers 5 writes one an expert."""
+    """The hub has one tensor for all experts of a layer; transformers 5 writes one per expert."""
     language = qwen3_5.keys(c.language)
     apart = any(".experts.0." in name for name in found)
     return qwen_vl.keys(c, language if apart else qwen_vl.fused(language))

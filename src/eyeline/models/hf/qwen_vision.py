@@ -78,13 +78,13 @@ def to_hf(c: Config, out: int) -> dict[str, Any]:
 
 
 def to_preprocessor(c: Config) -> dict[str, Any]:
-    """preprocessor_config.json of the `Qwen2VLImageProcessor` that prepares stills as the model was trained."""
+    """preprocessor_config.json of the `Qwen2VLImageProcessor` that prepares images as the model was trained."""
     older = {"min_pixels": c.min_pixels, "max_pixels": c.max_pixels}  # transformers 4.57 without torchvision does not read `size`
     return {"image_processor_type": "Qwen2VLImageProcessor", **_to_processor(c, c.min_pixels, c.max_pixels), **older}
 
 
 def to_video_preprocessor(c: Config) -> dict[str, Any]:
-    """video_preprocessor_config.json of the `Qwen3VLVideoProcessor` that prepares films alike."""
+    """video_preprocessor_config.json of the `Qwen3VLVideoProcessor` that prepares videos in the same way."""
     sampling = {"do_sample_frames": True, "fps": 2, "min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": False}
     return {"video_processor_type": "Qwen3VLVideoProcessor", **_to_processor(c, c.video_min_pixels, c.video_max_pixels), **sampling}
 
@@ -128,24 +128,26 @@ def from_hf(json: Json, preprocessor: Json | None, video: Json | None, where: st
         "position_grid": side,
         "deepstack_layers": json.get("deepstack_visual_indexes", deep),
     }
-    stills, films = {}, {}
+    images, videos = {}, {}
     if preprocessor is not None:
-        stills = _from_processor("preprocessor_config.json", preprocessor, tower, ("min_pixels", "max_pixels"), (56**2, 28**2 * 1280), CLIP)
+        images = _from_processor("preprocessor_config.json", preprocessor, tower, ("min_pixels", "max_pixels"), (56**2, 28**2 * 1280), CLIP)
     if video is not None:
         name = "video_preprocessor_config.json"
-        films = _from_processor(name, video, tower, ("video_min_pixels", "video_max_pixels"), (128 * 32**2, 768 * 32**2), (HALF, HALF))
+        videos = _from_processor(name, video, tower, ("video_min_pixels", "video_max_pixels"), (128 * 32**2, 768 * 32**2), (HALF, HALF))
         for key in ("mean", "std"):
-            if stills and films[key] != stills[key]:
-                raise Refused(f"{name} has image_{key}={films[key]}, and stills have {stills[key]}; Eyeline prepares both alike.")
-    return record_of(where, Config, {**tower, **films, **stills})
+            if images and videos[key] != images[key]:
+                raise Refused(
+                    f"{name} has image_{key}={videos[key]}, and images have {images[key]}; Eyeline prepares both in the same way."
+                )
+    return record_of(where, Config, {**tower, **videos, **images})
 
 
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))  # what the image processor has by default
 
 
 def _limits(where: str, json: Json, names: tuple[str, str], limits: tuple[int, int]) -> dict[str, int]:
-    """The pixels that an image, or a film, has at least and at most, under these names: `size` has them as shortest_edge and
-    longest_edge, older files as min_pixels and max_pixels, in `size` or beside it. Raises Refused for any other key of `size`."""
+    """The pixels that an image, or a video, has at least and at most, under these names: `size` has them as shortest_edge and
+    longest_edge, older files as min_pixels and max_pixels, in `size` or next to it. Raises Refused for any other key of `size`."""
     size = mapping(where, json, "size")
     keys = (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
     unknown = sorted(size.keys() - {*keys[0], *keys[1]})
@@ -157,10 +159,11 @@ def _limits(where: str, json: Json, names: tuple[str, str], limits: tuple[int, i
     found: dict[str, int] = {}
     for name, (key, older), default in zip(names, keys, limits, strict=True):
         given = [value for value in (size.get(older), json.get(older)) if value is not None]
-        if names[0] == "video_min_pixels" and json.get(older) not in (None, size.get(key, default)):  # the class for films does not read it
+        # the class for videos does not read the older name outside `size`
+        if names[0] == "video_min_pixels" and json.get(older) not in (None, size.get(key, default)):
             raise Refused(f"{where} has {older}={json[older]!r}, which transformers does not read there. Write it into size, as {key}.")
         if len(given) > 1 and given[0] != given[1]:
-            raise Refused(f"{where} has {older} twice, in size and beside it, with different values. Remove one.")
+            raise Refused(f"{where} has {older} twice, in size and next to it, with different values. Remove one.")
         found[name] = integer(where, {key: given[0] if given else size.get(key, default)}, key, default)
     return found
 
@@ -168,12 +171,12 @@ def _limits(where: str, json: Json, names: tuple[str, str], limits: tuple[int, i
 def _from_processor(
     where: str, json: Json, tower: Json, names: tuple[str, str], limits: tuple[int, int], colours: tuple[tuple[float, ...], ...]
 ) -> dict[str, Any]:
-    """Limits under these names, mean and std of stills or films; `limits` and `colours` are what the class has by default."""
+    """Limits under these names, mean and std of images or videos; `limits` and `colours` are what the class has by default."""
     same = {"patch_size": tower["patch"], "temporal_patch_size": tower["temporal_patch"], "merge_size": tower["merge"]}
     always = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
     expect(where, json, {**always, **same, "resample": FILTERS.index("bicubic")})
     if json.get("cap_pixels_per_frame"):
-        raise Refused(f"{where} has cap_pixels_per_frame=true; Eyeline limits the pixels of a whole film only. Set it to false.")
+        raise Refused(f"{where} has cap_pixels_per_frame=true; Eyeline limits the pixels of a whole video only. Set it to false.")
     if abs(number(where, json, "rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
         raise Refused(f"{where} has rescale_factor={json['rescale_factor']!r}; wanted 1/255. Use the model's own file.")
     found: dict[str, Any] = _limits(where, json, names, limits)

@@ -98,9 +98,9 @@ def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
     expect_model_type(where, config_json, "siglip_vision_model", {})
     sizes = _sizes(where, config_json)
     image_size = integer(where, config_json, "image_size", 224)
-    square = {"height": image_size, "width": image_size}  # another size would need positions in between the learned ones
+    square = {"height": image_size, "width": image_size}  # another size would need positions in between the trained ones
     given = preprocessor_json or {}
-    refuse_limits("preprocessor_config.json", given, f"this tower takes squares of {image_size} pixels a side")
+    refuse_limits("preprocessor_config.json", given, f"this tower takes squares of {image_size} pixels per side")
     if given.get("size") in (image_size, [image_size, image_size]):  # as older files have it
         given = {**given, "size": square}
     prepared = _read_preprocessor(given, {"do_center_crop": False, "do_pad": False, "size": square}, "bicubic")
@@ -191,7 +191,7 @@ def to_hf_naflex(c: Config) -> dict[str, Any]:
 
 
 def to_preprocessor(c: Config) -> dict[str, Any]:
-    """preprocessor_config.json of the image processor that prepares pictures as the model was trained (but for tiles)."""
+    """preprocessor_config.json of the image processor that prepares images as the model was trained (but for tiles)."""
     if c.patches is not None:
         return to_preprocessor_naflex(c)
     return _fixed_to_preprocessor(c)
@@ -213,7 +213,7 @@ def _fixed_to_preprocessor(c: Config) -> dict[str, Any]:
 
 
 def to_preprocessor_naflex(c: Config) -> dict[str, Any]:
-    """preprocessor_config.json of a `Siglip2ImageProcessor`. It keeps the shape of a picture: for a fixed tower give it square ones."""
+    """preprocessor_config.json of a `Siglip2ImageProcessor`. It keeps the shape of an image: for a fixed tower give it square ones."""
     fixed = _fixed_to_preprocessor(c)
     del fixed["size"]
     most = c.patches or c.position_grid**2
