@@ -48,7 +48,7 @@ def test_each_wrong_gradient_is_named_alone(monkeypatch: pytest.MonkeyPatch, nam
 
 def test_wrong_memory_is_named_where_answers_go_on_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, kernel(state_by=1.1))
-    assert fault(gradients=False) == "the memory after each document is off by 10%"
+    assert fault(gradients=False) == "the state after each document is off by 10%"
     assert fault() is None
 
 

@@ -1,1 +1,1 @@
-"""Pure functions of tensors: the plain version first, the fast one beside it. Nothing here has weights."""
+"""Pure functions of tensors: the plain version first, then the fast one. Nothing here has weights."""

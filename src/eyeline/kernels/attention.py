@@ -1,7 +1,7 @@
-"""Attention within documents that lie end to end, and over a cache of keys and values.
+"""Attention within documents that are stored end to end, and over a cache of keys and values.
 
 Dims: T tokens  S documents  H query heads  G key/value heads (H is a multiple of G)  K head dim
-      B rows of a cache  U tokens a row of it has room for
+      B rows of a cache  U tokens that a row of it has room for
 """
 
 import inspect
@@ -36,8 +36,8 @@ def packed_attention_plain(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: T
 
 
 def packed_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest: int, causal: bool) -> Tensor:
-    """`packed_attention_plain`, fast. `longest` bounds the documents' lengths from above: a host number, so that nobody
-    asks the device. Every token must lie in a document: cu[0] = 0, cu[S] = T.
+    """`packed_attention_plain`, fast. `longest` bounds the documents' lengths from above: a number on the host, so that
+    it need not wait for the device. Every token must belong to a document: cu[0] = 0, cu[S] = T.
 
     CPU: one opaque operator, for any layout the same graph. CUDA: PyTorch's variable-length flash attention where it can compute this
     (`gpu.flash_obstacle`), else one document after another, with `cu_S1` read on the host.
@@ -185,13 +185,13 @@ class LayerCache:
 def cached_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest: int, cache: LayerCache) -> Tensor:
     """Causal attention of sequences that are being generated; document s belongs to row s of the cache, which grows by it.
 
-    Prefill: an empty cache and any documents. Afterwards one token a row, which sees all that its row holds and itself.
+    Prefill: an empty cache and any documents. Afterwards one token per row, which attends to its row of the cache and to itself.
     """
     rows = len(cu_S1) - 1
     assert rows == len(cache.lengths), f"{rows} documents for a cache of {len(cache.lengths)} rows"
     if len(q_THK) == rows:
         return _attend_to_rows(q_THK, k_TGK, v_TGK, cache)
-    assert not any(cache.lengths), "several tokens a row fit an empty cache only"
+    assert not any(cache.lengths), "several tokens per row fit an empty cache only"
     bounds = cu_S1.tolist()
     for row, (start, end) in enumerate(pairwise(bounds)):
         cache.k_BUGK[row, : end - start] = k_TGK[start:end]
@@ -201,7 +201,7 @@ def cached_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor,
 
 
 def _attend_to_rows(q_BHK: Tensor, k_BGK: Tensor, v_BGK: Tensor, cache: LayerCache) -> Tensor:
-    """One new token a row: append its key and value, attend to what the row now holds."""
+    """One new token per row: append its key and value, then attend to the row."""
     last_B = torch.tensor(cache.lengths, device=q_BHK.device)
     row_B = torch.arange(len(q_BHK), device=q_BHK.device)
     cache.k_BUGK[row_B, last_B] = k_BGK

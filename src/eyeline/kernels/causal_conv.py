@@ -1,9 +1,9 @@
-"""Depthwise causal convolution with SiLU within documents that lie end to end, and over a cache of the last inputs.
+"""Depthwise causal convolution with SiLU within documents that are stored end to end, and over a cache of the last inputs.
 
-out[t] = silu(Σ_j w[W-1-j] · x[t-j]), for j from 0 to W-1 and only where t-j lies in t's document. Each channel has its own
+out[t] = silu(Σ_j w[W-1-j] · x[t-j]), for j from 0 to W-1 and only where t-j is in t's document. Each channel has its own
 weights. Float32 inside; the result has x's dtype.
 
-Dims: T tokens  S documents  C channels  W taps  B rows of a cache
+Dims: T tokens  S documents  C channels  W kernel size  B rows of a cache
 """
 
 from itertools import pairwise
@@ -39,26 +39,26 @@ def cached_causal_conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor, window_BW
     """The convolution of sequences that are being generated. `window_BWC` holds the last W-1 inputs of every row, zeros where
     there were none, and is brought up to date.
 
-    Prefill: a window of zeros and any documents. Afterwards one token a row.
+    Prefill: a window of zeros and any documents. Afterwards one token per row.
     """
     dims("TC", x_TC, "CW", weight_CW)
     rows, held = window_BWC.shape[:2]
     assert rows == len(cu_S1) - 1 and held == weight_CW.shape[1] - 1, f"a window {tuple(window_BWC.shape)} for {len(cu_S1) - 1} documents"
     if len(x_TC) == rows:
-        taps_BWC = torch.cat((window_BWC, x_TC[:, None]), 1)
-        window_BWC.copy_(taps_BWC[:, 1:])
-        return F.silu((taps_BWC.float() * weight_CW.float().T).sum(1)).to(x_TC.dtype)
+        inputs_BWC = torch.cat((window_BWC, x_TC[:, None]), 1)
+        window_BWC.copy_(inputs_BWC[:, 1:])
+        return F.silu((inputs_BWC.float() * weight_CW.float().T).sum(1)).to(x_TC.dtype)
     for row, (start, end) in enumerate(pairwise(cu_S1.tolist())):
         last = min(held, end - start)
         window_BWC[row, held - last :] = x_TC[end - last : end]
     return _causal_conv(x_TC, weight_CW, cu_S1)
 
 
-def _same_document(tokens: int, cu_S1: Tensor, taps: int) -> list[Tensor]:
-    """For j = 1 ... W-1: whether token t-j lies in the document of t, for t from j on, as a column."""
+def _same_document(tokens: int, cu_S1: Tensor, size: int) -> list[Tensor]:
+    """For j = 1 ... W-1: true where token t-j is in the document of t, for t from j on, as a column."""
     t_T = torch.arange(tokens, device=cu_S1.device, dtype=cu_S1.dtype)
     age_T = t_T - cu_S1[torch.searchsorted(cu_S1, t_T, right=True) - 1]
-    return [(age_T[j:] >= j)[:, None] for j in range(1, taps)]
+    return [(age_T[j:] >= j)[:, None] for j in range(1, size)]
 
 
 def _before_silu(x_TC: Tensor, weight_CW: Tensor, same: list[Tensor]) -> Tensor:

@@ -63,7 +63,7 @@ class _Chunked(torch.autograd.Function):
             if dx_LD is not None:
                 dx_LD[rows] = dlogits_RV @ cast_VD
             if dweight_VD is not None and x_RD.dtype == torch.float32:
-                dweight_VD.addmm_(dlogits_RV.T, x_RD)  # no product as large as the weight beside it
+                dweight_VD.addmm_(dlogits_RV.T, x_RD)  # no extra product as large as the weight
             elif dweight_VD is not None:
                 dweight_VD += dlogits_RV.T @ x_RD
         ctx.gradients = (dx_LD, dweight_VD)

@@ -41,7 +41,7 @@ def kernel() -> Kernel:
 
 
 def by_fla(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule_plain` by fla: out_THJ and the memory after each document.
+    """`gated_delta_rule_plain` by fla: out_THJ and the state after each document.
 
     Older versions of fla want as many key heads as value heads; all scale by 1/√K and take bounds of one row of documents.
     """

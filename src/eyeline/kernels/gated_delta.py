@@ -1,7 +1,7 @@
-"""The gated delta rule within documents that lie end to end (Yang et al. 2024, "Gated Delta Networks"), and its steps over a cache.
+"""The gated delta rule within documents that are stored end to end (Yang et al. 2024, "Gated Delta Networks"), and its steps over a cache.
 
-Every value head has a memory S_KJ that maps keys to values and is zero where a document starts. A token forgets a part of it,
-corrects what the memory answers to its key by the share beta, and asks it:
+Every value head has a recurrent state S_KJ that maps keys to values and is zero where a document starts. A token decays the state,
+corrects the value that it gives for the token's key by the share beta, and reads it with its query:
 
     S = exp(decay)·S        S = S + beta·k·(v - kᵀS)        out = qᵀS / √K
 
@@ -29,7 +29,7 @@ CHUNKS = (16, 32, 64)  # a document is cut into chunks of the smallest that hold
 def gated_delta_rule_plain(
     q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The reference: one token after another. Gives out_THJ, in v's dtype, and the memory after each document."""
+    """The reference: one token after another. Returns out_THJ, in v's dtype, and the state after each document."""
     sizes = _check(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH)
     q_THK, k_THK = (_unit(x_TGK)[0].repeat_interleave(sizes["H"] // sizes["G"], 1) for x_TGK in (q_TGK, k_TGK))
     outs, states = [v_THJ[:0].float()], [v_THJ.new_zeros(0, sizes["H"], sizes["K"], sizes["J"], dtype=torch.float32)]
@@ -48,7 +48,7 @@ def gated_delta_rule_plain(
 def gated_delta_rule(
     q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor, fla: bool = False
 ) -> Tensor:
-    """`gated_delta_rule_plain`, fast, without the memories. Every token must lie in a document: cu[0] = 0, cu[S] = T.
+    """`gated_delta_rule_plain`, fast, without the states. Every token must belong to a document: cu[0] = 0, cu[S] = T.
 
     In chunks, as one opaque operator, for any layout the same graph. With `fla`, by fla's kernel (which torch.compile does not look
     into): for a GPU where `self_test.fla_fault` found nothing.
@@ -60,7 +60,7 @@ def gated_delta_rule(
 
 
 class StateCache:
-    """What a Gated DeltaNet layer remembers of B sequences: a memory a value head, and the last inputs of its convolutions.
+    """The state of a Gated DeltaNet layer for B sequences: a recurrent state per value head, and the last inputs of its convolutions.
 
     It has the interface of `LayerCache`, but its size does not grow with `lengths`.
     """
@@ -68,18 +68,18 @@ class StateCache:
     def __init__(
         self,
         rows: int,
-        memory: tuple[int, int, int],  # H, K, J
+        state: tuple[int, int, int],  # H, K, J
         channels: Sequence[int],  # of each convolution
-        taps: int,
+        conv_kernel: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        self.state_BHKJ = torch.zeros(rows, *memory, dtype=torch.float32, device=device)
-        self.windows = [torch.zeros(rows, taps - 1, x, dtype=dtype, device=device) for x in channels]  # [B, taps - 1, channels]
+        self.state_BHKJ = torch.zeros(rows, *state, dtype=torch.float32, device=device)
+        self.windows = [torch.zeros(rows, conv_kernel - 1, x, dtype=dtype, device=device) for x in channels]  # [B, W - 1, C]
         self.lengths = [0] * rows
 
     def keep(self, rows: list[int]) -> None:
-        """Go on with these rows only, in this order: the others have finished."""
+        """Continue with these rows only, in this order: the others have finished."""
         index_B = torch.tensor(rows, dtype=torch.int64, device=self.state_BHKJ.device)
         self.state_BHKJ = self.state_BHKJ[index_B]
         self.windows = [window[index_B] for window in self.windows]
@@ -97,15 +97,15 @@ def cached_gated_delta_rule(
     cache: StateCache,
     fla: bool = False,
 ) -> Tensor:
-    """The rule for sequences that are being generated; document s belongs to row s of the cache, whose memory goes on from there.
+    """The rule for sequences that are being generated; document s belongs to row s of the cache, whose state continues from there.
 
-    Prefill: an empty cache and any documents, by fla's kernel with `fla`. Afterwards one token a row. Advances `cache.lengths`.
+    Prefill: an empty cache and any documents, by fla's kernel with `fla`. Afterwards one token per row. Advances `cache.lengths`.
     """
     sizes = _check(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH)
     rows = len(cu_S1) - 1
     assert rows == len(cache.lengths), f"{rows} documents for a cache of {len(cache.lengths)} rows"
     if len(q_TGK) > rows:
-        assert not any(cache.lengths), "several tokens a row fit an empty cache only"
+        assert not any(cache.lengths), "several tokens per row fit an empty cache only"
         compute = by_fla if fla else _forward
         out_THJ, cache.state_BHKJ = compute(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)
         cache.lengths = cu_S1.diff().tolist()
@@ -126,7 +126,7 @@ def _check(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_T
 
 # ---- chunks
 #
-# Unrolled over a chunk that meets the memory S, the rule is a triangular system (the WY form): with g the sum of decays up to and
+# Unrolled over a chunk that starts from the state S, the rule is a triangular system (the WY form): with g the sum of decays up to and
 # with a token, D_ij = exp(g_i - g_j) for j ≤ i and else 0, and L = 1 + (the part below the diagonal of beta_i·k_i·k_j·D_ij),
 #
 #     U = L⁻¹(beta·v)    W = L⁻¹(beta·exp(g)·k)    what the tokens write: E = U - W·S
@@ -185,7 +185,7 @@ def _running_sum(x_RYC: Tensor) -> Tensor:
 
 
 class _Chunks(NamedTuple):
-    """What all chunks of a plan compute before they know the memory. [R, G, H/G, ...] where heads of values are many."""
+    """What all chunks of a plan compute before they know the state. [R, G, H/G, ...] where heads of values are many."""
 
     q_RGCK: Tensor  # scaled
     k_RGCK: Tensor
@@ -254,7 +254,7 @@ def _joined(parts: list[Tensor], place_T: Tensor) -> Tensor:
 
 
 def _forward(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor) -> tuple[Tensor, Tensor]:
-    """out_THJ and the memory after each document."""
+    """out_THJ and the state after each document."""
     (G, K), (H, J) = k_TGK.shape[1:], v_THJ.shape[1:]
     last_SHKJ = q_TGK.new_zeros(len(cu_S1) - 1, H, K, J, dtype=torch.float32)
     plans, place_T = _plans(cu_S1)
@@ -316,7 +316,7 @@ def _backward_of(
     kept_RY11 = x.grown_RYC[..., -1, None, None].exp()
     dout_RYCJ = dout_THJ[plan.rows_RC].transpose(1, 2).float().unflatten(1, (G, -1)) * plan.real_RC[:, None, None, :, None]
 
-    # the memory that each chunk met, and what it wrote
+    # the state that each chunk started from, and what it wrote
     state_RYKJ = x.k_RGCK.new_zeros(*x.v_RYCJ.shape[:3], K, J)
     new_RYCJ = torch.empty_like(x.written_RYCJ)
     spans = _spans(plan)
@@ -325,7 +325,7 @@ def _backward_of(
         on = slice(span.start, span.start + following.stop - following.start)
         state_RYKJ[following] = state_RYKJ[on] * kept_RY11[on] + x.k_left_RYCK[on].mT @ new_RYCJ[on]
 
-    # backwards through the chunks: dstate is the gradient of the memory after a chunk
+    # backwards through the chunks: dstate is the gradient of the state after a chunk
     dnew_RYCJ = x.seen_RYCC.mT @ dout_RYCJ
     dmet_RYKJ = x.q_grown_RYCK.mT @ dout_RYCJ
     dstate_RYKJ = torch.zeros_like(state_RYKJ)

@@ -45,6 +45,6 @@ def grouped_obstacle(dtype: torch.dtype, capability: Capability) -> str | None:
 
 
 def grouped_waits(capability: Capability) -> bool:
-    """Whether torch's grouped matrix product reads the group sizes on the host and loops over groups: everywhere but on data-centre
+    """True if torch's grouped matrix product reads the group sizes on the host and loops over groups: everywhere but on data-centre
     Hopper and Blackwell (9.x, 10.x)."""
     return capability[0] not in (9, 10)

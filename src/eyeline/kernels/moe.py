@@ -1,9 +1,9 @@
-"""Mixture of experts: choosing, sorting rows by expert, each expert's feed-forward layer over its rows, and back.
+"""Mixture of experts (MoE): choosing, sorting rows by expert, each expert's feed-forward layer over its rows, and back.
 
-Nothing is dropped: every token reaches all experts that it chose, however many came. The number of rows is T·A always, so
-nobody asks the device how many an expert has.
+Nothing is dropped: every token reaches all experts that it chose. The number of rows is always T·A, so the host never waits for
+the device to count the rows of an expert.
 
-Dims: T tokens  E experts  A experts a token uses  N = T·A rows, sorted by expert  D width  F feed-forward of one expert
+Dims: T tokens  E experts  A experts per token  N = T·A rows, sorted by expert  D width  F feed-forward of one expert
 """
 
 from itertools import pairwise
@@ -179,7 +179,7 @@ def _grouped_swiglu_backward(
     up_NF: Tensor,
     needed: list[bool],
 ) -> list[Tensor]:
-    """Gradients of x_ND, gate_EFD, up_EFD and down_EDF; an empty tensor for one that nobody needs."""
+    """Gradients of x_ND, gate_EFD, up_EFD and down_EDF; an empty tensor for one that is not needed."""
     dout_ND, x_ND, gate_EFD, up_EFD, down_EDF = (x.contiguous() for x in (dout_ND, x_ND, gate_EFD, up_EFD, down_EDF))
     x_needed, gate_needed, up_needed, down_needed = needed
     made = [x_ND.new_empty(0) for _ in needed]

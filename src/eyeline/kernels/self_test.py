@@ -1,4 +1,4 @@
-"""Whether a kernel that others wrote computes here what ours does: asked once, before anything depends on it."""
+"""Compares a kernel that others wrote with ours on this device, once, before anything depends on it."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from eyeline.kernels.gated_delta import StateCache, cached_gated_delta_rule, gat
 LENGTHS = (1, 63, 64, 130, 5)  # of the documents compared: within, at and across the bounds of fla's chunks of 64 tokens
 OFF = 0.05  # of the norm of what is compared. Rounding to bfloat16 gives less than 0.02; fla's own tests allow as much
 TRAINING = tuple(f"the gradient of {name}" for name in ("q", "k", "v", "decay", "beta"))
-GENERATING = ("the memory after each document",)
+GENERATING = ("the state after each document",)
 
 
 def fla_fault(
@@ -17,7 +17,7 @@ def fla_fault(
     """What is wrong with fla's gated delta rule on this device, for heads of these sizes; None if nothing is.
 
     Compared on one packed batch, against our chunks in float32: the output, and with `gradients` the gradients of all five inputs, or
-    without the memories that generating goes on from. Whatever fla raises is a fault too.
+    without the states that generation continues from. Whatever fla raises is a fault too.
     """
     inputs, cu_S1 = _batch(key_heads, value_heads, key_dim, value_dim, device)
     inputs = tuple(x.to(dtype) if i < 3 else x for i, x in enumerate(inputs))  # decay and beta are float32 in the model too
@@ -50,7 +50,7 @@ def _generated(inputs: tuple[Tensor, ...], cu_S1: Tensor, fla: bool) -> list[Ten
 
 
 def _batch(G: int, H: int, K: int, J: int, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-    """q, k, v, decay and beta of documents of LENGTHS, and their bounds. Heads forget fast and slowly, as in published models."""
+    """q, k, v, decay and beta of documents of LENGTHS, and their bounds. Heads decay fast and slowly, as in published models."""
     rng, tokens = torch.Generator().manual_seed(0), sum(LENGTHS)
     q, k, v = (torch.randn(tokens, *shape, generator=rng) for shape in ((G, K), (G, K), (H, J)))
     decay = -(torch.linspace(-5, 1, H) + 0.5 * torch.randn(tokens, H, generator=rng)).exp()
