@@ -235,7 +235,7 @@ def test_limits_are_those_of_the_reference(limits, old):
         ({}, {}, {"max_pixels": 5_000}, "max_pixels=5000, which transformers does not read there"),
         ({}, {}, {"size": {"height": 9, "width": 9}}, "not height, width"),
         ({}, {}, {"cap_pixels_per_frame": True}, "cap_pixels_per_frame"),
-        ({}, {}, {"image_mean": [0.5, 0.5, 0.5]}, "both alike"),
+        ({}, {}, {"image_mean": [0.5, 0.5, 0.5]}, "both in the same way"),
     ],
 )
 def test_what_would_change_the_mathematics_is_refused(vision, still, film, says):
