@@ -41,9 +41,11 @@ def modules_of_one_batch(folder: Path) -> list[str]:
     tokenizer = train_bpe(["what is it? a red circle " * 9], 300, TEMPLATES["plain"])
     encoder = Encoder(tokenizer, TEMPLATES["plain"])
     config = llava.Config(
-        vision=siglip2.Config(image_size=16, patch=4, width=16, layers=1, heads=2, feed_forward=24),
+        vision=siglip2.Config(image_size=16, patch=4, hidden_size=16, layers=1, heads=2, intermediate_size=24),
         projector=llava.ProjectorConfig(shuffle=2),
-        language=qwen2.Config(vocabulary=len(tokenizer), width=16, layers=1, heads=2, kv_heads=1, feed_forward=24, tied=False),
+        language=qwen2.Config(
+            vocab_size=len(tokenizer), hidden_size=16, layers=1, heads=2, kv_heads=1, intermediate_size=24, tie_embeddings=False
+        ),
     )
     data = Data(sources=(Source(path=str(written(folder))),))
     model, about = build(config, "cpu"), facts(config)
@@ -60,7 +62,7 @@ def modules_of_one_batch(folder: Path) -> list[str]:
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        reader = reader_of(data, encoder, about.image, seed=0, longest=about.longest)
+        reader = reader_of(data, encoder, about.image, seed=0, longest=about.max_positions)
         step = next(training_steps(reader, Budget(64, 64), 1, 1))
         report = update(model, optimizers, step.batches, max_grad_norm=None, seed=0, step=0)
     finally:

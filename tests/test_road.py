@@ -16,10 +16,6 @@ from tests.test_imports import PACKAGE
 ROOT = PACKAGE.parent.parent
 MODULES, OF_DATA = 43, 33  # wanted: 32 and 18
 LINES, FUNCTION_LINES = 350, 60
-LONGER = {  # wanted: none
-    "models/llava.py",
-    "models/siglip2.py",
-}
 LONGER_FUNCTIONS = {  # wanted: none
     "cli.py: import_model",
     "train/loop.py: train_stage",
@@ -57,7 +53,7 @@ def test_the_road_has_no_more_modules_than_today(road: list[str]) -> None:
 
 
 def test_modules_of_the_road_have_at_most_350_lines(road: list[str]) -> None:
-    assert {module for module in road if len((PACKAGE / module).read_text().splitlines()) > LINES} == LONGER
+    assert not {module for module in road if len((PACKAGE / module).read_text().splitlines()) > LINES}
 
 
 def test_functions_have_at_most_60_lines() -> None:

@@ -83,7 +83,7 @@ def trained(*sources: Source) -> dict[str, list[str]]:
     Not a sample may be rejected.
     """
     model, about, optimizers = small()
-    reader = reader_of(Data(sources=sources, max_reject_rate=0.0), encoder(), about.image, seed=0, longest=about.longest)
+    reader = reader_of(Data(sources=sources, max_reject_rate=0.0), encoder(), about.image, seed=0, longest=about.max_positions)
     told: dict[str, list[str]] = {}
     for number, step in enumerate(training_steps(reader, BUDGET, micro_batches=1, epochs=1)):
         before = [p.detach().clone() for p in model.parameters()]

@@ -13,6 +13,7 @@ import torch
 from eyeline.core.batch import Batch
 from eyeline.core.errors import StorageFailed
 from eyeline.core.files import read_lines
+from eyeline.core.image_rule import ImageRule
 from eyeline.data import loader, validation
 from eyeline.data.containers.container import File
 from eyeline.data.containers.tars import Tars

@@ -112,7 +112,7 @@ def test_a_good_recipe_has_none(tmp_path: Path) -> None:
         ("stages.0.gradient_checkpointing=[projector]", ["gradient_checkpointing names projector, which has no blocks"]),
         ("model.template=chatml", ["template 'chatml' is not known", "plain"]),
         ("model={path: nowhere}", ["nowhere is no folder"]),
-        ("model.config.language.vocab_size=100", ["vocab_size", "at least"]),
+        ("model.config.language.vocab_size=100", ["vocabulary", "at least"]),
         ("model.config.language.max_positions=4", ["made for 4 positions"]),
         ("stages.0.data.sources.0.path=nowhere.json", ["nowhere.json", "stages.whole.data"]),
         ("evaluation.sources.0.path=nowhere.json", ["nowhere.json", "evaluation"]),
