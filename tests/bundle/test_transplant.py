@@ -110,7 +110,7 @@ def test_text_is_computed_as_before(folders):
     reference = transformers.AutoModelForCausalLM.from_pretrained(language)
     d = document((), 20)
     want_TV = reference(input_ids=torch.from_numpy(d.tokens_T).long()[None]).logits[0]
-    got_TV = opened(model)(replace(batch_of([d], None), labels_L=None))
+    got_TV = opened(model)(replace(batch_of([d], None), labels_L=None)).out
     torch.testing.assert_close(got_TV, want_TV, rtol=1e-4, atol=1e-4)
 
 
@@ -179,7 +179,7 @@ def test_a_conversation_is_read_as_transformers_reads_it(folders, tmp_path):
         Message("user", (Text("And here? "), second)),
     )
     d = Prompts(found.bundle.encoder(), facts(found.bundle.config).image).prompt(asked)
-    got_TV = opened(folder)(replace(batch_of([replace(d, labels_T=np.zeros_like(d.tokens_T))], None), labels_L=None))
+    got_TV = opened(folder)(replace(batch_of([replace(d, labels_T=np.zeros_like(d.tokens_T))], None), labels_L=None)).out
 
     prepared = transformers.AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt")
     config = json.loads((folder / "config.json").read_text())

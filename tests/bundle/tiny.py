@@ -153,4 +153,4 @@ CONVERSATION = [
 def our_logits(model: llava.Model, document: Document) -> Tensor:
     """Logits of every position."""
     batch = batch_of([replace(document, labels_T=np.zeros_like(document.tokens_T))], None)
-    return model.eval()(replace(batch, labels_L=None))
+    return model.eval()(replace(batch, labels_L=None)).out
