@@ -43,7 +43,7 @@ def test_balance_loss_is_transformers(case: Case, recompute: tuple[str, ...]):
     assert load is not None
     auxiliary = balance_loss(load)
     (0.3 * batch.counts.supervised * auxiliary).backward()
-    ours = twins.gradients(model)
+    ours = parity.gradients(model)
 
     model.zero_grad()
     model.recompute(())
