@@ -189,7 +189,7 @@ def test_accumulation_only_groups_the_same_batches(open_reader) -> None:
 # Resume
 
 
-@pytest.mark.parametrize("packs_per_step", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_it_resumes_exactly_after_every_step(open_reader, folder: Path, micro_batches: int) -> None:
     """With rejects of both kinds, visits that are split, augmentation, and packs carried over epochs."""
     (folder / "2.png").unlink()
