@@ -58,6 +58,19 @@ def test_saving_touches_nothing_that_it_saves(tmp_path: Path) -> None:
         assert torch.equal(v, before[k][2])
 
 
+def test_a_checkpoint_that_is_read_is_not_deleted(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    read = store.newest(tmp_path, "run", hold=True)
+    assert read is not None and read.held is not None
+    for step in (2, 3):
+        save(tmp_path, step, keep_last=1)
+    assert steps(tmp_path) == [1, 3]
+    assert read.load("model").keys() == sets(1)["model"].keys()
+    read.held.close()
+    save(tmp_path, 4, keep_last=1)
+    assert steps(tmp_path) == [4]
+
+
 def test_nothing_saved_is_none(tmp_path: Path) -> None:
     assert store.newest(tmp_path / "absent") is None
     assert store.best(tmp_path / "absent") is None

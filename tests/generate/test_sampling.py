@@ -41,6 +41,7 @@ def test_a_draw_depends_on_its_own_address_alone() -> None:
     alone = [next_tokens(logits_BV[row : row + 1], sampling, [row], step=2)[0] for row in range(6)]
     assert together == alone
     assert together != next_tokens(logits_BV, sampling, range(6), step=3)
+    assert len({*next_tokens(logits_BV[:1].expand(6, -1), sampling, range(6), step=2)}) > 1, "each row draws a number of its own"
     assert together != next_tokens(logits_BV, Sampling(temperature=1.0, seed=6), range(6), step=2)
 
 

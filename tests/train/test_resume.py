@@ -34,7 +34,7 @@ from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run, to_yaml
 from eyeline.train.stop import StopSignal, sole_owner
 from tests.command import Command
-from tests.train.recipe import tiny_recipe, tiny_run
+from tests.train.recipe import tiny_recipe, tiny_run, write_data
 
 STEPS = 8
 
@@ -105,6 +105,20 @@ def test_stopped_and_resumed_is_bit_equal(uninterrupted, tmp_path: Path, monkeyp
     loop.train(run)
     assert end_of(run) == whole
     assert losses(run) == whole_losses
+
+
+def test_run_whose_tower_no_step_has_used_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text alone: neither tower nor projector has a gradient, and so no state in the optimizer."""
+    rows = json.loads(write_data(tmp_path / "data", 60).read_text())
+    (tmp_path / "data" / "data.json").write_text(json.dumps([row for row in rows if "image" not in row]))
+    runs = [tiny_run(tmp_path, f"out={tmp_path / name}") for name in ("whole", "again")]
+    loop.train(runs[0])
+    stopped_at(monkeypatch, {2, 6})
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            loop.train(runs[1])
+    loop.train(runs[1])
+    assert end_of(runs[1]) == end_of(runs[0])
 
 
 def test_epochs_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +344,9 @@ class Given:
         return self.time
 
 
-@pytest.mark.parametrize(("minutes", "saved"), [("null", [4, 8]), ("30", [3, 4, 7, 8]), ("10", [1, 2, 3, 4, 5, 6, 7, 8]), ("1000", [4, 8])])
+@pytest.mark.parametrize(
+    ("minutes", "saved"), [("null", [4, 8]), ("30", [3, 4, 7, 8]), ("20", [2, 4, 6, 8]), ("10", [1, 2, 3, 4, 5, 6, 7, 8]), ("1000", [4, 8])]
+)
 def test_checkpoints_by_the_clock_are_where_they_are_due(
     uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: str, saved: list[int]
 ) -> None:
@@ -404,6 +420,15 @@ def test_too_little_memory_says_what_resumes(tmp_path: Path, monkeypatch: pytest
             assert max(losses(run)) == STEPS
         case _:
             assert said.endswith("with another out=: nothing has been saved yet")
+
+
+def test_memory_remedy_names_no_part_that_is_recomputed_already(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    home = start.begin(tiny_run(tmp_path), tmp_path / "run")
+    one, both = (tiny_run(tmp_path, f"stages.whole.recompute={parts}") for parts in ("[vision]", "[vision, language]"))
+    more = "To keep less in memory, add 'stages.whole.recompute=[vision, language]' to the same command, or lower"
+    assert start.smaller(one, home, 0).startswith(more)
+    assert start.smaller(both, home, 0).startswith("Lower batch.tokens and batch.patches")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
