@@ -8,9 +8,9 @@ from tests.mutants import MUTANTS, SOURCE, Mutant, mutants, mutated, problem_wit
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(mutants()) >= 60
+    assert len(mutants()) >= 75
     assert len(set(mutants())) == len(mutants())
-    assert min(map(len, MUTANTS.values())) >= 2
+    assert min(map(len, MUTANTS.values())) >= 4
 
 
 @pytest.mark.parametrize("mutant", mutants(), ids=lambda one: f"{one.file}:{one.old[:40]}")
