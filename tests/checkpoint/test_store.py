@@ -63,11 +63,11 @@ def test_a_checkpoint_that_is_read_is_not_deleted(tmp_path: Path) -> None:
     read = store.newest(tmp_path, "run", hold=True)
     assert read is not None and read.held is not None
     for step in (2, 3):
-        save(tmp_path, step, keep_last=1)
+        save(tmp_path, step, save_total_limit=1)
     assert steps(tmp_path) == [1, 3]
     assert read.load("model").keys() == sets(1)["model"].keys()
     read.held.close()
-    save(tmp_path, 4, keep_last=1)
+    save(tmp_path, 4, save_total_limit=1)
     assert steps(tmp_path) == [4]
 
 

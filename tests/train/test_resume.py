@@ -425,10 +425,11 @@ def test_too_little_memory_says_what_resumes(tmp_path: Path, monkeypatch: pytest
 def test_memory_remedy_names_no_part_that_is_recomputed_already(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     home = start.begin(tiny_run(tmp_path), tmp_path / "run")
-    one, both = (tiny_run(tmp_path, f"stages.whole.recompute={parts}") for parts in ("[vision]", "[vision, language]"))
-    more = "To keep less in memory, add 'stages.whole.recompute=[vision, language]' to the same command, or lower"
-    assert start.smaller(one, home, 0).startswith(more)
-    assert start.smaller(both, home, 0).startswith("Lower batch.tokens and batch.patches")
+    one, all = (tiny_run(tmp_path, f"stages.whole.gradient_checkpointing={parts}") for parts in ("[vision]", "true"))
+    assert start.smaller(one, home, 0).startswith(
+        "To keep less in memory, add stages.whole.gradient_checkpointing=true to the same command"
+    )
+    assert start.smaller(all, home, 0).startswith("Lower batch.max_tokens and batch.max_patches")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
