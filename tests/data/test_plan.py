@@ -239,7 +239,7 @@ def test_golden_roads(how: str) -> None:
         for many, repeat in ((70, 1), (9, 2))
     ]
     side: Any = SimpleNamespace(
-        index=SimpleNamespace(sources=sources, shard=lambda *_: SimpleNamespace(pictures_R=pictures), begin=lambda _: None),
+        index=SimpleNamespace(sources=sources, shard=lambda *_: SimpleNamespace(pictures_R=pictures), make=lambda _: None),
         kept=lambda *_: np.ones(60, bool),
         shards=lambda source: len(sources[source].shards),
     )
