@@ -112,7 +112,7 @@ def test_rules_and_refusals() -> None:
     assert tiled.rule(1).resize == Tiles(12, 5)
     with pytest.raises(ValueError, match="give one of them"):
         siglip2.Config(**VISION.model_dump() | {"tiles": 5})
-    with pytest.raises(ValueError, match="tiles=6 images of one picture are more than 5"):
+    with pytest.raises(ValueError, match="tiles=6 squares per image are more than 5"):
         siglip2.Config(**VISION.model_dump() | {"patches": None, "tiles": 6})
     with pytest.raises(ValueError, match=r"projector\.shuffle=7 joins 7×7 patches"):
         llava.Config(vision=VISION, language=language(tie_embeddings=True), projector=llava.ProjectorConfig(shuffle=7))
