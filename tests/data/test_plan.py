@@ -344,7 +344,7 @@ def test_memory_does_not_grow_with_the_data() -> None:
     index_ = SimpleNamespace(pictures_R=np.zeros(rows_a_shard, np.uint64))
     fake: Any = SimpleNamespace(
         index=SimpleNamespace(
-            sources=[SimpleNamespace(shards=_Many(shards))], shard=lambda source, shard: index_, begin=lambda wanted: None
+            sources=[SimpleNamespace(shards=_Many(shards))], shard=lambda source, shard: index_, make=lambda wanted: None
         ),
         kept=lambda source, shard: np.ones(rows_a_shard, bool),
     )
