@@ -163,6 +163,10 @@ def test_the_home_folder_is_meant_by_a_tilde_in_every_path(monkeypatch: pytest.M
         (["stages.all.clip=1"], "stages.all.clip is called stages.all.max_grad_norm here"),
         (["learning_rate=1"], "learning_rate is called stages.NAME.trains.PART.lr here; each part has its own"),
         (["stages.all.batch.tokens=1"], "stages.all.batch.tokens is called stages.all.batch.max_tokens here"),
+        (
+            ["model.config.language.width=8"],
+            "model.config.language.width is called model.config.language.hidden_size here",
+        ),
         (["evaluation.max_tokens=1"], "evaluation.max_tokens is called evaluation.max_new_tokens here"),
         (["stages.all.data.mix=once"], "stages.all.data.mix: got 'once', wanted concat or interleave. 'once' is called 'concat' here."),
         (
