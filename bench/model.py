@@ -150,7 +150,7 @@ def lengths(documents: int) -> list[int]:
 
 
 def document(encoder: Encoder, rule: ImageRule | None, tokens: int, number: int) -> Document:
-    """About so many tokens: a picture where the model sees, a question, and a random answer that fills up."""
+    """About so many tokens: an image where the model sees, a question, and a random answer that fills up."""
     rng = rng_for(0, "bench document", number)
     parts: list[Text | Picture] = [Text("what is in the picture?")]
     media, visual = [], 0

@@ -44,7 +44,7 @@ def load(folder: Path) -> LlavaForConditionalGeneration:
 
 
 def example(document: Document, sized: Sized) -> Example:
-    """The document as the peer wants it: labels at their own token's place, pixels normalised, pictures whole."""
+    """The document as the peer wants it: labels at their own token's place, pixels normalised, images whole."""
     tokens_T = torch.from_numpy(document.tokens_T).long()
     labels_T = torch.full_like(tokens_T, IGNORE)
     labels_T[1:] = torch.from_numpy(document.labels_T[:-1]).long()  # the peer shifts by one itself

@@ -90,7 +90,7 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
 
 
 def prepare(folder: Path) -> Path:
-    """Model, pictures, data and recipe in `folder`; returns the recipe."""
+    """Model, images, data and recipe in `folder`; returns the recipe."""
     bundle, _ = made(SIZED, folder / "model")
     (folder / "pictures").mkdir()
     rows = []
@@ -101,7 +101,7 @@ def prepare(folder: Path) -> Path:
         rows.append({"id": str(n), "image": f"pictures/{n}.jpg", "conversations": turns})
     (folder / "data.json").write_text(json.dumps(rows))
     encoder = bundle.encoder()
-    assert TEMPLATE == "plain"  # whose rendering the next line and the peer's script write out: picture, question, newline, answer, end
+    assert TEMPLATE == "plain"  # whose rendering the next line and the peer's script write out: image, question, newline, answer, end
     tokens = SAMPLES * (SIZED.visual + len(encoder.ids(QUESTION + "\n")) + len(encoder.ids(ANSWER)) + 1)
     learns = {"how": "full", "lr": 1e-3}
     stage = {

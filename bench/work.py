@@ -49,7 +49,7 @@ class Sized:
 
     @property
     def visual(self) -> int:
-        """Visual tokens of a picture."""
+        """Visual tokens of an image."""
         return (self.image // self.patch) ** 2
 
 
@@ -81,7 +81,7 @@ def log_normal(name: str, count: int, median: int, p95: int, least: int, most: i
 
 
 def documents(sized: Sized, image_token: int, lengths: Sequence[int], answer: float = 0.5) -> list[Document]:
-    """Samples of the given lengths: a picture, random text, and of the text the last share `answer` to be learned."""
+    """Samples of the given lengths: an image, random text, and of the text the last share `answer` to be learned."""
     out: list[Document] = []
     visual, side = sized.visual, sized.image // sized.patch
     places_P2 = np.stack(np.divmod(np.arange(visual, dtype=np.int32), side), 1)

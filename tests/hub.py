@@ -63,7 +63,7 @@ SHARED = {"shared_expert_intermediate_size": 12}
 
 
 def save_text(kind: str, template: str, whole: bool = True, **more: Any) -> Callable[[Path], Path]:
-    """A folder of a `...ForCausalLM`; one that is not `whole` has neither a token for pictures nor a row to spare."""
+    """A folder of a `...ForCausalLM`; one that is not `whole` has neither a token for images nor a row to spare."""
 
     def save(folder: Path) -> Path:
         known = TEMPLATES[template]
@@ -113,7 +113,7 @@ def write_mine(folder: Path) -> None:
 
 
 def resize(preprocessor: Path) -> None:
-    """Tiny pictures, set in the model folder as a head says, where they have no size of their own."""
+    """Tiny images, set in the model folder as a head says, where they have no size of their own."""
     if preprocessor.exists():
         settings = json.loads(preprocessor.read_text())
         if "longest_edge" in settings["size"]:

@@ -133,7 +133,7 @@ def test_bf16_keeps_masters_in_fp32_and_frozen_parts_in_bf16(eyeline: Command, t
 
 
 def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path: Path) -> None:
-    """The quick start, shortened to some steps: the words are learned, if not yet the pictures, and every file is there."""
+    """The quick start, shortened to some steps: the words are learned, if not yet the images, and every file is there."""
     short = ["stages.shapes.steps=60", "stages.all.steps=10", "validation_steps=10", "save_steps=10", "threads=1"]
     done = eyeline("train", "easyvqa-tiny", *short)
     assert done.code == 0, done.err

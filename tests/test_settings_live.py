@@ -179,7 +179,7 @@ def workers(recipe: dict[str, Any], folder: Path) -> Workers | None:
 
 
 def tries(recipe: dict[str, Any], folder: Path) -> int:
-    """How often a picture is asked of a store that fails."""
+    """How often an image is asked of a store that fails."""
     asked = 0
 
     def failing(_: Any) -> None:
@@ -218,7 +218,7 @@ def budgeted(recipe: dict[str, Any], folder: Path) -> str:
 
 
 def film(recipe: dict[str, Any], folder: Path) -> Any:
-    """The size of a film's slices."""
+    """The size of a video's slices."""
     config = run_of(recipe | {"out": str(folder / "run")}, "recipe").model.config
     assert config is not None
     rule = facts(config).image
@@ -540,7 +540,7 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, the same data with other pictures, a set with long and broken rows, and a tokenizer."""
+    """Data, the same data with other images, a set with long and broken rows, and a tokenizer."""
     made = tmp_path_factory.mktemp("live")
     write_data(made / "data")
     (made / "other" / "pictures").mkdir(parents=True)

@@ -40,7 +40,7 @@ from tests.test_end_to_end import write_llava_pretrain
 
 
 def write_instruct(folder: Path) -> None:
-    """LLaVA-Instruct-150K and the pictures of COCO: several turns on one picture, of several shapes."""
+    """LLaVA-Instruct-150K and the images of COCO: several turns on one image, of several shapes."""
     rng = np.random.default_rng(1)
     (folder / "coco/train2017").mkdir(parents=True)
     (folder / "LLaVA-Instruct-150K").mkdir()
@@ -55,7 +55,7 @@ def write_instruct(folder: Path) -> None:
 
 
 def write_cauldron(folder: Path) -> None:
-    """The Cauldron: a folder of Parquet a set; some pictures are larger than the tower's square, some rows have none."""
+    """The Cauldron: a folder of Parquet a set; some images are larger than the tower's square, some rows have none."""
     for name in ("ai2d", "vqav2"):
         rng = np.random.default_rng(len(name))
         rows = []

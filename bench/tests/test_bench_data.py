@@ -89,7 +89,7 @@ def test_nothing_is_lost_or_repeated_over_two_processes(work: Path, side: str) -
     resumed = data.probe(side, work, "resume")
     assert len(first["ids"]) >= data_work.PER_SHARD
     assert data.missing({"before": first["ids"], "after": resumed["ids"]}, data.setup_ids(2)) == (0, 0)
-    assert resumed["bytes"] > 50_000  # the tokenizer and some pictures at least
+    assert resumed["bytes"] > 50_000  # the tokenizer and some images at least
     assert first["peak_bytes"] > 0
 
 

@@ -439,13 +439,13 @@ def test_a_transplant_by_the_command_line(hub: Path, tmp_path: Path, eyeline: Co
 
 
 def test_tiles_bring_their_marks(hub: Path, tmp_path: Path) -> None:
-    """A picture of twice the tower's side is shown whole and in four tiles, each after the token that says which it is."""
+    """An image of twice the tower's side is shown whole and in four tiles, each after the token that says which it is."""
     import_model(hub / "siglip", hub / "tied", tmp_path / "model", tiles=5)
     opened = open_bundle(tmp_path / "model")
     assert opened.form == hf.llava.PARTS
     encoder, rule = opened.bundle.encoder(), facts(opened.bundle.config).image
     document = asked(opened.bundle, rule, tmp_path, size=2 * SIDE)
-    assert len(document.images) == 10  # of two pictures
+    assert len(document.images) == 10  # of two images
     text = encoder.decode(document.tokens_T.tolist(), special=True)
     tiles = "".join(f"<row_{r}_col_{c}>" + "<|image_pad|>" * 16 for r in (1, 2) for c in (1, 2))
     assert text.count("<|global_image|>" + "<|image_pad|>" * 16 + tiles) == 2

@@ -71,7 +71,7 @@ def test_limits_of_pixels_are_imported(folders: tuple[Path, Path, Path], tmp_pat
 
 
 def save_naflex(folder: Path) -> Path:
-    """A tower that takes pictures of any grid, its table as large as the fixed one's."""
+    """A tower that takes images of any grid, its table as large as the fixed one's."""
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": PATCH}
     config = transformers.Siglip2VisionConfig(**shape, num_patches=RATIO**2, layer_norm_eps=1e-6, vision_use_head=False)
     model = transformers.Siglip2VisionModel(config)
@@ -115,7 +115,7 @@ def test_text_is_computed_as_before(folders):
 
 
 def normed() -> tuple[Tensor, Image, list[int]]:
-    """The picture as SigLIP takes it, as the transplanted tower does, and where the patches of the one are in the other."""
+    """The image as SigLIP takes it, as the transplanted tower does, and where the patches of the one are in the other."""
     pixels, image = picture()
     mean, std = (torch.tensor(x)[:, None, None] for x in ([0.5, 0.4, 0.6], [0.5, 0.3, 0.25]))
     return (torch.from_numpy(pixels).float() / 255 - mean) / std, image, [int(y) * RATIO + int(x) for y, x in image.places_P2]
@@ -142,7 +142,7 @@ def test_a_naflex_tower_is_too(tmp_path, monkeypatch):
 
 
 def compare_without_rotations(folder: Path, image: Image, want_PD: Tensor, monkeypatch) -> None:
-    """With the rotations off, on a picture of the tower's own size, the main merger's norm gives the tower's normed features."""
+    """With the rotations off, on an image of the tower's own size, the main merger's norm gives the tower's normed features."""
     model, batch = opened(folder), batch_of([document((image,), 9)], None)
     inputs = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     assert (model.projector.main.norm(model.vision(*inputs)[0]) - want_PD).abs().max() > 0.1, "rotations do change it"
@@ -166,7 +166,7 @@ def test_transformers_loads_it(folders):
 
 @torch.no_grad()
 def test_a_conversation_is_read_as_transformers_reads_it(folders, tmp_path):
-    """Pictures of odd sizes through our data path, and through the processor that the folder's settings make: the same logits."""
+    """Images of odd sizes through our data path, and through the processor that the folder's settings make: the same logits."""
     _, _, folder = folders
     found = open_bundle(folder)
     pictures = [drawing(0, 61).crop((0, 0, 61, 33)), drawing(1, 300).crop((0, 0, 171, 300))]

@@ -130,7 +130,7 @@ def drawing(seed: int, size: int = SIDE) -> Pillow.Image:
 
 
 def asked(bundle: Bundle, rule: ImageRule | None, folder: Path, size: int = SIDE) -> Document:
-    """A conversation with two pictures in different turns, ready to be answered."""
+    """A conversation with two images in different turns, ready to be answered."""
     for i in (0, 1):
         drawing(i, size).save(folder / f"{i}.png")
     pictures = [Picture(f"{i}.png", folder / f"{i}.png") for i in (0, 1)]

@@ -1,4 +1,4 @@
-"""Tokenizers and pictures that the tests of data share. Small, made here, no downloads."""
+"""Tokenizers and images that the tests of data share. Small, made here, no downloads."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,13 +41,13 @@ def thinking(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Encoder:
 
 @pytest.fixture(scope="session")
 def rule() -> ImageRule:
-    """32 pixels, 4×4 patches, 2×2 of them a token: 4 tokens a picture."""
+    """32 pixels, 4×4 patches, 2×2 of them a token: 4 tokens an image."""
     return ImageRule(8, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", Square(32))
 
 
 @pytest.fixture
 def draw(tmp_path: Path) -> Callable[..., Path]:
-    """`draw("a.png", seed)` writes a small picture of noise below the test's folder."""
+    """`draw("a.png", seed)` writes a small image of noise below the test's folder."""
 
     def write(name: str, seed: int = 0, width: int = 20, height: int = 12) -> Path:
         pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -99,7 +99,7 @@ HAPPENS: dict[str, Callable[[str], Any]] = {
 }
 
 
-# Pictures that go wrong in a decoder
+# Images that go wrong in a decoder
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The chat templates that published checkpoints carry, without their branches for tools and for pictures: the reference of the tests.
+"""The chat templates that published checkpoints carry, without their branches for tools and for images: the reference of the tests.
 
-Content is text here; the tests write pictures into it.
+Content is text here; the tests write images into it.
 """
 
 _USER = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"

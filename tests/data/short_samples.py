@@ -8,7 +8,7 @@ from eyeline.data.sources.sources import Rows
 
 
 def said(*turns: str | tuple[Picture | str, ...], system: str | None = None) -> tuple[Message, ...]:
-    """Messages from texts (or tuples of texts and pictures), user first."""
+    """Messages from texts (or tuples of texts and images), user first."""
     out = [] if system is None else [Message("system", (Text(system),))]
     for n, turn in enumerate(turns):
         parts = (turn,) if isinstance(turn, str) else turn

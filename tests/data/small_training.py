@@ -29,7 +29,7 @@ BUDGET = Budget(tokens=1024, patches=256)
 
 
 def draw(path: Path) -> Path:
-    """A picture that is all of the colour in its name: `red.png`, `frames/blue-2.jpg`."""
+    """An image that is all of the colour in its name: `red.png`, `frames/blue-2.jpg`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (8, 8), COLOURS[next(colour for colour in COLOURS if colour in path.name)]).save(path)
     return path
@@ -43,7 +43,7 @@ def encoder() -> Encoder:
 
 @cache
 def small() -> tuple[nn.Module, Facts, list[torch.optim.Optimizer]]:
-    """A model of Qwen3-VL's kind, which takes films: 4 visual tokens a picture."""
+    """A model of Qwen3-VL's kind, which takes videos: 4 visual tokens an image."""
     vision = qwen_vision.Config(
         patch=PATCH,
         temporal_patch=FRAMES,
@@ -107,7 +107,7 @@ def causes(path: Path | str, **settings: object) -> list[tuple[str, str]]:
 
 
 def shown(batch: Batch) -> Iterator[tuple[str, list[str]]]:
-    """Each document of a batch as turns, pictures by the colour of their patches and what is trained in «»."""
+    """Each document of a batch as turns, images by the colour of their patches and what is trained in «»."""
     learned_T = np.zeros(len(batch.tokens_T), bool)
     assert batch.labels_L is not None
     labels_T = np.full(len(batch.tokens_T), IGNORE)
@@ -135,7 +135,7 @@ def shown(batch: Batch) -> Iterator[tuple[str, list[str]]]:
 
 
 def _names(batch: Batch) -> Iterator[str]:
-    """The colour of each image; a slice of a film has one for each frame that differs."""
+    """The colour of each image; a slice of a video has one for each frame that differs."""
     for begin, end in zip(batch.cu_N1[:-1].tolist(), batch.cu_N1[1:].tolist(), strict=True):
         frames_F3 = batch.patches_PC[begin:end].numpy().reshape(-1, 3, FRAMES, PATCH**2).mean((0, 3)).T
         found = [min(COLOURS, key=lambda c: float(np.abs(np.array(COLOURS[c]) - frame).sum())) for frame in frames_F3]

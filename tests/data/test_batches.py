@@ -105,7 +105,7 @@ def test_token_zero_is_a_token() -> None:
 
 
 def test_random_documents_point_at_their_own_pixels() -> None:
-    """Every visual token finds the patches of its picture, every labelled row its label."""
+    """Every visual token finds the patches of its image, every labelled row its label."""
     rng = np.random.default_rng(0)
     pool = [image(str(n), int(rng.integers(1, 4)), 20 * n) for n in range(6)]
     documents = []

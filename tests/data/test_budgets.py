@@ -26,7 +26,7 @@ from tests.data.test_loader import row
 
 @pytest.fixture
 def sources(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> tuple[Source, ...]:
-    """Two sets: 40 rows of 14 pictures, and 20 of text, of many lengths."""
+    """Two sets: 40 rows of 14 images, and 20 of text, of many lengths."""
     monkeypatch.setattr(budgets, "ROWS", (150, 400))
     for n in range(14):
         draw(f"{n}.png", seed=n)
@@ -71,7 +71,7 @@ def test_waste_is_that_of_the_packs_that_training_gets(
     lengths = [np.diff(batch.cu_S1[: batch.counts.documents + 1].numpy().astype(np.int64)) for batch in batches]
     assert sum(int((n * (n + 1) // 2).sum()) for n in lengths) == load.pair
     assert sum(bool(batch.counts.patches) for batch in batches) == found.pictured.packs
-    # a picture that two visits of a pack show is planned twice and encoded once
+    # an image that two visits of a pack show is planned twice and encoded once
     patches = sum(batch.counts.patches for batch in batches)
     assert patches <= load.patch <= 1.2 * patches
     assert load.patch_pair == 16 * load.patch
@@ -101,7 +101,7 @@ def test_few_rows_are_packed_as_an_epoch_that_ends(sources: tuple[Source, ...], 
 def test_a_budget_that_holds_nothing_is_none(sources: tuple[Source, ...], plain: Encoder, rule: ImageRule) -> None:
     assert packing(opened(sources, plain, rule), ALL, Budget(2, 0)) is None
     shares = opened(sources, plain, rule, mix="interleave")
-    assert packing(shares, ALL, Budget(90, 0)) is None  # no picture fits, and that source has a share
+    assert packing(shares, ALL, Budget(90, 0)) is None  # no image fits, and that source has a share
     assert packing(opened(sources, plain, rule), ALL, Budget(90, 0)) is not None
     assert packing(opened(sources, plain, rule), frozenset(), Budget(90, 90)) is None
 
@@ -119,7 +119,7 @@ def test_the_stages_budget_comes_first_and_larger_ones_keep_its_proportion(
     for other in others:
         assert other.budget.patches % 16 == 0
         assert other.budget.patches / other.budget.tokens == pytest.approx(1.25 * share, abs=16 / other.budget.tokens)
-        assert other.filled < 0.9  # text fills a pack before pictures do
+        assert other.filled < 0.9  # text fills a pack before images do
 
 
 def made(tokens: int, waste: float, too_long: int = 0, settled: bool = True) -> Packing:

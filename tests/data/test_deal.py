@@ -52,7 +52,7 @@ def test_imbalance_by_hand() -> None:
 
 
 def test_64_ranks_wait_little_on_a_realistic_mixture() -> None:
-    """Four micro-batches a rank, costs of an 8B model with a 0.4B tower; patches for a quarter more pictures than on average."""
+    """Four micro-batches a rank, costs of an 8B model with a 0.4B tower; patches for a quarter more images than on average."""
     tokens, patches = mixture(60_000, 0.7, 0.0)
     bins: Bins = []
     packs = list(packed(zip(range(len(tokens)), tokens.tolist(), patches.tolist(), strict=True), bins, Budget(8192, 24_576)))

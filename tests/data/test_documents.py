@@ -37,14 +37,14 @@ units = st.builds(
 )
 shows = st.tuples(
     st.booleans(), st.lists(units, min_size=1, max_size=4)
-)  # whether it is a film, its images: of a still, tiles at one place
+)  # whether it is a video, its images: of a still, tiles at one place
 texts = st.lists(st.tuples(st.integers(0, 99), st.booleans()), max_size=6)
 
 
 @settings(max_examples=300, deadline=None)
 @given(begin=texts, rest=st.lists(st.tuples(shows, st.lists(texts, min_size=4, max_size=4)), max_size=4))
 def test_a_document_is_as_if_written_token_by_token(qwen: Encoder, begin: list, rest: list) -> None:
-    """Tiles stand at one place, slices of a film apart; each image has its mark before it; labels are the next token's."""
+    """Tiles stand at one place, slices of a video apart; each image has its mark before it; labels are the next token's."""
     ids, wanted, places, visual = [*begin], [*begin], [], []
     for (film, images), between in rest:
         for n, image in enumerate(images):
@@ -70,7 +70,7 @@ def test_a_document_is_as_if_written_token_by_token(qwen: Encoder, begin: list, 
 
 
 def test_a_remembered_document_is_not_another_ones(qwen: Encoder, rule: ImageRule) -> None:
-    """Same texts with the picture elsewhere, another role, another size of picture: other documents."""
+    """Same texts with the image elsewhere, another role, another size of image: other documents."""
     unmerged = ImageRule(8, 1, rule.mean, rule.std, "bicubic", Square(32))
     seen = [
         document_of(sample((DOT, "a"), "b"), qwen, rule, [grey_images(rule)]).tokens_T.tolist(),

@@ -190,7 +190,7 @@ def rows(tmp_path: Path, draw: Callable[..., Path]) -> Rows:
     return out
 
 
-USABLE = ROWS - 3  # a picture that turns out to be torn keeps its place
+USABLE = ROWS - 3  # an image that turns out to be torn keeps its place
 
 
 def ids(steps: Iterable[Step]) -> list[list[tuple[str, ...]]]:

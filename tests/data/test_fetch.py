@@ -1,4 +1,4 @@
-"""Fetching: the same tensors whoever does it; pictures that kill decoders, files that vanish and stores that fail, to the end of a run."""
+"""Fetching: the same tensors whoever does it; images that kill decoders, files that vanish and stores that fail, to the end of a run."""
 
 import dataclasses
 import json
@@ -32,12 +32,12 @@ from tests.data.test_parquet import written
 from tests.data.test_tars import archive, encoded
 from tests.processes import children
 
-MINES = {3: "crash", 7: "hang", 11: "memory"}  # what the picture of a row does to its decoder
+MINES = {3: "crash", 7: "hang", 11: "memory"}  # what the image of a row does to its decoder
 CAUSES = {3: "decoder_crashed", 7: "decoder_hung", 11: "decoder_memory"}
 
 
 def rows(count: int, mines: dict[int, str]) -> list[tuple[str, bytes]]:
-    """(answer, picture) of each row."""
+    """(answer, image) of each row."""
     return [(f"answer {n}", encoded(n, "PNG") + (f" MINE {mines[n]}".encode() if n in mines else b"")) for n in range(count)]
 
 
@@ -140,7 +140,7 @@ def test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes(
 def test_a_picture_that_kills_takes_the_rows_of_its_visit_and_no_others(
     open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two rows share each picture, and are tried one by one: the parts of a job are rows, of whichever visit."""
+    """Two rows share each image, and are tried one by one: the parts of a job are rows, of whichever visit."""
     pictures = [data for _, data in rows(5, {1: "crash"})]
     for n, data in enumerate(pictures):
         (tmp_path / f"{n}.png").write_bytes(data)
@@ -285,7 +285,7 @@ def test_with_an_index_nothing_is_read_but_pictures(open_reader, tmp_path: Path,
 
 
 def test_a_job_says_about_how_much_its_batch_holds(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which bounds what workers read ahead: of pictures, and of text alone."""
+    """Which bounds what workers read ahead: of images, and of text alone."""
     said: list[tuple[int, int]] = []
 
     def noted(asked: Any, fetch: Any, workers: Any, verdicts: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Films are given as frames with times; whatever is not that is rejected by cause and field."""
+"""Videos are given as frames with times; whatever is not that is rejected by cause and field."""
 
 import json
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_a_column_of_frames_is_one_film(opened, tmp_path: Path) -> None:
     ("timing", "seconds"),
     [
         ({"fps": 4}, (0.0, 0.25, 0.5)),
-        ({"sample_fps": 0.5, "fps": 30}, (0.0, 2.0, 4.0)),  # the rate that the frames were taken at, not the film's
+        ({"sample_fps": 0.5, "fps": 30}, (0.0, 2.0, 4.0)),  # the rate that the frames were taken at, not the video's
         ({"timestamps": [1, 1.5, 9]}, (1.0, 1.5, 9.0)),
     ],
 )

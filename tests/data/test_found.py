@@ -47,7 +47,7 @@ def lines(*rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-# Pictures and a table
+# Images and a table
 
 
 TABLES = {
@@ -92,7 +92,7 @@ def test_questions_in_a_table(tmp_path: Path) -> None:
     assert (rows.layout.name, answers(rows)) == ("question-answer", ["one"])
 
 
-# Pictures with a text beside each
+# Images with a text beside each
 
 
 def test_pictures_with_a_text_beside_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""The zoo: every odd picture file, how it is made, and what becomes of it: these pixels, or a reject by this cause.
+"""The zoo: every odd image file, how it is made, and what becomes of it: these pixels, or a reject by this cause.
 
-What is right is known from the numbers that the file was made of, never from the decoder. A lossy picture says how far its pixels
+What is right is known from the numbers that the file was made of, never from the decoder. A lossy image says how far its pixels
 may be off. Whatever stands here is read as a file, as bytes and as a part of a file, and its header is asked for its size.
 """
 
@@ -71,7 +71,7 @@ Pixels = np.ndarray
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture that is used."""
+    """An image that is used."""
 
     pixels: Pixels
     off: int = 0  # how far each value may be off
@@ -89,7 +89,7 @@ Animal = tuple[Callable[[], bytes], Shown | Rejected]
 LOST = Rejected("broken_image", "truncated", header=False)
 BROKEN = Rejected("broken_image", header=False)
 
-# What pictures show
+# What images show
 
 DOTS = noise(6, 5)  # for what is exact
 TALL = noise(5, 9, seed=3)
@@ -662,7 +662,7 @@ def test_a_file_that_ends_in_zeros_is_rejected(name: str, share: float) -> None:
 
 
 def segments(jpeg: bytes) -> list[bytes]:
-    """A JPEG file in pieces: its begin, each segment up to the first scan, the rest."""
+    """A JPEG file in pieces: its start, each segment up to the first scan, the rest."""
     out, at = [jpeg[:2]], 2
     while jpeg[at + 1] != 0xDA:
         end = at + 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
@@ -713,7 +713,7 @@ FILES = 40  # of each kind
 
 
 def all_ways(data: bytes) -> list[object]:
-    """What each way of looking at a picture gives, or why it does not."""
+    """What each way of looking at an image gives, or why it does not."""
     out: list[object] = []
     for look in (width_and_height, oddities, lambda picture: (decode(picture).shape, decode(picture).tobytes())):
         try:
@@ -760,7 +760,7 @@ def test_what_is_read_of_a_header_is_what_pillow_reads(name: str, monkeypatch: p
     assert plain > 3 or not HEADS[name][1]
 
 
-# Turned pictures, whatever way they come
+# Turned images, whatever way they come
 
 
 def as_json(folder: Path, data: bytes) -> Path:
@@ -922,7 +922,7 @@ def test_frames_that_are_not_shown_cost_nothing(make: Callable[[], bytes]) -> No
 
 @pytest.mark.timeout(120)
 def test_a_bomb_that_its_header_does_not_betray_costs_its_worker_and_no_more(tmp_path: Path, encoder: Encoder) -> None:
-    """400 KB of JPEG of allowed size, of which a decoder makes the whole picture 90 times: it takes 10 s, and may take 1.5 s."""
+    """400 KB of JPEG of allowed size, of which a decoder makes the whole image 90 times: it takes 10 s, and may take 1.5 s."""
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(16 * 16, 64 * 64))
     (tmp_path / "bomb.jpg").write_bytes(many_scans(saved(Pillow.new("L", (9000, 9000), 100), "JPEG", progressive=True), MAX_SCANS - 10))
     (tmp_path / "dots.png").write_bytes(saved(of(DOTS), "PNG"))

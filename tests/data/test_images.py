@@ -99,7 +99,7 @@ def test_tolerant_decoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_tell_pictures_apart() -> None:
-    """Two all-black pictures of 2×3 and 3×2 have equal pixel bytes and are not the same picture."""
+    """Two all-black images of 2×3 and 3×2 have equal pixel bytes and are not the same image."""
     one, two = (encoded(Pillow.new("RGB", size), "PNG") for size in ((2, 3), (3, 2)))
     assert image_key(one) != image_key(two)
     assert image_key(one) == image_key(replace(one, name="renamed"))
@@ -178,7 +178,7 @@ def test_augmentation_has_an_address() -> None:
 
 
 def test_frames_and_tiles_are_augmented_alike() -> None:
-    """A film that jumps, or tiles that do not fit together, would be another picture."""
+    """A video that jumps, or tiles that do not fit together, would be another image."""
     still = encoded(Pillow.fromarray(np.broadcast_to(noise(16, 16), (16, 16, 3))), "PNG")
     film = Video("f", (still,) * 3, (0.0, 1.0, 2.0))
     rule = ImageRule(4, 1, (0, 0, 0), (1, 1, 1), "bicubic", Tiles(8), frames=2, film=Film(1, 10_000))

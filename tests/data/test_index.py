@@ -43,7 +43,7 @@ NO_COST = Cost(0, 0, 0, 0, 0)
 
 @pytest.fixture
 def rows(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Rows:
-    """Three shards of rows of every kind: shared pictures of several sizes, two pictures, text, long ones, bad ones, no JSON."""
+    """Three shards of rows of every kind: shared images of several sizes, two images, text, long ones, bad ones, no JSON."""
     monkeypatch.setattr(json_rows, "SHARD_BYTES", 1500)
     for n in range(5):
         draw(f"{n}.png", seed=n, width=16 + 40 * n, height=12 + 25 * n)
@@ -110,7 +110,7 @@ def test_it_keeps_what_reading_gives(rows: Rows, plain: Encoder, rule: ImageRule
 
 
 def looks(media: tuple[Picture | Video, ...] | None) -> list[list[tuple[str, Any]]] | None:
-    """Key and encoded bytes of every picture of some media."""
+    """Key and encoded bytes of every image of some media."""
     return None if media is None else [[(image_key(p), held(p)) for p in frames_of(medium)] for medium in media]
 
 
@@ -120,7 +120,7 @@ def held(picture: Picture) -> Any:
 
 @pytest.mark.parametrize("form", ["tar", "json", "parquet"])
 def test_it_keeps_where_pictures_lie(tokenizers, tmp_path: Path, form: str) -> None:
-    """Stills and films, in the file of the shard or in their own; a row that has bytes itself has to be read."""
+    """Stills and videos, in the file of the shard or in their own; a row that has bytes itself has to be read."""
     said = [{"from": "human", "value": "<image><video><image>?"}, {"from": "gpt", "value": "yes"}]
     names = [f"{n}.png" for n in range(5)]
     for n, name in enumerate(names):
@@ -220,7 +220,7 @@ def test_it_is_made_once_and_mapped_afterwards(rows: Rows, plain: Encoder, rule:
         base = base.base
     assert isinstance(base, np.memmap)  # not loaded
     opened(rows, plain, ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Patches(16)), tmp_path / "i").shard(0, 0)
-    assert len(calls) == 6  # how pictures are resized does not matter to it
+    assert len(calls) == 6  # how images are resized does not matter to it
 
 
 def test_what_it_depends_on_makes_another(rows: Rows, plain: Encoder, qwen: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch) -> None:
@@ -237,7 +237,7 @@ def test_what_it_depends_on_makes_another(rows: Rows, plain: Encoder, qwen: Enco
 def test_a_shared_folder_gives_no_source_the_index_of_another(
     rows: Rows, plain: Encoder, thinking: Encoder, rule: ImageRule, draw, tmp_path: Path
 ) -> None:
-    """The same file with other pictures, under another name, read in another way, for another tokenizer or model: each as if alone."""
+    """The same file with other images, under another name, read in another way, for another tokenizer or model: each as if alone."""
     for n in range(5):
         draw(f"else/{n}.png", width=30 + n)
     shutil.copy(rows.path, tmp_path / "copy.jsonl")
@@ -304,7 +304,7 @@ def test_a_picture_that_may_not_be_read_is_a_reject_until_it_may(
 
 
 def test_pictures_that_changed_are_looked_at_again(rows: Rows, plain: Encoder, rule: ImageRule, draw, tmp_path: Path) -> None:
-    """A picture that was missing and is there now is not rejected for ever; another size is another size, in as many bytes too."""
+    """An image that was missing and is there now is not rejected for ever; another size is another size, in as many bytes too."""
     lines = rows.path.read_text().replace('"4.png"', '"4.bmp"')
     rows.path.write_text(lines)
     rows = open_source(rows.source)
@@ -322,7 +322,7 @@ def test_pictures_that_changed_are_looked_at_again(rows: Rows, plain: Encoder, r
 
 
 def test_a_store_that_fails_now_and_then_changes_no_index(rows: Rows, plain: Encoder, rule: ImageRule, monkeypatch) -> None:
-    """Each picture's header is asked for again, and no row is blamed; a store that stays away is no reject either."""
+    """Each image's header is asked for again, and no row is blamed; a store that stays away is no reject either."""
     wanted = [opened(rows, plain, rule).shard(0, n) for n in range(len(rows.shards))]
     asked = 0
 

@@ -1,4 +1,4 @@
-"""What rows are: every layout, what is declared against what is detected, and every way in which a row may hold a picture."""
+"""What rows are: every layout, what is declared against what is detected, and every way in which a row may hold an image."""
 
 import base64
 import csv
@@ -365,7 +365,7 @@ def test_a_row_is_the_same_in_every_container(tmp_path: Path, name: str) -> None
     assert got == [wanted for _, wanted in TALKS.values()]
 
 
-# Pictures
+# Images
 
 
 PNG = encoded(0, "PNG")

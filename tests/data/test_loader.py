@@ -35,7 +35,7 @@ from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
 from tests.processes import children
 
-BUDGET = Budget(90, 80)  # five pictures of 16 patches
+BUDGET = Budget(90, 80)  # five images of 16 patches
 
 
 def row(text: str, *images: str, answer: str = "yes", more: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def row(text: str, *images: str, answer: str = "yes", more: tuple[str, ...] = ()
 
 
 ROWS = (
-    [row(f"question {n}?", f"{n // 3}.png", answer=f"answer {n}") for n in range(24)]  # eight pictures, three rows each
+    [row(f"question {n}?", f"{n // 3}.png", answer=f"answer {n}") for n in range(24)]  # eight images, three rows each
     + [row(f"text {n}", answer="a b c d e " * (n % 4 + 1)) for n in range(5)]
     + [row("compare", "0.png", "8.png"), row("other order", "8.png", "0.png")]
 )
@@ -55,7 +55,7 @@ ROWS = (
 
 @pytest.fixture
 def folder(tmp_path: Path, draw: Callable[..., Path]) -> Path:
-    """A LLaVA set of 31 rows and nine pictures; one file for each picture."""
+    """A LLaVA set of 31 rows and nine images; one file for each image."""
     for n in range(9):
         draw(f"set/{n}.png", seed=n)
     (tmp_path / "set" / "rows.json").write_text(json.dumps(ROWS))
@@ -138,7 +138,7 @@ def test_repeats_and_kinds_make_a_mixture(open_reader, folder: Path) -> None:
 def test_rows_of_one_picture_share_it(open_reader) -> None:
     alone, shared = (flat(training_steps(open_reader(max_samples_per_image=share), BUDGET, 1, 1)) for share in (1, 3))
     pictures = sum(batch.counts.images for batch in shared)
-    assert pictures == 8 + 2 * 2  # eight pictures for 24 rows, and the two rows that show two pictures
+    assert pictures == 8 + 2 * 2  # eight images for 24 rows, and the two rows that show two images
     assert sum(batch.counts.images for batch in alone) > pictures
     documents = sum(batch.counts.documents for batch in shared)
     assert documents == len(ROWS)
@@ -149,7 +149,7 @@ def test_a_visit_over_the_budget_is_split(open_reader) -> None:
     assert ids(flat(training_steps(open_reader(max_samples_per_image=3), Budget(90, 32), 1, 1))) == Counter(
         range(len(ROWS))
     )  # patches count once
-    tight = Budget(32, 32)  # two of a picture's three rows have room
+    tight = Budget(32, 32)  # two of an image's three rows have room
     assert ids(flat(training_steps(open_reader(max_samples_per_image=3, overlong="drop_turns"), tight, 1, 2))) == ids(
         flat(training_steps(open_reader(max_samples_per_image=1, overlong="drop_turns"), tight, 1, 2))
     )
@@ -546,7 +546,7 @@ def test_settings_that_contradict_are_refused(folder: Path, open_reader) -> None
         open_reader(validation_fraction=1e-9)
 
 
-# Pictures
+# Images
 
 
 def test_augmentation_follows_the_visit(open_reader, folder: Path) -> None:
@@ -585,7 +585,7 @@ def test_pictures_that_come_again_are_decoded_once(open_reader, folder: Path, dr
         return sorted(decoded.values())
 
     assert counts(1) == [1, 1, 1, 2]
-    assert counts(4) == [2, 2, 2, 2]  # all rows of a picture are together: it does not come again
+    assert counts(4) == [2, 2, 2, 2]  # all rows of an image are together: it does not come again
     monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 2 * 32 * 32 * 3)
     assert counts(1) > [1, 1, 2, 2]
 

@@ -1,4 +1,4 @@
-"""The whole road with pictures of native size and films: what is planned from headers is what arrives."""
+"""The whole road with images of native size and videos: what is planned from headers is what arrives."""
 
 import json
 from pathlib import Path

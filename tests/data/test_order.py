@@ -115,7 +115,7 @@ def test_visits_have_each_row_once_and_share_pictures_evenly(pictures: list[int]
         assert 1 <= len(group) <= share
         shown = {pictures[row] for row in group}
         assert len(shown) == 1
-        assert shown != {0} or len(group) == 1  # rows without a picture are alone
+        assert shown != {0} or len(group) == 1  # rows without an image are alone
     for picture in set(pictures) - {0}:
         lengths = [len(v) for v in groups if pictures[v[0]] == picture]
         assert len(lengths) == -(-pictures.count(picture) // share)

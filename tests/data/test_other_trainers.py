@@ -1,5 +1,5 @@
 """Data that lies ready for another trainer trains here as it is: the layouts that LLaMA-Factory, ms-swift, Qwen3-VL's finetuning code,
-TRL and nanoVLM document, in small files of our own. What must come out is written as what was trained: pictures by colour, in «» what is
+TRL and nanoVLM document, in small files of our own. What must come out is written as what was trained: images by colour, in «» what is
 learned.
 
 What they document and Eyeline does not train on is rejected by name: no field is dropped in silence where that changes what is learned.
@@ -54,7 +54,7 @@ def talk(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 
 def stored(folder: Path, name: str) -> dict[str, Any]:
-    """A picture as Hugging Face's `datasets` stores it in Parquet."""
+    """An image as Hugging Face's `datasets` stores it in Parquet."""
     return {"bytes": (folder / name).read_bytes(), "path": None}
 
 
@@ -77,7 +77,7 @@ def test_llama_factory_pictures(folder: Path) -> None:
 
 
 def test_llama_factory_pictures_without_places(folder: Path) -> None:
-    """Its first demo had no <image> in the text: pictures come before the first question."""
+    """Its first demo had no <image> in the text: images come before the first question."""
     rows = [{"messages": said(("user", "Who is it?"), ("assistant", "A cat.")), "images": ["images/green.jpg", "red.png"]}]
     assert one(as_list(folder / "mllm_demo.json", rows)) == [["user: [green][red]Who is it?", "assistant: «A cat.»"]]
 
@@ -120,14 +120,14 @@ def test_llama_factory_alpaca(folder: Path) -> None:
             "assistant: «Hello»",
             "user: Well?",
             "assistant: «Yes»",
-            "user: Name it.[red]",  # a newline beside a picture is the template's affair
+            "user: Name it.[red]",  # a newline beside an image is the template's affair
             "assistant: «A cat.»",
         ],
     ]
 
 
 def test_llama_factory_films(folder: Path) -> None:
-    """mllm_video_demo: a film file is refused with the way to its frames; with these in its place the row trains as it is."""
+    """mllm_video_demo: a video file is refused with the way to its frames; with these in its place the row trains as it is."""
     row = {"messages": said(("user", "<video>Why is it funny?"), ("assistant", "It falls."))}
     assert causes(as_list(folder / "film.json", [row | {"videos": ["mllm_demo_data/1.mp4"]}])) == [("video_file", "videos[0]")]
     assert one(as_list(folder / "frames.json", [row | {"videos": [list(FILM)]}])) == [
@@ -165,7 +165,7 @@ def test_llama_factory_v1(folder: Path) -> None:
 
 
 def test_ms_swift_messages(folder: Path) -> None:
-    """Its standard form, JSON lines: pictures by absolute path, a film and pictures in one turn, text alone."""
+    """Its standard form, JSON lines: images by absolute path, a video and images in one turn, text alone."""
     rows = [
         {"messages": said(("user", "Where is it?"), ("assistant", "There."))},
         {
@@ -301,7 +301,7 @@ def test_trl_numbered_pictures(folder: Path) -> None:
 
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_trl_prompt_and_completion_with_pictures(folder: Path, column: str) -> None:
-    """Messages without places, as in trl-lib/llava-instruct-mix: pictures come before the first question."""
+    """Messages without places, as in trl-lib/llava-instruct-mix: images come before the first question."""
     picture = stored(folder, "red.png")
     rows = [
         {
@@ -347,7 +347,7 @@ def test_nanovlm_the_cauldron(folder: Path) -> None:
 
 
 def test_nanovlm_pictures_with_places(folder: Path) -> None:
-    """nanoVLM takes <image> out of a question and puts the pictures first; here it says where they stand, or the row is rejected."""
+    """nanoVLM takes <image> out of a question and puts the images first; here it says where they stand, or the row is rejected."""
     rows = [
         {"images": ["red.png"], "texts": [{"user": "Hi", "assistant": "Hello"}, {"user": "What is <image>?", "assistant": "Red."}]},
         {"images": ["red.png"], "texts": [{"user": "<image> or <image>?", "assistant": "Both."}]},

@@ -119,7 +119,7 @@ def waste(tokens: np.ndarray, patches: np.ndarray, budget: Budget) -> float:
 
 
 def mixture(samples: int, pictured: float, long: float) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and patches of samples: text of log-normal length (median 180, 95th percentile 1,000), a share with a picture of native size
+    """Tokens and patches of samples: text of log-normal length (median 180, 95th percentile 1,000), a share with an image of native size
     (32 pixels a visual token, 4 patches each, at most 1,280), a share of long documents."""
     rng = np.random.default_rng(0)
     text = np.clip(np.exp(np.log(180) + 1.04 * rng.standard_normal(samples)), 16, 4096).astype(int)
@@ -131,7 +131,7 @@ def mixture(samples: int, pictured: float, long: float) -> tuple[np.ndarray, np.
 
 @pytest.mark.parametrize(("pictured", "long", "limit"), [(0.0, 0.0, 0.005), (0.7, 0.0, 0.005), (0.7, 0.02, 0.01)])
 def test_little_is_wasted_on_a_realistic_mixture(pictured: float, long: float, limit: float) -> None:
-    """P9: at 8,192 tokens, and patches for a quarter more pictures than there are on average."""
+    """P9: at 8,192 tokens, and patches for a quarter more images than there are on average."""
     assert waste(*mixture(20_000, pictured, long), Budget(8192, 24_576)) <= limit
 
 

@@ -51,7 +51,7 @@ ROWS = 240
 
 @pytest.fixture
 def folder(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """240 rows in some forty shards: pictures that three rows share, text, rows that are too long, rows that cannot be used."""
+    """240 rows in some forty shards: images that three rows share, text, rows that are too long, rows that cannot be used."""
     monkeypatch.setattr(json_rows, "SHARD_BYTES", 900)
     for n in range(12):
         draw(f"set/{n}.png", seed=n)
@@ -210,7 +210,7 @@ def test_golden_plans(seed: int) -> None:
 
 
 def golden(seed: int) -> list[str]:
-    """Windows of 1,000 rows, with pictures that rows share, in the order of that seed."""
+    """Windows of 1,000 rows, with images that rows share, in the order of that seed."""
     rng = np.random.RandomState(7)  # of all numpy's generators the one that is promised never to change
     tokens, patches = rng.randint(5, 900, 3000), rng.randint(0, 5, 3000) * 64
     pictures = np.where(patches > 0, np.arange(3000) // 2 + 1, 0).astype(np.uint64)
@@ -463,7 +463,7 @@ def test_a_state_of_something_else_is_refused_by_name(
 
 
 def test_a_picture_of_another_size_under_a_saved_window_is_refused(make, folder: Path, draw, plain: Encoder) -> None:
-    """Files of pictures are in no fingerprint; the window's plan has a digest."""
+    """Files of images are in no fingerprint; the window's plan has a digest."""
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 4096))
     data = make().data
     steps = training_steps(reader_of(data, plain, rule, 0), BUDGET, 1, None)
@@ -651,7 +651,7 @@ def test_a_state_that_forgets_the_carried_bins_is_noticed(make, folder: Path, mo
 
 
 def test_a_reject_that_shifts_its_neighbours_is_noticed(make, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture that cannot be decoded keeps its place. Were its rows left out when they are met, the packs after would be others."""
+    """An image that cannot be decoded keeps its place. Were its rows left out when they are met, the packs after would be others."""
     wanted = packs_of(run(make, 1, 2, 1))
     (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:200])
     assert packs_of(run(make, 1, 2, 1)) == wanted

@@ -1,4 +1,4 @@
-"""Positions, ids and visual rows of documents with pictures of any size and films, against transformers' Qwen3-VL and Qwen3.5."""
+"""Positions, ids and visual rows of documents with images of any size and videos, against transformers' Qwen3-VL and Qwen3.5."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +48,7 @@ def theirs(rope_index: Rope, encoder: Encoder, document: Document, sizes: list[S
     image, film = encoder.controls["<|image_pad|>"], encoder.controls["<|video_pad|>"]
     ids = torch.from_numpy(document.tokens_T.astype(np.int64))[None]
     kinds = (ids == image).int() + 2 * (ids == film).int()
-    grids = {2: [], 3: []}  # by the length of a size: stills, films
+    grids = {2: [], 3: []}  # by the length of a size: stills, videos
     images = iter(document.images)
     for size in sizes:
         slices = [next(images) for _ in range(1 if len(size) == 2 else -(-size[0] // 2))]
@@ -69,7 +69,7 @@ sizes = st.lists(st.one_of(st.tuples(*[st.integers(1, 90)] * 2), st.tuples(st.in
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.booleans(), st.booleans())
 def test_positions_equal_the_reference(rope_index: Rope, encoder: Encoder, sizes: list[Size], together: bool, prompt: bool) -> None:
-    """Text alone, one picture, several of different sizes side by side or apart, films, and mixtures."""
+    """Text alone, one image, several of different sizes side by side or apart, videos, and mixtures."""
     media = [DOT if len(size) == 2 else film(size[0]) for size in sizes]
     turns = [(*media, "what?"), "this", "more?", "no"] if together else ["hi", "ho", *(x for m in media for x in (("see", m, "?"), "ok"))]
     asked = sample(*turns)
@@ -85,7 +85,7 @@ def test_positions_equal_the_reference(rope_index: Rope, encoder: Encoder, sizes
 
 
 def test_one_document_by_hand(encoder: Encoder) -> None:
-    """A picture of 3×2 tokens between texts: the text goes on after the longer side."""
+    """An image of 3×2 tokens between texts: the text goes on after the longer side."""
     document = document_of(sample((DOT, "?"), "a"), encoder, RULE, [grey_images(RULE, (24, 16))])
     start = int(document.visual_M[0])
     assert document.images[0].grid == (6, 4)

@@ -64,7 +64,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, draw: Callable[..., Path]) -> Path:
-    """37 rows and ten pictures: one cannot be found, one not be decoded, two rows are too long."""
+    """37 rows and ten images: one cannot be found, one not be decoded, two rows are too long."""
     for n in range(9):
         draw(f"set/{n}.png", seed=n)
     whole = draw("set/broken.png", seed=99).read_bytes()
@@ -137,7 +137,7 @@ def test_the_source_is_not_touched(open_reader: Open, folder: Path, tmp_path: Pa
 
 
 def several(folder: Path) -> tuple[Source, ...]:
-    """Sources of each container, one visited twice, one filtered, one cut; two of them share pictures."""
+    """Sources of each container, one visited twice, one filtered, one cut; two of them share images."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
@@ -328,7 +328,7 @@ def test_rejects_are_listed_and_counted_as_in_the_source(open_reader: Open, tmp_
 
 
 def test_the_report_is_that_of_the_source(open_reader: Open, folder: Path, tmp_path: Path) -> None:
-    write(folder, [*EXTRA[:5], *(row(f"question {n}?", f"{n}.png") for n in range(9)), *ROWS[24:29]])  # each picture is shown once
+    write(folder, [*EXTRA[:5], *(row(f"question {n}?", f"{n}.png") for n in range(9)), *ROWS[24:29]])  # each image is shown once
     made(open_reader(validation_fraction=0.3), tmp_path / "out")
     source, stored = (
         data_report(open_reader(validation_fraction=0.3, **more), BUDGET, THOROUGH) for more in ({}, {"prepared": str(tmp_path / "out")})
@@ -351,7 +351,7 @@ def test_epoch_one_is_read_from_begin_to_end(open_reader: Open, folder: Path, tm
     list(training_steps(reader, BUDGET, 1, 1))
     archives = [(path, begin, length) for path, begin, length in asked if path.endswith(".tar")]
     assert archives == sorted(archives)
-    assert len(archives) == 9  # a request a picture: no row is read, and no header
+    assert len(archives) == 9  # a request an image: no row is read, and no header
     assert sum(length for *_, length in archives) == sum((folder / f"{n}.png").stat().st_size for n in range(9))
 
 
@@ -521,7 +521,7 @@ def test_a_folder_of_another_job_is_left_alone(open_reader: Open, folder: Path, 
     before = contents(tmp_path / "out")
     with pytest.raises(Refused, match="prepared otherwise"):
         made(open_reader(seed=1), tmp_path / "out")
-    os.utime(folder / "3.png", (1, 1))  # another picture, for all that anybody knows
+    os.utime(folder / "3.png", (1, 1))  # another image, for all that anybody knows
     with pytest.raises(Refused, match="prepared otherwise"):
         made(open_reader(), tmp_path / "out")
     assert contents(tmp_path / "out") == before
@@ -540,7 +540,7 @@ def test_a_disk_that_is_full_leaves_no_part_of_an_archive(open_reader: Open, tmp
     assert not list((tmp_path / "out" / "shards").iterdir())
 
 
-# Pictures scaled down
+# Images scaled down
 
 
 def test_large_pictures_are_scaled_down_and_the_data_are_others(
@@ -557,7 +557,7 @@ def test_large_pictures_are_scaled_down_and_the_data_are_others(
     one, two = list(training_steps(source, BUDGET, 2, 1)), list(training_steps(stored, BUDGET, 2, 1))
     for left, right in zip(one, two, strict=True):
         for a, b in zip(left.batches, right.batches, strict=True):
-            assert a.ids == b.ids  # the square takes as many patches of a large picture as of a small one
+            assert a.ids == b.ids  # the square takes as many patches of a large image as of a small one
             assert (a.patches_PC.float() - b.patches_PC.float()).abs().mean() < 12
     assert any(
         not (a.patches_PC == b.patches_PC).all() for x, y in zip(one, two, strict=True) for a, b in zip(x.batches, y.batches, strict=True)
@@ -574,7 +574,7 @@ def test_large_pictures_are_scaled_down_and_the_data_are_others(
 
 
 def test_a_model_without_a_tower_looks_at_no_pictures(folder: Path, tmp_path: Path, plain: Encoder) -> None:
-    """Rows with pictures are rejects then, here and there; and there is nothing to scale down."""
+    """Rows with images are rejects then, here and there; and there is nothing to scale down."""
 
     def reader(**more: Any) -> Reader:
         return reader_of(Data(sources=(Source(path=str(folder / "rows.json")),), max_reject_rate=1.0, **more), plain, None, 0)
@@ -587,7 +587,7 @@ def test_a_model_without_a_tower_looks_at_no_pictures(folder: Path, tmp_path: Pa
 
 
 def test_scaled_to_the_area_that_a_model_looks_at(open_reader: Open, folder: Path, tmp_path: Path, draw: Callable[..., Path]) -> None:
-    """The plan then stays: a picture of that size is taken as it is."""
+    """The plan then stays: an image of that size is taken as it is."""
     for n in range(9):
         draw(f"set/{n}.png", seed=n, width=90 + 10 * n, height=120)
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(16 * 16, 48 * 48))
@@ -613,7 +613,7 @@ def sorted_samples(data: Data) -> list[Sample]:
 
 
 def same_sample(one: Sample, two: Sample, names: bool = True) -> bool:
-    """Whether they say and show the same, wherever their pictures lie."""
+    """Whether they say and show the same, wherever their images lie."""
 
     def picture(p: Picture) -> Any:
         try:

@@ -237,7 +237,7 @@ dist.destroy_process_group()
 
 
 def test_processes_that_wait_for_one_another_have_as_many_steps(pictures: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
-    """Rows that cannot be used, pictures that only the rank learns of which decodes them, another read-ahead on each rank. Then a
+    """Rows that cannot be used, images that only the rank learns of which decodes them, another read-ahead on each rank. Then a
     rate of rejects that ends the run, and a rank with other data: all end in the same step, and nobody hangs."""
     kinds = ["picture", "text", "missing", "two pictures", "same picture", "text", "no row"]
     lines = [line_of(n, kinds[n % len(kinds)], "a") for n in range(150)]
@@ -295,8 +295,8 @@ SHOWN = [
 
 
 def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
-    """Loss and every gradient of an epoch, read by the reader in packs where rows share pictures of native sizes, are those of each
-    row alone, its pictures prepared for itself."""
+    """Loss and every gradient of an epoch, read by the reader in packs where rows share images of native sizes, are those of each
+    row alone, its images prepared for itself."""
     for n, (name, (height, width)) in enumerate(SIZES.items()):
         Pillow.fromarray(np.random.default_rng(n).integers(0, 256, (height, width, 3), dtype=np.uint8)).save(tmp_path / name)
     (tmp_path / "rows.json").write_text(json.dumps(SHOWN))

@@ -89,7 +89,7 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
     reader = reader_of(Data(sources=(source.model_copy(update={"repeat": 2}),)), plain, rule, 0)
     report = data_report(reader, Budget(50, 64))
     ids = {text: len(plain.ids(text)) for text in ("ab\n", "\n", "x\n", "and?\n", "c", "abc", "ab", "yes")}
-    # the cut picture keeps its place in a pack, so its sample has a length
+    # the cut image keeps its place in a pack, so its sample has a length
     text = [ids["ab\n"] + ids["c"] + 1, ids["\n"] + ids["abc"] + 1, ids["\n"] + ids["ab"] + 1 + ids["and?\n"] + ids["c"] + 1]
     text.append(ids["x\n"] + ids["yes"] + 1)
     visual = [0, 4, 8, 4]
@@ -112,7 +112,7 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
     assert (report.training, report.validation, report.looked, report.examined, report.decoded) == (7, 0, 7, 7, 3)
     assert (report.sources[0].layout, report.sources[0].rows, report.sources[0].repeat) == ("llava", 7, 2)
     assert (report.control_strings, report.said, report.unlearned) == (0, 5, 0)
-    [packing] = report.budgets  # of the budget as it is: 16 patches a picture, so that every pack is full of four
+    [packing] = report.budgets  # of the budget as it is: 16 patches an image, so that every pack is full of four
     assert packing.budget == Budget(50, 64)
     assert packing.load.patch == 64 * packing.load.packs > 0
     assert report.twins is None
@@ -135,7 +135,7 @@ def test_measures_by_hand() -> None:
 
 
 def test_shares_of_sources_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule) -> None:
-    """Two rows of text, visited three times, beside one with a picture and one that cannot be used."""
+    """Two rows of text, visited three times, beside one with an image and one that cannot be used."""
     draw("a.png")
     texts = write(tmp_path / "texts.json", [row("ab", answer="c") | {"kind": "short"}, row("ab", answer="c") | {"kind": "other"}])
     pictured = write(tmp_path / "pictured.json", [row("x", "a.png"), row("x", answer="")])
@@ -328,7 +328,7 @@ def test_prepared_data_are_shown_as_their_sources(tmp_path: Path, draw: Callable
     mine, theirs = (data_report(r, Budget(60, 64), THOROUGH) for r in (reader, other))
     mine_twins, their_twins = mine.twins, theirs.twins
     assert mine_twins is not None and their_twins is not None
-    # a picture is stored with each of its rows there, and found in as many places
+    # an image is stored with each of its rows there, and found in as many places
     apart = {"twins": None, "rejected": (), "odd": {}, "decoded": 0, "sources": ()}
     assert replace(theirs, **apart) == replace(mine, **apart)
     assert replace(theirs.sources[0], why="") == replace(mine.sources[0], why="")

@@ -1,4 +1,4 @@
-"""Native sizes, tiles and films: sizes, grids and pixels equal those of transformers' processors (the ones that use Pillow)."""
+"""Native sizes, tiles and videos: sizes, grids and pixels equal those of transformers' processors (the ones that use Pillow)."""
 
 import io
 from collections.abc import Callable
@@ -163,7 +163,7 @@ def test_very_long_pictures_are_rejected_by_name(size: tuple[int, int]) -> None:
     assert TILED.units(*size)
 
 
-# Films
+# Videos
 
 
 def film(frames: int, height: int = 40, width: int = 50, levels: tuple[int, int] = (0, 256)) -> Video:
@@ -186,7 +186,7 @@ def test_slices_hold_the_frames_in_the_reference_order(frames: int) -> None:
 @pytest.fixture
 def film_processor(monkeypatch: pytest.MonkeyPatch) -> Qwen3VLVideoProcessor:
     """transformers' own processor with three functions of torchvision's in its place, as torchvision 0.26 writes them: a bicubic uint8
-    picture on a CPU is resized by torch's antialiasing `interpolate` as it is, without a detour over float32."""
+    image on a CPU is resized by torch's antialiasing `interpolate` as it is, without a detour over float32."""
 
     def resize(video: torch.Tensor, size: tuple[int, int], interpolation: str, antialias: bool) -> torch.Tensor:
         assert video.dtype == torch.uint8
@@ -256,7 +256,7 @@ def test_a_model_without_films_rejects_them() -> None:
 
 
 def test_films_are_told_apart_by_their_frames() -> None:
-    """The first frames of a longer film are taken at another size: another key."""
+    """The first frames of a longer video are taken at another size: another key."""
     assert medium_key(film(2)) == medium_key(film(2))
     assert medium_key(film(2)) != medium_key(film(3))
     assert medium_key(film(1)) != medium_key(film(1).frames[0])

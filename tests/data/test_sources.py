@@ -46,7 +46,7 @@ def count(rows: Rows) -> int:
 
 
 def parts(rows: Rows, i: int = 0) -> list[list[str]]:
-    """Each message's parts: pictures as <name>, texts as they are."""
+    """Each message's parts: images as <name>, texts as they are."""
     messages = row_of(rows, i).messages
     return [[f"<{p.name}>" if isinstance(p, Picture) else p.text for p in m.parts] for m in messages]
 

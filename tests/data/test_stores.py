@@ -424,7 +424,7 @@ def test_indexes_lie_on_this_machine() -> None:
         Data(sources=(Source(path="s3://bucket/x"),), cache="s3://bucket/indexes")
 
 
-# Pictures
+# Images
 
 
 def test_a_picture_is_an_object(store: Store) -> None:
@@ -494,7 +494,7 @@ def test_other_stores_are_asked_in_their_own_words(store: Store, monkeypatch: py
 
 @pytest.fixture
 def folder(tmp_path: Path, draw: Callable[..., Path]) -> Path:
-    """The same rows in every container, and nine pictures."""
+    """The same rows in every container, and nine images."""
     made = tmp_path / "set"
     for n in range(9):
         draw(f"set/{n}.png", seed=n)
@@ -682,7 +682,7 @@ def test_pictures_are_asked_for_together(
         meet.wait(30)
         return stamp_of(*of, **more)
 
-    monkeypatch.setattr(read_shard, "stamp_of", met)  # nine pictures: three times three
+    monkeypatch.setattr(read_shard, "stamp_of", met)  # nine images: three times three
     assert len(there.training.index.shard(0, 0).files) == 9
 
 

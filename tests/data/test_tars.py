@@ -67,7 +67,7 @@ def outcomes(rows: Rows) -> list[Any]:
                 out.append(found.cause)
             else:
                 again = rows.read(place)
-                assert again == found  # a picture's bytes do not count
+                assert again == found  # an image's bytes do not count
                 part = found.messages[-1].parts[0]
                 assert isinstance(part, Text)
                 out.append(part.text)
@@ -108,7 +108,7 @@ def test_a_sample_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(asked) == 1
     assert asked[0] == places[3].length < path.stat().st_size / 4
     asked.clear()
-    for _, _, sample in rows.rows_in(0):  # all of them in order, with the headers of their pictures
+    for _, _, sample in rows.rows_in(0):  # all of them in order, with the headers of their images
         assert not isinstance(sample, BadSample) and width_and_height(sample.pictures[0]) == (20, 12)
     assert asked == [path.stat().st_size]
 

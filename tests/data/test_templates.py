@@ -31,7 +31,7 @@ Tokenizers = dict[str, PreTrainedTokenizerFast]
 
 
 def theirs(tokenizers: Tokenizers, name: str, messages: tuple[Message, ...], prompt: bool, jinja: str) -> list[int]:
-    """The reference: the tokenizer renders and tokenises the whole text at once; pictures are written into the text."""
+    """The reference: the tokenizer renders and tokenises the whole text at once; images are written into the text."""
     tokenizer = copy(tokenizers[name])
     tokenizer.chat_template = jinja
     wrap = "<|vision_start|><|image_pad|><|vision_end|>" if name.startswith("qwen") else "<|image_pad|>"
@@ -145,7 +145,7 @@ def test_a_template_without_films_rejects_them(plain: Encoder) -> None:
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_jinja_takes_lists_of_parts(name: str, tokenizers: Tokenizers) -> None:
-    """As processors and servers pass pictures."""
+    """As processors and servers pass images."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     messages = CONVERSATIONS["pictures in two turns"]
     spoken = [
@@ -218,7 +218,7 @@ def written(name: str, answer: str) -> str:
 
 
 def test_pictures_are_numbered_over_the_conversation(qwen: Encoder) -> None:
-    """Each takes as many tokens as it has: the n-th place is the n-th picture's, within a message and over turns."""
+    """Each takes as many tokens as it has: the n-th place is the n-th image's, within a message and over turns."""
     rule = replace(RULE, resize=Area(1, 10_000))
     conversation = Sample("", CONVERSATIONS["pictures in two turns"])
     document = document_of(conversation, qwen, rule, [grey_images(rule, size) for size in ((16, 16), (16, 32), (80, 16))])

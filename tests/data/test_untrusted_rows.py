@@ -1,4 +1,4 @@
-"""What a row may say, against every container that holds rows: names that no picture may have, and texts of every kind.
+"""What a row may say, against every container that holds rows: names that no image may have, and texts of every kind.
 
 A hostile row costs itself: the rows around it stay, and nothing is opened or sent. Layouts are in test_layouts.py, images in
 test_image_formats.py.
@@ -37,7 +37,7 @@ from tests.data.test_parquet import written
 from tests.data.test_sources import STRICT
 from tests.data.test_tars import archive
 
-Row = tuple[str, str]  # name of a picture, caption
+Row = tuple[str, str]  # name of an image, caption
 
 
 def as_list(folder: Path, rows: list[Row]) -> Path:
@@ -89,7 +89,7 @@ def as_several(folder: Path, rows: list[Row]) -> Path:
 
 
 def as_texts_beside(folder: Path, rows: list[Row]) -> Path:
-    """Here the pictures have names of their own: nothing in the data names one."""
+    """Here the images have names of their own: nothing in the data names one."""
     (folder / "set").mkdir(exist_ok=True)
     for n, (_, caption) in enumerate(rows):
         (folder / f"set/{n:03}.png").write_bytes(b"not opened")
@@ -236,7 +236,7 @@ def test_odd_names_are_exact(container: str, tmp_path: Path) -> None:
 
 
 def test_links_are_followed_wherever_they_lead(tmp_path: Path, draw: Callable[..., Path]) -> None:
-    """Data cannot make links, and people keep pictures on another disk. Paths through them obey the same rules."""
+    """Data cannot make links, and people keep images on another disk. Paths through them obey the same rules."""
     draw("elsewhere/a.png")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/one.png").symlink_to(tmp_path / "elsewhere/a.png")

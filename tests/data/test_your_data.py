@@ -31,7 +31,7 @@ class Example:
     sources: list[dict[str, object]] = field(default_factory=list)
 
     def make(self, folder: Path) -> tuple[Source, ...]:
-        """Write everything, with every picture that is named, below a folder, and the sources that read it."""
+        """Write everything, with every image that is named, below a folder, and the sources that read it."""
         for source in self.sources or [{"path": name} for name in self.files]:
             for name, text in self.files.items():
                 root = folder / str(source.get("images") or Path(name).parent).removeprefix(BUCKET)

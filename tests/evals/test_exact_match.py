@@ -48,7 +48,7 @@ def sample(id: str, question: str, answer: str, kind: str = "", *pictures: Pictu
 
 @pytest.fixture(scope="module")
 def made() -> tuple[llava.Model, Facts, Encoder]:
-    """A random model of 4 patches a picture, and a tokenizer."""
+    """A random model of 4 patches an image, and a tokenizer."""
     encoder = Encoder(
         train_bpe(["what colour is it?", "is it red?", "yes no circle red blue"], 300, template_named("plain")), template_named("plain")
     )
@@ -105,7 +105,7 @@ def test_the_scores_are_the_hand_counted_ones(
     source = easy_vqa(tmp_path / "test", rows)
     got = exact_match(model, facts, encoder, [source], prior, max_new_tokens=4, stamps={"step": 5}, progress=heard.append)
     assert model.training
-    assert (got.overall.correct, got.questions, got.accuracy) == (3, 6, 0.5)  # rows 0, 2 and 6; row 5 has no picture
+    assert (got.overall.correct, got.questions, got.accuracy) == (3, 6, 0.5)  # rows 0, 2 and 6; row 5 has no image
     assert {kind: (s.correct, s.questions) for kind, s in got.by_kind.items()} == {"color": (2, 3), "shape": (0, 1), "yes/no": (1, 2)}
     assert (got.blind.overall.correct, got.blind.overall.accuracy) == (4, 4 / 6)  # rows 0, 3, 4 and 6
     assert {kind: s.correct for kind, s in got.blind.by_kind.items()} == {"color": 2, "shape": 1, "yes/no": 1}
@@ -123,7 +123,7 @@ def test_the_scores_are_the_hand_counted_ones(
 
 
 def test_rounds_answer_as_one_by_one(tmp_path: Path, made: tuple[llava.Model, Facts, Encoder]) -> None:
-    """The order of the pictures, the shared encodings and the neighbours change no answer."""
+    """The order of the images, the shared encodings and the neighbours change no answer."""
     model, facts, encoder = made
     rows = [(f"what is it{'?' * (n % 5)}", "x", n % 3) for n in range(12)]
     source = easy_vqa(tmp_path / "test", rows, pictures=3)

@@ -96,7 +96,7 @@ def test_each_answer_sees_the_whole_conversation(talk: Talk, picture: Path) -> N
     assert without_cuts(written) == f"{harmless(first)}\n{harmless(second)}\n\n"
     assert second != expected(talk, user("and now?"))
     assert [m.role for m in talk.messages] == ["user", "assistant", "user", "assistant"]
-    assert len(talk.messages[2].parts) == 1  # a picture is shown once
+    assert len(talk.messages[2].parts) == 1  # an image is shown once
 
 
 def test_a_new_conversation_remembers_nothing(talk: Talk, picture: Path) -> None:

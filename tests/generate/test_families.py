@@ -1,4 +1,4 @@
-"""Every family answers as transformers' `generate` does, token for token: with a cache, many prompts at once, pictures included."""
+"""Every family answers as transformers' `generate` does, token for token: with a cache, many prompts at once, images included."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -25,7 +25,7 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def prompts() -> list[Document]:
-    """Text only, a picture first, two pictures in different places, a picture shared with another prompt, one token only."""
+    """Text only, an image first, two images in different places, an image shared with another prompt, one token only."""
     a, b = picture("a"), picture("b")
     return [prompt("text", 9), prompt("one", a, 5), prompt("two", 3, b, 4, a, 2), prompt("shared", 2, a, 11), prompt("single", 1)]
 
@@ -94,7 +94,7 @@ def test_pictures_are_encoded_once_and_only_in_the_prefill(twins: tuple[Any, lla
     forward = model.vision.forward
     monkeypatch.setattr(model.vision, "forward", lambda patches_PC, *rest: seen.append(len(patches_PC)) or forward(patches_PC, *rest))
     generate(model, facts, prompts(), Sampling(max_new_tokens=3), [])
-    assert seen == [2 * 16]  # pictures a and b of 16 patches, though a is shown three times
+    assert seen == [2 * 16]  # images a and b of 16 patches, though a is shown three times
 
 
 def test_positions_end_the_answer(tmp_path: Path) -> None:

@@ -187,11 +187,11 @@ def same(a: Run, b: Run) -> None:
     all_close(a[1], b[1])
 
 
-# ---- pictures and documents
+# ---- images and documents
 
 
 def picture(key: str, rows: int, columns: int, patch: int, merge: int = 1, frames: int = 1) -> Image:
-    """A random picture of rows × columns patches."""
+    """A random image of rows × columns patches."""
     pixels = rng_for(0, key).integers(0, 256, (rows * columns, 3 * frames * patch**2), dtype=np.uint8)
     cells = [(row, column) for row in range(0, rows, merge) for column in range(0, columns, merge)]
     places = [(row + y, column + x) for row, column in cells for y in range(merge) for x in range(merge)]
@@ -201,7 +201,7 @@ def picture(key: str, rows: int, columns: int, patch: int, merge: int = 1, frame
 def document(
     name: str, *pieces: int | Image, positions: Literal["sequential", "grid"] = "sequential", image_token: int = IMAGE_TOKEN
 ) -> Document:
-    """Pieces: a number of random text tokens, or a picture. A third of the text tokens are targets."""
+    """Pieces: a number of random text tokens, or an image. A third of the text tokens are targets."""
     rng = rng_for(0, "document " + name)
     tokens: list[int] = []
     visual: list[int] = []
@@ -221,7 +221,7 @@ def document(
 
 
 def grid_positions(pieces: Sequence[int | Image]) -> np.ndarray:
-    """M-RoPE by hand: a picture's tokens share the next time and count rows and columns from it; text goes on after the largest."""
+    """M-RoPE by hand: an image's tokens share the next time and count rows and columns from it; text goes on after the largest."""
     where: list[tuple[int, int, int]] = []
     at = 0
     for piece in pieces:
@@ -236,7 +236,7 @@ def grid_positions(pieces: Sequence[int | Image]) -> np.ndarray:
 
 
 def documents(cat: Image, dog: Image, cow: Image, **how: Any) -> tuple[Document, ...]:
-    """Pictures in different turns, two neighbouring ones, a text alone, documents of equal length, a shared picture."""
+    """Images in different turns, two neighbouring ones, a text alone, documents of equal length, a shared image."""
     return (
         document("two turns", 3, cat, 4, dog, 5, **how),
         document("text", 9, **how),

@@ -1,4 +1,4 @@
-"""What may not change the answer: packing, padding, shared pictures, pictures elsewhere, recomputing; and bfloat16's bound."""
+"""What may not change the answer: packing, padding, shared images, images elsewhere, recomputing; and bfloat16's bound."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def test_documents_do_not_see_one_another(case: Case):
 
 @each_pictured_case
 def test_shared_picture_equals_own_copies(case: Case):
-    """Three questions on one picture: encoded once, or once each, and they do not see each other's answers."""
+    """Three questions on one image: encoded once, or once each, and they do not see each other's answers."""
     model, first = parity.randomised(case), case.pictured[0]
     rng = np.random.default_rng(0)
     text = np.setdiff1d(np.arange(len(first.tokens_T)), first.visual_M)
@@ -70,7 +70,7 @@ def test_shared_picture_equals_own_copies(case: Case):
 
 
 def beside(texts: Batch, pictures: Batch) -> Batch:
-    """A batch of texts whose tower runs on pictures that no document shows: what a rank without pictures will do."""
+    """A batch of texts whose tower runs on images that no document shows: what a rank without images will do."""
     names = ("patches_PC", "places_P2", "grids_N2", "cu_N1", "longest_image")
     return replace(texts, **{name: getattr(pictures, name) for name in names})
 

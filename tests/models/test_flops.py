@@ -128,7 +128,7 @@ def counted(model: nn.Module, case: Case, documents: list[Document]) -> flops.Fl
 
 
 def few(case: Case) -> list[Document]:
-    """A short document with pictures, where there are any, and a text."""
+    """A short document with images, where there are any, and a text."""
     return [min(case.pictured or case.documents, key=lambda d: len(d.tokens_T)), case.texts[0]]
 
 
@@ -204,7 +204,7 @@ def test_padding_and_batches_without_labels_cost_nothing(case: Case):
 
 @each_case
 def test_a_packs_cost_is_the_sum_of_its_documents(case: Case):
-    """Each alone, but that a shared picture is encoded once."""
+    """Each alone, but that a shared image is encoded once."""
     arithmetic = flops.count(parity.randomised(case), case.facts)
     alone = [d for d in case.documents if not d.images] + case.pictured[:1]
     whole = arithmetic.of(batch_of(alone, None))

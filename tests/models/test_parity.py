@@ -33,7 +33,7 @@ def test_every_family_has_cases():
 
 @pytest.mark.parametrize("family", CASES)
 def test_cases_show_what_could_go_wrong(family):
-    """Tied and untied heads; fewer key/value heads than query heads; texts, several pictures in one document, pictures of several grids."""
+    """Tied and untied heads; fewer key/value heads than query heads; texts, several images in one document, images of several grids."""
     cases = CASES[family]
     models = [build(case.config, "meta") for case in cases]
     tied = {model.language.head.weight is model.language.embed.weight for model in models}

@@ -119,7 +119,7 @@ def test_features_and_gradients(c):
 
 
 def test_slices_of_a_film_do_not_see_each_other():
-    """The reference takes a film as one grid of three slices; we take three images."""
+    """The reference takes a video as one grid of three slices; we take three images."""
     reference, ours = pair(DEEP)
     args = inputs(DEEP, [Grid(4, 6)] * 3)
     want = reference(pixel_values(DEEP, args[0]), grid_thw=torch.tensor([[3, 4, 6]]))

@@ -1,4 +1,4 @@
-"""Sizes that nobody publishes and every config allows: one layer, one head, one expert, one tap, one patch; pictures of one visual token;
+"""Sizes that nobody publishes and every config allows: one layer, one head, one expert, one tap, one patch; images of one visual token;
 documents of one token or without a label. Against the twins, and packed against one by one."""
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ LLAVAS = {
 
 
 def shown(vision: qwen_vision.Config) -> tuple[Document, ...]:
-    """Pictures of one token, of a row of three and of a column of seven; one token of text alone."""
+    """Images of one token, of a row of three and of a column of seven; one token of text alone."""
     how, m = {"patch": vision.patch, "merge": vision.merge, "frames": vision.temporal_patch}, vision.merge
     dot, row, column = picture("dot", m, m, **how), picture("row", m, 3 * m, **how), picture("column", 7 * m, m, **how)
     pieces = {"token": (1,), "text": (9,), "first": (dot, 1), "two": (2, dot, 1, row, 1), "tall": (1, column, 2), "again": (1, dot, 3)}

@@ -214,7 +214,7 @@ def test_train_warns_of_what_is_not_read(tmp_path: Path, eyeline: Command) -> No
 
 
 def test_rows_that_cannot_be_used_are_no_text(tmp_path: Path) -> None:
-    """What is wrong with them is said of each; that none has a picture would only lead astray."""
+    """What is wrong with them is said of each; that none has an image would only lead astray."""
     rows = [{"imgae": "a.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}]}] * 20
     (tmp_path / "bad.json").write_text(json.dumps(rows))
     assert "which learn from images" not in problems(tmp_path, f"stages.0.data.sources=[{{path: {tmp_path / 'bad.json'}}}]")

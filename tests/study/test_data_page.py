@@ -189,7 +189,7 @@ def test_the_words_of_what_was_found_by_hand(mixed: Run, tmp_path: Path) -> None
     assert ["no_target", "1", "3.8%"] in [row[:3] for row in page.rows]
     assert [row[2] for row in page.rows if row and row[0] == "missing_image" and len(row) == 5][1:] == ["1"]
     assert text.count("rejected") == 1, "what two stages share is said once"
-    assert "evaluation overlap with training: 4 of 5 samples" in text  # the first 6 rows, one without its picture, one without an answer
+    assert "evaluation overlap with training: 4 of 5 samples" in text  # the first 6 rows, one without its image, one without an answer
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -204,7 +204,7 @@ def test_arithmetic_is_that_of_the_batches_that_training_gets(tmp_path: Path, in
     assert len(found.flops) == len(found.report.budgets) > 1
     monkeypatch.setattr(budgets, "WINDOWS", 60)
     monkeypatch.setattr(budgets, "ROWS", (900, 900))
-    texts = packing_of(reader, frozenset({(0, 0)}), Budget(20, 0))  # no picture fits: no gradient comes from the tower
+    texts = packing_of(reader, frozenset({(0, 0)}), Budget(20, 0))  # no image fits: no gradient comes from the tower
     assert texts is not None and texts.settled and not texts.pictured.packs
     of_texts = flops_of(texts, arithmetic, stated.image)
     both = replace(texts, pictured=found.report.budgets[0].pictured)
@@ -215,7 +215,7 @@ def test_arithmetic_is_that_of_the_batches_that_training_gets(tmp_path: Path, in
             wanted = sum((arithmetic.of(batch) for batch in batches), NONE)
             for part in ("language", "head"):
                 assert flops.by_part[part] == wanted.by_part[part] > 0
-            for part in ("vision", "projector"):  # a picture that two rows of a batch share is planned twice, and encoded once
+            for part in ("vision", "projector"):  # an image that two rows of a batch share is planned twice, and encoded once
                 assert 0.7 * flops.by_part[part] <= wanted.by_part[part] <= flops.by_part[part]
             if packing.budget == run.stages[index].batch.budget:
                 assert flops.by_part == wanted.by_part

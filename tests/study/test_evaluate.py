@@ -16,7 +16,7 @@ from eyeline.train.loop import train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that is evaluated on the file that it learns from, a fifth of whose pictures it holds out."""
+    """A run that is evaluated on the file that it learns from, a fifth of whose images it holds out."""
     folder = tmp_path_factory.mktemp("evaluated")
     data = str(folder / "data" / "data.json")
     train(tiny_run(folder, "stages.0.steps=1", "stages.1.steps=1", f"evaluation={{sources: [{{path: {data}}}], max_new_tokens: 2}}"))

@@ -358,7 +358,7 @@ def test_markup_in_any_file_is_shown_as_text(tmp_path: Path) -> None:
     page = report(run)
     assert not {"script", "b onclick=x"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
-    assert page.tags.count("img") == 7  # the pictures that are no PNG or JPEG are left out
+    assert page.tags.count("img") == 7  # the images that are no PNG or JPEG are left out
     assert page.text.count(evil) >= 15
 
 

@@ -1,4 +1,4 @@
-"""A recipe small enough to train in a second, on pictures and conversations that it makes itself."""
+"""A recipe small enough to train in a second, on images and conversations that it makes itself."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220)}
 
 
 def write_data(folder: Path, count: int = 24) -> Path:
-    """LLaVA JSON: one picture or two, two turns sometimes, every fifth sample text alone."""
+    """LLaVA JSON: one image or two, two turns sometimes, every fifth sample text alone."""
     (folder / "pictures").mkdir(parents=True)
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []

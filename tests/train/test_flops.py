@@ -11,11 +11,11 @@ from eyeline.models import flops
 from eyeline.models.flops import peak_of
 from tests.train.recipe import tiny_run
 
-PATCHES, D, F, C = 16, 16, 24, 48  # of a picture; width, feed-forward and numbers of a patch of the tower; the language model's are alike
+PATCHES, D, F, C = 16, 16, 24, 48  # of an image; width, feed-forward and numbers of a patch of the tower; the language model's are alike
 
 
 def test_each_step_states_its_arithmetic(tmp_path: Path) -> None:
-    """One block of the tower: four square layers, two of the MLP, and attention over the pairs of each picture."""
+    """One block of the tower: four square layers, two of the MLP, and attention over the pairs of each image."""
     run = tiny_run(tmp_path, "stages.whole.gradient_checkpointing=[vision]", "stages.adapt.steps=2", "stages.whole.steps=2")
     loop.train(run)
     lines = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "step"]

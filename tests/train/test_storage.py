@@ -140,7 +140,7 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path: Path) -> None:
 
 
 def test_data_that_end_before_what_was_counted_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures that vanish after the epochs were counted make fewer packs."""
+    """Images that vanish after the epochs were counted make fewer packs."""
     run = tiny_run(tmp_path, "stages.whole.steps=null", "stages.whole.epochs=3", "save_steps=4")
     count = loop.count_steps
     with monkeypatch.context() as patch:

@@ -25,7 +25,7 @@ def model(config: llava.Config = CONFIG, seed: int = 0) -> llava.Model:
 
 
 def document(seed: int, tokens: int, labels: int, images: int = 1) -> Document:
-    """`images` pictures of 4 visual tokens each at the front, then text; the last `labels` positions ask for a loss."""
+    """`images` images of 4 visual tokens each at the front, then text; the last `labels` positions ask for a loss."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 50, tokens).astype(np.int32)
     targets = np.full(tokens, IGNORE, np.int32)

@@ -1,6 +1,6 @@
 """Bundles in folders: of one class of transformers, our own form of parts, and a run.
 
-MODEL/config.json             and weights, tokenizer and settings of pictures, for one class of transformers (`Form`)
+MODEL/config.json             and weights, tokenizer and settings of images, for one class of transformers (`Form`)
 MODEL/eyeline.json            format version, shape, name of the chat template: the form "parts", which no one class loads
       vision/                 what transformers' SiglipVisionModel loads, with preprocessor_config.json
       language/               what transformers' class of the language model loads, with the tokenizer

@@ -143,13 +143,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_preprocessor(folder: Path) -> dict[str, Any] | None:
-    """How pictures are prepared, if the folder says: preprocessor_config.json, or that part of processor_config.json, where
+    """How images are prepared, if the folder says: preprocessor_config.json, or that part of processor_config.json, where
     transformers 5 puts it when a whole processor is saved."""
     return _processor(folder, "preprocessor_config.json", "image_processor")
 
 
 def read_video_preprocessor(folder: Path) -> dict[str, Any] | None:
-    """The same of films."""
+    """The same of videos."""
     return _processor(folder, "video_preprocessor_config.json", "video_processor")
 
 

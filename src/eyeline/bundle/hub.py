@@ -8,7 +8,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.files import storage_failed
 from eyeline.core.log import say
 
-# All that a model is read from. Weights in other formats, code and pictures of model cards stay where they are.
+# All that a model is read from. Weights in other formats, code and images of model cards stay where they are.
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 

@@ -92,7 +92,7 @@ def import_whole(
     """Take a checkpoint of transformers, of any family, into a new folder `out` of the same form; weights keep the dtype they are
     stored in.
 
-    `min_pixels` and `max_pixels` take the place of the limits that the folder has for the pixels of a picture of native size.
+    `min_pixels` and `max_pixels` take the place of the limits that the folder has for the pixels of an image of native size.
 
     `template` None takes the one that the tokenizer's own chat template is equal to. Control tokens that the template writes
     and the tokenizer lacks are added, in rows that the embedding has free; it grows only when it has none, and never shrinks.
@@ -110,7 +110,7 @@ def import_whole(
 
 
 def limited(config: Config, min_pixels: int | None, max_pixels: int | None) -> Config:
-    """The config with these limits for the pixels of a picture. Raises Refused for a model without, and where they contradict."""
+    """The config with these limits for the pixels of an image. Raises Refused for a model without, and where they contradict."""
     given = {name: value for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if value is not None}
     if not given:
         return config

@@ -6,9 +6,9 @@ over the frames of a patch, a share each, so that a still, which is repeated, is
 main merger's, which stands at the same place.
 
 What is not. Queries and keys are turned by the patch's row and column in every block, which SigLIP 2 does not do: features are those
-of another function, and the tower must be trained to be of use. Pictures keep their shape and native size, and the table is stretched
-over them, corner on corner (NaFlex towers resize it otherwise); only a picture as large as SigLIP 2's square meets the positions as
-they were learned. Pictures are resized by bicubic interpolation. The mergers' layers are fresh; what DeepStack's add to the language
+of another function, and the tower must be trained to be of use. Images keep their shape and native size, and the table is stretched
+over them, corner on corner (NaFlex towers resize it otherwise); only an image as large as SigLIP 2's square meets the positions as
+they were learned. Images are resized by bicubic interpolation. The mergers' layers are fresh; what DeepStack's add to the language
 model starts at zero. The pooling head is left behind.
 """
 

@@ -45,7 +45,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Video:
-    """A film as the frames that were given of it, in order."""
+    """A video as the frames that were given of it, in order."""
 
     name: str
     frames: tuple[Picture, ...]
@@ -72,12 +72,12 @@ class Sample:
 
     @property
     def media(self) -> tuple[Picture | Video, ...]:
-        """Stills and films in order."""
+        """Stills and videos in order."""
         return tuple(p for m in self.messages for p in m.parts if not isinstance(p, Text))
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """Every picture file in order, frames of films included."""
+        """Every image file in order, frames of videos included."""
         return tuple(p for medium in self.media for p in (medium.frames if isinstance(medium, Video) else (medium,)))
 
 
@@ -94,7 +94,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """One unit that the tower takes: a still, a tile of one, or a slice of a film. Upright, resized, in patches, not yet normalised.
+    """One unit that the tower takes: a still, a tile of one, or a slice of a video. Upright, resized, in patches, not yet normalised.
 
     Patches lie in *merge order*: the r×r patches that become one visual token follow one another (row by row inside the
     cell, cells row by row), so that merging is a plain reshape. `places_P2` says where each patch was.

@@ -12,7 +12,7 @@ Resample = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 @dataclass(frozen=True)
 class Square:
-    """Every picture is squeezed into one square. Pixels beyond the last whole patch are not looked at."""
+    """Every image is squeezed into one square. Pixels beyond the last whole patch are not looked at."""
 
     size: int  # pixels a side
 
@@ -27,17 +27,17 @@ class Area:
 
 @dataclass(frozen=True)
 class Patches:
-    """The shape is nearly kept, and a picture fills as many patches as it can, up to `most` (SigLIP 2 NaFlex)."""
+    """The shape is nearly kept, and an image fills as many patches as it can, up to `most` (SigLIP 2 NaFlex)."""
 
     most: int
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The picture squeezed into a square, and, when it is large or long, again in tiles of that square's size."""
+    """The image squeezed into a square, and, when it is large or long, again in tiles of that square's size."""
 
     size: int  # pixels a side
-    most: int = 5  # images of one picture: the whole, and the tiles
+    most: int = 5  # images of one image: the whole, and the tiles
 
 
 Resize = Square | Area | Patches | Tiles
@@ -45,7 +45,7 @@ Resize = Square | Area | Patches | Tiles
 
 @dataclass(frozen=True)
 class Film:
-    """How films are taken: the shape is nearly kept, and all frames together have `least` to `most` pixels (Qwen3-VL)."""
+    """How videos are taken: the shape is nearly kept, and all frames together have `least` to `most` pixels (Qwen3-VL)."""
 
     least: int
     most: int
@@ -53,23 +53,23 @@ class Film:
 
 @dataclass(frozen=True)
 class Unit:
-    """One image that a still or film becomes, before any pixel is read."""
+    """One image that a still or video becomes, before any pixel is read."""
 
     height: int  # pixels
     width: int
     grid: Grid
     tokens: int  # visual tokens
-    canvas: tuple[int, int]  # height and width to which the whole picture is resized
+    canvas: tuple[int, int]  # height and width to which the whole image is resized
     corner: tuple[int, int] = (0, 0)  # row and column of the canvas where this image begins
     mark: str | None = None  # control token that says which tile follows
 
 
-ASPECT = 200  # longer pictures are refused (transformers 5.24, models/qwen2_vl/image_processing_qwen2_vl.py)
+ASPECT = 200  # longer images are refused (transformers 5.24, models/qwen2_vl/image_processing_qwen2_vl.py)
 
 
 @dataclass(frozen=True)
 class ImageRule:
-    """How a picture becomes patches: stated by the model, obeyed by `data/images/patches.py`, saved with every export."""
+    """How an image becomes patches: stated by the model, obeyed by `data/images/patches.py`, saved with every export."""
 
     patch: int  # pixels a side of a patch
     merge: int  # r: r×r patches become one visual token
@@ -79,7 +79,7 @@ class ImageRule:
     resize: Resize
     frames: int = 1  # frames that one patch spans
     positions: Literal["sequential", "grid"] = "sequential"  # grid: a visual token's row and column are positions of their own (M-RoPE)
-    film: Film | None = None  # None: the model takes no films
+    film: Film | None = None  # None: the model takes no videos
 
     def units(self, height: int, width: int) -> tuple[Unit, ...]:
         """The images that a still of this size (in pixels, upright) becomes. BadSample `aspect_ratio`."""
@@ -102,7 +102,7 @@ class ImageRule:
                 assert_never(self.resize)
 
     def slices(self, frames: int, height: int, width: int) -> tuple[Unit, ...]:
-        """The images that a film becomes, `self.frames` frames each; the last one may repeat its last frame. BadSample."""
+        """The images that a video becomes, `self.frames` frames each; the last one may repeat its last frame. BadSample."""
         if self.film is None:
             raise BadSample("unsupported", "video", "this model takes no films")
         size = _volume(max(frames, self.frames), self.frames, height, width, self.patch * self.merge, self.film)
@@ -194,8 +194,8 @@ def _most_patches(height: int, width: int, cell: int, most: int) -> tuple[int, i
 
 
 def _tiling(height: int, width: int, size: int, most: int) -> tuple[int, int]:
-    """Rows and columns of at most `most` tiles whose shape together is nearest to the picture's. Of equally near ones the larger,
-    while it has less than twice the picture's pixels (InternVL; transformers' models/got_ocr2: get_optimal_tiled_canvas)."""
+    """Rows and columns of at most `most` tiles whose shape together is nearest to the image's. Of equally near ones the larger,
+    while it has less than twice the image's pixels (InternVL; transformers' models/got_ocr2: get_optimal_tiled_canvas)."""
     best, difference = (1, 1), math.inf
     shapes = sorted(((r, c) for c in range(1, most + 1) for r in range(1, most // c + 1)), key=lambda shape: shape[0] * shape[1])
     for rows, columns in shapes:

@@ -58,8 +58,8 @@ from eyeline.data.sources.sources import Rows
 from eyeline.data.validation import validation_packs
 
 PARTITION_BYTES = 512 << 20  # about: large enough to be read from begin to end, small enough to be made again
-TOKEN_TEXT_BYTES, ROW_BYTES = 5, 2048  # of a row in an archive, beside its pictures; about
-PIXELS_BYTE = 4  # of a picture whose size in bytes nobody knows before it is read; about
+TOKEN_TEXT_BYTES, ROW_BYTES = 5, 2048  # of a row in an archive, beside its images; about
+PIXELS_BYTE = 4  # of an image whose size in bytes nobody knows before it is read; about
 EXTENSIONS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp", b"GI": "gif", b"BM": "bmp"}  # how the accepted formats begin
 
 
@@ -93,7 +93,7 @@ class Entries(NamedTuple):
     job: str  # digest of the job that it belongs to
     bytes: int
     sha256: str
-    rows: list[list[int]]  # begin, length, pictures of each, in order
+    rows: list[list[int]]  # begin, length, images of each, in order
     pictures: list[list[Any]]  # of these: hash of what it shows, begin, length, and height and width where it was scaled down
 
     @property
@@ -123,7 +123,7 @@ def pack_offline(
 ) -> Manifest:
     """Write what `reader` plans, and all that it will fetch, into `folder`. What is there of the same job already is kept.
 
-    `epochs` of the plan are stored, or, of `mix: interleave`, at most `packs` packs. With a `quality`, pictures that are larger than
+    `epochs` of the plan are stored, or, of `mix: interleave`, at most `packs` packs. With a `quality`, images that are larger than
     the model looks at are scaled down and kept as JPEG of that quality. Refused when the folder holds something else, or has no room.
     """
     if quality is not None and reader.rule is None:
@@ -277,7 +277,7 @@ def job_of(reader: Reader, budget: Budget, folder: Path, order: SampleOrder, qua
         index, number_R = (reader.validation if own else reader.training).index.shard(source, shard), row_R4[here, 3]
         place_R2[here] = np.stack([index.begin_R[number_R], index.length_R[number_R]], 1)
         bytes_R[here] = _bytes_of(index)[number_R]
-        hashed.update(index.stamps_F2.tobytes())  # pictures that have changed are others
+        hashed.update(index.stamps_F2.tobytes())  # images that have changed are others
     end_R = np.cumsum(bytes_R)
     begin_R = end_R - bytes_R
     begin_R[rows:] -= begin_R[rows] if judged else 0
@@ -342,7 +342,7 @@ class _Written(NamedTuple):
 
 
 def _written(job: PackingJob, rows: Rows, place: Place, key: str) -> _Written:
-    """One sample as members of an archive: its JSON, then its pictures in order."""
+    """One sample as members of an archive: its JSON, then its images in order."""
     try:
         sample = rows.read(place)
         files = [found for medium in sample.media for found in _encoded(job, medium, rows.retries)]
@@ -370,7 +370,7 @@ def _member(name: str, data: bytes) -> bytes:
 
 
 def _encoded(job: PackingJob, medium: Picture | Video, retries: int) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
-    """(a hash that is equal for equal pictures, the encoded file, and its height and width if it was scaled down) of each picture."""
+    """(a hash that is equal for equal images, the encoded file, and its height and width if it was scaled down) of each image."""
     size = None if job.quality is None or job.rule is None else _largest(size_of(medium), job.rule)
     for picture in frames_of(medium):
         name = image_key(picture) + (f" {size}" if size else "")
@@ -387,7 +387,7 @@ def _bytes(picture: Picture) -> bytes:
 
 
 def _largest(size: Size, rule: ImageRule) -> tuple[int, int] | None:
-    """Height and width of what the model looks at most closely, if the picture is larger both ways."""
+    """Height and width of what the model looks at most closely, if the image is larger both ways."""
     try:
         height, width = max((unit.canvas for unit in units_of(size, rule)), key=lambda canvas: canvas[0] * canvas[1])
     except BadSample:  # its shape is none that the model takes
@@ -397,7 +397,7 @@ def _largest(size: Size, rule: ImageRule) -> tuple[int, int] | None:
 
 
 def _scaled_down(picture: Picture, size: tuple[int, int], job: PackingJob) -> bytes | None:
-    """The picture as JPEG of this height and width; None where it cannot be decoded: training finds that out as it would of the source."""
+    """The image as JPEG of this height and width; None where it cannot be decoded: training finds that out as it would of the source."""
     assert job.quality is not None and job.rule is not None
     try:
         rgb = upright(picture)
@@ -444,17 +444,17 @@ def _refuse_small_disk(job: PackingJob, missing: Sequence[int]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """Where all that was written lies. Dims: R rows as in the job  N their pictures, in order"""
+    """Where all that was written lies. Dims: R rows as in the job  N their images, in order"""
 
     begin_R: Longs  # through all archives, one behind the other
     length_R: Longs
-    first_R: Longs  # of its pictures
+    first_R: Longs  # of its images
     archive_N: Longs
     lies_N4: Longs  # begin and length in the archive; height and width where it was scaled down
 
 
 def where_written(job: PackingJob, entries: Sequence[PackedEntries]) -> Written:
-    """A picture that several samples show lies in the archives with each of them, and all are given the first: equal pictures have
+    """An image that several samples show lies in the archives with each of them, and all are given the first: equal images have
     equal places, as they have in the source."""
     archive_R = np.repeat(np.arange(len(job)), np.diff(job.bounds_K1))
     row_R3 = np.concatenate([one.row_R3 for one in entries])
@@ -518,7 +518,7 @@ def _stored(rows: Rows, job: PackingJob, reader: Reader) -> StoredSource:
 
 def _stored_shard(rows: Rows, shard: int, job: PackingJob, reader: Reader) -> StoredShard:
     about = rows.shards[shard]
-    if job.quality is not None:  # other pictures, and so other data
+    if job.quality is not None:  # other images, and so other data
         about = replace(about, fingerprint=f"{about.fingerprint} JPEG {job.quality} {job.rule}")
     first, file, row = rows.named(Place(shard, 0, 0, 0))
     id, _, number = first.rpartition("#")

@@ -34,7 +34,7 @@ CAUSES: dict[str, str] = {
     "preference": "answers that are compared or rated, for another kind of training",
     "unsupported": "something that is not read: sound, films without a template for them, marks that another trainer fills in, marks of "
     "the loss that are neither on nor off",
-    # the picture
+    # the image
     "remote_url": "a URL where a file is wanted",
     "bad_path": "a path that cannot name a file",
     "outside_root": "a path that leaves the folder of the images",
@@ -83,7 +83,7 @@ REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.m
     "tool_turn": "Leave such conversations out, or write calls and results as plain text.",
     "preference": "Keep the good answers alone, as messages or prompt and completion.",
     "unsupported": "Leave it out, or write as text what it says; films need a template that has a place for them, such as qwen3.",
-    # the picture
+    # the image
     "remote_url": "Download the pictures first, and name the files: training never waits for the web.",
     "bad_path": "Write the path of a file, without control characters.",
     "outside_root": "Set images: of the source to a folder that holds all pictures, where paths start: / will do for absolute ones.",

@@ -82,7 +82,7 @@ def open_each(sources: Iterable[Source], retries: int = RETRIES) -> tuple[Rows, 
 
 
 def held_out(rows: Rows, place: Place, found: Sample | BadSample, share: float) -> bool:
-    """Whether a row is kept for validation: when any of its pictures is drawn, so that training never sees one of those."""
+    """Whether a row is kept for validation: when any of its images is drawn, so that training never sees one of those."""
     return share > 0 and hold_out_draw(names_of(found, rows.id(place), rows.root)) < share
 
 

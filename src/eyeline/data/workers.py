@@ -37,7 +37,7 @@ import torch
 from eyeline.core.errors import EXPECTED, BadSample, OutOfMemory, Refused, StorageFailed
 from eyeline.core.log import say
 
-DECODER_BYTES = 4 << 30  # what a worker may take beyond what it has when it starts: the largest picture that is allowed needs 1.5 GiB
+DECODER_BYTES = 4 << 30  # what a worker may take beyond what it has when it starts: the largest image that is allowed needs 1.5 GiB
 AHEAD = 16  # jobs a worker at most: bytes are the limit, unless jobs are tiny
 TRIES = 3  # of a job, or of starting workers, before the machine is blamed
 TICK_S = 0.5
@@ -445,7 +445,7 @@ def _done(work: Callable[[Any, At], Any], job: Any, at: At) -> Any:
 
 
 def _limit_memory(most_bytes: int) -> None:
-    """A decoder that asks for more than any allowed picture needs gets a MemoryError, before the machine has none left."""
+    """A decoder that asks for more than any allowed image needs gets a MemoryError, before the machine has none left."""
     if sys.platform != "linux":  # macOS knows the limit and does not keep it
         return
     with open("/proc/self/statm") as file:

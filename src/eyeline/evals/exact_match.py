@@ -27,8 +27,8 @@ from eyeline.generate.sampling import Sampling
 from eyeline.models import Model
 
 SHOWN = 10  # samples in eval.json, and as many wrong answers
-WINDOW = 2048  # samples that are put in order of their pictures at a time
-THUMBNAIL = 320  # pixels of the longer side of a shown picture
+WINDOW = 2048  # samples that are put in order of their images at a time
+THUMBNAIL = 320  # pixels of the longer side of a shown image
 BUDGET = Budget(tokens=16_384, patches=16_384)  # of a round of questions: the tokens that its cache has room for
 
 
@@ -49,7 +49,7 @@ def answer_of(sample: Sample) -> str:
 
 @dataclass(frozen=True)
 class Prior:
-    """What somebody would answer who knows the training questions by heart and never looks at a picture."""
+    """What somebody would answer who knows the training questions by heart and never looks at an image."""
 
     answers: dict[str, str]  # question -> its most frequent answer, normalised
     default: str  # the most frequent answer of all, for questions that training never asked
@@ -205,7 +205,7 @@ def score(correct: int, questions: int) -> Score:
 def answers(
     model: Model, facts: Facts, encoder: Encoder, samples: Iterable[Sample], max_new_tokens: int, budget: Budget, rejected: Counter[str]
 ) -> Iterator[Answered]:
-    """Greedy answers, in order of pictures within windows. A sample without a usable prompt is counted in `rejected`."""
+    """Greedy answers, in order of images within windows. A sample without a usable prompt is counted in `rejected`."""
     sampling = Sampling(max_new_tokens=max_new_tokens)
     for round in rounds(samples, Prompts(encoder, facts.image), max_new_tokens, budget, facts.max_positions, rejected):
         made = generate(model, facts, [prompt for _, prompt in round], sampling, encoder.stop_ids)
@@ -216,7 +216,7 @@ def answers(
 def rounds(
     samples: Iterable[Sample], prompts: Prompts, max_new_tokens: int, budget: Budget, longest: int, rejected: Counter[str]
 ) -> Iterator[list[tuple[Sample, Document]]]:
-    """Prompts that are answered together: their cache has room for at most `budget.tokens`, and their pictures, each counted
+    """Prompts that are answered together: their cache has room for at most `budget.tokens`, and their images, each counted
     once, have at most `budget.patches`. A prompt that is larger than that is a round of its own."""
     round: list[tuple[Sample, Document]] = []
     longest_prompt = 0
@@ -241,7 +241,7 @@ def rounds(
 
 
 def by_picture(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """The same samples, those on one picture side by side within windows."""
+    """The same samples, those on one image side by side within windows."""
     iterator = iter(samples)
     while window := list(islice(iterator, WINDOW)):
         yield from sorted(window, key=lambda sample: [image_key(picture) for picture in sample.pictures])
@@ -262,7 +262,7 @@ def shown(answered: Answered) -> Asked:
 
 
 def thumbnail(picture: Picture) -> str:
-    """A data URL of the picture as the model's preprocessing saw it, upright and opaque, made small. A small one is kept exactly."""
+    """A data URL of the image as the model's preprocessing saw it, upright and opaque, made small. A small one is kept exactly."""
     rgb = Pillow.fromarray(decode(picture))
     small = max(rgb.size) <= THUMBNAIL // 2
     rgb.thumbnail((THUMBNAIL, THUMBNAIL))

@@ -20,7 +20,7 @@ class Score(Settings):
 
 
 class Blind(Settings):
-    """What somebody reaches who never looks at the picture, on the same questions."""
+    """What somebody reaches who never looks at the image, on the same questions."""
 
     how: str
     overall: Score

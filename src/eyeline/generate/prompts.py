@@ -1,4 +1,4 @@
-"""Conversations -> prompts, with their pictures and films prepared."""
+"""Conversations -> prompts, with their images and videos prepared."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from eyeline.data.images.patches import image_patches
 from eyeline.data.text.documents import prompt_of
 from eyeline.data.text.tokenizer import Encoder
 
-KEPT = 64  # pictures and films whose patches are kept: questions on one picture follow one another
+KEPT = 64  # images and videos whose patches are kept: questions on one image follow one another
 
 
 class Prompts:
-    """Makes prompts, and remembers the last pictures and films, so that many questions on one of them decode it once."""
+    """Makes prompts, and remembers the last images and videos, so that many questions on one of them decode it once."""
 
     def __init__(self, encoder: Encoder, rule: ImageRule | None):
         self.encoder = encoder
@@ -22,7 +22,7 @@ class Prompts:
         self._images: dict[str, tuple[Image, ...]] = {}
 
     def prompt(self, asked: Sample | Sequence[Message]) -> Document:
-        """The conversation up to where its last answer begins. BadSample where its text or a picture is unusable."""
+        """The conversation up to where its last answer begins. BadSample where its text or an image is unusable."""
         messages = asked.messages if isinstance(asked, Sample) else tuple(asked)
         if messages and messages[-1].role == "assistant":
             messages = messages[:-1]

@@ -299,7 +299,7 @@ def _unread_findings(where: str, rows: Rows) -> Iterator[Finding]:
 
 
 def _without_pictures(sources: Iterable[Rows]) -> bool:
-    """Whether there are samples, and none has a picture."""
+    """Whether there are samples, and none has an image."""
     seen = False
     for row in (row for rows in sources for _, _, row in rows.kept() if isinstance(row, Sample)):
         seen = True

@@ -1,6 +1,6 @@
 """What every page is made of: one self-contained file without script, in which nothing from data is anything but text.
 
-Whoever writes a page sends each string of a file through `words`, and each picture through `picture`.
+Whoever writes a page sends each string of a file through `words`, and each image through `image`.
 """
 
 import base64
@@ -10,7 +10,7 @@ from html import escape
 
 from eyeline.core.log import visible
 
-PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of picture that a page embeds, beside our plots
+PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of image that a page embeds, beside our plots
 
 PHONE = 46  # characters side by side on a narrow page; a wider table becomes a list there
 SHORT_CELL = 24  # characters that stay on one line

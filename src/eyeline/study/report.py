@@ -299,7 +299,7 @@ def samples(title: str, shown: Sequence[Asked]) -> list[str]:
 
 
 def sample(asked: Asked) -> str:
-    """One question with its picture, the model's answer, and the true one where they differ."""
+    """One question with its image, the model's answer, and the true one where they differ."""
     images = "".join(f'<img alt="" src="{p}">' for p in asked.pictures if PICTURE.fullmatch(p))
     verdict = "right" if asked.correct else "wrong"
     lines = (

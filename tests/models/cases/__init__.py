@@ -5,8 +5,8 @@ is a config of ours, a twin (`twin_of(to_hf(config))` builds it from the config.
 too), how the twin takes one document (`inputs`: keyword arguments of its forward and generate; it computes its own
 positions), the key rules of the twin's folder, and the documents that both are shown:
 
-- a family with a tower: `documents(cat, dog, cow)` of three pictures, of different grids where the family has them, and
-  with slices of a film where it has those; `positions="grid"` for M-RoPE. Without a tower: `texts()`.
+- a family with a tower: `documents(cat, dog, cow)` of three images, of different grids where the family has them, and
+  with slices of a video where it has those; `positions="grid"` for M-RoPE. Without a tower: `texts()`.
 - the cases of a family together have tied and untied heads, and fewer key/value heads than query heads; a mixture of
   experts has experts narrower than half the model (H ≠ 2·I, so that no transposed weight fits).
 

@@ -53,11 +53,11 @@ for name in ("qwen3 tied", "qwen3, some layers of experts", "llama, stretched"):
     CONFIGS[f"{name}, as LLaVA"] = llava.Config(vision=VISION, language=text.CONFIGS[name], feature_norm=False)
 for name in ("qwen3 of experts", "llama"):
     CONFIGS[f"{name}, as LFM2-VL"] = llava.Config(vision=EVEN, projector=SHUFFLED, language=text.CONFIGS[name])
-NAFLEX = EVEN.model_copy(update={"patches": 40})  # pictures keep their shape; the table of positions is stretched over them
+NAFLEX = EVEN.model_copy(update={"patches": 40})  # images keep their shape; the table of positions is stretched over them
 
 
 def shown(c: llava.Config) -> list[Image]:
-    """Three random pictures as the tower takes them: squares, or in NaFlex mode one larger than its table and two that are flat."""
+    """Three random images as the tower takes them: squares, or in NaFlex mode one larger than its table and two that are flat."""
     square = (c.vision.position_grid, c.vision.position_grid)
     grids = (square,) * 3 if c.vision.patches is None else ((6, 6), (2, 4), (2, 4))
     return [picture(key, *grid, c.vision.patch, c.projector.shuffle) for key, grid in zip(("cat", "dog", "cow"), grids, strict=True)]
@@ -116,5 +116,5 @@ def case(id: str, c: llava.Config, as_written: llava.Config | None = None) -> Ca
 
 
 CASES = [case(id, c) for id, c in CONFIGS.items()]
-# we do not export it so, since the class's own processor prepares pictures in another way; what the class computes is the same
+# we do not export it so, since the class's own processor prepares images in another way; what the class computes is the same
 CASES += [case("NaFlex", SHUFFLING.model_copy(update={"vision": NAFLEX}), as_written=SHUFFLING)]

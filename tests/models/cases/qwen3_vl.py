@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and with experts: pictures of several native sizes, slices of a film, DeepStack, M-RoPE."""
+"""Qwen3-VL, dense and with experts: images of several native sizes, slices of a video, DeepStack, M-RoPE."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from eyeline.models.moe import Experts
 from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, document, documents, normalised, picture, token_inputs, twin_of
 
 TOKENS = MediaTokens(image=IMAGE_TOKEN, written="<image>", video=IMAGE_TOKEN + 1, start=0, end=1)
-# the table of positions is larger than one picture, smaller than another
+# the table of positions is larger than one image, smaller than another
 VISION = qwen_vision.Config(
     patch=3,
     hidden_size=16,
@@ -48,7 +48,7 @@ def language(tie_embeddings: bool, **more: Any) -> qwen3.Config:
 
 
 def inputs_of(vision: qwen_vision.Config) -> Callable[[Document], dict[str, Tensor]]:
-    """Pictures, and a film where images bear the film's name, as the class takes them; it finds positions itself."""
+    """Images, and a video where images bear the video's name, as the class takes them; it finds positions itself."""
 
     def inputs(d: Document) -> dict[str, Tensor]:
         if not d.images:
@@ -61,7 +61,7 @@ def inputs_of(vision: qwen_vision.Config) -> Callable[[Document], dict[str, Tens
         if stills:
             grids = torch.tensor([(1, *i.grid) for i in stills])
             tokens |= {"pixel_values": normalised(stills, vision.mean, vision.std), "image_grid_thw": grids}
-        if slices:  # one film of as many slices, behind the stills
+        if slices:  # one video of as many slices, behind the stills
             places = np.concatenate([np.full(i.tokens, i in slices) for i in d.images])
             kind_T[torch.from_numpy(d.visual_M[places]).long()] = 2
             tokens["input_ids"] = torch.where(kind_T == 2, IMAGE_TOKEN + 1, tokens["input_ids"])
@@ -73,8 +73,8 @@ def inputs_of(vision: qwen_vision.Config) -> Callable[[Document], dict[str, Tens
 
 
 def shown(vision: qwen_vision.Config) -> tuple[Document, ...]:
-    """As every family's, but that a token or more lies between pictures: the class takes visual tokens that touch for one picture's.
-    And a still before a film of two slices, which text keeps apart as timestamps do."""
+    """As every family's, but that a token or more lies between images: the class takes visual tokens that touch for one image's.
+    And a still before a video of two slices, which text keeps apart as timestamps do."""
     how = {"patch": vision.patch, "merge": vision.merge, "frames": vision.temporal_patch}
     cat, dog, cow = picture("cat", 4, 6, **how), picture("dog", 2, 2, **how), picture("cow", 8, 4, **how)
     first, second = picture("film 0", 4, 2, **how), picture("film 1", 4, 2, **how)

@@ -1,4 +1,4 @@
-"""Pictures with a text of the same name beside each: `cat.jpg` and `cat.txt`, its caption."""
+"""Images with a text of the same name beside each: `cat.jpg` and `cat.txt`, its caption."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ MAX_TEXT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Beside:
-    """Pictures in the order of their names, in runs."""
+    """Images in the order of their names, in runs."""
 
     pictures: tuple[str, ...]  # names from the folder on
     texts: tuple[File | None, ...]  # None: there is none
     folder: Location
-    run: int  # pictures of a shard, but of the last
+    run: int  # images of a shard, but of the last
     shards: tuple[Shard, ...]
     what: str
     header: tuple[str, ...] = ("image", "caption")
@@ -60,7 +60,7 @@ class Beside:
 
 
 def open_beside(pictures: Sequence[Location], texts: Sequence[Location | None], folder: Location, retries: int) -> Beside:
-    """Pictures and the text beside each, if there is one. Refused when there are too many."""
+    """Images and the text beside each, if there is one. Refused when there are too many."""
     if len(pictures) > MAX_PICTURES:
         raise Refused(
             f"{folder} holds {len(pictures):,} pictures with a text beside each, and more than {MAX_PICTURES:,} take too long to look "

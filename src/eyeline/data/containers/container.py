@@ -1,6 +1,6 @@
 """What holds rows: a list of shards that is cheap to make, each read in order for an index, and any row by its place.
 
-All bytes of data but those of picture files are read through a `Window`, which notices a file that has changed since it was opened,
+All bytes of data but those of image files are read through a `Window`, which notices a file that has changed since it was opened,
 and asks a store that fails again before it gives up.
 """
 
@@ -25,7 +25,7 @@ HASHED = 64 << 20  # files up to this size are known by their content, larger on
 SHARD_BYTES = 4 << 20  # of text: enough that a shard is worth a request, and so few rows that the first one is soon indexed
 SHARD_ROWS = 2048
 COUNTED_BYTES = 4 << 20  # of text whose lines are counted together
-HEADER_BYTES = 4096  # of a picture in an archive are read at first: most say their size there
+HEADER_BYTES = 4096  # of an image in an archive are read at first: most say their size there
 RETRIES = 3
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 PASSING = {  # errors of a store that may be gone the next time

@@ -1,4 +1,4 @@
-"""Tables of text: CSV with a header, as RFC 4180 has it. A field in quotes may hold line breaks, so rows are found once, from the begin.
+"""Tables of text: CSV with a header, as RFC 4180 has it. A field in quotes may hold line breaks, so rows are found once, from the start.
 
 Quotes inside of a field that has none around it are text. Where a quote is never closed, or a field goes on behind the one that
 closes it, the line that opened it is lost alone, and a row whose fields are not as many as the header's is rejected.

@@ -302,7 +302,7 @@ def _new_names(sample: Members, whole: bool, known: set[str]) -> None:
 
 
 def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int, wanted: tuple[str, ...]) -> Iterator[Members | BadSample]:
-    """Neighbours of the same key, with their texts, and up to so many bytes of each picture. Those before a damage are lost with it:
+    """Neighbours of the same key, with their texts, and up to so many bytes of each image. Those before a damage are lost with it:
     nobody knows whether they are all."""
     group: Members = []
     for member in members:
@@ -381,7 +381,7 @@ def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> di
 
 
 def _ordered(row: dict[str, Any], pictures: dict[str, Picture]) -> list[Picture]:
-    """The pictures as the row names them; as they lie in the archive, where it names none."""
+    """The images as the row names them; as they lie in the archive, where it names none."""
     names = row.get("image") if row.get("image") is not None else row.get("images")
     names = [names] if isinstance(names, str) else names
     if len(pictures) == 1 or not isinstance(names, list):

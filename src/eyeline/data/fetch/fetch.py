@@ -24,8 +24,8 @@ from eyeline.data.text.documents import Tokenised, laid_out, tokenised, until
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.workers import At, Phase, Workers, in_order
 
-KEPT_PICTURE_BYTES = 128 << 20  # resized pictures that a process remembers: those used last, of the ones that come again
-NEAR_BYTES = 64 << 10  # between two pictures in one file: so many are read in vain rather than asking twice
+KEPT_PICTURE_BYTES = 128 << 20  # resized images that a process remembers: those used last, of the ones that come again
+NEAR_BYTES = 64 << 10  # between two images in one file: so many are read in vain rather than asking twice
 TOKEN_BYTES = 64  # of a token, in all index arrays of a batch together; about
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class RowToRead:
 
 @dataclass(frozen=True)
 class GroupToRead:
-    """Rows that look at the same pictures."""
+    """Rows that look at the same images."""
 
     address: tuple[int, ...]  # of its randomness
     rows: tuple[RowToRead, ...]
@@ -86,7 +86,7 @@ def _patches(groups: Sequence[GroupToRead]) -> int:
 
 
 class _Room:
-    """Memory for the patches of a pack. Pictures are cut into it one after another, so a batch has them end to end where they are."""
+    """Memory for the patches of a pack. Images are cut into it one after another, so a batch has them end to end where they are."""
 
     def __init__(self, rule: ImageRule | None, patches: int):
         self.left_PC = np.empty((patches, 3 * rule.frames * rule.patch**2) if rule else (0, 0), np.uint8)
@@ -132,8 +132,8 @@ class Fetch:
     rule: ImageRule | None
     budget: Budget | None
     seed: int
-    augment: Augment | None  # None: pictures as they are
-    retries: int  # of reading a picture from a store that fails
+    augment: Augment | None  # None: images as they are
+    retries: int  # of reading an image from a store that fails
     _kept: OrderedDict[str, Resized] = field(default_factory=OrderedDict, repr=False)
     _bytes: list[int] = field(default_factory=lambda: [0], repr=False)
 

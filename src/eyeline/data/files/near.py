@@ -13,7 +13,7 @@ MANY_NAMES = 100_000  # of a folder are looked at
 ENDS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 
 
-@lru_cache(maxsize=64)  # a folder that is missing is missing for all its pictures
+@lru_cache(maxsize=64)  # a folder that is missing is missing for all its images
 def no_folder(folder: Path) -> str:
     """That a folder is not there, as the end of a sentence: the first piece of its path that is missing, and what may have been meant."""
     while not os.path.isdir(folder.parent):

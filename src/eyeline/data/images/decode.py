@@ -32,10 +32,10 @@ from eyeline.data.images.image_files import FORMATS, image_stream, stored_object
 from eyeline.data.images.integrity import ends_in_zeros, is_complete, jpeg_scans, wrong_chunk
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
-Size = tuple[int, int] | tuple[int, int, int]  # height and width of a still; frames, height and width of a film
+Size = tuple[int, int] | tuple[int, int, int]  # height and width of a still; frames, height and width of a video
 
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of decompression bombs (Pillow 13, Image.MAX_IMAGE_PIXELS)
-MAX_SCANS = 100  # of a JPEG: encoders write ten or so, and each of a few bytes costs the time of a whole picture
+MAX_SCANS = 100  # of a JPEG: encoders write ten or so, and each of a few bytes costs the time of a whole image
 SMALL_SIDE = 28  # pixels: where other trainers' models stop working; here only worth a remark
 LONG_ASPECT = 10
 
@@ -65,7 +65,7 @@ _TRANSPOSE = {  # EXIF orientation -> what makes it upright
 
 
 def size_of(medium: Picture | Video) -> Size:
-    """Height and width of an upright still, before them the number of frames of a film; from headers alone. Raises as
+    """Height and width of an upright still, before them the number of frames of a video; from headers alone. Raises as
     `width_and_height` does, and BadSample `frame_size` where frames differ."""
     match medium:
         case Picture():
@@ -85,7 +85,7 @@ def same_size(film: Video, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def width_and_height(picture: Picture) -> tuple[int, int]:
-    """(width, height) of the upright picture, from its header alone. Raises as `decode` does, except for broken pixels."""
+    """(width, height) of the upright image, from its header alone. Raises as `decode` does, except for broken pixels."""
     if isinstance(picture.source, Remote):
         picture = replace(picture, source=stored_object(picture.source, stores.HEAD_BYTES)[0])
     begin = picture.source.data if isinstance(picture.source, Span) else picture.source
@@ -112,7 +112,7 @@ def _says_more(png: Picture) -> bool:
 
 
 def decode(picture: Picture) -> Pixels:
-    """The picture upright, over white, as 8-bit RGB.
+    """The image upright, over white, as 8-bit RGB.
 
     BadSample causes: missing_image, unreadable, not_a_file, file_too_large, image_format, too_many_pixels, empty_image, broken_image.
     A file that its store fails to give is StorageFailed: it says nothing about the sample.
@@ -132,7 +132,7 @@ def upright(picture: Picture) -> Pillow.Image:
 
 
 def oddities(picture: Picture) -> list[str]:
-    """Decode the picture whole, and say what is unusual about it though it is usable. Raises as `decode` does."""
+    """Decode the image whole, and say what is unusual about it though it is usable. Raises as `decode` does."""
     out: list[str] = []
     with _opened(picture) as (image, file):
         width, height = image.size
@@ -166,7 +166,7 @@ def _load_whole(image: Pillow.Image, file: BinaryIO, name: str) -> None:
             if scans > MAX_SCANS:
                 raise BadSample("broken_image", "image", f"{name} has {scans:,} scans, over {MAX_SCANS}")
             image.load()
-            # libjpeg takes 0 for all coefficients that are missing, which is mid-grey; what stands behind a whole picture it never decodes
+            # libjpeg takes 0 for all coefficients that are missing, which is mid-grey; what stands behind a whole image it never decodes
             corner = image.getpixel((image.width - 1, image.height - 1))
             if end is None or (_all(corner, 127, 128) and _differs(image, data[:end] + _FURTHER + b"\xff\xd9")):
                 raise lost
@@ -178,7 +178,7 @@ def _load_whole(image: Pillow.Image, file: BinaryIO, name: str) -> None:
             image.load()
             if image.mode == "P" and image.palette is None:
                 raise BadSample("broken_image", "image", f"{name} has no palette")
-            # Pillow takes the end of the compressed data for that of the picture
+            # Pillow takes the end of the compressed data for that of the image
             last_row = image.crop((0, image.height - 1, *image.size)).tobytes()
             if (interlaced or not any(last_row)) and not is_complete(file):
                 raise lost
@@ -205,7 +205,7 @@ def _differs(image: Pillow.Image, jpeg: bytes) -> bool:
 
 @contextmanager
 def _opened(picture: Picture) -> Iterator[tuple[Pillow.Image, BinaryIO]]:
-    """The picture opened, with its header checked, and its file. Errors of Pillow inside the block are BadSample `broken_image`."""
+    """The image opened, with its header checked, and its file. Errors of Pillow inside the block are BadSample `broken_image`."""
     with image_stream(picture) as file, ExitStack() as quiet:
         try:
             try:

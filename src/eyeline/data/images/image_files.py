@@ -141,7 +141,7 @@ def unidentified(name: str, head: bytes) -> BadSample:
 
 
 def _kind_of(head: bytes) -> str:
-    """What a file that is no accepted picture seems to be."""
+    """What a file that is no accepted image seems to be."""
     wanted = f"; {', '.join(FORMATS)} are accepted"
     if not head:
         return "is an empty file" + wanted
@@ -177,7 +177,7 @@ def content_key(picture: Picture) -> str:
 
 
 def medium_key(medium: Picture | Video) -> str:
-    """Equal keys mean equal pixels. Of a film: the hash of all its frames', since how large each is taken depends on their number."""
+    """Equal keys mean equal pixels. Of a video: the hash of all its frames', since how large each is taken depends on their number."""
     if isinstance(medium, Picture):
         return image_key(medium)
     return "film:" + hashlib.sha256("\n".join(image_key(frame) for frame in medium.frames).encode("utf-8", "surrogatepass")).hexdigest()

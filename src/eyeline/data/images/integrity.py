@@ -60,7 +60,7 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # within a scan FF00 is a by
 
 
 def jpeg_scans(jpeg: bytes) -> tuple[int, int | None]:
-    """The scans of the first picture of a JPEG file, and where its end marker lies, None where there is none."""
+    """The scans of the first image of a JPEG file, and where its end marker lies, None where there is none."""
     at, scans = 2, 0
     while found := _MARKER.search(jpeg, at):
         if found[0] == b"\xff\xd9":

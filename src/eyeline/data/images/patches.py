@@ -26,7 +26,7 @@ _RESAMPLE = {
 
 
 class Augment(Settings):
-    """Random changes of training pictures. Never of validation pictures."""
+    """Random changes of training images. Never of validation images."""
 
     flip: bool = False  # left and right exchanged, every second time
     shift: NotNegative = 0  # up to so many pixels in each direction after resizing; the edge is repeated
@@ -43,7 +43,7 @@ def units_of(size: Size, rule: ImageRule) -> tuple[Unit, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Resized:
-    """A medium decoded, upright and resized: for each of its images the whole picture (of a film, the frames) it is cut from."""
+    """A medium decoded, upright and resized: for each of its images the whole image (of a video, the frames) it is cut from."""
 
     units: tuple[Unit, ...]
     canvases: tuple[tuple[Planes, ...], ...]

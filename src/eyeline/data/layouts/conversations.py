@@ -55,7 +55,7 @@ Media = dict[str, Iterator[Picture | Video]]  # placeholder -> what stands there
 
 def _split(text: str, role: Role, media: Media) -> tuple[Text | Picture | Video, ...]:
     """Text with its placeholders replaced, wherever they stand in a question; in an answer they are text. Newlines that set a
-    placeholder off are dropped: the template says what surrounds a picture."""
+    placeholder off are dropped: the template says what surrounds an image."""
     if role == "assistant":
         return (Text(without_escapes(text)),) if text else ()
     pieces = _PLACES.split(text)
@@ -149,7 +149,7 @@ class Turn(NamedTuple):
 
 def sample_of_turns(row: dict[str, Any], id: str, root: Location, turns: Sequence[Turn], column: str, implied: bool = True) -> Sample:
     """The sample of turns that are text with placeholders for what the columns have. Where `implied`, and there is no placeholder at
-    all, pictures and films come before the first question."""
+    all, images and videos come before the first question."""
     _refuse_other_training(row, [turn.text for turn in turns])
     media = media_of(row, root)
     places = _places_in(turn.text for turn in turns if turn.role != "assistant")
@@ -258,7 +258,7 @@ def openai_sample(row: Any, id: str, root: Location) -> Sample:
     """OpenAI messages: {messages: [{role, content}]}, content a string or a list of text, image and video parts.
 
     Strings may hold `<image>` and `<video>` for what the columns have; parts of these types that do not say which take theirs
-    from there too. Where there is neither, pictures and films of the columns come before the first question.
+    from there too. Where there is neither, images and videos of the columns come before the first question.
     """
     return sample_of_messages(row, id, root, [("messages", n, turn) for n, turn in enumerate(checked_objects(row, "messages"))])
 
@@ -302,7 +302,7 @@ def sample_of_messages(row: dict[str, Any], id: str, root: Location, turns: list
 
 
 def _numbered(pictures: list[Picture | Video], numbers: list[Any]) -> list[Picture | Video]:
-    """The pictures in the order in which parts number them, if they do."""
+    """The images in the order in which parts number them, if they do."""
     numbered = all(isinstance(n, int) for n in numbers) and set(numbers) == set(range(len(pictures)))
     return [pictures[n] for n in numbers] if numbered else pictures
 

@@ -95,12 +95,12 @@ COLUMNS = tuple(sorted(_ALL, key=lambda column: column in HIDDEN))  # that a lay
 class Mapping:
     """Columns, keys of turns and roles that the data calls otherwise."""
 
-    columns: tuple[tuple[str, str], ...] = ()  # (ours, theirs), with dots for what lies inside of one: "meta.picture"
+    columns: tuple[tuple[str, str], ...] = ()  # (ours, theirs), with dots for what lies inside of one: "meta.image"
     roles: tuple[tuple[Role, str], ...] = ()
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """Columns of the data that it may name: `meta`, and `meta.picture` itself."""
+        """Columns of the data that it may name: `meta`, and `meta.image` itself."""
         return tuple(dict.fromkeys(head for _, theirs in self.columns for head, _ in cuts(theirs)))
 
     def applied(self, shape: Shape, row: Any) -> Any:
@@ -144,7 +144,7 @@ def cuts(name: str) -> Iterator[tuple[str, str]]:
 
 
 def inside(row: dict[str, Any], name: str) -> Any:
-    """The value of a column, or of what lies in one: `meta.picture`. None when it is not there."""
+    """The value of a column, or of what lies in one: `meta.image`. None when it is not there."""
     for head, rest in cuts(name):
         value = row.get(head)
         if not rest and head in row:

@@ -1,4 +1,4 @@
-"""What the values of a row are: pictures, films and texts. Nothing is opened, and no URL is fetched."""
+"""What the values of a row are: images, videos and texts. Nothing is opened, and no URL is fetched."""
 
 import base64
 import binascii
@@ -16,7 +16,7 @@ from eyeline.data.containers.json_rows import parse, sound
 from eyeline.data.files.stores import without_secrets
 
 MAX_DATA_URL = 64 << 20  # characters
-IMAGE, VIDEO = "<image>", "<video>"  # where a picture or a film of a column stands in a text
+IMAGE, VIDEO = "<image>", "<video>"  # where an image or a video of a column stands in a text
 PLACEHOLDERS = {IMAGE: "pictures", VIDEO: "films"}
 _ESCAPED = re.compile(rf"\\({'|'.join(PLACEHOLDERS)})")
 SAMPLED_FPS = 2.0  # of frames that are given without times, as qwen-vl-utils takes them (vision_process.py: FPS)
@@ -28,7 +28,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*:(//|\\\\)|(https?|ftp|file|s3|gs|hf):", re
 
 
 def picture_of(name: Any, root: Location, field: str) -> Picture:
-    """A picture as a row gives it: a path inside `root`, a data: URL, base64, its bytes, or {bytes, path} as Hugging Face stores it."""
+    """An image as a row gives it: a path inside `root`, a data: URL, base64, its bytes, or {bytes, path} as Hugging Face stores it."""
     match name:
         case Picture():
             return name  # a member of an archive
@@ -52,7 +52,7 @@ def picture_of(name: Any, root: Location, field: str) -> Picture:
     return _file_of(name, root, field)
 
 
-@lru_cache(maxsize=1 << 13)  # many rows show the same picture, and pathlib is slow
+@lru_cache(maxsize=1 << 13)  # many rows show the same image, and pathlib is slow
 def _file_of(name: str, root: Location, field: str) -> Picture:
     if _URL.match(name) and not (isinstance(root, Remote) and name.startswith(f"{root.store}/")):
         what = f"{without_secrets(name)[:100]!r} is a URL, and nothing is fetched but objects of the store that images: names"
@@ -67,10 +67,10 @@ def _file_of(name: str, root: Location, field: str) -> Picture:
 
 
 def film_of(frames: Any, timing: dict[str, Any], root: Location, field: str, timed: str) -> Video:
-    """A film by the list of its frames, each named as `picture_of` takes it. Every frame is used.
+    """A video by the list of its frames, each named as `picture_of` takes it. Every frame is used.
 
     `timing` may say when they are shown: `timestamps` in seconds, one a frame, or `sample_fps` or `fps`, how many frames there are
-    to a second; 2 if nothing does. A film file is BadSample `video_file`. `timed` is the field that a fault of the times is laid to.
+    to a second; 2 if nothing does. A video file is BadSample `video_file`. `timed` is the field that a fault of the times is laid to.
     """
     several = frames if isinstance(frames, list) else [frames]
     file = next((frame for frame in several if isinstance(frame, str) and frame.lower().endswith(FILM_FILES)), None)
@@ -120,7 +120,7 @@ def _decoded(name: str, encoded: str, field: str) -> Picture:
     return Picture(name + ",…", data)
 
 
-SHORTEST_BASE64 = 64  # characters; no picture is smaller
+SHORTEST_BASE64 = 64  # characters; no image is smaller
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]++[=\s]*+")  # without going back: data may hold a million spaces and then a dot
 _OF_URLS = str.maketrans("-_", "+/")
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")  # JPEG, PNG, GIF, WebP, BMP, TIFF
@@ -177,7 +177,7 @@ def shown(value: Any) -> str:
 # Columns
 
 
-PICTURES = (  # columns of pictures: the first of these that a row has is used
+PICTURES = (  # columns of images: the first of these that a row has is used
     *("image", "images", "file_name", "file_names", "image_file_name", "image_file_names", "image_path", "image_paths"),
 )
 FILMS = ("video", "videos")
@@ -200,8 +200,8 @@ def unpacked(value: Any, field: str) -> Any:
 
 
 def media_of(row: dict[str, Any], root: Location) -> dict[str, list[Picture | Video]]:
-    """What stands at each kind of placeholder: pictures from one of the columns PICTURES (absent, null, one picture, or a list),
-    films from `video` (the list of its frames, or a list of such lists) or `videos` (a list of such lists)."""
+    """What stands at each kind of placeholder: images from one of the columns PICTURES (absent, null, one image, or a list),
+    videos from `video` (the list of its frames, or a list of such lists) or `videos` (a list of such lists)."""
     return {IMAGE: pictures_of(row, root), VIDEO: films_of(row, root)}
 
 

@@ -27,7 +27,7 @@ CAPTION_PROMPT = "Describe the image."  # what they are answers to
 
 
 def cauldron_sample(row: Any, id: str, root: Location) -> Sample:
-    """The Cauldron and FineVision: {images: pictures, texts: [{user, assistant}]}; pictures come before the first question."""
+    """The Cauldron and FineVision: {images: images, texts: [{user, assistant}]}; images come before the first question."""
     return sample_of_turns(row, id, root, _exchanges(checked_objects(row, "texts"), ("user", "assistant"), "texts"), "texts")
 
 
@@ -133,7 +133,7 @@ def _refuse_numbers_of_rows(row: dict[str, Any]) -> None:
 
 
 def caption_sample(row: Any, id: str, root: Location) -> Sample:
-    """A picture (or several) and a caption (of a list, the first): nothing is asked but CAPTION_PROMPT."""
+    """An image (or several) and a caption (of a list, the first): nothing is asked but CAPTION_PROMPT."""
     pictures = pictures_of(checked_object(row), root)
     if not pictures:
         raise BadSample("placeholder_count", "image", "a caption without a picture")
@@ -154,7 +154,7 @@ _SHAPES = {"circle", "rectangle", "triangle"}
 
 
 def easy_vqa_sample(row: Any, id: str, root: Location) -> Sample:
-    """easy-VQA: [question, answer, number of the picture], the picture at images/NUMBER.png."""
+    """easy-VQA: [question, answer, number of the image], the image at images/NUMBER.png."""
     match row:
         case [str(question), str(answer), int(number)] if not isinstance(number, bool):
             picture = picture_of(f"images/{number}.png", root, "image")

@@ -30,7 +30,7 @@ class Side:
     """The rows to learn from, or those to validate on."""
 
     index: Index
-    validation_fraction: float  # share of the pictures that is held out; 0: all rows are on this side
+    validation_fraction: float  # share of the images that is held out; 0: all rows are on this side
     held_out: bool  # whether this side is what is held out
     _limits: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
@@ -91,7 +91,7 @@ class Pool:
 
     side: Side
     entries: tuple[tuple[int, int], ...]  # source and shard; one that is visited twice an epoch is there twice
-    share: int  # rows of a picture that come together
+    share: int  # rows of an image that come together
     seed: int | None  # None: as listed
     most: int = WINDOW_SHARDS  # of a window
 

@@ -121,6 +121,6 @@ class Index:
 
 
 def _is_still(written: str, stamp: Stamp, retries: int) -> bool:
-    """Whether a picture is as it was. Of objects only absent ones are asked for: the others tell when they are fetched, at no cost."""
+    """Whether an image is as it was. Of objects only absent ones are asked for: the others tell when they are fetched, at no cost."""
     path = location(written) if "://" in written else written
     return (isinstance(path, Remote) and stamp != ABSENT) or stamp_of(path if isinstance(path, Remote) else written, retries) == stamp

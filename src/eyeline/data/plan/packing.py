@@ -32,7 +32,7 @@ def packed(items: Iterable[tuple[Item, int, int]], bins: Bins, budget: Budget, o
     """Packs of items that are given as (item, tokens, patches); `bins` is changed in place and holds what is left open.
 
     An item goes to the bin that it fills best. If it fits nowhere it opens one, and when that is one too many a bin is a pack: the one
-    with the least left of what the bins together have less of, so that one without room for pictures still waits for text. A bin with
+    with the least left of what the bins together have less of, so that one without room for images still waits for text. A bin with
     no token left is a pack at once. So at most one pack follows an item, before the next item is taken. An item that alone is over
     the budget is a defect of the caller.
     """

@@ -32,8 +32,8 @@ LOOKED_AT_ONCE = 16
 
 
 def hold_out_draw(names: Sequence[str]) -> float:
-    """A number from 0 to 1 that depends on the names of a row's pictures alone (on its id for text): the least of theirs, so that no
-    picture is on both sides."""
+    """A number from 0 to 1 that depends on the names of a row's images alone (on its id for text): the least of theirs, so that no
+    image is on both sides."""
     return min(int.from_bytes(hashlib.sha256(("held out" + n).encode("utf-8", "surrogatepass")).digest()[:8], "big") for n in names) / 2**64
 
 
@@ -134,10 +134,10 @@ NOTHING = Tokenised(np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np
 
 @dataclass(frozen=True)
 class _Media:
-    """The pictures and films of a row."""
+    """The images and videos of a row."""
 
     sizes: tuple[tuple[int, int, int] | BadSample, ...]  # as in `sizes_M3`
-    lies: tuple[tuple[int, int, int], ...]  # of each picture: as in `file_N`, `begin_N` and `length_N`
+    lies: tuple[tuple[int, int, int], ...]  # of each image: as in `file_N`, `begin_N` and `length_N`
     key: int
     drawn: float  # below 0: there are none
 
@@ -199,7 +199,7 @@ class _Looked:
                 return self._numbered(picture.source), 0, WHOLE
 
     def _located(self, picture: Picture) -> Picture:
-        """The picture; an object of a store, as it was found, so that it need not be asked for again."""
+        """The image; an object of a store, as it was found, so that it need not be asked for again."""
         if isinstance(picture.source, bytes | Span):
             return picture
         self._numbered(picture.source)

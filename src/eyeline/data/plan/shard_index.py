@@ -52,17 +52,17 @@ class ShardIndex:
     sizes_M3: NDArray[np.int32]  # frames (0: a still), height, width
     slices_M: NDArray[np.int32]  # placeholders that the medium has
     media_R1: Longs  # bounds of each row in M
-    file_N: NDArray[np.int32]  # where each picture lies: number of its file, OWN or INSIDE
+    file_N: NDArray[np.int32]  # where each image lies: number of its file, OWN or INSIDE
     begin_N: Longs
     length_N: Longs  # WHOLE: of a file of its own
     frames_M1: Longs  # bounds of each medium in N
     pictures_R: NDArray[np.uint64]  # equal for rows that look at the same media; 0 for none
-    drawn_R: NDArray[np.float64]  # 0 to 1, by the names of the pictures alone: a row is held out when this is below the share
+    drawn_R: NDArray[np.float64]  # 0 to 1, by the names of the images alone: a row is held out when this is below the share
     kind_R: NDArray[np.int32]  # which of `kinds`; -1: the row cannot be parsed at all
     bad_R: NDArray[np.bool_]
     kinds: tuple[str, ...]
     rejects: dict[int, tuple[str, str, str]]  # number of a bad row -> cause, field, message
-    files: tuple[str, ...]  # files of pictures, and their size and time of change when they were looked at (-1: absent)
+    files: tuple[str, ...]  # files of images, and their size and time of change when they were looked at (-1: absent)
     stamps_F2: Longs
     skipped: int  # members of the archive that belong to no data set
 
@@ -81,7 +81,7 @@ class ShardIndex:
         return tuple(_size(s) for s in self.sizes_M3[self.media_R1[row] : self.media_R1[row + 1]].tolist())
 
     def media(self, row: int, own: File) -> tuple[Picture | Video, ...] | None:
-        """What a row shows, by where it lies; `own` is the file of the shard. None: the row has to be read. Films come without times:
+        """What a row shows, by where it lies; `own` is the file of the shard. None: the row has to be read. Videos come without times:
         the ids say them already."""
         begin, end = self.media_R1[row : row + 2].tolist()
         bounds = self.frames_M1[begin : end + 1].tolist()
@@ -166,7 +166,7 @@ def from_bytes(data: NDArray[np.uint8], identity: str) -> ShardIndex:
 
 
 def identity_of(about: Shard, layout: str, root: Location, encoder: Encoder, rule: ImageRule | None) -> str:
-    """What an index depends on. Of the image rule that is whether pictures are taken at all, and how many frames one slice has."""
+    """What an index depends on. Of the image rule that is whether images are taken at all, and how many frames one slice has."""
     taken = None if rule is None else (rule.frames, rule.film is not None)
     said = [VERSION, about.fingerprint, layout, str(root), about.name, encoder.identity, taken]
     return hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -178,7 +178,7 @@ def index_path(folder: L, identity: str) -> L:
 
 @dataclass(frozen=True, eq=False)
 class Shelf:
-    """Indexes that were made before, of prepared data: all pictures lie in archives, which they name by number."""
+    """Indexes that were made before, of prepared data: all images lie in archives, which they name by number."""
 
     folder: Location
     archives: tuple[File, ...]

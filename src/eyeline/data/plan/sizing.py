@@ -32,7 +32,7 @@ class Sized:
     supervised_R: Longs
     patches_R: Longs
     language_R: Longs  # cost of the language model on it
-    vision_R: Longs  # cost of the tower on its pictures
+    vision_R: Longs  # cost of the tower on its images
     usable_R: NDArray[np.bool_]
     messages: dict[int, int]  # of rows that are shrunk: how many messages are kept
     rejects: dict[int, tuple[str, str, str]]  # rows that cannot be used -> cause, field, message

@@ -87,7 +87,7 @@ class Manifest(Settings):
     identity: dict[str, Any]  # all that its plan depends on, as a reader states it
     tokens: int  # of the budget
     patches: int
-    quality: int | None  # of the JPEG that pictures larger than the model looks at were made; None: all are as they were
+    quality: int | None  # of the JPEG that images larger than the model looks at were made; None: all are as they were
     sources: tuple[StoredSource, ...]
     validation: tuple[StoredSource, ...]
     archives: tuple[Archive, ...]
@@ -135,7 +135,7 @@ class Packed:
     def line(self, place: Place) -> None:  # noqa: ARG002
         return None
 
-    def lies_in(self, shard: int) -> File:  # noqa: ARG002 - an index says it for each picture
+    def lies_in(self, shard: int) -> File:  # noqa: ARG002 - an index says it for each image
         return self.archives.files[0]
 
 
@@ -143,7 +143,7 @@ class Packed:
 
 
 def packed_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
-    """A sample as a row of an archive, in the layout of OpenAI's messages; `names` are those of its pictures, in order."""
+    """A sample as a row of an archive, in the layout of OpenAI's messages; `names` are those of its images, in order."""
     left = iter(names)
 
     def part_of(part: Text | Picture | Video) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def packed_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
 
 
 def packed_sample(row: Any, id: str, root: Location) -> Sample:  # noqa: ARG001 - as every layout is called
-    """What `packed_row` was made of, with pictures where they lie now."""
+    """What `packed_row` was made of, with images where they lie now."""
     left = iter(row.get("images", ()))
 
     def part_of(part: dict[str, Any]) -> Text | Picture | Video:

@@ -17,7 +17,7 @@ from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, training_pools
 
 CANDIDATES = tuple(2**n for n in range(8, 16))  # tokens
-ROOM = 1.25  # patches for a quarter more pictures than there are on average: text, not pictures, is what fills a pack
+ROOM = 1.25  # patches for a quarter more images than there are on average: text, not images, is what fills a pack
 STEP = 16  # patches are a multiple of this
 ROWS = (2_000, 200_000)  # rows that are planned: at least (small sets come again), and at most
 WINDOWS = 64  # of a set so small that it would come again and again
@@ -47,7 +47,7 @@ class Packing:
     """What a budget makes of the training rows that were looked at."""
 
     budget: Budget
-    pictured: Load  # packs with pictures
+    pictured: Load  # packs with images
     texts: Load  # packs without
     rows: int  # that were planned
     too_long: int  # of them, those that are over the budget, or over the model's positions

@@ -1,7 +1,7 @@
 """What `eyeline check` and `eyeline data` say about data, as records of figures: nothing here prints.
 
-Of large data some shards of each source are looked at, evenly spread: their indexes say how long samples are and how large pictures
-are. Of these rows some are *examined*, evenly spread again: read, and their pictures decoded. How much that is, `Depth` says.
+Of large data some shards of each source are looked at, evenly spread: their indexes say how long samples are and how large images
+are. Of these rows some are *examined*, evenly spread again: read, and their images decoded. How much that is, `Depth` says.
 """
 
 from collections import Counter
@@ -150,22 +150,22 @@ class DataReport:
     epoch: Epoch | None  # None where sources are drawn in proportion (`mix: interleave`), each with epochs of its own
     exact: bool  # whether all were counted; of large data a part of the shards is, and the numbers of samples follow from their sizes
     looked: int  # rows whose index was read
-    examined: int  # of them, those that were read, and whose pictures were decoded
+    examined: int  # of them, those that were read, and whose images were decoded
     tokens: Measure | None  # of a document, visual ones included; None when none is usable
     text: Measure | None
     visual: Measure | None
     supervised: Measure | None
     answers: Measure | None  # tokens of each answer that is learned, its end included
-    pictures: Measure | None  # of a sample, frames of films not counted one by one
-    widths: Measure | None  # pixels of each picture, upright; those that rows of a shard share count once
+    pictures: Measure | None  # of a sample, frames of videos not counted one by one
+    widths: Measure | None  # pixels of each image, upright; those that rows of a shard share count once
     heights: Measure | None
     aspects: Measure | None  # width over height
     trained: int  # of the examined, those to train on
     trained_rejected: int  # and of these, those that cannot be used: `max_reject_rate` is about them
     rejects: dict[str, int]  # of the examined, by cause; samples with nothing to learn are under no_target
     rejected: tuple[Reject, ...]  # the first few of each cause
-    odd: dict[str, int]  # what is unusual about usable pictures, and how many have it
-    decoded: int  # distinct pictures that were decoded
+    odd: dict[str, int]  # what is unusual about usable images, and how many have it
+    decoded: int  # distinct images that were decoded
     control_strings: int  # samples whose text spells out a control token; it stays text
     said: int  # answers of the examined samples, without
     masked: int  # those that the data mark as left out of the loss
@@ -279,7 +279,7 @@ class Looked:
         return self._of_shards(lambda _, sized, number_R: getattr(sized, f"{name}_R")[number_R], source)
 
     def pictures(self) -> Longs:
-        """Stills and films of each usable row."""
+        """Stills and videos of each usable row."""
         return self._of_shards(lambda index, _, number_R: np.diff(index.media_R1)[number_R])
 
     def answers(self) -> Longs:
@@ -287,7 +287,7 @@ class Looked:
         return self._of_shards(_answers)
 
     def sizes(self) -> Longs:
-        """Height and width of each picture; those that several rows of a shard share, once."""
+        """Height and width of each image; those that several rows of a shard share, once."""
 
         def of(index: ShardIndex, _: Sized, number_R: Longs) -> Longs:
             first = np.unique(index.pictures_R[number_R], return_index=True)[1]
@@ -356,7 +356,7 @@ def _scattered(values: Sequence[T]) -> list[T]:
 
 @dataclass(eq=False)
 class _Examined:
-    """What reading samples and decoding their pictures says."""
+    """What reading samples and decoding their images says."""
 
     samples: int
     causes: Counter[str]
@@ -412,7 +412,7 @@ class _Examined:
 
 
 def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], contents: dict[str, str], odd: Counter[str]) -> BadSample | None:
-    """Decode those pictures that were not decoded before; the first complaint about one of the sample's."""
+    """Decode those images that were not decoded before; the first complaint about one of the sample's."""
     first: BadSample | None = None
     for picture in sample.pictures:
         key = image_key(picture)

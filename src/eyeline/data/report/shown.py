@@ -1,4 +1,4 @@
-"""Samples as the model sees them: pieces of text with what is learned marked, and small pictures beside them."""
+"""Samples as the model sees them: pieces of text with what is learned marked, and small images beside them."""
 
 import io
 from collections.abc import Iterable, Iterator
@@ -94,7 +94,7 @@ def _shown(sample: Sample, document: Document, source: str, encoder: Encoder, th
 
 
 def pieces_of(document: Document, encoder: Encoder) -> tuple[Piece, ...]:
-    """The document from its begin to its end."""
+    """The document from its start to its end."""
     trained_T = np.zeros(len(document.tokens_T), bool)
     trained_T[1:] = document.labels_T[:-1] != IGNORE  # label t is the token at t+1
     image_T = np.full(len(document.tokens_T), -1)

@@ -1,6 +1,6 @@
-"""What occurs twice: equal samples, equal pictures under several names, and what validation or evaluation shares with training.
+"""What occurs twice: equal samples, equal images under several names, and what validation or evaluation shares with training.
 
-Equal is exact: the same text in the same turns, the same bytes of every picture. Only hashes are kept.
+Equal is exact: the same text in the same turns, the same bytes of every image. Only hashes are kept.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ class Overlap:
 
     name: str  # of the set
     samples: int
-    equal_samples: int  # of them, those that are in training, pictures and all
-    equal_texts: int  # of them, those whose text is in training, whatever the pictures
+    equal_samples: int  # of them, those that are in training, images and all
+    equal_texts: int  # of them, those whose text is in training, whatever the images
     pictures: int  # different ones
     equal_pictures: int  # of them, those whose bytes are in training
     equal_paths: int  # of them, those that training reads from the same place
-    examples: tuple[tuple[str, str], ...]  # a picture, and its name in training
+    examples: tuple[tuple[str, str], ...]  # an image, and its name in training
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Twins:
     samples: int
     equal_samples: int  # samples that equal an earlier one
     sample_examples: tuple[tuple[str, str], ...]  # ids of such a sample, and of the first that it equals
-    pictures: int  # places that pictures were read from
+    pictures: int  # places that images were read from
     equal_pictures: int  # of them, those with the bytes of an earlier one
     picture_examples: tuple[tuple[str, str], ...]
     overlaps: tuple[Overlap, ...]
@@ -53,8 +53,8 @@ class Known:
     first: dict[Key, str] = field(default_factory=dict)  # hash of a sample -> id of the first
     wholes: Counter[Key] = field(default_factory=Counter)  # how many there are of each
     texts: Counter[Key] = field(default_factory=Counter)  # and of each text
-    places: dict[Key, Key] = field(default_factory=dict)  # hash of where a picture lies -> hash of its bytes
-    contents: dict[Key, str] = field(default_factory=dict)  # hash of bytes -> name of the first picture with them
+    places: dict[Key, Key] = field(default_factory=dict)  # hash of where an image lies -> hash of its bytes
+    contents: dict[Key, str] = field(default_factory=dict)  # hash of bytes -> name of the first image with them
     equal_pictures: int = 0
     picture_examples: list[tuple[str, str]] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class Known:
         return self.samples - len(self.wholes)
 
     def add(self, sample: Sample) -> None:
-        """Read and remember one. BadSample where a picture's file cannot be read."""
+        """Read and remember one. BadSample where an image's file cannot be read."""
         keys = [self._picture(picture, sample.id) for picture in sample.pictures]
         text = _hash("\n".join(_said(sample)))
         whole = _hash(b"".join((text, *keys)))
@@ -132,7 +132,7 @@ def _overlap(name: str, judge: Known, training: Known) -> Overlap:
 
 
 def _said(sample: Sample) -> Iterable[str]:
-    """Who says what; where a picture or film stands."""
+    """Who says what; where an image or video stands."""
     for message in sample.messages:
         yield message.role
         for part in message.parts:

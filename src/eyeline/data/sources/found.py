@@ -16,9 +16,9 @@ class Found(NamedTuple):
     """The files of a set, in order, and what the folder says of them."""
 
     path: Location  # what messages call it
-    folder: Location  # that names and paths of pictures start from
+    folder: Location  # that names and paths of images start from
     files: list[Location]
-    texts: list[Location | None] | None = None  # where the files are pictures: what lies beside each
+    texts: list[Location | None] | None = None  # where the files are images: what lies beside each
     columns: dict[str, str] | None = None  # as a source declares them, where the folder does
     note: str = ""  # what it says that is not obeyed
     features: Any = None  # of a saved data set: what it states of its columns
@@ -93,7 +93,7 @@ def _saved(path: Location, known: Known, retries: int) -> Found | None:
 
 
 def _with_table(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
-    """Pictures and a table of them, as Hugging Face's `imagefolder` has it."""
+    """Images and a table of them, as Hugging Face's `imagefolder` has it."""
     tables = [name for name in known if name.rpartition("/")[2] in ("metadata.csv", "metadata.jsonl", "metadata.parquet")]
     if not tables:
         return None
@@ -139,7 +139,7 @@ def _json(path: Location, known: Known, retries: int) -> Found | None:  # noqa: 
 
 
 def _beside(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
-    """Pictures, each with a text of the same name beside it."""
+    """Images, each with a text of the same name beside it."""
     pictures = [name for name in known if _is_picture(name)]
     texts = [known.get(f"{name.rpartition('.')[0]}.txt") for name in pictures]
     return Found(path, path, [known[name] for name in pictures], texts) if any(texts) else None

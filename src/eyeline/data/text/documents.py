@@ -1,10 +1,10 @@
 """Sample -> Document: one tokenisation, with the mask known from the segments.
 
-    tokenised    messages -> ids; knows no picture's size, so that an index can keep it
+    tokenised    messages -> ids; knows no image's size, so that an index can keep it
     measured     with the sizes of the media: how large the document will be
     laid_out     with the media themselves: the document
 
-Dims: U ids with a placeholder for each still and slice of a film  W placeholders  T tokens  M visual tokens
+Dims: U ids with a placeholder for each still and slice of a video  W placeholders  T tokens  M visual tokens
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -27,9 +27,9 @@ Overlong = Literal["reject", "drop_turns"]
 
 @dataclass(frozen=True, eq=False)
 class Tokenised:
-    """A conversation as ids, as far as its text says: nothing here depends on the size of a picture.
+    """A conversation as ids, as far as its text says: nothing here depends on the size of an image.
 
-    Each still, and each slice of a film, is one placeholder. The arrays are shared: never change them.
+    Each still, and each slice of a video, is one placeholder. The arrays are shared: never change them.
     """
 
     ids_U: Ints
@@ -43,9 +43,9 @@ class Measured:
     """Sizes of a document that is not made yet."""
 
     tokens: int
-    visual: int  # of the tokens, those of pictures
+    visual: int  # of the tokens, those of images
     supervised: int
-    patches: int  # of all its pictures
+    patches: int  # of all its images
 
 
 def tokenised(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | None, prompt: bool = False) -> Tokenised:
@@ -126,7 +126,7 @@ def measured(known: Tokenised, sizes: Sequence[Size], rule: ImageRule | None) ->
 def laid_out(id: str, known: Tokenised, media: Sequence[Sequence[Image]], encoder: Encoder, rule: ImageRule | None) -> Document:
     """Ids, aligned labels and positions of a conversation whose media are prepared: `media` has the images of each, in order.
 
-    Label t is the token at t+1 where that one is trained. A still has all its images (tiles) in one place, a film one in each.
+    Label t is the token at t+1 where that one is trained. A still has all its images (tiles) in one place, a video one in each.
     The arrays of short ones are remembered by the encoder, and shared: never change them.
     """
     shown = tuple(image for images in media for image in images)
@@ -198,7 +198,7 @@ def measure(sample: Sample, sizes: Sequence[Size], encoder: Encoder, rule: Image
 
 
 def document_of(sample: Sample, encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
-    """A whole conversation; `media` has the images of each of its pictures and films in order. BadSample without an answer."""
+    """A whole conversation; `media` has the images of each of its images and videos in order. BadSample without an answer."""
     answered(sample)
     return laid_out(sample.id, targeted(tokenised(sample.messages, encoder, rule)), media, encoder, rule)
 
@@ -206,7 +206,7 @@ def document_of(sample: Sample, encoder: Encoder, rule: ImageRule | None, media:
 def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
     """A conversation up to the point where the last answer begins, for generation; nothing is labelled.
 
-    A last assistant message is left out, if there is one. `media` has the images of each picture and film in order.
+    A last assistant message is left out, if there is one. `media` has the images of each image and video in order.
     """
     messages = sample.messages if isinstance(sample, Sample) else tuple(sample)
     if messages and messages[-1].role == "assistant":
@@ -241,7 +241,7 @@ def fitted(
 ) -> tuple[Sample, Measured]:
     """The sample, or as many of its first exchanges as fit into `tokens` and `patches`, and its sizes.
 
-    An exchange is what leads to one answer, and that answer. Nothing is ever cut inside one, so a picture never loses its
+    An exchange is what leads to one answer, and that answer. Nothing is ever cut inside one, so an image never loses its
     tokens. `sizes` are those of the sample's media. BadSample `too_long` when the policy is `reject`, or when the first
     exchange alone does not fit. The last answer that is kept is in the loss, whatever others are marked as.
     """

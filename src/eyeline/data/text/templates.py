@@ -36,7 +36,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Media:
-    """The next still, or the next slice of a film: `token` is written for each of its visual tokens."""
+    """The next still, or the next slice of a video: `token` is written for each of its visual tokens."""
 
     token: str
 
@@ -51,17 +51,17 @@ class Template:
     name: str
     controls: tuple[str, ...]  # control tokens that the tokenizer must have, those of media among them
     media: tuple[str, ...]  # of these, the ones that only images and videos are written with
-    image: str  # the control token that every visual token of a picture is written as
+    image: str  # the control token that every visual token of an image is written as
     terminator: str  # ends every answer and is a target: generation stops at it
-    jinja: str  # the same template for `tokenizer.apply_chat_template`, one image token a picture
+    jinja: str  # the same template for `tokenizer.apply_chat_template`, one image token an image
     render: Callable[[Sequence[Message], bool, int], list[Segment]]
     end: str = "<|endoftext|>"  # ends a text in the tokenizer's own terms: pads, and stops generation too
     learns: Literal["every answer", "the last answer"] = "every answer"  # the last, where earlier ones are shown without thoughts
     notice: str | None = None  # what the template leaves out of conversations; said once, where training starts
 
     def segments(self, messages: Sequence[Message], prompt: bool = False, frames: int = 1) -> list[Segment]:
-        """The conversation as segments. `prompt` opens an assistant turn at the end, for generation; `frames` of a film are
-        one slice. BadSample for a film where the template has no place for one."""
+        """The conversation as segments. `prompt` opens an assistant turn at the end, for generation; `frames` of a video are
+        one slice. BadSample for a video where the template has no place for one."""
         return self.render(messages, prompt, frames)
 
 
@@ -106,7 +106,7 @@ def _medium(token: str, marks: Marks) -> list[Segment]:
 
 
 def slice_seconds(seconds: Sequence[float], frames: int) -> list[float]:
-    """When each slice of a film is shown: midway between its first and its last frame. A last slice that is short repeats the
+    """When each slice of a video is shown: midway between its first and its last frame. A last slice that is short repeats the
     last frame (transformers' models/qwen3_vl/processing_qwen3_vl.py)."""
     last = len(seconds) - 1
     return [(seconds[n] + seconds[min(n + frames - 1, last)]) / 2 for n in range(0, len(seconds), frames)]
@@ -132,7 +132,7 @@ def _chatml(messages: Sequence[Message], prompt: bool, frames: int, marks: Marks
 
 
 def _said_jinja(marks: Marks) -> str:
-    """A macro that gives a message's content as text, each picture and film as one token between its marks."""
+    """A macro that gives a message's content as text, each image and video as one token between its marks."""
     image, film = (f"{marks.begin or ''}{token or ''}{marks.end or ''}" for token in (marks.image, marks.film))
     films = "" if marks.film is None else "{%- elif part['type'] == 'video' %}{{- '" + film + "' }}"
     return (
@@ -311,7 +311,7 @@ def _llama3_template(name: str, preamble: str) -> Template:
 
 
 def _plain(messages: Sequence[Message], prompt: bool, frames: int) -> list[Segment]:  # noqa: ARG001 - the question's newline opens the answer
-    """Pictures and text, a newline, the answer, the end: few tokens, for models from scratch."""
+    """Images and text, a newline, the answer, the end: few tokens, for models from scratch."""
     out: list[Segment] = []
     for message in messages:
         out += _parts(message, Marks(IMAGE), frames)
