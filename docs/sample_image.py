@@ -35,8 +35,11 @@ ROWS = [
         "images": ["table.png", "later.png"],
     },
 ]
-VISION = {"image_size": 64, "patch": 8, "width": 32, "layers": 1, "heads": 2, "feed_forward": 64}
-LANGUAGE = {"vocabulary": 512, "width": 32, "layers": 1, "heads": 2, "kv_heads": 2, "feed_forward": 64, "longest": 512, "tied": True}
+VISION = {"image_size": 64, "patch": 8, "hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 64}
+LANGUAGE = {
+    **{"vocab_size": 512, "hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 64},
+    **{"max_positions": 512, "tie_embeddings": True},
+}
 STAGE = {"name": "tune", "trains": {"projector": {"how": "full", "lr": 1e-3}}, "steps": 1, "batch": {"max_tokens": 512, "max_patches": 512}}
 
 

@@ -229,7 +229,9 @@ def changed(before: tuple[Bundle, Model], after: tuple[Bundle, Model], run: Run)
 
 def _adapts(trained: Adapted, layer: str) -> bool:
     short = layer.rpartition(".")[2]
-    return short != "shared_gate" if trained.targets == "all-linear" else short in trained.targets  # the gate routes, to one expert
+    return (
+        short != "shared_gate" if trained.targets == "all-linear" else short in [target.removesuffix("_proj") for target in trained.targets]
+    )  # the gate routes, to one expert
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import nn
 from eyeline.core.facts import PARTS, Facts, Part, matches, part_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.fetch.batches import batch_of
-from eyeline.models.lora import LoRA, adapters, merge, wrap
+from eyeline.models.lora import LoRA, adapters, merge, targets_of, wrap
 from tests.models import parity
 from tests.models.cases import each_case
 from tests.models.parity import Case, close
@@ -76,10 +76,10 @@ def test_adapters_go_where_the_facts_say_and_merge_exactly(case: Case):
     names = {n for n, _ in model.named_parameters()}
     batch = batch_of(case.documents, None)
     plain = parity.logits_of(model, batch)
-    for targets in (tuple(facts.linears["language"])[:2], "all-linear"):
+    for targets in (tuple(targets_of(facts, "language"))[:2], "all-linear"):
         lora = LoRA(rank=3, alpha=7, targets=targets)
         ready(model, facts, {"language": lora})
-        patterns = [p for n, p in facts.linears["language"].items() if targets == "all-linear" or n in targets]
+        patterns = [p for n, p in targets_of(facts, "language").items() if targets == "all-linear" or n in targets]
         assert set(adapters(model)) == {n for n, _ in model.named_modules() if any(matches(p, n) for p in patterns)}
         assert {part_of(facts, n) for n in adapters(model)} == {"language"}
         want = parity.logits_of(model, batch)

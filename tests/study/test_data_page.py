@@ -255,9 +255,9 @@ def evil_recipe(folder: Path) -> Path:
     rows.append({"image": huge, "conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "x"}]})
     data.write_text("\n".join(json.dumps(row) for row in rows))
     recipe = tiny_recipe(folder)
-    recipe["model"]["config"]["language"]["longest"] = 4_000_000
+    recipe["model"]["config"]["language"]["max_positions"] = 4_000_000
     stage = recipe["stages"][0] | {"data": {"sources": [{"path": str(data)}], "max_reject_rate": 1.0, "validation": [{"path": str(data)}]}}
-    stage["batch"] = {"tokens": 4_000_000, "patches": 200}
+    stage["batch"] = {"max_tokens": 4_000_000, "max_patches": 200}
     (folder / "evil.yaml").write_text(
         yaml.safe_dump(recipe | {"stages": [stage], "evaluation": {"sources": [{"path": str(data)}], "max_new_tokens": 2}})
     )

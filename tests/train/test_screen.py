@@ -52,6 +52,7 @@ class Terminal:
         env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}  # they outrank the terminal's size
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup, which is inherited
             os.execve(sys.executable, command, env | {"PYTHONPATH": "src", "TERM": "xterm"})
         ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self.text = ""
