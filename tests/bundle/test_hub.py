@@ -18,7 +18,9 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/no/such/folder", "a/b/c", "../x", "owner/..", "https://huggingface.co/a/b", "", "a b/c"])
-def test_what_is_neither_a_folder_nor_a_name_asks_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_neither_a_folder_nor_a_name_asks_nobody(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the network was asked"))
     with pytest.raises(Refused, match="is no folder here"):
         local_folder(name)
