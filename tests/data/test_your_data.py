@@ -106,14 +106,14 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: [black][white]Which one sleeps?", "assistant: «The second.»"],
     ],
     "Captions": [CAPTIONS[1], CAPTIONS[0], *CAPTIONS],
-    "A folder of pictures": [*CAPTIONS, CAPTIONS[1]],
+    "A folder of images": [*CAPTIONS, CAPTIONS[1]],
     "Parquet and datasets": [A_CAT],
     "WebDataset": [["user: [white][black]Alike?", "assistant: «No.»"], A_CAT, CAPTIONS[1]],
-    "Films": [
+    "Videos": [
         ["user: <0.5 seconds>[black/white]Does it move?", "assistant: «No.»"],
         ["user: <0.2 seconds>[black] or <0.0 seconds>[white]?", "assistant: «Both.»"],
     ],
-    "Where pictures lie": [
+    "Where images lie": [
         *CAPTIONS,
         ["user: [black]Describe the image.", "assistant: «A black cat.»"],
         ["user: [black]Describe the image.", "assistant: «The same cat.»"],

@@ -57,7 +57,7 @@ CAUSES: dict[str, str] = {
     "picture_without_tower": "the model reads text only",
     # the document
     "control_token": "text that the tokenizer would read as a control token",
-    "too_long": "more tokens or patches than a batch holds, or more tokens than the model has positions",
+    "too_long": "more tokens or patches than a batch holds, or more tokens than the model has positions or data.max_length allows",
 }
 REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.md lists the same
     # the row
@@ -106,7 +106,8 @@ REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.m
     "picture_without_tower": "Train a model with a vision tower, or leave out rows with pictures.",
     # the document
     "control_token": "Take the text out; a tokenizer that reads it so cannot be told otherwise.",
-    "too_long": "Raise batch.max_tokens or batch.max_patches (up to the model's positions), or set data.overlong: drop_turns.",
+    "too_long": "Raise batch.max_tokens, batch.max_patches or data.max_length (up to the model's positions), or set "
+    "data.overlong: drop_turns.",
 }
 LASTING = ("decoder_crashed", "decoder_hung")  # verdicts that are not found out again: each costs a worker
 FIRST_VERDICT = 100  # rows before the rate means anything
