@@ -22,11 +22,11 @@ from eyeline.parallel.launch import machine
 from eyeline.train.environment import environment
 from tests.bundle.tiny import save_language, save_vision
 from tests.command import Command
+from tests.llava_pretrain import TINY, write_llava_pretrain
 from tests.models import parity
 from tests.models.cases import each_case
 from tests.models.parity import Case
-from tests.test_end_to_end import TINY, write_llava_pretrain
-from tests.train.test_resume import digest, stopped_at
+from tests.train.ends import digest, stopped_at
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICE = "cuda"

@@ -8,12 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.test_imports import PACKAGE
-
-ROOT = PACKAGE.parent.parent
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "eyeline"
 MODULES, OF_DATA = 43, 33  # wanted: 32 and 18
 LINES, FUNCTION_LINES = 350, 60
 LONGER_FUNCTIONS = {  # wanted: none

@@ -31,10 +31,10 @@ from eyeline.train.run import Adapted, Full, Run
 from tests.bundle.tiny import asked, our_logits
 from tests.command import Command, Done
 from tests.hub import HUB, resize, write_mine
+from tests.llava_pretrain import write_llava_pretrain
 from tests.models.cases.llava import inputs_of as llava_inputs
 from tests.models.cases.llava import pixels
 from tests.models.cases.qwen3_vl import inputs_of as qwen_inputs
-from tests.test_end_to_end import write_llava_pretrain
 
 # ---- the data sets, tiny
 

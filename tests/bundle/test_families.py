@@ -4,10 +4,7 @@ the same from; what we take in again is the same file for file; adapters go thro
 import filecmp
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,87 +13,20 @@ import torch
 import transformers
 from peft import PeftModel
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
-from eyeline.bundle.bundle import Bundle, open_bundle
+from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export
 from eyeline.bundle.importing import import_whole
-from eyeline.core.batch import Document
-from eyeline.core.facts import PARTS, Part
-from eyeline.data.fetch.batches import batch_of
-from eyeline.data.text.templates import TEMPLATES
-from eyeline.data.text.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from eyeline.generate.generate import generate
 from eyeline.generate.sampling import Sampling
-from eyeline.models import Model, build, facts
-from eyeline.models.hf import mapping_of
-from eyeline.models.lora import LoRA, wrap
-from tests.models.cases import ALL
-from tests.models.parity import IMAGE_TOKEN, Case, randomise
+from eyeline.models import build, facts
+from tests.bundle.exported import PARTED, WHOLE, Exported, adapted, bundle_of, close, our_logits
+from tests.models.parity import Case
 
-WHOLE = [case for case in ALL if mapping_of(case.config).form(case.config).name != "parts"]
-PARTED = [case for case in ALL if case not in WHOLE]
 each_whole = pytest.mark.parametrize("case", WHOLE, ids=lambda case: f"{case.config.family}: {case.id}")
 each_parted = pytest.mark.parametrize("case", PARTED, ids=lambda case: f"{case.config.family}: {case.id}")
-
-ROWS = 320  # the cases' own vocabularies are too small for a tokenizer
-VIDEO_TOKEN = IMAGE_TOKEN + 1
-
-
-@cache
-def tokenizer() -> PreTrainedTokenizerBase:
-    """One whose tokens for media have the numbers that the cases' documents are written with."""
-    made = train_bpe(["what is this, and what is that?"] * 3, 290, TEMPLATES["qwen2.5"])
-    made.add_tokens(["<|video_pad|>"], special_tokens=True)
-    content = json.loads(made.backend_tokenizer.to_str())
-    ids, by_text = content["model"]["vocab"], {added["content"]: added for added in content["added_tokens"]}
-    for token, number in (("<|image_pad|>", IMAGE_TOKEN), ("<|video_pad|>", VIDEO_TOKEN)):
-        (there,) = (piece for piece, i in ids.items() if i == number)
-        ids[there], by_text[token]["id"] = by_text[token]["id"], number
-    ids |= {token: added["id"] for token, added in by_text.items()}
-    swapped = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    swapped.chat_template = TEMPLATES["qwen2.5"].jinja
-    assert swapped.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"]) == [IMAGE_TOKEN, VIDEO_TOKEN]
-    with tempfile.TemporaryDirectory() as folder:  # one that was loaded is written with a few settings more
-        save_tokenizer(swapped, Path(folder))
-        return load_tokenizer(Path(folder))
-
-
-def bundle_of(case: Case) -> Bundle:
-    language = case.config.language.model_copy(update={"vocab_size": ROWS})
-    return Bundle(case.config.model_copy(update={"language": language}), tokenizer(), "qwen2.5")
-
-
-def random_model(bundle: Bundle) -> Model:
-    model = build(bundle.config, "cpu").eval()
-    randomise(model)
-    return model
-
-
-@dataclass(frozen=True)
-class Exported:
-    bundle: Bundle
-    model: Model
-    folder: Path
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Exported]:
-    """A case with every tensor random, and its export; made once."""
-    made: dict[int, Exported] = {}
-
-    def export_of(case: Case) -> Exported:
-        if id(case) not in made:
-            bundle = bundle_of(case)
-            made[id(case)] = Exported(bundle, random_model(bundle), tmp_path_factory.mktemp("exported") / "out")
-            export(bundle, made[id(case)].model, made[id(case)].folder, max_shard_bytes=20_000)
-        return made[id(case)]
-
-    return export_of
 
 
 def loaded(folder: Path) -> PreTrainedModel:
@@ -108,19 +38,9 @@ def loaded(folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def our_logits(model: Model, documents: tuple[Document, ...]) -> Tensor:
-    return model(replace(batch_of(documents, None), labels_L=None)).out
-
-
-@torch.no_grad()
 def their_logits(model: Any, case: Case) -> Tensor:
     rows = [model(**case.inputs(d)).logits[0][torch.from_numpy(d.labels_T) >= 0] for d in case.documents]
     return torch.cat(rows)
-
-
-def close(got: Tensor, want: Tensor, bound: float = 5e-5) -> None:
-    error = float((got - want).abs().max() / want.abs().max())
-    assert error < bound, f"off by {error:.1e} of the largest logit"
 
 
 def same_files(one: Path, two: Path) -> None:
@@ -176,18 +96,6 @@ def test_parts_out_and_back(case: Case, exported: Callable[[Case], Exported], tm
     assert filecmp.cmpfiles(made.folder, tmp_path / "again", names, shallow=False) == (names, [], [])
     for part in ("vision", "language"):
         loaded(made.folder / part)
-
-
-def adapted(bundle: Bundle, without: tuple[Part, ...] = ("projector",)) -> Model:
-    model = random_model(bundle)
-    stated = facts(bundle.config)
-    for i, part in enumerate(part for part in PARTS if part in stated.parts and part not in without):
-        wrap(model, stated, part, LoRA(rank=2 + i, alpha=3, targets="all-linear"), torch.Generator().manual_seed(i))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("lora_B"):
-                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
-    return model
 
 
 @each_whole

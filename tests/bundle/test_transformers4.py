@@ -20,12 +20,11 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoPr
 
 from eyeline.bundle.exporting import export
 from eyeline.models.hf import mapping_of
-from tests.bundle.test_families import PARTED, WHOLE, Exported, adapted, bundle_of, close, our_logits, random_model
-from tests.bundle.test_families import exported as exported  # a fixture
+from tests.bundle.exported import PARTED, WHOLE, Exported, adapted, bundle_of, close, our_logits, random_model
 from tests.bundle.tiny import CONVERSATION, built, drawing, imported
 from tests.command import Command
+from tests.documented import exports_as_documented
 from tests.models.parity import Case
-from tests.test_docs import exports_as_documented
 
 pytestmark = pytest.mark.transformers4
 ROOT = Path(__file__).parents[2]

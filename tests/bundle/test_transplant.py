@@ -15,30 +15,12 @@ from eyeline.bundle.transplant import spread, transplant, transplanted
 from eyeline.core.batch import Document, Grid, Image, Message, Picture, Text
 from eyeline.core.errors import Refused
 from eyeline.data.fetch.batches import batch_of
-from eyeline.data.text.templates import TEMPLATES
 from eyeline.generate.prompts import Prompts
 from eyeline.models import build, facts, qwen3, qwen_vision, qwen_vl, siglip2
-from tests.bundle.tiny import PATCH, ROWS, SIDE, drawing, randomise, save_language, save_vision, tokenizer
+from tests.bundle.tiny import PATCH, SIDE, drawing, randomise, save_language, save_qwen3, save_vision
 from tests.command import Command
 
 RATIO = SIDE // PATCH  # patches a side
-
-
-def save_qwen3(folder: Path, tied: bool, experts: int) -> Path:
-    shape = {
-        "vocab_size": ROWS, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": tied,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    if experts:
-        more = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, **more))
-    else:
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
-    randomise(model, 2)
-    model.save_pretrained(folder)
-    tokenizer(TEMPLATES["qwen3"]).save_pretrained(str(folder))
-    return folder
 
 
 @pytest.fixture(params=[(True, 0), (False, 6)], ids=["dense", "experts"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image as Pillow
 from torch import Tensor, nn
 from transformers import (
@@ -154,3 +155,20 @@ def our_logits(model: llava.Model, document: Document) -> Tensor:
     """Logits of every position."""
     batch = batch_of([replace(document, labels_T=np.zeros_like(document.tokens_T))], None)
     return model.eval()(replace(batch, labels_L=None)).out
+
+
+def save_qwen3(folder: Path, tied: bool, experts: int) -> Path:
+    shape = {
+        "vocab_size": ROWS, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    if experts:
+        more = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, **more))
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
+    randomise(model, 2)
+    model.save_pretrained(folder)
+    tokenizer(TEMPLATES["qwen3"]).save_pretrained(str(folder))
+    return folder

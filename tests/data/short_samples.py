@@ -1,10 +1,8 @@
 """Conversations made in one line."""
 
-import pytest
+from typing import Any
 
 from eyeline.core.batch import Message, Picture, Sample, Text
-from eyeline.core.errors import BadSample
-from eyeline.data.sources.sources import Rows
 
 
 def said(*turns: str | tuple[Picture | str, ...], system: str | None = None) -> tuple[Message, ...]:
@@ -23,13 +21,13 @@ def sample(*turns: str | tuple[Picture | str, ...], system: str | None = None) -
 DOT = Picture("dot.png", b"never opened")
 
 
-def row_of(rows: Rows, i: int = 0) -> Sample:
-    """Kept row i, found in order and read by its place: the same, or the same complaint."""
-    place, _, found = list(rows.kept())[i]
-    if isinstance(found, BadSample):
-        with pytest.raises(BadSample) as caught:
-            rows.read(place)
-        assert (caught.value.cause, caught.value.field) == (found.cause, found.field)
-        raise found
-    assert rows.read(place) == found
-    return found
+def turns(*texts: str, roles: tuple[str, ...] = ("human", "gpt")) -> list[dict[str, str]]:
+    return [{"from": roles[n % 2], "value": text} for n, text in enumerate(texts)]
+
+
+def chat(*contents: Any) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+
+
+def talk(n: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": f"answer {n}"}]

@@ -22,8 +22,8 @@ from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
 from eyeline.data.workers import AHEAD, Workers
-from tests.data.test_index import opened, same
-from tests.data.test_tars import archive, encoded
+from tests.data.container_files import archive, encoded
+from tests.data.indexes import opened, same
 from tests.processes import children, gone
 
 BUDGET = Budget(60, 64)

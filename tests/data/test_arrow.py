@@ -13,16 +13,10 @@ from eyeline.core.batch import Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.data.containers import arrow as arrow_rows
 from eyeline.data.sources.sources import Rows, Source, open_source
-from tests.data.test_parquet import samples, talk
-from tests.data.test_parquet import written as as_parquet
-from tests.data.test_tars import encoded
-
-
-def written(path: Path, table: arrow.Table, batch: int = 3, form: str = "stream", **how: Any) -> Path:
-    new = ipc.new_stream if form == "stream" else ipc.new_file
-    with open(path, "wb") as file, new(file, table.schema, options=ipc.IpcWriteOptions(**how)) as out:
-        out.write_table(table, max_chunksize=batch)
-    return path
+from tests.data.container_files import arrow_file, encoded
+from tests.data.container_files import parquet_file as as_parquet
+from tests.data.read_back import samples
+from tests.data.short_samples import talk
 
 
 def opened(path: Path, **settings: Any) -> Rows:
@@ -36,7 +30,7 @@ ROWS = [{"id": n, "messages": talk(n), "images": [{"bytes": encoded(n), "path": 
 @pytest.mark.parametrize("form", ["stream", "file"])
 def test_the_same_as_parquet(tmp_path: Path, form: str, compression: str | None) -> None:
     table = arrow.Table.from_pylist(ROWS)
-    found = opened(written(tmp_path / "x.arrow", table, form=form, compression=compression))
+    found = opened(arrow_file(tmp_path / "x.arrow", table, form=form, compression=compression))
     assert (found.layout.name, found.layout.why) == ("openai", "Arrow; row 0 has messages")
     assert [shard.name for shard in found.shards] == [f"x.arrow[{n}]" for n in range(3)]
     wanted = samples(opened(as_parquet(tmp_path / "x.parquet", ROWS)))
@@ -59,30 +53,30 @@ def test_every_type_that_texts_and_pictures_have(tmp_path: Path, form: str) -> N
     ]
     for n, (texts, bytes) in enumerate(types):
         columns = {"caption": arrow.array(text, arrow.string()).cast(texts), "image": arrow.array(data, bytes), "label": range(8)}
-        got = samples(opened(written(tmp_path / f"{n}.arrow", arrow.table(columns), form=form)))
+        got = samples(opened(arrow_file(tmp_path / f"{n}.arrow", arrow.table(columns), form=form)))
         assert [(s.pictures[0].source, s.messages[1].parts) for s in got] == [(d, (Text(t),)) for d, t in zip(data, text, strict=True)]
 
 
 def test_turns_as_a_sequence_of_objects(tmp_path: Path) -> None:
     """`datasets` stores a Sequence of objects as an object of lists."""
     rows = [{"conversations": {"from": ["human", "gpt"], "value": ["hi", f"ho {n}"]}} for n in range(3)]
-    got = samples(opened(written(tmp_path / "x.arrow", arrow.Table.from_pylist(rows))))
+    got = samples(opened(arrow_file(tmp_path / "x.arrow", arrow.Table.from_pylist(rows))))
     assert [[part.text for m in s.messages for part in m.parts] for s in got] == [["hi", f"ho {n}"] for n in range(3)]
 
 
 def test_several_files_are_one_source(tmp_path: Path) -> None:
     for n in range(2):
-        written(tmp_path / f"data-0000{n}-of-00002.arrow", arrow.Table.from_pylist(ROWS[4 * n : 4 * n + 4]))
+        arrow_file(tmp_path / f"data-0000{n}-of-00002.arrow", arrow.Table.from_pylist(ROWS[4 * n : 4 * n + 4]))
     got = samples(opened(tmp_path / "data-*.arrow"))
     assert [s.messages[1].parts[0].text for s in got] == [f"answer {n}" for n in range(8)]
-    written(tmp_path / "data-00002-of-00002.arrow", arrow.table({"caption": ["a"]}))
+    arrow_file(tmp_path / "data-00002-of-00002.arrow", arrow.table({"caption": ["a"]}))
     with pytest.raises(Refused, match=r"data-00002-of-00002\.arrow has the columns caption, and .* has images, kind, messages"):
         opened(tmp_path / "data-*.arrow")
 
 
 def test_columns_that_are_called_otherwise(tmp_path: Path) -> None:
     table = arrow.Table.from_pylist([{"meta": {"foto": encoded(n)}, "titel": f"t {n}", "big": "x" * 1000} for n in range(4)])
-    found = opened(written(tmp_path / "x.arrow", table), columns={"image": "meta.foto", "caption": "titel"})
+    found = opened(arrow_file(tmp_path / "x.arrow", table), columns={"image": "meta.foto", "caption": "titel"})
     assert [s.messages[1].parts[0].text for s in samples(found)] == [f"t {n}" for n in range(4)]
     with pytest.raises(Refused, match=r"caption: tite, but its rows have meta, titel, big\. Did you mean 'titel'\?"):
         opened(tmp_path / "x.arrow", columns={"image": "meta.foto", "caption": "tite"})
@@ -91,7 +85,7 @@ def test_columns_that_are_called_otherwise(tmp_path: Path) -> None:
 def test_a_batch_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow_rows, "MAX_GROUP_BYTES", 1000)
     with pytest.raises(Refused, match=r"record batch 0 has 3 rows of .*writer_batch_size"):
-        opened(written(tmp_path / "x.arrow", arrow.Table.from_pylist(ROWS)))
+        opened(arrow_file(tmp_path / "x.arrow", arrow.Table.from_pylist(ROWS)))
 
 
 def test_words_of_a_dictionary_that_change(tmp_path: Path) -> None:
@@ -110,7 +104,7 @@ def test_words_of_a_dictionary_that_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["stream", "file"])
 def test_files_that_are_cut_are_refused(tmp_path: Path, form: str) -> None:
-    whole = written(tmp_path / "x.arrow", arrow.Table.from_pylist(ROWS), form=form).read_bytes()
+    whole = arrow_file(tmp_path / "x.arrow", arrow.Table.from_pylist(ROWS), form=form).read_bytes()
     end = len(whole) if form == "stream" else opened(tmp_path / "x.arrow").container.groups[-1].part  # type: ignore[attr-defined]
     for length in [9, 100, *range(200, end - 8, 97), end - 9]:
         (tmp_path / "x.arrow").write_bytes(whole[:length])
@@ -120,7 +114,7 @@ def test_files_that_are_cut_are_refused(tmp_path: Path, form: str) -> None:
 
 def test_bits_that_flip_never_crash(tmp_path: Path) -> None:
     """There are no checksums: what still fits together is read, anything else is refused or costs its rows."""
-    whole = written(tmp_path / "x.arrow", arrow.Table.from_pylist(ROWS)).read_bytes()
+    whole = arrow_file(tmp_path / "x.arrow", arrow.Table.from_pylist(ROWS)).read_bytes()
     rng = random.Random(0)
     causes: set[str] = set()
     for _ in range(300):

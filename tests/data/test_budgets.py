@@ -2,26 +2,23 @@
 
 import json
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from eyeline.core.batch import Batch, Budget
+from eyeline.core.batch import Budget
 from eyeline.core.image_rule import ImageRule
-from eyeline.data.loader import training_steps
-from eyeline.data.plan.blend import Cursor
-from eyeline.data.plan.position import VERSION, Position
-from eyeline.data.reader import Reader, identity_of_plan, reader_of, sizing_of, training_pools
+from eyeline.data.reader import Reader, reader_of, sizing_of
 from eyeline.data.report import budgets
 from eyeline.data.report.budgets import Load, Packing, packing, packings, suggested
 from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
-from tests.data.test_loader import row
+from tests.data.later_batches import batches_of
+from tests.data.llava_rows import row
 
 
 @pytest.fixture
@@ -43,13 +40,6 @@ def opened(sources: tuple[Source, ...], plain: Encoder, rule: ImageRule, **setti
 
 
 ALL = frozenset({(0, 0), (1, 0)})
-
-
-def batches_of(reader: Reader, budget: Budget, packs: int) -> list[Batch]:
-    """What training is given from the second epoch on."""
-    begin = Position(tuple(Cursor(epoch=1) for _ in training_pools(reader))).state()
-    state = {"version": VERSION, "identity": identity_of_plan(reader, budget), "rejects": {"seen": 0, "counts": {}}} | begin
-    return [batch for step in islice(training_steps(reader, budget, 1, None, state), packs) for batch in step.batches]
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_samples_per_image": 3}, {"mix": "interleave"}, {"validation_fraction": 0.2}])

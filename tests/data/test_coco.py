@@ -10,12 +10,9 @@ import pytest
 from eyeline.core.errors import BadSample, Refused
 from eyeline.data.containers import json_rows
 from eyeline.data.sources.sources import Rows, Source, open_source
-from tests.data.test_containers import everything
-from tests.data.test_sources import chat, complaint, parts
-
-IMAGES = [{"license": 1, "file_name": f"{n:012}.jpg", "height": 4, "width": 5, "id": 10 + n} for n in range(3)]
-ANNOTATIONS = [{"image_id": 10 + n % 3, "id": n, "caption": f" caption {n}"} for n in range(7)]
-WHOLE = {"info": {"year": 2017}, "licenses": [], "images": IMAGES, "annotations": ANNOTATIONS}
+from tests.data.container_files import COCO, COCO_ANNOTATIONS, COCO_IMAGES
+from tests.data.read_back import complaint, everything, parts
+from tests.data.short_samples import chat
 
 
 def opened(path: Path, content: Any, **settings: Any) -> Rows:
@@ -28,7 +25,7 @@ def opened(path: Path, content: Any, **settings: Any) -> Rows:
 def test_captions_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, order: tuple[str, ...]) -> None:
     monkeypatch.setattr(json_rows, "SHARD_ROWS", 3)
     (tmp_path / "train2017").mkdir()
-    text = json.dumps({name: WHOLE[name] for name in order}, indent=indent) + "\n"
+    text = json.dumps({name: COCO[name] for name in order}, indent=indent) + "\n"
     rows = opened(tmp_path / "captions_train2017.json", text, images=str(tmp_path / "train2017"))
     assert (rows.layout.name, rows.layout.why[:37]) == ("captions", "COCO JSON; row 0 has image and captio")
     everything(rows.container)
@@ -43,17 +40,17 @@ def test_captions_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_fingerprint_depends_on_the_names_of_the_images(tmp_path: Path) -> None:
-    first = opened(tmp_path / "a.json", WHOLE).shards[0].fingerprint
-    assert opened(tmp_path / "b.json", WHOLE).shards[0].fingerprint == first
-    renamed = WHOLE | {"images": [image | {"file_name": "x.jpg"} for image in IMAGES]}
+    first = opened(tmp_path / "a.json", COCO).shards[0].fingerprint
+    assert opened(tmp_path / "b.json", COCO).shards[0].fingerprint == first
+    renamed = COCO | {"images": [image | {"file_name": "x.jpg"} for image in COCO_IMAGES]}
     assert opened(tmp_path / "a.json", renamed).shards[0].fingerprint != first
 
 
 def test_what_is_broken_costs_itself(tmp_path: Path) -> None:
     bad = [{"image_id": 99, "caption": "a"}, {"image_id": [1], "caption": "a"}, {"caption": "a"}, [1], {"image_id": 11, "caption": 3}]
-    images = [*IMAGES[:2], {"id": 12, "file_name": None}, "no image", {"id": [1], "file_name": "a"}]
+    images = [*COCO_IMAGES[:2], {"id": 12, "file_name": None}, "no image", {"id": [1], "file_name": "a"}]
     bad += [{"image_id": 12, "caption": "a"}]
-    text = json.dumps(WHOLE | {"images": images, "annotations": [*ANNOTATIONS[:2], *bad]}).replace('"caption": 3', '"caption": NaN')
+    text = json.dumps(COCO | {"images": images, "annotations": [*COCO_ANNOTATIONS[:2], *bad]}).replace('"caption": 3', '"caption": NaN')
     rows = opened(tmp_path / "x.json", text)
     assert [complaint(rows, n) for n in range(2, 8)] == [
         ("missing_image", "image_id"),
@@ -67,7 +64,7 @@ def test_what_is_broken_costs_itself(tmp_path: Path) -> None:
 def test_annotations_of_another_kind_are_refused(tmp_path: Path) -> None:
     boxes = [{"image_id": 10, "bbox": [1, 2, 3, 4], "category_id": 1}]
     with pytest.raises(Refused, match=r"no known layout\. Found: COCO JSON; its rows have image, image_id, bbox, category_id"):
-        opened(tmp_path / "instances.json", WHOLE | {"annotations": boxes})
+        opened(tmp_path / "instances.json", COCO | {"annotations": boxes})
 
 
 def test_lines_that_begin_alike_are_lines(tmp_path: Path) -> None:
@@ -84,6 +81,8 @@ def test_lines_that_begin_alike_are_lines(tmp_path: Path) -> None:
 
 def test_an_annotation_or_image_that_is_nested_too_deep_costs_itself(tmp_path: Path) -> None:
     deep = "[" * 90_000 + "]" * 90_000
-    text = json.dumps(WHOLE | {"info": "DEEP", "annotations": [*ANNOTATIONS[:2], {"image_id": 10, "caption": "DEEP"}, *ANNOTATIONS[2:]]})
+    text = json.dumps(
+        COCO | {"info": "DEEP", "annotations": [*COCO_ANNOTATIONS[:2], {"image_id": 10, "caption": "DEEP"}, *COCO_ANNOTATIONS[2:]]}
+    )
     rows = opened(tmp_path / "x.json", text.replace('"DEEP"', deep))
     assert [isinstance(found, BadSample) and found.cause for *_, found in rows.kept()] == [*[False] * 2, "nesting", *[False] * 5]

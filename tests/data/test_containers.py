@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.files import read_lines
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import csv_rows, json_rows
-from eyeline.data.containers.container import Container, File, Place, fingerprints, persistent, span_file
+from eyeline.data.containers.container import File, Place, fingerprints, persistent, span_file
 from eyeline.data.containers.json_rows import open_lines, open_list
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.image_files import image_key
@@ -26,28 +25,9 @@ from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.tokenizer import Encoder
+from tests.data.read_back import everything
 
 ODD = ["plain", 'nested [ ] { } " , \\', "bytes ä 漢 \N{GRINNING FACE}", "x" * 300, "", "line\nbreak\ttab"]
-
-
-def everything(container: Container) -> list[Any]:
-    """Every row in the order of shards; each is also read by its place, from an unpickled twin, and must be the same."""
-    twin = pickle.loads(pickle.dumps(container))
-    out = []
-    for shard in range(len(container.shards)):
-        numbers = []
-        for place, row in container.rows(shard):
-            assert place.shard == shard
-            numbers.append(place.number)
-            if isinstance(row, BadSample):
-                with pytest.raises(BadSample, match=r".") as caught:
-                    twin.row(place)
-                assert (caught.value.cause, caught.value.field) == (row.cause, row.field)
-            else:
-                assert twin.row(place) == row
-            out.append(row)
-        assert numbers == list(range(len(numbers)))
-    return out
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])

@@ -16,9 +16,9 @@ from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import csv_rows
 from eyeline.data.containers.container import Container
 from eyeline.data.sources.sources import Rows, Source, open_source
-from tests.data.test_containers import everything
-from tests.data.test_sources import chat, complaint, parts
-from tests.data.test_tars import encoded
+from tests.data.container_files import encoded
+from tests.data.read_back import complaint, everything, parts
+from tests.data.short_samples import chat
 
 
 @pytest.fixture

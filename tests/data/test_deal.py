@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eyeline.core.batch import Budget
 from eyeline.data.plan.deal import Deal, deal
 from eyeline.data.plan.packing import Bins, packed
-from tests.data.test_packing import mixture
+from tests.data.mixture import mixture
 
 costs = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), max_size=40)
 

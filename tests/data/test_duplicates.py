@@ -13,8 +13,8 @@ from eyeline.data.report.twins import EXAMPLES, Known, known, twins
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
+from tests.data.llava_rows import row
 from tests.data.short_samples import said, sample
-from tests.data.test_loader import row
 
 
 def test_equal_pictures_under_other_names_are_found(tmp_path: Path, draw: Callable[..., Path]) -> None:

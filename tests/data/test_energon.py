@@ -15,8 +15,8 @@ from eyeline.data.containers import tars
 from eyeline.data.containers.container import File
 from eyeline.data.containers.energon import expanded
 from eyeline.data.sources.sources import Rows, Source, open_source
-from tests.data.test_sources import parts
-from tests.data.test_tars import archive, encoded, outcomes
+from tests.data.container_files import archive, encoded, energon_folder
+from tests.data.read_back import outcomes, parts
 
 
 def opened(path: Path, **settings: Any) -> Rows:
@@ -70,18 +70,6 @@ def test_inside_of_a_json_member(tmp_path: Path) -> None:
 # Energon
 
 
-def prepared(folder: Path, members: list[list[tuple[str, Any]]], about: str | None = None, split: str = "") -> Path:
-    """As `energon prepare` leaves a folder (megatron-energon 7.4)."""
-    (folder / ".nv-meta").mkdir(parents=True)
-    for n, some in enumerate(members):
-        archive(folder / f"shard_{n:03}.tar", some)
-    last = f"shard_{{000..{len(members) - 1:03}}}.tar" if len(members) > 1 else "shard_000.tar"
-    (folder / ".nv-meta" / "split.yaml").write_text(split or f"split_parts:\n  train:\n  - {last}\nexclude: []\n")
-    if about is not None:
-        (folder / ".nv-meta" / "dataset.yaml").write_text(about)
-    return folder
-
-
 def test_patterns_of_names() -> None:
     assert expanded("a/s_{008..011}.tar") == ["a/s_008.tar", "a/s_009.tar", "a/s_010.tar", "a/s_011.tar"]
     assert expanded("{9..11}{x,yz}") == ["9x", "9yz", "10x", "10yz", "11x", "11yz"]
@@ -95,7 +83,7 @@ def test_patterns_of_names() -> None:
 def test_the_train_split_by_patterns(tmp_path: Path) -> None:
     members = [[("k.jpg", encoded(0)), ("k.txt", str(n))] for n in range(12)]
     split = 'split_parts:\n  train:\n  - shard_{000..009}.tar\n  val:\n  - shard_{010..011}.tar\nexclude: ["shard_{003..004}.tar"]\n'
-    assert outcomes(opened(prepared(tmp_path / "set", members, split=split))) == [str(n) for n in range(10) if n not in (3, 4)]
+    assert outcomes(opened(energon_folder(tmp_path / "set", members, split=split))) == [str(n) for n in range(10) if n not in (3, 4)]
     (tmp_path / "set" / ".nv-meta" / "split.yaml").rename(tmp_path / "set" / ".nv-meta" / "split.json")
     assert len(outcomes(opened(tmp_path / "set"))) == 8
     (tmp_path / "set" / ".nv-meta" / "split.json").write_text("split_parts: {train: ['{0..9999999}.tar']}")
@@ -146,7 +134,7 @@ MAPS: dict[str, tuple[str, list[list[str]], str]] = {
 @pytest.mark.parametrize("name", MAPS)
 def test_what_a_dataset_yaml_says(tmp_path: Path, name: str) -> None:
     about, wanted, why = MAPS[name]
-    rows = opened(prepared(tmp_path / "set", [SAMPLE], about))
+    rows = opened(energon_folder(tmp_path / "set", [SAMPLE], about))
     assert parts(rows) == wanted
     assert why in rows.layout.why
     own = opened(tmp_path / "set", columns={"caption": "q"}, layout="captions")  # who uses the folder knows better
@@ -154,7 +142,7 @@ def test_what_a_dataset_yaml_says(tmp_path: Path, name: str) -> None:
 
 
 def test_a_dataset_yaml_that_cannot_be_obeyed(tmp_path: Path) -> None:
-    folder = prepared(tmp_path / "set", [SAMPLE], "field_map: {image: jpg, caption: 'json[txt]'}")
+    folder = energon_folder(tmp_path / "set", [SAMPLE], "field_map: {image: jpg, caption: 'json[txt]'}")
     with pytest.raises(Refused, match=r"caption: json\.txt, but its rows have .*\. Did you mean 'json\.text'\?"):
         opened(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text("field_map: {image")
@@ -171,7 +159,7 @@ def indexed(folder: Path, forms: int = tarfile.USTAR_FORMAT, samples: int = 10) 
     """A prepared folder of one archive, and the index that Energon writes of it."""
     long = "in/" * 40 + "k" * 60 if forms != tarfile.USTAR_FORMAT else ""
     members = [(f"{long}{n:02}.{end}", encoded(n) if end == "jpg" else f"caption {n}") for n in range(samples) for end in ("jpg", "txt")]
-    prepared(folder, [members])
+    energon_folder(folder, [members])
     archive(folder / "shard_000.tar", members, forms)
     with tarfile.open(folder / "shard_000.tar") as tar:
         offsets = [info.offset for info in tar.getmembers()[::2]] + [tar.offset]

@@ -29,11 +29,9 @@ from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.tokenizer import Encoder
-from tests.data.test_arrow import written as written_arrow
-from tests.data.test_coco import WHOLE
-from tests.data.test_energon import prepared as energon
-from tests.data.test_parquet import written
-from tests.data.test_tars import archive
+from tests.data.container_files import COCO, archive, parquet_file
+from tests.data.container_files import arrow_file as written_arrow
+from tests.data.container_files import energon_folder as energon
 
 BUDGET = Budget(90, 80)
 ROWS = 31
@@ -106,7 +104,7 @@ def coco(set_: Path, rows: Rows) -> Source:
     names = sorted({row["image"] for row in rows})
     images = [{"id": n, "file_name": name} for n, name in enumerate(names)]
     notes = [{"id": n, "image_id": names.index(row["image"]), "caption": row["caption"], "kind": row["kind"]} for n, row in enumerate(rows)]
-    (set_ / "rows.json").write_text(json.dumps(WHOLE | {"images": images, "annotations": notes}))
+    (set_ / "rows.json").write_text(json.dumps(COCO | {"images": images, "annotations": notes}))
     return Source(path=str(set_ / "rows.json"))
 
 
@@ -135,7 +133,7 @@ def besides(set_: Path, rows: Rows) -> Source:
 def mapped(set_: Path, rows: Rows) -> Source:
     made = [{"meta": {"foto": row["image"], "said": row["caption"]}, "which": row["kind"], "other": n} for n, row in enumerate(rows)]
     columns = {"image": "meta.foto", "caption": "meta.said", "kind": "which"}
-    return Source(path=str(written(set_ / "rows.parquet", made, 7)), columns=columns, images=str(set_))
+    return Source(path=str(parquet_file(set_ / "rows.parquet", made, 7)), columns=columns, images=str(set_))
 
 
 def several(write: Callable[..., Source], set_: Path, rows: Rows) -> Source:
@@ -150,10 +148,10 @@ CONTAINERS: dict[str, Callable[[Path, Rows], Source]] = {
     "CSV mapped": foreign,
     "several JSON lines": lambda s, r: several(lines, s, r),
     "several CSV": lambda s, r: several(table, s, r),
-    "Parquet": lambda s, r: Source(path=str(written(s / "rows.parquet", r, 7))),
-    "Parquet in one group": lambda s, r: Source(path=str(written(s / "rows.parquet", r, 100))),
+    "Parquet": lambda s, r: Source(path=str(parquet_file(s / "rows.parquet", r, 7))),
+    "Parquet in one group": lambda s, r: Source(path=str(parquet_file(s / "rows.parquet", r, 100))),
     "Parquet mapped": mapped,
-    "Parquet inside": lambda s, r: Source(path=str(written(s / "rows.parquet", inlined(s, r), 7))),
+    "Parquet inside": lambda s, r: Source(path=str(parquet_file(s / "rows.parquet", inlined(s, r), 7))),
     "Arrow": lambda s, r: Source(path=str(written_arrow(s / "rows.arrow", arrow.Table.from_pylist(r), 7, "file"))),
     "Arrow in one batch": lambda s, r: Source(path=str(written_arrow(s / "rows.arrow", arrow.Table.from_pylist(r), 100, "file"))),
     "saved": saved,

@@ -15,8 +15,9 @@ from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
-from tests.data.test_loader import flat, row
-from tests.data.test_tars import archive, encoded
+from tests.data.container_files import archive, encoded
+from tests.data.llava_rows import row
+from tests.data.same_batches import flat
 
 NATIVE = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 1 << 22))
 

@@ -26,10 +26,10 @@ from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
+from tests.data.container_files import archive, encoded, parquet_file
 from tests.data.failing_jobs import Mined
-from tests.data.test_loader import BUDGET, assert_same, assert_same_steps, flat
-from tests.data.test_parquet import written
-from tests.data.test_tars import archive, encoded
+from tests.data.llava_rows import BUDGET
+from tests.data.same_batches import assert_same, assert_same_steps, flat
 from tests.processes import children
 
 MINES = {3: "crash", 7: "hang", 11: "memory"}  # what the image of a row does to its decoder
@@ -60,7 +60,7 @@ def as_tar(folder: Path, rows: list[tuple[str, bytes]]) -> str:
 
 
 def as_parquet(folder: Path, rows: list[tuple[str, bytes]]) -> str:
-    return str(written(folder / "rows.parquet", [{"image": {"bytes": data, "path": None}, "caption": text} for text, data in rows], 5))
+    return str(parquet_file(folder / "rows.parquet", [{"image": {"bytes": data, "path": None}, "caption": text} for text, data in rows], 5))
 
 
 FORMS: dict[str, Callable[[Path, list[tuple[str, bytes]]], str]] = {"files": as_files, "tar": as_tar, "parquet": as_parquet}

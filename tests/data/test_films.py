@@ -13,7 +13,7 @@ from eyeline.data.images.image_files import image_key
 from eyeline.data.layouts.media import MAX_FRAMES
 from eyeline.data.rejects import CAUSES
 from eyeline.data.sources.sources import Rows, Source, open_source
-from tests.data.short_samples import row_of
+from tests.data.read_back import row_of
 
 FRAMES = ["clip/0.png", "clip/1.png", "clip/2.png"]
 ASKED = [{"from": "human", "value": "<video>\nwhat happens?"}, {"from": "gpt", "value": "nothing"}]

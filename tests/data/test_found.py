@@ -13,11 +13,11 @@ from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import beside
 from eyeline.data.sources.sources import Rows, Source, open_source
-from tests.data.test_arrow import written as as_arrow
-from tests.data.test_containers import everything
-from tests.data.test_parquet import written as as_parquet
-from tests.data.test_sources import chat
-from tests.data.test_tars import TALK, archive, encoded
+from tests.data.container_files import TALK, archive, encoded
+from tests.data.container_files import arrow_file as as_arrow
+from tests.data.container_files import parquet_file as as_parquet
+from tests.data.read_back import everything
+from tests.data.short_samples import chat
 
 
 def opened(path: Path, **settings: Any) -> Rows:

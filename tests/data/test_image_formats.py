@@ -36,6 +36,8 @@ from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
+from tests.data.container_files import archive, parquet_file
+from tests.data.container_files import arrow_file as written_arrow
 from tests.data.encoders import (
     ARITHMETIC,
     ARITHMETIC_PROGRESSIVE,
@@ -62,9 +64,6 @@ from tests.data.encoders import (
     with_segments,
     xmp,
 )
-from tests.data.test_arrow import written as written_arrow
-from tests.data.test_parquet import written
-from tests.data.test_tars import archive
 
 Pixels = np.ndarray
 
@@ -800,11 +799,11 @@ def as_tar(folder: Path, data: bytes) -> Path:
 
 
 def as_parquet(folder: Path, data: bytes) -> Path:
-    return written(folder / "rows.parquet", [{"image": {"bytes": data, "path": None}, "caption": "dots"}], 1)
+    return parquet_file(folder / "rows.parquet", [{"image": {"bytes": data, "path": None}, "caption": "dots"}], 1)
 
 
 def as_parquet_bytes(folder: Path, data: bytes) -> Path:
-    return written(folder / "rows.parquet", [{"image": data, "caption": "dots"}], 1)
+    return parquet_file(folder / "rows.parquet", [{"image": data, "caption": "dots"}], 1)
 
 
 def as_frame(folder: Path, data: bytes) -> Path:

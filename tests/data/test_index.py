@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,10 @@ from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.documents import Measured, Tokenised, answered, fitted, tokenised
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
-from tests.data.test_loader import row
-from tests.data.test_native import RULE as NATIVE
-from tests.data.test_parquet import written
-from tests.data.test_tars import archive, encoded
+from tests.data.container_files import archive, encoded, parquet_file
+from tests.data.image_rules import NATIVE
+from tests.data.indexes import opened, same
+from tests.data.llava_rows import row
 
 NO_COST = Cost(0, 0, 0, 0, 0)
 
@@ -56,11 +55,6 @@ def rows(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.MonkeyPa
     return open_source(Source(path=str(tmp_path / "rows.jsonl")))
 
 
-def same(a: ShardIndex, b: ShardIndex) -> bool:
-    pairs = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(ShardIndex)]
-    return all(np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y for x, y in pairs)
-
-
 def read(found: Sample | BadSample, encoder: Encoder, rule: ImageRule) -> tuple[Tokenised | BadSample, tuple[Size, ...]]:
     """What a row is worth, looked at alone."""
     try:
@@ -77,10 +71,6 @@ def fitting(found: Sample, *rest: Any) -> tuple[Sample, Measured] | BadSample:
         return fitted(found, *rest)
     except BadSample as bad:
         return bad
-
-
-def opened(rows: Rows, encoder: Encoder, rule: ImageRule, folder: Path | None = None) -> Index:
-    return Index((rows,), encoder, rule, folder)
 
 
 def test_it_keeps_what_reading_gives(rows: Rows, plain: Encoder, rule: ImageRule) -> None:
@@ -142,7 +132,7 @@ def test_it_keeps_where_pictures_lie(tokenizers, tmp_path: Path, form: str) -> N
         case _:
             inside = film | {"images": [{"bytes": encoded(8, "PNG"), "path": None}, {"bytes": None, "path": names[1]}]}
             outside = film | {"images": [{"bytes": None, "path": name} for name in names[:2]]}
-            path, wanted = written(tmp_path / "x.parquet", [inside, outside], 2), [None, 4]
+            path, wanted = parquet_file(tmp_path / "x.parquet", [inside, outside], 2), [None, 4]
     rows = open_source(Source(path=str(path)))
     made = opened(rows, Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"]), NATIVE, tmp_path / "i").shard(0, 0)
     assert not made.rejects

@@ -15,10 +15,11 @@ from eyeline.core.batch import Picture
 from eyeline.core.errors import BadSample, Refused
 from eyeline.data.layouts.layouts import SHAPES
 from eyeline.data.sources.sources import Rows, Source, open_source
-from tests.data.test_arrow import written as as_arrow
-from tests.data.test_parquet import written as as_parquet
-from tests.data.test_sources import chat, complaint, parts, turns
-from tests.data.test_tars import archive, encoded
+from tests.data.container_files import archive, encoded
+from tests.data.container_files import arrow_file as as_arrow
+from tests.data.container_files import parquet_file as as_parquet
+from tests.data.read_back import complaint, parts
+from tests.data.short_samples import chat, turns
 
 
 @pytest.fixture

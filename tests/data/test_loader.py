@@ -8,7 +8,6 @@ import pickletools
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 import pydantic
 import pytest
 import torch
-from torch import Tensor
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
@@ -33,24 +31,9 @@ from eyeline.data.sets import Data, training_texts
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
+from tests.data.llava_rows import BUDGET, ROWS, row, write
+from tests.data.same_batches import assert_same, assert_same_steps, flat
 from tests.processes import children
-
-BUDGET = Budget(90, 80)  # five images of 16 patches
-
-
-def row(text: str, *images: str, answer: str = "yes", more: tuple[str, ...] = ()) -> dict[str, Any]:
-    turns = ["<image>" * len(images) + text, answer, *more]
-    return {
-        "image": list(images) or None,
-        "conversations": [{"from": ("human", "gpt")[n % 2], "value": turn} for n, turn in enumerate(turns)],
-    }
-
-
-ROWS = (
-    [row(f"question {n}?", f"{n // 3}.png", answer=f"answer {n}") for n in range(24)]  # eight images, three rows each
-    + [row(f"text {n}", answer="a b c d e " * (n % 4 + 1)) for n in range(5)]
-    + [row("compare", "0.png", "8.png"), row("other order", "8.png", "0.png")]
-)
 
 
 @pytest.fixture
@@ -71,35 +54,13 @@ def open_reader(folder: Path, plain: Encoder, rule: ImageRule) -> Callable[..., 
     return make
 
 
-def write(folder: Path, rows: list[dict[str, Any]]) -> None:
-    (folder / "rows.json").write_text(json.dumps(rows))
-
-
 def ids(batches: list[Batch]) -> Counter[int]:
     return Counter(int(id.partition("#")[2]) for batch in batches for id in batch.ids)
-
-
-def flat(steps: Any) -> list[Batch]:
-    return [batch for step in steps for batch in step.batches]
 
 
 def rows_on(side: Side) -> list[int]:
     """The rows that are on a side, of data of one shard."""
     return np.flatnonzero(side.kept(0, 0)).tolist()
-
-
-def assert_same(a: Batch, b: Batch) -> None:
-    for field in fields(Batch):
-        one, two = getattr(a, field.name), getattr(b, field.name)
-        assert torch.equal(one, two) if isinstance(one, Tensor) else one == two, field.name
-
-
-def assert_same_steps(a: list, b: list) -> None:
-    assert len(a) == len(b)
-    for left, right in zip(a, b, strict=True):
-        assert left.state == right.state
-        for one, two in zip(left.batches, right.batches, strict=True):
-            assert_same(one, two)
 
 
 # Orders and epochs

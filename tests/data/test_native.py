@@ -9,7 +9,6 @@ from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import IGNORE, Batch, Budget
-from eyeline.core.image_rule import Area, Film, ImageRule
 from eyeline.data.images.patches import image_patches
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import reader_of
@@ -18,9 +17,8 @@ from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
+from tests.data.image_rules import NATIVE
 
-HALF = (0.5, 0.5, 0.5)
-RULE = ImageRule(4, 2, HALF, HALF, "bicubic", Area(64, 8 * 8 * 30), frames=2, positions="grid", film=Film(64, 8 * 8 * 60))
 SIZES = {"small.png": (10, 14), "wide.jpg": (20, 90), "long.png": (1, 201), "broken.jpg": (40, 60), "a.png": (24, 30), "b.png": (24, 30)}
 
 
@@ -53,7 +51,7 @@ def data(tmp_path: Path) -> Data:
 
 def test_documents_arrive_as_planned(data: Data, tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
     encoder = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"])
-    reader = reader_of(data, encoder, RULE, 0)
+    reader = reader_of(data, encoder, NATIVE, 0)
     batches: list[Batch] = [batch for step in training_steps(reader, Budget(120, 300), 1, 1) for batch in step.batches]
     arrived = {}
     for batch in batches:
@@ -67,9 +65,9 @@ def test_documents_arrive_as_planned(data: Data, tokenizers: dict[str, PreTraine
     rows = open_source(data.sources[0])
     for n in (0, 1, 2, 3, 7):
         (sample,) = [found for _, _, found in rows.kept() if getattr(found, "id", "") == f"rows.json#{n}"]
-        wanted = document_of(sample, encoder, RULE, [image_patches(medium, RULE) for medium in sample.media])
+        wanted = document_of(sample, encoder, NATIVE, [image_patches(medium, NATIVE) for medium in sample.media])
         assert arrived[sample.id] == (wanted.tokens_T.tolist(), wanted.positions_T3.tolist(), wanted.labels_T.tolist())  # type: ignore[union-attr]
     tokens, _, labels = arrived["rows.json#5"]
-    assert tokens.count(encoder.image_token) == RULE.units(40, 60)[0].tokens  # grey in its place, and nothing is learned from it
+    assert tokens.count(encoder.image_token) == NATIVE.units(40, 60)[0].tokens  # grey in its place, and nothing is learned from it
     assert set(labels) == {IGNORE}
     assert reader.rejects.counts == {"aspect_ratio": 1, "broken_image": 1, "frame_size": 1}

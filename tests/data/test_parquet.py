@@ -10,51 +10,27 @@ import pyarrow.parquet as pq
 import pytest
 
 from eyeline.core.batch import Picture, Text
-from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.core.errors import Refused, StorageFailed
 from eyeline.data.containers import parquet
 from eyeline.data.containers.container import FileSlice
 from eyeline.data.images.image_files import image_key
 from eyeline.data.plan.blend import Cursor, Side, pool_of
 from eyeline.data.plan.index import Index
 from eyeline.data.sources.sources import Rows, Source, open_source
+from tests.data.container_files import encoded, parquet_file
+from tests.data.read_back import samples
+from tests.data.short_samples import talk
 from tests.data.small_training import encoder
-from tests.data.test_containers import everything
-from tests.data.test_tars import encoded
-
-
-def written(path: Path, rows: list[dict[str, Any]], group: int = 3, **how: Any) -> Path:
-    pq.write_table(arrow.Table.from_pylist(rows), path, row_group_size=group, **how)
-    return path
 
 
 def opened(path: Path) -> Rows:
     return open_source(Source(path=str(path)))
 
 
-def samples(rows: Rows) -> list[Any]:
-    """Each sample in order, or its cause; by place it must be the same."""
-    everything(rows.container)
-    out: list[Any] = []
-    for shard in range(len(rows.shards)):
-        for place, _, found in rows.rows_in(shard):
-            if isinstance(found, BadSample):
-                with pytest.raises(BadSample):
-                    rows.read(place)
-                out.append(found.cause)
-            else:
-                assert rows.read(place) == found
-                out.append(found)
-    return out
-
-
-def talk(n: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": f"answer {n}"}]
-
-
 def test_messages_and_pictures_as_structs(tmp_path: Path) -> None:
     more = {"kind": "dot", "embedding": [0.5] * 9}
     rows = [{"messages": talk(n), "images": [{"bytes": encoded(n), "path": f"{n}.jpg"}], **more} for n in range(8)]
-    found = opened(written(tmp_path / "x.parquet", rows))
+    found = opened(parquet_file(tmp_path / "x.parquet", rows))
     assert (found.layout.name, found.layout.why) == ("openai", "Parquet; row 0 has messages; not read: embedding")
     assert [shard.name for shard in found.shards] == ["x.parquet[0]", "x.parquet[1]", "x.parquet[2]"]
     got = samples(found)
@@ -83,7 +59,7 @@ def test_messages_and_pictures_as_structs(tmp_path: Path) -> None:
 )
 def test_every_way_to_hold_a_picture(tmp_path: Path, row: dict[str, Any], wanted: Any) -> None:
     rows = [row | {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}]}]
-    [sample] = samples(opened(written(tmp_path / "x.parquet", rows)))
+    [sample] = samples(opened(parquet_file(tmp_path / "x.parquet", rows)))
     if isinstance(sample, str):
         assert sample == wanted
     else:
@@ -100,7 +76,7 @@ def test_the_cauldron(tmp_path: Path) -> None:
         {"images": None, "texts": [{"user": "what?", "assistant": None, "source": "made"}]},
         {"images": None, "texts": []},
     ]
-    found = opened(written(tmp_path / "x.parquet", rows))
+    found = opened(parquet_file(tmp_path / "x.parquet", rows))
     assert found.layout.name == "cauldron"
     both, text, *causes = samples(found)
     assert [[p if isinstance(p, Text) else p.source for p in m.parts] for m in both.messages] == [
@@ -113,7 +89,7 @@ def test_the_cauldron(tmp_path: Path) -> None:
 
 def test_captions(tmp_path: Path) -> None:
     rows = [{"image": {"bytes": encoded(0), "path": "0.jpg"}, "text": "a dot"}, {"image": None, "text": "nothing"}]
-    found = opened(written(tmp_path / "x.parquet", rows))
+    found = opened(parquet_file(tmp_path / "x.parquet", rows))
     first, cause = samples(found)
     assert [p if isinstance(p, Text) else "<image>" for p in first.messages[0].parts] == ["<image>", Text("Describe the image.")]
     assert (first.messages[1].parts, cause) == ((Text("a dot"),), "placeholder_count")
@@ -121,9 +97,9 @@ def test_captions(tmp_path: Path) -> None:
 
 def test_several_files_are_one_source(tmp_path: Path) -> None:
     for n in (1, 0):
-        written(tmp_path / f"{n}.parquet", [{"messages": talk(10 * n + k), "images": [encoded(k)]} for k in range(4)])
+        parquet_file(tmp_path / f"{n}.parquet", [{"messages": talk(10 * n + k), "images": [encoded(k)]} for k in range(4)])
     assert [s.messages[1].parts[0].text for s in samples(opened(tmp_path))] == [f"answer {n}" for n in (0, 1, 2, 3, 10, 11, 12, 13)]
-    written(tmp_path / "2.parquet", [{"messages": talk(0)}])
+    parquet_file(tmp_path / "2.parquet", [{"messages": talk(0)}])
     with pytest.raises(Refused, match=r"2\.parquet has the columns messages, and .*0\.parquet has images, messages"):
         opened(tmp_path)
 
@@ -131,7 +107,7 @@ def test_several_files_are_one_source(tmp_path: Path) -> None:
 def test_only_groups_in_bounded_memory_are_kept_and_only_needed_columns_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noise = np.random.default_rng(0)
     rows = [{"messages": talk(n), "images": [noise.bytes(20_000)], "other": noise.bytes(200_000)} for n in range(12)]
-    path = written(tmp_path / "x.parquet", rows, group=2)
+    path = parquet_file(tmp_path / "x.parquet", rows, group=2)
     found = opened(path)
     places = [next(found.rows_in(shard))[0] for shard in range(6)]
     assert [40_000 < shard.held < 45_000 for shard in found.shards] == [True] * 6
@@ -159,7 +135,7 @@ def test_only_groups_in_bounded_memory_are_kept_and_only_needed_columns_are_read
 def test_a_group_of_many_rows_is_several_shards_that_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group is decoded once a window, whatever the number of its parts, and every row keeps its name."""
     rows = [{"messages": talk(n), "images": [encoded(n)]} for n in range(23)]
-    path = written(tmp_path / "x.parquet", rows, group=10)
+    path = parquet_file(tmp_path / "x.parquet", rows, group=10)
     whole = opened(path)
     names = [whole.named(place) for shard in range(3) for place, _, _ in whole.rows_in(shard)]
     monkeypatch.setattr(parquet, "SHARD_ROWS", 4)
@@ -196,11 +172,11 @@ def test_a_group_of_many_rows_is_several_shards_that_come_together(tmp_path: Pat
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"messages": talk(n), "images": [encoded(n)]} for n in range(4)]
-    whole = written(tmp_path / "x.parquet", rows).read_bytes()
+    whole = parquet_file(tmp_path / "x.parquet", rows).read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[:-20])
     with pytest.raises(Refused, match=r"cut\.parquet is no whole Parquet file"):
         opened(tmp_path / "cut.parquet")
-    written(tmp_path / "strange.parquet", [{"foto": "a", "title": "b"}])
+    parquet_file(tmp_path / "strange.parquet", [{"foto": "a", "title": "b"}])
     with pytest.raises(Refused, match=r"no known columns\. It has foto, title\. Wanted some of: conversations, image"):
         opened(tmp_path / "strange.parquet")
     monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 1000)
@@ -213,7 +189,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_group_that_cannot_be_decoded_spoils_itself_only(tmp_path: Path) -> None:
     rows = [{"messages": talk(n), "images": [encoded(n)]} for n in range(9)]
-    path = written(tmp_path / "x.parquet", rows, write_page_checksum=True, use_dictionary=False)
+    path = parquet_file(tmp_path / "x.parquet", rows, write_page_checksum=True, use_dictionary=False)
     column = pq.ParquetFile(path).metadata.row_group(1).column(2)
     assert column.path_in_schema.startswith("images")
     data = bytearray(path.read_bytes())
@@ -235,7 +211,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_or_a_store_that_fails_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"messages": talk(n), "images": [encoded(n)]} for n in range(4)]
-    found = opened(written(tmp_path / "x.parquet", rows))
+    found = opened(parquet_file(tmp_path / "x.parquet", rows))
     place = next(found.rows_in(1))[0]
     twin = pickle.loads(pickle.dumps(found))  # keeps no group
 
@@ -247,12 +223,12 @@ def test_a_file_that_changes_or_a_store_that_fails_stops_the_run(tmp_path: Path,
     with pytest.raises(StorageFailed, match=r"could not read .*x\.parquet: Input/output error.*tried 4 times"):
         twin.read(place)
     monkeypatch.undo()
-    written(tmp_path / "x.parquet", rows[:1])
+    parquet_file(tmp_path / "x.parquet", rows[:1])
     with pytest.raises(StorageFailed, match=r"x\.parquet has changed since it was opened"):
         twin.read(place)
 
 
 def test_a_picture_says_where_it_came_from(tmp_path: Path) -> None:
     rows = [{"caption": "a", "images": [{"bytes": b"x", "path": "photo.jpg"}, {"bytes": b"y", "path": None}]}]
-    [sample] = samples(opened(written(tmp_path / "x.parquet", rows)))
+    [sample] = samples(opened(parquet_file(tmp_path / "x.parquet", rows)))
     assert sample.pictures == (Picture("photo.jpg", b"x"), Picture("images[1]", b"y"))

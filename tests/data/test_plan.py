@@ -42,7 +42,8 @@ from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
-from tests.data.test_loader import assert_same, row
+from tests.data.llava_rows import row
+from tests.data.same_batches import assert_same
 
 BUDGET = Budget(90, 80)
 COST = Cost(token=3, pair=1, label=1, patch=5, patch_pair=1)

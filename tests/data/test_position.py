@@ -18,7 +18,8 @@ from eyeline.data.reader import Reader, reader_of, rows_in_order
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
-from tests.data.test_loader import assert_same_steps, row
+from tests.data.llava_rows import row
+from tests.data.same_batches import assert_same_steps
 
 BUDGET = Budget(120, 64)
 WAYS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {

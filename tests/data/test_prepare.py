@@ -39,9 +39,10 @@ from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
-from tests.data.test_loader import ROWS, assert_same, assert_same_steps, row, write
-from tests.data.test_promises import line_of, one_source
-from tests.data.test_tars import archive, encoded
+from tests.data.any_rows import line_of, one_source
+from tests.data.container_files import archive, encoded
+from tests.data.llava_rows import ROWS, row, write
+from tests.data.same_batches import assert_same, assert_same_steps
 
 BUDGET = Budget(90, 80)
 EXTRA = [

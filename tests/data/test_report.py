@@ -25,8 +25,8 @@ from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.study.data_page import images_said
+from tests.data.llava_rows import row
 from tests.data.short_samples import DOT, sample
-from tests.data.test_loader import row
 
 
 def write(path: Path, rows: list) -> Source:

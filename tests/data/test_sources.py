@@ -10,22 +10,15 @@ from typing import Any
 import pytest
 
 from eyeline.core.batch import Picture, Text
-from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.core.errors import Refused, StorageFailed
 from eyeline.data.containers import json_rows
 from eyeline.data.containers.container import Place
-from eyeline.data.rejects import CAUSES
 from eyeline.data.sources.sources import Rows, Source, open_source
-from tests.data.short_samples import row_of
+from tests.data.hostile_json import STRICT
+from tests.data.read_back import complaint, parts, row_of
+from tests.data.short_samples import chat, turns
 
 ASKED = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a dot"}]
-
-
-def turns(*texts: str, roles: tuple[str, ...] = ("human", "gpt")) -> list[dict[str, str]]:
-    return [{"from": roles[n % 2], "value": text} for n, text in enumerate(texts)]
-
-
-def chat(*contents: Any) -> list[dict[str, Any]]:
-    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
 
 
 @pytest.fixture
@@ -43,19 +36,6 @@ def opened(tmp_path: Path) -> Callable[..., Rows]:
 
 def count(rows: Rows) -> int:
     return sum(1 for _ in rows.kept())
-
-
-def parts(rows: Rows, i: int = 0) -> list[list[str]]:
-    """Each message's parts: images as <name>, texts as they are."""
-    messages = row_of(rows, i).messages
-    return [[f"<{p.name}>" if isinstance(p, Picture) else p.text for p in m.parts] for m in messages]
-
-
-def complaint(rows: Rows, i: int = 0) -> tuple[str, str]:
-    with pytest.raises(BadSample) as caught:
-        row_of(rows, i)
-    assert caught.value.cause in CAUSES
-    return caught.value.cause, caught.value.field
 
 
 # LLaVA
@@ -230,16 +210,6 @@ def test_bad_openai_rows(opened, name: str) -> None:
 # JSON that is not quite
 
 
-STRICT = {
-    "NaN": ('{"messages": [], "weight": NaN}', "not_finite", "weight"),
-    "Infinity": ('{"messages": [], "weight": {"a": [-Infinity]}}', "not_finite", "weight.a[0]"),
-    "beyond floats": ('{"messages": [], "weight": 1e999}', "not_finite", "weight"),
-    "the same key twice": ('{"messages": [{"role": "user", "role": "assistant"}]}', "duplicate_key", "messages[0]"),
-    "the same column twice": ('{"messages": [], "messages": []}', "duplicate_key", "row"),
-    "5,000 digits": ('{"messages": [], "n": ' + "9" * 5000 + "}", "huge_number", "n"),
-    "half a surrogate pair": (r'{"messages": [{"role": "user", "content": "a\ud800b"}]}', "bad_unicode", "messages[0].content"),
-    "invalid UTF-8": (b'{"messages": [{"role": "user", "content": "a\xff"}]}', "bad_unicode", "messages[0].content"),
-}
 SOUND = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 
 

@@ -41,9 +41,10 @@ from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.tokenizer import Encoder
 from tests.command import Command
 from tests.data import store as bad
+from tests.data.container_files import TALK, archive, encoded
+from tests.data.llava_rows import BUDGET, ROWS, row
+from tests.data.same_batches import assert_same_steps
 from tests.data.store import KEY, SECRET, Fault, Store, answers, front, moto
-from tests.data.test_loader import BUDGET, ROWS, assert_same_steps, row
-from tests.data.test_tars import TALK, archive, encoded
 from tests.train.recipe import tiny_recipe
 
 

@@ -2,18 +2,14 @@
 
 import gzip
 import io
-import json
 import random
 import tarfile
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image as Pillow
 
 from eyeline.core.batch import Picture, Span, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
@@ -21,57 +17,13 @@ from eyeline.data.containers import tars
 from eyeline.data.containers.container import HEADER_BYTES, FileSlice
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.image_files import image_key
-from eyeline.data.rejects import CAUSES
 from eyeline.data.sources.sources import Rows, Source, open_source
-from tests.data.test_containers import everything
-
-TALK = {"conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a dot"}]}
-
-
-def encoded(seed: int, form: str = "JPEG", size: tuple[int, int] = (20, 12)) -> bytes:
-    out = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    Pillow.fromarray(pixels).save(out, form)
-    return out.getvalue()
-
-
-def archive(path: Path, members: Iterable[tuple[str, Any]], form: int = tarfile.USTAR_FORMAT) -> Path:
-    """Members are bytes, text, JSON values, or TarInfo with a type of their own."""
-    with tarfile.open(path, "w", format=form) as out:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            if isinstance(content, tarfile.TarInfo):
-                content.name = name
-                out.addfile(content, io.BytesIO(bytes(content.size)))
-                continue
-            data = content if isinstance(content, bytes) else (content if isinstance(content, str) else json.dumps(content)).encode()
-            info.size = len(data)
-            out.addfile(info, io.BytesIO(data))
-    return path
+from tests.data.container_files import TALK, archive, encoded
+from tests.data.read_back import outcomes
 
 
 def opened(path: Path) -> Rows:
     return open_source(Source(path=str(path)))
-
-
-def outcomes(rows: Rows) -> list[Any]:
-    """Each row's answer, or the cause for which there is none; sequential and random reading must agree."""
-    everything(rows.container)
-    out: list[Any] = []
-    for shard in range(len(rows.shards)):
-        for place, _, found in rows.rows_in(shard):
-            if isinstance(found, BadSample):
-                assert found.cause in CAUSES
-                with pytest.raises(BadSample):
-                    rows.read(place)
-                out.append(found.cause)
-            else:
-                again = rows.read(place)
-                assert again == found  # an image's bytes do not count
-                part = found.messages[-1].parts[0]
-                assert isinstance(part, Text)
-                out.append(part.text)
-    return out
 
 
 # What is read

@@ -31,11 +31,9 @@ from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
-from tests.data.test_arrow import written as written_arrow
-from tests.data.test_coco import WHOLE
-from tests.data.test_parquet import written
-from tests.data.test_sources import STRICT
-from tests.data.test_tars import archive
+from tests.data.container_files import COCO, archive, parquet_file
+from tests.data.container_files import arrow_file as written_arrow
+from tests.data.hostile_json import STRICT
 
 Row = tuple[str, str]  # name of an image, caption
 
@@ -58,11 +56,11 @@ def as_csv(folder: Path, rows: list[Row]) -> Path:
 
 
 def as_parquet(folder: Path, rows: list[Row]) -> Path:
-    return written(folder / "rows.parquet", [{"image": image, "caption": caption} for image, caption in rows])
+    return parquet_file(folder / "rows.parquet", [{"image": image, "caption": caption} for image, caption in rows])
 
 
 def as_structs(folder: Path, rows: list[Row]) -> Path:
-    return written(folder / "rows.parquet", [{"image": {"bytes": None, "path": image}, "caption": caption} for image, caption in rows])
+    return parquet_file(folder / "rows.parquet", [{"image": {"bytes": None, "path": image}, "caption": caption} for image, caption in rows])
 
 
 def as_tar(folder: Path, rows: list[Row]) -> Path:
@@ -78,7 +76,7 @@ def as_arrow(folder: Path, rows: list[Row]) -> Path:
 def as_coco(folder: Path, rows: list[Row]) -> Path:
     images = [{"id": n, "file_name": image} for n, (image, _) in enumerate(rows)]
     annotations = [{"image_id": n, "id": n, "caption": caption} for n, (_, caption) in enumerate(rows)]
-    (folder / "rows.json").write_text(json.dumps(WHOLE | {"images": images, "annotations": annotations}))
+    (folder / "rows.json").write_text(json.dumps(COCO | {"images": images, "annotations": annotations}))
     return folder / "rows.json"
 
 

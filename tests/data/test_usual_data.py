@@ -18,9 +18,9 @@ from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample, Refused
 from eyeline.data.prepared.packed import packed_row, packed_sample
 from eyeline.data.sources.sources import Source, open_source
-from tests.data.short_samples import row_of
+from tests.data.read_back import row_of
+from tests.data.short_samples import chat, turns
 from tests.data.small_training import causes, draw, one
-from tests.data.test_sources import chat, turns
 
 RED = "red.png"
 

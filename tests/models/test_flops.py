@@ -19,8 +19,8 @@ from eyeline.models.moe import Dispatch, ExpertWeights
 from eyeline.models.qwen3_5 import Scan
 from tests.models import parity
 from tests.models.cases import each_case, each_pictured_case
+from tests.models.freezing import WAYS, ready
 from tests.models.parity import Case
-from tests.models.test_freezing import WAYS, ready
 
 
 class PairByPair(nn.Module):

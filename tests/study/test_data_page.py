@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 from rich.console import Console
 from tests.command import Command
-from tests.data.test_budgets import batches_of
+from tests.data.later_batches import batches_of
 from tests.train.recipe import tiny_recipe, tiny_run
 
 from eyeline.core.batch import Budget

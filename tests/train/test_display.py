@@ -8,14 +8,12 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from eyeline.core.batch import Counts
-from eyeline.models.flops import NONE
 from eyeline.train.display import SMOOTHED_STEPS, Lines, Log, Pace, Terminal, View
-from eyeline.train.metrics import StepFigures
 from eyeline.train.run import Stage
-from eyeline.train.step import ExpertLoad, Report
+from eyeline.train.step import ExpertLoad
 from eyeline.train.summary import Tally
 from eyeline.train.trainable import Row, table
+from tests.train.figures import step_figures
 
 
 def figures(step: int, seconds: float, steps: int = 100) -> Any:
@@ -38,20 +36,7 @@ def test_the_next_stage_begins_anew() -> None:
     assert Pace().left(figures(1, 60.0, 1)) == "0:00"
 
 
-def whole(step: int = 1_234, steps: int = 25_000, loss: float = 0.1234, **changed: Any) -> StepFigures:
-    """A step of half a second: 90 of 100 slots are tokens, 10 of them in the loss."""
-    counts = Counts(slots=100, real=90, visual=32, text=58, supervised=changed.pop("supervised", 10), documents=4, images=2, patches=128)
-    report = Report(loss, 1.5, changed.pop("outcome", "applied"), counts, changed.pop("experts", None))
-    seconds = {"step": 0.5, "startup": 0.0, "data_wait": 0.05, "compute": 0.4, "validation": 0.0, "checkpoint": 0.0, "other": 0.05}
-    fields: dict[str, Any] = {
-        "stage": "tune", "stage_index": 0, "step": step, "steps": steps, "global_step": step, "report": report,
-        "lr": {"vision": 1e-5, "projector": 1e-3, "language": 2e-5}, "seconds": seconds, "memory_bytes": 123 * 2**30, "rejected": 12,
-        "flops": NONE, "peak": None, "imbalance": {}, "epoch": 1.75,
-    }  # fmt: skip
-    return StepFigures(**(fields | changed))
-
-
-SHOWN = {  # every figure of `whole`, by the name that stands above it or before it
+SHOWN = {  # every figure of `step_figures`, by the name that stands above it or before it
     "loss": "0.1234", "smoothed": "0.1234", "epoch": "1.75", "lr": "1.00e-05 1.00e-03 2.00e-05", "grad norm": "1.50", "tokens/s": "180",
     "steps/s": "2.00", "data wait": "10%", "padding": "10.0%", "skipped": "12", "experts": "1.25× mean, 3 unused", "memory": "123.00 GiB",
 }  # fmt: skip
@@ -60,7 +45,7 @@ SHOWN = {  # every figure of `whole`, by the name that stands above it or before
 def painted(width: int, **changed: Any) -> list[str]:
     """The lines of the live display."""
     view, log = View(), Log(10)
-    shown = whole(experts=ExpertLoad(1.25, 3, None), **changed)
+    shown = step_figures(experts=ExpertLoad(1.25, 3, None), **changed)
     log.line(shown, width)
     view.show(shown, log.cells(shown), "3:18:00")
     out = io.StringIO()
@@ -95,7 +80,7 @@ def test_lines_scroll_by_above_the_live_display(width: int) -> None:
     out = io.StringIO()
     shown = Terminal(Console(file=out, force_terminal=True, width=width, color_system=None), 10)
     for step in range(1, 26):
-        shown.step(whole(step, 25))
+        shown.step(step_figures(step, 25))
     said = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()))
     lines = [line for line in said if line.startswith("tune ") and " · " in line]
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
@@ -114,10 +99,10 @@ def test_the_smoothed_loss_is_a_mean_over_supervised_tokens(capsys: pytest.Captu
     shown = Lines(1)
     losses = [(9.0, 5), *[(1.0, 30)] * (SMOOTHED_STEPS - 1), (4.0, 10)]
     for step, (loss, supervised) in enumerate(losses, 1):
-        shown.step(whole(step, 30, loss=loss, supervised=supervised))
-    shown.step(whole(22, 30, loss=float("nan"), outcome="not finite"))
-    shown.step(whole(23, 30, loss=0.0, supervised=0, outcome="no targets"))
-    shown.step(whole(1, 30, loss=3.0, stage="next"))
+        shown.step(step_figures(step, 30, loss=loss, supervised=supervised))
+    shown.step(step_figures(22, 30, loss=float("nan"), outcome="not finite"))
+    shown.step(step_figures(23, 30, loss=0.0, supervised=0, outcome="no targets"))
+    shown.step(step_figures(1, 30, loss=3.0, stage="next"))
     smoothed = [line.split("smoothed ")[1].split(" ")[0] for line in capsys.readouterr().out.splitlines()]
     assert smoothed[:2] == ["9.0000", f"{(45 + 30) / 35:.4f}"]
     assert smoothed[20] == smoothed[21] == smoothed[22] == f"{(19 * 30 + 40) / 580:.4f}"
@@ -127,8 +112,8 @@ def test_the_smoothed_loss_is_a_mean_over_supervised_tokens(capsys: pytest.Captu
 def test_rates_of_a_line_are_over_the_steps_since_the_line_before(capsys: pytest.CaptureFixture[str]) -> None:
     shown = Lines(10)
     for step in range(1, 11):
-        seconds = dict(whole().seconds) | {"step": 1.0 if step == 5 else 0.5}
-        shown.step(whole(step, 10, seconds=seconds))
+        seconds = dict(step_figures().seconds) | {"step": 1.0 if step == 5 else 0.5}
+        shown.step(step_figures(step, 10, seconds=seconds))
     first, last = capsys.readouterr().out.splitlines()
     assert "tokens/s 180 · steps/s 2.00 · data wait 10%" in first
     assert f"tokens/s {9 * 90 / 5:,.0f} · steps/s {9 / 5:.2f} · data wait {9 * 0.05 / 5:.0%}" in last
@@ -147,7 +132,7 @@ def test_a_stop_is_said_at_once_where_nothing_is_painted(capfd: pytest.CaptureFi
     shown = Terminal(Console(file=out, force_terminal=True, width=80), 10)
     shown.stopping("stopping")
     assert capfd.readouterr().out == "stopping\n"
-    shown.step(whole())
+    shown.step(step_figures())
     shown.stopping("stopping now")
     shown.close()
     assert capfd.readouterr().out == ""
@@ -166,7 +151,7 @@ def test_what_the_run_does_is_said_until_the_next_step() -> None:
     view.status = "first step: reading and indexing data"
     assert seen() == "first step: reading and indexing data 0:00\n"
     view.notice = "stopping after this step"
-    view.show(whole(), Log(1).cells(whole()), "1:00")
+    view.show(step_figures(), Log(1).cells(step_figures()), "1:00")
     assert "first step" not in seen()
     assert seen().endswith("\nstopping after this step\n")
     view.status = "validating"
@@ -191,12 +176,12 @@ def test_a_run_ends_with_the_result_of_its_last_stage() -> None:
     """The loss and validation loss of an earlier stage are of other data. Skipped samples are those of all stages."""
     tally = Tally()
     for step in (1, 2):
-        tally.step(whole(step, 2, loss=0.001, stage="first", rejected=2))
+        tally.step(step_figures(step, 2, loss=0.001, stage="first", rejected=2))
     tally.validated("first", 2, 0.0005, 0.0005)
-    tally.step(whole(1, 4, loss=3.0, stage="last", rejected=0))
+    tally.step(step_figures(1, 4, loss=3.0, stage="last", rejected=0))
     assert "validation" not in tally.line(3), "the last stage has none yet"
     tally.validated("last", 1, 0.5, 0.5)
-    tally.step(whole(2, 4, loss=1.0, stage="last", supervised=30, rejected=5))
+    tally.step(step_figures(2, 4, loss=1.0, stage="last", supervised=30, rejected=5))
     tally.validated("last", 2, 0.75, 0.5)
     said = tally.line(1_004)
     assert said.startswith("done: 1,004 steps in 0:0")

@@ -18,8 +18,8 @@ from eyeline.study.report import write_report
 from eyeline.train.optim import AdamW, make_optimizers
 from eyeline.train.run import Run
 from eyeline.train.step import Report, update, validate
+from tests.train.ends import end_of
 from tests.train.recipe import tiny_run
-from tests.train.test_resume import end_of
 from tests.train.tiny import CONFIG, batch, document, model
 
 LANGUAGE = qwen3.Config(

@@ -11,14 +11,14 @@ from eyeline.models.flops import NONE, Flops
 from eyeline.train.metrics import Clock
 from eyeline.train.schedule import factor
 from eyeline.train.trainable import rates
+from tests.train.figures import step_figures
 from tests.train.recipe import tiny_run
-from tests.train.test_display import whole
 
 
 def test_rates_of_a_line_leave_padding_out() -> None:
     """90 of 100 slots in half a second; 3 products in the forward pass and 6 in the backward pass, and 1 again."""
     flops = Flops({**NONE.forward, "language": 3_000}, {**NONE.backward, "language": 6_000}, 1_000)
-    line = whole(flops=flops, peak=90_000.0).line()
+    line = step_figures(flops=flops, peak=90_000.0).line()
     assert line["real_tokens_per_s"] == 180
     assert line["padding"] == pytest.approx(0.1)
     assert line["flops_per_s"] == 18_000 and line["flops_recomputed"] == 1_000

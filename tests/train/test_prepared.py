@@ -12,8 +12,8 @@ from eyeline.recipes.check import settings_problems
 from eyeline.train.prepare import prepare_stage
 from eyeline.train.stop import sole_owner
 from tests.command import Command
+from tests.train.ends import end_of, losses, stopped_at
 from tests.train.recipe import tiny_run
-from tests.train.test_resume import end_of, losses, stopped_at
 
 PREPARED = ("stages.0.data.prepared={0}/whole", "stages.1.data.prepared={0}/adapt")
 

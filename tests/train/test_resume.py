@@ -1,7 +1,6 @@
 """Resumed = uninterrupted, bit for bit: after an asked stop at every step, a kill in mid-step, and signals to a real process."""
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 import eyeline.train.loop as loop
@@ -34,32 +32,10 @@ from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run, to_yaml
 from eyeline.train.stop import StopSignal, sole_owner
 from tests.command import Command
+from tests.train.ends import end_of, losses, stopped_at
 from tests.train.recipe import tiny_recipe, tiny_run, write_data
 
 STEPS = 8
-
-
-def digest(checkpoint: store.Checkpoint) -> str:
-    """Of every tensor, of where the data stands, and of what is counted."""
-    state = hashlib.sha256(json.dumps(checkpoint.state, sort_keys=True).encode())
-    for name in sorted(checkpoint.names()):
-        for key, tensor in sorted(checkpoint.load(name).items()):
-            state.update(
-                f"{name} {key} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes()
-            )
-    return state.hexdigest()
-
-
-def end_of(run: Run) -> str:
-    assert run.out
-    newest = store.newest(Path(run.out) / "checkpoints")
-    assert newest is not None
-    return digest(newest)
-
-
-def losses(run: Run) -> dict[int, float]:
-    assert run.out
-    return {line["global_step"]: line["loss"] for line in read_lines(Path(run.out) / "metrics.jsonl") if line["kind"] == "step"}
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +45,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, 
     run = tiny_run(folder)
     loop.train(run)
     return folder, end_of(run), losses(run)
-
-
-def stopped_at(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """Make the signal arrive while the given global steps are computed."""
-    stops: list[loop.StopSignal] = []
-
-    class Watched(loop.StopSignal):
-        def __init__(self, *tell) -> None:
-            super().__init__(*tell)
-            stops.append(self)
-
-    def update(*args, step: int, **more):
-        if step + 1 in steps:
-            stops[-1].asked = "SIGTERM"
-        return original(*args, step=step, **more)
-
-    original = loop.update
-    monkeypatch.setattr(loop, "StopSignal", Watched)
-    monkeypatch.setattr(loop, "update", update)
 
 
 @pytest.mark.parametrize("steps", [{k} for k in range(1, STEPS)] + [{1, 2, 3, 4, 5, 6, 7}])

@@ -19,8 +19,8 @@ from eyeline.checkpoint import store
 from eyeline.core.errors import StorageFailed
 from eyeline.core.files import append_line, read_lines, storage_failed
 from eyeline.train.stop import sole_owner
+from tests.train.ends import end_of
 from tests.train.recipe import tiny_run
-from tests.train.test_resume import end_of
 
 
 @contextmanager
