@@ -513,15 +513,15 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/step.py",
-            'seed_for(seed, "dropout", step, i)',
-            'seed_for(seed, "dropout", i)',
-            "train/test_step.py::test_dropout_is_addressed_by_step_and_micro_batch",
+            "batch.with_draws(seed, step, i)",
+            "batch.with_draws(seed, 0, i)",
+            "train/test_step.py::test_dropout_is_addressed_by_step_and_pack",
         ),
         (
             "train/step.py",
-            'seed_for(seed, "dropout", step, i)',
-            'seed_for(seed, "dropout", step)',
-            "train/test_step.py::test_dropout_is_addressed_by_step_and_micro_batch",
+            "batch.with_draws(seed, step, i)",
+            "batch.with_draws(seed, step, 0)",
+            "train/test_step.py::test_dropout_is_addressed_by_step_and_pack",
         ),
         (
             "train/optim.py",
@@ -571,9 +571,27 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "models/lora.py",
-            "F.dropout(x_TD, self.dropout, self.training)",
-            "F.dropout(x_TD, self.dropout)",
+            "if self.training and self.dropout:",
+            "if self.dropout:",
             "models/test_lora.py::test_dropout_is_of_the_adapters_input_in_training_only",
+        ),
+        (
+            "models/lora.py",
+            "torch.tensor(seed_for(0, name), device",
+            'torch.tensor(seed_for(0, name.rsplit(".")[-1]), device',
+            "models/test_lora.py::test_layers_and_packs_drop_differently_and_rows_of_a_cut_alike",
+        ),
+        (
+            "models/qwen3_5.py",
+            "return self.o(self.norm(out_THJ, z_THJ).flatten(1), draws_T2)",
+            "return self.o(self.norm(out_THJ, z_THJ).flatten(1), draws_T2.flip(0) if draws_T2 is not None else None)",
+            "models/test_lora.py::test_every_adapter_is_given_draws_of_its_rows",
+        ),
+        (
+            "kernels/dropout.py",
+            "hashed_D = ((hashed_D ^ (hashed_D >> 32)) * odd >> 32).int()",
+            "hashed_D = (hashed_D >> 32).int()",
+            "kernels/test_dropout.py::test_entries_do_not_depend_on_one_another",
         ),
         (
             "train/start.py",
@@ -615,8 +633,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "models/llava.py",
-            "visual_MD = self.projector(features_PD)[batch.sources_M]",
-            "visual_MD = self.projector(features_PD)[: len(batch.sources_M)]",
+            "visual_MD = self.projector(features_PD, batch.draws_P2)[batch.sources_M]",
+            "visual_MD = self.projector(features_PD, batch.draws_P2)[: len(batch.sources_M)]",
             "models/test_batches.py::test_shared_picture_equals_own_copies",
         ),
         (

@@ -8,18 +8,21 @@ from pydantic import ValidationError
 from eyeline.checkpoint.tensors import renamed
 from eyeline.core.errors import Refused
 from eyeline.core.facts import part_of
-from eyeline.core.randomness import torch_rng_for
+from eyeline.core.randomness import seed_for, torch_rng_for
+from eyeline.kernels.dropout import dropout_mask
 from eyeline.models import build, hf, llava
 from eyeline.models.layers import Linear
 from eyeline.models.lora import LoRA, LoRALinear, adapters, merge, wrap
 from tests.models import parity
+from tests.models.cases import each_case
 from tests.models.cases.llava import CASES, EARLIER, language
-from tests.models.parity import close
+from tests.models.parity import Case, close
 from tests.weights import load_into
 
 CASE = next(case for case in CASES if case.id == "shuffled untied")
 C = CASE.config
 FACTS = llava.facts(C)
+DROPPING = LoRA(rank=2, alpha=2, dropout=0.3, targets="all-linear")
 
 
 def built(c: llava.Config = C) -> llava.Model:
@@ -165,13 +168,74 @@ def test_dropout_is_of_the_adapters_input_in_training_only():
     layer = wrapped(LoRA(rank=2, alpha=6, dropout=0.4, targets=("q_proj",))).get_submodule("language.blocks.0.attn.q")
     x_TD = torch.randn(50, C.language.hidden_size, generator=torch.Generator().manual_seed(0))
     base_TD = x_TD @ layer.weight.T + layer.bias
-    torch.manual_seed(7)
-    got = layer.train()(x_TD)
-    torch.manual_seed(7)
-    dropped_TD = torch.nn.functional.dropout(x_TD, 0.4)
-    assert (dropped_TD == 0).float().mean().item() == pytest.approx(0.4, abs=0.05)
-    torch.testing.assert_close(got, base_TD + 3 * dropped_TD @ layer.lora_A.T @ layer.lora_B.T)
-    torch.testing.assert_close(layer.eval()(x_TD), base_TD + 3 * x_TD @ layer.lora_A.T @ layer.lora_B.T)
+    draws_T2 = draws(50)
+    got = layer.train()(x_TD, draws_T2)
+    mask_TD = dropout_mask(draws_T2, torch.tensor(seed_for(0, "language.blocks.0.attn.q")), C.language.hidden_size, 0.4)
+    assert mask_TD.float().mean().item() == pytest.approx(0.4, abs=0.05)
+    torch.testing.assert_close(got, base_TD + 3 * (x_TD * ~mask_TD / 0.6) @ layer.lora_A.T @ layer.lora_B.T)
+    torch.testing.assert_close(layer.eval()(x_TD, draws_T2), base_TD + 3 * x_TD @ layer.lora_A.T @ layer.lora_B.T)
+
+
+def draws(rows: int) -> torch.Tensor:
+    bits_T2 = torch.randint(-(2**31), 2**31, (rows, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    return bits_T2 | torch.tensor([1, 0], dtype=torch.int32)
+
+
+def test_layers_and_packs_drop_differently_and_rows_of_a_cut_alike():
+    lora = LoRA(rank=C.language.hidden_size, alpha=1, dropout=0.5, targets=("q_proj", "k_proj"))
+    model = wrapped(lora).train()
+    layers = [model.get_submodule(f"language.blocks.{i}.attn.{name}") for i in range(2) for name in "qk"]
+    batches = [batch().with_draws(0, step, pack) for step, pack in ((0, 0), (0, 1), (1, 0))]
+    ones_TD = torch.ones(len(batches[0].tokens_T), C.language.hidden_size)
+    kept = set()
+    with torch.no_grad():
+        for layer in layers:  # it then gives what it keeps of its input
+            layer.weight.zero_()
+            layer.bias.zero_()
+            layer.lora_A.copy_(torch.eye(C.language.hidden_size))
+            layer.lora_B.copy_(torch.eye(C.language.hidden_size)[: len(layer.lora_B)])
+            for one in batches:
+                assert one.draws_T2 is not None
+                out_TD = layer(ones_TD, one.draws_T2)
+                assert torch.equal(layer(ones_TD[5:9], one.draws_T2[5:9]), out_TD[5:9])
+                kept.add(out_TD[:, : layers[1].out_features].numpy().tobytes())
+    assert len(kept) == len(layers) * len(batches)
+
+
+@each_case
+def test_every_adapter_is_given_draws_of_its_rows(case: Case):
+    """In towers, projectors and every kind of layer; an adapter without them would fail."""
+    model = parity.randomised(case)
+    names = [name for part in case.facts.parts for name in wrap(model, case.facts, part, DROPPING, torch_rng_for(0, "lora"))]
+    met = {}
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: met.setdefault(name, args))
+    one = parity.batch_of(case.documents, None).with_draws(0, 0, 0)
+    model.train()(one).out.backward()
+    assert met.keys() == set(names)
+    assert one.draws_T2 is not None and one.draws_P2 is not None
+    for name, (x_RD, draws_R2) in met.items():
+        assert len(draws_R2) == len(x_RD)
+        of_tokens = part_of(case.facts, f"{name}.weight") == "language"
+        rows_R2 = one.draws_T2 if of_tokens else one.draws_P2[:: len(one.draws_P2) // len(x_RD)]
+        assert torch.equal(draws_R2, rows_R2), name
+
+
+def test_compiled_blocks_with_adapters_of_other_names_are_one_graph():
+    model = wrapped(LoRA(rank=2, alpha=2, dropout=0.5, targets="all-linear")).train()
+    one = batch().with_draws(0, 0, 0)
+    want = model(one).out
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    for block in model.language.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    torch.testing.assert_close(model(one).out, want)
+    assert len(model.language.blocks) > len(graphs) == 1
 
 
 def test_recomputing_draws_the_same_dropout():
@@ -180,8 +244,7 @@ def test_recomputing_draws_the_same_dropout():
     for recompute in (False, True):
         model = wrapped(LoRA(rank=2, alpha=2, dropout=0.5, targets=("q_proj", "v_proj"))).train()
         model.language.recompute = recompute
-        torch.manual_seed(0)
-        model(batch()).out.backward()
+        model(batch().with_draws(0, 0, 0)).out.backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert all(torch.equal(gradients[0][n], gradients[1][n]) for n in gradients[0])
 

@@ -103,27 +103,29 @@ def test_a_text_only_step_leaves_the_tower_alone_and_undecayed() -> None:
         assert touched == name.startswith("language."), name
 
 
-def test_dropout_is_addressed_by_step_and_micro_batch() -> None:
-    """The same step gives the same masks, whatever was drawn before; another step or micro-batch gives others."""
+def test_dropout_is_addressed_by_step_and_pack() -> None:
+    """The same step gives the same masks, whatever was drawn before; another seed, step or pack gives others."""
 
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(()))
-            self.drawn: list[float] = []
+            self.drawn: list[bytes] = []
 
         def forward(self, batch: Batch) -> Output:
-            self.drawn.append(float(torch.rand(())))
+            for draws in (batch.draws_T2, batch.draws_P2):
+                assert draws is not None
+                self.drawn.append(draws.numpy().tobytes())
             return Output(self.weight * batch.counts.supervised, None)
 
-    def draw(step: int) -> list[float]:
+    def draw(seed: int, step: int) -> list[bytes]:
         noisy = Noisy()
         torch.rand(step + 7)
-        update(noisy, [], [batch(UNEVEN[0]), batch(UNEVEN[1])], max_grad_norm=None, seed=5, step=step)
+        update(noisy, [], [batch(UNEVEN[0]), batch(UNEVEN[0])], max_grad_norm=None, seed=seed, step=step)
         return noisy.drawn
 
-    assert draw(3) == draw(3)
-    assert len({*draw(3), *draw(4)}) == 4
+    assert draw(5, 3) == draw(5, 3)
+    assert len({*draw(5, 3), *draw(5, 4), *draw(6, 3)}) == 12
 
 
 @pytest.mark.parametrize("with_picture", [[], [document(3, 9, 0)]])  # or one that has no label

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eyeline.core.locations import Location, Stamp
+from eyeline.core.randomness import rng_for
 
 IGNORE = -100  # a label that asks for no loss
+ODD = np.array([1, 0], np.int32)  # a bit of a row's draws: see kernels/dropout.py
 
 Role = Literal["system", "user", "assistant"]
 Ints = NDArray[np.int32]
@@ -173,6 +175,16 @@ class Batch:
     longest_image: int  # patches of the largest image
     counts: Counts
     ids: tuple[str, ...]  # sample ids, for blame; padding has none
+    draws_T2: Tensor | None = None  # int32: random numbers of each token, which dropout's masks are made of; None: nothing is dropped
+    draws_P2: Tensor | None = None  # int32: of each patch
+
+    def with_draws(self, seed: int, step: int, pack: int) -> "Batch":
+        """The same batch with the draws of dropout for its rows. `pack` is its number among those of the step on all ranks."""
+        draws = (
+            torch.from_numpy(rng_for(seed, purpose, step, pack).integers(-(2**31), 2**31, (rows, 2), np.int32) | ODD)
+            for purpose, rows in (("dropout", len(self.tokens_T)), ("dropout of patches", len(self.patches_PC)))
+        )
+        return replace(self, **dict(zip(("draws_T2", "draws_P2"), draws, strict=True)))
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch with every tensor on `device` (copies do not block)."""

@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     cu_S1: Tensor
     longest: int
     real_T: Tensor  # bool: no padding. A tensor, so that compiled blocks do not depend on how much there is
+    draws_T2: Tensor | None  # of dropout
 
 
 class Cache(Protocol):
@@ -67,11 +68,12 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> Tensor:
         # -1, not H or G: under tensor parallelism a rank holds some of the heads
-        q_THK, k_TGK, v_TGK = (project(x_TD).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        q_THK, k_TGK, v_TGK = (project(x_TD, layout.draws_T2).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:  # before the rotation, which a scale of each channel does not commute with
             q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
         q_THK, k_TGK = rotate(q_THK, layout.cos_TR, layout.sin_TR), rotate(k_TGK, layout.cos_TR, layout.sin_TR)
-        return self.o(self.attend(q_THK, k_TGK, v_TGK, layout.cu_S1, layout.longest, cache).flatten(1))
+        out_THK = self.attend(q_THK, k_TGK, v_TGK, layout.cu_S1, layout.longest, cache)
+        return self.o(out_THK.flatten(1), layout.draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         q, k, v = (project.count(tally, reached, "token") for project in (self.q, self.k, self.v))
@@ -89,7 +91,7 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> Tensor:
         x_TD = x_TD + self.attn(self.norm1(x_TD), layout, cache)
-        return x_TD + self.mlp(self.norm2(x_TD))
+        return x_TD + self.mlp(self.norm2(x_TD), layout.draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         reached |= self.attn.count(tally, reached or learns(self.norm1))
@@ -109,7 +111,7 @@ class ExpertBlock(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> tuple[Tensor, Routed]:
         x_TD = x_TD + self.attn(self.norm1(x_TD), layout, cache)
-        y_TD, routed = self.mlp(self.norm2(x_TD), layout.real_T)
+        y_TD, routed = self.mlp(self.norm2(x_TD), layout.real_T, layout.draws_T2)
         return x_TD + y_TD, routed
 
     def count(self, tally: Tally, reached: bool) -> bool:
@@ -202,7 +204,7 @@ class Decoder(nn.Module):
         """
         cos_TR, sin_TR = self.tables(batch.positions_T3)
         real_T = torch.arange(len(x_TD), device=x_TD.device) < batch.counts.real
-        layout = Layout(cos_TR, sin_TR, batch.cu_S1, batch.longest, real_T)
+        layout = Layout(cos_TR, sin_TR, batch.cu_S1, batch.longest, real_T, batch.draws_T2)
         routed: list[Routed] = []
         for i, block in enumerate(self.blocks):
             out = run_block(block, self.recompute, x_TD, layout, None if cache is None else cache[i])

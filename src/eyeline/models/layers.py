@@ -19,9 +19,9 @@ from eyeline.models.flops import Rows, Tally, learns
 
 
 class Linear(nn.Linear):
-    """`x·Wᵀ + b` in x's dtype."""
+    """`x·Wᵀ + b` in x's dtype. `draws_T2` are of the rows, for an adapter in its place, which drops some of its input."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:  # the argument's name is ours, its place nn.Linear's
+    def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:  # noqa: ARG002 (for LoRALinear)
         return F.linear(x_TD, self.weight.to(x_TD.dtype), None if self.bias is None else self.bias.to(x_TD.dtype))
 
     def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
@@ -36,8 +36,8 @@ class MLP(nn.Module):
         self.gate, self.up = (Linear(width, feed_forward, bias=False) for _ in range(2))
         self.down = Linear(feed_forward, width, bias=False)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
+    def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:
+        return self.down(F.silu(self.gate(x_TD, draws_T2)) * self.up(x_TD, draws_T2), draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         gate, up = (project.count(tally, reached, "token") for project in (self.gate, self.up))
@@ -51,8 +51,8 @@ class GeluMLP(nn.Module):
         super().__init__()
         self.up, self.down = Linear(width, feed_forward), Linear(feed_forward, width)
 
-    def forward(self, x_PD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_PD), approximate="tanh"))
+    def forward(self, x_PD: Tensor, draws_P2: Tensor | None = None) -> Tensor:
+        return self.down(F.gelu(self.up(x_PD, draws_P2), approximate="tanh"), draws_P2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         return self.down.count(tally, self.up.count(tally, reached, "patch"), "patch")
@@ -101,10 +101,10 @@ def run_block(block: nn.Module, recompute: bool, *args: Any) -> Any:
     """`block(*args)`; with `recompute` its activations are dropped and made again in the backward pass.
 
     Non-re-entrant: the re-entrant form gives no gradient to a block whose input needs none, such as the first block above
-    a frozen embedding.
+    a frozen embedding. Nothing in a block draws from a generator, so there is no state of one to put back.
     """
     if recompute and torch.is_grad_enabled():
-        return checkpoint(block, *args, use_reentrant=False)
+        return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
     return block(*args)
 
 

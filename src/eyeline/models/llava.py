@@ -87,11 +87,12 @@ class Projector(nn.Module):
         else:
             self.out = Linear(width, c.language.hidden_size)
 
-    def forward(self, features_PD: Tensor) -> Tensor:
+    def forward(self, features_PD: Tensor, draws_P2: Tensor | None = None) -> Tensor:
         # patches are stored in merge order, so pixel shuffle is this reshape: the r² patches of a cell follow one another
         x_MD = features_PD.reshape(-1, self.joined * features_PD.shape[-1])
         x_MD = x_MD if self.norm is None else self.norm(x_MD)
-        return self.down(F.gelu(self.up(x_MD))) if hasattr(self, "up") else self.out(x_MD)
+        draws_M2 = None if draws_P2 is None else draws_P2[:: self.joined]
+        return self.down(F.gelu(self.up(x_MD, draws_M2)), draws_M2) if hasattr(self, "up") else self.out(x_MD, draws_M2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         reached |= learns(self.norm)
@@ -124,8 +125,9 @@ class Model(nn.Module):
         """
         x_TD = self.language.embedded(batch.tokens_T)
         if len(batch.patches_PC):
-            features_PD = self.vision(batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
-            visual_MD = self.projector(features_PD)[batch.sources_M]
+            images = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
+            features_PD = self.vision(*images, batch.draws_P2)
+            visual_MD = self.projector(features_PD, batch.draws_P2)[batch.sources_M]
             x_TD = x_TD.index_copy(0, batch.visual_M, visual_MD)
         return self.language(x_TD, batch, cache)
 

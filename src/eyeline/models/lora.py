@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import Facts, Part, matches
+from eyeline.core.randomness import seed_for
 from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.kernels.dropout import dropout_mask
 from eyeline.models.flops import Rows, Tally
 from eyeline.models.layers import Linear
 
@@ -28,22 +30,29 @@ class LoRA(Settings):
 class LoRALinear(Linear):
     """A linear layer that keeps its weight and bias, under their names, and adds `lora_A` [r, in] and `lora_B` [out, r].
 
-    B starts at zero: a freshly wrapped layer computes what it did before. A starts as PEFT's does, uniform in ±1/√in.
+    B starts at zero: a freshly wrapped layer computes what it did before. A starts as PEFT's does, uniform in ±1/√in. Dropout's mask
+    is made of the rows' draws (`Batch.draws_T2`) and of the layer's name.
     """
 
-    def __init__(self, base: Linear, lora: LoRA, rng: torch.Generator):
+    def __init__(self, base: Linear, lora: LoRA, rng: torch.Generator, name: str):
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")  # the real tensors are the base's
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
+        # a tensor on the host, whatever the device: compiled blocks that differ by it alone are one graph
+        self.address = torch.tensor(seed_for(0, name), device="cpu")
         a_rI = (torch.rand(lora.rank, base.in_features, generator=rng, device=rng.device) * 2 - 1) * base.in_features**-0.5
         device = base.weight.device
         self.lora_A = nn.Parameter(a_rI.to(device))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, lora.rank, device=device))
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        dropped_TD = F.dropout(x_TD, self.dropout, self.training)
-        update = F.linear(F.linear(dropped_TD, self.lora_A.to(x_TD.dtype)), self.lora_B.to(x_TD.dtype))
-        return super().forward(x_TD) + update * self.scale
+    def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:
+        kept_TD, scale = x_TD, self.scale
+        if self.training and self.dropout:
+            assert draws_T2 is not None, "dropout in training needs the batch's draws"
+            kept_TD = torch.where(dropout_mask(draws_T2, self.address, self.in_features, self.dropout), 0, x_TD)
+            scale /= 1 - self.dropout
+        update = F.linear(F.linear(kept_TD, self.lora_A.to(x_TD.dtype)), self.lora_B.to(x_TD.dtype))
+        return super().forward(x_TD) + update * scale
 
     def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
         rank, a, b = len(self.lora_A), self.lora_A.requires_grad, self.lora_B.requires_grad
@@ -80,7 +89,7 @@ def wrap(model: nn.Module, facts: Facts, part: Part, lora: LoRA, rng: torch.Gene
         if any(matches(pattern, name) for pattern in patterns) and not _unused(facts, name):
             assert isinstance(module, Linear), f"{name} is a {type(module).__name__}"
             assert not isinstance(module, LoRALinear), f"{name} has an adapter already; merge first"
-            model.set_submodule(name, LoRALinear(module, lora, rng))
+            model.set_submodule(name, LoRALinear(module, lora, rng, name))
             wrapped.append(name)
     return wrapped
 

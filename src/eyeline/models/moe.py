@@ -148,11 +148,11 @@ class MoE(nn.Module):
         self.shared = None if shared is None else MLP(width, shared)
         self.shared_gate = None if shared is None else Linear(width, 1, bias=False)
 
-    def forward(self, x_TD: Tensor, real_T: Tensor) -> tuple[Tensor, Routed]:
+    def forward(self, x_TD: Tensor, real_T: Tensor, draws_T2: Tensor | None = None) -> tuple[Tensor, Routed]:
         chosen_TA, weight_TA, routed = self.router(x_TD, real_T)
         y_TD = self.dispatch(x_TD, chosen_TA, weight_TA, self.experts)
         if self.shared is not None and self.shared_gate is not None:
-            y_TD = y_TD + self.shared_gate(x_TD).sigmoid() * self.shared(x_TD)
+            y_TD = y_TD + self.shared_gate(x_TD).sigmoid() * self.shared(x_TD, draws_T2)
         return y_TD, routed
 
     def count(self, tally: Tally, reached: bool) -> bool:

@@ -142,11 +142,11 @@ class GatedAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> Tensor:
         # -1, not H or G: under tensor parallelism a rank holds some of the heads
-        q_THK, k_TGK, v_TGK = (project(x_TD).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        q_THK, k_TGK, v_TGK = (project(x_TD, layout.draws_T2).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
         q_THK = rotate(self.q_norm(q_THK), layout.cos_TR, layout.sin_TR)
         k_TGK = rotate(self.k_norm(k_TGK), layout.cos_TR, layout.sin_TR)
         out_THK = self.attend(q_THK, k_TGK, v_TGK, layout.cu_S1, layout.longest, cache)
-        return self.o(out_THK.flatten(1) * self.gate(x_TD).sigmoid())
+        return self.o(out_THK.flatten(1) * self.gate(x_TD, layout.draws_T2).sigmoid(), layout.draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         q, k, v, gate = (project.count(tally, reached, "token") for project in (self.q, self.k, self.v, self.gate))
@@ -214,12 +214,14 @@ class GatedDeltaNet(nn.Module):
         self.o = Linear(values, c.hidden_size, bias=False)
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: StateCache | None = None) -> Tensor:
-        decay_TH = -self.A_log.float().exp() * F.softplus(self.a(x_TD).float() + self.dt_bias.float())
-        beta_TH = self.b(x_TD).float().sigmoid()
-        mixed = (self.q(x_TD), self.k(x_TD), self.v(x_TD))
+        draws_T2 = layout.draws_T2
+        decay_TH = -self.A_log.float().exp() * F.softplus(self.a(x_TD, draws_T2).float() + self.dt_bias.float())
+        beta_TH = self.b(x_TD, draws_T2).float().sigmoid()
+        mixed = (self.q(x_TD, draws_T2), self.k(x_TD, draws_T2), self.v(x_TD, draws_T2))
         kernels = (self.conv_q.weight, self.conv_k.weight, self.conv_v.weight)
         out_THJ = self.scan(mixed, kernels, decay_TH, beta_TH, layout.cu_S1, cache)
-        return self.o(self.norm(out_THJ, self.z(x_TD).unflatten(-1, (-1, self.J))).flatten(1))
+        z_THJ = self.z(x_TD, draws_T2).unflatten(-1, (-1, self.J))
+        return self.o(self.norm(out_THJ, z_THJ).flatten(1), draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         q, k, v, z, a, b = (x.count(tally, reached, "token") for x in (self.q, self.k, self.v, self.z, self.a, self.b))
@@ -259,8 +261,8 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, layout: Layout, cache: Any = None) -> Tensor | tuple[Tensor, Routed]:
         x_TD = x_TD + self.mix(self.norm1(x_TD), layout, cache)
         if isinstance(self.mlp, MLP):
-            return x_TD + self.mlp(self.norm2(x_TD))
-        y_TD, routed = self.mlp(self.norm2(x_TD), layout.real_T)
+            return x_TD + self.mlp(self.norm2(x_TD), layout.draws_T2)
+        y_TD, routed = self.mlp(self.norm2(x_TD), layout.real_T, layout.draws_T2)
         return x_TD + y_TD, routed
 
     def count(self, tally: Tally, reached: bool) -> bool:

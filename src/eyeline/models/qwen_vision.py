@@ -92,11 +92,11 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (Linear(c.hidden_size, c.hidden_size) for _ in range(4))
         self.attend = Attend(causal=False)
 
-    def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
+    def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int, draws_P2: Tensor | None = None) -> Tensor:
         # -1, not the number of heads: under tensor parallelism a rank holds some of them
-        q_PHK, k_PHK, v_PHK = (project(x_PD).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        q_PHK, k_PHK, v_PHK = (project(x_PD, draws_P2).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
         q_PHK, k_PHK = rotate(q_PHK, cos_PK, sin_PK), rotate(k_PHK, cos_PK, sin_PK)
-        return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1))
+        return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1), draws_P2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         q, k, v = (project.count(tally, reached, "patch") for project in (self.q, self.k, self.v))
@@ -110,9 +110,9 @@ class Block(nn.Module):
         self.norm1, self.norm2 = LayerNorm(c.hidden_size, EPS), LayerNorm(c.hidden_size, EPS)
         self.attn, self.mlp = Attention(c), GeluMLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
-        x_PD = x_PD + self.attn(self.norm1(x_PD), cos_PK, sin_PK, cu_N1, longest)
-        return x_PD + self.mlp(self.norm2(x_PD))
+    def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int, draws_P2: Tensor | None = None) -> Tensor:
+        x_PD = x_PD + self.attn(self.norm1(x_PD), cos_PK, sin_PK, cu_N1, longest, draws_P2)
+        return x_PD + self.mlp(self.norm2(x_PD), draws_P2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         reached |= self.attn.count(tally, reached or learns(self.norm1))
@@ -133,7 +133,9 @@ class Model(nn.Module):
         self.positions = nn.Embedding(c.position_grid**2, c.hidden_size)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
 
-    def forward(self, patches_PC: Tensor, places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, longest: int) -> list[Tensor]:
+    def forward(
+        self, patches_PC: Tensor, places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, longest: int, draws_P2: Tensor | None = None
+    ) -> list[Tensor]:
         """uint8 patches of all images, in merge order -> features_PD of the last block, then those of each block in `deepstack_layers`."""
         patches_PC = patches_PC.reshape(-1, self.embed.in_features)  # of no images there are no columns either
         x_PD = self.embed(normalised(patches_PC, self.mean, self.std).to(self.compute_dtype))
@@ -144,7 +146,7 @@ class Model(nn.Module):
         cos_PK, sin_PK = axial_tables(places_P2, self.K)
         deep = []
         for i, block in enumerate(self.blocks):
-            x_PD = run_block(block, self.recompute, x_PD, cos_PK, sin_PK, cu_N1, longest)
+            x_PD = run_block(block, self.recompute, x_PD, cos_PK, sin_PK, cu_N1, longest, draws_P2)
             if i in self.deep:
                 deep.append(x_PD)
         return [x_PD, *deep]
@@ -209,10 +211,10 @@ class Merger(nn.Module):
         self.norm = LayerNorm(self.width if joined else c.hidden_size, EPS)
         self.up, self.down = Linear(self.width, self.width), Linear(self.width, out)
 
-    def forward(self, x_PD: Tensor) -> Tensor:
+    def forward(self, x_PD: Tensor, draws_M2: Tensor | None) -> Tensor:
         # patches are stored in merge order: those of one token follow one another
         x_MD = self.norm(x_PD.reshape(-1, self.width)) if self.joined else self.norm(x_PD).reshape(-1, self.width)
-        return self.down(F.gelu(self.up(x_MD)))
+        return self.down(F.gelu(self.up(x_MD, draws_M2)), draws_M2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         return self.down.count(tally, self.up.count(tally, reached or learns(self.norm), "visual"), "visual")
@@ -223,13 +225,15 @@ class Projector(nn.Module):
 
     def __init__(self, c: Config, out: int):
         super().__init__()
+        self.patches = c.merge**2  # of a visual token
         self.main = Merger(c, out, joined=False)
         self.deep = nn.ModuleList(Merger(c, out, joined=True) for _ in c.deepstack_layers)
 
-    def forward(self, features: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, features: list[Tensor], draws_P2: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """The tower's features -> tokens_MD, and one more tensor of that shape per DeepStack merger."""
         last_PD, *deep = features
-        return self.main(last_PD), [merger(x_PD) for merger, x_PD in zip(self.deep, deep, strict=True)]
+        draws_M2 = None if draws_P2 is None else draws_P2[:: self.patches]
+        return self.main(last_PD, draws_M2), [merger(x_PD, draws_M2) for merger, x_PD in zip(self.deep, deep, strict=True)]
 
     def count(self, tally: Tally, reached: list[bool]) -> tuple[bool, list[bool]]:
         mergers = cast(Iterable[Merger], self.deep)  # a ModuleList forgets what it holds

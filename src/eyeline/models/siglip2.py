@@ -72,10 +72,10 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (Linear(c.hidden_size, c.hidden_size) for _ in range(4))
         self.attend = Attend(causal=False)
 
-    def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
+    def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int, draws_P2: Tensor | None = None) -> Tensor:
         # -1, not the number of heads: under tensor parallelism a rank holds some of them
-        q_PHK, k_PHK, v_PHK = (project(x_PD).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
-        return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1))
+        q_PHK, k_PHK, v_PHK = (project(x_PD, draws_P2).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1), draws_P2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         q, k, v = (project.count(tally, reached, "patch") for project in (self.q, self.k, self.v))
@@ -89,9 +89,9 @@ class Block(nn.Module):
         self.norm1, self.norm2 = LayerNorm(c.hidden_size, c.eps), LayerNorm(c.hidden_size, c.eps)
         self.attn, self.mlp = Attention(c), GeluMLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
-        x_PD = x_PD + self.attn(self.norm1(x_PD), cu_N1, longest)
-        return x_PD + self.mlp(self.norm2(x_PD))
+    def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int, draws_P2: Tensor | None = None) -> Tensor:
+        x_PD = x_PD + self.attn(self.norm1(x_PD), cu_N1, longest, draws_P2)
+        return x_PD + self.mlp(self.norm2(x_PD), draws_P2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         reached |= self.attn.count(tally, reached or learns(self.norm1))
@@ -114,7 +114,9 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = LayerNorm(c.hidden_size, c.eps)
 
-    def forward(self, patches_PC: Tensor, places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, longest: int) -> Tensor:
+    def forward(
+        self, patches_PC: Tensor, places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, longest: int, draws_P2: Tensor | None = None
+    ) -> Tensor:
         """uint8 patches of all images, in any order within an image -> their features_PD in the same order."""
         patches_PC = patches_PC.reshape(-1, self.embed.in_features)  # of no images there are no columns either
         x_PD = self.embed(normalised(patches_PC, self.mean, self.std).to(self.compute_dtype))
@@ -124,7 +126,7 @@ class Model(nn.Module):
             position_PD = self.positions(places_P2[:, 0] * self.side + places_P2[:, 1])
         x_PD = x_PD + position_PD.to(x_PD.dtype)
         for block in self.blocks[: self.depth]:
-            x_PD = run_block(block, self.recompute, x_PD, cu_N1, longest)
+            x_PD = run_block(block, self.recompute, x_PD, cu_N1, longest, draws_P2)
         return self.norm(x_PD) if self.normed else x_PD
 
     def count(self, tally: Tally) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from eyeline.core.batch import Batch, Counts
 from eyeline.core.errors import fitting
-from eyeline.core.randomness import seed_for
 from eyeline.models.moe import Aux, Balance, Bias, balance_loss, move_biases
 from eyeline.parallel.copies import on_device
 
@@ -61,13 +60,12 @@ def update(
     device = next(model.parameters()).device
     total, added = (torch.zeros((), device=device) for _ in range(2))
     tokens_NE: Tensor | None = None  # that each expert of each MoE layer got
-    arriving = on_device(micro_batches, device)
+    arriving = on_device((batch.with_draws(seed, step, i) for i, batch in enumerate(micro_batches)), device)
     for i, here in enumerate(micro_batches):
         with fitting(partial(described, here, f"micro-batch {i} of step {step + 1}")):
             batch = next(arriving)  # the copy of a batch may not fit, either
             if batch.counts.supervised == 0:
                 continue
-            torch.manual_seed(seed_for(seed, "dropout", step, i))
             loss, load = model(batch)
             if load is not None:
                 tokens_NE = load.tokens_NE if tokens_NE is None else tokens_NE + load.tokens_NE
