@@ -811,7 +811,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
     ],
     "answers": [
-        ("evals/exact_match.py", "answer.casefold().split()", "answer.split()", "evals/test_exact_match.py::test_what_counts_of_an_answer"),
+        ("evals/metric.py", "answer.casefold().split()", "answer.split()", "evals/test_exact_match.py::test_what_counts_of_an_answer"),
         (
             "evals/exact_match.py",
             "islice(usable(asked, rejected), limit)",

@@ -482,6 +482,7 @@ CASES: dict[str, Case] = {
     "evaluation.sources[].repeat": turned("evaluation.sources.0.repeat=2", see=refusal),
     "evaluation.sources[].weight": turned("evaluation.sources.0.weight=2", see=refusal),
     "evaluation.sources[].limit": turned("evaluation.sources.0.limit=3", see=evaluated),
+    "evaluation.metric": turned("evaluation.metric=nowhere.py:score", see=refusal),
     "evaluation.max_new_tokens": turned("evaluation.max_new_tokens=2", see=evaluated),
     "precision": turned("precision=bf16"),
     "device": turned("device=cuda", see=device),

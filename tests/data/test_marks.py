@@ -281,7 +281,7 @@ def test_an_index_rejects_a_row_whose_template_trains_on_the_masked_answer_alone
 
 def test_an_evaluation_asks_for_the_last_answer_in_the_loss(written) -> None:
     path = written({"images": ["red.png"], "messages": talk({}, {"weight": 0})}, {"images": ["red.png"], "messages": talk({"weight": 0})})
-    first, second = usable([open_source(Source(path=str(path)))], rejected=Counter())
+    first, second = (question.sample for question in usable([open_source(Source(path=str(path)))], rejected=Counter()))
     assert (question_of(first), answer_of(first)) == ("What?", "WRONG")
     assert (question_of(second), answer_of(second)) == ("What?\nWRONG\nSure?", "right")
     prior = prior_of([Sample("", tuple(Message(m.role, m.parts, n != 3) for n, m in enumerate(said("What?", "a", "Sure?", "b"))))])

@@ -16,6 +16,7 @@ from obstore.store import S3Store
 from eyeline.data.layouts.layouts import SHAPES
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.data.sources.sources import Source
+from eyeline.evals.metric import metric_named
 from tests.data.small_training import draw, trained
 
 BUCKET = "s3://my-bucket/"
@@ -120,6 +121,7 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: What is a cat?", "assistant: «An animal.»"],
     ],
     "Other names": [A_CAT, A_CAT, ["user: [white]What colour?", "assistant: «White.»"]],
+    "Code of your own": [[*A_CAT, "user: What colour?", "assistant: «Black.»"]],
     "Object stores": CAPTIONS,
     "Several sources": [CAPTIONS[1], A_CAT],
 }
@@ -131,6 +133,14 @@ def test_every_example_is_trained_on(title: str, tmp_path: Path, monkeypatch: py
     sources = EXAMPLES[title].make(tmp_path)
     with stored(tmp_path, monkeypatch) if any(source.path.startswith(BUCKET) for source in sources) else nullcontext():
         assert list(trained(*sources).values()) == TRAINED[title]
+
+
+def test_the_example_of_a_metric_gives_scores(tmp_path: Path) -> None:
+    (tmp_path / "my_metric.py").write_text(EXAMPLES["Code of your own"].files["my_metric.py"])
+    metric = metric_named(f"{tmp_path}/my_metric.py:score")
+    people = {"answers": ["Black", "black", "grey", "dark"]}
+    assert [metric.score(said, "black", lambda: people) for said in ("black.", "grey", "red")] == [2 / 3, 1 / 3, 0]
+    assert metric.score("Black", "black", dict) == 1 / 3
 
 
 @contextmanager

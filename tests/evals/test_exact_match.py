@@ -22,7 +22,8 @@ from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe
 from eyeline.evals import exact_match as module
-from eyeline.evals.exact_match import Prior, exact_match, normalised, prior_of, rounds, thumbnail, usable
+from eyeline.evals.exact_match import Prior, exact_match, prior_of, rounds, thumbnail, usable
+from eyeline.evals.metric import normalised
 from eyeline.evals.result import read_result, write_result
 from eyeline.generate.generate import Answer
 from eyeline.generate.prompts import Prompts
@@ -140,16 +141,16 @@ def test_rounds_answer_as_one_by_one(tmp_path: Path, made: tuple[llava.Model, Fa
 def test_rounds_keep_to_their_budgets_and_use_them(tmp_path: Path, made: tuple[llava.Model, Facts, Encoder]) -> None:
     _, facts, encoder = made
     source = easy_vqa(tmp_path / "test", [("why" * (1 + n * 7 % 11 % 5), "x", n % 4) for n in range(60)])
-    samples = list(usable([source], Counter()))
+    questions = list(usable([source], Counter()))
 
-    def fits(round: Sequence[tuple[Sample, Document]], budget: Budget) -> bool:
+    def fits(round: Sequence[tuple[module.Question, Document]], budget: Budget) -> bool:
         pictures = {image.key for _, prompt in round for image in prompt.images}
         room = len(round) * (max(len(prompt.tokens_T) for _, prompt in round) + 5)
         return room <= budget.tokens and len(pictures) * 4 <= budget.patches
 
     for budget, count in ((Budget(120, 10_000), None), (Budget(10_000, 8), 2), (Budget(10_000, 10_000), 1)):
-        cut = list(rounds(samples, Prompts(encoder, facts.image), 5, budget, 64, Counter()))
-        assert sorted(s.id for r in cut for s, _ in r) == sorted(s.id for s in samples)
+        cut = list(rounds(questions, Prompts(encoder, facts.image), 5, budget, 64, Counter()))
+        assert sorted(q.sample.id for r in cut for q, _ in r) == sorted(q.sample.id for q in questions)
         assert all(fits(round, budget) for round in cut)
         assert not any(fits([*round, following[0]], budget) for round, following in pairwise(cut))
         assert count is None or len(cut) == count
@@ -193,9 +194,9 @@ def test_a_conversation_is_asked_its_last_question() -> None:
 
 def test_the_shown_samples_depend_neither_on_order_nor_on_answers() -> None:
     def shown(samples: Iterable[Sample], prediction: str) -> set[str]:
-        tally = module.Tally(NOTHING)
+        tally = module.Tally()
         for one in samples:
-            tally.add(module.Answered(one, prediction, False))
+            tally.add(module.Answered(one, prediction, False, float(prediction == "x"), 0))
         return {a.sample.id for a in tally.shown()}
 
     samples = [sample(f"s#{n}", "q", "x") for n in range(50)]
@@ -210,9 +211,9 @@ def test_wrong_answers_are_kept_apart_whatever_the_order() -> None:
     wrong = {f"s#{n}" for n in range(0, 400, 25)}  # 16
 
     def kept(samples: Iterable[Sample]) -> list[str]:
-        tally = module.Tally(NOTHING)
+        tally = module.Tally()
         for one in samples:
-            tally.add(module.Answered(one, "y" if one.id in wrong else "x", False))
+            tally.add(module.Answered(one, "y", False, float(one.id not in wrong), 0))
         return [answered.sample.id for answered in tally.wrong()]
 
     first = kept(samples)
@@ -238,8 +239,8 @@ def test_a_reader_of_easy_vqa_who_never_looks_reaches_67_percent() -> None:
     pytest.importorskip("easy_vqa")
     train, test = (open_source(Source(path=f"package:easy_vqa/data/{split}")) for split in ("train", "test"))
     rejected: Counter[str] = Counter()
-    prior = prior_of(usable([train], rejected))
-    asked = list(usable([test], rejected))
+    prior = prior_of(question.sample for question in usable([train], rejected))
+    asked = [question.sample for question in usable([test], rejected)]
     right = sum(prior.guess(module.question_of(s)) == normalised(module.answer_of(s)) for s in asked)
     assert (len(asked), not rejected) == (9673, True)
     assert round(100 * right / 9673, 1) == 67.0

@@ -96,6 +96,7 @@ def plan_identity(
     """All that a plan depends on, except files of images, by name; `validation` are sources of their own."""
     choice = [[s.categories, s.repeat, s.limit, s.weight] for s in data.sources]
     order = [seed, data.mix, data.max_samples_per_image, data.validation_fraction, choice]
+    own = any(rows.layout.code for rows in validation)  # a file of the user's may change under its name; other layouts are settings
     return {
         "data": [digest_of(rows) for rows in training],
         "validation": [digest_of(rows) for rows in validation],
@@ -105,7 +106,7 @@ def plan_identity(
         "tokenizer": encoder.identity,
         "picture rule": short_hash(rule),
         "plan version": planning.VERSION,
-    }
+    } | ({"layout of validation": [rows.layout.identity for rows in validation]} if own else {})
 
 
 def state_changes(

@@ -34,6 +34,7 @@ CAUSES: dict[str, str] = {
     "preference": "answers that are compared or rated, for another kind of training",
     "unsupported": "something that is not read: sound, films without a template for them, marks that another trainer fills in, marks of "
     "the loss that are neither on nor off",
+    "user_code": "a function of your own that failed, or returned no messages",
     # the image
     "remote_url": "a URL where a file is wanted",
     "bad_path": "a path that cannot name a file",
@@ -83,6 +84,7 @@ REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.m
     "tool_turn": "Leave such conversations out, or write calls and results as plain text.",
     "preference": "Keep the good answers alone, as messages or prompt and completion.",
     "unsupported": "Leave it out, or write as text what it says; films need a template that has a place for them, such as qwen3.",
+    "user_code": "Look at the line that the message names, and correct the function, or leave the row out.",
     # the image
     "remote_url": "Download the pictures first, and name the files: training never waits for the web.",
     "bad_path": "Write the path of a file, without control characters.",

@@ -5,6 +5,7 @@ That is before there is a tokenizer, and so before there is an index.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -13,6 +14,7 @@ from eyeline.core.batch import Sample, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import is_url
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings, Share
+from eyeline.core.user_code import with_files
 from eyeline.data.containers.container import RETRIES
 from eyeline.data.images.patches import Augment
 from eyeline.data.plan.read_shard import hold_out_draw, names_of
@@ -105,10 +107,9 @@ def open_stored(data: Data) -> Prepared | None:
 
 
 def choice(data: Data) -> dict[str, Any]:
-    """The settings that say which samples there are, and in which order."""
-    return data.model_dump(
-        mode="json", include={"sources", "mix", "max_samples_per_image", "validation_fraction", "validation", "max_length", "overlong"}
-    )
+    """The settings that say which samples there are, and in which order; of code its file's name, since its content is in the identity."""
+    named = {"sources", "mix", "max_samples_per_image", "validation_fraction", "validation", "max_length", "overlong"}
+    return with_files(data.model_dump(mode="json", include=named), lambda file: Path(file).name)
 
 
 def prepared_sides(data: Data, found: Prepared) -> Divided:

@@ -1,13 +1,13 @@
-"""Exact match: every question answered greedily, and compared with the true answer word for word."""
+"""Every question answered greedily, and the answer scored against the true one: word for word, or by a metric of the user's."""
 
 import base64
 import io
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image as Pillow
 
@@ -17,9 +17,10 @@ from eyeline.core.facts import Facts
 from eyeline.core.randomness import seed_for
 from eyeline.data.images.decode import decode
 from eyeline.data.images.image_files import image_key
-from eyeline.data.sources.sources import Rows
+from eyeline.data.sources.sources import Place, Rows
 from eyeline.data.text.documents import until_supervised
 from eyeline.data.text.tokenizer import Encoder
+from eyeline.evals.metric import EXACT_MATCH, Metric, normalised
 from eyeline.evals.result import Asked, Blind, Result, Score
 from eyeline.generate.generate import generate
 from eyeline.generate.prompts import Prompts
@@ -30,11 +31,6 @@ SHOWN = 10  # samples in eval.json, and as many wrong answers
 WINDOW = 2048  # samples that are put in order of their images at a time
 THUMBNAIL = 320  # pixels of the longer side of a shown image
 BUDGET = Budget(tokens=16_384, patches=16_384)  # of a round of questions: the tokens that its cache has room for
-
-
-def normalised(answer: str) -> str:
-    """What counts of an answer: not its case, nor its white space, nor full stops and the like around it."""
-    return " ".join(answer.casefold().split()).strip(" .,!?")
 
 
 def question_of(sample: Sample) -> str:
@@ -51,7 +47,7 @@ def answer_of(sample: Sample) -> str:
 class Prior:
     """What somebody would answer who knows the training questions by heart and never looks at an image."""
 
-    answers: dict[str, str]  # question -> its most frequent answer, normalised
+    answers: dict[str, str]  # question -> its most frequent answer
     default: str  # the most frequent answer of all, for questions that training never asked
 
     how: str = "the most frequent answer to the same question in the training data, else the most frequent answer of all"
@@ -60,13 +56,13 @@ class Prior:
         return self.answers.get(question, self.default)
 
 
-def prior_of(samples: Iterable[Sample]) -> Prior:
-    """The prior of these samples. Of equally frequent answers the one met first."""
+def prior_of(samples: Iterable[Sample], alike: Callable[[str], str] = normalised) -> Prior:
+    """The prior of these samples, in which answers are one that are `alike`. Of equally frequent answers the one met first."""
     by_question: dict[str, Counter[str]] = defaultdict(Counter)
     overall: Counter[str] = Counter()
     for sample in samples:
         sample = until_supervised(sample)
-        answer = normalised(answer_of(sample))
+        answer = alike(answer_of(sample))
         by_question[question_of(sample)][answer] += 1
         overall[answer] += 1
     return Prior({question: most_frequent(counts) for question, counts in by_question.items()}, most_frequent(overall) if overall else "")
@@ -76,28 +72,42 @@ def most_frequent(counts: Counter[str]) -> str:
     return counts.most_common(1)[0][0]  # stable: a Counter keeps the order in which it met its keys
 
 
-def usable(sources: Iterable[Rows], rejected: Counter[str]) -> Iterator[Sample]:
+class Question(NamedTuple):
+    """The last question of a sample, and where its row is."""
+
+    sample: Sample
+    rows: Rows
+    place: Place
+
+    def row(self) -> Any:
+        """The row as its file has it."""
+        return self.rows.container.row(self.place)
+
+
+def usable(sources: Iterable[Rows], rejected: Counter[str]) -> Iterator[Question]:
     """Every sample of the sources in order, up to its last answer that is in the loss; the unusable ones are counted in `rejected` by
     cause."""
     for rows in sources:
-        for _, _, found in rows.kept():
+        for place, _, found in rows.kept():
             if isinstance(found, BadSample):
                 rejected[found.cause] += 1
             else:
-                yield until_supervised(found)
+                yield Question(until_supervised(found), rows, place)
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One question with the model's answer."""
+    """One question with the model's answer, and with what a guess without the image would be worth."""
 
     sample: Sample
     prediction: str
     cut: bool
+    score: float
+    guessed: float
 
     @property
     def correct(self) -> bool:
-        return normalised(self.prediction) == normalised(answer_of(self.sample))
+        return self.score == 1
 
 
 def exact_match(
@@ -107,6 +117,7 @@ def exact_match(
     asked: Sequence[Rows],
     prior: Prior,
     *,
+    metric: Metric = EXACT_MATCH,
     max_new_tokens: int,
     limit: int | None = None,
     budget: Budget = BUDGET,
@@ -120,13 +131,13 @@ def exact_match(
     """
     begin = time.monotonic()
     rejected: Counter[str] = Counter()
-    tally = Tally(prior)
+    tally = Tally()
     was_training = model.training
     model.eval()
     try:
-        samples = islice(usable(asked, rejected), limit)
-        for answered in answers(model, facts, encoder, samples, max_new_tokens, budget, rejected):
-            tally.add(answered)
+        questions = islice(usable(asked, rejected), limit)
+        for question, prediction, cut in answers(model, facts, encoder, questions, max_new_tokens, budget, rejected):
+            tally.add(scored(question, prediction, cut, metric, prior))
             if progress is not None:
                 progress(tally.questions)
     finally:
@@ -137,11 +148,12 @@ def exact_match(
         )
     overall = tally.overall
     return Result(
+        metric=metric.identity,
         accuracy=overall.accuracy,
         questions=overall.questions,
         overall=overall,
         by_kind=tally.by_kind(tally.right),
-        blind=Blind(how=prior.how, overall=score(tally.guessed.total(), tally.questions), by_kind=tally.by_kind(tally.guessed)),
+        blind=Blind(how=prior.how, overall=mean(sum(tally.guessed.values()), tally.questions), by_kind=tally.by_kind(tally.guessed)),
         rejected=dict(rejected),
         given=tally.given,
         cut=tally.cut,
@@ -153,14 +165,20 @@ def exact_match(
     )
 
 
-class Tally:
-    """Counts of answers so far: sums, divided once at the end."""
+def scored(question: Question, prediction: str, cut: bool, metric: Metric, prior: Prior) -> Answered:
+    """An answer with its score."""
+    sample, answer = question.sample, answer_of(question.sample)
+    score, guessed = (metric.score(said, answer, question.row) for said in (prediction, prior.guess(question_of(sample))))
+    return Answered(sample, prediction, cut, score, guessed)
 
-    def __init__(self, prior: Prior):
-        self.prior = prior
+
+class Tally:
+    """Sums over the answers so far, divided once at the end."""
+
+    def __init__(self) -> None:
         self.asked: Counter[str] = Counter()  # by kind, like the next two
-        self.right: Counter[str] = Counter()
-        self.guessed: Counter[str] = Counter()
+        self.right: dict[str, float] = defaultdict(int)  # sums of scores
+        self.guessed: dict[str, float] = defaultdict(int)
         self.given = 0
         self.cut = 0
         self._shown: dict[int, Answered] = {}
@@ -169,8 +187,8 @@ class Tally:
     def add(self, answered: Answered) -> None:
         sample = answered.sample
         self.asked[sample.kind] += 1
-        self.right[sample.kind] += answered.correct
-        self.guessed[sample.kind] += self.prior.guess(question_of(sample)) == normalised(answer_of(sample))
+        self.right[sample.kind] += answered.score
+        self.guessed[sample.kind] += answered.guessed
         self.given += sum(message.role == "assistant" for message in sample.messages[:-1])
         self.cut += answered.cut
         # the samples with the smallest digests: chosen by nobody, and the same ones whatever the order
@@ -186,10 +204,10 @@ class Tally:
 
     @property
     def overall(self) -> Score:
-        return score(self.right.total(), self.questions)
+        return mean(sum(self.right.values()), self.questions)
 
-    def by_kind(self, right: Counter[str]) -> dict[str, Score]:
-        return {kind: score(right[kind], self.asked[kind]) for kind in sorted(self.asked)}
+    def by_kind(self, right: Mapping[str, float]) -> dict[str, Score]:
+        return {kind: mean(right.get(kind, 0), self.asked[kind]) for kind in sorted(self.asked)}
 
     def shown(self) -> list[Answered]:
         return [self._shown[digest] for digest in sorted(self._shown)]
@@ -198,32 +216,39 @@ class Tally:
         return [self._wrong[digest] for digest in sorted(self._wrong)]
 
 
-def score(correct: int, questions: int) -> Score:
+def mean(correct: float, questions: int) -> Score:
     return Score(questions=questions, correct=correct, accuracy=correct / questions)
 
 
 def answers(
-    model: Model, facts: Facts, encoder: Encoder, samples: Iterable[Sample], max_new_tokens: int, budget: Budget, rejected: Counter[str]
-) -> Iterator[Answered]:
-    """Greedy answers, in order of images within windows. A sample without a usable prompt is counted in `rejected`."""
+    model: Model,
+    facts: Facts,
+    encoder: Encoder,
+    questions: Iterable[Question],
+    max_new_tokens: int,
+    budget: Budget,
+    rejected: Counter[str],
+) -> Iterator[tuple[Question, str, bool]]:
+    """(question, greedy answer, whether it was cut), in order of images within windows. A sample without a usable prompt is counted in
+    `rejected`."""
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    for round in rounds(samples, Prompts(encoder, facts.image), max_new_tokens, budget, facts.max_positions, rejected):
+    for round in rounds(questions, Prompts(encoder, facts.image), max_new_tokens, budget, facts.max_positions, rejected):
         made = generate(model, facts, [prompt for _, prompt in round], sampling, encoder.stop_ids)
-        for (sample, _), answer in zip(round, made, strict=True):
-            yield Answered(sample, encoder.decode(answer.tokens), answer.finish == "length")
+        for (question, _), answer in zip(round, made, strict=True):
+            yield question, encoder.decode(answer.tokens), answer.finish == "length"
 
 
 def rounds(
-    samples: Iterable[Sample], prompts: Prompts, max_new_tokens: int, budget: Budget, longest: int, rejected: Counter[str]
-) -> Iterator[list[tuple[Sample, Document]]]:
+    questions: Iterable[Question], prompts: Prompts, max_new_tokens: int, budget: Budget, longest: int, rejected: Counter[str]
+) -> Iterator[list[tuple[Question, Document]]]:
     """Prompts that are answered together: their cache has room for at most `budget.tokens`, and their images, each counted
     once, have at most `budget.patches`. A prompt that is larger than that is a round of its own."""
-    round: list[tuple[Sample, Document]] = []
+    round: list[tuple[Question, Document]] = []
     longest_prompt = 0
     patches: dict[str, int] = {}
-    for sample in by_picture(samples):
+    for question in by_picture(questions):
         try:
-            prompt = prompts.prompt(sample)
+            prompt = prompts.prompt(question.sample)
             if len(prompt.tokens_T) >= longest:
                 raise BadSample("too_long", "messages", f"{len(prompt.tokens_T)} tokens leave no room for an answer in {longest}")
         except BadSample as bad:
@@ -234,17 +259,17 @@ def rounds(
         if round and ((len(round) + 1) * (wider + max_new_tokens) > budget.tokens or sum(more.values()) > budget.patches):
             yield round
             round, wider, more = [], len(prompt.tokens_T), {image.key: image.grid.patches for image in prompt.images}
-        round.append((sample, prompt))
+        round.append((question, prompt))
         longest_prompt, patches = wider, more
     if round:
         yield round
 
 
-def by_picture(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """The same samples, those on one image side by side within windows."""
-    iterator = iter(samples)
+def by_picture(questions: Iterable[Question]) -> Iterator[Question]:
+    """The same questions, those on one image side by side within windows."""
+    iterator = iter(questions)
     while window := list(islice(iterator, WINDOW)):
-        yield from sorted(window, key=lambda sample: [image_key(picture) for picture in sample.pictures])
+        yield from sorted(window, key=lambda question: [image_key(picture) for picture in question.sample.pictures])
 
 
 def shown(answered: Answered) -> Asked:
@@ -257,6 +282,7 @@ def shown(answered: Answered) -> Asked:
         answer=answer_of(sample),
         prediction=answered.prediction,
         correct=answered.correct,
+        score=answered.score,
         pictures=tuple(thumbnail(picture) for picture in sample.pictures),
     )
 

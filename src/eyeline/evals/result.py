@@ -12,10 +12,10 @@ from eyeline.core.settings import Settings
 
 
 class Score(Settings):
-    """Right answers out of a number of questions."""
+    """The scores of answers to a number of questions."""
 
     questions: int
-    correct: int
+    correct: int | float  # right answers, by exact match; else the sum of their scores, from 0 to 1 each
     accuracy: float  # correct / questions
 
 
@@ -36,13 +36,15 @@ class Asked(Settings):
     answer: str
     prediction: str
     correct: bool
+    score: int | float | None = None  # None: of a version that had exact match alone
     pictures: tuple[str, ...]  # data URLs, made small
 
 
 class Result(Settings):
-    """Exact-match accuracy over the samples that were asked. Its leaves `accuracy` and `questions` are the headline."""
+    """Accuracy over the samples that were asked: the mean of their scores. Its leaves `accuracy` and `questions` are the headline."""
 
     version: Literal[1] = 1
+    metric: str = "exact match"  # or the file, function and digest of a metric of the user's
     accuracy: float
     questions: int
     overall: Score

@@ -28,6 +28,7 @@ from eyeline.data.sets import open_each, open_sides
 from eyeline.data.sources.folders import named
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.sources.unread import unread
+from eyeline.evals.metric import metric_named
 from eyeline.models import build
 from eyeline.models import facts as facts_of
 from eyeline.models.flops import Arithmetic, count
@@ -280,6 +281,10 @@ def _source_findings(run: Run) -> Iterator[Finding]:
             why = _unopened(sources, stage.data.read_retries) or [str(error)]
             yield from (Finding(f"stages.{stage.name}.data: {line}") for line in why)
     if run.evaluation:
+        try:
+            metric_named(run.evaluation.metric)
+        except Refused as error:
+            yield Finding(f"evaluation.metric: {error}")
         try:
             asked = open_each(run.evaluation.sources)
             if not any(True for rows in asked for _ in rows.kept()):

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.problems import lines_of
 from eyeline.core.settings import Settings
+from eyeline.core.user_code import anchored
 from eyeline.core.yaml_text import read_yaml
 from eyeline.train.run import Run
 
@@ -41,7 +42,10 @@ def summary(name: str) -> str:
 def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> Run:
     """The Run of a shipped recipe's name or of a .yaml path, with overrides applied. Refused, with all that is wrong."""
     path = find_recipe(recipe)
-    return run_of(override(load_yaml(path), overrides), str(path))
+    settings = load_yaml(path)
+    if path != shipped().get(recipe):
+        settings = anchored(settings, path.parent)  # code lies beside the recipe that names it
+    return run_of(anchored(override(settings, overrides), Path()), str(path))
 
 
 def find_recipe(recipe: str) -> Path:

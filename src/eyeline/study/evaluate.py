@@ -18,6 +18,7 @@ from eyeline.core.log import say, visible
 from eyeline.core.words import counted, percent
 from eyeline.data.sets import open_each, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
+from eyeline.evals.metric import metric_named, normalised
 from eyeline.evals.result import Result, write_result
 from eyeline.models import facts
 from eyeline.parallel.launch import machine
@@ -36,11 +37,12 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
         raise Refused(f"{folder} is no run folder: it has no recipe.yaml. Give the folder that `eyeline train` wrote, such as runs/NAME")
     refuse_other_version(folder / "model")  # first: the recipe of such a run has other names too
     try:
-        run = from_yaml(recipe.read_text(encoding="utf-8"))
+        run = from_yaml(recipe.read_text(encoding="utf-8"), folder)
     except ValueError as error:
         raise Refused(f"{recipe} cannot be read by this version of Eyeline: {error}. Put it back as `eyeline train` wrote it") from error
     if run.evaluation is None:
         raise Refused(f"{recipe} has no evaluation. Add evaluation.sources to the recipe and run `eyeline train` again: it may change")
+    metric = metric_named(run.evaluation.metric)
     here = machine(run.device, run.threads, run.deterministic)
     found = open_bundle(folder, checkpoint)
     assert found.checkpoint is not None, "a run has one"
@@ -48,7 +50,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     choose_kernels(model, here, COMPUTE[run.precision], trains=False)
     asked = open_each(run.evaluation.sources)
     learned = dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data))  # stages share samples
-    prior = prior_of(learned)
+    prior = prior_of(learned, normalised if metric.code is None else str.strip)
     questions = also_learned = 0
     for _, _, row in islice((row for rows in asked for row in rows.kept()), limit):
         questions += 1
@@ -61,6 +63,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
             found.bundle.encoder(),
             asked,
             prior,
+            metric=metric,
             max_new_tokens=run.evaluation.max_new_tokens,
             limit=limit,
             stamps={"checkpoint": found.checkpoint.folder.name, "data": [s.path for s in run.evaluation.sources], **environment(here)},
@@ -73,7 +76,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     for line in remarks(result):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for one in result.samples[:show]:
-        mark = "right" if one.correct else f"wrong, it is {one.answer!r}"
+        mark = "right" if one.correct else f"{'wrong' if not one.score else f'score {one.score:.2f}'}, it is {one.answer!r}"
         console.print(visible(f"{one.id}: {one.question} → {one.prediction!r} ({mark})"), markup=False, highlight=False)
     say(f"{found.checkpoint.folder.name}: {path}")
     return result
@@ -81,7 +84,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
 
 def scores(result: Result) -> Table:
     """Accuracy over all and by kind of question, next to the text-only baseline."""
-    table = Table(title=f"exact match, {counted(result.questions, 'question')}, {result.seconds:.0f} s", title_justify="left")
+    table = Table(title=f"{result.metric}, {counted(result.questions, 'question')}, {result.seconds:.0f} s", title_justify="left")
     for column in ("", "questions", "accuracy", "text-only baseline"):
         table.add_column(column, justify="right" if column else "left")
     for kind, score in result.by_kind.items() if any(result.by_kind) else ():

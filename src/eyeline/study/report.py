@@ -280,15 +280,16 @@ def evaluated(evaluation: Result | str | None) -> list[str]:
         notes.append(f"Not asked, since they were rejected: {', '.join(f'{n} {cause}' for cause, n in evaluation.rejected.items())}.")
     if evaluation.given:
         notes.append(f"The last question of each sample is asked; {evaluation.given:,} answers before it were given.")
-    wrong = evaluation.questions - evaluation.overall.correct
+    exact = evaluation.metric == "exact match"
+    wrong = f"Wrong answers: {evaluation.questions - evaluation.overall.correct:,} of {evaluation.questions:,}"
     drawn = {one.id for one in evaluation.wrong}
     others = [one for one in sorted(evaluation.samples, key=lambda one: one.correct) if one.id not in drawn]
     return [
         "<h2>Evaluation</h2>",
         *([warning(evaluation.warning)] if evaluation.warning else []),
-        table(("kind", "questions", "exact match", "text-only baseline"), shown, numbers=1),
+        table(("kind", "questions", evaluation.metric, "text-only baseline"), shown, numbers=1),
         *map(note, notes),
-        *samples(f"Wrong answers: {wrong:,} of {evaluation.questions:,}", evaluation.wrong),
+        *samples(wrong if exact else "Answers with a score below 1", evaluation.wrong),
         *samples("Questions drawn at random", others),
     ]
 
@@ -302,9 +303,10 @@ def sample(asked: Asked) -> str:
     """One question with its image, the model's answer, and the true one where they differ."""
     images = "".join(f'<img alt="" src="{p}">' for p in asked.pictures if PICTURE.fullmatch(p))
     verdict = "right" if asked.correct else "wrong"
+    said = f"score {asked.score:.2f}" if asked.score not in (None, 0, 1) else verdict
     lines = (
         f"<p>{words(asked.question)}</p>",
-        f'<p class="{verdict}"><b>{words(asked.prediction)}</b> ({verdict})</p>',
+        f'<p class="{verdict}"><b>{words(asked.prediction)}</b> ({said})</p>',
         "" if asked.correct else f"<p>answer: {words(asked.answer)}</p>",
         f'<p class="note">{words(asked.kind)} · {words(asked.id)}</p>',
     )

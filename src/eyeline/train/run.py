@@ -3,15 +3,18 @@
 Nothing here is derived or looked up: `recipes/read.py` makes a Run, `recipes/check.py` examines it, `loop.py` obeys it.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from eyeline.core.batch import Budget
-from eyeline.core.errors import Refused
+from eyeline.core.errors import Refused, nearest
 from eyeline.core.facts import Part
+from eyeline.core.files import make_folder, write_atomically
 from eyeline.core.problems import lines_of
 from eyeline.core.settings import NotNegative, NotNegativeFloat, PathText, Positive, PositiveFloat, Settings
+from eyeline.core.user_code import anchored, content_of, digest_of, files_of, is_code, with_files
 from eyeline.core.words import percent
 from eyeline.core.yaml_text import read_yaml, write_yaml
 from eyeline.data.sets import Data
@@ -113,10 +116,22 @@ class Model(Settings):
         return self
 
 
+EXACT_MATCH = "exact_match"
+CODE = "code"  # of a run folder: copies of the files of code that its recipe names
+
+
+def _known_metric(metric: str) -> str:
+    if metric != EXACT_MATCH and not is_code(metric):
+        function = f" Name its function, too: {metric}:score." if metric.endswith(".py") else nearest(metric, (EXACT_MATCH,))
+        raise ValueError(f"got {metric!r}, wanted {EXACT_MATCH}, or a function of your own as FILE.py:FUNCTION.{function}")
+    return metric
+
+
 class Evaluation(Settings):
-    """What `eyeline eval` asks: every question of `sources`, answered greedily and compared word for word."""
+    """What `eyeline eval` asks: every question of `sources`, answered greedily and compared word for word, or by a metric of the user's."""
 
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
+    metric: Annotated[str, AfterValidator(_known_metric)] = EXACT_MATCH  # or FILE.py:FUNCTION, a function of your own
     max_new_tokens: Positive = 32  # of an answer, which is cut there
 
     @model_validator(mode="after")
@@ -180,16 +195,43 @@ class Run(Settings):
             raise ValueError("validation_steps is set, but no stage has data.validation_fraction or data.validation to validate on")
         return self
 
+    @model_validator(mode="after")
+    def _code_has_names(self) -> "Run":
+        files = list(files_of(self.model_dump(mode="json")))
+        for file in files:
+            others = [other for other in files if other != file and Path(other).name == Path(file).name]
+            if others:
+                raise ValueError(f"{file} and {others[0]} are files of code of one name, and a run keeps copies by their names. Rename one")
+        return self
+
 
 def to_yaml(run: Run) -> str:
     """A Run as YAML that `from_yaml` reads back to the same Run: the resolved recipe of a run folder."""
     return write_yaml(run.model_dump(mode="json"))
 
 
-def from_yaml(text: str) -> Run:
-    """The Run that `to_yaml` wrote. ValueError if it is not one."""
+def write_recipe(folder: Path, run: Run) -> list[str]:
+    """Write recipe.yaml of a run folder, and copies of the code that it names, so that the folder can be moved. A copy that changes is
+    kept as NAME-DIGEST.py. Names of those that changed."""
+    settings, changed = run.model_dump(mode="json"), list[str]()
+    for file in files_of(settings):
+        copy = folder / CODE / Path(file).name
+        content, before = content_of(file), copy.read_bytes() if copy.is_file() else None
+        if before is not None and content != before:
+            write_atomically(copy.with_name(f"{copy.stem}-{digest_of(before)}.py"), before)
+            changed.append(copy.name)
+        if content != before:
+            make_folder(copy.parent)
+            write_atomically(copy, content)
+    text = write_yaml(with_files(settings, lambda file: f"{CODE}/{Path(file).name}"))
+    write_atomically(folder / "recipe.yaml", text)  # last: a folder with a recipe is complete
+    return changed
+
+
+def from_yaml(text: str, folder: Path = Path()) -> Run:
+    """The Run that `to_yaml` or `write_recipe` wrote in a folder. ValueError if it is not one."""
     try:
-        value = read_yaml(text, "the file")
+        value = anchored(read_yaml(text, "the file"), folder)
         return Run.model_validate(value)
     except Refused as error:
         raise ValueError(str(error)) from error
@@ -225,8 +267,9 @@ MAY_CHANGE = (
 
 
 def differences(old: Run, new: Run, may: bool = False) -> list[str]:
-    """`path: old → new` of every setting that differs and may not (see MAY_CHANGE), or of those that may."""
-    before, after = _leaves(old.model_dump(mode="json")), _leaves(new.model_dump(mode="json"))
+    """`path: old → new` of every setting that differs and may not (see MAY_CHANGE), or of those that may. Code is known by its file's
+    name: the run folder has a copy, and what a layout's file says is in the identity of the data."""
+    before, after = (_leaves(with_files(run.model_dump(mode="json"), lambda file: Path(file).name)) for run in (old, new))
     gone = object()
 
     def allowed(path: str) -> bool:

@@ -18,7 +18,7 @@ from eyeline.bundle.folders import warn_of_others
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts, Part
-from eyeline.core.files import read_json, read_lines, read_object, write_atomically, write_json
+from eyeline.core.files import read_json, read_lines, read_object, write_json
 from eyeline.core.locations import Remote
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.loader import changes
@@ -34,7 +34,7 @@ from eyeline.models.moe import Forced, biases_of
 from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
 from eyeline.train.environment import environment
-from eyeline.train.run import Full, Run, differences, from_yaml, to_yaml
+from eyeline.train.run import CODE, Full, Run, differences, from_yaml, write_recipe
 from eyeline.train.trainable import checkpointed, halved
 
 # What a start that was killed leaves beside the files that it was writing. Reports and evaluations are others' to clear away.
@@ -69,7 +69,7 @@ def begin(run: Run, folder: Path) -> Home:
         before, known = _recorded(recipe), _attempts(env)
         if before != run and _untouched(folder):
             describe(_described(run), folder / "model")
-            write_atomically(recipe, to_yaml(run))
+            write_recipe(folder, run)
         else:
             refuse_another_recipe(run, folder)
             warn_of_others(folder)
@@ -78,7 +78,7 @@ def begin(run: Run, folder: Path) -> Home:
         known = {"run": uuid.uuid4().hex[:12], "attempts": []}
         describe(_described(run), folder / "model")
         write_json(env, known)
-        write_atomically(recipe, to_yaml(run))  # last: a folder with a recipe is complete
+        write_recipe(folder, run)
     for path in folder.iterdir():
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -91,7 +91,7 @@ def refuse_strangers(folder: Path) -> None:
     """Raise Refused if a folder that is there is not a run folder and not empty. Nothing is written, not even a lock."""
     if not folder.is_dir() or (folder / "recipe.yaml").exists():
         return
-    strangers = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not p.name.startswith("."))
+    strangers = sorted(p.name for p in folder.iterdir() if p.name not in ("lock", CODE) and not p.name.startswith("."))
     if strangers not in ([], ["model"], ["env.json", "model"]):  # the latter are what a start that was killed leaves
         raise Refused(f"{folder} holds {', '.join(strangers[:5])} and no recipe.yaml: it is not a run folder. Choose another out=")
 
@@ -140,7 +140,7 @@ def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint |
     env = home.folder / "env.json"
     known = read_json(env)
     write_json(env, known | {"attempts": [*known["attempts"], stamps]})
-    write_atomically(recipe, to_yaml(run))
+    changed += [f"{name}, which the recipe names" for name in write_recipe(home.folder, run)]
     metrics.write(home.folder, {"kind": "start", **stamps}, home.attempt)
     return changed
 
@@ -149,7 +149,7 @@ def _recorded(recipe: Path) -> Run:
     """The recipe of the run that is there."""
     refuse_other_version(recipe.parent / "model")  # first: the recipe of such a run has other names too
     try:
-        return from_yaml(recipe.read_text(encoding="utf-8"))
+        return from_yaml(recipe.read_text(encoding="utf-8"), recipe.parent)
     except ValueError as error:
         raise Refused(f"{recipe} cannot be read by this version of Eyeline: {error}. Choose another out=") from error
 

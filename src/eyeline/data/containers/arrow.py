@@ -117,7 +117,7 @@ def record_batches(file: File) -> Contents:
     return schema, listed
 
 
-def open_arrow(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int, features: Any = None) -> Tables:
+def open_arrow(paths: list[Location], base: Location, wanted: tuple[str, ...] | None, retries: int, features: Any = None) -> Tables:
     """List the record batches. Refused when pyarrow is missing, or a file cannot be used."""
     with_pyarrow(paths[0])
     return open_tables(paths, base, wanted, retries, record_batches, read_batch, "Arrow", features)

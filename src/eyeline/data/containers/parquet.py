@@ -137,10 +137,11 @@ def with_pyarrow(path: Location) -> None:
         ) from error
 
 
-def chosen(path: Location, names: Sequence[str], wanted: Sequence[str], before: tuple[str, ...], first: Location) -> tuple[str, ...]:
-    """The columns of a file that are read. Refused when there are none, or other ones than `before` it."""
-    has = tuple(sorted({name for name in wanted if name in names}))
-    if not has:
+def chosen(path: Location, names: Sequence[str], wanted: Sequence[str] | None, before: tuple[str, ...], first: Location) -> tuple[str, ...]:
+    """The columns of a file that are read, of all or of those that are `wanted`. Refused when there are none, or other ones than `before`
+    it."""
+    has = tuple(sorted(names if wanted is None else {name for name in wanted if name in names}))
+    if not has and wanted is not None:
         raise Refused(
             f"{path}: no known columns. It has {', '.join(names[:20])}. Wanted some of: {', '.join(wanted[:50])}. Say by columns: "
             "{OURS: THEIRS} how they are called"
@@ -190,7 +191,7 @@ Contents = tuple["arrow.Schema", Callable[[tuple[str, ...]], Iterator[Listed]]] 
 def open_tables(
     paths: list[Location],
     base: Location,
-    wanted: tuple[str, ...],
+    wanted: tuple[str, ...] | None,
     retries: int,
     contents: Callable[[File], Contents],
     read: Read,
@@ -209,7 +210,8 @@ def open_tables(
     for number, file in enumerate(files):
         schema, listed = contents(file)
         names = schema.names
-        columns = chosen(file.path, [name for name in names if name != "mask" or not _holds_bytes(schema, name)], wanted, columns, paths[0])
+        marks = [name for name in names if wanted is None or name != "mask" or not _holds_bytes(schema, name)]
+        columns = chosen(file.path, marks, wanted, columns, paths[0])
         named = labels_in(schema.metadata, features)
         labels.append({column: inner for column, inner in named.items() if column in columns})
         if labels[-1]:  # what the rows mean depends on them
@@ -260,7 +262,7 @@ def row_groups(file: File) -> Contents:
     return schema, listed
 
 
-def open_parquet(paths: list[Location], base: Location, wanted: tuple[str, ...], retries: int) -> Tables:
+def open_parquet(paths: list[Location], base: Location, wanted: tuple[str, ...] | None, retries: int) -> Tables:
     """List the row groups. Refused when pyarrow is missing, or a file cannot be used."""
     with_pyarrow(paths[0])
     return open_tables(paths, base, wanted, retries, row_groups, read_row_group, "Parquet")

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, nearest
 from eyeline.core.locations import Location
+from eyeline.core.user_code import UserFunction, is_code, user_function
 from eyeline.data.containers.container import Container
 from eyeline.data.layouts.choices import LISTS, OPTION_COLUMNS
 from eyeline.data.layouts.conversations import COMPARED, SAME_KEYS, SOUNDS, llava_sample, named_kind, openai_sample
@@ -28,6 +29,7 @@ from eyeline.data.layouts.pairs import (
     question_answer_sample,
     vqa_kind,
 )
+from eyeline.data.layouts.user_rows import refuse_failing, user_row
 
 Name = Literal[
     "llava", "openai", "cauldron", "prompt-completion", "exchanges", "alpaca", "query-response", "question-answer", "captions", "easy-vqa"
@@ -162,20 +164,39 @@ class Layout:
     why: str  # how it was recognised
     mapping: Mapping
     text_only: bool = False  # the source says images: ignore
+    code: UserFunction | None = None  # of the user's, which makes of each row one of the shape
 
     @property
     def name(self) -> str:
-        return self.shape.name
+        return self.shape.name if self.code is None else self.code.name
 
     @property
     def identity(self) -> str:
         """What a row means depends on this alone."""
-        name = f"{self.name} text" if self.text_only else self.name
+        name = self.name if self.code is None else self.code.identity
+        name = f"{name} text" if self.text_only else name
         return name if self.mapping == Mapping() else f"{name} {self.mapping.columns} {self.mapping.roles}"
+
+    def parsed(self, row: Any, id: str, root: Location) -> tuple[str | None, Sample | BadSample]:
+        """The row's kind (None: it cannot be told), and the row as a Sample, or why there is none."""
+        kind = None if self.code else ""
+        try:
+            row = self._named(row)
+            kind = self.shape.kind(row)
+            return kind, self._sample(row, id, root)
+        except BadSample as bad:
+            return kind, bad
 
     def read(self, row: Any, id: str, root: Location) -> Sample:
         """The row as a Sample. BadSample for what it cannot use."""
-        sample = self.shape.read(self.mapping.applied(self.shape, row), id, root)
+        return self._sample(self._named(row), id, root)
+
+    def _named(self, row: Any) -> Any:
+        """The row as its shape names things."""
+        return self.mapping.applied(self.shape, row if self.code is None else user_row(self.code, row))
+
+    def _sample(self, row: Any, id: str, root: Location) -> Sample:
+        sample = self.shape.read(row, id, root)
         if self.text_only and sample.media:
             why = f"the source says images: ignore, and the row shows {sample.media[0].name[:100]!r}"
             raise BadSample("image_ignored", "images", f"{why}. Set images: to the folder of the images, or leave it out")
@@ -183,7 +204,7 @@ class Layout:
 
     def kind(self, row: Any) -> str:
         try:
-            return self.shape.kind(self.mapping.applied(self.shape, row))
+            return self.shape.kind(self._named(row))
         except BadSample:  # turns that are no JSON: `read` says so
             return ""
 
@@ -193,6 +214,11 @@ class Layout:
 
 def layout_of(path: Location, container: Container, declared: str | None, mapping: Mapping) -> Layout:
     """The layout that is declared, or the one that fits most of the first rows, and of several the first of SHAPES."""
+    if declared is not None and is_code(declared):
+        code = user_function(declared, ("row",))
+        refuse_failing(path, container, code)
+        messages = next(shape for shape in SHAPES if shape.name == "openai")
+        return Layout(messages, f"{container.what}; rows are read by {code.name}", mapping, code=code)
     shapes = tuple(shape for shape in SHAPES if declared in (None, shape.name))
     _refuse_unknown(path, declared, mapping, shapes)
     rows: list[tuple[int, Any]] = []

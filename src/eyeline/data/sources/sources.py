@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from eyeline.core.batch import Role, Sample
-from eyeline.core.errors import BadSample, Refused, StorageFailed
+from eyeline.core.errors import BadSample, Refused, StorageFailed, nearest
 from eyeline.core.locations import Location
 from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.core.user_code import is_code
 from eyeline.data.containers.arrow import FILE_MAGIC, MESSAGE, open_arrow
 from eyeline.data.containers.beside import open_beside
 from eyeline.data.containers.coco import open_coco
@@ -27,6 +28,14 @@ from eyeline.data.sources.found import Found, found_in
 IGNORE = "ignore"  # in place of a folder of images
 
 
+def _known_layout(layout: str) -> str:
+    known = get_args(Name)
+    if layout not in known and not is_code(layout):
+        function = f" Name its function, too: {layout}:read." if layout.endswith(".py") else nearest(layout, known)
+        raise ValueError(f"got {layout!r}, wanted {', '.join(known)}, or a function of your own as FILE.py:FUNCTION.{function}")
+    return layout
+
+
 class Source(Settings):
     """One set of samples."""
 
@@ -36,7 +45,8 @@ class Source(Settings):
     # the folder or URL that image paths start from; by default the folder that the file is in. Or `ignore`: rows are text, whatever images
     # they name in columns that are not read
     images: str | None = None
-    layout: Name | None = None  # by default detected
+    # by default detected; or FILE.py:FUNCTION, a function of your own that makes messages of a row
+    layout: Annotated[str, AfterValidator(_known_layout)] | None = None
     columns: dict[str, str] = Field(default={})  # where they have other names, ours: theirs: {image: photo, caption: meta.title}
     roles: dict[Role, str] = Field(default={})  # the same of who speaks: {assistant: bot}
     categories: tuple[str, ...] | None = None  # keep only samples of these categories
@@ -67,7 +77,8 @@ class Rows:
     def rows_in(self, shard: int) -> Iterator[tuple[Place, str | None, Sample | BadSample]]:
         """(place, kind, the sample or why there is none) of every row of a shard, in order. A row that cannot be parsed has no kind."""
         for place, row in self.container.rows(shard):
-            yield place, None if isinstance(row, BadSample) else self.layout.kind(row), self._sample(place, row)
+            kind, found = (None, row) if isinstance(row, BadSample) else self.layout.parsed(row, self.id(place), self.root)
+            yield place, kind, found
 
     def kept(self) -> Iterator[tuple[Place, str | None, Sample | BadSample]]:
         """The rows that `categories` and `limit` leave, as `rows_in` gives them, in order. A row that cannot be parsed is of every kind."""
@@ -106,12 +117,6 @@ class Rows:
         """Members of an archive that belong to no data set, such as `._a.jpg`. Known once its rows were read."""
         return self.container.skipped(shard) if isinstance(self.container, Tars) else 0
 
-    def _sample(self, place: Place, row: Any) -> Sample | BadSample:
-        try:
-            return row if isinstance(row, BadSample) else self.layout.read(row, self.id(place), self.root)
-        except BadSample as bad:
-            return bad
-
 
 def open_source(source: Source, retries: int = RETRIES) -> Rows:
     """Find the files, recognise their layout and list their shards. Refused, with what was found, when that cannot be done.
@@ -121,8 +126,12 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
     found = _found(source, retries)
     text_only = source.images == IGNORE
     root = found.folder if source.images is None or text_only else image_folder(source.images, retries)
-    mapping = Mapping(tuple(sorted((source.columns or found.columns or {}).items())), tuple(sorted(source.roles.items())))
-    container = open_container(found, mapping, retries)
+    own = source.layout is not None and is_code(source.layout)
+    if own and (source.columns or source.roles):
+        raise Refused(f"{source.path}: columns and roles say what a known layout is called, and {source.layout} reads rows. Leave them out")
+    columns = {} if own else source.columns or found.columns or {}
+    mapping = Mapping(tuple(sorted(columns.items())), tuple(sorted(source.roles.items())))
+    container = open_container(found, None if own else (*COLUMNS, *mapping.taken), mapping.taken, retries)
     layout = replace(layout_of(found.path, container, source.layout, mapping), text_only=text_only)
     if found.skipped:
         layout = replace(layout, why=f"{layout.why}; skipped: {found.skipped}")
@@ -140,9 +149,10 @@ def _found(source: Source, retries: int) -> Found:
     return found_in(path, retries) if is_folder(path) else Found(path, path.parent, [path])
 
 
-def open_container(found: Found, mapping: Mapping, retries: int) -> Container:
-    """What the files are, told by their first bytes. Refused when they hold no rows that can be read."""
-    files, folder, columns = found.files, found.folder, (*COLUMNS, *mapping.taken)
+def open_container(found: Found, columns: tuple[str, ...] | None, members: tuple[str, ...], retries: int) -> Container:
+    """What the files are, told by their first bytes. Refused when they hold no rows that can be read. `columns` are those that are read of
+    a table (None: all), `members` those of an archive that are columns of their own."""
+    files, folder = found.files, found.folder
     if found.texts is not None:
         return open_beside(files, found.texts, folder, retries)
     head = _head(files[0], retries)
@@ -151,7 +161,7 @@ def open_container(found: Found, mapping: Mapping, retries: int) -> Container:
     if head.startswith((FILE_MAGIC, MESSAGE)):
         return open_arrow(files, folder, columns, retries, found.features)
     if head[257:262] == b"ustar" or ".tar" in files[0].suffixes or files[0].suffix == ".tgz":
-        return open_tars(files, folder, mapping.taken, found.note, found.indexes or {}, retries)
+        return open_tars(files, folder, members, found.note, found.indexes or {}, retries)
     if len(files) == 1:
         return _open_text(files[0], head, columns, retries, HASHED)
     return joined([_open_text(file, _head(file, retries), columns, retries, HASHED // len(files)) for file in files], files, folder)
@@ -165,12 +175,12 @@ def _head(path: Location, retries: int) -> bytes:
         raise at_the_start(failed) from failed
 
 
-def _open_text(path: Location, head: bytes, columns: tuple[str, ...], retries: int, hashed: int) -> Container:
+def _open_text(path: Location, head: bytes, columns: tuple[str, ...] | None, retries: int, hashed: int) -> Container:
     """A file of rows that are text, of which JSON lines up to so many bytes are known by their content."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     what = next((name for magic, name in NO_ROWS.items() if text.upper().startswith(magic)), None)
     if what is None and path.suffix.lower() in (".csv", ".tsv") and text:
-        return open_table(path, columns, retries)
+        return open_table(path, columns or COLUMNS, retries)
     if text.startswith(b"["):
         return open_lines(path, retries, hashed) if lists_in_lines(path, retries) else open_list(path, retries)
     if text.startswith(b"{"):

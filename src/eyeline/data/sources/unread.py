@@ -78,7 +78,9 @@ class _Found:
 
 
 def unread(rows: Rows) -> Unread:
-    """Look at some rows of a source."""
+    """Look at some rows of a source. A function of the user's may read any column, so nothing is said of them."""
+    if rows.layout.code is not None:
+        return Unread((), None, ())
     found = _Found()
     for place, row in _some(rows):
         if rows.source.categories is None or rows.layout.kind(row) in rows.source.categories:

@@ -1,0 +1,51 @@
+"""How an answer is scored: by exact match, or by a function of the user's own, `score(prediction, answer)`, with or without `row`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from eyeline.core.errors import Refused
+from eyeline.core.user_code import CodeFailed, UserFunction, is_code, user_function
+
+
+def normalised(answer: str) -> str:
+    """What counts of an answer: not its case, nor its white space, nor full stops and the like around it."""
+    return " ".join(answer.casefold().split()).strip(" .,!?")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What gives each answer a score from 0 to 1. A score of an evaluation is their mean."""
+
+    code: UserFunction | None = None  # None: exact match, 1 or 0
+
+    @property
+    def name(self) -> str:
+        return "exact match" if self.code is None else self.code.name
+
+    @property
+    def identity(self) -> str:
+        return self.name if self.code is None else self.code.identity
+
+    def score(self, prediction: str, answer: str, row: Callable[[], Any]) -> float:
+        """The score of a prediction; `row` reads the row that the question is of, as its file has it. Refused, with file and line, where a
+        function fails or returns no number from 0 to 1."""
+        if self.code is None:
+            return int(normalised(prediction) == normalised(answer))
+        try:
+            score = self.code(prediction, answer, **({"row": row()} if self.code.takes("row") else {}))
+        except CodeFailed as failed:
+            raise Refused(f"{failed}. It was to score {prediction[:80]!r} where {answer[:80]!r} is right") from failed
+        if not isinstance(score, Real) or not 0 <= float(score) <= 1:
+            what = f"returned {score!r:.80} for {prediction[:80]!r} where {answer[:80]!r} is right"
+            raise Refused(f"{self.code.file}: {self.code.function} {what}; wanted a number from 0 to 1")
+        return float(score)
+
+
+EXACT_MATCH = Metric()
+
+
+def metric_named(name: str) -> Metric:
+    """The metric of a setting. Refused, with the line, for a function that cannot be used."""
+    return Metric(user_function(name, ("prediction", "answer"), ("row",)) if is_code(name) else None)
