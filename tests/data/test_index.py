@@ -4,10 +4,7 @@ import base64
 import errno
 import json
 import os
-import pickle
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +33,7 @@ from tests.data.container_files import archive, encoded, parquet_file
 from tests.data.image_rules import NATIVE
 from tests.data.indexes import opened, same
 from tests.data.llava_rows import row
+from tests.forked import Forked
 
 NO_COST = Cost(0, 0, 0, 0, 0)
 
@@ -359,56 +357,42 @@ def test_the_number_of_open_files_is_bounded(rows: Rows, plain: Encoder, rule: I
 # Several processes
 
 
-SHARING = """
-import sys, time
-from pathlib import Path
-from eyeline.data.plan import index, read_shard
-from eyeline.data.plan.index import Index
-from tests.data.test_index import sharing
+def make_all(folder: Path, name: str, rows: Rows, encoder: Encoder, rule: ImageRule) -> None:
+    """In a process of its own: what it makes is written down, and held up as long as there is a file `held`."""
+    original = index.shard_index_of
 
-rows, encoder, rule, folder = sharing(Path(sys.argv[1]))
-original = index.shard_index_of
+    def noted(of: Rows, shard: int, *rest: Any) -> ShardIndex:
+        with open(folder / "made", "a") as file:
+            file.write(f"{name} {shard}\n")
+        while (folder / "held").exists():
+            time.sleep(0.05)
+        return original(of, shard, *rest)
 
-def noted(of, shard, *rest):
-    with open(sys.argv[1] + "/made", "a") as file:
-        file.write(f"{sys.argv[2]} {shard}\\n")
-    while Path(sys.argv[1] + "/held").exists():
-        time.sleep(0.05)
-    return original(of, shard, *rest)
-
-index.shard_index_of = noted
-shared = Index((rows,), encoder, rule, folder)
-shared.make((0, n) for n in range(len(rows.shards)))
-print(*(len(shared.shard(0, n).ids_U) for n in range(len(rows.shards))))
-"""
-
-
-def sharing(folder: Path) -> tuple[Rows, Encoder, ImageRule, Path]:
-    """What all processes open."""
-    rule, encoder = pickle.loads((folder / "what").read_bytes())
-    return open_source(Source(path=str(folder / "rows*.tar"))), encoder, rule, folder / "i"
+    index.shard_index_of = noted
+    shared = Index((rows,), encoder, rule, folder / "i")
+    shared.make((0, n) for n in range(len(rows.shards)))
+    (folder / f"lengths-{name}").write_text(" ".join(str(len(shared.shard(0, n).ids_U)) for n in range(len(rows.shards))))
 
 
 @pytest.fixture
-def process(plain: Encoder, rule: ImageRule, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def process(plain: Encoder, rule: ImageRule, tmp_path: Path) -> Iterator[Callable[[str], Forked]]:
     for n in range(4):
         archive(
             tmp_path / f"rows{n}.tar",
             [(f"{k}.{end}", encoded(n, "PNG") if end == "png" else "said") for k in range(3) for end in ("png", "txt")],
         )
-    (tmp_path / "what").write_bytes(pickle.dumps((rule, plain)))
     (tmp_path / "held").touch()
-    begun: list[subprocess.Popen[str]] = []
+    started: list[Forked] = []
 
-    def begin(name: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", SHARING, str(tmp_path), name]
-        begun.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]))
-        return begun[-1]
+    def start(name: str) -> Forked:
+        rows = open_source(Source(path=str(tmp_path / "rows*.tar")))
+        started.append(Forked(lambda: make_all(tmp_path, name, rows, plain, rule)))
+        return started[-1]
 
-    yield begin
-    for one in begun:
-        with one:
-            one.kill()
+    yield start
+    for one in started:
+        one.kill()
+        one.wait()
 
 
 def notes(folder: Path, count: int) -> list[str]:
@@ -424,10 +408,10 @@ def test_processes_make_each_index_once_and_different_ones(process, tmp_path: Pa
     two = [process(name) for name in "ab"]
     assert {line.split()[1] for line in notes(tmp_path, 2)} == {"0", "1"}  # the second one does not wait while there is other work
     (tmp_path / "held").unlink()
-    said = [one.communicate()[0] for one in two]
-    assert said[0] == said[1] and len(said[0].split()) == 4
+    assert [one.wait(60) for one in two] == [0, 0]
+    lengths = [(tmp_path / f"lengths-{name}").read_text() for name in "ab"]
+    assert lengths[0] == lengths[1] and len(lengths[0].split()) == 4
     assert sorted(line.split()[1] for line in notes(tmp_path, 4)) == ["0", "1", "2", "3"]
-    assert [one.returncode for one in two] == [0, 0]
     assert not list((tmp_path / "i").rglob(".*"))
 
 
@@ -439,8 +423,7 @@ def test_when_the_maker_is_killed_another_one_makes_it(process, tmp_path: Path) 
     killed.kill()
     killed.wait()
     (tmp_path / "held").unlink()
-    waits.communicate()
-    assert waits.returncode == 0
+    assert waits.wait(60) == 0
     assert sorted(notes(tmp_path, 5)) == ["a 0", "b 0", "b 1", "b 2", "b 3"]
 
 

@@ -1,10 +1,6 @@
 """What the data engine promises as a whole, on random data and settings, in real processes, and with a model behind it."""
 
 import json
-import os
-import pickle
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import Budget, Sample
-from eyeline.core.errors import Refused, StorageFailed
+from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.image_rule import Area, ImageRule
+from eyeline.data import loader
 from eyeline.data.containers import json_rows
 from eyeline.data.counts import count_steps
 from eyeline.data.fetch import fetch
@@ -40,6 +38,7 @@ from eyeline.data.validation import validation_batches
 from eyeline.models import build, qwen3, qwen3_vl, qwen_vision
 from tests.data.any_rows import ANY, UNUSABLE, line_of, one_source, text
 from tests.data.llava_rows import row
+from tests.forked import Forked
 from tests.models import parity
 
 # P2: any data and any settings
@@ -156,54 +155,40 @@ def test_a_carried_row_that_can_no_longer_be_used_is_named(pictures: Path, plain
 
 # P7: processes that wait for one another
 
-RANK = """
-import json, pickle, sys
-import torch.distributed as dist
-from eyeline.core.batch import Budget
-from eyeline.core.errors import StorageFailed, TooManyRejects
-from eyeline.core.image_rule import ImageRule, Square
-from eyeline.data.containers import json_rows
-from eyeline.data import loader
-from eyeline.data.reader import reader_of
-from eyeline.data.sets import Data
-from eyeline.data.sources.sources import Source
 
-folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-json_rows.SHARD_BYTES = 500
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+def run_rank(folder: Path, encoder: Encoder, rule: ImageRule, rank: int, ranks: int) -> None:
+    """In a process of its own: what it is given of three sets is written down."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
 
-def ahead(asked, fetch, workers, verdicts):  # as workers do, and each rank another number of packs
-    waiting = []
-    for mark, visits in asked:
-        waiting.append((mark, fetch(fetch.job(visits, verdicts))))
-        if len(waiting) > 3 * rank:
-            yield waiting.pop(0)
-    yield from waiting
+    def ahead(asked: Any, fetch: Any, workers: Any, verdicts: Any) -> Any:  # as workers do, and each rank another number of packs
+        waiting = []
+        for mark, visits in asked:
+            waiting.append((mark, fetch(fetch.job(visits, verdicts))))
+            if len(waiting) > 3 * rank:
+                yield waiting.pop(0)
+        yield from waiting
 
-loader.fetched_in_order = ahead
+    loader.fetched_in_order = ahead
 
-def gather(value):
-    out = [None] * ranks
-    dist.all_gather_object(out, value)
-    return out
+    def gather(value: Any) -> list[Any]:
+        out = [None] * ranks
+        dist.all_gather_object(out, value)
+        return out
 
-def run(name, **settings):
-    with open(f"{folder}/encoder", "rb") as file:
-        encoder = pickle.load(file)
-    data = Data(sources=(Source(path=f"{folder}/set/{name}.jsonl"),), max_samples_per_image=2, **settings)
-    rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Square(32))
-    reader, steps, end = reader_of(data, encoder, rule, 0, gather=gather), [], ""
-    try:
-        for step in loader.training_steps(reader, Budget(90, 80), 2 * ranks + 1, 2, None, rank, ranks):
-            steps.append([[batch.ids for batch in step.batches], step.state])
-    except (StorageFailed, TooManyRejects) as error:
-        end = type(error).__name__
-    return [steps, end]
+    def run(name: str, **settings: Any) -> list[Any]:
+        data = Data(sources=(Source(path=f"{folder}/set/{name}.jsonl"),), max_samples_per_image=2, **settings)
+        reader, steps, end = reader_of(data, encoder, rule, 0, gather=gather), [], ""
+        try:
+            for step in training_steps(reader, Budget(90, 80), 2 * ranks + 1, 2, None, rank, ranks):
+                steps.append([[batch.ids for batch in step.batches], step.state])
+        except (StorageFailed, TooManyRejects) as error:
+            end = type(error).__name__
+        return [steps, end]
 
-wrong = "other" if rank == 1 else "rows"
-print(json.dumps([run("rows", max_reject_rate=1.0), run("rows", max_reject_rate=0.02), run(wrong, max_reject_rate=1.0)]))
-dist.destroy_process_group()
-"""
+    wrong = "other" if rank == 1 else "rows"
+    given = [run("rows", max_reject_rate=1.0), run("rows", max_reject_rate=0.02), run(wrong, max_reject_rate=1.0)]
+    (folder / f"given-{rank}").write_text(json.dumps(given))
+    dist.destroy_process_group()
 
 
 def test_processes_that_wait_for_one_another_have_as_many_steps(pictures: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
@@ -214,20 +199,13 @@ def test_processes_that_wait_for_one_another_have_as_many_steps(pictures: Path, 
     (pictures / "3.png").write_bytes((pictures / "3.png").read_bytes()[:200])
     (pictures / "rows.jsonl").write_text("\n".join(lines))
     (pictures / "other.jsonl").write_text("\n".join(lines[:-1]))
-    (tmp_path / "encoder").write_bytes(pickle.dumps(plain))
-    (tmp_path / "rank.py").write_text(RANK)
-    environment = {**os.environ, "PYTHONPATH": str(Path(json_rows.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "rank.py"), str(tmp_path), str(rank), "3"], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in range(3)
-    ]
+    started = [Forked(lambda rank=rank: run_rank(tmp_path, plain, rule, rank, 3)) for rank in range(3)]
     try:
-        ends = [json.loads(process.communicate(timeout=120)[0]) for process in started]
+        assert [process.wait(120) for process in started] == [0, 0, 0]
     finally:
         for process in started:
             process.kill()
+    ends = [json.loads((tmp_path / f"given-{rank}").read_text()) for rank in range(3)]
     usable, capped, different = zip(*ends, strict=True)
     alone = reader_of(
         Data(sources=(Source(path=str(pictures / "rows.jsonl")),), max_samples_per_image=2, max_reject_rate=1.0), plain, rule, 0

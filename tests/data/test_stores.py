@@ -559,6 +559,7 @@ def test_what_is_found_of_data_is_what_is_found_of_files(folder: Path, store: St
     assert [replace(s, source="") for s in seen] == [replace(s, source="") for s in again]
 
 
+@pytest.mark.fresh_workers  # which have no client and no piece of the store yet
 def test_workers_read_a_store_that_fails_now_and_then(folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
     store.put_folder(folder, "set")
 
@@ -576,6 +577,7 @@ def test_workers_read_a_store_that_fails_now_and_then(folder: Path, store: Store
     assert not store.faults
 
 
+@pytest.mark.fresh_workers
 def test_what_lies_in_a_store_is_prepared_and_read_from_there(
     folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path
 ) -> None:

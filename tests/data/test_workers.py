@@ -20,6 +20,7 @@ from eyeline.core.errors import OutOfMemory, Refused, StorageFailed
 from eyeline.data import workers
 from eyeline.data.workers import Workers, in_order
 from tests.data.failing_jobs import Done, Job, Work
+from tests.forked import Forked
 from tests.processes import alive, children, gone
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,7 @@ def mapped(pid: int) -> list[str]:
     return [line.split(None, 5)[5] for line in lines if any(word in line for word in ("/memfd", "/dev/shm"))]
 
 
+@pytest.mark.fresh_workers
 def test_results_come_in_order_with_their_arrays() -> None:
     """Though the first jobs are the slowest."""
     asked = [Job(n, ("sleep:0.3" if n < 2 else "fine",)) for n in range(30)]
@@ -102,6 +104,7 @@ def test_read_ahead_is_bounded_in_bytes() -> None:
     results.close()
 
 
+@pytest.mark.fresh_workers
 def test_a_part_that_kills_its_worker_is_given_up_and_nothing_else() -> None:
     done = run(jobs(("fine", "fine"), ("fine", "crash", "fine", "exit"), ("abort",), ("fine",)), settings(2))
     assert [d.lost for d in done] == [(), ((1, "decoder_crashed"), (3, "decoder_crashed")), ((0, "decoder_crashed"),), ()]
@@ -183,6 +186,7 @@ def test_one_that_is_left_alone_ends_its_workers() -> None:
     assert children() == set()
 
 
+@pytest.mark.fresh_workers
 def test_signals_for_the_run_do_not_reach_its_workers() -> None:
     """From their first moment: they are signalled while they are still importing."""
     results = in_order(((n, Job(n, ("sleep:0.1",))) for n in range(4)), Work(), settings(1, read_ahead=1))
@@ -206,33 +210,58 @@ def test_signals_for_the_run_do_not_reach_its_workers() -> None:
 MAIN = """
 import sys
 from eyeline.data import workers
-from eyeline.data.workers import Workers, in_order
-from tests.data.failing_jobs import Job, Work
+from tests.data.test_workers import begin
+from tests.forked import forked_worker
 
-results = in_order(((n, Job(n, (sys.argv[1] if n else "fine",))) for n in range(100)), Work(), Workers(2, 1000, 1000.0, 1000.0))
-print(next(results)[1].pid, flush=True)
-import os, pathlib, time
-print(*(p for t in pathlib.Path("/proc/self/task").iterdir() for p in (t / "children").read_text().split()), flush=True)
-exec(sys.argv[2])
+if sys.argv[1] == "copies":
+    workers.new_process = forked_worker
+results = begin(sys.argv[2], 1)
+exec(sys.argv[3])
 """
 
 
+def begin(what: str, out: int) -> Iterator[Any]:
+    """Two workers, one of them at this; their numbers are written to a file."""
+    results = in_order(((n, Job(n, (what if n else "fine",))) for n in range(100)), Work(), settings(2, decode=1000.0, read=1000.0))
+    next(results)
+    os.write(out, (" ".join(map(str, children())) + "\n").encode())
+    return results
+
+
 @pytest.mark.parametrize(
-    ("what", "how"), [("hang", "time.sleep(1000)"), ("hang", "sys.exit()"), ("fine", "1 / 0"), ("hang", "os._exit(1)")]
+    ("start", "what", "how"),
+    [("fresh", "hang", "sys.exit()"), ("copies", "fine", "1 / 0")],
 )
-def test_workers_end_with_the_main_process(what: str, how: str, tmp_path: Path) -> None:
-    """However it ends (the first is shot), whatever they are at."""
+def test_workers_end_with_the_interpreter(start: str, what: str, how: str) -> None:
+    """In order or by an exception, whatever they are at."""
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MAIN, what, how]
+    command = [sys.executable, "-c", MAIN, start, what, how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as process:
         assert process.stdout is not None
-        process.stdout.readline()
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2
-        if "sleep" in how:
-            assert all(alive(pid) for pid in pids)
-            process.send_signal(signal.SIGKILL)
         process.wait(20)
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("how", ["shot", "ends at once"])
+def test_workers_end_with_a_main_process_that_says_nothing(how: str) -> None:
+    read, write = os.pipe()
+
+    def main() -> None:
+        results = begin("hang", write)
+        time.sleep(1000 if how == "shot" else 0)
+        os._exit(results is None)
+
+    process = Forked(main, (write,))
+    os.close(write)
+    with open(read) as said:
+        pids = [int(pid) for pid in said.readline().split()]
+    assert len(pids) == 2
+    if how == "shot":
+        assert all(alive(pid) for pid in pids)
+        process.kill()
+    assert process.wait(20) == (-signal.SIGKILL if how == "shot" else 0)
     assert gone(pids)
 
 

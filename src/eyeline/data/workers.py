@@ -113,6 +113,17 @@ class _Failed:
         return kinds[self.kind](self.message) if self.kind else RuntimeError(f"in a worker:\n{self.message}")
 
 
+def new_process(handle: int, progress: int, most_bytes: int | None) -> subprocess.Popen[bytes]:
+    """A process of its own that runs `serve`, with the packages that this one sees."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from eyeline.data.workers import serve; "
+    return subprocess.Popen(
+        [sys.executable, "-c", code + f"serve({handle}, {progress}, {os.getpid()}, {most_bytes})"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(handle, progress),
+    )
+
+
 class _Worker:
     """One process, the socket to it, and the memory in which it says what it is at."""
 
@@ -120,17 +131,11 @@ class _Worker:
         mine, its = socket.socketpair()
         progress = _memory()
         os.ftruncate(progress, _PROGRESS.size)
-        code = f"import sys; sys.path[:] = {sys.path!r}; from eyeline.data.workers import serve; "
         # Ctrl-C and a hangup reach every process of a terminal, and schedulers send SIGTERM to every process of a job; the main one ends
         # the run in order, and its workers with it. They inherit what is blocked here; the main one has what came meanwhile right after
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code + f"serve({its.fileno()}, {progress}, {os.getpid()}, {most_bytes})"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(its.fileno(), progress),
-            )
+            self.process = new_process(its.fileno(), progress, most_bytes)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             its.close()
