@@ -63,11 +63,11 @@ def mapped(pid: int) -> list[str]:
 
 @pytest.mark.fresh_workers
 def test_results_come_in_order_with_their_arrays() -> None:
-    """Though the first jobs are the slowest."""
-    asked = [Job(n, ("sleep:0.3" if n < 2 else "fine",)) for n in range(30)]
-    done = run(asked, settings(3))
+    """Though the first job is the slowest."""
+    asked = [Job(n, ("sleep:0.3" if n == 0 else "fine",)) for n in range(30)]
+    done = run(asked, settings(2))
     assert [d.number for d in done] == list(range(30))
-    assert len({d.pid for d in done}) == 3
+    assert len({d.pid for d in done}) == 2
     assert os.getpid() not in {d.pid for d in done}
     for d in done:
         wanted = Work()(Job(d.number, ()), lambda *_: None)
@@ -104,7 +104,6 @@ def test_read_ahead_is_bounded_in_bytes() -> None:
     results.close()
 
 
-@pytest.mark.fresh_workers
 def test_a_part_that_kills_its_worker_is_given_up_and_nothing_else() -> None:
     done = run(jobs(("fine", "fine"), ("fine", "crash", "fine", "exit"), ("abort",), ("fine",)), settings(2))
     assert [d.lost for d in done] == [(), ((1, "decoder_crashed"), (3, "decoder_crashed")), ((0, "decoder_crashed"),), ()]

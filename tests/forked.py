@@ -1,0 +1,69 @@
+"""Processes that are copies of this one: they have imported everything already, which costs a fresh process two seconds."""
+
+import faulthandler
+import gc
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from eyeline.data import workers
+
+
+class Forked:
+    """What is used of `subprocess.Popen`, for a copy of this process that runs a function and ends. It has the files that are named, and
+    otherwise only what stands on its standard error."""
+
+    def __init__(self, run: Callable[[], None], files: tuple[int, ...] = ()):
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                gc.disable()  # garbage of the copied process would close files of this one
+                faulthandler.disable()
+                _close_all_but(files)
+                run()
+                code = 0
+            finally:
+                if code:
+                    traceback.print_exc(file=sys.__stderr__)
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a copy of this process", timeout or 0)
+            time.sleep(0.002)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, 9)
+
+
+def _close_all_but(files: tuple[int, ...]) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    first = 3
+    for file in sorted(files):
+        os.closerange(first, file)
+        first = file + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 20 else 1 << 20)
+
+
+def forked_worker(handle: int, progress: int, most_bytes: int | None) -> Forked:
+    """Stands in for `eyeline.data.workers.new_process`."""
+    parent = os.getpid()
+    return Forked(lambda: workers.serve(handle, progress, parent, most_bytes), (handle, progress))
