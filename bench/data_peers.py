@@ -47,9 +47,9 @@ class Prepare:
         self.image, self.end = (self.tokenizer.token_to_id(token) for token in (TEMPLATE.image, TEMPLATE.terminator))
 
     def __call__(self, id: str, jpeg: bytes, row: dict[str, Any]) -> Ready:
-        picture = Pillow.open(io.BytesIO(jpeg)).convert("RGB")
-        [unit] = RULE.units(picture.height, picture.width)
-        pixels = np.asarray(picture.resize((unit.width, unit.height), Pillow.Resampling.BICUBIC))
+        image = Pillow.open(io.BytesIO(jpeg)).convert("RGB")
+        [unit] = RULE.units(image.height, image.width)
+        pixels = np.asarray(image.resize((unit.width, unit.height), Pillow.Resampling.BICUBIC))
         p, r = RULE.patch, RULE.merge
         cells = pixels.reshape(unit.height // (r * p), r, p, unit.width // (r * p), r, p, 3)
         patches_PC = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3 * p * p)

@@ -29,7 +29,7 @@ CANVAS = 1_024  # pixels a side
 WORDS = re.findall(
     "[a-z]+",
     "the a red green blue small large circle square house river mountain street window under over beside behind between several many few "
-    "people walk stand look carry open closed bright dark early late picture shows text reads number left right corner middle quickly",
+    "people walk stand look carry open closed bright dark early late image shows text reads number left right corner middle quickly",
 )
 
 
@@ -109,10 +109,10 @@ def sample(canvas: Pillow.Image, number: int) -> tuple[bytes, dict[str, object]]
     rng = rng_for(0, "bench jpeg", number)
     width, height = (int(v) for v in rng.integers(320, 449, 2))
     x, y = (int(v) for v in rng.integers(0, CANVAS - 448, 2))
-    picture = canvas.crop((x, y, x + width, y + height))
-    ImageDraw.Draw(picture).text((20, height // 2), f"picture {number}: " + " ".join(rng.choice(WORDS, 6)), fill=(255, 255, 255))
+    image = canvas.crop((x, y, x + width, y + height))
+    ImageDraw.Draw(image).text((20, height // 2), f"image {number}: " + " ".join(rng.choice(WORDS, 6)), fill=(255, 255, 255))
     out = io.BytesIO()
-    picture.save(out, "JPEG", quality=84)
+    image.save(out, "JPEG", quality=84)
     return out.getvalue(), {"conversations": conversation(number)}
 
 

@@ -16,7 +16,7 @@ from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, int
 from bench.work import log_normal, random_model
 from eyeline.bundle.exporting import weights
 from eyeline.checkpoint.tensors import renamed, write_folder
-from eyeline.core.batch import Budget, Document, Message, Picture, Sample, Text
+from eyeline.core.batch import Budget, Document, EncodedImage, Message, Sample, Text
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_json
 from eyeline.core.image_rule import ImageRule
@@ -82,7 +82,7 @@ def run(pairs: int = LEAST_PAIRS, names: Sequence[str] = tuple(CONFIGS), alone: 
 
     conditions = Conditions()
     peer.quiet()
-    encoder = Encoder(train_bpe(["what is in the picture?"], 300, template_named("qwen3")), template_named("qwen3"))
+    encoder = Encoder(train_bpe(["what is in the image?"], 300, template_named("qwen3")), template_named("qwen3"))
     comparisons: list[Comparison] = []
     agreed: list[float] = []
     found: list[Fact] = []
@@ -121,7 +121,7 @@ def run(pairs: int = LEAST_PAIRS, names: Sequence[str] = tuple(CONFIGS), alone: 
         case="model",
         command="python -m bench model",
         work=f"Forward and backward, everything trained, fp32, SDPA. One at a time: {alone} documents of about {ALONE_TOKENS} tokens, one "
-        f"picture of a native size in each. Mixed: {mixed} documents of log-normal length (median {MEDIAN}, 95th percentile {P95}); ours "
+        f"image of a native size in each. Mixed: {mixed} documents of log-normal length (median {MEDIAN}, 95th percentile {P95}); ours "
         f"in packs, laid out inside the time, the peer's in batches of {ROWS} that are padded beforehand.",
         agreement=f"losses agree within {max(agreed):.1e} of their size, norms of all gradients within {GRADIENTS}",
         comparisons=tuple(comparisons),
@@ -152,13 +152,13 @@ def lengths(documents: int) -> list[int]:
 def document(encoder: Encoder, rule: ImageRule | None, tokens: int, number: int) -> Document:
     """About so many tokens: an image where the model sees, a question, and a random answer that fills up."""
     rng = rng_for(0, "bench document", number)
-    parts: list[Text | Picture] = [Text("what is in the picture?")]
+    parts: list[Text | EncodedImage] = [Text("what is in the image?")]
     media, visual = [], 0
     if rule is not None:
         file = io.BytesIO()
         Pillow.fromarray(rng.integers(0, 256, (64 + 32 * (number % 3), 96, 3), np.uint8)).save(file, "PNG")
-        picture = Picture(f"picture {number}", file.getvalue())
-        media, parts = [image_patches(picture, rule)], [picture, *parts]
+        encoded = EncodedImage(f"image {number}", file.getvalue())
+        media, parts = [image_patches(encoded, rule)], [encoded, *parts]
         visual = sum(image.tokens for image in media[0])
     answer = "".join(map(chr, rng.integers(97, 123, max(8, tokens - visual - 40))))
     sample = Sample(f"document {number}", (Message("user", tuple(parts)), Message("assistant", (Text(answer),))))

@@ -74,7 +74,7 @@ def run(pairs: int = LEAST_PAIRS, samples: int = SAMPLES) -> Result:
         case="packed",
         command="python -m bench packed",
         work=f"one epoch over {samples:,} samples of log-normal length (median {MEDIAN}, 95th percentile {P95:,}, at most {LONGEST:,} "
-        f"tokens), {real:,} real tokens, each with a picture of {SIZED.visual} patches, half of the text supervised; a model of "
+        f"tokens), {real:,} real tokens, each with an image of {SIZED.visual} patches, half of the text supervised; a model of "
         f"{parameters:,} parameters in LLaVA's form, everything trained, fp32, AdamW. Ours packs into {BUDGET.tokens:,} tokens as it goes, "
         f"the planning inside the time; the peer pads {ROWS} samples to the longest of them, as they come, and once more with its sampler "
         "that groups samples by length, which gives up some randomness of the order.",

@@ -22,7 +22,7 @@ from eyeline.core.randomness import rng_for
 
 SIZED = Sized(image=64, width=64, layers=2)
 SAMPLES = 4  # of equal length, so that one step is all of them on both sides
-QUESTION, ANSWER = "what is in the picture?", "a red circle"
+QUESTION, ANSWER = "what is in the image?", "a red circle"
 TOLERANCE = 1e-5
 PATIENCE_S = 300.0
 IMPORTS = {  # what no step can do without: it explains how far the limit is within reach
@@ -70,7 +70,7 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
     return Result(
         case="start",
         command="python -m bench start",
-        work=f"from the start of the process to the end of the first optimizer step, over {SAMPLES} JPEG pictures with a question each and "
+        work=f"from the start of the process to the end of the first optimizer step, over {SAMPLES} JPEG images with a question each and "
         "a model folder in LLaVA's form: `eyeline train` against a script that loads model, tokenizer and image processor by transformers "
         "and calls its Trainer. Files are in the page cache and compiled bytecode exists.",
         agreement=f"the loss of the first step agrees within {apart:.1e}",
@@ -92,13 +92,13 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
 def prepare(folder: Path) -> Path:
     """Model, images, data and recipe in `folder`; returns the recipe."""
     bundle, _ = made(SIZED, folder / "model")
-    (folder / "pictures").mkdir()
+    (folder / "images").mkdir()
     rows = []
     for n in range(SAMPLES):
-        pixels = rng_for(0, "bench picture", n).integers(0, 256, (8, 8, 3)).astype("uint8")
-        Pillow.fromarray(pixels).resize((SIZED.image, SIZED.image)).save(folder / "pictures" / f"{n}.jpg", quality=90)
+        pixels = rng_for(0, "bench image", n).integers(0, 256, (8, 8, 3)).astype("uint8")
+        Pillow.fromarray(pixels).resize((SIZED.image, SIZED.image)).save(folder / "images" / f"{n}.jpg", quality=90)
         turns = [{"from": "human", "value": f"<image>\n{QUESTION}"}, {"from": "gpt", "value": ANSWER}]
-        rows.append({"id": str(n), "image": f"pictures/{n}.jpg", "conversations": turns})
+        rows.append({"id": str(n), "image": f"images/{n}.jpg", "conversations": turns})
     (folder / "data.json").write_text(json.dumps(rows))
     encoder = bundle.encoder()
     assert TEMPLATE == "plain"  # whose rendering the next line and the peer's script write out: image, question, newline, answer, end

@@ -56,7 +56,7 @@ class Sized:
 def made(sized: Sized, folder: Path) -> tuple[Bundle, Model]:
     """A model with random weights, also as a folder that transformers loads. No weight is zero: zeros would hide a difference."""
     template = template_named(TEMPLATE)
-    bundle = Bundle(sized.config, train_bpe(["what is in the picture? a red circle"], 300, template), TEMPLATE)
+    bundle = Bundle(sized.config, train_bpe(["what is in the image? a red circle"], 300, template), TEMPLATE)
     model = random_model(sized.config)
     export(bundle, model, folder)
     return bundle, model
@@ -88,7 +88,7 @@ def documents(sized: Sized, image_token: int, lengths: Sequence[int], answer: fl
     for number, length in enumerate(lengths):
         rng = rng_for(0, "bench sample", number)
         patches_PC = rng.integers(0, 256, (visual, 3 * sized.patch**2), np.uint8)
-        image = Image(f"picture {number}", patches_PC, places_P2, Grid(side, side), 1)
+        image = Image(f"image {number}", patches_PC, places_P2, Grid(side, side), 1)
         text = rng.integers(0, 256, length - visual).astype(np.int32)  # ids of bytes: no control token is among them
         tokens_T = np.concatenate([np.full(visual, image_token, np.int32), text])
         labels_T = np.full(length, IGNORE, np.int32)

@@ -48,8 +48,8 @@ def main(target: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "rows.json").write_text(json.dumps(ROWS))
-        for picture, colour in (("table.png", "peru"), ("later.png", "tan")):
-            Image.new("RGB", (64, 64), colour).save(folder / picture)
+        for image, colour in (("table.png", "peru"), ("later.png", "tan")):
+            Image.new("RGB", (64, 64), colour).save(folder / image)
         model = {"template": "qwen2.5", "config": {"family": "llava", "vision": VISION, "projector": {"shuffle": 2}, "language": LANGUAGE}}
         stages = [STAGE | {"data": {"sources": [{"path": str(folder / "rows.json")}]}}]
         run = run_of({"name": "sample", "out": str(folder / "run"), "device": "cpu", "model": model, "stages": stages}, "the recipe")

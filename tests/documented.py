@@ -64,8 +64,8 @@ def exports_as_documented(eyeline: Command, folder: Path, python: str | Path = s
         shutil.rmtree(folder / "exported", ignore_errors=True)
         assert eyeline("export", model, "exported").code == 0
 
-    Image.effect_noise((20, 30), 80).convert("RGB").save(folder / "picture.jpg")
-    Image.effect_noise((90, 40), 80).convert("RGB").save(folder / "picture.png")
+    Image.effect_noise((20, 30), 80).convert("RGB").save(folder / "photo.jpg")
+    Image.effect_noise((90, 40), 80).convert("RGB").save(folder / "photo.png")
     save_vision(folder / "siglip")
     save_language(folder / "qwen")
     llama_language(folder / "llama")
@@ -77,7 +77,7 @@ def exports_as_documented(eyeline: Command, folder: Path, python: str | Path = s
         assert eyeline("import", name, "--vision", "siglip", "--language", language, *how).code == 0
         export(name)
         block = parts if name == "shuffled" else llava
-        assert asked(block) == answers(name, "Describe it.", "picture.jpg"), name
+        assert asked(block) == answers(name, "Describe it.", "photo.jpg"), name
 
     assert eyeline("import", "text", "--model", "qwen").code == 0
     export("text")
@@ -86,11 +86,11 @@ def exports_as_documented(eyeline: Command, folder: Path, python: str | Path = s
     assert eyeline("train", "easyvqa-tiny", "stages.shapes.steps=30", "stages.all.steps=1", "out=run").code == 0
     export("run")
     for block in (lfm2, lfm2_by_hand):
-        assert asked(block) == answers("run", "what shape is in the image?", "picture.png")
+        assert asked(block) == answers("run", "what shape is in the image?", "photo.png")
 
     save_vision(folder / "tower", layer_norm_eps=1e-6)
     shape = save_qwen3(folder / "qwen3", tied=True, experts=0) / "config.json"
     write_json(shape, read_object(shape) | {"max_position_embeddings": 2048})  # an image has at least 1024 tokens of these small patches
     assert eyeline("import", "shaped", "--vision", "tower", "--language", "qwen3", "--transplant").code == 0
     export("shaped")
-    assert asked(qwen) == answers("shaped", "what shape is in the image?", "picture.png") != ""
+    assert asked(qwen) == answers("shaped", "what shape is in the image?", "photo.png") != ""

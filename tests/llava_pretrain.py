@@ -30,6 +30,6 @@ def write_llava_pretrain(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         pixels = rng.integers(0, 256, (1, 1, 3)) * np.ones((20 + n % 7, 24, 1))
         Image.fromarray(pixels.astype(np.uint8)).save(folder / name, quality=90)
-        turns = [{"from": "human", "value": "Describe it.\n<image>"}, {"from": "gpt", "value": f"A plain picture, number {n}."}]
+        turns = [{"from": "human", "value": "Describe it.\n<image>"}, {"from": "gpt", "value": f"A plain image, number {n}."}]
         rows.append({"id": f"{n:09d}", "image": name, "conversations": turns})
     (folder / "blip_laion_cc_sbu_558k.json").write_text(json.dumps(rows))

@@ -169,7 +169,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/plan/read_shard.py",
             "hold_out_draw(names) if names else -1.0",
             "-1.0",
-            "data/test_loader.py::test_held_out_pictures_are_never_trained_on",
+            "data/test_loader.py::test_held_out_images_are_never_trained_on",
         ),
         (
             "data/loader.py",
@@ -195,7 +195,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/images/decode.py",
             "6: Pillow.Transpose.ROTATE_270",
             "6: Pillow.Transpose.ROTATE_90",
-            "data/test_image_formats.py::test_a_turned_picture_is_upright_by_every_way",
+            "data/test_image_formats.py::test_a_turned_image_is_upright_by_every_way",
         ),
         (
             "core/image_rule.py",
@@ -207,7 +207,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/images/image_files.py",
             'return f"{path}@{begin}+{length}"',
             "return str(path)",
-            "data/test_images.py::test_keys_tell_pictures_apart",
+            "data/test_images.py::test_keys_tell_images_apart",
         ),
         (
             "data/images/patches.py",
@@ -231,13 +231,13 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/plan/index.py",
             "else written, retries) == stamp",
             "else written, retries) is not None",
-            "data/test_index.py::test_pictures_that_changed_are_looked_at_again",
+            "data/test_index.py::test_images_that_changed_are_looked_at_again",
         ),
         (
             "data/fetch/fetch.py",
             "if len(document.tokens_T) != row.tokens:",
             "if False:",
-            "data/test_plan.py::test_a_picture_that_changes_after_it_was_planned_stops_the_run",
+            "data/test_plan.py::test_an_image_that_changes_after_it_was_planned_stops_the_run",
         ),
     ],
     "text": [
@@ -313,7 +313,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/plan/plan.py",
             "patches, vision = (np.maximum.reduceat",
             "patches, vision = (np.add.reduceat",
-            "data/test_loader.py::test_rows_of_one_picture_share_it",
+            "data/test_loader.py::test_rows_of_one_image_share_it",
         ),
     ],
     "plan": [
@@ -396,7 +396,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/rejects.py",
             "for line in lines if line.cause in LASTING}",
             "for line in lines if False}",
-            "data/test_fetch.py::test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes",
+            "data/test_fetch.py::test_images_that_kill_decoders_are_rejected_and_nothing_else_changes",
         ),
         (
             "data/loader.py",
@@ -635,7 +635,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "models/llava.py",
             "visual_MD = self.projector(features_PD, batch.draws_P2)[batch.sources_M]",
             "visual_MD = self.projector(features_PD, batch.draws_P2)[: len(batch.sources_M)]",
-            "models/test_batches.py::test_shared_picture_equals_own_copies",
+            "models/test_batches.py::test_shared_image_equals_own_copies",
         ),
         (
             "models/moe.py",
@@ -777,7 +777,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/fetch/fetch.py",
             "labels_T=np.full_like(document.labels_T, IGNORE)) if bad else document",
             "labels_T=np.full_like(document.labels_T, IGNORE)) if False else document",
-            "data/test_loader.py::test_a_picture_that_breaks_at_fetching_keeps_its_place",
+            "data/test_loader.py::test_an_image_that_breaks_at_fetching_keeps_its_place",
         ),
         (
             "data/workers.py",

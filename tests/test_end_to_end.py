@@ -36,7 +36,7 @@ def test_llava_recipe_from_import_to_export(eyeline: Command, tmp_path: Path, mo
     checked = eyeline("check", "llava-siglip2-qwen2.5", *TINY)
     assert checked.code == 0, checked.out + checked.err
     assert "LlavaForConditionalGeneration" in checked.out
-    assert "A plain picture, number" in checked.out
+    assert "A plain image, number" in checked.out
 
     # interrupted once in each stage, against a run that was left alone
     whole = eyeline("train", "llava-siglip2-qwen2.5", *TINY, "out=runs/whole")
@@ -64,10 +64,10 @@ def test_llava_recipe_from_import_to_export(eyeline: Command, tmp_path: Path, mo
     assert result["questions"] == 5
     assert 0 <= result["accuracy"] <= 1
 
-    picture = str(tmp_path / "data/LLaVA-Pretrain/00000/000000000.jpg")
+    image = str(tmp_path / "data/LLaVA-Pretrain/00000/000000000.jpg")
     assert eyeline("export", "runs/llava", "exported").code == 0
-    from_run = eyeline("chat", "runs/llava", "--image", picture, "--ask", "Describe it.", "--max-new-tokens", "8")
-    from_export = eyeline("chat", "exported", "--image", picture, "--ask", "Describe it.", "--max-new-tokens", "8")
+    from_run = eyeline("chat", "runs/llava", "--image", image, "--ask", "Describe it.", "--max-new-tokens", "8")
+    from_export = eyeline("chat", "exported", "--image", image, "--ask", "Describe it.", "--max-new-tokens", "8")
     assert from_run.code == from_export.code == 0, from_run.err + from_export.err
     assert from_run.out == from_export.out  # both in fp32 on a CPU
 
@@ -79,7 +79,7 @@ def test_llava_recipe_from_import_to_export(eyeline: Command, tmp_path: Path, mo
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     prompt = prompt.replace("<|image_pad|>", "<|image_pad|>" * 16)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    pixels = processor(Image.open(picture), return_tensors="pt")["pixel_values"]
+    pixels = processor(Image.open(image), return_tensors="pt")["pixel_values"]
     theirs = model.generate(**inputs, pixel_values=pixels, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert tokenizer.decode(theirs, skip_special_tokens=True).strip() == from_run.out.strip()
 

@@ -175,7 +175,7 @@ def budgeted(recipe: dict[str, Any], folder: Path) -> str:
             return type(error).__name__
 
 
-def film(recipe: dict[str, Any], folder: Path) -> Any:
+def video(recipe: dict[str, Any], folder: Path) -> Any:
     """The size of a video's slices."""
     config = run_of(recipe | {"out": str(folder / "run")}, "recipe").model.config
     assert config is not None
@@ -371,8 +371,8 @@ CASES: dict[str, Case] = {
         f"model.config<qwen3_vl>.vision.{leaf}": turned(f"model.config.vision.{leaf}={value}", base=QWEN3_VL)
         for leaf, value in QWEN_VISION.items()
     },
-    "model.config<qwen3_vl>.vision.video_min_pixels": turned("model.config.vision.video_min_pixels=9000", see=film, base=QWEN3_VL),
-    "model.config<qwen3_vl>.vision.video_max_pixels": turned("model.config.vision.video_max_pixels=5000", see=film, base=QWEN3_VL),
+    "model.config<qwen3_vl>.vision.video_min_pixels": turned("model.config.vision.video_min_pixels=9000", see=video, base=QWEN3_VL),
+    "model.config<qwen3_vl>.vision.video_max_pixels": turned("model.config.vision.video_max_pixels=5000", see=video, base=QWEN3_VL),
     "model.config<qwen3_5_vl>.family": turned("model.config.family=other", see=refusal, base=QWEN3_5_VL),
     "model.template": turned("model.template=qwen2.5"),
     "model.tokenizer": turned("model.tokenizer=TOKENIZER"),
@@ -502,10 +502,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data, the same data with other images, a set with long and broken rows, and a tokenizer."""
     made = tmp_path_factory.mktemp("live")
     write_data(made / "data")
-    (made / "other" / "pictures").mkdir(parents=True)
-    for path in sorted((made / "data" / "pictures").iterdir()):
+    (made / "other" / "images").mkdir(parents=True)
+    for path in sorted((made / "data" / "images").iterdir()):
         pixels = 255 - np.asarray(Image.open(path))
-        Image.fromarray(pixels).save(made / "other" / "pictures" / path.name)
+        Image.fromarray(pixels).save(made / "other" / "images" / path.name)
     rows = json.loads((made / "data" / "data.json").read_text())
     for n, row in enumerate(rows):
         if n % 4 == 0:

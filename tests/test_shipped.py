@@ -48,7 +48,7 @@ def write_instruct(folder: Path) -> None:
     for n in range(30):
         pixels = rng.integers(0, 256, (1, 1, 3)) * np.ones((12 + 5 * (n % 3), 14 + 3 * (n % 5), 1))
         Image.fromarray(pixels.astype(np.uint8)).save(folder / f"coco/train2017/{n:012d}.jpg", quality=90)
-        said = ["What is it?\n<image>", "A plain picture.", "Which number?", f"Number {n}."]
+        said = ["What is it?\n<image>", "A plain image.", "Which number?", f"Number {n}."]
         turns = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(said)]
         rows.append({"id": f"{n:012d}", "image": f"{n:012d}.jpg", "conversations": turns})
     (folder / "LLaVA-Instruct-150K/llava_instruct_150k.json").write_text(json.dumps(rows))
@@ -63,8 +63,8 @@ def write_cauldron(folder: Path) -> None:
             file = io.BytesIO()
             pixels = rng.integers(0, 256, (1, 1, 3)) * np.ones((12 + 9 * (n % 4), 16 + 8 * (n % 3), 1))
             Image.fromarray(pixels.astype(np.uint8)).save(file, "png")
-            pictures = [{"bytes": file.getvalue(), "path": None}] if n % 6 else []
-            rows.append({"images": pictures, "texts": [{"user": f"Which number, {n}?", "assistant": f"It is {n}.", "source": name}]})
+            images = [{"bytes": file.getvalue(), "path": None}] if n % 6 else []
+            rows.append({"images": images, "texts": [{"user": f"Which number, {n}?", "assistant": f"It is {n}.", "source": name}]})
         (folder / "the_cauldron" / name).mkdir(parents=True)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "the_cauldron" / name / "train-00000-of-00001.parquet")
 
@@ -136,8 +136,8 @@ def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path
         passed(eyeline("eval", f"runs/{run.name}"))
         assert json.loads((folder / "eval.json").read_text())["questions"] == 3
     passed(eyeline("export", f"runs/{run.name}", "exported"))
-    picture = ["--image", "data/coco/train2017/000000000000.jpg", "--ask", "What is it?", "--max-new-tokens", "5"]
-    assert passed(eyeline("chat", f"runs/{run.name}", *picture)).out == passed(eyeline("chat", "exported", *picture)).out
+    image = ["--image", "data/coco/train2017/000000000000.jpg", "--ask", "What is it?", "--max-new-tokens", "5"]
+    assert passed(eyeline("chat", f"runs/{run.name}", *image)).out == passed(eyeline("chat", "exported", *image)).out
 
     if any(isinstance(trained, Adapted) for trained in run.stages[-1].trains.values()):
         passed(eyeline("export", f"runs/{run.name}", "apart", "--adapter"))

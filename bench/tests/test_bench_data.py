@@ -60,9 +60,9 @@ def test_the_work_is_the_same_everywhere_and_of_real_sizes(work: Path, tmp_path:
     with tarfile.open(work / "full" / "01.tar") as archive:
         content = {info.name: archive.extractfile(info).read() for info in archive}  # type: ignore[union-attr]
     assert len(content) == 2 * data_work.PER_SHARD
-    pictures = [value for name, value in content.items() if name.endswith("jpg")]
-    assert 30_000 < sum(map(len, pictures)) / len(pictures) < 60_000
-    assert 320 <= min(Pillow.open(io.BytesIO(pictures[0])).size) <= 448
+    images = [value for name, value in content.items() if name.endswith("jpg")]
+    assert 30_000 < sum(map(len, images)) / len(images) < 60_000
+    assert 320 <= min(Pillow.open(io.BytesIO(images[0])).size) <= 448
     assert json.loads(content["01-03.json"])["conversations"][0]["value"].startswith("<image>\n")
 
 

@@ -168,7 +168,7 @@ def evaluate(
     evaluate_run(run, show=show, limit=limit, checkpoint=checkpoint.value)
 
 
-@app.command(epilog='Example: eyeline chat runs/easyvqa-tiny --image picture.png   (or, once: --ask "what shape is it?")')
+@app.command(epilog='Example: eyeline chat runs/easyvqa-tiny --image photo.png   (or, once: --ask "what shape is it?")')
 def chat(
     model: ModelFolder,
     image: Annotated[

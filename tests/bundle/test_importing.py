@@ -79,7 +79,7 @@ def test_transformers_loads_the_imported_parts(hub: Path, tmp_path: Path) -> Non
     assert AutoTokenizer.from_pretrained(tmp_path / "model" / "language").chat_template == TEMPLATES["qwen2.5"].jinja
 
 
-def test_settings_of_the_tower_and_its_pictures_come_along(hub: Path, tmp_path: Path) -> None:
+def test_settings_of_the_tower_and_its_images_come_along(hub: Path, tmp_path: Path) -> None:
     bundle = import_model(hub / "siglip", hub / "tied", tmp_path / "model", projector=llava.ProjectorConfig(shuffle=2), seed=5)
     vision = bundle.config.vision
     assert (vision.resample, vision.mean, vision.std, vision.eps) == ("bilinear", (0.5, 0.4, 0.6), (0.5, 0.3, 0.25), 1e-5)
@@ -205,7 +205,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "config nested without end": ("vision", lambda f: (f / "config.json").write_text("[" * 10**6), "config.json is not JSON"),
     "tower in the other's place": ("language", edit("config.json", lambda c: c.update(model_type="siglip")), "model_type='siglip'"),
     "half a NaFlex tower": ("vision", edit("config.json", lambda c: c.update(model_type="siglip2")), "model_type='siglip_vision_model'"),
-    "another picture size": (
+    "another image size": (
         "vision",
         edit("preprocessor_config.json", lambda c: c.update(size={"height": 32, "width": 32})),
         "preprocessor_config.json has size",

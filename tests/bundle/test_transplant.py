@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.transplant import spread, transplant, transplanted
-from eyeline.core.batch import Document, Grid, Image, Message, Picture, Text
+from eyeline.core.batch import Document, EncodedImage, Grid, Image, Message, Text
 from eyeline.core.errors import Refused
 from eyeline.data.fetch.batches import batch_of
 from eyeline.generate.prompts import Prompts
@@ -71,13 +71,13 @@ def opened(folder: Path) -> qwen_vl.Model:
     return model.eval()
 
 
-def picture() -> tuple[np.ndarray, Image]:
+def image() -> tuple[np.ndarray, Image]:
     """One of SigLIP's own size: its pixels, and as the transplanted tower takes it."""
     pixels = np.random.default_rng(0).integers(0, 256, (3, SIDE, SIDE), np.uint8)
     cells = [(y, x) for y in range(0, RATIO, 2) for x in range(0, RATIO, 2)]
     places = [(y + j, x + i) for y, x in cells for j in range(2) for i in range(2)]
     cut = [pixels[:, None, y * PATCH : (y + 1) * PATCH, x * PATCH : (x + 1) * PATCH].repeat(2, 1).flatten() for y, x in places]
-    return pixels, Image("picture", np.stack(cut), np.array(places, np.int32), Grid(RATIO, RATIO), 2)
+    return pixels, Image("image", np.stack(cut), np.array(places, np.int32), Grid(RATIO, RATIO), 2)
 
 
 def document(images: tuple[Image, ...], tokens: int) -> Document:
@@ -98,9 +98,9 @@ def test_text_is_computed_as_before(folders):
 
 def normed() -> tuple[Tensor, Image, list[int]]:
     """The image as SigLIP takes it, as the transplanted tower does, and where the patches of the one are in the other."""
-    pixels, image = picture()
+    pixels, one = image()
     mean, std = (torch.tensor(x)[:, None, None] for x in ([0.5, 0.4, 0.6], [0.5, 0.3, 0.25]))
-    return (torch.from_numpy(pixels).float() / 255 - mean) / std, image, [int(y) * RATIO + int(x) for y, x in image.places_P2]
+    return (torch.from_numpy(pixels).float() / 255 - mean) / std, one, [int(y) * RATIO + int(x) for y, x in one.places_P2]
 
 
 @torch.no_grad()
@@ -151,10 +151,10 @@ def test_a_conversation_is_read_as_transformers_reads_it(folders, tmp_path):
     """Images of odd sizes through our data path, and through the processor that the folder's settings make: the same logits."""
     _, _, folder = folders
     found = open_bundle(folder)
-    pictures = [drawing(0, 61).crop((0, 0, 61, 33)), drawing(1, 300).crop((0, 0, 171, 300))]
-    for i, one in enumerate(pictures):
+    images = [drawing(0, 61).crop((0, 0, 61, 33)), drawing(1, 300).crop((0, 0, 171, 300))]
+    for i, one in enumerate(images):
         one.save(tmp_path / f"{i}.png")
-    first, second = (Picture(f"{i}.png", tmp_path / f"{i}.png") for i in (0, 1))
+    first, second = (EncodedImage(f"{i}.png", tmp_path / f"{i}.png") for i in (0, 1))
     asked = (
         Message("user", (first, Text("What shape is it?"))),
         Message("assistant", (Text("A circle."),)),
@@ -163,7 +163,7 @@ def test_a_conversation_is_read_as_transformers_reads_it(folders, tmp_path):
     d = Prompts(found.bundle.encoder(), facts(found.bundle.config).image).prompt(asked)
     got_TV = opened(folder)(replace(batch_of([replace(d, labels_T=np.zeros_like(d.tokens_T))], None), labels_L=None)).out
 
-    prepared = transformers.AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt")
+    prepared = transformers.AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt")
     config = json.loads((folder / "config.json").read_text())
     tokens_1T = torch.from_numpy(d.tokens_T).long()[None]
     reference = getattr(transformers, config["architectures"][0]).from_pretrained(folder)

@@ -22,7 +22,7 @@ from transformers import (
 
 from eyeline.bundle.bundle import Bundle
 from eyeline.bundle.importing import import_model
-from eyeline.core.batch import Document, Message, Picture, Text
+from eyeline.core.batch import Document, EncodedImage, Message, Text
 from eyeline.core.image_rule import ImageRule
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.text.templates import TEMPLATES, Template
@@ -31,7 +31,7 @@ from eyeline.generate.prompts import Prompts
 from eyeline.models import build, llava
 
 SIDE, PATCH, ROWS = 16, 4, 384  # pixels, pixels, rows of the embedding: more than the tokenizer uses
-TEXTS = ["What shape is in the picture? A circle.", "Which colour has the square? It is blue.", "how many corners has it, three?"] * 3
+TEXTS = ["What shape is in the image? A circle.", "Which colour has the square? It is blue.", "how many corners has it, three?"] * 3
 PREPROCESSOR = {
     "image_processor_type": "SiglipImageProcessor",
     "size": {"height": SIDE, "width": SIDE},
@@ -134,11 +134,11 @@ def asked(bundle: Bundle, rule: ImageRule | None, folder: Path, size: int = SIDE
     """A conversation with two images in different turns, ready to be answered."""
     for i in (0, 1):
         drawing(i, size).save(folder / f"{i}.png")
-    pictures = [Picture(f"{i}.png", folder / f"{i}.png") for i in (0, 1)]
+    images = [EncodedImage(f"{i}.png", folder / f"{i}.png") for i in (0, 1)]
     messages = (
-        Message("user", (pictures[0], Text("What shape is it?"))),
+        Message("user", (images[0], Text("What shape is it?"))),
         Message("assistant", (Text("A circle."),)),
-        Message("user", (Text("And here? "), pictures[1])),
+        Message("user", (Text("And here? "), images[1])),
     )
     return Prompts(bundle.encoder(), rule).prompt(messages)
 

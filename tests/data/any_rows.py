@@ -15,9 +15,9 @@ def text(n: int) -> dict[str, Any]:
 
 ANY: dict[str, Callable[[int], Any]] = {
     "text": text,
-    "picture": lambda n: row(f"question {n}?", f"{n % 4}.png"),
-    "same picture": lambda n: row(f"again {n}?", "0.png"),
-    "two pictures": lambda n: row("compare", f"{n % 3}.png", f"{n % 2}.png"),
+    "image": lambda n: row(f"question {n}?", f"{n % 4}.png"),
+    "same image": lambda n: row(f"again {n}?", "0.png"),
+    "two images": lambda n: row("compare", f"{n % 3}.png", f"{n % 2}.png"),
     "missing": lambda n: row("gone", "absent.png"),
     "no answer": lambda n: row("q", answer=" "),
     "too long": lambda n: row("q", answer="x" * 400),

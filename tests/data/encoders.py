@@ -1,4 +1,4 @@
-"""Picture files made by hand: what Pillow does not write, byte by byte as the formats' specifications have it."""
+"""Image files made by hand: what Pillow does not write, byte by byte as the formats' specifications have it."""
 
 import io
 import struct

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from eyeline.core.batch import Picture
+from eyeline.core.batch import EncodedImage
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.data.fetch import fetch
 from eyeline.data.fetch.fetch import Fetch, Fetched
@@ -114,16 +114,16 @@ class Mined:
     def __call__(self, job: Any, at: At = lambda *_: None) -> Fetched:
         real_decode, real_held = patches.upright, fetch.in_memory
 
-        def happens(picture: Any, slow: bool) -> None:
-            assert isinstance(picture.source, bytes), "read before it is decoded"
-            _, mine, what = picture.source.rpartition(b" MINE ")
+        def happens(image: Any, slow: bool) -> None:
+            assert isinstance(image.source, bytes), "read before it is decoded"
+            _, mine, what = image.source.rpartition(b" MINE ")
             name, _, argument = what.decode().partition(":") if mine else ("fine", "", "")
             if (name == "slow store") == slow:
                 HAPPENS[name](argument)
 
-        def decode(picture: Picture) -> Pixels:
-            happens(picture, slow=False)
-            return real_decode(picture)
+        def decode(image: EncodedImage) -> Pixels:
+            happens(image, slow=False)
+            return real_decode(image)
 
         def held(medium: Any) -> Any:
             happens(real_held(medium), slow=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eyeline.core.batch import Picture, Sample, Text
+from eyeline.core.batch import EncodedImage, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.data.containers.container import Container
 from eyeline.data.rejects import CAUSES
@@ -47,7 +47,7 @@ def row_of(rows: Rows, i: int = 0) -> Sample:
 def parts(rows: Rows, i: int = 0) -> list[list[str]]:
     """Each message's parts: images as <name>, texts as they are."""
     messages = row_of(rows, i).messages
-    return [[f"<{p.name}>" if isinstance(p, Picture) else p.text for p in m.parts] for m in messages]
+    return [[f"<{p.name}>" if isinstance(p, EncodedImage) else p.text for p in m.parts] for m in messages]
 
 
 def complaint(rows: Rows, i: int = 0) -> tuple[str, str]:

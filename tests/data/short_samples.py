@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from eyeline.core.batch import Message, Picture, Sample, Text
+from eyeline.core.batch import EncodedImage, Message, Sample, Text
 
 
-def said(*turns: str | tuple[Picture | str, ...], system: str | None = None) -> tuple[Message, ...]:
+def said(*turns: str | tuple[EncodedImage | str, ...], system: str | None = None) -> tuple[Message, ...]:
     """Messages from texts (or tuples of texts and images), user first."""
     out = [] if system is None else [Message("system", (Text(system),))]
     for n, turn in enumerate(turns):
@@ -14,11 +14,11 @@ def said(*turns: str | tuple[Picture | str, ...], system: str | None = None) -> 
     return tuple(out)
 
 
-def sample(*turns: str | tuple[Picture | str, ...], system: str | None = None) -> Sample:
+def sample(*turns: str | tuple[EncodedImage | str, ...], system: str | None = None) -> Sample:
     return Sample("made#0", said(*turns, system=system))
 
 
-DOT = Picture("dot.png", b"never opened")
+DOT = EncodedImage("dot.png", b"never opened")
 
 
 def turns(*texts: str, roles: tuple[str, ...] = ("human", "gpt")) -> list[dict[str, str]]:

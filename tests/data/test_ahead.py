@@ -35,8 +35,8 @@ SHARDS, ROWS = 6, AHEAD + 20  # more than workers read ahead and bins that stay 
 def archives(tmp_path: Path) -> Path:
     for n in range(SHARDS):
         names = [f"{k:02}" for k in range(ROWS)]
-        pictures = {f"{k}.png": encoded(ROWS * n + int(k), "PNG") for k in names}
-        archive(tmp_path / f"rows{n}.tar", sorted((pictures | {f"{k}.txt": f"said {n} {k}" for k in names}).items()))
+        images = {f"{k}.png": encoded(ROWS * n + int(k), "PNG") for k in names}
+        archive(tmp_path / f"rows{n}.tar", sorted((images | {f"{k}.txt": f"said {n} {k}" for k in names}).items()))
     return tmp_path / "rows*.tar"
 
 

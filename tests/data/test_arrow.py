@@ -44,7 +44,7 @@ def test_the_same_as_parquet(tmp_path: Path, form: str, compression: str | None)
 
 
 @pytest.mark.parametrize("form", ["stream", "file"])
-def test_every_type_that_texts_and_pictures_have(tmp_path: Path, form: str) -> None:
+def test_every_type_that_texts_and_images_have(tmp_path: Path, form: str) -> None:
     text, data = [f"answer {n}" for n in range(8)], [encoded(n) for n in range(8)]
     types: list[tuple[Any, Any]] = [
         (arrow.large_string(), arrow.large_binary()),
@@ -54,7 +54,7 @@ def test_every_type_that_texts_and_pictures_have(tmp_path: Path, form: str) -> N
     for n, (texts, bytes) in enumerate(types):
         columns = {"caption": arrow.array(text, arrow.string()).cast(texts), "image": arrow.array(data, bytes), "label": range(8)}
         got = samples(opened(arrow_file(tmp_path / f"{n}.arrow", arrow.table(columns), form=form)))
-        assert [(s.pictures[0].source, s.messages[1].parts) for s in got] == [(d, (Text(t),)) for d, t in zip(data, text, strict=True)]
+        assert [(s.images[0].source, s.messages[1].parts) for s in got] == [(d, (Text(t),)) for d, t in zip(data, text, strict=True)]
 
 
 def test_turns_as_a_sequence_of_objects(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_batch_of_text_has_no_patches() -> None:
     assert (len(batch.patches_PC), len(batch.visual_M), batch.cu_N1.tolist(), batch.longest_image) == (0, 0, [0], 0)
 
 
-def test_the_same_picture_twice_in_one_document() -> None:
+def test_the_same_image_twice_in_one_document() -> None:
     batch = batch_of([document("d", [9, 9, 9, 9], [X] * 4, [0, 1, 2, 3], A, A)], None)
     assert batch.sources_M.tolist() == [0, 1, 0, 1]
     assert (batch.counts.images, batch.counts.patches, batch.counts.visual) == (1, 8, 4)
@@ -135,12 +135,12 @@ def test_patches_that_lie_end_to_end_are_not_moved() -> None:
     room_PC = np.empty((20, 12), np.uint8)
     room_PC[:] = np.arange(20 * 12).reshape(20, 12)
     lies = {"a": slice(2, 6), "b": slice(6, 10), "c": slice(10, 18)}
-    pictures = {key: replace(image(key, (at.stop - at.start) // 4, 0), patches_PC=room_PC[at]) for key, at in lies.items()}
-    pictures["d"] = replace(image("d", 1, 0), patches_PC=room_PC[6:10].copy())
+    images = {key: replace(image(key, (at.stop - at.start) // 4, 0), patches_PC=room_PC[at]) for key, at in lies.items()}
+    images["d"] = replace(image("d", 1, 0), patches_PC=room_PC[6:10].copy())
     for order, moved in {"abc": False, "bc": False, "abab": False, "ba": True, "ac": True, "ad": True, "d": True}.items():
-        shown = [pictures[key] for key in order]
+        shown = [images[key] for key in order]
         tokens = sum(one.tokens for one in shown)
         batch = batch_of([document("x", [1] * tokens, [IGNORE] * tokens, list(range(tokens)), *shown)], None)
-        wanted_PC = np.concatenate([pictures[key].patches_PC for key in dict.fromkeys(order)])
+        wanted_PC = np.concatenate([images[key].patches_PC for key in dict.fromkeys(order)])
         assert (batch.patches_PC.numpy() == wanted_PC).all()
         assert np.shares_memory(batch.patches_PC.numpy(), room_PC) != moved

@@ -28,11 +28,13 @@ def sources(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.Monke
     for n in range(14):
         draw(f"{n}.png", seed=n)
     rng = np.random.default_rng(0)
-    pictured = [row(f"q{n} " + "a " * int(rng.integers(1, 9)), f"{n % 14}.png", answer="b " * int(rng.integers(1, 30))) for n in range(40)]
+    with_images = [
+        row(f"q{n} " + "a " * int(rng.integers(1, 9)), f"{n % 14}.png", answer="b " * int(rng.integers(1, 30))) for n in range(40)
+    ]
     texts = [row("c " * int(rng.integers(1, 40)), answer="d") for _ in range(20)]
-    for name, rows in (("pictured", pictured), ("texts", texts)):
+    for name, rows in (("with_images", with_images), ("texts", texts)):
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))
-    return tuple(Source(path=str(tmp_path / f"{name}.json")) for name in ("pictured", "texts"))
+    return tuple(Source(path=str(tmp_path / f"{name}.json")) for name in ("with_images", "texts"))
 
 
 def opened(sources: tuple[Source, ...], plain: Encoder, rule: ImageRule, **settings: Any) -> Reader:
@@ -60,7 +62,7 @@ def test_waste_is_that_of_the_packs_that_training_gets(
     assert sum(batch.counts.slots for batch in batches) == load.packs * budget.tokens
     lengths = [np.diff(batch.cu_S1[: batch.counts.documents + 1].numpy().astype(np.int64)) for batch in batches]
     assert sum(int((n * (n + 1) // 2).sum()) for n in lengths) == load.pair
-    assert sum(bool(batch.counts.patches) for batch in batches) == found.pictured.packs
+    assert sum(bool(batch.counts.patches) for batch in batches) == found.with_images.packs
     # an image that two visits of a pack show is planned twice and encoded once
     patches = sum(batch.counts.patches for batch in batches)
     assert patches <= load.patch <= 1.2 * patches

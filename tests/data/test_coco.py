@@ -32,7 +32,7 @@ def test_captions_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert [parts(rows, n) for n in range(7)] == [
         [[f"<{n % 3:012}.jpg>", "Describe the image."], [f"caption {n}"]] for n in range(7)
     ]  # fmt: skip
-    assert rows.read(next(rows.rows_in(1))[0]).pictures[0].source == tmp_path / "train2017" / "000000000000.jpg"
+    assert rows.read(next(rows.rows_in(1))[0]).images[0].source == tmp_path / "train2017" / "000000000000.jpg"
     assert [rows.named(place)[2] for place, _, _ in rows.kept()] == list(range(7))
     again = pickle.loads(pickle.dumps(rows))
     assert not again.container._names  # type: ignore[attr-defined]  # what the images are called is read again

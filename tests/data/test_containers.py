@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
-from eyeline.core.batch import Budget, Picture, Span
+from eyeline.core.batch import Budget, EncodedImage, Span
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.files import read_lines
 from eyeline.data.containers import container as containers
@@ -324,17 +324,17 @@ def test_a_store_that_fails_now_and_then_changes_nothing(
 # Parts of files
 
 
-def test_a_picture_inside_a_file_is_read_as_far_as_needed(tmp_path: Path) -> None:
+def test_an_image_inside_a_file_is_read_as_far_as_needed(tmp_path: Path) -> None:
     out = io.BytesIO()
     Pillow.effect_noise((400, 300), 90).convert("RGB").save(out, "JPEG", quality=95)
     data = out.getvalue()
     path = tmp_path / "x.bin"
     path.write_bytes(b"before" + data + b"after")
     stamp = File.of(path, 0).stamp
-    here = Picture("a.jpg", Span(path, 6, len(data), stamp))
+    here = EncodedImage("a.jpg", Span(path, 6, len(data), stamp))
     assert width_and_height(here) == (400, 300)
-    assert (decode(here) == decode(Picture("a.jpg", data))).all()
-    held = Picture("a.jpg", Span(path, 6, len(data), stamp, data))
+    assert (decode(here) == decode(EncodedImage("a.jpg", data))).all()
+    held = EncodedImage("a.jpg", Span(path, 6, len(data), stamp, data))
     assert image_key(held) == image_key(here) == f"{path}@6+{len(data)}"
     with span_file(here.source) as file:  # type: ignore[arg-type]
         assert file.read() == data
@@ -343,7 +343,7 @@ def test_a_picture_inside_a_file_is_read_as_far_as_needed(tmp_path: Path) -> Non
         assert file.read(100) == data[-5:]
         file.seek(2)
         assert (file.tell(), file.read(3)) == (2, data[2:5])
-    cut = Picture("a.jpg", Span(path, 6, len(data) // 2, stamp))
+    cut = EncodedImage("a.jpg", Span(path, 6, len(data) // 2, stamp))
     with pytest.raises(BadSample, match="truncated") as caught:
         decode(cut)
     assert caught.value.cause == "broken_image"

@@ -97,17 +97,17 @@ def test_captions_and_text_alone(opened) -> None:
 
 def test_base64_and_lists_in_cells(opened) -> None:
     png = encoded(0, "PNG")
-    pictures = json.dumps(["a.png", "data:image/png;base64," + base64.b64encode(png).decode()])
+    images = json.dumps(["a.png", "data:image/png;base64," + base64.b64encode(png).decode()])
     out = io.StringIO(newline="")
     table = csv.writer(out, delimiter="\t")
     table.writerow(["images", "messages"])
-    table.writerow([pictures, json.dumps(chat("<image><image>?", "a"))])
+    table.writerow([images, json.dumps(chat("<image><image>?", "a"))])
     table.writerow([base64.b64encode(png).decode(), json.dumps(chat("?", "b"))])
     rows = opened(out.getvalue(), "rows.tsv")
     assert rows.layout.name == "openai"
     first, second = (rows.read(place) for place, _, _ in rows.kept())
-    assert [p.source for p in first.pictures][1] == png
-    assert second.pictures[0].source == png
+    assert [p.source for p in first.images][1] == png
+    assert second.images[0].source == png
 
 
 def test_columns_that_are_called_otherwise_choose_the_delimiter(opened) -> None:

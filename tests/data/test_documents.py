@@ -23,11 +23,11 @@ THREE = sample((DOT, "one?"), "1", ("two?", DOT), "2", "three?", "3")
 @pytest.mark.parametrize("conversation", [THREE, sample("hi", "ho"), sample((DOT, DOT), "two dots", system="Look!")])
 def test_measures_are_those_of_the_document(qwen: Encoder, rule: ImageRule, conversation: Sample) -> None:
     size = measure(conversation, SIZES[: len(conversation.media)], qwen, rule)
-    document = document_of(conversation, qwen, rule, [grey_images(rule)] * len(conversation.pictures))
+    document = document_of(conversation, qwen, rule, [grey_images(rule)] * len(conversation.images))
     assert size.tokens == len(document.tokens_T)
-    assert size.visual == len(document.visual_M) == 4 * len(conversation.pictures)
+    assert size.visual == len(document.visual_M) == 4 * len(conversation.images)
     assert size.supervised == (document.labels_T != IGNORE).sum()
-    assert size.patches == 16 * len(conversation.pictures)
+    assert size.patches == 16 * len(conversation.images)
 
 
 MARK = "<|image_pad|>"  # of a tile: any control token that every tokenizer has
@@ -46,20 +46,20 @@ texts = st.lists(st.tuples(st.integers(0, 99), st.booleans()), max_size=6)
 def test_a_document_is_as_if_written_token_by_token(qwen: Encoder, begin: list, rest: list) -> None:
     """Tiles stand at one place, slices of a video apart; each image has its mark before it; labels are the next token's."""
     ids, wanted, places, visual = [*begin], [*begin], [], []
-    for (film, images), between in rest:
+    for (video, images), between in rest:
         for n, image in enumerate(images):
-            if film or n == 0:
+            if video or n == 0:
                 places.append(len(ids))
                 ids.append((100, False))
             wanted += [(qwen.controls[MARK], False)] * (image.mark is not None)
             visual += range(len(wanted), len(wanted) + image.tokens)
             wanted += [(100, False)] * image.tokens
-            if film or n == len(images) - 1:
+            if video or n == len(images) - 1:
                 ids += between[n % 4]
                 wanted += between[n % 4]
     known = Tokenised(
         *(np.array([id for id, _ in ids], np.int32), np.array([trained for _, trained in ids], np.bool_), np.array(places, np.int32)),
-        tuple(len(images) if film else 1 for (film, images), _ in rest),
+        tuple(len(images) if video else 1 for (video, images), _ in rest),
     )
     made = laid_out("", known, [images for (_, images), _ in rest], qwen, None)
     assert made.tokens_T.tolist() == [id for id, _ in wanted]
@@ -126,8 +126,8 @@ def test_nothing_to_learn_is_rejected(plain: Encoder, rule: ImageRule, empty: Sa
         assert caught.value.cause == "no_target"
 
 
-def test_a_picture_without_a_tower_is_rejected(plain: Encoder) -> None:
+def test_an_image_without_a_tower_is_rejected(plain: Encoder) -> None:
     with pytest.raises(BadSample) as caught:
         measure(THREE, [], plain, None)
-    assert caught.value.cause == "picture_without_tower"
+    assert caught.value.cause == "image_without_tower"
     assert measure(sample("a", "b"), [], plain, None).patches == 0

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from eyeline.core.batch import Budget, Message, Picture, Sample
+from eyeline.core.batch import Budget, EncodedImage, Message, Sample
 from eyeline.core.image_rule import ImageRule
 from eyeline.data.reader import reader_of
 from eyeline.data.report.report import THOROUGH, Depth, data_report
@@ -17,20 +17,20 @@ from tests.data.llava_rows import row
 from tests.data.short_samples import said, sample
 
 
-def test_equal_pictures_under_other_names_are_found(tmp_path: Path, draw: Callable[..., Path]) -> None:
+def test_equal_images_under_other_names_are_found(tmp_path: Path, draw: Callable[..., Path]) -> None:
     draw("a.png", seed=1)
     draw("b.png", seed=2)
     shutil.copy(tmp_path / "a.png", tmp_path / "copy.png")
-    a, b, copy, gone = (Picture(name, tmp_path / name) for name in ("a.png", "b.png", "copy.png", "gone.png"))
-    inside = Picture("image", (tmp_path / "a.png").read_bytes())
+    a, b, copy, gone = (EncodedImage(name, tmp_path / name) for name in ("a.png", "b.png", "copy.png", "gone.png"))
+    inside = EncodedImage("image", (tmp_path / "a.png").read_bytes())
     found = known([sample((p, "q"), "x") for p in (a, b, copy, a, inside, gone)])
     assert (found.samples, found.equal_samples) == (5, 3)  # all but b say and show the same; the one without its file is not counted
-    assert (len(found.places), found.equal_pictures) == (4, 2)
-    assert found.picture_examples == [("copy.png", "a.png"), ("image of made#0", "a.png")]
+    assert (len(found.places), found.equal_images) == (4, 2)
+    assert found.image_examples == [("copy.png", "a.png"), ("image of made#0", "a.png")]
 
 
-def test_samples_are_equal_in_text_turns_and_pictures() -> None:
-    p, other = Picture("p", b"p"), Picture("o", b"o")
+def test_samples_are_equal_in_text_turns_and_images() -> None:
+    p, other = EncodedImage("p", b"p"), EncodedImage("o", b"o")
     different = [
         sample("q", "x"),
         sample("q", "y"),
@@ -50,16 +50,16 @@ def test_samples_are_equal_in_text_turns_and_pictures() -> None:
 
 
 def test_overlaps_by_hand() -> None:
-    p, q, r = (Picture(name, name.encode()) for name in "pqr")
+    p, q, r = (EncodedImage(name, name.encode()) for name in "pqr")
     training = known([sample((p, "one"), "x"), sample((q, "two"), "x"), sample("three", "x")])
     twice = sample((p, "one"), "x")
     judge = known([twice, twice, sample((q, "other"), "x"), sample((r, "two"), "x"), sample("three", "y")])
     [overlap] = twins(training, {"validation": judge}).overlaps
     assert (overlap.samples, overlap.equal_samples, overlap.equal_texts) == (5, 2, 3)
-    assert (overlap.pictures, overlap.equal_pictures) == (3, 2)
+    assert (overlap.images, overlap.equal_images) == (3, 2)
     assert overlap.examples == (("p of made#0", "p of made#0"), ("q of made#0", "q of made#0"))
     [nothing] = twins(Known(), {"evaluation": judge}).overlaps
-    assert (nothing.equal_samples, nothing.equal_texts, nothing.equal_pictures, nothing.equal_paths) == (0, 0, 0, 0)
+    assert (nothing.equal_samples, nothing.equal_texts, nothing.equal_images, nothing.equal_paths) == (0, 0, 0, 0)
 
 
 def test_examples_are_few() -> None:
@@ -80,7 +80,7 @@ def test_validation_that_training_has_seen_is_found(tmp_path: Path, draw: Callab
     assert found is not None
     [overlap] = found.overlaps
     assert (overlap.samples, overlap.equal_samples, overlap.equal_texts) == (3, 1, 2)
-    assert (overlap.pictures, overlap.equal_pictures, overlap.equal_paths) == (3, 2, 1)
+    assert (overlap.images, overlap.equal_images, overlap.equal_paths) == (3, 2, 1)
     assert {pair[0].rpartition("/")[2]: pair[1].rpartition("/")[2] for pair in overlap.examples} == {
         "renamed.png": "0.png",
         "1.png": "1.png",

@@ -26,11 +26,11 @@ def opened(path: Path, **settings: Any) -> Rows:
 # Members as columns
 
 
-PICTURES = [("a.jpg", encoded(0)), ("b.JPG", encoded(1))]
+IMAGE_COLUMNS = [("a.jpg", encoded(0)), ("b.JPG", encoded(1))]
 CRUDE = [
-    *[(f"0.{p}", c) for p, c in (*PICTURES, ("question", "what?\n"), ("answer.text", "a dot"), ("cls", "7\n"), ("npy", b"\xff"))],
-    *[(f"1.{part}", content) for part, content in (*PICTURES, ("question", "and?"), ("answer.text", b"\xff"))],
-    *[(f"2.{part}", content) for part, content in (*PICTURES, ("question", "and?"))],
+    *[(f"0.{p}", c) for p, c in (*IMAGE_COLUMNS, ("question", "what?\n"), ("answer.text", "a dot"), ("cls", "7\n"), ("npy", b"\xff"))],
+    *[(f"1.{part}", content) for part, content in (*IMAGE_COLUMNS, ("question", "and?"), ("answer.text", b"\xff"))],
+    *[(f"2.{part}", content) for part, content in (*IMAGE_COLUMNS, ("question", "and?"))],
 ]
 
 
@@ -179,7 +179,7 @@ def test_a_large_archive_is_read_in_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert outcomes(rows) == outcomes(whole) == [f"caption {n}" for n in range(10)]
     ids = [[opened.named(place) for place, _, _ in opened.kept()] for opened in (rows, whole)]
     assert ids[0] == ids[1]
-    assert [p.source for *_, f in rows.kept() for p in f.pictures] == [p.source for *_, f in whole.kept() for p in f.pictures]  # type: ignore[union-attr]
+    assert [p.source for *_, f in rows.kept() for p in f.images] == [p.source for *_, f in whole.kept() for p in f.images]  # type: ignore[union-attr]
     assert outcomes(pickle.loads(pickle.dumps(rows))) == outcomes(rows)
 
 

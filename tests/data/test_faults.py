@@ -39,7 +39,7 @@ def test_who_copies_its_input_is_wrong(tmp_path: Path, plain: Encoder) -> None:
 
 
 @pytest.mark.parametrize("policy", ["reject", "drop_turns"])
-def test_a_picture_over_the_length_is_rejected_before_any_step(tmp_path: Path, draw, plain: Encoder, policy: str) -> None:
+def test_an_image_over_the_length_is_rejected_before_any_step(tmp_path: Path, draw, plain: Encoder, policy: str) -> None:
     """It alone, by name: never with a part of its tokens."""
     draw("large.png", width=480, height=480)  # 900 tokens
     draw("small.png", width=32, height=32)
@@ -51,7 +51,7 @@ def test_a_picture_over_the_length_is_rejected_before_any_step(tmp_path: Path, d
     assert reader.rejects.counts == {"too_long": 1}
 
 
-def test_one_huge_picture_does_not_make_a_huge_pack(tmp_path: Path, draw, plain: Encoder) -> None:
+def test_one_huge_image_does_not_make_a_huge_pack(tmp_path: Path, draw, plain: Encoder) -> None:
     draw("huge.png", width=2000, height=2000)
     draw("small.png", width=32, height=32)
     source = lines(tmp_path / "rows.jsonl", [row(f"{n}", "huge.png" if n == 31 else "small.png") for n in range(60)])

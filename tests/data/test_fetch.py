@@ -97,7 +97,7 @@ def test_the_same_tensors_from_any_number_of_workers(open_reader, tmp_path: Path
 
 
 @pytest.mark.parametrize("form", ["tar"])
-def test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes(
+def test_images_that_kill_decoders_are_rejected_and_nothing_else_changes(
     open_reader, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a resumed run knows them: it does not try them again, and makes the same batches."""
@@ -137,12 +137,12 @@ def test_pictures_that_kill_decoders_are_rejected_and_nothing_else_changes(
     assert read_lines(tmp_path / "run" / "rejects.jsonl") == lines
 
 
-def test_a_picture_that_kills_takes_the_rows_of_its_visit_and_no_others(
+def test_an_image_that_kills_takes_the_rows_of_its_visit_and_no_others(
     open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows share each image, and are tried one by one: the parts of a job are rows, of whichever visit."""
-    pictures = [data for _, data in rows(5, {1: "crash"})]
-    for n, data in enumerate(pictures):
+    images = [data for _, data in rows(5, {1: "crash"})]
+    for n, data in enumerate(images):
         (tmp_path / f"{n}.png").write_bytes(data)
     talk = [
         {"image": f"{n // 2}.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": f"{n}"}]}
@@ -172,7 +172,7 @@ class _Starved(Mined):
             failing_jobs.HAPPENS["memory"] = before
 
 
-def test_validation_survives_its_pictures_too(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_survives_its_images_too(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = as_files(tmp_path, rows(9, {3: "crash"}))
     real = loader.fetched_in_order
     (tmp_path / "run").mkdir()
@@ -209,7 +209,7 @@ def test_a_store_that_does_not_answer_stops_the_run(open_reader, tmp_path: Path,
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_picture_that_vanishes_after_it_was_planned_keeps_its_place(open_reader, tmp_path: Path, workers: int) -> None:
+def test_an_image_that_vanishes_after_it_was_planned_keeps_its_place(open_reader, tmp_path: Path, workers: int) -> None:
     path = as_files(tmp_path, rows(9, {}))
     reader = open_reader(path, workers=workers)
     steps = training_steps(reader, BUDGET, 1, 1)
@@ -263,7 +263,7 @@ def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: 
 
 
 @pytest.mark.parametrize("share", [1, 3])
-def test_with_an_index_nothing_is_read_but_pictures(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: int) -> None:
+def test_with_an_index_nothing_is_read_but_images(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: int) -> None:
     """Those of a sample in one request, though texts lie between them; and the tensors are those of rows that are read."""
     members: list[tuple[str, Any]] = []
     for n in range(12):

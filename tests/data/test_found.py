@@ -58,7 +58,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("end", TABLES)
-def test_pictures_with_a_table(tmp_path: Path, end: str) -> None:
+def test_images_with_a_table(tmp_path: Path, end: str) -> None:
     for name in ("1.png", "in/2.png", "3.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(encoded(0, "PNG"))
@@ -67,7 +67,7 @@ def test_pictures_with_a_table(tmp_path: Path, end: str) -> None:
     rows = opened(tmp_path)
     assert (rows.layout.name, rows.path) == ("captions", tmp_path / f"metadata.{end}")
     assert answers(rows) == ["one", "two"]
-    assert [p.source for *_, found in rows.kept() if isinstance(found, Sample) for p in found.pictures] == [
+    assert [p.source for *_, found in rows.kept() if isinstance(found, Sample) for p in found.images] == [
         tmp_path / "1.png",
         tmp_path / "in/2.png",
     ]
@@ -79,23 +79,23 @@ def test_tables_of_several_splits(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"holds test/metadata\.csv, train/metadata\.csv\. Name one of them"):
         opened(tmp_path)
     rows = opened(tmp_path / "train")
-    assert next(iter(rows.kept()))[2].pictures[0].source == tmp_path / "train" / "1.png"  # type: ignore[union-attr]
+    assert next(iter(rows.kept()))[2].images[0].source == tmp_path / "train" / "1.png"  # type: ignore[union-attr]
     (tmp_path / "test" / "metadata.csv").unlink()
-    assert next(iter(opened(tmp_path).kept()))[2].pictures[0].source == tmp_path / "train" / "1.png"  # type: ignore[union-attr]
+    assert next(iter(opened(tmp_path).kept()))[2].images[0].source == tmp_path / "train" / "1.png"  # type: ignore[union-attr]
 
 
 def test_questions_in_a_table(tmp_path: Path) -> None:
-    write(tmp_path / "metadata.csv", "picture_file_name,q,a\n1.png,what?,one\n")
-    with pytest.raises(Refused, match=r"its rows have picture_file_name, q, a"):
+    write(tmp_path / "metadata.csv", "image_file_name,q,a\n1.png,what?,one\n")
+    with pytest.raises(Refused, match=r"its rows have image_file_name, q, a"):
         opened(tmp_path)
-    rows = opened(tmp_path, columns={"image": "picture_file_name", "question": "q", "answer": "a"})
+    rows = opened(tmp_path, columns={"image": "image_file_name", "question": "q", "answer": "a"})
     assert (rows.layout.name, answers(rows)) == ("question-answer", ["one"])
 
 
 # Images with a text beside each
 
 
-def test_pictures_with_a_text_beside_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_with_a_text_beside_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "SHARD_ROWS", 2)
     for name in ("b.png", "a.PNG", "in/c.webp", "d.d.jpg", "e.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -103,11 +103,11 @@ def test_pictures_with_a_text_beside_each(tmp_path: Path, monkeypatch: pytest.Mo
     for name, text in {"b": "of b\n", "a": "of a", "in/c": "\ufeffof c", "d.d": "of d", "readme": "nothing"}.items():
         write(tmp_path / f"{name}.txt", text)
     rows = opened(tmp_path)
-    assert rows.layout.why.startswith("pictures with a .txt beside each, but 1 without; row 0 has image and caption")
+    assert rows.layout.why.startswith("images with a .txt beside each, but 1 without; row 0 has image and caption")
     assert answers(rows) == ["of a", "of b", "of d", "no_target", "of c"]
     assert [len(list(rows.rows_in(shard))) for shard in range(3)] == [2, 2, 1]
     assert [rows.named(place)[0] for place, _, _ in rows.kept()] == [f"{tmp_path.name}#{n}" for n in range(5)]
-    assert [f.pictures[0].source for *_, f in rows.kept() if isinstance(f, Sample)] == [
+    assert [f.images[0].source for *_, f in rows.kept() if isinstance(f, Sample)] == [
         tmp_path / n for n in ("a.PNG", "b.png", "d.d.jpg", "in/c.webp")
     ]
     again = pickle.loads(pickle.dumps(rows))
@@ -126,15 +126,15 @@ def test_texts_that_cannot_be_captions(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / f"{n}.txt").write_bytes(text)
     assert answers(opened(tmp_path))[0] == "fine"
     assert answers(opened(tmp_path))[2:] == ["bad_unicode", "file_too_large"]
-    monkeypatch.setattr(beside, "MAX_PICTURES", 3)
-    with pytest.raises(Refused, match=r"holds 4 pictures .* metadata\.csv"):
+    monkeypatch.setattr(beside, "MAX_IMAGES", 3)
+    with pytest.raises(Refused, match=r"holds 4 images .* metadata\.csv"):
         opened(tmp_path)
 
 
-def test_pictures_alone(tmp_path: Path) -> None:
+def test_images_alone(tmp_path: Path) -> None:
     for n in range(3):
         (tmp_path / f"{n}.png").write_bytes(b"never opened")
-    with pytest.raises(Refused, match=r"3 pictures, and nothing that says what they show\. Put a metadata\.csv"):
+    with pytest.raises(Refused, match=r"3 images, and nothing that says what they show\. Put a metadata\.csv"):
         opened(tmp_path)
 
 
@@ -277,7 +277,7 @@ def test_folders_of_several_kinds_or_none(tmp_path: Path) -> None:
         (b"PK\x03\x04", "is a zip archive: unpack it first"),
         ("[]".encode("utf-16"), "is UTF-16: save it as UTF-8"),
         (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
-        (encoded(0), "is a picture"),
+        (encoded(0), "is an image"),
         (base64.b64encode(encoded(0)), "is something that begins with b'/9j/"),
     ],
 )

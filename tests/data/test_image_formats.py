@@ -22,7 +22,7 @@ import pytest
 from PIL import Image as Pillow
 from PIL import ImageCms
 
-from eyeline.core.batch import Budget, Picture, Sample, Span
+from eyeline.core.batch import Budget, EncodedImage, Sample, Span
 from eyeline.core.errors import BadSample
 from eyeline.core.files import read_lines
 from eyeline.core.image_rule import Area, ImageRule
@@ -250,7 +250,7 @@ ZOO: dict[str, Animal] = {
     "JPEG, ICC profile that is garbage": (lambda: jpeg(icc_profile=b"garbage"), Shown(SMOOTH, 4)),
     "JPEG, garbage behind": (lambda: jpeg() + b"garbage" * 1000, Shown(SMOOTH, 4)),
     "JPEG, another one behind": (lambda: jpeg() + jpeg(plain(8, 8, RED)), Shown(SMOOTH, 4)),
-    "JPEG, two pictures as phones store them (MPO)": (
+    "JPEG, two images as phones store them (MPO)": (
         lambda: saved(of(SMOOTH), "MPO", save_all=True, append_images=[of(plain(32, 24, RED))], quality=95, subsampling=0),
         Shown(SMOOTH, 4, MOVES),
     ),
@@ -499,8 +499,8 @@ ZOO: dict[str, Animal] = {
     "black, 3 × 2": (lambda: png(3, 2, rows_of(plain(3, 2, BLACK))), Shown(plain(3, 2, BLACK))),
     # Other formats, and what is none: names say nothing, the first bytes do (all these are called .png)
     "nothing": (lambda: b"", Rejected("image_format", "an empty file")),
-    "zeros": (lambda: bytes(5000), Rejected("image_format", "no picture that can be read; JPEG, PNG, WEBP, GIF, BMP are accepted")),
-    "text": (lambda: b"hello, I am no picture", Rejected("image_format", "no picture that can be read")),
+    "zeros": (lambda: bytes(5000), Rejected("image_format", "no image that can be read; JPEG, PNG, WEBP, GIF, BMP are accepted")),
+    "text": (lambda: b"hello, I am no image", Rejected("image_format", "no image that can be read")),
     "HTML": (lambda: b"<!DOCTYPE html><html>404</html>", Rejected("image_format", "HTML")),
     "XML": (lambda: b"<?xml version='1.0'?><Error>AccessDenied</Error>", Rejected("image_format", "XML")),
     "SVG": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", Rejected("image_format", "SVG")),
@@ -513,41 +513,45 @@ ZOO: dict[str, Animal] = {
     "PDF": (lambda: saved(of(DOTS), "PDF"), Rejected("image_format", "PDF")),
     "ICO": (lambda: saved(of(noise(16, 16)), "ICO"), Rejected("image_format", "ICO")),
     "AVIF": (lambda: b"\0\0\0\x20ftypavif" + bytes(50), Rejected("image_format", "AVIF")),
-    "JPEG 2000": (lambda: saved(of(noise(64, 64)), "JPEG2000"), Rejected("image_format", "no picture that can be read")),
+    "JPEG 2000": (lambda: saved(of(noise(64, 64)), "JPEG2000"), Rejected("image_format", "no image that can be read")),
     "PNG's signature, and nothing": (lambda: b"\x89PNG\r\n\x1a\n", Rejected("broken_image", "PNG, of a kind")),
     "JPEG's signature, and noise": (lambda: b"\xff\xd8\xff\xe0" + noise(64, 64).tobytes(), Rejected("broken_image")),
 }
 
 
-def paths_of(data: bytes, folder: Path) -> dict[str, Picture]:
+def paths_of(data: bytes, folder: Path) -> dict[str, EncodedImage]:
     """The same file as a file, as bytes, and as a part of another file."""
     (folder / "odd.png").write_bytes(data)
     (folder / "archive").write_bytes(b"before" + data + b"behind")
     span = Span(folder / "archive", 6, len(data), File.of(folder / "archive", 0).stamp)
-    return {"file": Picture("odd.png", folder / "odd.png"), "bytes": Picture("odd.png", data), "span": Picture("odd.png", span)}
+    return {
+        "file": EncodedImage("odd.png", folder / "odd.png"),
+        "bytes": EncodedImage("odd.png", data),
+        "span": EncodedImage("odd.png", span),
+    }
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo(name: str, tmp_path: Path) -> None:
     make, outcome = ZOO[name]
-    for way, picture in paths_of(make(), tmp_path).items():
+    for way, image in paths_of(make(), tmp_path).items():
         match outcome:
             case Shown(pixels, off, said):
-                found = decode(picture)
+                found = decode(image)
                 assert found.shape == pixels.shape, way
                 assert np.abs(found.astype(int) - pixels).max() <= off, way
-                assert width_and_height(picture) == (pixels.shape[1], pixels.shape[0]), way
+                assert width_and_height(image) == (pixels.shape[1], pixels.shape[0]), way
                 small = ("a side under 28 pixels",) if min(pixels.shape[:2]) < 28 else ()
-                assert sorted(oddities(picture)) == sorted([*said, *small]), way
+                assert sorted(oddities(image)) == sorted([*said, *small]), way
             case Rejected(cause, message, header):
                 for look in (decode, oddities, *([width_and_height] if header else [])):
                     with pytest.raises(BadSample, match=message or None) as caught:
-                        look(picture)
+                        look(image)
                     assert caught.value.cause in cause.split("|"), (way, look)
                     assert caught.value.cause in CAUSES
                     assert "odd.png" in caught.value.message, way
                 if not header:
-                    width_and_height(picture)
+                    width_and_height(image)
 
 
 def test_a_profile_that_is_obeyed_would_be_seen() -> None:
@@ -583,11 +587,11 @@ ZEROS = [name for name in CUT if name.startswith(("JPEG", "PNG"))]  # the others
 def test_a_file_that_is_cut_is_rejected_or_lacks_no_pixel(name: str, behind: bytes) -> None:
     """At some 150 places, and with zeros for the rest, as a disk that was full leaves it. What follows the last pixel may go."""
     whole = CUT[name]
-    pixels = decode(Picture("whole", whole))
+    pixels = decode(EncodedImage("whole", whole))
     causes: set[str] = set()
     for end in range(0, len(whole), max(len(whole) // 150, 1)):
         try:
-            found = decode(Picture("cut", whole[:end] + behind))
+            found = decode(EncodedImage("cut", whole[:end] + behind))
         except BadSample as bad:
             causes.add(bad.cause)
         else:
@@ -596,7 +600,7 @@ def test_a_file_that_is_cut_is_rejected_or_lacks_no_pixel(name: str, behind: byt
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_a_damaged_file_is_a_picture_of_the_size_that_its_header_says_or_a_reject(name: str) -> None:
+def test_a_damaged_file_is_an_image_of_the_size_that_its_header_says_or_a_reject(name: str) -> None:
     """A plan goes by the header: the pixels must never say otherwise, and nothing but BadSample may come of any bytes. (80,000 such files
     of the whole zoo were tried when this was written.)"""
     rng = random.Random(name)
@@ -611,11 +615,11 @@ def test_a_damaged_file_is_a_picture_of_the_size_that_its_header_says_or_a_rejec
                     del data[at : at + rng.randint(1, 8)]
                 case _:
                     data[at:at] = rng.randbytes(rng.randint(1, 8))
-        picture = Picture("damaged", bytes(data))
+        image = EncodedImage("damaged", bytes(data))
         with suppress(BadSample):
-            width, height = width_and_height(picture)
+            width, height = width_and_height(image)
             if width * height < 1_000_000:
-                assert decode(picture).shape == (height, width, 3)
+                assert decode(image).shape == (height, width, 3)
 
 
 @pytest.mark.parametrize("way", ["unfiltered", "as Pillow writes it", "interlaced", "in pieces", "palette"])
@@ -633,7 +637,7 @@ def test_no_bit_of_a_png_can_change_unseen(way: str) -> None:
         changed, at = bytearray(data), rng.randrange(8, len(data) - 12)  # what is behind its last pixel may change
         changed[at] ^= 1 << rng.randrange(8)
         with pytest.raises(BadSample) as caught:
-            decode(Picture("changed.png", bytes(changed)))
+            decode(EncodedImage("changed.png", bytes(changed)))
         assert caught.value.cause in ("broken_image", "too_many_pixels", "empty_image")
 
 
@@ -653,7 +657,7 @@ def test_a_file_that_ends_in_zeros_is_rejected(name: str, share: float) -> None:
     data = HALF_ZERO[name]
     kept = int(len(data) * share)
     with pytest.raises(BadSample) as caught:
-        decode(Picture("zeros", data[:kept] + bytes(len(data) - kept)))
+        decode(EncodedImage("zeros", data[:kept] + bytes(len(data) - kept)))
     assert caught.value.cause == "broken_image"
 
 
@@ -714,9 +718,9 @@ FILES = 40  # of each kind
 def all_ways(data: bytes) -> list[object]:
     """What each way of looking at an image gives, or why it does not."""
     out: list[object] = []
-    for look in (width_and_height, oddities, lambda picture: (decode(picture).shape, decode(picture).tobytes())):
+    for look in (width_and_height, oddities, lambda image: (decode(image).shape, decode(image).tobytes())):
         try:
-            out.append(look(Picture("odd", data)))
+            out.append(look(EncodedImage("odd", data)))
         except BadSample as bad:
             out.append((bad.cause, bad.message))
     return out
@@ -822,7 +826,7 @@ WAYS = [as_json, as_data_url, as_base64, as_csv, as_part, as_tar, as_parquet, as
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
-def test_a_turned_picture_is_upright_by_every_way(format: str, way: Callable[[Path, bytes], Path], tmp_path: Path) -> None:
+def test_a_turned_image_is_upright_by_every_way(format: str, way: Callable[[Path, bytes], Path], tmp_path: Path) -> None:
     blocks = np.kron(DOTS, np.ones((8, 8, 1), np.uint8))  # large enough that JPEG keeps them
     for orientation in range(1, 9):
         tag = Pillow.Exif()
@@ -830,12 +834,12 @@ def test_a_turned_picture_is_upright_by_every_way(format: str, way: Callable[[Pa
         options = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(format, {})
         [(_, _, found)] = open_source(Source(path=str(way(tmp_path, saved(of(blocks), format, exif=tag, **options))))).kept()
         assert isinstance(found, Sample)
-        [picture] = found.pictures
+        [image] = found.images
         upright = np.kron(turned(orientation), np.ones((8, 8, 1), np.uint8))
-        assert decode(picture).shape == upright.shape
-        assert np.abs(decode(picture).astype(int) - upright).max() <= (6 if format == "JPEG" else 0)
-        assert width_and_height(picture) == (upright.shape[1], upright.shape[0])
-        assert (TURNED[0] in oddities(picture)) == (orientation > 1)
+        assert decode(image).shape == upright.shape
+        assert np.abs(decode(image).astype(int) - upright).max() <= (6 if format == "JPEG" else 0)
+        assert width_and_height(image) == (upright.shape[1], upright.shape[0])
+        assert (TURNED[0] in oddities(image)) == (orientation > 1)
 
 
 # The whole zoo in a run
@@ -881,7 +885,7 @@ def test_the_zoo_never_breaks_a_plan(way: str, tmp_path: Path, encoder: Encoder)
                 assert rejects[n] in cause.split("|"), name
 
 
-def test_pictures_of_equal_bytes_and_other_shapes_are_not_exchanged(tmp_path: Path, encoder: Encoder) -> None:
+def test_images_of_equal_bytes_and_other_shapes_are_not_exchanged(tmp_path: Path, encoder: Encoder) -> None:
     """All black, 16×24 and 24×16: what is kept of one must not be shown for the other."""
     rule = ImageRule(8, 1, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 64 * 64))
     rows = [{"image": url_of(png(*size, rows_of(plain(*size, BLACK)))), "caption": "black"} for size in ((16, 24), (24, 16))]
@@ -912,10 +916,10 @@ def long_gif() -> bytes:
 )
 def test_frames_that_are_not_shown_cost_nothing(make: Callable[[], bytes]) -> None:
     """Ten thousand frames of 3 MB: all of them would take the machine's memory, and minutes."""
-    picture = Picture("long", make())
+    image = EncodedImage("long", make())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert (decode(picture) == BLUE).all()
-    assert MOVES[0] in oddities(picture)
+    assert (decode(image) == BLUE).all()
+    assert MOVES[0] in oddities(image)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
 
 

@@ -13,9 +13,9 @@ from PIL import Image as Pillow
 from PIL import ImageFile
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from eyeline.core.batch import Picture, Span, Video
+from eyeline.core.batch import EncodedImage, Span, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.core.image_rule import Film, ImageRule, Square, Tiles
+from eyeline.core.image_rule import ImageRule, Square, Tiles, VideoLimits
 from eyeline.core.randomness import rng_for
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.image_files import image_key, in_memory
@@ -23,14 +23,14 @@ from eyeline.data.images.patches import Augment, Planes, Resized, grey_images, i
 from tests.data.encoders import noise, saved
 
 
-def encoded(image: Pillow.Image, format: str) -> Picture:
-    return Picture(f"made.{format.lower()}", saved(image, format))
+def encoded(image: Pillow.Image, format: str) -> EncodedImage:
+    return EncodedImage(f"made.{format.lower()}", saved(image, format))
 
 
 # Files (what they hold is in test_image_formats.py)
 
 
-def test_what_names_no_picture_file_is_rejected(tmp_path: Path) -> None:
+def test_what_names_no_image_file_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
     (tmp_path / "file").write_text("")
@@ -45,7 +45,7 @@ def test_what_names_no_picture_file_is_rejected(tmp_path: Path) -> None:
     for name, cause in cases.items():
         for look in (decode, width_and_height):
             with pytest.raises(BadSample) as caught:
-                look(Picture(name, tmp_path / name))
+                look(EncodedImage(name, tmp_path / name))
             assert caught.value.cause == cause, (name, look)
 
 
@@ -59,17 +59,17 @@ def test_what_names_no_picture_file_is_rejected(tmp_path: Path) -> None:
         ("my photos\\a.png", "It has backslashes, and / is what sets folders apart"),
     ],
 )
-def test_a_missing_picture_says_what_is_missing(draw: Callable[..., Path], tmp_path: Path, name: str, said: str) -> None:
+def test_a_missing_image_says_what_is_missing(draw: Callable[..., Path], tmp_path: Path, name: str, said: str) -> None:
     draw("my photos/a.png")
     with pytest.raises(BadSample, match=said):
-        decode(Picture(name, tmp_path / name))
+        decode(EncodedImage(name, tmp_path / name))
 
 
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "huge.png", "wb") as file:
         file.truncate(300 << 20)  # sparse
     with pytest.raises(BadSample, match="over 268,435,456") as caught:
-        decode(Picture("huge.png", tmp_path / "huge.png"))
+        decode(EncodedImage("huge.png", tmp_path / "huge.png"))
     assert caught.value.cause == "file_too_large"
 
 
@@ -88,23 +88,23 @@ def test_a_store_that_fails_is_no_bad_sample_and_a_file_that_may_not_be_read_is_
         with monkeypatch.context() as patch:
             patch.setattr(what, refuse)
             with pytest.raises(BadSample if cause else StorageFailed, match=rf"a\.png.*{os.strerror(number)}") as caught:
-                decode(Picture("a.png", path))
+                decode(EncodedImage("a.png", path))
             assert getattr(caught.value, "cause", None) == cause
 
 
 def test_tolerant_decoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     with pytest.raises(Refused, match="LOAD_TRUNCATED_IMAGES"):
-        decode(Picture("cut.jpg", saved(Pillow.fromarray(noise(64, 64)), "JPEG")[:2000]))
+        decode(EncodedImage("cut.jpg", saved(Pillow.fromarray(noise(64, 64)), "JPEG")[:2000]))
 
 
-def test_keys_tell_pictures_apart() -> None:
+def test_keys_tell_images_apart() -> None:
     """Two all-black images of 2×3 and 3×2 have equal pixel bytes and are not the same image."""
     one, two = (encoded(Pillow.new("RGB", size), "PNG") for size in ((2, 3), (3, 2)))
     assert image_key(one) != image_key(two)
     assert image_key(one) == image_key(replace(one, name="renamed"))
-    assert image_key(Picture("a", Path("/x/a.png"))) == "/x/a.png"
-    parts = [Picture("a", Span(Path("/x/a.tar"), begin, length, (90, 1))) for begin, length in ((0, 20), (20, 20), (0, 40))]
+    assert image_key(EncodedImage("a", Path("/x/a.png"))) == "/x/a.png"
+    parts = [EncodedImage("a", Span(Path("/x/a.tar"), begin, length, (90, 1))) for begin, length in ((0, 20), (20, 20), (0, 40))]
     assert len({image_key(part) for part in parts}) == 3
 
 
@@ -116,15 +116,15 @@ def test_keys_tell_pictures_apart() -> None:
 @pytest.mark.parametrize("shape", [(45, 23), (8, 64), (32, 32), (1, 1)])
 def test_pixels_equal_the_reference_processor(resample: str, size: int, patch: int, merge: int, shape: tuple[int, int]) -> None:
     rule = ImageRule(patch, merge, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4), resample, Square(size))  # type: ignore[arg-type]
-    picture = encoded(Pillow.fromarray(noise(*shape)), "PNG")
-    (image,) = image_patches(picture, rule)
+    png = encoded(Pillow.fromarray(noise(*shape)), "PNG")
+    (image,) = image_patches(png, rule)
     reference = SiglipImageProcessorPil(
         size={"height": size, "width": size},
         resample=Pillow.Resampling[resample.upper()],
         image_mean=list(rule.mean),
         image_std=list(rule.std),
     )
-    wanted = np.asarray(reference(Pillow.fromarray(decode(picture)), return_tensors="np")["pixel_values"][0])
+    wanted = np.asarray(reference(Pillow.fromarray(decode(png)), return_tensors="np")["pixel_values"][0])
     assert wanted.shape == (3, size, size)
     assert len(image.patches_PC) == image.grid.patches == (size // patch) ** 2
     for patch_C, (row, column) in zip(image.patches_PC, image.places_P2, strict=True):
@@ -180,10 +180,10 @@ def test_augmentation_has_an_address() -> None:
 def test_frames_and_tiles_are_augmented_alike() -> None:
     """A video that jumps, or tiles that do not fit together, would be another image."""
     still = encoded(Pillow.fromarray(np.broadcast_to(noise(16, 16), (16, 16, 3))), "PNG")
-    film = Video("f", (still,) * 3, (0.0, 1.0, 2.0))
-    rule = ImageRule(4, 1, (0, 0, 0), (1, 1, 1), "bicubic", Tiles(8), frames=2, film=Film(1, 10_000))
+    video = Video("f", (still,) * 3, (0.0, 1.0, 2.0))
+    rule = ImageRule(4, 1, (0, 0, 0), (1, 1, 1), "bicubic", Tiles(8), frames=2, video=VideoLimits(1, 10_000))
     draw = partial(rng_for, 0, "t", 3)
-    frames = [whole(frame) for slice in with_augmentation(resize(film, rule), Augment(shift=3), draw).canvases for frame in slice]
+    frames = [whole(frame) for slice in with_augmentation(resize(video, rule), Augment(shift=3), draw).canvases for frame in slice]
     assert len(frames) == 4
     assert all((frame == frames[0]).all() for frame in frames)
     assert (frames[0] != decode(still)).any()
@@ -215,7 +215,7 @@ def test_files_of_the_system_are_no_images(tmp_path: Path, path: str) -> None:
     for given in (Path(path), tmp_path / "a.png"):
         for look in (width_and_height, decode, in_memory):
             with pytest.raises(BadSample, match=r"of the system|not a regular file") as caught:
-                look(Picture(path, given))
+                look(EncodedImage(path, given))
             assert caught.value.cause == "not_a_file"
 
 
@@ -241,8 +241,8 @@ def test_a_missing_image_whose_near_name_is_there_names_it(tmp_path: Path, name:
     for one in there:
         (tmp_path / one).touch()
     with pytest.raises(BadSample) as caught:
-        decode(Picture(name, tmp_path / name))
+        decode(EncodedImage(name, tmp_path / name))
     assert caught.value.cause == "missing_image"
     assert caught.value.message.startswith(f"{tmp_path / name} does not exist (did you mean ") and NEAR[name] in caught.value.message
     with pytest.raises(BadSample, match=r"bird\.jpg does not exist$"):
-        decode(Picture("bird.jpg", tmp_path / "bird.jpg"))
+        decode(EncodedImage("bird.jpg", tmp_path / "bird.jpg"))

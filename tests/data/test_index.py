@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eyeline.core.batch import Budget, Picture, Sample, Video
+from eyeline.core.batch import Budget, EncodedImage, Sample, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.facts import Cost
 from eyeline.core.image_rule import Area, ImageRule, Patches, Square, Tiles
@@ -93,27 +93,27 @@ def test_it_keeps_what_reading_gives(rows: Rows, plain: Encoder, rule: ImageRule
                 assert np.array_equal(getattr(kept, name), getattr(known, name))
             assert (kept.slices, made.sizes(number)) == (known.slices, sizes)
             assert looks(made.media(number, rows.lies_in(shard))) == looks(found.media)
-            assert made.pictures_R[number] > 0 if found.media else made.pictures_R[number] == 0
+            assert made.images_R[number] > 0 if found.media else made.images_R[number] == 0
     assert met == 24
 
 
-def looks(media: tuple[Picture | Video, ...] | None) -> list[list[tuple[str, Any]]] | None:
+def looks(media: tuple[EncodedImage | Video, ...] | None) -> list[list[tuple[str, Any]]] | None:
     """Key and encoded bytes of every image of some media."""
     return None if media is None else [[(image_key(p), held(p)) for p in frames_of(medium)] for medium in media]
 
 
-def held(picture: Picture) -> Any:
-    return image_files.in_memory(Picture("", picture.source))
+def held(image: EncodedImage) -> Any:
+    return image_files.in_memory(EncodedImage("", image.source))
 
 
 @pytest.mark.parametrize("form", ["tar", "json", "parquet"])
-def test_it_keeps_where_pictures_lie(tokenizers, tmp_path: Path, form: str) -> None:
+def test_it_keeps_where_images_lie(tokenizers, tmp_path: Path, form: str) -> None:
     """Stills and videos, in the file of the shard or in their own; a row that has bytes itself has to be read."""
     said = [{"from": "human", "value": "<image><video><image>?"}, {"from": "gpt", "value": "yes"}]
     names = [f"{n}.png" for n in range(5)]
     for n, name in enumerate(names):
         (tmp_path / name).write_bytes(encoded(n, "PNG"))
-    film: dict[str, Any] = {"video": names[2:5], "images": names[:2], "conversations": said}
+    video: dict[str, Any] = {"video": names[2:5], "images": names[:2], "conversations": said}
     url = {
         "image": f"data:image/png;base64,{base64.b64encode(encoded(7, 'PNG')).decode()}",
         "conversations": [{**said[0], "value": "<image>?"}, said[1]],
@@ -126,10 +126,10 @@ def test_it_keeps_where_pictures_lie(tokenizers, tmp_path: Path, form: str) -> N
             wanted = [2, 2]
         case "json":
             path, wanted = tmp_path / "x.json", [4, None, 4]
-            path.write_text(json.dumps([film, url, film]))
+            path.write_text(json.dumps([video, url, video]))
         case _:
-            inside = film | {"images": [{"bytes": encoded(8, "PNG"), "path": None}, {"bytes": None, "path": names[1]}]}
-            outside = film | {"images": [{"bytes": None, "path": name} for name in names[:2]]}
+            inside = video | {"images": [{"bytes": encoded(8, "PNG"), "path": None}, {"bytes": None, "path": names[1]}]}
+            outside = video | {"images": [{"bytes": None, "path": name} for name in names[:2]]}
             path, wanted = parquet_file(tmp_path / "x.parquet", [inside, outside], 2), [None, 4]
     rows = open_source(Source(path=str(path)))
     made = opened(rows, Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"]), NATIVE, tmp_path / "i").shard(0, 0)
@@ -137,7 +137,7 @@ def test_it_keeps_where_pictures_lie(tokenizers, tmp_path: Path, form: str) -> N
     for place, _, found in rows.rows_in(0):
         assert isinstance(found, Sample)
         media = made.media(place.number, rows.lies_in(0))
-        assert media is None if wanted[place.number] is None else len(found.pictures) >= 2
+        assert media is None if wanted[place.number] is None else len(found.images) >= 2
         assert looks(media) in (None, looks(found.media))
         assert media is None or [isinstance(m, Video) for m in media] == [isinstance(m, Video) for m in found.media]
 
@@ -266,7 +266,7 @@ def test_a_damaged_file_is_made_anew(rows: Rows, plain: Encoder, rule: ImageRule
     assert len(calls) == 1  # and it was mended
 
 
-def test_a_picture_that_may_not_be_read_is_a_reject_until_it_may(
+def test_an_image_that_may_not_be_read_is_a_reject_until_it_may(
     rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Giving the right to read changes neither size nor time of a file. (Root may read everything, so the system's answers are made.)"""
@@ -291,7 +291,7 @@ def test_a_picture_that_may_not_be_read_is_a_reject_until_it_may(
     assert [(~after.shard(0, shard).bad_R).sum() for shard in range(len(rows.shards))] == usable
 
 
-def test_pictures_that_changed_are_looked_at_again(rows: Rows, plain: Encoder, rule: ImageRule, draw, tmp_path: Path) -> None:
+def test_images_that_changed_are_looked_at_again(rows: Rows, plain: Encoder, rule: ImageRule, draw, tmp_path: Path) -> None:
     """An image that was missing and is there now is not rejected for ever; another size is another size, in as many bytes too."""
     lines = rows.path.read_text().replace('"4.png"', '"4.bmp"')
     rows.path.write_text(lines)

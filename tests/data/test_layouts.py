@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as arrow
 import pytest
 
-from eyeline.core.batch import Picture
+from eyeline.core.batch import EncodedImage
 from eyeline.core.errors import BadSample, Refused
 from eyeline.data.layouts.layouts import SHAPES
 from eyeline.data.sources.sources import Rows, Source, open_source
@@ -38,13 +38,13 @@ def opened(tmp_path: Path) -> Callable[..., Rows]:
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
     "question and answer": ("question-answer", {"image": "a", "question": "what?", "answer": "a dot"}, [["<a>", "what?"], ["a dot"]]),
-    "where the picture stands": (
+    "where the image stands": (
         "question-answer",
         {"image": "a", "question": "in <image>\nwhat?", "answer": "a dot"},
         [["in ", "<a>", "what?"], ["a dot"]],
     ),
     "text alone": ("question-answer", {"question": "what?", "answer": "a dot"}, [["what?"], ["a dot"]]),
-    "several pictures": (
+    "several images": (
         "question-answer",
         {"images": ["a", "b"], "question": "which?", "answer": "b", "system": "Be brief."},
         [["Be brief."], ["<a>", "<b>", "which?"], ["b"]],
@@ -123,8 +123,8 @@ def test_layouts(opened, name: str) -> None:
 
 SOUND = {"question": "what?", "answer": "a dot"}
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "two pictures, one place": (SOUND, {"image": ["a", "b"], "question": "<image>", "answer": "x"}, "placeholder_count", "question"),
-    "a place, no picture": (SOUND, {"question": "<image>", "answer": "x"}, "placeholder_count", "question"),
+    "two images, one place": (SOUND, {"image": ["a", "b"], "question": "<image>", "answer": "x"}, "placeholder_count", "question"),
+    "a place, no image": (SOUND, {"question": "<image>", "answer": "x"}, "placeholder_count", "question"),
     "no answers": (SOUND, {"question": "q", "answers": []}, "no_target", "answers"),
     "answers that are no texts": (SOUND, {"question": "q", "answers": [{"a": 1}]}, "wrong_type", "answers"),
     "an answer that is true": (SOUND, {"question": "q", "answer": True}, "wrong_type", "answer"),
@@ -252,7 +252,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"roles": {"user": "guest", "assistant": "bott"}},
         r"assistant: bott, but the speakers of its turns are guest, bot\. Did you mean 'bot'\?",
     ),
-    "two columns of pictures": (
+    "two columns of images": (
         {"conversations": turns("a", "b"), "foto": "a", "more": ["b"]},
         {"columns": {"images": "more", "image": "foto"}},
         r"columns: image and images are names of one thing, and of a row one is read\. Keep one of them",
@@ -292,7 +292,7 @@ MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "words of another language": ({"foto": "a", "frage": "b", "antwort": "c"}, "its rows have foto, frage, antwort. Wanted"),
     "a table without names": ({"a.jpg": "b.jpg", "one": "two"}, "That looks like a row: a table begins with a line of the names"),
-    "the column of pictures": ({"imgae": "a", "conversations": ASKED}, "'imgae' is no column of them. Did you mean 'image'?"),
+    "the column of images": ({"imgae": "a", "conversations": ASKED}, "'imgae' is no column of them. Did you mean 'image'?"),
     "the key of a speaker": (
         {"image": "a", "conversations": [{"form": t["from"], "value": t["value"]} for t in ASKED]},
         "the turn has no from, but form, value. Rename form, or say columns: {from: form}",
@@ -324,11 +324,11 @@ def complaint_of(rows: Rows) -> str:
 
 
 TALKS: dict[str, tuple[dict[str, Any], Any]] = {
-    "one picture as a text": ({"image": "test1.jpg", "conversations": turns("<image>\nwhat?", "x")}, [["<test1.jpg>", "what?"], ["x"]]),
+    "one image as a text": ({"image": "test1.jpg", "conversations": turns("<image>\nwhat?", "x")}, [["<test1.jpg>", "what?"], ["x"]]),
     "a place at the end": ({"image": "a", "conversations": turns("what?\n<image>", "x")}, [["what?", "<a>"], ["x"]]),
     "places in a row": ({"image": ["a", "b"], "conversations": turns("<image><image>what?", "x")}, [["<a>", "<b>", "what?"], ["x"]]),
-    "two pictures, one place": ({"image": ["a", "b"], "conversations": turns("<image>what?", "x")}, "placeholder_count"),
-    "one picture, two places": ({"image": "a", "conversations": turns("<image><image>what?", "x")}, "placeholder_count"),
+    "two images, one place": ({"image": ["a", "b"], "conversations": turns("<image>what?", "x")}, "placeholder_count"),
+    "one image, two places": ({"image": "a", "conversations": turns("<image><image>what?", "x")}, "placeholder_count"),
     "an odd number of turns": ({"image": "a", "conversations": turns("<image>what?", "x", "and?")}, "role_order"),
     "a system turn": ({"conversations": [{"from": "system", "value": "s"}, *turns("what?", "x")]}, [["s"], ["what?"], ["x"]]),
     "an unknown role": ({"conversations": turns("what?", "x", roles=("human", "model"))}, "role"),
@@ -383,23 +383,23 @@ BASE64 = base64.b64encode(PNG).decode()
         json.dumps([BASE64]),
     ],
 )
-def test_pictures_as_base64(opened, value: Any) -> None:
+def test_images_as_base64(opened, value: Any) -> None:
     rows = opened([{"image": value, "caption": "c"}])
-    [picture] = rows.read(next(rows.rows_in(0))[0]).pictures
-    assert picture.source == PNG
-    assert len(picture.name) < 40
+    [image] = rows.read(next(rows.rows_in(0))[0]).images
+    assert image.source == PNG
+    assert len(image.name) < 40
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF"])
 def test_base64_of_every_kind_is_known_by_its_beginning(opened, form: str) -> None:
     rows = opened([{"image": base64.b64encode(encoded(1, form)).decode(), "caption": "c"}])
-    assert rows.read(next(rows.rows_in(0))[0]).pictures[0].source == encoded(1, form)
+    assert rows.read(next(rows.rows_in(0))[0]).images[0].source == encoded(1, form)
 
 
-@pytest.mark.parametrize("name", ["a" * 100, "9j/" + "4AAQ" * 20, f"{BASE64[:80]}.png", BASE64[:40], "pictures/" * 10 + "1"])
+@pytest.mark.parametrize("name", ["a" * 100, "9j/" + "4AAQ" * 20, f"{BASE64[:80]}.png", BASE64[:40], "images/" * 10 + "1"])
 def test_paths_that_look_like_base64_are_paths(opened, tmp_path: Path, name: str) -> None:
     rows = opened([{"image": name, "caption": "c"}])
-    assert rows.read(next(rows.rows_in(0))[0]).pictures == (Picture(name, tmp_path / name),)
+    assert rows.read(next(rows.rows_in(0))[0]).images == (EncodedImage(name, tmp_path / name),)
 
 
 def test_base64_that_is_damaged_or_too_long(opened, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,19 +88,19 @@ def test_epochs_differ_and_seeds_differ(open_reader) -> None:
 
 
 def test_repeats_and_kinds_make_a_mixture(open_reader, folder: Path) -> None:
-    rows = [dict(r, kind="text" if r["image"] is None else "picture") for r in ROWS]
+    rows = [dict(r, kind="text" if r["image"] is None else "image") for r in ROWS]
     write(folder, rows)
     path = str(folder / "rows.json")
-    reader = open_reader(sources=(Source(path=path, categories=("text",), repeat=3), Source(path=path, categories=("picture",))))
+    reader = open_reader(sources=(Source(path=path, categories=("text",), repeat=3), Source(path=path, categories=("image",))))
     wanted = Counter({n: 3 if r["kind"] == "text" else 1 for n, r in enumerate(rows)})
     assert ids(flat(training_steps(reader, BUDGET, 1, 1))) == wanted
 
 
-def test_rows_of_one_picture_share_it(open_reader) -> None:
+def test_rows_of_one_image_share_it(open_reader) -> None:
     alone, shared = (flat(training_steps(open_reader(max_samples_per_image=share), BUDGET, 1, 1)) for share in (1, 3))
-    pictures = sum(batch.counts.images for batch in shared)
-    assert pictures == 8 + 2 * 2  # eight images for 24 rows, and the two rows that show two images
-    assert sum(batch.counts.images for batch in alone) > pictures
+    images = sum(batch.counts.images for batch in shared)
+    assert images == 8 + 2 * 2  # eight images for 24 rows, and the two rows that show two images
+    assert sum(batch.counts.images for batch in alone) > images
     documents = sum(batch.counts.documents for batch in shared)
     assert documents == len(ROWS)
     assert sum(batch.counts.visual for batch in shared) == 4 * (24 + 4)  # each document still has its own visual tokens
@@ -248,7 +248,7 @@ def test_a_bad_row_leaves_the_plan_before_it_is_made(open_reader, folder: Path, 
     assert steps[-1][1]["rejects"] == {"seen": len(ROWS) + 3, "counts": {"wrong_type": 1, "missing_image": 1, "too_long": 1}}
 
 
-def test_a_picture_that_breaks_at_fetching_keeps_its_place(open_reader, folder: Path) -> None:
+def test_an_image_that_breaks_at_fetching_keeps_its_place(open_reader, folder: Path) -> None:
     """Its rows stay in the batch, grey and without labels; everything else is as it was."""
     sound = list(training_steps(open_reader(max_samples_per_image=3), BUDGET, 1, 1))
     (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:200])
@@ -426,7 +426,7 @@ def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch
 # Validation
 
 
-def test_held_out_pictures_are_never_trained_on(open_reader) -> None:
+def test_held_out_images_are_never_trained_on(open_reader) -> None:
     reader = open_reader(validation_fraction=0.4, max_samples_per_image=3)
     trained, judged = flat(training_steps(reader, BUDGET, 1, 2)), list(validation_batches(reader, BUDGET))
     assert set(ids(trained)) | set(ids(judged)) == set(range(len(ROWS)))
@@ -440,17 +440,17 @@ def test_held_out_pictures_are_never_trained_on(open_reader) -> None:
     assert not open_reader().validates
 
 
-def test_what_is_held_out_depends_on_nothing_but_the_picture(open_reader, folder: Path) -> None:
+def test_what_is_held_out_depends_on_nothing_but_the_image(open_reader, folder: Path) -> None:
     one, other = open_reader(validation_fraction=0.4, seed=1), open_reader(validation_fraction=0.4, seed=2, max_samples_per_image=2)
     assert rows_on(one.validation) == rows_on(other.validation)
     more = set(rows_on(open_reader(validation_fraction=0.7).validation))
     assert set(rows_on(one.validation)) < more
     before = {json.dumps(ROWS[n]["image"]) for n in rows_on(one.validation) if ROWS[n]["image"]}
     write(folder, ROWS[::-1])
-    pictures = {
+    images = {
         json.dumps(ROWS[::-1][n]["image"]) for n in rows_on(open_reader(validation_fraction=0.4).validation) if ROWS[::-1][n]["image"]
     }
-    assert pictures == before
+    assert images == before
 
 
 def test_the_held_out_share_is_about_what_was_asked() -> None:
@@ -526,19 +526,19 @@ def test_augmentation_follows_the_visit(open_reader, folder: Path) -> None:
     assert not torch.equal(one, two)
 
 
-def test_remembering_pictures_changes_nothing(open_reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembering_images_changes_nothing(open_reader, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = list(training_steps(open_reader(augment=Augment(flip=True)), BUDGET, 1, 2))
-    monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)
+    monkeypatch.setattr(fetch, "KEPT_IMAGE_BYTES", 0)
     assert_same_steps(list(training_steps(open_reader(augment=Augment(flip=True)), BUDGET, 1, 2)), kept)
 
 
-def test_pictures_that_come_again_are_decoded_once(open_reader, folder: Path, draw, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_come_again_are_decoded_once(open_reader, folder: Path, draw, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until others have taken their room; and one that a single row shows is not remembered."""
     lines = [row(f"q {n}", f"{n % 3}.png") for n in range(12)] + [row("alone", "4.png")]
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in lines))
     decoded = Counter[str]()
     upright = patches.upright
-    monkeypatch.setattr(patches, "upright", lambda picture: decoded.update([picture.name]) or upright(picture))
+    monkeypatch.setattr(patches, "upright", lambda image: decoded.update([image.name]) or upright(image))
 
     def counts(share: int) -> list[int]:
         decoded.clear()
@@ -547,11 +547,11 @@ def test_pictures_that_come_again_are_decoded_once(open_reader, folder: Path, dr
 
     assert counts(1) == [1, 1, 1, 2]
     assert counts(4) == [2, 2, 2, 2]  # all rows of an image are together: it does not come again
-    monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 2 * 32 * 32 * 3)
+    monkeypatch.setattr(fetch, "KEPT_IMAGE_BYTES", 2 * 32 * 32 * 3)
     assert counts(1) > [1, 1, 2, 2]
 
 
-def test_a_text_model_rejects_pictures(folder: Path, plain: Encoder) -> None:
+def test_a_text_model_rejects_images(folder: Path, plain: Encoder) -> None:
     reader = reader_of(Data(sources=(Source(path=str(folder / "rows.json")),), max_reject_rate=1), plain, None, 0)
     assert set(ids(flat(training_steps(reader, BUDGET, 1, 1)))) == set(range(24, 29))
 

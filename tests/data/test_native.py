@@ -29,7 +29,7 @@ def asked(text: str, **media: object) -> dict[str, object]:
 ROWS = [
     asked("<image>one?", image="small.png"),
     asked("<image><image>two?", image=["wide.jpg", "small.png"]),
-    asked("<video>film?", video=["a.png", "b.png", "a.png"], fps=1),
+    asked("<video>video?", video=["a.png", "b.png", "a.png"], fps=1),
     asked("no pictures?"),
     asked("<image>too long?", image="long.png"),
     asked("<image>broken?", image="broken.jpg"),

@@ -10,7 +10,7 @@ from eyeline.core.randomness import seed_for
 from eyeline.data.plan import order
 from eyeline.data.plan.order import RAMP, WINDOW_SHARDS, Permutation, Runs, image_groups_of, shards_of
 
-pictures = st.lists(st.integers(0, 6), min_size=1, max_size=40)
+images = st.lists(st.integers(0, 6), min_size=1, max_size=40)
 
 
 @settings(deadline=None)
@@ -107,26 +107,26 @@ def test_parts_of_a_run_come_in_another_order_in_each_epoch() -> None:
     assert orders[0] == runs.at(np.arange(60), 0, 0)[0].tolist()  # whatever was asked for between
 
 
-@given(pictures, st.integers(1, 4), st.integers(0, 3))
-def test_visits_have_each_row_once_and_share_pictures_evenly(pictures: list[int], share: int, epoch: int) -> None:
-    groups = list(image_groups_of(np.array(pictures, np.uint64), share, 5, epoch, 0))
-    assert Counter(row for group in groups for row in group) == Counter(range(len(pictures)))
+@given(images, st.integers(1, 4), st.integers(0, 3))
+def test_visits_have_each_row_once_and_share_images_evenly(images: list[int], share: int, epoch: int) -> None:
+    groups = list(image_groups_of(np.array(images, np.uint64), share, 5, epoch, 0))
+    assert Counter(row for group in groups for row in group) == Counter(range(len(images)))
     for group in groups:
         assert 1 <= len(group) <= share
-        shown = {pictures[row] for row in group}
+        shown = {images[row] for row in group}
         assert len(shown) == 1
         assert shown != {0} or len(group) == 1  # rows without an image are alone
-    for picture in set(pictures) - {0}:
-        lengths = [len(v) for v in groups if pictures[v[0]] == picture]
-        assert len(lengths) == -(-pictures.count(picture) // share)
+    for image in set(images) - {0}:
+        lengths = [len(v) for v in groups if images[v[0]] == image]
+        assert len(lengths) == -(-images.count(image) // share)
         assert max(lengths) - min(lengths) <= 1
 
 
 def test_orders_differ_by_epoch_window_and_seed_and_are_pure() -> None:
-    pictures = np.repeat(np.arange(1, 11, dtype=np.uint64), 6)
+    images = np.repeat(np.arange(1, 11, dtype=np.uint64), 6)
 
     def groups(*address: int) -> list[list[int]]:
-        return list(image_groups_of(pictures, 3, *address))
+        return list(image_groups_of(images, 3, *address))
 
     assert groups(0, 0, 0) == groups(0, 0, 0)
     several = [groups(0, 0, 0), groups(0, 1, 0), groups(0, 0, 1), groups(1, 0, 0)]

@@ -19,13 +19,13 @@ from eyeline.data.sources.sources import Source, open_source
 from tests.data.small_training import causes, draw, one
 
 Rows = list[dict[str, Any]]
-PICTURES = ("red.png", "images/green.jpg", "images/blue.jpg")
-FILM = ("frames/black-1.jpg", "frames/black-2.jpg", "frames/white-3.jpg")
+IMAGE_COLUMNS = ("red.png", "images/green.jpg", "images/blue.jpg")
+VIDEO = ("frames/black-1.jpg", "frames/black-2.jpg", "frames/white-3.jpg")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in (*PICTURES, *FILM):
+    for name in (*IMAGE_COLUMNS, *VIDEO):
         draw(tmp_path / name)
     return tmp_path
 
@@ -61,7 +61,7 @@ def stored(folder: Path, name: str) -> dict[str, Any]:
 # LLaMA-Factory (data/README.md, data/mllm_demo.json, data/mllm_video_demo.json)
 
 
-def test_llama_factory_pictures(folder: Path) -> None:
+def test_llama_factory_images(folder: Path) -> None:
     """mllm_demo: `messages` with <image> in the text, `images` beside."""
     rows = [
         {
@@ -76,7 +76,7 @@ def test_llama_factory_pictures(folder: Path) -> None:
     ]
 
 
-def test_llama_factory_pictures_without_places(folder: Path) -> None:
+def test_llama_factory_images_without_places(folder: Path) -> None:
     """Its first demo had no <image> in the text: images come before the first question."""
     rows = [{"messages": said(("user", "Who is it?"), ("assistant", "A cat.")), "images": ["images/green.jpg", "red.png"]}]
     assert one(as_list(folder / "mllm_demo.json", rows)) == [["user: [green][red]Who is it?", "assistant: «A cat.»"]]
@@ -126,11 +126,11 @@ def test_llama_factory_alpaca(folder: Path) -> None:
     ]
 
 
-def test_llama_factory_films(folder: Path) -> None:
+def test_llama_factory_videos(folder: Path) -> None:
     """mllm_video_demo: a video file is refused with the way to its frames; with these in its place the row trains as it is."""
     row = {"messages": said(("user", "<video>Why is it funny?"), ("assistant", "It falls."))}
-    assert causes(as_list(folder / "film.json", [row | {"videos": ["mllm_demo_data/1.mp4"]}])) == [("video_file", "videos[0]")]
-    assert one(as_list(folder / "frames.json", [row | {"videos": [list(FILM)]}])) == [
+    assert causes(as_list(folder / "video.json", [row | {"videos": ["mllm_demo_data/1.mp4"]}])) == [("video_file", "videos[0]")]
+    assert one(as_list(folder / "frames.json", [row | {"videos": [list(VIDEO)]}])) == [
         ["user: <0.2 seconds>[black]<1.0 seconds>[white]Why is it funny?", "assistant: «It falls.»"]
     ]
 
@@ -175,7 +175,7 @@ def test_ms_swift_messages(folder: Path) -> None:
         {
             "messages": said(("system", "Be kind."), ("user", "<image>What is here, <video>and here?"), ("assistant", "Cats.")),
             "images": ["images/blue.jpg"],
-            "videos": [list(FILM)],
+            "videos": [list(VIDEO)],
         },
     ]
     assert one(as_lines(folder / "train.jsonl", rows)) == [
@@ -219,19 +219,19 @@ def test_ms_swift_sharegpt(folder: Path) -> None:
 # Qwen3-VL's finetuning code (qwen-vl-finetune/README.md, demo/single_images.json)
 
 QWEN: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "one picture": (
+    "one image": (
         {"image": "images/green.jpg", "conversations": talk(("human", "<image>\nWhat is it?"), ("gpt", "An apple."))},
         ["user: [green]What is it?", "assistant: «An apple.»"],
     ),
-    "a picture behind the question": (
+    "an image behind the question": (
         {"image": "red.png", "conversations": talk(("human", "What is it?\n<image>"), ("gpt", "An apple."))},
         ["user: What is it?[red]", "assistant: «An apple.»"],
     ),
-    "pictures in `images`": (
+    "images in `images`": (
         {"images": ["red.png", "images/blue.jpg"], "conversations": talk(("human", "<image>\n<image>\nAlike?"), ("gpt", "No."))},
         ["user: [red][blue]Alike?", "assistant: «No.»"],
     ),
-    "pictures in `image`, text between": (
+    "images in `image`, text between": (
         {"image": ["red.png", "images/blue.jpg"], "conversations": talk(("human", "Which?\n<image> or \n<image>"), ("gpt", "Blue."))},
         ["user: Which?[red] or [blue]", "assistant: «Blue.»"],
     ),
@@ -239,8 +239,8 @@ QWEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"image": "red.png", "conversations": talk(("human", "<image>\nLocate it, in JSON."), ("gpt", '{\n"bbox_2d": [1, 2, 5, 6]\n}'))},
         ["user: [red]Locate it, in JSON.", 'assistant: «{\n"bbox_2d": [1, 2, 5, 6]\n}»'],
     ),
-    "a film by its frames": (
-        {"video": list(FILM), "conversations": talk(("human", "<video>\nWhat happens?\n(A) All\n(B) Nothing"), ("gpt", "(B)"))},
+    "a video by its frames": (
+        {"video": list(VIDEO), "conversations": talk(("human", "<video>\nWhat happens?\n(A) All\n(B) Nothing"), ("gpt", "(B)"))},
         ["user: <0.2 seconds>[black]<1.0 seconds>[white]What happens?\n(A) All\n(B) Nothing", "assistant: «(B)»"],
     ),
 }
@@ -254,7 +254,7 @@ def test_qwen_vl_finetune(folder: Path, write: Callable[[Path, Rows], Path], nam
     assert one(path, images=str(folder)) == [told for _, told in QWEN.values()]
 
 
-def test_qwen_vl_film_files(folder: Path) -> None:
+def test_qwen_vl_video_files(folder: Path) -> None:
     row = {"conversations": talk(("human", "<video>\nWhat happens?"), ("gpt", "Nothing."))}
     path = as_list(folder / "video.json", [row | {"video": "videos/005.mp4"}, row | {"video": ["videos/005.mp4"]}])
     assert [cause for cause, _ in causes(path)] == ["video_file", "video_file"]
@@ -287,7 +287,7 @@ def test_trl_vision_messages(folder: Path) -> None:
     ]
 
 
-def test_trl_numbered_pictures(folder: Path) -> None:
+def test_trl_numbered_images(folder: Path) -> None:
     """Parts that say by `index` which of `images` they are, as in HuggingFaceH4/llava-instruct-mix-vsft."""
     parts = [
         {"index": 1, "text": None, "type": "image"},
@@ -295,22 +295,22 @@ def test_trl_numbered_pictures(folder: Path) -> None:
         {"index": None, "text": "Alike?", "type": "text"},
     ]
     answer = [{"index": None, "text": "No.", "type": "text"}]
-    rows = [{"messages": said(("user", parts), ("assistant", answer)), "images": [stored(folder, n) for n in PICTURES[:2]]}]
+    rows = [{"messages": said(("user", parts), ("assistant", answer)), "images": [stored(folder, n) for n in IMAGE_COLUMNS[:2]]}]
     assert one(as_parquet(folder / "train.parquet", rows)) == [["user: [green][red]Alike?", "assistant: «No.»"]]
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
-def test_trl_prompt_and_completion_with_pictures(folder: Path, column: str) -> None:
+def test_trl_prompt_and_completion_with_images(folder: Path, column: str) -> None:
     """Messages without places, as in trl-lib/llava-instruct-mix: images come before the first question."""
-    picture = stored(folder, "red.png")
+    image = stored(folder, "red.png")
     rows = [
         {
-            column: picture if column == "image" else [picture],
+            column: image if column == "image" else [image],
             "prompt": said(("user", "What colour?")),
             "completion": said(("assistant", "Red.")),
         },
         {
-            column: picture if column == "image" else [picture],
+            column: image if column == "image" else [image],
             "prompt": said(("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello"), ("user", "And?")),
             "completion": said(("assistant", "Nothing.")),
         },
@@ -346,7 +346,7 @@ def test_nanovlm_the_cauldron(folder: Path) -> None:
     ]
 
 
-def test_nanovlm_pictures_with_places(folder: Path) -> None:
+def test_nanovlm_images_with_places(folder: Path) -> None:
     """nanoVLM takes <image> out of a question and puts the images first; here it says where they stand, or the row is rejected."""
     rows = [
         {"images": ["red.png"], "texts": [{"user": "Hi", "assistant": "Hello"}, {"user": "What is <image>?", "assistant": "Red."}]},
@@ -415,7 +415,7 @@ REJECTED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         ("image_in_answer", "messages[0].content"),
     ),
     "ms-swift: prompts alone": ({"messages": said(("user", "What is 1 + 1?"))}, ("no_target", "messages")),
-    "ms-swift: a picture to draw": (
+    "ms-swift: an image to draw": (
         {"messages": said(("user", "Draw it."), ("assistant", "<image>")), "images": ["red.png"]},
         ("image_in_answer", "messages[1].content"),
     ),
@@ -457,7 +457,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"chosen": said(("user", "?"), ("assistant", "A cat.")), "rejected": said(("user", "?"), ("assistant", "No."))},
         "preference data",
     ),
-    "Qwen3-VL: packed by its pack_data.py": ([QWEN["one picture"][0], QWEN["a box"][0]], "several samples in a row"),
+    "Qwen3-VL: packed by its pack_data.py": ([QWEN["one image"][0], QWEN["a box"][0]], "several samples in a row"),
     "TRL: prompts alone": ({"prompt": said(("user", "What?"))}, "prompt and completion"),
     "LLaMA-Factory: pretraining": ({"text": "A document."}, "no known layout"),
 }

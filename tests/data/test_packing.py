@@ -94,7 +94,7 @@ def test_the_fullest_goes_first() -> None:
     assert pack([("a", 60, 5), ("b", 45, 39), ("c", 95, 2)]) == [["b"], ["c"], ["a"]]
 
 
-def test_a_bin_without_room_for_pictures_waits_for_text() -> None:
+def test_a_bin_without_room_for_images_waits_for_text() -> None:
     """One bin too many: tokens are left 50 + 90 = 140 of 200, patches 0 + 40 of 80. Patches are scarcer, and a has none left. Then
     tokens are: 50 + 40 = 90 of 200, and patches 40 + 10 of 80."""
     assert pack([("a", 50, 40), ("b", 10, 1)], open_bins=1) == [["a"], ["b"]]
@@ -119,10 +119,10 @@ def waste(tokens: np.ndarray, patches: np.ndarray, budget: Budget) -> float:
     return 1 - sum(int(tokens[items].sum()) for items in packs) / (len(packs) * budget.tokens)
 
 
-@pytest.mark.parametrize(("pictured", "long", "limit"), [(0.0, 0.0, 0.005), (0.7, 0.0, 0.005), (0.7, 0.02, 0.01)])
-def test_little_is_wasted_on_a_realistic_mixture(pictured: float, long: float, limit: float) -> None:
+@pytest.mark.parametrize(("with_images", "long", "limit"), [(0.0, 0.0, 0.005), (0.7, 0.0, 0.005), (0.7, 0.02, 0.01)])
+def test_little_is_wasted_on_a_realistic_mixture(with_images: float, long: float, limit: float) -> None:
     """P9: at 8,192 tokens, and patches for a quarter more images than there are on average."""
-    assert waste(*mixture(20_000, pictured, long), Budget(8192, 24_576)) <= limit
+    assert waste(*mixture(20_000, with_images, long), Budget(8192, 24_576)) <= limit
 
 
 def test_next_fit_would_waste_far_more() -> None:

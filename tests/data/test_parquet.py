@@ -9,7 +9,7 @@ import pyarrow as arrow
 import pyarrow.parquet as pq
 import pytest
 
-from eyeline.core.batch import Picture, Text
+from eyeline.core.batch import EncodedImage, Text
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.data.containers import parquet
 from eyeline.data.containers.container import FileSlice
@@ -27,7 +27,7 @@ def opened(path: Path) -> Rows:
     return open_source(Source(path=str(path)))
 
 
-def test_messages_and_pictures_as_structs(tmp_path: Path) -> None:
+def test_messages_and_images_as_structs(tmp_path: Path) -> None:
     more = {"kind": "dot", "embedding": [0.5] * 9}
     rows = [{"messages": talk(n), "images": [{"bytes": encoded(n), "path": f"{n}.jpg"}], **more} for n in range(8)]
     found = opened(parquet_file(tmp_path / "x.parquet", rows))
@@ -36,7 +36,7 @@ def test_messages_and_pictures_as_structs(tmp_path: Path) -> None:
     got = samples(found)
     for n, sample in enumerate(got):
         assert (sample.id, sample.kind) == (f"x.parquet[{n // 3}]#{n % 3}", "dot")
-        assert sample.pictures[0].source == encoded(n)
+        assert sample.images[0].source == encoded(n)
         assert sample.messages[1].parts == (Text(f"answer {n}"),)
     last = [place for place, _, _ in found.rows_in(2)][-1]
     assert found.named(last)[1:] == (str(tmp_path / "x.parquet"), 7)
@@ -57,15 +57,15 @@ def test_messages_and_pictures_as_structs(tmp_path: Path) -> None:
         ({"image": 7}, "wrong_type"),
     ],
 )
-def test_every_way_to_hold_a_picture(tmp_path: Path, row: dict[str, Any], wanted: Any) -> None:
+def test_every_way_to_hold_an_image(tmp_path: Path, row: dict[str, Any], wanted: Any) -> None:
     rows = [row | {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}]}]
     [sample] = samples(opened(parquet_file(tmp_path / "x.parquet", rows)))
     if isinstance(sample, str):
         assert sample == wanted
     else:
-        [picture] = sample.pictures
-        assert picture.source == (tmp_path / wanted if isinstance(wanted, str) else wanted)
-        assert image_key(picture)
+        [image] = sample.images
+        assert image.source == (tmp_path / wanted if isinstance(wanted, str) else wanted)
+        assert image_key(image)
 
 
 def test_the_cauldron(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_file_that_changes_or_a_store_that_fails_stops_the_run(tmp_path: Path,
         twin.read(place)
 
 
-def test_a_picture_says_where_it_came_from(tmp_path: Path) -> None:
+def test_an_image_says_where_it_came_from(tmp_path: Path) -> None:
     rows = [{"caption": "a", "images": [{"bytes": b"x", "path": "photo.jpg"}, {"bytes": b"y", "path": None}]}]
     [sample] = samples(opened(parquet_file(tmp_path / "x.parquet", rows)))
-    assert sample.pictures == (Picture("photo.jpg", b"x"), Picture("images[1]", b"y"))
+    assert sample.images == (EncodedImage("photo.jpg", b"x"), EncodedImage("images[1]", b"y"))

@@ -214,10 +214,10 @@ def golden(seed: int) -> list[str]:
     """Windows of 1,000 rows, with images that rows share, in the order of that seed."""
     rng = np.random.RandomState(7)  # of all numpy's generators the one that is promised never to change
     tokens, patches = rng.randint(5, 900, 3000), rng.randint(0, 5, 3000) * 64
-    pictures = np.where(patches > 0, np.arange(3000) // 2 + 1, 0).astype(np.uint64)
+    images = np.where(patches > 0, np.arange(3000) // 2 + 1, 0).astype(np.uint64)
     sizing, carried, digests = made_up(tokens, patches, Budget(2048, 640)), (), []
     for window in range(3):
-        groups = blend.image_groups_of(pictures[window * 1000 : (window + 1) * 1000], 4, seed, 0, window)
+        groups = blend.image_groups_of(images[window * 1000 : (window + 1) * 1000], 4, seed, 0, window)
         rows = np.zeros((1000, 5), np.int64)
         rows[:, 1], rows[:, 4] = window, groups.rows_R + window * 1000
         done = plan.plan(Ordered(rows, groups.bounds_V1, np.ones(len(rows), np.bool_)), carried, sizing)
@@ -234,13 +234,13 @@ def test_golden_roads(how: str) -> None:
     and packs, over the end of an epoch."""
     rng = np.random.RandomState(7)
     tokens, patches = rng.randint(5, 900, 60), rng.randint(0, 5, 60) * 64
-    pictures = np.where(patches > 0, np.arange(60) // 2 + 1, 0).astype(np.uint64)
+    images = np.where(patches > 0, np.arange(60) // 2 + 1, 0).astype(np.uint64)
     sources = [
         SimpleNamespace(shards=_Many(many, 5 if how == "runs" else 1), source=SimpleNamespace(repeat=repeat))
         for many, repeat in ((70, 1), (9, 2))
     ]
     side: Any = SimpleNamespace(
-        index=SimpleNamespace(sources=sources, shard=lambda *_: SimpleNamespace(pictures_R=pictures), make=lambda _: None),
+        index=SimpleNamespace(sources=sources, shard=lambda *_: SimpleNamespace(images_R=images), make=lambda _: None),
         kept=lambda *_: np.ones(60, bool),
         shards=lambda source: len(sources[source].shards),
     )
@@ -342,7 +342,7 @@ def test_memory_does_not_grow_with_the_data() -> None:
     shards = 100_000
     side = Side(SimpleNamespace(sources=()), 0.0, False)  # type: ignore[arg-type]  # never asked: `kept` is replaced
     rows_a_shard = 1000
-    index_ = SimpleNamespace(pictures_R=np.zeros(rows_a_shard, np.uint64))
+    index_ = SimpleNamespace(images_R=np.zeros(rows_a_shard, np.uint64))
     fake: Any = SimpleNamespace(
         index=SimpleNamespace(
             sources=[SimpleNamespace(shards=_Many(shards))], shard=lambda source, shard: index_, make=lambda wanted: None
@@ -446,7 +446,7 @@ def test_a_state_of_something_else_is_refused_by_name(
     data = make().data
     refused(reader_of(data, qwen, rule, 0), "tokenizer")
     other = ImageRule(8, 2, (0.5,) * 3, (0.4,) * 3, "bicubic", rule.resize)
-    refused(reader_of(data, plain, other, 0), "picture rule")
+    refused(reader_of(data, plain, other, 0), "image rule")
     with monkeypatch.context() as patch:
         patch.setattr(plan, "VERSION", 3)
         refused(make(), r"plan version \(2 → 3\)")
@@ -463,7 +463,7 @@ def test_a_state_of_something_else_is_refused_by_name(
     refused(make(**judged), "Different are: validation")
 
 
-def test_a_picture_of_another_size_under_a_saved_window_is_refused(make, folder: Path, draw, plain: Encoder) -> None:
+def test_an_image_of_another_size_under_a_saved_window_is_refused(make, folder: Path, draw, plain: Encoder) -> None:
     """Files of images are in no fingerprint; the window's plan has a digest."""
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 4096))
     data = make().data
@@ -475,7 +475,7 @@ def test_a_picture_of_another_size_under_a_saved_window_is_refused(make, folder:
         next(training_steps(reader_of(data, plain, rule, 0), BUDGET, 1, None, state))
 
 
-def test_a_picture_that_changes_after_it_was_planned_stops_the_run(make, folder: Path, draw, plain: Encoder) -> None:
+def test_an_image_that_changes_after_it_was_planned_stops_the_run(make, folder: Path, draw, plain: Encoder) -> None:
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 4096))
     reader = reader_of(make().data, plain, rule, 0)
     count_steps(reader, BUDGET, 1, 1)
@@ -633,8 +633,8 @@ def test_a_plan_that_depends_on_the_world_is_noticed(make, monkeypatch: pytest.M
     world = 2
     groups = blend.image_groups_of
 
-    def sharded(pictures: Any, *rest: Any) -> Any:
-        return groups(pictures[: len(pictures) // world * world], *rest)
+    def sharded(images: Any, *rest: Any) -> Any:
+        return groups(images[: len(images) // world * world], *rest)
 
     monkeypatch.setattr(blend, "image_groups_of", sharded)
     assert packs_of(run(make, 2, 6, 1)) != wanted

@@ -24,7 +24,7 @@ from tests.data.same_batches import assert_same_steps
 BUDGET = Budget(120, 64)
 WAYS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "once": ({}, [{}, {}]),
-    "pictures shared": ({"max_samples_per_image": 3}, [{}, {}]),
+    "images shared": ({"max_samples_per_image": 3}, [{}, {}]),
     "twice": ({}, [{"repeat": 2}, {}]),
     "shares": ({"mix": "interleave", "max_samples_per_image": 2}, [{"weight": 2.0}, {"weight": 1.0}]),
     "some": ({"validation_fraction": 0.2}, [{"limit": 30}, {"categories": ("a",)}]),

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from eyeline.core.batch import Budget, Document, Picture, Video
+from eyeline.core.batch import Budget, Document, EncodedImage, Video
 from eyeline.core.errors import Refused
-from eyeline.core.image_rule import Area, Film, ImageRule, Tiles
+from eyeline.core.image_rule import Area, ImageRule, Tiles, VideoLimits
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images.decode import Size
 from eyeline.data.images.patches import grey_images
@@ -25,8 +25,8 @@ from eyeline.data.text.tokenizer import Encoder, add_tokens, train_bpe
 from tests.data.short_samples import sample
 
 HALF = (0.5, 0.5, 0.5)
-RULE = ImageRule(4, 2, HALF, HALF, "bicubic", Area(64, 8 * 8 * 30), frames=2, positions="grid", film=Film(64, 8 * 8 * 60))
-DOT = Picture("dot", b"never opened")
+RULE = ImageRule(4, 2, HALF, HALF, "bicubic", Area(64, 8 * 8 * 30), frames=2, positions="grid", video=VideoLimits(64, 8 * 8 * 60))
+DOT = EncodedImage("dot", b"never opened")
 
 Rope = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -45,21 +45,21 @@ def encoder(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Encoder:
 
 
 def theirs(rope_index: Rope, encoder: Encoder, document: Document, sizes: list[Size]) -> np.ndarray:
-    image, film = encoder.controls["<|image_pad|>"], encoder.controls["<|video_pad|>"]
+    image, video = encoder.controls["<|image_pad|>"], encoder.controls["<|video_pad|>"]
     ids = torch.from_numpy(document.tokens_T.astype(np.int64))[None]
-    kinds = (ids == image).int() + 2 * (ids == film).int()
+    kinds = (ids == image).int() + 2 * (ids == video).int()
     grids = {2: [], 3: []}  # by the length of a size: stills, videos
     images = iter(document.images)
     for size in sizes:
         slices = [next(images) for _ in range(1 if len(size) == 2 else -(-size[0] // 2))]
         grids[len(size)].append([len(slices), *slices[0].grid])
-    stills, films = (torch.tensor(grid) if grid else None for grid in grids.values())
-    positions_3BT, delta_B1 = rope_index(ids, kinds, image_grid_thw=stills, video_grid_thw=films)
+    stills, videos = (torch.tensor(grid) if grid else None for grid in grids.values())
+    positions_3BT, delta_B1 = rope_index(ids, kinds, image_grid_thw=stills, video_grid_thw=videos)
     assert delta_B1.item() == document.positions_T3.max() + 1 - len(document.tokens_T)  # type: ignore[union-attr]
     return positions_3BT[:, 0].T.numpy()
 
 
-def film(frames: int) -> Video:
+def video(frames: int) -> Video:
     return Video("f", (DOT,) * frames, tuple(n / 2 for n in range(frames)))
 
 
@@ -70,7 +70,7 @@ sizes = st.lists(st.one_of(st.tuples(*[st.integers(1, 90)] * 2), st.tuples(st.in
 @given(sizes, st.booleans(), st.booleans())
 def test_positions_equal_the_reference(rope_index: Rope, encoder: Encoder, sizes: list[Size], together: bool, prompt: bool) -> None:
     """Text alone, one image, several of different sizes side by side or apart, videos, and mixtures."""
-    media = [DOT if len(size) == 2 else film(size[0]) for size in sizes]
+    media = [DOT if len(size) == 2 else video(size[0]) for size in sizes]
     turns = [(*media, "what?"), "this", "more?", "no"] if together else ["hi", "ho", *(x for m in media for x in (("see", m, "?"), "ok"))]
     asked = sample(*turns)
     shown = [grey_images(RULE, size) for size in sizes]
@@ -100,7 +100,7 @@ def test_one_document_by_hand(encoder: Encoder) -> None:
 
 def test_a_batch_keeps_each_documents_positions_and_grids(encoder: Encoder) -> None:
     one = document_of(sample((DOT, "?"), "a"), encoder, RULE, [grey_images(RULE, (24, 16))])
-    two = document_of(sample((film(3), "what?"), "b"), encoder, RULE, [grey_images(RULE, (3, 16, 32))])
+    two = document_of(sample((video(3), "what?"), "b"), encoder, RULE, [grey_images(RULE, (3, 16, 32))])
     text = document_of(sample("a", "b"), encoder, RULE, [])
     tokens = sum(len(d.tokens_T) for d in (one, two, text))
     batch = batch_of([one, two, text], Budget(tokens + 5, 999))

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
+from eyeline.core.batch import Budget, EncodedImage, Message, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed, TooManyRejects
-from eyeline.core.image_rule import Area, Film, ImageRule, Square
+from eyeline.core.image_rule import Area, ImageRule, Square, VideoLimits
 from eyeline.data import prepare
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
@@ -95,7 +95,7 @@ def made(reader: Reader, folder: Path, budget: Budget = BUDGET, **how: Any) -> M
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plainly": {},
-    "shared pictures": {"max_samples_per_image": 3},
+    "shared images": {"max_samples_per_image": 3},
     "held out": {"max_samples_per_image": 2, "validation_fraction": 0.4},
     "shrunk": {"overlong": "drop_turns", "max_samples_per_image": 3},
     "shrunk and held out": {"overlong": "drop_turns", "validation_fraction": 0.4},
@@ -187,7 +187,7 @@ def test_a_blend_by_shares(open_reader: Open, folder: Path, tmp_path: Path) -> N
         )
 
 
-FILM_RULE = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(16 * 16, 32 * 32), 2, "grid", Film(16 * 16, 64 * 64))
+VIDEO_RULE = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(16 * 16, 32 * 32), 2, "grid", VideoLimits(16 * 16, 64 * 64))
 
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -233,7 +233,7 @@ def test_any_data_and_settings(
                 assert_same(one, two)
 
 
-def test_films(folder: Path, tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+def test_videos(folder: Path, tmp_path: Path, tokenizers: dict[str, Any]) -> None:
     ask = [{"from": "human", "value": "<video>\nand <image> what?"}, {"from": "gpt", "value": "yes"}]
     rows = [
         {"video": [f"{(n + m) % 4}.png" for m in range(3)], "image": f"{n % 2}.png", "fps": 1 + n, "conversations": ask} for n in range(8)
@@ -242,7 +242,7 @@ def test_films(folder: Path, tmp_path: Path, tokenizers: dict[str, Any]) -> None
     encoder, budget = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"]), Budget(200, 200)
 
     def reader(**more: Any) -> Reader:
-        return reader_of(Data(sources=(Source(path=str(folder / "rows.json")),), max_samples_per_image=2, **more), encoder, FILM_RULE, 0)
+        return reader_of(Data(sources=(Source(path=str(folder / "rows.json")),), max_samples_per_image=2, **more), encoder, VIDEO_RULE, 0)
 
     made(reader(), tmp_path / "out", budget)
     assert_same_steps(
@@ -300,8 +300,8 @@ def test_an_ordinary_source_reads_the_archives(open_reader: Open, folder: Path, 
         assert same_sample(found, wanted[packed_set.container.row(place)["id"]], names=False)
         count += 1
     assert count == len(ROWS) + 4  # without the one that cannot be found, and the one that is no row
-    picture = folder / "0.png"
-    assert any(p.source.data == picture.read_bytes() for place, *_ in packed_set.kept() for p in packed_set.read(place).pictures)
+    image = folder / "0.png"
+    assert any(p.source.data == image.read_bytes() for place, *_ in packed_set.kept() for p in packed_set.read(place).images)
 
 
 def test_training_samples_are_those_of_the_source(open_reader: Open, tmp_path: Path) -> None:
@@ -362,15 +362,17 @@ def test_epoch_one_is_read_from_begin_to_end(open_reader: Open, folder: Path, tm
 SAMPLES = {
     "text": Sample("a#1", (Message("user", (Text('héllo\n\0 "<image>" 你好'),)), Message("assistant", (Text(" yes "),)))),
     "kinds and a system": Sample("b", (Message("system", ()), Message("user", (Text(""),)), Message("assistant", (Text("x"),))), "shape"),
-    "pictures": Sample(
-        "c", (Message("user", (Picture("1.png", b"1"), Text("and"), Picture("2.png", b"2"))), Message("assistant", (Text("x"),)))
+    "images": Sample(
+        "c", (Message("user", (EncodedImage("1.png", b"1"), Text("and"), EncodedImage("2.png", b"2"))), Message("assistant", (Text("x"),)))
     ),
-    "a film": Sample(
+    "a video": Sample(
         "d",
         (
-            Message("user", (Video("v", (Picture("1", b"1"), Picture("2", b"2")), (0.1, 1 / 3)), Picture("3", b"3"), Text("?"))),
+            Message(
+                "user", (Video("v", (EncodedImage("1", b"1"), EncodedImage("2", b"2")), (0.1, 1 / 3)), EncodedImage("3", b"3"), Text("?"))
+            ),
             Message("assistant", (Text("x"),)),
-            Message("user", (Picture("4", b"4"),)),
+            Message("user", (EncodedImage("4", b"4"),)),
             Message("assistant", (Text("y"),)),
         ),
     ),
@@ -380,10 +382,10 @@ SAMPLES = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_comes_back(name: str) -> None:
     sample = SAMPLES[name]
-    value = json.loads(json.dumps(packed_row(sample, [f"{n}.png" for n in range(len(sample.pictures))])))
-    if sample.pictures:
-        assert value["images"] == [f"{n}.png" for n in range(len(sample.pictures))]
-        value["images"] = [Picture(f"key.{n}.png", p.source) for n, p in enumerate(sample.pictures)]
+    value = json.loads(json.dumps(packed_row(sample, [f"{n}.png" for n in range(len(sample.images))])))
+    if sample.images:
+        assert value["images"] == [f"{n}.png" for n in range(len(sample.images))]
+        value["images"] = [EncodedImage(f"key.{n}.png", p.source) for n, p in enumerate(sample.images)]
     assert packed_sample(value, sample.id, Path()) == sample
 
 
@@ -502,7 +504,7 @@ def test_other_settings_are_refused_by_name(open_reader: Open, folder: Path, tmp
 
     refused(r"budget .*\.1 \(80 → 81\)|budget", Budget(90, 81))
     refused(r"order \(seed", seed=1)
-    refused(r"picture rule", rule=ImageRule(8, 2, rule.mean, rule.std, "bicubic", Square(64)))
+    refused(r"image rule", rule=ImageRule(8, 2, rule.mean, rule.std, "bicubic", Square(64)))
     refused(r"validation_fraction \(0\.0 → 0\.2\)", validation_fraction=0.2)
     refused(r"max_samples_per_image \(1 → 2\)", max_samples_per_image=2)
     refused(r"overlong \('reject' → 'drop_turns'\)", overlong="drop_turns")
@@ -544,7 +546,7 @@ def test_a_disk_that_is_full_leaves_no_part_of_an_archive(open_reader: Open, tmp
 # Images scaled down
 
 
-def test_large_pictures_are_scaled_down_and_the_data_are_others(
+def test_large_images_are_scaled_down_and_the_data_are_others(
     open_reader: Open, folder: Path, tmp_path: Path, draw: Callable[..., Path], rule: ImageRule
 ) -> None:
     for n in range(4):
@@ -563,18 +565,18 @@ def test_large_pictures_are_scaled_down_and_the_data_are_others(
     assert any(
         not (a.patches_PC == b.patches_PC).all() for x, y in zip(one, two, strict=True) for a, b in zip(x.batches, y.batches, strict=True)
     )
-    sizes = {width_and_height(p) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"}
+    sizes = {width_and_height(p) for s in sorted_samples(stored.data) for p in s.images if p.name != "broken.png"}
     assert sizes == {(32, 32), (20, 12), (20, 300)}
-    assert_sizes_are_those_of_the_pictures(stored)
+    assert_sizes_are_those_of_the_images(stored)
     for reader, state in ((source, two[0].state), (stored, one[0].state)):
         with pytest.raises(Refused, match="Different are: data"):
             next(training_steps(reader, BUDGET, 2, 1, state))
     assert all(
-        p.name.endswith(".png") and decode(p) is not None for s in sorted_samples(stored.data) for p in s.pictures if "br" not in p.name
+        p.name.endswith(".png") and decode(p) is not None for s in sorted_samples(stored.data) for p in s.images if "br" not in p.name
     )
 
 
-def test_a_model_without_a_tower_looks_at_no_pictures(folder: Path, tmp_path: Path, plain: Encoder) -> None:
+def test_a_model_without_a_tower_looks_at_no_images(folder: Path, tmp_path: Path, plain: Encoder) -> None:
     """Rows with images are rejects then, here and there; and there is nothing to scale down."""
 
     def reader(**more: Any) -> Reader:
@@ -597,16 +599,16 @@ def test_scaled_to_the_area_that_a_model_looks_at(open_reader: Open, folder: Pat
     assert small.windows == plainly.windows
     stored = open_reader(rule=rule, prepared=str(tmp_path / "small"))
     assert list(training_steps(stored, BUDGET, 1, 2))
-    assert {max(width_and_height(p)) for s in sorted_samples(stored.data) for p in s.pictures if p.name != "broken.png"} <= {32, 48, 64}
+    assert {max(width_and_height(p)) for s in sorted_samples(stored.data) for p in s.images if p.name != "broken.png"} <= {32, 48, 64}
 
 
-def assert_sizes_are_those_of_the_pictures(reader: Reader) -> None:
+def assert_sizes_are_those_of_the_images(reader: Reader) -> None:
     [rows] = reader.training.index.sources
     for shard in range(len(rows.shards)):
         index = reader.training.index.shard(0, shard)
         for n in np.flatnonzero(~index.bad_R).tolist():
-            pictures = rows.read(index.place(shard, n)).pictures
-            assert index.sizes(n) == tuple(width_and_height(p)[::-1] for p in pictures)
+            images = rows.read(index.place(shard, n)).images
+            assert index.sizes(n) == tuple(width_and_height(p)[::-1] for p in images)
 
 
 def sorted_samples(data: Data) -> list[Sample]:
@@ -616,21 +618,21 @@ def sorted_samples(data: Data) -> list[Sample]:
 def same_sample(one: Sample, two: Sample, names: bool = True) -> bool:
     """Whether they say and show the same, wherever their images lie."""
 
-    def picture(p: Picture) -> Any:
+    def image(p: EncodedImage) -> Any:
         try:
             shown = decode(p).tobytes()
         except BadSample as bad:
             shown = bad.cause
         return p.name if names else "", shown
 
-    def part(p: Text | Picture | Video) -> Any:
+    def part(p: Text | EncodedImage | Video) -> Any:
         match p:
             case Text():
                 return p
-            case Picture():
-                return picture(p)
+            case EncodedImage():
+                return image(p)
             case Video():
-                return [picture(frame) for frame in p.frames], p.seconds
+                return [image(frame) for frame in p.frames], p.seconds
 
     said = [[(m.role, [part(p) for p in m.parts]) for m in s.messages] for s in (one, two)]
     return said[0] == said[1] and one.kind == two.kind and (not names or one.id == two.id)

@@ -45,7 +45,7 @@ from tests.models import parity
 
 
 @pytest.fixture
-def pictures(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+def images(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(json_rows, "SHARD_BYTES", 500)
     for n in range(4):
         draw(f"set/{n}.png", seed=n)
@@ -64,14 +64,14 @@ def pictures(tmp_path: Path, draw: Callable[..., Path], monkeypatch: pytest.Monk
     seed=st.integers(0, 3),
 )
 def test_every_usable_row_as_often_as_it_should_be(
-    pictures: Path, plain: Encoder, rule: ImageRule, some, validation_fraction, max_samples_per_image, budget, epochs, packs, history, seed
+    images: Path, plain: Encoder, rule: ImageRule, some, validation_fraction, max_samples_per_image, budget, epochs, packs, history, seed
 ) -> None:
     """Whatever the data, the settings, and the (steps, ranks) after which a run was stopped and taken up again."""
     sources = []
     for n, one in enumerate(some):
-        (pictures / f"{n}.jsonl").write_text("\n".join(line_of(m, *what) for m, what in enumerate(one["rows"])))
+        (images / f"{n}.jsonl").write_text("\n".join(line_of(m, *what) for m, what in enumerate(one["rows"])))
         rest = {name: one[name] for name in ("repeat", "limit", "categories")}
-        sources.append(Source(path=str(pictures / f"{n}.jsonl"), **rest))
+        sources.append(Source(path=str(images / f"{n}.jsonl"), **rest))
     data = Data(
         sources=tuple(sources), validation_fraction=validation_fraction, max_samples_per_image=max_samples_per_image, max_reject_rate=1.0
     )
@@ -130,25 +130,25 @@ def test_every_usable_row_as_often_as_it_should_be(
         assert Counter(id for batch in validation_batches(reader(), budget) for id in batch.ids) == judged
 
 
-def test_a_set_smaller_than_a_pack_is_counted(pictures: Path, plain: Encoder, rule: ImageRule) -> None:
+def test_a_set_smaller_than_a_pack_is_counted(images: Path, plain: Encoder, rule: ImageRule) -> None:
     """Its first epochs fill no pack, which does not mean that nothing can be used."""
-    (pictures / "few.json").write_text(json.dumps([text(n) for n in range(3)]))
-    reader = reader_of(Data(sources=(Source(path=str(pictures / "few.json")),)), plain, rule, 0)
+    (images / "few.json").write_text(json.dumps([text(n) for n in range(3)]))
+    reader = reader_of(Data(sources=(Source(path=str(images / "few.json")),)), plain, rule, 0)
     for epochs in (1, 4, 30):
         assert count_steps(reader, Budget(300, 32), 2, epochs) == len(list(training_steps(reader, Budget(300, 32), 2, epochs)))
 
 
-def test_a_carried_row_that_can_no_longer_be_used_is_named(pictures: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
+def test_a_carried_row_that_can_no_longer_be_used_is_named(images: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
     lines = [json.dumps(row(f"question {n}", f"{n % 4}.png")) for n in range(40)]
-    (pictures / "rows.jsonl").write_text("\n".join(lines))
-    data = Data(sources=(Source(path=str(pictures / "rows.jsonl")),), max_reject_rate=1.0, cache=str(tmp_path / "index"))
+    (images / "rows.jsonl").write_text("\n".join(lines))
+    data = Data(sources=(Source(path=str(images / "rows.jsonl")),), max_reject_rate=1.0, cache=str(tmp_path / "index"))
     state = next(
         s.state
         for s in training_steps(reader_of(data, plain, rule, 0), Budget(90, 80), 1, None)
         if s.state["bins"] and s.state["number"] > 1
     )
     for n in range(4):
-        (pictures / f"{n}.png").unlink()
+        (images / f"{n}.png").unlink()
     with pytest.raises(StorageFailed, match=r"rows\.jsonl row \d+ is planned, and can no longer be used: .*\.png does not exist"):
         next(training_steps(reader_of(data, plain, rule, 0), Budget(90, 80), 1, None, state))
 
@@ -191,14 +191,14 @@ def run_rank(folder: Path, encoder: Encoder, rule: ImageRule, rank: int, ranks: 
     dist.destroy_process_group()
 
 
-def test_processes_that_wait_for_one_another_have_as_many_steps(pictures: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
+def test_processes_that_wait_for_one_another_have_as_many_steps(images: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
     """Rows that cannot be used, images that only the rank learns of which decodes them, another read-ahead on each rank. Then a
     rate of rejects that ends the run, and a rank with other data: all end in the same step, and nobody hangs."""
-    kinds = ["picture", "text", "missing", "two pictures", "same picture", "text", "no row"]
+    kinds = ["image", "text", "missing", "two images", "same image", "text", "no row"]
     lines = [line_of(n, kinds[n % len(kinds)], "a") for n in range(150)]
-    (pictures / "3.png").write_bytes((pictures / "3.png").read_bytes()[:200])
-    (pictures / "rows.jsonl").write_text("\n".join(lines))
-    (pictures / "other.jsonl").write_text("\n".join(lines[:-1]))
+    (images / "3.png").write_bytes((images / "3.png").read_bytes()[:200])
+    (images / "rows.jsonl").write_text("\n".join(lines))
+    (images / "other.jsonl").write_text("\n".join(lines[:-1]))
     started = [Forked(lambda rank=rank: run_rank(tmp_path, plain, rule, rank, 3)) for rank in range(3)]
     try:
         assert [process.wait(120) for process in started] == [0, 0, 0]
@@ -208,7 +208,7 @@ def test_processes_that_wait_for_one_another_have_as_many_steps(pictures: Path, 
     ends = [json.loads((tmp_path / f"given-{rank}").read_text()) for rank in range(3)]
     usable, capped, different = zip(*ends, strict=True)
     alone = reader_of(
-        Data(sources=(Source(path=str(pictures / "rows.jsonl")),), max_samples_per_image=2, max_reject_rate=1.0), plain, rule, 0
+        Data(sources=(Source(path=str(images / "rows.jsonl")),), max_samples_per_image=2, max_reject_rate=1.0), plain, rule, 0
     )
     wanted = list(training_steps(alone, Budget(90, 80), 7, 2))
     assert len(wanted) > 5
@@ -235,9 +235,9 @@ SHOWN = [
     row("is it blue?", "wide.jpg", more=("sure?", "no")),
     row("which?", "wide.jpg"),
     row("both?", "wide.jpg", "small.png", answer="yes yes"),
-    row("no picture?", answer="no"),
+    row("no image?", answer="no"),
     row("and now?", "wide.jpg"),
-    {"video": ["a.png", "b.png", "a.png"], "fps": 1} | {"conversations": row("<video>film?")["conversations"]},
+    {"video": ["a.png", "b.png", "a.png"], "fps": 1} | {"conversations": row("<video>video?")["conversations"]},
     row("other?", "a.png"),
 ]
 
@@ -298,10 +298,10 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
 # What is in the index is not read again
 
 
-def test_what_is_too_long_is_known_without_reading_it(pictures: Path, plain: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_long_is_known_without_reading_it(images: Path, plain: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a set with many such rows would be read and tokenised again at every resume."""
-    (pictures / "rows.json").write_text(json.dumps([text(0), ANY["too long"](1), text(2)]))
-    reader = reader_of(Data(sources=(Source(path=str(pictures / "rows.json")),), max_reject_rate=1.0), plain, None, 0)
+    (images / "rows.json").write_text(json.dumps([text(0), ANY["too long"](1), text(2)]))
+    reader = reader_of(Data(sources=(Source(path=str(images / "rows.json")),), max_reject_rate=1.0), plain, None, 0)
     shards = [(0, shard) for shard in range(len(reader.training.index.sources[0].shards))]
     for shard in shards:
         reader.training.index.shard(*shard)
@@ -311,10 +311,10 @@ def test_what_is_too_long_is_known_without_reading_it(pictures: Path, plain: Enc
     assert [cause for one in sized for cause, *_ in one.rejects.values()] == ["too_long"]
 
 
-def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(pictures: Path, plain: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(images: Path, plain: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The windows of all sources are open at once; were they together more than what is remembered, every row would open its shard anew."""
     for n in range(8):
-        (pictures / f"{n}.jsonl").write_text("\n".join(json.dumps(text(m)) for m in range(200)))
+        (images / f"{n}.jsonl").write_text("\n".join(json.dumps(text(m)) for m in range(200)))
     made, opened = index.shard_index_of, Counter[tuple[str, int]]()
 
     def noted(rows: Rows, shard: int, *rest: Any) -> Any:
@@ -323,7 +323,7 @@ def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(pictures: Path, p
 
     monkeypatch.setattr(index, "shard_index_of", noted)
     monkeypatch.setattr(blend, "MIXED_ROWS", (20, 160))  # as many as those windows have
-    sources = tuple(Source(path=str(pictures / f"{n}.jsonl")) for n in range(8))
+    sources = tuple(Source(path=str(images / f"{n}.jsonl")) for n in range(8))
     steps = training_steps(reader_of(Data(sources=sources, mix="interleave"), plain, None, 0), Budget(90, 0), 2, None)
     for _ in range(150):
         next(steps)
@@ -331,30 +331,30 @@ def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(pictures: Path, p
     assert sum(opened.values()) < 1.5 * len(opened)  # some come in two epochs
 
 
-def test_pictures_are_decoded_when_their_pack_is_fetched_and_not_before(
-    pictures: Path, plain: Encoder, rule: ImageRule, monkeypatch
+def test_images_are_decoded_when_their_pack_is_fetched_and_not_before(
+    images: Path, plain: Encoder, rule: ImageRule, monkeypatch
 ) -> None:
     rows = [row(f"question {n}", f"{n % 4}.png") for n in range(300)]
-    (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    (images / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
     upright, decoded = patches.upright, []
-    monkeypatch.setattr(patches, "upright", lambda picture: decoded.append(picture) or upright(picture))
-    monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)
-    reader = reader_of(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0)
+    monkeypatch.setattr(patches, "upright", lambda image: decoded.append(image) or upright(image))
+    monkeypatch.setattr(fetch, "KEPT_IMAGE_BYTES", 0)
+    reader = reader_of(Data(sources=(Source(path=str(images / "rows.jsonl")),)), plain, rule, 0)
     count_steps(reader, Budget(90, 80), 1, 1)
     assert decoded == []
     [batch] = next(training_steps(reader, Budget(90, 80), 1, 1)).batches
     assert len(decoded) == batch.counts.documents > 1
 
 
-def test_pictures_of_other_sizes_are_noticed_wherever_a_run_is_taken_up(pictures: Path, plain: Encoder, draw: Callable[..., Path]) -> None:
+def test_images_of_other_sizes_are_noticed_wherever_a_run_is_taken_up(images: Path, plain: Encoder, draw: Callable[..., Path]) -> None:
     """Even where the same rows would still be packed together; and never by a pack that is too full."""
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 4096))
     rows = [row(f"question {n}", f"{n % 4}.png") for n in range(60)]
-    (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    (images / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
 
     def steps(state: Any = None) -> Any:
         return training_steps(
-            reader_of(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0), Budget(90, 80), 1, 2, state
+            reader_of(Data(sources=(Source(path=str(images / "rows.jsonl")),)), plain, rule, 0), Budget(90, 80), 1, 2, state
         )
 
     states = [step.state for step in steps()]
@@ -370,33 +370,33 @@ def test_pictures_of_other_sizes_are_noticed_wherever_a_run_is_taken_up(pictures
                 list(steps(state))
 
 
-def test_pictures_that_change_under_a_run_stop_it_and_never_overfill_a_pack(pictures: Path, plain: Encoder, draw, monkeypatch) -> None:
+def test_images_that_change_under_a_run_stop_it_and_never_overfill_a_pack(images: Path, plain: Encoder, draw, monkeypatch) -> None:
     """An index that had to make room is made anew, and knows other sizes than the plan."""
     for module in (index, sizing):
         monkeypatch.setattr(module, "KEPT_OPEN", 1)
     monkeypatch.setattr(json_rows, "SHARD_BYTES", 600)
-    monkeypatch.setattr(fetch, "KEPT_PICTURE_BYTES", 0)
+    monkeypatch.setattr(fetch, "KEPT_IMAGE_BYTES", 0)
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 4096))
     rows = [row(f"question {n}", f"{n % 4}.png") for n in range(60)]
-    (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    (images / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
     for width, height in ((52, 44), (20, 12)):
         for n in range(4):
             draw(f"set/{n}.png", seed=n, width=36, height=20)
-        steps = training_steps(reader_of(Data(sources=(Source(path=str(pictures / "rows.jsonl")),)), plain, rule, 0), Budget(90, 80), 1, 1)
+        steps = training_steps(reader_of(Data(sources=(Source(path=str(images / "rows.jsonl")),)), plain, rule, 0), Budget(90, 80), 1, 1)
         while next(steps).state["number"] < 3:
             pass
         for n in range(4):
             draw(f"set/{n}.png", seed=n, width=width, height=height)
-        with pytest.raises(StorageFailed, match=r"rows\.jsonl: pictures of its rows have changed|have grown"):
+        with pytest.raises(StorageFailed, match=r"rows\.jsonl: images of its rows have changed|have grown"):
             list(steps)
 
 
-def test_the_rate_at_the_end_of_an_epoch_is_of_all_of_it(pictures: Path, plain: Encoder, rule: ImageRule) -> None:
+def test_the_rate_at_the_end_of_an_epoch_is_of_all_of_it(images: Path, plain: Encoder, rule: ImageRule) -> None:
     """Even where its packs wait for a step that is larger than an epoch: one bad row in thirty is not more than 5 %."""
     rows = [ANY["missing"](0), *(row(f"question {n}", "0.png") for n in range(29))]
-    (pictures / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    (images / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
     for seed in range(4):
-        data = Data(sources=(Source(path=str(pictures / "rows.jsonl")),), max_reject_rate=0.05)
+        data = Data(sources=(Source(path=str(images / "rows.jsonl")),), max_reject_rate=0.05)
         whole = list(training_steps(reader_of(data, plain, rule, seed), Budget(90, 80), 64, 3))
         assert whole[-1].state["rejects"] == {"seen": 30, "counts": {"missing_image": 1}}
         reader = reader_of(data, plain, rule, seed)

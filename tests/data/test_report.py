@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.batch import Budget
-from eyeline.core.image_rule import Area, Film, ImageRule
+from eyeline.core.image_rule import Area, ImageRule, VideoLimits
 from eyeline.data.images.patches import grey_images
 from eyeline.data.prepare import pack_offline
 from eyeline.data.reader import Reader, reader_of
@@ -102,7 +102,7 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
     assert (report.answers.count, report.answers.total) == (5, sum(answers))
     assert report.supervised is not None
     assert (report.supervised.count, report.supervised.total) == (4, sum(answers))
-    assert spread(report.pictures) == (0, 1, 2)
+    assert spread(report.images_per_sample) == (0, 1, 2)
     assert report.widths is not None
     assert (report.widths.count, report.widths.total) == (4, 40 + 30 + 30 + 40)
     assert spread(report.aspects) == (1.0, (1 + 40 / 30) / 2, 40 / 30)
@@ -138,8 +138,8 @@ def test_shares_of_sources_by_hand(tmp_path: Path, draw: Callable[..., Path], pl
     """Two rows of text, visited three times, beside one with an image and one that cannot be used."""
     draw("a.png")
     texts = write(tmp_path / "texts.json", [row("ab", answer="c") | {"kind": "short"}, row("ab", answer="c") | {"kind": "other"}])
-    pictured = write(tmp_path / "pictured.json", [row("x", "a.png"), row("x", answer="")])
-    once = Data(sources=(texts.model_copy(update={"repeat": 3}), pictured))
+    with_images = write(tmp_path / "with_images.json", [row("x", "a.png"), row("x", answer="")])
+    once = Data(sources=(texts.model_copy(update={"repeat": 3}), with_images))
     t = len(plain.ids("ab\n")) + len(plain.ids("c")) + 1
     p = len(plain.ids("x\n")) + len(plain.ids("yes")) + 1 + 4
     first, second = data_report(reader_of(once, plain, rule, 0), Budget(50, 64)).sources
@@ -149,7 +149,7 @@ def test_shares_of_sources_by_hand(tmp_path: Path, draw: Callable[..., Path], pl
     assert (first.visual, second.visual) == (0.0, 1.0)
     assert data_report(reader_of(once, plain, rule, 0), Budget(50, 64)).epoch == Epoch(7, 6 * t + p, 4)
     assert (first.kinds, second.kinds) == ((("short", 1), ("other", 1)), ())
-    shares = Data(sources=(texts, pictured.model_copy(update={"weight": 3.0})), mix="interleave")
+    shares = Data(sources=(texts, with_images.model_copy(update={"weight": 3.0})), mix="interleave")
     found = data_report(reader_of(shares, plain, rule, 0), Budget(50, 64))
     assert found.epoch is None
     first, second = found.sources
@@ -255,7 +255,7 @@ def test_samples_of_each_source_are_shown(tmp_path: Path, draw: Callable[..., Pa
     assert ids(5) == ["first.json#1", "first.json#2", "first.json#3", "second.json#0", "third.json#0"]
     assert len(ids(99)) == 7
     shown = shown_samples(reader, Budget(99, 999), 3, thumbnails=True)
-    assert [(len(s.thumbnails), s.pictures) for s in shown] == [(1, 1), (0, 0), (4, 9)]
+    assert [(len(s.thumbnails), s.images) for s in shown] == [(1, 1), (0, 0), (4, 9)]
     with Pillow.open(io.BytesIO(shown[0].thumbnails[0])) as small:
         assert (small.format, small.size) == ("JPEG", (THUMBNAIL, THUMBNAIL // 2))
     assert shown_samples(reader, Budget(99, 999), 3, thumbnails=False)[0] == replace(shown[0], thumbnails=())
@@ -283,28 +283,28 @@ def test_a_model_without_a_tower_has_text_alone(tmp_path: Path, draw: Callable[.
     draw("a.png")
     reader = reader_of(Data(sources=(write(tmp_path / "rows.json", [row("x"), row("y", "a.png")]),)), plain, None, 0)
     report = data_report(reader, Budget(50, 0), THOROUGH)
-    assert report.rejects == {"picture_without_tower": 1}
+    assert report.rejects == {"image_without_tower": 1}
     assert (report.widths, report.aspects, spread(report.visual)) == (None, None, (0, 0, 0))
     assert report.budgets[0].load.patch == 0
     assert [shown.id for shown in shown_samples(reader, Budget(50, 0), 9, thumbnails=True)] == ["rows.json#0"]
 
 
-def test_films_are_measured_and_shown(
+def test_videos_are_measured_and_shown(
     tmp_path: Path, draw: Callable[..., Path], tokenizers: dict[str, PreTrainedTokenizerFast], rule: ImageRule
 ) -> None:
-    films = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"])
-    film_rule = replace(rule, resize=Area(16**2, 64**2), frames=2, positions="grid", film=Film(16**2, 64 * 64 * 8))
+    videos = Encoder(tokenizers["qwen3"], TEMPLATES["qwen3"])
+    video_rule = replace(rule, resize=Area(16**2, 64**2), frames=2, positions="grid", video=VideoLimits(16**2, 64 * 64 * 8))
     for n in range(6):
         draw(f"{n}.png", seed=n, width=64, height=40)
-    film = {"video": [f"{n}.png" for n in range(6)], "conversations": row("<video>what?")["conversations"]}
-    reader = reader_of(Data(sources=(write(tmp_path / "rows.json", [film, row("x", "0.png")]),)), films, film_rule, 0)
+    video = {"video": [f"{n}.png" for n in range(6)], "conversations": row("<video>what?")["conversations"]}
+    reader = reader_of(Data(sources=(write(tmp_path / "rows.json", [video, row("x", "0.png")]),)), videos, video_rule, 0)
     report = data_report(reader, Budget(500, 500), THOROUGH)
     assert report.rejects == {}
-    assert spread(report.pictures) == (1, 1, 1)
+    assert spread(report.images_per_sample) == (1, 1, 1)
     assert spread(report.widths) == (64, 64, 64)
     assert report.decoded == 6
     shown = shown_samples(reader, Budget(500, 500), 2, thumbnails=True)
-    assert [(len(s.thumbnails), s.pictures) for s in shown] == [(4, 6), (1, 1)]
+    assert [(len(s.thumbnails), s.images) for s in shown] == [(4, 6), (1, 1)]
     assert {piece.image for piece in shown[0].pieces} == {None, 1, 2, 3}  # three slices of two frames
 
 
@@ -334,6 +334,6 @@ def test_prepared_data_are_shown_as_their_sources(tmp_path: Path, draw: Callable
     assert replace(theirs.sources[0], why="") == replace(mine.sources[0], why="")
     assert theirs.sources[0].why.endswith(mine.sources[0].why)
     assert (their_twins.samples, their_twins.equal_samples) == (mine_twins.samples, mine_twins.equal_samples)
-    assert their_twins.overlaps[0].equal_pictures == mine_twins.overlaps[0].equal_pictures == 0
+    assert their_twins.overlaps[0].equal_images == mine_twins.overlaps[0].equal_images == 0
     seen, again = (shown_samples(r, Budget(60, 64), 9, thumbnails=True) for r in (reader, other))
     assert [(s.id, s.pieces, s.thumbnails) for s in seen] == [(s.id, s.pieces, s.thumbnails) for s in again]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eyeline.core.batch import Picture, Text
+from eyeline.core.batch import EncodedImage, Text
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.data.containers import json_rows
 from eyeline.data.containers.container import Place
@@ -47,9 +47,9 @@ def test_llava_as_published(opened, tmp_path: Path) -> None:
     first = row_of(rows)
     assert first.id == "rows.json#0"
     assert [m.role for m in first.messages] == ["user", "assistant"]
-    assert first.messages[0].parts == (Picture("00/a.jpg", tmp_path / "00/a.jpg"), Text("what?"))
+    assert first.messages[0].parts == (EncodedImage("00/a.jpg", tmp_path / "00/a.jpg"), Text("what?"))
     assert parts(rows, 1) == [["hi"], ["ho"]]
-    assert [p.source for p in row_of(rows).pictures] == [tmp_path / "00/a.jpg"]
+    assert [p.source for p in row_of(rows).images] == [tmp_path / "00/a.jpg"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_placeholders_wherever_they_stand(opened, text: str, wanted: list[str]) 
     assert parts(rows)[0] == wanted
 
 
-def test_several_pictures_in_several_turns(opened) -> None:
+def test_several_images_in_several_turns(opened) -> None:
     rows = opened([{"image": ["a", "b", "c"], "conversations": turns("<image><image>\ncompare", "no", "and <image>?", "yes")}])
     assert parts(rows) == [["<a>", "<b>", "compare"], ["no"], ["and ", "<c>", "?"], ["yes"]]
 
@@ -80,15 +80,15 @@ def test_a_system_message_is_not_an_answer(opened) -> None:
 
 
 BAD_LLAVA: dict[str, tuple[Any, str, str]] = {
-    "two placeholders, one picture": ({"image": "a", "conversations": turns("<image><image>", "x")}, "placeholder_count", "conversations"),
-    "one placeholder, two pictures": (
+    "two placeholders, one image": ({"image": "a", "conversations": turns("<image><image>", "x")}, "placeholder_count", "conversations"),
+    "one placeholder, two images": (
         {"image": ["a", "b"], "conversations": turns("<image>", "x")},
         "placeholder_count",
         "conversations",
     ),
-    "placeholder without picture": ({"conversations": turns("<image>", "x")}, "placeholder_count", "conversations"),
-    "picture without placeholder": ({"image": "a", "conversations": turns("hi", "x")}, "placeholder_count", "conversations"),
-    "empty list of pictures": ({"image": [], "conversations": ASKED}, "placeholder_count", "conversations"),
+    "placeholder without image": ({"conversations": turns("<image>", "x")}, "placeholder_count", "conversations"),
+    "image without placeholder": ({"image": "a", "conversations": turns("hi", "x")}, "placeholder_count", "conversations"),
+    "empty list of images": ({"image": [], "conversations": ASKED}, "placeholder_count", "conversations"),
     "placeholder in an answer": ({"image": "a", "conversations": turns("hi", "<image>")}, "image_in_answer", "conversations[1].value"),
     "image is a number": ({"image": 7, "conversations": ASKED}, "wrong_type", "image"),
     "image holds a number": ({"image": [7], "conversations": ASKED}, "wrong_type", "image[0]"),
@@ -114,7 +114,7 @@ BAD_LLAVA: dict[str, tuple[Any, str, str]] = {
         "role_order",
         "messages[2]",
     ),
-    "film": ({"video": "a.mp4", "conversations": turns("<video>", "x")}, "video_file", "video"),
+    "video": ({"video": "a.mp4", "conversations": turns("<video>", "x")}, "video_file", "video"),
 }
 
 
@@ -145,10 +145,10 @@ def test_openai_parts(opened) -> None:
     assert rows.layout.name == "openai"
     assert parts(rows) == [["Be brief."], ["first ", "<a.png>", "<data:image/png;base64,…>", "<b.png>", "last"], ["ok"]]
     assert row_of(rows).messages[0].role == "system"
-    assert row_of(rows).pictures[1].source == b"not decoded here"
+    assert row_of(rows).images[1].source == b"not decoded here"
 
 
-def test_openai_strings_and_bare_parts_take_pictures_from_a_column(opened) -> None:
+def test_openai_strings_and_bare_parts_take_images_from_a_column(opened) -> None:
     rows = opened([
         {"messages": chat("<image>\nwhat?", "a"), "images": ["a.png"]},
         {"messages": chat([{"type": "image"}, {"type": "text", "text": "what?"}, {"type": "image"}], "b"), "images": ["a.png", "b.png"]},
@@ -157,7 +157,7 @@ def test_openai_strings_and_bare_parts_take_pictures_from_a_column(opened) -> No
     assert parts(rows, 1) == [["<a.png>", "what?", "<b.png>"], ["b"]]
 
 
-def test_openai_without_any_placeholder_has_the_pictures_first(opened) -> None:
+def test_openai_without_any_placeholder_has_the_images_first(opened) -> None:
     """As TRL and ms-swift take such rows."""
     rows = opened([
         {"messages": [{"role": "system", "content": "s"}, *chat("what?", "a", "and?", "b")], "images": ["a.png", "b.png"]},
@@ -170,17 +170,17 @@ def test_openai_without_any_placeholder_has_the_pictures_first(opened) -> None:
 BAD_OPENAI: dict[str, tuple[Any, str, str]] = {
     "messages is a string": ({"messages": "hi"}, "wrong_type", "messages"),
     "images is a number": ({"messages": chat("a", "b"), "images": 3}, "wrong_type", "images"),
-    "more pictures than parts": (
+    "more images than parts": (
         {"messages": chat([{"type": "image"}, {"type": "text", "text": "a"}], "b"), "images": ["a", "b"]},
         "placeholder_count",
         "messages",
     ),
-    "a picture in a part and others": (
+    "an image in a part and others": (
         {"messages": chat([{"type": "image", "image": "a"}], "b"), "images": ["b"]},
         "placeholder_count",
         "messages",
     ),
-    "placeholder without picture": ({"messages": chat("<image>", "b")}, "placeholder_count", "messages"),
+    "placeholder without image": ({"messages": chat("<image>", "b")}, "placeholder_count", "messages"),
     "placeholder in a part": (
         {"messages": chat([{"type": "text", "text": "<image>"}], "b")},
         "placeholder_count",
@@ -191,7 +191,7 @@ BAD_OPENAI: dict[str, tuple[Any, str, str]] = {
     "part of unknown type": ({"messages": chat([{"type": "audio"}], "b")}, "unsupported", "messages[0].content[0].type"),
     "text is a list": ({"messages": chat([{"type": "text", "text": [1]}], "b")}, "wrong_type", "messages[0].content[0].text"),
     "image_url without url": ({"messages": chat([{"type": "image_url"}], "b")}, "wrong_type", "messages[0].content[0].image_url"),
-    "a picture in an answer": ({"messages": chat("a", [{"type": "image", "image": "a"}])}, "image_in_answer", "messages[1]"),
+    "an image in an answer": ({"messages": chat("a", [{"type": "image", "image": "a"}])}, "image_in_answer", "messages[1]"),
     "a tool's answer": ({"messages": [*chat("a", "b"), {"role": "tool", "content": "c"}]}, "tool_turn", "messages[2].role"),
     "a call of a tool": (
         {"messages": [*chat("a"), {"role": "assistant", "content": "b", "tool_calls": [{}]}]},
@@ -293,13 +293,13 @@ def test_a_data_url_over_the_cap(opened, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_folder_of_the_images_can_be_another(opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pictures").mkdir()
-    rows = opened([{"image": "a.png", "conversations": ASKED}], images=str(tmp_path / "pictures"))
-    assert row_of(rows).pictures[0].source == tmp_path / "pictures" / "a.png"
+    (tmp_path / "images").mkdir()
+    rows = opened([{"image": "a.png", "conversations": ASKED}], images=str(tmp_path / "images"))
+    assert row_of(rows).images[0].source == tmp_path / "images" / "a.png"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert opened([{"image": "a.png", "conversations": ASKED}], images="~/pictures").root == tmp_path / "pictures"
+    assert opened([{"image": "a.png", "conversations": ASKED}], images="~/images").root == tmp_path / "images"
     absolute = opened([{"image": str(tmp_path / "b.png"), "conversations": ASKED}], images="/")
-    assert row_of(absolute).pictures[0].source == tmp_path / "b.png"
+    assert row_of(absolute).images[0].source == tmp_path / "b.png"
     with pytest.raises(Refused, match=r"the folder of the images, .*nowhere, does not exist"):
         opened([{"image": "a", "conversations": ASKED}], images=str(tmp_path / "nowhere"))
 
@@ -313,8 +313,8 @@ def test_easy_vqa_as_its_package_has_it() -> None:
     first = row_of(rows)
     assert (first.id, first.kind) == ("questions.json#0", "shape")
     assert [p.text for m in first.messages for p in m.parts if isinstance(p, Text)] == ["what is the blue shape?", "rectangle"]
-    assert isinstance(first.pictures[0].source, Path)
-    assert first.pictures[0].source.is_file()
+    assert isinstance(first.images[0].source, Path)
+    assert first.images[0].source.is_file()
     kinds = [kind for _, kind, _ in rows.kept()]
     assert kinds.count("yes/no") == 28407  # as the package's README says
     assert set(kinds) == {"yes/no", "shape", "color"}

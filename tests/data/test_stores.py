@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eyeline.core.batch import Picture, Sample
+from eyeline.core.batch import EncodedImage, Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.locations import Remote, below, inside, location
@@ -381,8 +381,8 @@ def test_what_is_not_there_is_named(store: Store) -> None:
     }.items():
         with pytest.raises(Refused, match=says):
             open_source(Source(path=path))
-    with pytest.raises(Refused, match=r"pictures does not exist"):
-        open_source(Source(path=f"{store.url}/a/x.jsonl", images=f"{store.url}/pictures"))
+    with pytest.raises(Refused, match=r"images does not exist"):
+        open_source(Source(path=f"{store.url}/a/x.jsonl", images=f"{store.url}/images"))
 
 
 def test_an_environment_that_cannot_be_used_is_named(store: Store, monkeypatch: pytest.MonkeyPatch, waits: list[float], capfd: Any) -> None:
@@ -428,29 +428,29 @@ def test_indexes_lie_on_this_machine() -> None:
 # Images
 
 
-def test_a_picture_is_an_object(store: Store) -> None:
+def test_an_image_is_an_object(store: Store) -> None:
     data = encoded(0, "PNG")
     store.put("p/a.png", data)
-    picture = Picture("a.png", Remote(store.url, "p/a.png"))
-    for read in (lambda: width_and_height(picture), lambda: decode(picture), lambda: in_memory(picture)):
+    image = EncodedImage("a.png", Remote(store.url, "p/a.png"))
+    for read in (lambda: width_and_height(image), lambda: decode(image), lambda: in_memory(image)):
         store.asked.clear()
         read()
         assert len(store.asked) == 1
-    assert width_and_height(picture) == (20, 12)
-    assert (decode(picture) == decode(Picture("a.png", data))).all()
-    assert in_memory(picture) == Picture("a.png", data)
+    assert width_and_height(image) == (20, 12)
+    assert (decode(image) == decode(EncodedImage("a.png", data))).all()
+    assert in_memory(image) == EncodedImage("a.png", data)
     large = encoded(1, "BMP", (2000, 1500))
     assert len(large) > stores.PIECE
     store.put("p/large.bmp", large)
-    assert in_memory(Picture("large", Remote(store.url, "p/large.bmp"))) == Picture("large", large)
+    assert in_memory(EncodedImage("large", Remote(store.url, "p/large.bmp"))) == EncodedImage("large", large)
 
 
 def test_a_missing_or_huge_object_spoils_its_sample_and_a_failing_store_does_not(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put("a.png", encoded(0))
-    there = Picture("a.png", Remote(store.url, "a.png"))
+    there = EncodedImage("a.png", Remote(store.url, "a.png"))
     for read in (width_and_height, decode, in_memory):
         with pytest.raises(BadSample) as caught:
-            read(Picture("b.png", Remote(store.url, "b.png")))
+            read(EncodedImage("b.png", Remote(store.url, "b.png")))
         assert caught.value.cause == "missing_image"
         store.faults = [answers(403, "AccessDenied")]
         with pytest.raises(StorageFailed, match="access is denied"):
@@ -479,10 +479,10 @@ def test_other_stores_are_asked_in_their_own_words(store: Store, monkeypatch: py
     opened = open_source(Source(path=f"gs://{store.bucket}/box/x/*.json" if scheme == "gs" else "az://box/x/rows.json"))
     good, missing = (found for *_, found in opened.rows_in(0))
     assert isinstance(good, Sample) and isinstance(missing, Sample)
-    assert width_and_height(good.pictures[0]) == (20, 12)
-    assert in_memory(good.pictures[0]).source == encoded(0, "PNG")  # type: ignore[union-attr]
+    assert width_and_height(good.images[0]) == (20, 12)
+    assert in_memory(good.images[0]).source == encoded(0, "PNG")  # type: ignore[union-attr]
     with pytest.raises(BadSample) as caught:
-        width_and_height(missing.pictures[0])
+        width_and_height(missing.images[0])
     assert caught.value.cause == "missing_image"
     store.put("box/x/rows.json", json.dumps(rows[:1]).encode())
     stores._process().recent.clear()
@@ -552,7 +552,7 @@ def test_what_is_found_of_data_is_what_is_found_of_files(folder: Path, store: St
     apart = {"twins": None, "sources": ()}
     assert replace(there, **apart) == replace(here, **apart)
     assert replace(there.sources[0], path="") == replace(here.sources[0], path="")
-    names = {"sample_examples": (), "picture_examples": (), "overlaps": ()}
+    names = {"sample_examples": (), "image_examples": (), "overlaps": ()}
     assert replace(there.twins, **names) == replace(here.twins, **names)
     assert replace(there.twins.overlaps[0], examples=()) == replace(here.twins.overlaps[0], examples=())
     seen, again = (shown_samples(r, BUDGET, 5, thumbnails=True) for r in readers)
@@ -646,7 +646,7 @@ def test_indexing_a_large_archive_takes_few_requests(store: Store, tmp_path: Pat
     assert len(store.asked) <= 10
 
 
-def test_pictures_of_rows_lie_in_a_store_and_rows_here(folder: Path, store: Store, plain: Encoder, rule: ImageRule) -> None:
+def test_images_of_rows_lie_in_a_store_and_rows_here(folder: Path, store: Store, plain: Encoder, rule: ImageRule) -> None:
     for n in range(9):
         store.put(f"p/{n}.png", (folder / f"{n}.png").read_bytes())
     whole = [json.loads(json.dumps(r).replace('.png"', '.png"')) for r in ROWS]
@@ -661,7 +661,7 @@ def test_pictures_of_rows_lie_in_a_store_and_rows_here(folder: Path, store: Stor
                 assert (a.patches_PC == b.patches_PC).all() and (a.tokens_T == b.tokens_T).all()
 
 
-def test_each_picture_is_asked_for_once_for_its_index_and_once_a_visit(
+def test_each_image_is_asked_for_once_for_its_index_and_once_a_visit(
     folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path
 ) -> None:
     store.put_folder(folder, "set")
@@ -674,7 +674,7 @@ def test_each_picture_is_asked_for_once_for_its_index_and_once_a_visit(
     assert store.asked == []  # an index that is read asks for none
 
 
-def test_pictures_are_asked_for_together(
+def test_images_are_asked_for_together(
     folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after another they would be mostly waited for: each of these waits until others are asked for, too."""
@@ -689,7 +689,7 @@ def test_pictures_are_asked_for_together(
     assert len(there.training.index.shard(0, 0).files) == 9
 
 
-def test_an_absent_picture_is_asked_for_again_and_a_changed_one_stops_the_run(
+def test_an_absent_image_is_asked_for_again_and_a_changed_one_stops_the_run(
     folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path
 ) -> None:
     store.put_folder(folder, "set")
@@ -706,7 +706,7 @@ def test_an_absent_picture_is_asked_for_again_and_a_changed_one_stops_the_run(
         list(training_steps(second, BUDGET, 1, 1))
 
 
-def test_a_picture_of_a_row_may_not_lie_elsewhere(folder: Path, store: Store) -> None:
+def test_an_image_of_a_row_may_not_lie_elsewhere(folder: Path, store: Store) -> None:
     names = ["../secret.png", "/etc/passwd", "s3://other/a.png", f"{store.url}/else/a.png", "https://x.org/a.png?sig=canary"]
     store.put("set/x.jsonl", "\n".join(json.dumps(row("q", name)) for name in names).encode())
     found = [found for *_, found in open_source(Source(path=f"{store.url}/set/x.jsonl")).rows_in(0)]

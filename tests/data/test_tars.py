@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eyeline.core.batch import Picture, Span, Text
+from eyeline.core.batch import EncodedImage, Span, Text
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.data.containers import tars
 from eyeline.data.containers.container import HEADER_BYTES, FileSlice
@@ -41,11 +41,11 @@ def test_plain_archives(tmp_path: Path, form: int) -> None:
     for n, (place, _, sample) in enumerate(rows.rows_in(0)):
         assert not isinstance(sample, BadSample)
         assert rows.named(place) == (f"x.tar#{n}", str(tmp_path / "x.tar"), n)
-        [lazy], [held] = sample.pictures, rows.read(place).pictures
+        [lazy], [held] = sample.images, rows.read(place).images
         assert isinstance(lazy.source, Span) and lazy.source.data == encoded(n)[:HEADER_BYTES]
         assert isinstance(held.source, Span) and held.source.data == encoded(n)
         assert width_and_height(lazy) == (20, 12)
-        assert (decode(lazy) == decode(Picture("", encoded(n)))).all() and (decode(held) == decode(lazy)).all()
+        assert (decode(lazy) == decode(EncodedImage("", encoded(n)))).all() and (decode(held) == decode(lazy)).all()
         assert image_key(lazy) == image_key(held)
 
 
@@ -61,23 +61,23 @@ def test_a_sample_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert asked[0] == places[3].length < path.stat().st_size / 4
     asked.clear()
     for _, _, sample in rows.rows_in(0):  # all of them in order, with the headers of their images
-        assert not isinstance(sample, BadSample) and width_and_height(sample.pictures[0]) == (20, 12)
+        assert not isinstance(sample, BadSample) and width_and_height(sample.images[0]) == (20, 12)
     assert asked == [path.stat().st_size]
 
 
-def test_several_pictures_in_the_order_that_the_row_names_them(tmp_path: Path) -> None:
+def test_several_images_in_the_order_that_the_row_names_them(tmp_path: Path) -> None:
     two = {"conversations": [{"from": "human", "value": "<image><image>which?"}, {"from": "gpt", "value": "this"}]}
-    pictures = [("k.0.jpg", encoded(0)), ("k.1.png", encoded(1, "PNG"))]
+    files = [("k.0.jpg", encoded(0)), ("k.1.png", encoded(1, "PNG"))]
     for images, wanted in {
         None: ["k.0.jpg", "k.1.png"],
         ("1.png", "0.jpg"): ["k.1.png", "k.0.jpg"],
         ("some/folder/k.1.png", "k.0.jpg"): ["k.1.png", "k.0.jpg"],
         ("0.jpg", "0.jpg"): ["k.0.jpg", "k.0.jpg"],
     }.items():
-        rows = opened(archive(tmp_path / "x.tar", [*pictures, ("k.json", two | ({"images": images} if images else {}))]))
-        assert [p.name for p in rows.read(next(rows.rows_in(0))[0]).pictures] == wanted
-    archive(tmp_path / "x.tar", [*pictures, ("k.json", two | {"images": ["2.jpg", "0.jpg"]})])
-    with pytest.raises(Refused, match=r"can be read\. The first: images: '2\.jpg' names none of the pictures 0\.jpg, 1\.png"):
+        rows = opened(archive(tmp_path / "x.tar", [*files, ("k.json", two | ({"images": images} if images else {}))]))
+        assert [p.name for p in rows.read(next(rows.rows_in(0))[0]).images] == wanted
+    archive(tmp_path / "x.tar", [*files, ("k.json", two | {"images": ["2.jpg", "0.jpg"]})])
+    with pytest.raises(Refused, match=r"can be read\. The first: images: '2\.jpg' names none of the images 0\.jpg, 1\.png"):
         opened(tmp_path / "x.tar")
 
 
@@ -87,7 +87,7 @@ def test_captions(tmp_path: Path) -> None:
         *[("b.png", encoded(1, "PNG")), ("b.json", {"caption": "from json", "width": 3})],
         *[("c.jpg", encoded(2)), ("c.json", {"width": 3}), ("c.txt", "of both"), ("c.cls", "7")],
         *[("d.jpg", encoded(3))],
-        *[("e.txt", "no picture")],
+        *[("e.txt", "no image")],
         *[("f.jpg", encoded(4)), ("f.txt", b"\xff\xfe")],
         *[("g.jpg", encoded(4)), ("g.json", [1])],
         *[("h.jpg", encoded(4)), ("h.json", "{torn")],
@@ -189,7 +189,7 @@ def shown(rows: Rows) -> list[Any]:
     """Answer and images of each row, or its cause."""
     outcomes(rows)  # the same by place
     found = [found for _, _, found in rows.kept()]
-    return [f.cause if isinstance(f, BadSample) else (f.messages[-1].parts[0].text, [p.name for p in f.pictures]) for f in found]  # type: ignore[union-attr]
+    return [f.cause if isinstance(f, BadSample) else (f.messages[-1].parts[0].text, [p.name for p in f.images]) for f in found]  # type: ignore[union-attr]
 
 
 SOUND = [("b.jpg", encoded(0)), ("b.txt", "b")]
@@ -424,10 +424,10 @@ def test_an_archive_that_changes_stops_the_run(tmp_path: Path) -> None:
     rows = opened(path)
     place, _, sample = next(rows.rows_in(0))
     assert not isinstance(sample, BadSample)
-    source = sample.pictures[0].source
+    source = sample.images[0].source
     assert isinstance(source, Span)
     archive(path, [("a.jpg", encoded(1)), ("a.json", TALK), ("b.jpg", encoded(1))])
-    for read in (lambda: rows.read(place), lambda: list(rows.rows_in(0)), lambda: decode(Picture("", replace(source, data=b"")))):
+    for read in (lambda: rows.read(place), lambda: list(rows.rows_in(0)), lambda: decode(EncodedImage("", replace(source, data=b"")))):
         with pytest.raises(StorageFailed, match=r"x\.tar has changed since it was opened"):
             read()
     path.unlink()
@@ -436,9 +436,9 @@ def test_an_archive_that_changes_stops_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", [[(f"{n}.txt", "a dot") for n in range(30)], [("metadata.csv", "file_name,caption\n0.jpg,a dot\n")]])
-def test_an_archive_of_pictures_first_is_told_how_samples_lie(tmp_path: Path, last: list[tuple[str, str]]) -> None:
+def test_an_archive_of_images_first_is_told_how_samples_lie(tmp_path: Path, last: list[tuple[str, str]]) -> None:
     members = [(f"{n}.jpg", encoded(n)) for n in range(30)]
-    with pytest.raises(Refused, match=r"a sample's text follows its picture.* If it is a folder that was packed up, unpack it"):
+    with pytest.raises(Refused, match=r"a sample's text follows its image.* If it is a folder that was packed up, unpack it"):
         open_source(Source(path=str(archive(tmp_path / "x.tar", [*members, *last]))))
 
 
@@ -446,10 +446,10 @@ def test_what_is_declared_is_not_blamed_for_rows_that_cannot_be_read(tmp_path: P
     members = [("0.left.png", b"a"), ("0.right.png", b"b"), ("0.said.txt", "what?"), ("0.json", {"image": "other.png"})]
     path = archive(tmp_path / "x.tar", members)
     with pytest.raises(
-        Refused, match=r"none of its first rows can be read\. The first: .*names none of the pictures left.*name pictures in the JSON as"
+        Refused, match=r"none of its first rows can be read\. The first: .*names none of the images left.*name images in the JSON as"
     ) as caught:
         open_source(Source(path=str(path), columns={"caption": "said.txt"}))
-    assert "pictures alone" not in str(caught.value)
+    assert "images alone" not in str(caught.value)
     (tmp_path / "x.tar").write_bytes(b"")
     with pytest.raises(Refused, match=r"the archive is empty: not even its end is there\. Fetch or write the archive again"):
         open_source(Source(path=str(path)))

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from eyeline.core.batch import IGNORE, Message, Picture, Sample, Text, Video
+from eyeline.core.batch import IGNORE, EncodedImage, Message, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.image_rule import Area, ImageRule, Square
 from eyeline.data.images.patches import grey_images
@@ -36,11 +36,11 @@ def theirs(tokenizers: Tokenizers, name: str, messages: tuple[Message, ...], pro
     tokenizer.chat_template = jinja
     wrap = "<|vision_start|><|image_pad|><|vision_end|>" if name.startswith("qwen") else "<|image_pad|>"
 
-    def written(part: Text | Picture | Video) -> str:
+    def written(part: Text | EncodedImage | Video) -> str:
         match part:
             case Text():
                 return part.text
-            case Picture():
+            case EncodedImage():
                 return wrap
             case Video():  # slices of two frames, each with the time between them
                 pairs = zip(part.seconds[::2], [*part.seconds[1::2], part.seconds[-1]], strict=False)
@@ -63,9 +63,9 @@ CONVERSATIONS = {
     "two exchanges": said("one", "1", "two", "2"),
     "system": said("Hi", "Hello", system="You answer in verse."),
     "empty system": said("Hi", "Hello", system=""),
-    "picture first": said((DOT, "what is it?"), "a circle"),
-    "picture last": said(("what is it?", DOT), "a circle"),
-    "pictures in two turns": said((DOT, "this?"), "a circle", ("and", DOT, "or", DOT, "?"), "neither"),
+    "image first": said((DOT, "what is it?"), "a circle"),
+    "image last": said(("what is it?", DOT), "a circle"),
+    "images in two turns": said((DOT, "this?"), "a circle", ("and", DOT, "or", DOT, "?"), "neither"),
     "two texts side by side": said(("first ", "second"), "third"),
     "lines": said("a\n\nb\n", "c\n\nd\n"),
     "spaces at the ends": said("  a  ", "b  "),
@@ -120,12 +120,12 @@ def test_added_tokens_in_messages_equal_the_tokenizers_own(name: str, strips: di
 
 
 THOUGHT = "<think>\nA square?\n</think>\n\n"
-FILM = Video("f", (DOT,) * 5, (0.0, 0.5, 1.0, 1.5, 2.0))
+VIDEO = Video("f", (DOT,) * 5, (0.0, 0.5, 1.0, 1.5, 2.0))
 
 
-@pytest.mark.parametrize("parts", [(FILM, "what?"), ("Look:", FILM, "and", DOT, FILM), ("at 3", FILM), (" ", FILM)])
+@pytest.mark.parametrize("parts", [(VIDEO, "what?"), ("Look:", VIDEO, "and", DOT, VIDEO), ("at 3", VIDEO), (" ", VIDEO)])
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if "<|video_pad|>" in TEMPLATES[name].controls])
-def test_films_are_slices_with_times(name: str, parts: tuple, tokenizers: Tokenizers) -> None:
+def test_videos_are_slices_with_times(name: str, parts: tuple, tokenizers: Tokenizers) -> None:
     """Also where a time follows text that the tokenizer would join it to."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     messages = said(parts, "a", "b", THOUGHT + "c")
@@ -138,16 +138,16 @@ def test_films_are_slices_with_times(name: str, parts: tuple, tokenizers: Tokeni
     assert "<0.2 seconds><|vision_start|><|video_pad|><|vision_end|><1.2 seconds>" in encoder.decode(found.ids_U.tolist(), special=True)
 
 
-def test_a_template_without_films_rejects_them(plain: Encoder) -> None:
-    with pytest.raises(BadSample, match="no place for films"):
-        tokenised(said((FILM, "what?"), "a"), plain, replace(RULE, frames=2))
+def test_a_template_without_videos_rejects_them(plain: Encoder) -> None:
+    with pytest.raises(BadSample, match="no place for videos"):
+        tokenised(said((VIDEO, "what?"), "a"), plain, replace(RULE, frames=2))
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_jinja_takes_lists_of_parts(name: str, tokenizers: Tokenizers) -> None:
     """As processors and servers pass images."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
-    messages = CONVERSATIONS["pictures in two turns"]
+    messages = CONVERSATIONS["images in two turns"]
     spoken = [
         {"role": m.role, "content": [{"type": "text", "text": p.text} if isinstance(p, Text) else {"type": "image"} for p in m.parts]}
         for m in messages
@@ -192,7 +192,7 @@ def test_targets_decode_to_the_answers_and_their_ends(
     """Labels are aligned: label t belongs to the row whose next token it is. Whatever the texts say, controls' names too."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     conversation = sample(*(turn for exchange in exchanges for turn in exchange), system=system)
-    document = document_of(conversation, encoder, rule, [grey_images(rule)] * len(conversation.pictures))
+    document = document_of(conversation, encoder, rule, [grey_images(rule)] * len(conversation.images))
     rows = (document.labels_T != IGNORE).nonzero()[0]
     assert (document.labels_T[rows] == document.tokens_T[rows + 1]).all()
     answers = [answer for _, answer in exchanges][-1 if encoder.template.learns == "the last answer" else 0 :]
@@ -217,10 +217,10 @@ def written(name: str, answer: str) -> str:
     return normalize("NFC", answer) + template.terminator  # as these tokenizers do
 
 
-def test_pictures_are_numbered_over_the_conversation(qwen: Encoder) -> None:
+def test_images_are_numbered_over_the_conversation(qwen: Encoder) -> None:
     """Each takes as many tokens as it has: the n-th place is the n-th image's, within a message and over turns."""
     rule = replace(RULE, resize=Area(1, 10_000))
-    conversation = Sample("", CONVERSATIONS["pictures in two turns"])
+    conversation = Sample("", CONVERSATIONS["images in two turns"])
     document = document_of(conversation, qwen, rule, [grey_images(rule, size) for size in ((16, 16), (16, 32), (80, 16))])
     assert (document.tokens_T[document.visual_M] == qwen.image_token).all()
     runs = [len(run) for run in np.split(document.visual_M, np.flatnonzero(np.diff(document.visual_M) > 1) + 1)]

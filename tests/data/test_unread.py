@@ -95,7 +95,7 @@ def test_images_in_an_unread_column_are_refused(folder: Path, name: str) -> None
 
 
 TEXTS: dict[str, tuple[str, str]] = {
-    "Qwen-VL": ("Picture 1: <img>photos/0.png</img>\nWhat is it?", "by <img>…</img>"),
+    "Qwen-VL": ("Image 1: <img>photos/0.png</img>\nWhat is it?", "by <img>…</img>"),
     "Qwen-VL, absent": ("<img>gone.jpg</img>\nWhat is it?", "by <img>…</img>"),
     "a space": ("<img>photos/my cat.png</img>What?", "'photos/my cat.png'"),
     "markdown": ("![](photos/0.png) What is it?", "by ![…](…)"),
@@ -222,7 +222,7 @@ def test_the_remedy_works(folder: Path) -> None:
         folder, lambda n: QUESTION | {"meta": {"photo": f"{n}.png"}}, columns={"image": "meta.photo"}, images=str(folder / "photos")
     )
     assert unread(rows) == Unread()
-    assert all(isinstance(found, Sample) and len(found.pictures) == 1 for _, _, found in rows.kept())
+    assert all(isinstance(found, Sample) and len(found.images) == 1 for _, _, found in rows.kept())
 
 
 def test_of_large_data_a_part_is_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

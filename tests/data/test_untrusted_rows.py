@@ -100,14 +100,14 @@ CONTAINERS: dict[str, Callable[[Path, list[Row]], Path]] = {
     "JSON lines": as_lines,
     "CSV": as_csv,
     "Parquet": as_parquet,
-    "Parquet, pictures as structs": as_structs,
+    "Parquet, images as structs": as_structs,
     "Arrow": as_arrow,
     "WebDataset": as_tar,
     "COCO": as_coco,
     "several files": as_several,
 }
-OF_TEXTS = CONTAINERS | {"texts beside pictures": as_texts_beside}
-UNICODE_ONLY = {"Parquet", "Parquet, pictures as structs", "Arrow"}  # their writers take no lone surrogates: test_parquet.py
+OF_TEXTS = CONTAINERS | {"texts beside images": as_texts_beside}
+UNICODE_ONLY = {"Parquet", "Parquet, images as structs", "Arrow"}  # their writers take no lone surrogates: test_parquet.py
 SOUND: Row = ("a.png", "a dot")
 
 
@@ -182,7 +182,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_names_that_no_picture_may_have(container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_no_image_may_have(container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a reject by its cause, and no packet is sent for any."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("a name was looked up"))
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a packet was sent"))
@@ -230,7 +230,7 @@ def test_odd_names_are_exact(container: str, tmp_path: Path) -> None:
     rows = open_source(Source(path=str(CONTAINERS[container](tmp_path, [(name, "odd") for name in ODD_NAMES]))))
     for name, (_, _, found) in zip(ODD_NAMES, rows.kept(), strict=True):
         assert isinstance(found, Sample), name
-        assert found.pictures[0].source == Path(os.path.normpath(tmp_path / name))
+        assert found.images[0].source == Path(os.path.normpath(tmp_path / name))
 
 
 def test_links_are_followed_wherever_they_lead(tmp_path: Path, draw: Callable[..., Path]) -> None:
@@ -250,7 +250,7 @@ def test_links_are_followed_wherever_they_lead(tmp_path: Path, draw: Callable[..
             assert isinstance(sample, Sample) or name.endswith("elsewhere/a.png")
             if isinstance(sample, BadSample):
                 raise sample
-            found[name] = str(decode(sample.pictures[0]).shape)
+            found[name] = str(decode(sample.images[0]).shape)
         except BadSample as bad:
             found[name] = bad.cause
     assert found == {

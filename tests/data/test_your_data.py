@@ -38,15 +38,15 @@ class Example:
                 root = folder / str(source.get("images") or Path(name).parent).removeprefix(BUCKET)
                 if name.endswith(".txt"):
                     draw(root / Path(name).with_suffix(".jpg").name)
-                for picture in re.findall(r'(?<=[",\n])[\w/-]+\.(?:jpg|png)(?=[",])', text):
-                    draw(root / picture)
+                for image in re.findall(r'(?<=[",\n])[\w/-]+\.(?:jpg|png)(?=[",])', text):
+                    draw(root / image)
         for name, text in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
         names: dict[str, object] = {}  # one program goes on where the last one of the section ended
         for program in self.programs:
-            for picture in re.findall(r'(?:Path|open)\("([\w/-]+\.(?:jpg|png))"', program):
-                draw(folder / picture)
+            for image in re.findall(r'(?:Path|open)\("([\w/-]+\.(?:jpg|png))"', program):
+                draw(folder / image)
             exec(compile(program, "docs/your-data.md", "exec"), names)  # the page's own text
         found = self.sources or [{"path": name} for name in self.files]
         return tuple(Source.model_validate(source) for source in found)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
-from eyeline.core.batch import Budget, Document, Message, Picture, Sample, Text
+from eyeline.core.batch import Budget, Document, EncodedImage, Message, Sample, Text
 from eyeline.core.errors import Refused
 from eyeline.core.facts import Facts
 from eyeline.core.randomness import torch_rng_for
@@ -33,18 +33,18 @@ SHADES = ("red", "green", "blue", "black")
 NOTHING = Prior({}, "")
 
 
-def easy_vqa(folder: Path, rows: Sequence[tuple[str, str, int]], pictures: int = 4) -> Rows:
+def easy_vqa(folder: Path, rows: Sequence[tuple[str, str, int]], images: int = 4) -> Rows:
     """A folder in easy-VQA's layout."""
     (folder / "images").mkdir(parents=True)
-    for n in range(pictures):
+    for n in range(images):
         Pillow.new("RGB", (16, 16), SHADES[n % 4]).save(folder / "images" / f"{n}.png")
     (folder / "questions.json").write_text(json.dumps(rows))
     (folder / "answers.txt").write_text("\n".join(sorted({answer for _, answer, _ in rows})))
     return open_source(Source(path=str(folder)))
 
 
-def sample(id: str, question: str, answer: str, kind: str = "", *pictures: Picture) -> Sample:
-    return Sample(id, (Message("user", (*pictures, Text(question))), Message("assistant", (Text(answer),))), kind)
+def sample(id: str, question: str, answer: str, kind: str = "", *images: EncodedImage) -> Sample:
+    return Sample(id, (Message("user", (*images, Text(question))), Message("assistant", (Text(answer),))), kind)
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +127,14 @@ def test_rounds_answer_as_one_by_one(tmp_path: Path, made: tuple[llava.Model, Fa
     """The order of the images, the shared encodings and the neighbours change no answer."""
     model, facts, encoder = made
     rows = [(f"what is it{'?' * (n % 5)}", "x", n % 3) for n in range(12)]
-    source = easy_vqa(tmp_path / "test", rows, pictures=3)
-    sizes = {"all": Budget(10_000, 10_000), "few": Budget(90, 10_000), "pictures": Budget(10_000, 8), "one": Budget(1, 1)}
+    source = easy_vqa(tmp_path / "test", rows, images=3)
+    sizes = {"all": Budget(10_000, 10_000), "few": Budget(90, 10_000), "images": Budget(10_000, 8), "one": Budget(1, 1)}
     found = {}
     for name, budget in sizes.items():
         got = exact_match(model, facts, encoder, [source], NOTHING, max_new_tokens=5, budget=budget)
         assert got.questions == 12
         found[name] = {s.id: s.prediction for s in got.samples}
-    assert found["all"] == found["few"] == found["pictures"] == found["one"]
+    assert found["all"] == found["few"] == found["images"] == found["one"]
     assert len(set(found["all"].values())) > 3
 
 
@@ -144,9 +144,9 @@ def test_rounds_keep_to_their_budgets_and_use_them(tmp_path: Path, made: tuple[l
     questions = list(usable([source], Counter()))
 
     def fits(round: Sequence[tuple[module.Question, Document]], budget: Budget) -> bool:
-        pictures = {image.key for _, prompt in round for image in prompt.images}
+        images = {image.key for _, prompt in round for image in prompt.images}
         room = len(round) * (max(len(prompt.tokens_T) for _, prompt in round) + 5)
-        return room <= budget.tokens and len(pictures) * 4 <= budget.patches
+        return room <= budget.tokens and len(images) * 4 <= budget.patches
 
     for budget, count in ((Budget(120, 10_000), None), (Budget(10_000, 8), 2), (Budget(10_000, 10_000), 1)):
         cut = list(rounds(questions, Prompts(encoder, facts.image), 5, budget, 64, Counter()))
@@ -156,7 +156,7 @@ def test_rounds_keep_to_their_budgets_and_use_them(tmp_path: Path, made: tuple[l
         assert count is None or len(cut) == count
 
 
-def test_a_picture_is_decoded_once_for_all_its_questions(
+def test_an_image_is_decoded_once_for_all_its_questions(
     tmp_path: Path, made: tuple[llava.Model, Facts, Encoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, facts, encoder = made
@@ -164,7 +164,7 @@ def test_a_picture_is_decoded_once_for_all_its_questions(
     monkeypatch.setattr("eyeline.generate.prompts.KEPT", 1)  # only the last one is remembered, so they must lie side by side
     opened: list[str] = []
     monkeypatch.setattr(
-        "eyeline.generate.prompts.image_patches", lambda picture, rule: opened.append(picture.name) or image_patches(picture, rule)
+        "eyeline.generate.prompts.image_patches", lambda image, rule: opened.append(image.name) or image_patches(image, rule)
     )
     list(rounds(usable([source], Counter()), Prompts(encoder, facts.image), 5, Budget(200, 10_000), 64, Counter()))
     assert sorted(opened) == [f"images/{n}.png" for n in range(3)]
@@ -222,16 +222,16 @@ def test_wrong_answers_are_kept_apart_whatever_the_order() -> None:
 
 
 @pytest.mark.parametrize(("size", "kind"), [((40, 20), "png"), ((900, 300), "jpeg")])
-def test_thumbnails_are_small_and_those_of_small_pictures_exact(tmp_path: Path, size: tuple[int, int], kind: str) -> None:
-    picture = Picture("p", tmp_path / "p.png")
+def test_thumbnails_are_small_and_those_of_small_images_exact(tmp_path: Path, size: tuple[int, int], kind: str) -> None:
+    image = EncodedImage("p", tmp_path / "p.png")
     Pillow.effect_noise(size, 90).convert("RGB").save(tmp_path / "p.png")
-    head, data = thumbnail(picture).split(",")
+    head, data = thumbnail(image).split(",")
     assert head == f"data:image/{kind};base64"
-    again = decode(Picture("again", base64.b64decode(data)))
+    again = decode(EncodedImage("again", base64.b64decode(data)))
     assert max(again.shape[:2]) <= module.THUMBNAIL
     assert abs(again.shape[1] / again.shape[0] - size[0] / size[1]) < 0.02
     if kind == "png":
-        assert (again == decode(picture)).all()
+        assert (again == decode(image)).all()
 
 
 def test_a_reader_of_easy_vqa_who_never_looks_reaches_67_percent() -> None:

@@ -81,7 +81,7 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=rng) * (0.3 if parameter.ndim > 1 else 1.0))
 
 
-def picture(key: str) -> Image:
+def image(key: str) -> Image:
     rng = np.random.default_rng(sum(key.encode()))
     patches_PC = rng.integers(0, 256, (SIDE * SIDE, 3 * PATCH * PATCH), np.uint8)
     places_P2 = np.stack(np.divmod(np.arange(SIDE * SIDE, dtype=np.int32), SIDE), 1)
@@ -113,10 +113,10 @@ def pixel_values(image: Image) -> Tensor:
 def generated(twin: Any, document: Document, max_tokens: int, stop_ids: list[int]) -> list[int]:
     """The twin's greedy answer to one prompt alone, without the stop token."""
     tokens_1T = torch.from_numpy(document.tokens_T.astype(np.int64))[None]
-    pictures = {"pixel_values": torch.cat([pixel_values(i) for i in document.images])} if document.images else {}
+    images = {"pixel_values": torch.cat([pixel_values(i) for i in document.images])} if document.images else {}
     out = twin.generate(
         input_ids=tokens_1T, attention_mask=torch.ones_like(tokens_1T), max_new_tokens=max_tokens, do_sample=False,
-        eos_token_id=stop_ids or None, pad_token_id=0, **pictures,
+        eos_token_id=stop_ids or None, pad_token_id=0, **images,
     )  # fmt: skip
     answer = out[0, tokens_1T.shape[1] :].tolist()
     return answer[:-1] if answer and answer[-1] in stop_ids else answer

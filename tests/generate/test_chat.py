@@ -10,7 +10,7 @@ from PIL import Image as Pillow
 
 from eyeline.bundle.bundle import Bundle
 from eyeline.bundle.exporting import export
-from eyeline.core.batch import Message, Picture, Text
+from eyeline.core.batch import EncodedImage, Message, Text
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.text.templates import template_named
@@ -53,7 +53,7 @@ def talk(bundle: Bundle, model: llava.Model) -> Talk:
 
 
 @pytest.fixture
-def picture(tmp_path: Path) -> Path:
+def image(tmp_path: Path) -> Path:
     Pillow.new("RGB", (20, 10), "red").save(tmp_path / "red.png")
     return tmp_path / "red.png"
 
@@ -85,28 +85,28 @@ def expected(talk: Talk, *messages: Message) -> str:
     return talk.encoder.decode(answer.tokens)
 
 
-def user(text: str, *pictures: Path) -> Message:
-    return Message("user", (*(Picture(str(p), p) for p in pictures), Text(text)))
+def user(text: str, *images: Path) -> Message:
+    return Message("user", (*(EncodedImage(str(p), p) for p in images), Text(text)))
 
 
-def test_each_answer_sees_the_whole_conversation(talk: Talk, picture: Path) -> None:
-    written = said(talk, f"/image {picture}", "what is it?", "", "and now?")
-    first = expected(talk, user("what is it?", picture))
-    second = expected(talk, user("what is it?", picture), Message("assistant", (Text(first),)), user("and now?"))
+def test_each_answer_sees_the_whole_conversation(talk: Talk, image: Path) -> None:
+    written = said(talk, f"/image {image}", "what is it?", "", "and now?")
+    first = expected(talk, user("what is it?", image))
+    second = expected(talk, user("what is it?", image), Message("assistant", (Text(first),)), user("and now?"))
     assert without_cuts(written) == f"{harmless(first)}\n{harmless(second)}\n\n"
     assert second != expected(talk, user("and now?"))
     assert [m.role for m in talk.messages] == ["user", "assistant", "user", "assistant"]
     assert len(talk.messages[2].parts) == 1  # an image is shown once
 
 
-def test_a_new_conversation_remembers_nothing(talk: Talk, picture: Path) -> None:
-    written = said(talk, "what is it?", f"/image {picture}", "/new", "and now?")
+def test_a_new_conversation_remembers_nothing(talk: Talk, image: Path) -> None:
+    written = said(talk, "what is it?", f"/image {image}", "/new", "and now?")
     assert without_cuts(written).split("\n")[2] == harmless(expected(talk, user("and now?")))
     assert "A new conversation: the model knows nothing of what was said." in written
 
 
-def test_what_cannot_be_used_is_said_and_forgotten(talk: Talk, picture: Path, tmp_path: Path) -> None:
-    (tmp_path / "cut.png").write_bytes(picture.read_bytes()[:60])
+def test_what_cannot_be_used_is_said_and_forgotten(talk: Talk, image: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(image.read_bytes()[:60])
     (tmp_path / "page.png").write_text("<html>")
     lines = [
         f"/image {tmp_path / 'absent.png'}",
@@ -136,20 +136,20 @@ def test_an_interrupted_answer_counts_as_far_as_it_came(talk: Talk, monkeypatch:
 
 @pytest.mark.parametrize("form", ["auto", "parts"])
 def test_chat_works_on_exported_folders(
-    bundle: Bundle, model: llava.Model, talk: Talk, picture: Path, tmp_path: Path, form: Literal["auto", "parts"]
+    bundle: Bundle, model: llava.Model, talk: Talk, image: Path, tmp_path: Path, form: Literal["auto", "parts"]
 ) -> None:
     export(bundle, model, tmp_path / "out", form=form)
     out: list[str] = []
-    chat(tmp_path / "out", images=[picture], ask="what is it?", sampling=SAMPLING, write=out.append)
-    assert "".join(out) == harmless(expected(talk, user("what is it?", picture))) + "\n"
+    chat(tmp_path / "out", images=[image], ask="what is it?", sampling=SAMPLING, write=out.append)
+    assert "".join(out) == harmless(expected(talk, user("what is it?", image))) + "\n"
     with pytest.raises(Refused, match="does not exist"):
         chat(tmp_path / "out", images=[tmp_path / "absent.png"], ask="what?", sampling=SAMPLING, write=out.append)
     lines = iter(["what is it?"])
     out.clear()
-    chat(tmp_path / "out", images=[picture], ask=None, sampling=SAMPLING, read=ending(lines), write=out.append)
+    chat(tmp_path / "out", images=[image], ask=None, sampling=SAMPLING, read=ending(lines), write=out.append)
     assert out[0].startswith(f"{tmp_path / 'out'} · llava, ")
     assert "parameters · fp32 on cpu (" in out[0] and " · context of 64 tokens\n/image PATH" in out[0]
-    assert without_cuts("".join(out[1:])) == harmless(expected(talk, user("what is it?", picture))) + "\n\n"
+    assert without_cuts("".join(out[1:])) == harmless(expected(talk, user("what is it?", image))) + "\n\n"
 
 
 def ending(lines: Iterator[str]) -> Callable[[str], str]:
@@ -191,14 +191,14 @@ def test_full_context_leaves_out_the_oldest_messages_and_says_so_once(talk: Talk
     assert "fills the model's context" in said(talk, "/new", *asked), "a new conversation may fill up too"
 
 
-def test_image_that_is_left_out_is_named(talk: Talk, picture: Path) -> None:
-    written = said(talk, f"/image {picture}", *(f"what is it, {n}?" for n in range(8)))
-    assert written.count(f"(The model no longer sees {picture}. /image {picture} shows it again.)") == 1
+def test_image_that_is_left_out_is_named(talk: Talk, image: Path) -> None:
+    written = said(talk, f"/image {image}", *(f"what is it, {n}?" for n in range(8)))
+    assert written.count(f"(The model no longer sees {image}. /image {image} shows it again.)") == 1
 
 
-def test_message_that_alone_is_too_long_is_refused_each_time_with_its_size(talk: Talk, picture: Path) -> None:
+def test_message_that_alone_is_too_long_is_refused_each_time_with_its_size(talk: Talk, image: Path) -> None:
     long = "a red circle " * 30
-    written = said(talk, long, f"/image {picture}", long, "/new", "what is it?")
+    written = said(talk, long, f"/image {image}", long, "/new", "what is it?")
     first, second = (line for line in written.splitlines() if "this message alone has" in line)
     assert first.endswith(" tokens, and the model's context holds 64 with the answer. Shorten it.")
     assert second.endswith("Shorten it, or show fewer or smaller images (/new forgets those that wait).")
@@ -240,9 +240,9 @@ def test_path_may_be_quoted_or_escaped_as_terminals_drop_it(tmp_path: Path, monk
         path_of(" ")
 
 
-def test_path_in_place_of_a_command_is_explained(talk: Talk, picture: Path) -> None:
-    written = said(talk, f"{picture} what is it?", "/image")
-    assert f"{picture} is not a command. To show that file, type /image {picture}" in written
+def test_path_in_place_of_a_command_is_explained(talk: Talk, image: Path) -> None:
+    written = said(talk, f"{image} what is it?", "/image")
+    assert f"{image} is not a command. To show that file, type /image {image}" in written
     assert "/image needs a path" in written
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.generate.parity import generated, llava_twins, picture, prompt, qwen2_twins
+from tests.generate.parity import generated, image, llava_twins, prompt, qwen2_twins
 
 from eyeline.core.batch import IGNORE, Document
 from eyeline.core.errors import Refused
@@ -26,7 +26,7 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def prompts() -> list[Document]:
     """Text only, an image first, two images in different places, an image shared with another prompt, one token only."""
-    a, b = picture("a"), picture("b")
+    a, b = image("a"), image("b")
     return [prompt("text", 9), prompt("one", a, 5), prompt("two", 3, b, 4, a, 2), prompt("shared", 2, a, 11), prompt("single", 1)]
 
 
@@ -88,7 +88,7 @@ def test_sampled_answers_follow_the_seed_and_not_their_neighbours(twins: tuple[A
     assert all(a != b for a, b in zip(together, other, strict=True))
 
 
-def test_pictures_are_encoded_once_and_only_in_the_prefill(twins: tuple[Any, llava.Model, Facts], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_encoded_once_and_only_in_the_prefill(twins: tuple[Any, llava.Model, Facts], monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, facts = twins
     seen: list[int] = []
     forward = model.vision.forward
@@ -138,9 +138,7 @@ def test_the_stream_is_the_decoded_answer(twins: tuple[Any, llava.Model, Facts])
     assert list(stream(model, facts, one, Sampling(max_new_tokens=8), letters)) == [letters.decode([t]) for t in answer.tokens]  # type: ignore[arg-type]
 
 
-def test_pictures_matter(twins: tuple[Any, llava.Model, Facts]) -> None:
+def test_images_matter(twins: tuple[Any, llava.Model, Facts]) -> None:
     _, model, facts = twins
-    one, other = (
-        generate(model, facts, [prompt("same", image, 4)], Sampling(max_new_tokens=6), []) for image in (picture("a"), picture("b"))
-    )
+    one, other = (generate(model, facts, [prompt("same", shown, 4)], Sampling(max_new_tokens=6), []) for shown in (image("a"), image("b")))
     assert one != other

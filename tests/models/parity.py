@@ -51,7 +51,7 @@ class Case:
         return [d for d in self.documents if not d.images]
 
     @property
-    def pictured(self) -> list[Document]:
+    def with_images(self) -> list[Document]:
         return [d for d in self.documents if d.images]
 
 
@@ -190,7 +190,7 @@ def same(a: Run, b: Run) -> None:
 # ---- images and documents
 
 
-def picture(key: str, rows: int, columns: int, patch: int, merge: int = 1, frames: int = 1) -> Image:
+def image(key: str, rows: int, columns: int, patch: int, merge: int = 1, frames: int = 1) -> Image:
     """A random image of rows × columns patches."""
     pixels = rng_for(0, key).integers(0, 256, (rows * columns, 3 * frames * patch**2), dtype=np.uint8)
     cells = [(row, column) for row in range(0, rows, merge) for column in range(0, columns, merge)]

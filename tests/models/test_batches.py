@@ -12,7 +12,7 @@ from eyeline.core.facts import matches
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models.moe import routers
 from tests.models import parity
-from tests.models.cases import each_case, each_pictured_case
+from tests.models.cases import each_case, each_case_with_images
 from tests.models.parity import Case, close, run, same
 
 
@@ -50,10 +50,10 @@ def test_documents_do_not_see_one_another(case: Case):
             close(after[~mine], before[~mine], "logits of the others", tolerance=1e-6)
 
 
-@each_pictured_case
-def test_shared_picture_equals_own_copies(case: Case):
+@each_case_with_images
+def test_shared_image_equals_own_copies(case: Case):
     """Three questions on one image: encoded once, or once each, and they do not see each other's answers."""
-    model, first = parity.randomised(case), case.pictured[0]
+    model, first = parity.randomised(case), case.with_images[0]
     rng = np.random.default_rng(0)
     text = np.setdiff1d(np.arange(len(first.tokens_T)), first.visual_M)
 
@@ -69,35 +69,35 @@ def test_shared_picture_equals_own_copies(case: Case):
     same(run(model, asking), run(model, alone))
 
 
-def beside(texts: Batch, pictures: Batch) -> Batch:
+def beside(texts: Batch, images: Batch) -> Batch:
     """A batch of texts whose tower runs on images that no document shows: what a rank without images will do."""
     names = ("patches_PC", "places_P2", "grids_N2", "cu_N1", "longest_image")
-    return replace(texts, **{name: getattr(pictures, name) for name in names})
+    return replace(texts, **{name: getattr(images, name) for name in names})
 
 
-@each_pictured_case
+@each_case_with_images
 def test_text_only_equals_a_dummy_pass_of_the_tower(case: Case):
     model = parity.randomised(case)
     batch = batch_of(case.texts, None)
     want, gradients = parity.run_batch(model, batch)
     assert {n.split(".")[0] for n in gradients} == {"language"}
-    got, others = parity.run_batch(model, beside(batch, batch_of(case.pictured, None)))
+    got, others = parity.run_batch(model, beside(batch, batch_of(case.with_images, None)))
     close(got, want, "loss")
-    reached = parity.run_batch(model, batch_of(case.pictured, None))[1].keys()
-    assert others.keys() == reached, "the dummy pass goes through all that pictures go through, DeepStack included"
+    reached = parity.run_batch(model, batch_of(case.with_images, None))[1].keys()
+    assert others.keys() == reached, "the dummy pass goes through all that images go through, DeepStack included"
     parity.all_close({n: x for n, x in others.items() if n.startswith("language.")}, gradients)
     assert not any(x.any() for n, x in others.items() if not n.startswith("language."))
 
 
-@each_pictured_case
+@each_case_with_images
 def test_text_only_batch_does_not_run_the_tower(case: Case):
     model = parity.randomised(case)
     model.vision.register_forward_hook(lambda *_: pytest.fail("the tower ran"))
     run(model, case.texts)
 
 
-@each_pictured_case
-def test_pictures_and_their_order_matter(case: Case):
+@each_case_with_images
+def test_images_and_their_order_matter(case: Case):
     model = parity.randomised(case)
     d = next(d for d in case.documents if len({i.grid for i in d.images}) < len(d.images))
     places = [k for k, i in enumerate(d.images) if [j.grid for j in d.images].count(i.grid) > 1][:2]

@@ -18,7 +18,7 @@ from eyeline.models.lora import LoRA
 from eyeline.models.moe import Dispatch, ExpertWeights
 from eyeline.models.qwen3_5 import Scan
 from tests.models import parity
-from tests.models.cases import each_case, each_pictured_case
+from tests.models.cases import each_case, each_case_with_images
 from tests.models.freezing import WAYS, ready
 from tests.models.parity import Case
 
@@ -129,7 +129,7 @@ def counted(model: nn.Module, case: Case, documents: list[Document]) -> flops.Fl
 
 def few(case: Case) -> list[Document]:
     """A short document with images, where there are any, and a text."""
-    return [min(case.pictured or case.documents, key=lambda d: len(d.tokens_T)), case.texts[0]]
+    return [min(case.with_images or case.documents, key=lambda d: len(d.tokens_T)), case.texts[0]]
 
 
 @each_case
@@ -206,7 +206,7 @@ def test_padding_and_batches_without_labels_cost_nothing(case: Case):
 def test_a_packs_cost_is_the_sum_of_its_documents(case: Case):
     """Each alone, but that a shared image is encoded once."""
     arithmetic = flops.count(parity.randomised(case), case.facts)
-    alone = [d for d in case.documents if not d.images] + case.pictured[:1]
+    alone = [d for d in case.documents if not d.images] + case.with_images[:1]
     whole = arithmetic.of(batch_of(alone, None))
     parts = [arithmetic.of(batch_of([d], None)) for d in alone]
     assert whole == sum(parts[1:], parts[0])
@@ -224,7 +224,7 @@ def test_costs_for_planning_are_the_same_numbers(case: Case):
     assert 0 <= planned - done.total - done.again <= work.patch, "merged patches are rounded up"
 
 
-@each_pictured_case
+@each_case_with_images
 def test_meta_models_count_alike(case: Case):
     """A plan needs no memory."""
     real, meta = parity.randomised(case), build(case.config, "meta")

@@ -24,7 +24,7 @@ from eyeline.models import (
 )
 from eyeline.models.lora import LoRA, wrap
 from eyeline.models.moe import Experts
-from tests.models.parity import document, picture
+from tests.models.parity import document, image
 
 DOCS = (Path(__file__).parents[2] / "docs" / "flops.md").read_text("utf-8")
 QWEN2 = qwen2.Config(vocab_size=53, hidden_size=24, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=40, tie_embeddings=False)
@@ -70,13 +70,13 @@ def test_llava():
     model.requires_grad_(False)
     model.projector.requires_grad_(True)
     wrap(model, facts(c), "language", LoRA(rank=2, alpha=2, targets=("q_proj", "v_proj")), torch_rng_for(0, "lora"))
-    shown = document("shown", 2, picture("cat", 4, 4, 3, 2), 4)
+    shown = document("shown", 2, image("cat", 4, 4, 3, 2), 4)
     done = counted(c, model, [shown], labels=3)
     assert done == {"vision": 87_552, "projector": 32_000, "language": 480_000, "head": 15_264}
 
 
 VISION = qwen_vision.Config(patch=3, hidden_size=16, layers=1, heads=2, intermediate_size=24, position_grid=4, deepstack_layers=(0,))
-SHOWN = document("shown", 2, picture("cat", 4, 4, 3, 2, 2), 4, positions="grid")
+SHOWN = document("shown", 2, image("cat", 4, 4, 3, 2, 2), 4, positions="grid")
 
 
 def test_qwen3_vl():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from eyeline.checkpoint.tensors import renamed
-from eyeline.core.batch import Image, Picture
+from eyeline.core.batch import EncodedImage, Image
 from eyeline.core.image_rule import Patches, Tiles
 from eyeline.core.randomness import rng_for
 from eyeline.data.images.patches import image_patches
@@ -31,7 +31,7 @@ def images(c: siglip2.Config, folder: Path, merge: int = 1) -> list[Image]:
     for n, (height, width) in enumerate(SIZES.values()):
         pixels = rng_for(n, "pixels").integers(0, 256, (height, width, 3), dtype=np.uint8)
         Pillow.fromarray(pixels).save(folder / f"{n}.png")
-        out += image_patches(Picture(str(n), folder / f"{n}.png"), c.rule(merge))
+        out += image_patches(EncodedImage(str(n), folder / f"{n}.png"), c.rule(merge))
     return out
 
 
@@ -62,7 +62,7 @@ def test_tower_equals_the_reference(tmp_path: Path) -> None:
     want_NPD = reference(pixels_NPC, mask_NP, torch.tensor([image.grid for image in shown])).last_hidden_state
     want_PD = torch.cat([want_NPD[n, : image.grid.patches] for n, image in enumerate(shown)])
 
-    batch = parity.batch_of([parity.document("pictures", *shown)], None)
+    batch = parity.batch_of([parity.document("images", *shown)], None)
     got_PD = ours(batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     same(got_PD, want_PD)
     direction = torch.randn(want_PD.shape, generator=torch.Generator().manual_seed(1))
@@ -91,7 +91,7 @@ def test_on_the_tables_own_grid_it_is_the_fixed_tower(tmp_path: Path) -> None:
     other.load_state_dict(one.state_dict())
     shown = images(naflex, tmp_path)[:1]
     assert shown[0].grid == (4, 4)
-    batch = parity.batch_of([parity.document("pictures", *shown)], None)
+    batch = parity.batch_of([parity.document("images", *shown)], None)
     inputs = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     same(other(*inputs), one(*inputs))
 
@@ -136,7 +136,7 @@ def test_a_whole_model_runs_and_exports_as_parts(vision: siglip2.Config, tmp_pat
 def test_what_naflex_costs_more_is_its_product_with_the_table(trains: bool, tmp_path: Path) -> None:
 
     shown = images(VISION, tmp_path)
-    batch = parity.batch_of([parity.document("pictures", *shown)], None)
+    batch = parity.batch_of([parity.document("images", *shown)], None)
     tallies = []
     for c in (VISION, VISION.model_copy(update={"patches": None})):
         model = siglip2.Model(c).requires_grad_(trains)

@@ -57,7 +57,7 @@ def test_packed_batch_equals_the_reference_one_by_one(case: Case, tmp_path):
     want, want_logits = parity.reference(case, twin, case.documents)
     batch = parity.batch_of(case.documents, None)
     shown = [i.key for d in case.documents for i in d.images]
-    assert batch.counts.images == len(set(shown)), "shared pictures are encoded once"
+    assert batch.counts.images == len(set(shown)), "shared images are encoded once"
     close(parity.logits_of(ours, batch), want_logits, "logits")
     got, gradients = parity.run_batch(ours, batch)
     close(got, want, "loss")
@@ -125,7 +125,7 @@ def test_tower_alone(keys, tmp_path):
     assert bool(unknown) == bool(dropped)
 
     want_NPD = tower(torch.stack([llava.pixels(i, c) for i in shown])).last_hidden_state
-    batch = parity.batch_of([parity.document("pictures", *shown)], None)
+    batch = parity.batch_of([parity.document("images", *shown)], None)
     got_PD = ours(batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     side = VISION.position_grid
     got_NPD = torch.empty_like(want_NPD)
@@ -167,7 +167,7 @@ def test_features_are_where_the_reference_takes_them():
     normed, plain = siglip2.Model(VISION), siglip2.Model(VISION, feature_norm=False)
     parity.randomise(normed)
     plain.load_state_dict(normed.state_dict())
-    batch = parity.batch_of(ALL[0].pictured[:1], None)
+    batch = parity.batch_of(ALL[0].with_images[:1], None)
     args = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
     x_PD = plain(*args)
     want_PD = F.layer_norm(x_PD, (VISION.hidden_size,), normed.norm.weight, normed.norm.bias, VISION.eps)

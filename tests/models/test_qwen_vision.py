@@ -118,7 +118,7 @@ def test_features_and_gradients(c):
     all_close({name: p.grad for name, p in ours.named_parameters()}, theirs)
 
 
-def test_slices_of_a_film_do_not_see_each_other():
+def test_slices_of_a_video_do_not_see_each_other():
     """The reference takes a video as one grid of three slices; we take three images."""
     reference, ours = pair(DEEP)
     args = inputs(DEEP, [Grid(4, 6)] * 3)
@@ -152,10 +152,10 @@ def test_no_images_give_every_weight_a_gradient_of_zeros():
 def test_pixels_of_the_reference_processor():
     """Patches are ordered (channel, frame, row, column), and normalised as it does."""
     c = PLAIN.model_copy(update={"min_pixels": 1, "max_pixels": 10**6})
-    picture = np.random.default_rng(0).integers(0, 256, (3, 16, 24), dtype=np.uint8)
-    want = Qwen2VLImageProcessorPil(**hf.qwen_vision.to_preprocessor(c))(torch.from_numpy(picture), return_tensors="pt")
+    image = np.random.default_rng(0).integers(0, 256, (3, 16, 24), dtype=np.uint8)
+    want = Qwen2VLImageProcessorPil(**hf.qwen_vision.to_preprocessor(c))(torch.from_numpy(image), return_tensors="pt")
     assert want["image_grid_thw"].tolist() == [[1, 4, 6]]
-    patches = [picture[:, None, y * 4 : y * 4 + 4, x * 4 : x * 4 + 4].repeat(2, 1).flatten() for y, x in places(Grid(4, 6), 2)]
+    patches = [image[:, None, y * 4 : y * 4 + 4, x * 4 : x * 4 + 4].repeat(2, 1).flatten() for y, x in places(Grid(4, 6), 2)]
     close(qwen_vision.normalised(torch.from_numpy(np.stack(patches)), c.mean, c.std), want["pixel_values"], "pixels")
 
 
@@ -174,10 +174,10 @@ def test_recomputation_changes_nothing():
 # ---- settings
 
 
-def read(c: qwen_vision.Config, vision: dict | None = None, still: dict | None = None, film: dict | None = None) -> qwen_vision.Config:
+def read(c: qwen_vision.Config, vision: dict | None = None, still: dict | None = None, video: dict | None = None) -> qwen_vision.Config:
     files = (hf.qwen_vision.to_hf(c, OUT), hf.qwen_vision.to_preprocessor(c), hf.qwen_vision.to_video_preprocessor(c))
-    vision, still, film = (file | (changes or {}) for file, changes in zip(files, (vision, still, film), strict=True))
-    return hf.qwen_vision.from_hf(vision, still, film, "vision_config", (8, 16, 24))
+    vision, still, video = (file | (changes or {}) for file, changes in zip(files, (vision, still, video), strict=True))
+    return hf.qwen_vision.from_hf(vision, still, video, "vision_config", (8, 16, 24))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_limits_are_those_of_the_reference(limits, old):
 
 
 @pytest.mark.parametrize(
-    ("vision", "still", "film", "says"),
+    ("vision", "still", "video", "says"),
     [
         ({"hidden_act": "gelu"}, {}, {}, "hidden_act='gelu'"),
         ({"in_channels": 1}, {}, {}, "in_channels=1"),
@@ -238,6 +238,6 @@ def test_limits_are_those_of_the_reference(limits, old):
         ({}, {}, {"image_mean": [0.5, 0.5, 0.5]}, "both in the same way"),
     ],
 )
-def test_what_would_change_the_mathematics_is_refused(vision, still, film, says):
+def test_what_would_change_the_mathematics_is_refused(vision, still, video, says):
     with pytest.raises(Refused, match=says):
-        read(DEEP, vision, still, film)
+        read(DEEP, vision, still, video)

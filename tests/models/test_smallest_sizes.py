@@ -17,7 +17,7 @@ from tests.models import parity
 from tests.models.cases import llava as llavas
 from tests.models.cases import qwen3_vl as visual
 from tests.models.cases import text as texts
-from tests.models.parity import Case, document, picture
+from tests.models.parity import Case, document, image
 
 SHAPE: dict[str, Any] = {
     "vocab_size": parity.VOCABULARY, "hidden_size": 24, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "intermediate_size": 7,
@@ -67,11 +67,11 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 LLAVAS = {
-    "pictures of one patch": llava.Config(
+    "images of one patch": llava.Config(
         vision=llavas.VISION.model_copy(update={"image_size": 3, "layers": 1}), language=qwen2.Config(**SHAPE), feature_norm=False
     ),
     "features of no block": llava.Config(vision=llavas.VISION, language=qwen2.Config(**SHAPE), feature_layer=0, feature_norm=False),
-    "one token a picture": llava.Config(
+    "one token an image": llava.Config(
         vision=llavas.EVEN, projector=llava.ProjectorConfig(shuffle=4), language=qwen2.Config(**SHAPE | {"tie_embeddings": True})
     ),
 }
@@ -80,7 +80,7 @@ LLAVAS = {
 def shown(vision: qwen_vision.Config) -> tuple[Document, ...]:
     """Images of one token, of a row of three and of a column of seven; one token of text alone."""
     how, m = {"patch": vision.patch, "merge": vision.merge, "frames": vision.temporal_patch}, vision.merge
-    dot, row, column = picture("dot", m, m, **how), picture("row", m, 3 * m, **how), picture("column", 7 * m, m, **how)
+    dot, row, column = image("dot", m, m, **how), image("row", m, 3 * m, **how), image("column", 7 * m, m, **how)
     pieces = {"token": (1,), "text": (9,), "first": (dot, 1), "two": (2, dot, 1, row, 1), "tall": (1, column, 2), "again": (1, dot, 3)}
     return tuple(document(name, *content, positions="grid") for name, content in pieces.items())
 

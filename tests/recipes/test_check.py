@@ -103,8 +103,8 @@ def test_a_good_recipe_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("stages.0.batch.max_patches=15", ["batch.max_patches=15 cannot hold one picture, which has 16 patches"]),
-        ("stages.0.batch.max_tokens=4", ["batch.max_tokens=4 cannot hold one picture (4 tokens)"]),
+        ("stages.0.batch.max_patches=15", ["batch.max_patches=15 cannot hold one image, which has 16 patches"]),
+        ("stages.0.batch.max_tokens=4", ["batch.max_tokens=4 cannot hold one image (4 tokens)"]),
         (
             "stages.1.trains.language.targets=[q_proj, w_proj]",
             ["stages.adapt.trains.language.targets: there is no linear layer 'w_proj'", "q_proj, k_proj, v_proj, o_proj"],
@@ -155,7 +155,7 @@ def unread_rows(folder: Path, row: dict[str, Any]) -> str:
     return f"stages.0.data.sources=[{{path: {folder / 'unread.json'}, images: {folder / 'data'}}}]"
 
 
-PHOTO = {"photo": "pictures/0.png", "question": "which colour?", "answer": "red"}
+PHOTO = {"photo": "images/0.png", "question": "which colour?", "answer": "red"}
 TEXT_ALONE = "stages.0.trains={language: {how: lora, lr: 0.01, rank: 2, alpha: 4, targets: [q_proj]}}"
 
 
@@ -179,7 +179,7 @@ def test_images_that_nothing_reads_are_a_problem_where_the_vision_side_is_frozen
 
 def test_warnings_of_a_source_are_said_by_check_data_and_at_the_start(tmp_path: Path) -> None:
     tiny_run(tmp_path)
-    row = {"image": "pictures/0.png", "photo": "pictures/1.png", "conversations": [{"from": "human", "value": "<image><IMG_CONTEXT>?"}]}
+    row = {"image": "images/0.png", "photo": "images/1.png", "conversations": [{"from": "human", "value": "<image><IMG_CONTEXT>?"}]}
     row["conversations"].append({"from": "gpt", "value": "a"})
     run = tiny_run(tmp_path, unread_rows(tmp_path, row), "stages.0.data.validation_fraction=0")
     warned = refuse_problems(run)
@@ -197,7 +197,7 @@ def test_warnings_of_a_source_are_said_by_check_data_and_at_the_start(tmp_path: 
 
 def test_train_warns_of_what_is_not_read(tmp_path: Path, eyeline: Command) -> None:
     tiny_run(tmp_path)
-    row = PHOTO | {"image": "pictures/1.png"}
+    row = PHOTO | {"image": "images/1.png"}
     run = tiny_run(
         tmp_path,
         unread_rows(tmp_path, row),
@@ -277,7 +277,7 @@ def broken_recipe(folder: Path) -> str:
     rows = json.loads((folder / "data" / "data.json").read_text())
     for row in rows[::4]:
         row["conversations"][-1]["value"] = ""
-    rows[1]["image"] = "pictures/none.png"
+    rows[1]["image"] = "images/none.png"
     rows[2]["conversations"][0]["value"] = "[bold]<image> <|endoftext|> not markup"
     (folder / "data" / "data.json").write_text(json.dumps(rows))
     (folder / "broken.yaml").write_text(to_yaml(run))
@@ -311,9 +311,9 @@ def test_nothing_in_data_steers_the_terminal(eyeline: Command, tmp_path: Path) -
     """Names, keys and kinds are shown as they are: no mark-up is obeyed, no control character or half of a pair gets out."""
     evil = "\x1b[31m\x9b[/no]\u202e\ud800"
     row = {"conversations": [{"from": "human", "value": "q" + evil[:-1]}, {"from": "gpt", "value": "a"}], "kind": evil[:-1]}
-    pictured = {"image": evil[:-1] + ".png", "conversations": [{"from": "human", "value": "<image>q"}, {"from": "gpt", "value": "a"}]}
+    with_images = {"image": evil[:-1] + ".png", "conversations": [{"from": "human", "value": "<image>q"}, {"from": "gpt", "value": "a"}]}
     data = tmp_path / "[bold]x[red].jsonl"
-    data.write_text("\n".join([json.dumps(row), json.dumps(pictured), json.dumps({evil: float("nan")})]))
+    data.write_text("\n".join([json.dumps(row), json.dumps(with_images), json.dumps({evil: float("nan")})]))
     recipe = tmp_path / "tiny.yaml"
     stages = [tiny_recipe(tmp_path)["stages"][0] | {"data": {"sources": [{"path": str(data)}], "max_reject_rate": 1}, "steps": 1}]
     evaluation = {"sources": [{"path": str(data)}], "max_new_tokens": 2}

@@ -145,7 +145,7 @@ def mixed(tmp_path: Path) -> Run:
     run = tiny_run(tmp_path, "stages.0.data.max_reject_rate=0.5", "stages.1.data.max_reject_rate=0.5")
     rows = json.loads((tmp_path / "data" / "data.json").read_text())
     rows[0]["conversations"][-1]["value"] = ""
-    rows[1]["image"] = "pictures/none.png"
+    rows[1]["image"] = "images/none.png"
     rows[2]["conversations"][0]["value"] = "<image> <|endoftext|>"
     rows += [rows[3], rows[5]]
     (tmp_path / "data" / "data.json").write_text(json.dumps(rows))
@@ -205,9 +205,9 @@ def test_arithmetic_is_that_of_the_batches_that_training_gets(tmp_path: Path, in
     monkeypatch.setattr(budgets, "WINDOWS", 60)
     monkeypatch.setattr(budgets, "ROWS", (900, 900))
     texts = packing_of(reader, frozenset({(0, 0)}), Budget(20, 0))  # no image fits: no gradient comes from the tower
-    assert texts is not None and texts.settled and not texts.pictured.packs
+    assert texts is not None and texts.settled and not texts.with_images.packs
     of_texts = flops_of(texts, arithmetic, stated.image)
-    both = replace(texts, pictured=found.report.budgets[0].pictured)
+    both = replace(texts, with_images=found.report.budgets[0].with_images)
     assert flops_of(both, arithmetic, stated.image) == of_texts + flops_of(replace(both, texts=Load()), arithmetic, stated.image)
     for packing, flops in zip((*found.report.budgets, texts), (*found.flops, of_texts), strict=True):
         if packing.settled:
@@ -313,9 +313,9 @@ def test_problems_are_on_the_page_and_are_no_reason_to_end(eyeline: Command, tmp
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
     done = eyeline("data", "tiny.yaml", "stages.0.batch.max_patches=15", "--samples", "0")
     assert done.code == 0
-    assert "batch.max_patches=15 cannot hold one picture" in done.out
+    assert "batch.max_patches=15 cannot hold one image" in done.out
     assert done.out.endswith("page: data.html\n")
-    assert "batch.max_patches=15 cannot hold one picture" in " ".join(page_of(tmp_path / "data.html").text)
+    assert "batch.max_patches=15 cannot hold one image" in " ".join(page_of(tmp_path / "data.html").text)
     assert not (tmp_path / "run").exists()
 
 
@@ -330,8 +330,8 @@ def test_the_suggestion_keeps_the_size_of_a_step(mixed: Run) -> None:
     found, _ = stage_data(mixed)
     now, best = found.report.budgets[:2]
     tokens = best.budget.tokens
-    many = replace(now, pictured=Load(packs=10, token=4_000), texts=Load())
-    few = replace(best, pictured=Load(packs=10, token=1_000), texts=Load())
+    many = replace(now, with_images=Load(packs=10, token=4_000), texts=Load())
+    few = replace(best, with_images=Load(packs=10, token=1_000), texts=Load())
     said = suggestion(few, [many, few], Batching(max_tokens=8 * tokens, max_patches=80, packs_per_step=2))
     assert f"batch: {{max_tokens: {tokens}, max_patches: {best.budget.patches}, packs_per_step: 8}}" in said
     assert suggestion(now, found.report.budgets, found.batch).startswith("suggested: the batch as it is")

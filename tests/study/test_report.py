@@ -43,7 +43,7 @@ def score(correct: int, questions: int) -> Score:
 
 
 def result(**changed: Any) -> Result:
-    asked = Asked(id="q#1", kind="color", question="which colour?", answer="red", prediction="blue", correct=False, pictures=(PNG,))
+    asked = Asked(id="q#1", kind="color", question="which colour?", answer="red", prediction="blue", correct=False, images=(PNG,))
     fields: dict[str, Any] = {
         "accuracy": 0.75, "questions": 4, "overall": score(3, 4), "by_kind": {"color": score(1, 2), "shape": score(2, 2)},
         "blind": Blind(how="majority", overall=score(1, 4), by_kind={"color": score(0, 2), "shape": score(1, 2)}),
@@ -288,7 +288,7 @@ def test_skipped_samples_are_counted_and_explained(run: Path) -> None:
 
 def test_wrong_answers_come_before_right_ones_and_the_environment_comes_last(run: Path) -> None:
     def asked(id: str, correct: bool) -> Asked:
-        return Asked(id=id, kind="k", question="q", answer="a", prediction="a" if correct else "b", correct=correct, pictures=())
+        return Asked(id=id, kind="k", question="q", answer="a", prediction="a" if correct else "b", correct=correct, images=())
 
     (run / "recipe.yaml").write_text("name: x\n")
     drawn, wrong = (asked("r1", True), asked("w1", False), asked("r2", True), asked("w9", False)), (asked("w1", False), asked("w2", False))
@@ -350,8 +350,8 @@ def test_markup_in_any_file_is_shown_as_text(tmp_path: Path) -> None:
     write_lines(run / "rejects.jsonl", [{"id": evil, "file": evil, "row": 3, "field": evil, "cause": evil, "message": evil}])
     (run / "recipe.yaml").write_text(f"name: {evil}\n")
     (run / "env.json").write_bytes(b"\xff" + evil.encode())
-    pictures = (PNG, evil, "data:image/svg+xml;base64,AAAA")
-    asked = Asked(id=evil, kind=evil, question=evil, answer=evil, prediction=evil, correct=False, pictures=pictures)
+    images = (PNG, evil, "data:image/svg+xml;base64,AAAA")
+    asked = Asked(id=evil, kind=evil, question=evil, answer=evil, prediction=evil, correct=False, images=images)
     by_kind = {evil: score(1, 2)}
     blind = Blind(how=evil, overall=score(1, 2), by_kind=by_kind)
     write_result(run / "eval.json", result(samples=(asked,), rejected={evil: 1}, by_kind=by_kind, blind=blind))
@@ -363,11 +363,11 @@ def test_markup_in_any_file_is_shown_as_text(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_or_broken_is_said_and_the_rest_is_shown(run: Path) -> None:
-    (run / "eval.json").write_text('{"version": 2}')
+    (run / "eval.json").write_text('{"version": 1}')
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(step_line(7, loss=None, grad_norm=None, applied=False)) + "\n" + json.dumps({"kind": "start"}) + "\n{\n{torn")
     text = report(run).text
-    assert "not an evaluation of version 1: version" in text
+    assert "not an evaluation of version 2: version" in text
     assert "1 step had a loss or gradient that was not finite" in text
     assert "1 line of metrics.jsonl could not be read" in text
     assert "started 2 times; 0 steps after the last checkpoint were lost" in text

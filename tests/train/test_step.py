@@ -128,8 +128,8 @@ def test_dropout_is_addressed_by_step_and_pack() -> None:
     assert len({*draw(5, 3), *draw(5, 4), *draw(6, 3)}) == 12
 
 
-@pytest.mark.parametrize("with_picture", [[], [document(3, 9, 0)]])  # or one that has no label
-def test_what_a_step_before_used_is_left_alone_too(with_picture: list[Document]) -> None:
+@pytest.mark.parametrize("with_image", [[], [document(3, 9, 0)]])  # or one that has no label
+def test_what_a_step_before_used_is_left_alone_too(with_image: list[Document]) -> None:
     """Gradients are gone after a step, not zero: else momentum and decay would go on moving a tower that text does not use."""
     made = model()
     optimizers = make_optimizers(made, FACTS, AdamW(weight_decay=0.5))
@@ -137,7 +137,7 @@ def test_what_a_step_before_used_is_left_alone_too(with_picture: list[Document])
     update(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, seed=0, step=0)
     before = tensors(made)
     text = batch(document(4, 20, 14, images=0))
-    assert update(made, optimizers, [text, batch(*with_picture)], max_grad_norm=1.0, seed=0, step=1).outcome == "applied"
+    assert update(made, optimizers, [text, batch(*with_image)], max_grad_norm=1.0, seed=0, step=1).outcome == "applied"
     for name, tensor in before.items():
         assert torch.equal(made.get_parameter(name), tensor) != name.startswith("language."), name
 
@@ -165,9 +165,9 @@ def test_validation_is_the_mean_over_all_labels_without_dropout() -> None:
 
 
 @pytest.mark.parametrize("part", ["vision", "projector"])
-def test_text_alone_is_passed_over_by_parts_that_only_pictures_reach(part: str) -> None:
+def test_text_alone_is_passed_over_by_parts_that_only_images_reach(part: str) -> None:
     """Nothing of a text's loss depends on a projector or tower that learns alone; its labels count in the step's mean."""
-    text, picture = document(4, 20, 14, images=0), document(1, 12, 5)
+    text, image = document(4, 20, 14, images=0), document(1, 12, 5)
 
     def only_part() -> nn.Module:
         made = model()
@@ -182,7 +182,7 @@ def test_text_alone_is_passed_over_by_parts_that_only_pictures_reach(part: str) 
     assert all(torch.equal(alone.get_parameter(name), tensor) for name, tensor in before.items())
 
     together, apart = only_part(), only_part()
-    a, b = step(together, [batch(text, picture)]), step(apart, [batch(text), batch(picture)])
+    a, b = step(together, [batch(text, image)]), step(apart, [batch(text), batch(image)])
     assert b.loss == pytest.approx(a.loss, rel=1e-6)
     assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
     assert b.grad_norm is not None and b.grad_norm > 0

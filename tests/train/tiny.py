@@ -31,10 +31,10 @@ def document(seed: int, tokens: int, labels: int, images: int = 1) -> Document:
     targets = np.full(tokens, IGNORE, np.int32)
     targets[tokens - labels :] = rng.integers(0, 50, labels)
     places = np.stack(np.meshgrid(range(4), range(4), indexing="ij"), -1).reshape(2, 2, 2, 2, 2).swapaxes(1, 2).reshape(16, 2)
-    pictures = tuple(
+    units = tuple(
         Image(f"{seed}.{n}", rng.integers(0, 256, (16, 48)).astype(np.uint8), places.astype(np.int32), Grid(4, 4), 2) for n in range(images)
     )
-    return Document(f"d{seed}", ids, targets, np.arange(4 * images, dtype=np.int32), pictures)
+    return Document(f"d{seed}", ids, targets, np.arange(4 * images, dtype=np.int32), units)
 
 
 def batch(*documents: Document, tokens: int | None = None) -> Batch:

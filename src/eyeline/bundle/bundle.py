@@ -40,7 +40,7 @@ from eyeline.core.files import read_object, write_json
 from eyeline.core.key_rules import KeyRule
 from eyeline.core.log import say, warn
 from eyeline.core.problems import lines_of
-from eyeline.data.text.templates import FILM, LLAMA_DATE, TEMPLATES, template_named
+from eyeline.data.text.templates import LLAMA_DATE, TEMPLATES, VIDEO, template_named
 from eyeline.data.text.tokenizer import Encoder, load_tokenizer, save_tokenizer
 from eyeline.models import CONFIG, FAMILIES, Config, Model, build, facts
 from eyeline.models.hf import MAPPINGS, mapping_of
@@ -77,7 +77,7 @@ class Bundle:
 
     def media_tokens(self) -> MediaTokens:
         image, ids = template_named(self.template).image, self.tokenizer.get_vocab()
-        others = (ids.get(token) for token in (FILM, "<|vision_start|>", "<|vision_end|>"))
+        others = (ids.get(token) for token in (VIDEO, "<|vision_start|>", "<|vision_end|>"))
         return MediaTokens(ids.get(image), image, *others)
 
 
@@ -326,9 +326,9 @@ def read_shape(folder: Path) -> tuple[Config, Form]:
     kind = hf.get("model_type")
     for mapping in MAPPINGS.values():
         if kind in mapping.MODEL_TYPES:
-            stills, films = read_preprocessor(folder), read_video_preprocessor(folder)
+            stills, videos = read_preprocessor(folder), read_video_preprocessor(folder)
             with about(folder):
-                config = mapping.from_hf(hf, stills, films)
+                config = mapping.from_hf(hf, stills, videos)
             form = mapping.form(config)
             if form.name == "parts":
                 raise Refused(f"{folder} holds a {kind} model that Eyeline would not compute as transformers does: {form.reason}.")

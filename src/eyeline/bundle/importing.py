@@ -29,7 +29,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.log import say, warn
 from eyeline.core.problems import lines_of
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.text.templates import FILM, template_named
+from eyeline.data.text.templates import VIDEO, template_named
 from eyeline.data.text.tokenizer import add_tokens, load_tokenizer
 from eyeline.models import Config, facts, family_of, hf, llava, qwen3_5_vl, qwen3_vl, qwen_vision, siglip2
 from eyeline.models.hf import mapping_of
@@ -60,7 +60,7 @@ def import_model(
     """
     preprocessor = read_preprocessor(vision)
     if preprocessor is None:
-        warn(f"{vision} has no preprocessor_config.json; pictures will be prepared as SigLIP 2 does by default.")
+        warn(f"{vision} has no preprocessor_config.json; images will be prepared as SigLIP 2 does by default.")
     towers, texts = read_config(vision), read_config(language)
     with about(vision):
         tower = hf.siglip2.from_hf(towers, preprocessor)
@@ -116,7 +116,7 @@ def limited(config: Config, min_pixels: int | None, max_pixels: int | None) -> C
         return config
     if not isinstance(config, qwen3_vl.Config | qwen3_5_vl.Config):
         raise Refused(
-            f"--min-pixels and --max-pixels are for models that take pictures of native size within limits (Qwen3-VL, Qwen3.5), and this "
+            f"--min-pixels and --max-pixels are for models that take images of native size within limits (Qwen3-VL, Qwen3.5), and this "
             f"one is of family {config.family}. Leave them out."
         )
     vision = record_of("--min-pixels and --max-pixels", qwen_vision.Config, config.vision.model_dump() | given)
@@ -144,7 +144,7 @@ def take(
         language = config.language.model_copy(update={"vocab_size": -(-needed // ROWS) * ROWS})
         grown = config.model_copy(update={"language": language})
     # image and video tokens are placeholders: visual features replace their embeddings, so training is not needed
-    placeholders = (template_named(template).image, FILM)
+    placeholders = (template_named(template).image, VIDEO)
     untrained = (*read_untrained(tokenizers), *(token for token in added if token not in placeholders))
     bundle = Bundle(grown, tokenizer, template, read_generation(tokenizers), untrained)
     refuse_misfit(bundle)

@@ -38,7 +38,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Picture:
+class EncodedImage:
     """An encoded image file: where it lies, or its bytes. `name` is what a message about it says."""
 
     name: str
@@ -50,7 +50,7 @@ class Video:
     """A video as the frames that were given of it, in order."""
 
     name: str
-    frames: tuple[Picture, ...]
+    frames: tuple[EncodedImage, ...]
     seconds: tuple[float, ...]  # when each frame is shown
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Video:
 @dataclass(frozen=True)
 class Message:
     role: Role
-    parts: tuple[Text | Picture | Video, ...]
+    parts: tuple[Text | EncodedImage | Video, ...]
     supervised: bool = True  # of an answer: whether it is in the loss. One that is not is shown like any other, and has no labels
 
 
@@ -73,12 +73,12 @@ class Sample:
     kind: str = ""  # a category that evaluations group by
 
     @property
-    def media(self) -> tuple[Picture | Video, ...]:
+    def media(self) -> tuple[EncodedImage | Video, ...]:
         """Stills and videos in order."""
         return tuple(p for m in self.messages for p in m.parts if not isinstance(p, Text))
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
+    def images(self) -> tuple[EncodedImage, ...]:
         """Every image file in order, frames of videos included."""
         return tuple(p for medium in self.media for p in (medium.frames if isinstance(medium, Video) else (medium,)))
 

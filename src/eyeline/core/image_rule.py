@@ -44,7 +44,7 @@ Resize = Square | Area | Patches | Tiles
 
 
 @dataclass(frozen=True)
-class Film:
+class VideoLimits:
     """How videos are taken: the shape is nearly kept, and all frames together have `least` to `most` pixels (Qwen3-VL)."""
 
     least: int
@@ -79,7 +79,7 @@ class ImageRule:
     resize: Resize
     frames: int = 1  # frames that one patch spans
     positions: Literal["sequential", "grid"] = "sequential"  # grid: a visual token's row and column are positions of their own (M-RoPE)
-    film: Film | None = None  # None: the model takes no videos
+    video: VideoLimits | None = None  # None: the model takes no videos
 
     def units(self, height: int, width: int) -> tuple[Unit, ...]:
         """The images that a still of this size (in pixels, upright) becomes. BadSample `aspect_ratio`."""
@@ -103,9 +103,9 @@ class ImageRule:
 
     def slices(self, frames: int, height: int, width: int) -> tuple[Unit, ...]:
         """The images that a video becomes, `self.frames` frames each; the last one may repeat its last frame. BadSample."""
-        if self.film is None:
-            raise BadSample("unsupported", "video", "this model takes no films")
-        size = _volume(max(frames, self.frames), self.frames, height, width, self.patch * self.merge, self.film)
+        if self.video is None:
+            raise BadSample("unsupported", "video", "this model takes no videos")
+        size = _volume(max(frames, self.frames), self.frames, height, width, self.patch * self.merge, self.video)
         return (self._unit(*size),) * -(-frames // self.frames)
 
     @property
@@ -153,7 +153,7 @@ def _area(height: int, width: int, cell: int, least: int, most: int) -> tuple[in
     return rows * cell, columns * cell
 
 
-def _volume(frames: int, span: int, height: int, width: int, cell: int, film: Film) -> tuple[int, int]:
+def _volume(frames: int, span: int, height: int, width: int, cell: int, video: VideoLimits) -> tuple[int, int]:
     """`smart_resize` of transformers' models/qwen3_vl/video_processing_qwen3_vl.py: pixels are counted over all frames."""
     if height < cell or width < cell:
         scale = max(cell / height, cell / width)
@@ -161,10 +161,10 @@ def _volume(frames: int, span: int, height: int, width: int, cell: int, film: Fi
     _upto(height, width)
     rows, columns = round(height / cell), round(width / cell)
     pixels = round(frames / span) * span * rows * cell * columns * cell
-    if pixels > film.most:
-        return _shrunk(height, width, cell, math.sqrt((frames * height * width) / film.most))
-    if pixels < film.least:
-        return _grown(height, width, cell, math.sqrt(film.least / (frames * height * width)))
+    if pixels > video.most:
+        return _shrunk(height, width, cell, math.sqrt((frames * height * width) / video.most))
+    if pixels < video.least:
+        return _grown(height, width, cell, math.sqrt(video.least / (frames * height * width)))
     return rows * cell, columns * cell
 
 

@@ -104,7 +104,7 @@ def plan_identity(
         "order (seed, mix, max_samples_per_image, validation_fraction, sources)": short_hash(order),
         "budget (tokens, patches, longest, overlong)": [budget.tokens, budget.patches, longest, data.overlong],
         "tokenizer": encoder.identity,
-        "picture rule": short_hash(rule),
+        "image rule": short_hash(rule),
         "plan version": planning.VERSION,
     } | ({"layout of validation": [rows.layout.identity for rows in validation]} if own else {})
 

@@ -268,7 +268,7 @@ def pack_to_read(pack: Pack, sizing: Sizing) -> tuple[GroupToRead, ...]:
     if cost_of(pack.groups, sizing) != pack.cost:
         files = {str(sizing.index.sources[source].lies_in(shard).path) for group in pack.groups for source, shard, _ in group.rows}
         raise StorageFailed(
-            f"{', '.join(sorted(files))}: pictures of its rows have changed since they were planned. Put them back as they were"
+            f"{', '.join(sorted(files))}: images of its rows have changed since they were planned. Put them back as they were"
         )
     return tuple(group_to_read(group, sizing) for group in pack.groups)
 

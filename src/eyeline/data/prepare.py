@@ -26,7 +26,7 @@ from PIL import Image as Pillow
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from eyeline.core.batch import Budget, Picture, Video
+from eyeline.core.batch import Budget, EncodedImage, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.files import make_folder, read_json, sha256_of, storage_failed, sync_folder, write_atomically, write_json
 from eyeline.core.image_rule import ImageRule
@@ -94,13 +94,13 @@ class Entries(NamedTuple):
     bytes: int
     sha256: str
     rows: list[list[int]]  # begin, length, images of each, in order
-    pictures: list[list[Any]]  # of these: hash of what it shows, begin, length, and height and width where it was scaled down
+    images: list[list[Any]]  # of these: hash of what it shows, begin, length, and height and width where it was scaled down
 
     @property
     def packed(self) -> "PackedEntries":
         """The same as arrays, a tenth as large."""
-        keys_N = np.array([picture[0] for picture in self.pictures], "S32")
-        lies_N4 = np.array([picture[1:] for picture in self.pictures], np.int64).reshape(-1, 4)
+        keys_N = np.array([image[0] for image in self.images], "S32")
+        lies_N4 = np.array([image[1:] for image in self.images], np.int64).reshape(-1, 4)
         return PackedEntries(self.bytes, self.sha256, np.array(self.rows, np.int64).reshape(-1, 3), keys_N, lies_N4)
 
 
@@ -127,7 +127,7 @@ def pack_offline(
     the model looks at are scaled down and kept as JPEG of that quality. Refused when the folder holds something else, or has no room.
     """
     if quality is not None and reader.rule is None:
-        raise Refused("pictures are to be scaled down to what the model looks at, and it reads text only. Leave --resize out")
+        raise Refused("images are to be scaled down to what the model looks at, and it reads text only. Leave --resize out")
     make_folder(folder / "shards")
     make_folder(folder / "entries")
     for left in folder.rglob(".*.tmp"):  # by somebody who was killed
@@ -312,17 +312,17 @@ def write_partition(job: PackingJob, number: int) -> Entries:
     """Write one archive. The same bytes whoever does it, where, and how often; it appears whole."""
     path = job.archive(number)
     beside = path.with_name(f".{path.name}.tmp")
-    hashed, rows, pictures, at = hashlib.sha256(), [], [], 0
+    hashed, rows, images, at = hashlib.sha256(), [], [], 0
     begin, end = job.bounds_K1[number : number + 2].tolist()
     try:
         with open(beside, "wb") as file:
             for n, (own, source, shard, row, *where) in enumerate(job.row_R6[begin:end].tolist()):
                 written = _written(job, job.sources[own][source], Place(shard, row, *where), f"{number:05d}-{n:07d}")
-                rows.append([at, sum(map(len, written.members)), len(written.pictures)])
+                rows.append([at, sum(map(len, written.members)), len(written.images)])
                 for one in written.members:
                     file.write(one)
                     hashed.update(one)
-                pictures += [[key, at + inside, length, *size] for key, inside, length, *size in written.pictures]
+                images += [[key, at + inside, length, *size] for key, inside, length, *size in written.images]
                 at += rows[-1][1]
             file.write(bytes(2 * BLOCK))
             hashed.update(bytes(2 * BLOCK))
@@ -333,12 +333,12 @@ def write_partition(job: PackingJob, number: int) -> Entries:
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise storage_failed("write", path, error) from error
-    return Entries(job.digest, at + 2 * BLOCK, hashed.hexdigest(), rows, pictures)
+    return Entries(job.digest, at + 2 * BLOCK, hashed.hexdigest(), rows, images)
 
 
 class _Written(NamedTuple):
     members: list[bytes]  # as they follow one another, each padded
-    pictures: list[list[Any]]  # as in Entries, counted from the first member
+    images: list[list[Any]]  # as in Entries, counted from the first member
 
 
 def _written(job: PackingJob, rows: Rows, place: Place, key: str) -> _Written:
@@ -349,18 +349,18 @@ def _written(job: PackingJob, rows: Rows, place: Place, key: str) -> _Written:
     except BadSample as bad:
         _, file, number = rows.named(place)
         raise StorageFailed(
-            f"{file} row {number}, or a picture of it, has changed since it was indexed: {bad}. Restore it, then prepare again"
+            f"{file} row {number}, or an image of it, has changed since it was indexed: {bad}. Restore it, then prepare again"
         ) from bad
     names = [f"{n}.{EXTENSIONS.get(data[:2], 'jpg')}" for n, (_, data, _) in enumerate(files)]
     row = json.dumps(packed_row(sample, names), ensure_ascii=False, separators=(",", ":"))
     members = [_member(f"{key}.json", row.encode())]
-    pictures: list[list[Any]] = []
+    images: list[list[Any]] = []
     at = len(members[0])
     for name, (shown, data, size) in zip(names, files, strict=True):
         members.append(_member(f"{key}.{name}", data))
-        pictures.append([shown, at + BLOCK, len(data), *size])
+        images.append([shown, at + BLOCK, len(data), *size])
         at += len(members[-1])
-    return _Written(members, pictures)
+    return _Written(members, images)
 
 
 def _member(name: str, data: bytes) -> bytes:
@@ -369,20 +369,20 @@ def _member(name: str, data: bytes) -> bytes:
     return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK)
 
 
-def _encoded(job: PackingJob, medium: Picture | Video, retries: int) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
+def _encoded(job: PackingJob, medium: EncodedImage | Video, retries: int) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
     """(a hash that is equal for equal images, the encoded file, and its height and width if it was scaled down) of each image."""
     size = None if job.quality is None or job.rule is None else _largest(size_of(medium), job.rule)
-    for picture in frames_of(medium):
-        name = image_key(picture) + (f" {size}" if size else "")
-        found = persistent(partial(_bytes, picture), retries)
-        smaller = None if size is None else _scaled_down(replace(picture, source=found), size, job)
+    for image in frames_of(medium):
+        name = image_key(image) + (f" {size}" if size else "")
+        found = persistent(partial(_bytes, image), retries)
+        smaller = None if size is None else _scaled_down(replace(image, source=found), size, job)
         hashed = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         yield (hashed, found, (0, 0)) if size is None or smaller is None else (hashed, smaller, size)
 
 
-def _bytes(picture: Picture) -> bytes:
-    read = in_memory(picture)
-    assert isinstance(read, Picture) and isinstance(read.source, bytes)
+def _bytes(image: EncodedImage) -> bytes:
+    read = in_memory(image)
+    assert isinstance(read, EncodedImage) and isinstance(read.source, bytes)
     return read.source
 
 
@@ -396,11 +396,11 @@ def _largest(size: Size, rule: ImageRule) -> tuple[int, int] | None:
     return (height, width) if has[0] >= height and has[1] >= width and has != (height, width) else None
 
 
-def _scaled_down(picture: Picture, size: tuple[int, int], job: PackingJob) -> bytes | None:
+def _scaled_down(image: EncodedImage, size: tuple[int, int], job: PackingJob) -> bytes | None:
     """The image as JPEG of this height and width; None where it cannot be decoded: training finds that out as it would of the source."""
     assert job.quality is not None and job.rule is not None
     try:
-        rgb = upright(picture)
+        rgb = upright(image)
     except BadSample:
         return None
     out = io.BytesIO()
@@ -422,7 +422,7 @@ def _known(job: PackingJob, number: int) -> PackedEntries | None:
         raise storage_failed("read", path, error) from error
     if known.job != job.digest:
         raise Refused(
-            f"{job.folder} holds data that were prepared otherwise: from other sources, settings or pictures. Choose another folder, or "
+            f"{job.folder} holds data that were prepared otherwise: from other sources, settings or images. Choose another folder, or "
             "delete this one"
         )
     return known.packed

@@ -64,7 +64,7 @@ class Data(Settings):
             raise ValueError("repeat says how often an epoch visits a source, and validation looks at each sample once. Leave it out there")
         if self.validation_fraction == 1:
             raise ValueError(
-                "validation_fraction: 1 leaves nothing to learn from; it is the share of pictures kept for validation, such as 0.02"
+                "validation_fraction: 1 leaves nothing to learn from; it is the share of images kept for validation, such as 0.02"
             )
         return self
 

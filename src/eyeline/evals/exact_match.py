@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image as Pillow
 
-from eyeline.core.batch import Budget, Document, Picture, Sample, Text
+from eyeline.core.batch import Budget, Document, EncodedImage, Sample, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import Facts
 from eyeline.core.randomness import seed_for
@@ -246,7 +246,7 @@ def rounds(
     round: list[tuple[Question, Document]] = []
     longest_prompt = 0
     patches: dict[str, int] = {}
-    for question in by_picture(questions):
+    for question in by_image(questions):
         try:
             prompt = prompts.prompt(question.sample)
             if len(prompt.tokens_T) >= longest:
@@ -265,11 +265,11 @@ def rounds(
         yield round
 
 
-def by_picture(questions: Iterable[Question]) -> Iterator[Question]:
+def by_image(questions: Iterable[Question]) -> Iterator[Question]:
     """The same questions, those on one image side by side within windows."""
     iterator = iter(questions)
     while window := list(islice(iterator, WINDOW)):
-        yield from sorted(window, key=lambda question: [image_key(picture) for picture in question.sample.pictures])
+        yield from sorted(window, key=lambda question: [image_key(image) for image in question.sample.images])
 
 
 def shown(answered: Answered) -> Asked:
@@ -283,13 +283,13 @@ def shown(answered: Answered) -> Asked:
         prediction=answered.prediction,
         correct=answered.correct,
         score=answered.score,
-        pictures=tuple(thumbnail(picture) for picture in sample.pictures),
+        images=tuple(thumbnail(image) for image in sample.images),
     )
 
 
-def thumbnail(picture: Picture) -> str:
+def thumbnail(image: EncodedImage) -> str:
     """A data URL of the image as the model's preprocessing saw it, upright and opaque, made small. A small one is kept exactly."""
-    rgb = Pillow.fromarray(decode(picture))
+    rgb = Pillow.fromarray(decode(image))
     small = max(rgb.size) <= THUMBNAIL // 2
     rgb.thumbnail((THUMBNAIL, THUMBNAIL))
     file = io.BytesIO()

@@ -37,13 +37,13 @@ class Asked(Settings):
     prediction: str
     correct: bool
     score: int | float | None = None  # None: of a version that had exact match alone
-    pictures: tuple[str, ...]  # data URLs, made small
+    images: tuple[str, ...]  # data URLs, made small
 
 
 class Result(Settings):
     """Accuracy over the samples that were asked: the mean of their scores. Its leaves `accuracy` and `questions` are the headline."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     metric: str = "exact match"  # or the file, function and digest of a metric of the user's
     accuracy: float
     questions: int
@@ -82,4 +82,4 @@ def read_result(path: Path) -> Result:
         return Result.model_validate_json(path.read_bytes())
     except ValidationError as error:
         wrong = lines_of(Result, None, error)[0]
-        raise Refused(f"{path} is not an evaluation of version 1: {wrong}. Run `eyeline eval` again to replace it.") from error
+        raise Refused(f"{path} is not an evaluation of version 2: {wrong}. Run `eyeline eval` again to replace it.") from error

@@ -9,7 +9,7 @@ import torch
 
 from eyeline.bundle.bundle import Opened, open_bundle
 from eyeline.bundle.computing import choose_kernels
-from eyeline.core.batch import Document, Message, Picture, Text
+from eyeline.core.batch import Document, EncodedImage, Message, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.facts import Facts
 from eyeline.core.log import warn
@@ -82,19 +82,19 @@ class Talk:
         self.model, self.facts, self.encoder, self.sampling = model, facts, encoder, sampling
         self.prompts = Prompts(encoder, facts.image)
         self.messages: tuple[Message, ...] = ()
-        self.waiting: tuple[Picture, ...] = ()
+        self.waiting: tuple[EncodedImage, ...] = ()
         self.full = False  # whether the person knows that the conversation fills the context
 
     def show(self, path: Path) -> None:
         """Show an image with the next message. Refused when it is not one, or the model reads text only."""
-        picture = Picture(str(path), path.expanduser().absolute())
+        image = EncodedImage(str(path), path.expanduser().absolute())
         try:
             if self.facts.image is None:
-                raise BadSample("picture_without_tower", "image", f"{path} is an image, and this model reads text only")
-            width_and_height(picture)
+                raise BadSample("image_without_tower", "image", f"{path} is an image, and this model reads text only")
+            width_and_height(image)
         except BadSample as bad:
             raise Refused(f"{bad.message}. Give another image.") from bad
-        self.waiting = (*self.waiting, picture)
+        self.waiting = (*self.waiting, image)
 
     def say(self, text: str, note: Callable[[str], None] = _unheard) -> Iterator[str]:
         """The answer in pieces; when it is complete, or its maker is closed early, the exchange is part of the conversation. `note`
@@ -152,8 +152,8 @@ class Talk:
                 f"The conversation fills the model's context ({self.facts.max_positions:,} tokens): its oldest messages are left out from "
                 "now on. /new starts a new conversation."
             )
-        for picture in (part for message in left_out for part in message.parts if isinstance(part, Picture)):
-            note(f"The model no longer sees {picture.name}. /image {picture.name} shows it again.")
+        for image in (part for message in left_out for part in message.parts if isinstance(part, EncodedImage)):
+            note(f"The model no longer sees {image.name}. /image {image.name} shows it again.")
 
     def _cut(self, prompt: Document) -> str:
         """Why an answer ended before its end."""

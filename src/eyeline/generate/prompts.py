@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from eyeline.core.batch import Document, Image, Message, Picture, Sample, Text, Video
+from eyeline.core.batch import Document, EncodedImage, Image, Message, Sample, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.image_rule import ImageRule
 from eyeline.data.images.image_files import medium_key
@@ -29,10 +29,10 @@ class Prompts:
         media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
         return prompt_of(asked, self.encoder, self.rule, [self._images_of(medium) for medium in media])
 
-    def _images_of(self, medium: Picture | Video) -> tuple[Image, ...]:
+    def _images_of(self, medium: EncodedImage | Video) -> tuple[Image, ...]:
         if self.rule is None:
-            what = "picture" if isinstance(medium, Picture) else "film"
-            raise BadSample("picture_without_tower", "image", f"{medium.name} is a {what}, and this model reads text only")
+            what = "image" if isinstance(medium, EncodedImage) else "video"
+            raise BadSample("image_without_tower", "image", f"{medium.name} is a {what}, and this model reads text only")
         key = medium_key(medium)
         images = self._images.pop(key, None) or image_patches(medium, self.rule)
         self._images[key] = images  # now the newest

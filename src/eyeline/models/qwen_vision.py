@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.facts import PartFacts, splits_of
-from eyeline.core.image_rule import Area, Film, ImageRule
+from eyeline.core.image_rule import Area, ImageRule, VideoLimits
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
@@ -81,7 +81,7 @@ class Config(Settings):
             resize=Area(self.min_pixels, self.max_pixels),
             frames=self.temporal_patch,
             positions="grid",
-            film=Film(self.video_min_pixels, self.video_max_pixels),
+            video=VideoLimits(self.video_min_pixels, self.video_max_pixels),
         )
 
 

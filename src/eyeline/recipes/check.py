@@ -36,7 +36,7 @@ from eyeline.models.hf import mapping_of
 from eyeline.models.lora import targets_of, unknown_target
 from eyeline.models.moe import Bias
 from eyeline.recipes.device import device_report
-from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, picture_words
+from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, image_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.start import description, refuse_another_recipe, refuse_changed_data
@@ -203,7 +203,7 @@ def render(shown: Shown) -> Text:
     text = Text()
     for piece in shown.pieces:
         if piece.image is not None:
-            text.append(picture_words(piece.image, piece.tokens), style="cyan")
+            text.append(image_words(piece.image, piece.tokens), style="cyan")
         else:
             text.append(visible(piece.text), style=TRAINED if piece.trained else "")
     return text
@@ -271,7 +271,7 @@ def _source_findings(run: Run) -> Iterator[Finding]:
             unseen = [line for rows in every if found.prepared is None for line in _unread_findings(f"stages.{stage.name}.data", rows)]
             yield from unseen
             blind = [part for part in stage.trains if part != "language"]
-            if blind and all(line.warns for line in unseen) and _without_pictures(found.sources):
+            if blind and all(line.warns for line in unseen) and _without_images(found.sources):
                 yield Finding(
                     f"stages.{stage.name}: trains {' and '.join(blind)}, which learn from images, and no sample has one; "
                     "leave them out of trains, or add data with images"
@@ -303,7 +303,7 @@ def _unread_findings(where: str, rows: Rows) -> Iterator[Finding]:
         yield Finding(f"{where}: {found.refusal}")
 
 
-def _without_pictures(sources: Iterable[Rows]) -> bool:
+def _without_images(sources: Iterable[Rows]) -> bool:
     """Whether there are samples, and none has an image."""
     seen = False
     for row in (row for rows in sources for _, _, row in rows.kept() if isinstance(row, Sample)):
@@ -346,11 +346,11 @@ def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
     smallest = image.units(1, 1)
     tokens, patches = sum(unit.tokens for unit in smallest), sum(unit.grid.patches for unit in smallest)
     if facts.max_positions <= tokens:
-        yield f"{where}: a picture has {tokens} tokens, and the language model was made for {facts.max_positions} positions"
+        yield f"{where}: an image has {tokens} tokens, and the language model was made for {facts.max_positions} positions"
     if batch.max_patches < patches:
-        yield f"{where}: batch.max_patches={batch.max_patches} cannot hold one picture, which has {patches} patches"
+        yield f"{where}: batch.max_patches={batch.max_patches} cannot hold one image, which has {patches} patches"
     if batch.max_tokens <= tokens:
-        yield f"{where}: batch.max_tokens={batch.max_tokens} cannot hold one picture ({tokens} tokens) with any text"
+        yield f"{where}: batch.max_tokens={batch.max_tokens} cannot hold one image ({tokens} tokens) with any text"
 
 
 def folder_problems(folder: Path) -> Iterator[str]:

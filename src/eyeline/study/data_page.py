@@ -82,7 +82,7 @@ def flops_of(packing: Packing, arithmetic: Arithmetic, rule: ImageRule | None) -
         visual = load.patch // rule.merge**2 if rule else 0
         return arithmetic.of_work(Work(load.patch, load.patch_pair, visual, load.token, load.pair, load.label))
 
-    return of(packing.pictured) + of(packing.texts)
+    return of(packing.with_images) + of(packing.texts)
 
 
 def blocks(found: StageData) -> Iterator[Block]:
@@ -179,7 +179,7 @@ def _measures(report: DataReport) -> tuple[tuple[str, ...], ...]:
         "of these, visual": report.visual,
         "of these, in the loss": report.supervised,
         "tokens per answer": report.answers,
-        "images per sample": report.pictures,
+        "images per sample": report.images_per_sample,
         "image width, pixels": report.widths,
         "image height, pixels": report.heights,
     }
@@ -204,7 +204,7 @@ def _histograms(report: DataReport) -> Iterator[Histogram]:
         ("width, pixels", "Images as they are stored, after EXIF rotation.", report.widths),
         ("height, pixels", "Images as they are stored, after EXIF rotation.", report.heights),
         ("width / height", "Below 1: portrait. Above 1: landscape.", report.aspects),
-        ("images per sample", "Images and videos of a sample.", report.pictures),
+        ("images per sample", "Images and videos of a sample.", report.images_per_sample),
     )
     yield from (Histogram(label, caption, measure) for label, caption, measure in shown if measure and measure.least < measure.most)
 
@@ -302,17 +302,17 @@ def _rejects(report: DataReport) -> Iterator[Block]:
 def _twins(twins: Twins, report: DataReport) -> Iterator[Block]:
     some = "" if twins.whole else f" of about {report.training:,} (so there may be more)"
     yield Line(
-        f"duplicates: {twins.equal_samples:,} of {twins.samples:,} training samples{some}, {twins.equal_pictures:,} of "
-        f"{twins.pictures:,} images"
+        f"duplicates: {twins.equal_samples:,} of {twins.samples:,} training samples{some}, {twins.equal_images:,} of "
+        f"{twins.images:,} images"
     )
-    pairs = [("sample", *pair) for pair in twins.sample_examples] + [("image", *pair) for pair in twins.picture_examples]
+    pairs = [("sample", *pair) for pair in twins.sample_examples] + [("image", *pair) for pair in twins.image_examples]
     if pairs:
         yield Grid(("duplicate", "this", "equals"), _cut(pairs), "  {0} {1} equals {2}", numbers=3)
     for overlap in twins.overlaps:
         yield Line(
             f"{overlap.name} overlap with training: {overlap.equal_samples:,} of {overlap.samples:,} samples, {overlap.equal_texts:,} "
-            f"question texts, {overlap.equal_pictures:,} of {overlap.pictures:,} images ({overlap.equal_paths:,} by path)",
-            warns=overlap.equal_samples + overlap.equal_pictures > 0,
+            f"question texts, {overlap.equal_images:,} of {overlap.images:,} images ({overlap.equal_paths:,} by path)",
+            warns=overlap.equal_samples + overlap.equal_images > 0,
         )
         if overlap.examples:
             rows = _cut([(overlap.name, *pair) for pair in overlap.examples])
@@ -378,17 +378,17 @@ def _plot(block: Histogram) -> str:
 
 
 def _sample(shown: Shown) -> str:
-    pictures = "".join(page.picture(jpeg) for jpeg in shown.thumbnails)
-    more = f", {shown.pictures - len(shown.thumbnails)} more images" if shown.pictures > len(shown.thumbnails) else ""
+    images = "".join(page.image(jpeg) for jpeg in shown.thumbnails)
+    more = f", {shown.images - len(shown.thumbnails)} more images" if shown.images > len(shown.thumbnails) else ""
     about = f"{cut(shown.id)} · {cut(shown.source)} · {shown.tokens:,} tokens, {shown.supervised:,} in the loss{more}"
     pieces = []
     for piece in shown.pieces:
         if piece.image is not None:
-            pieces.append(f"<i>{words(picture_words(piece.image, piece.tokens))}</i>")
+            pieces.append(f"<i>{words(image_words(piece.image, piece.tokens))}</i>")
         else:
             pieces.append(f"<b>{words(piece.text)}</b>" if piece.trained else words(piece.text))
-    return f'<div class="seen"><p class="note">{words(about)}</p>{pictures}<p class="text">{"".join(pieces)}</p></div>'
+    return f'<div class="seen"><p class="note">{words(about)}</p>{images}<p class="text">{"".join(pieces)}</p></div>'
 
 
-def picture_words(image: int, tokens: int) -> str:
+def image_words(image: int, tokens: int) -> str:
     return f"[image {image}: {tokens} tokens]"

@@ -10,7 +10,7 @@ from html import escape
 
 from eyeline.core.log import visible
 
-PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of image that a page embeds, beside our plots
+EMBEDDED_IMAGE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of image that a page embeds, beside our plots
 
 PHONE = 46  # characters side by side on a narrow page; a wider table becomes a list there
 SHORT_CELL = 24  # characters that stay on one line
@@ -153,7 +153,7 @@ def figure(svg: str, caption: str, narrow: str | None = None) -> str:
     return f"<figure>{image}<figcaption>{words(caption)}</figcaption></figure>"
 
 
-def picture(jpeg: bytes) -> str:
+def image(jpeg: bytes) -> str:
     """A JPEG that was made here."""
     return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}">'
 

@@ -13,7 +13,7 @@ from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.evals.result import Asked, Result, read_result
 from eyeline.study.history import History, Origin, RejectSummary, StageStart, Step, read_history, read_rejects
 from eyeline.study.page import (
-    PICTURE,
+    EMBEDDED_IMAGE,
     document,
     facts,
     figure,
@@ -301,7 +301,7 @@ def samples(title: str, shown: Sequence[Asked]) -> list[str]:
 
 def sample(asked: Asked) -> str:
     """One question with its image, the model's answer, and the true one where they differ."""
-    images = "".join(f'<img alt="" src="{p}">' for p in asked.pictures if PICTURE.fullmatch(p))
+    images = "".join(f'<img alt="" src="{p}">' for p in asked.images if EMBEDDED_IMAGE.fullmatch(p))
     verdict = "right" if asked.correct else "wrong"
     said = f"score {asked.score:.2f}" if asked.score not in (None, 0, 1) else verdict
     lines = (

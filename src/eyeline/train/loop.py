@@ -246,7 +246,7 @@ def train_stage(
             return
     forget_step_count(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
     raise StorageFailed(
-        f"the data of stage {stage.name} ended after {state.step} steps, and {steps} were counted: files or pictures have changed since. "
+        f"the data of stage {stage.name} ended after {state.step} steps, and {steps} were counted: files or images have changed since. "
         "Put them back as they were, and give the same command again: it goes on from the last checkpoint"
     )
 

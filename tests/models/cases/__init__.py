@@ -22,7 +22,7 @@ from tests.models.parity import Case
 
 CASES: dict[str, list[Case]] = {m.name: importlib.import_module(f"{__name__}.{m.name}").CASES for m in pkgutil.iter_modules(__path__)}
 ALL = [case for cases in CASES.values() for case in cases]
-PICTURED = [case for case in ALL if case.pictured]
+WITH_IMAGES = [case for case in ALL if case.with_images]
 
 
 def _id(case: Case) -> str:
@@ -30,4 +30,4 @@ def _id(case: Case) -> str:
 
 
 each_case = pytest.mark.parametrize("case", ALL, ids=_id)
-each_pictured_case = pytest.mark.parametrize("case", PICTURED, ids=_id)
+each_case_with_images = pytest.mark.parametrize("case", WITH_IMAGES, ids=_id)

@@ -12,7 +12,7 @@ from eyeline.core.randomness import rng_for
 from eyeline.models import hf, llava, qwen2, siglip2
 from eyeline.models.hf.forms import MediaTokens
 from tests.models.cases import text
-from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, documents, normalised, picture, token_inputs, twin_of
+from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, documents, image, normalised, token_inputs, twin_of
 
 VISION = siglip2.Config(
     image_size=13,  # one pixel more than four patches of three: the tower must not look at it
@@ -60,7 +60,7 @@ def shown(c: llava.Config) -> list[Image]:
     """Three random images as the tower takes them: squares, or in NaFlex mode one larger than its table and two that are flat."""
     square = (c.vision.position_grid, c.vision.position_grid)
     grids = (square,) * 3 if c.vision.patches is None else ((6, 6), (2, 4), (2, 4))
-    return [picture(key, *grid, c.vision.patch, c.projector.shuffle) for key, grid in zip(("cat", "dog", "cow"), grids, strict=True)]
+    return [image(key, *grid, c.vision.patch, c.projector.shuffle) for key, grid in zip(("cat", "dog", "cow"), grids, strict=True)]
 
 
 def pixels(image: Image, c: llava.Config) -> Tensor:

@@ -11,7 +11,7 @@ from eyeline.core.batch import Document
 from eyeline.models import hf, qwen3, qwen3_vl, qwen_vision
 from eyeline.models.hf.forms import MediaTokens
 from eyeline.models.moe import Experts
-from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, document, documents, normalised, picture, token_inputs, twin_of
+from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, document, documents, image, normalised, token_inputs, twin_of
 
 TOKENS = MediaTokens(image=IMAGE_TOKEN, written="<image>", video=IMAGE_TOKEN + 1, start=0, end=1)
 # the table of positions is larger than one image, smaller than another
@@ -56,8 +56,8 @@ def inputs_of(vision: qwen_vision.Config) -> Callable[[Document], dict[str, Tens
         kind_T = torch.zeros(len(d.tokens_T), dtype=torch.int32)
         kind_T[torch.from_numpy(d.visual_M).long()] = 1
         tokens = token_inputs(d) | {"mm_token_type_ids": kind_T[None]}
-        stills = [i for i in d.images if not i.key.startswith("film")]
-        slices = [i for i in d.images if i.key.startswith("film")]
+        stills = [i for i in d.images if not i.key.startswith("video")]
+        slices = [i for i in d.images if i.key.startswith("video")]
         if stills:
             grids = torch.tensor([(1, *i.grid) for i in stills])
             tokens |= {"pixel_values": normalised(stills, vision.mean, vision.std), "image_grid_thw": grids}
@@ -76,13 +76,13 @@ def shown(vision: qwen_vision.Config) -> tuple[Document, ...]:
     """As every family's, but that a token or more lies between images: the class takes visual tokens that touch for one image's.
     And a still before a video of two slices, which text keeps apart as timestamps do."""
     how = {"patch": vision.patch, "merge": vision.merge, "frames": vision.temporal_patch}
-    cat, dog, cow = picture("cat", 4, 6, **how), picture("dog", 2, 2, **how), picture("cow", 8, 4, **how)
-    first, second = picture("film 0", 4, 2, **how), picture("film 1", 4, 2, **how)
+    cat, dog, cow = image("cat", 4, 6, **how), image("dog", 2, 2, **how), image("cow", 8, 4, **how)
+    first, second = image("video 0", 4, 2, **how), image("video 1", 4, 2, **how)
     how = {"positions": "grid"}
     return (
         *(d for d in documents(cat, dog, cow, **how) if d.id != "neighbours"),
         document("neighbours", 2, dog, 1, cow, 3, **how),
-        document("film", 2, dog, 3, first, 2, second, 4, **how),
+        document("video", 2, dog, 3, first, 2, second, 4, **how),
     )
 
 

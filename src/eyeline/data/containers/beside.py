@@ -10,7 +10,7 @@ from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, below
 from eyeline.data.containers.container import SHARD_ROWS, File, Place, Shard, fingerprints
 
-MAX_PICTURES = 200_000  # more of them are too many files to ask one by one
+MAX_IMAGES = 200_000  # more of them are too many files to ask one by one
 MAX_TEXT_BYTES = 1 << 20
 
 
@@ -18,7 +18,7 @@ MAX_TEXT_BYTES = 1 << 20
 class Beside:
     """Images in the order of their names, in runs."""
 
-    pictures: tuple[str, ...]  # names from the folder on
+    images: tuple[str, ...]  # names from the folder on
     texts: tuple[File | None, ...]  # None: there is none
     folder: Location
     run: int  # images of a shard, but of the last
@@ -28,7 +28,7 @@ class Beside:
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         first = shard * self.run
-        for number in range(min(self.run, len(self.pictures) - first)):
+        for number in range(min(self.run, len(self.images) - first)):
             place = Place(shard, number, first + number, 1)
             try:
                 row = self.row(place)
@@ -37,9 +37,9 @@ class Beside:
             yield place, row
 
     def row(self, place: Place) -> Any:
-        name, text = self.pictures[place.begin], self.texts[place.begin]
+        name, text = self.images[place.begin], self.texts[place.begin]
         if text is None:
-            raise BadSample("no_target", "caption", f"there is no {name.rpartition('.')[0]}.txt beside the picture")
+            raise BadSample("no_target", "caption", f"there is no {name.rpartition('.')[0]}.txt beside the image")
         if text.size > MAX_TEXT_BYTES:
             raise BadSample("file_too_large", "caption", f"{text.path.name} has {text.size:,} bytes, over {MAX_TEXT_BYTES:,}")
         return {"image": name, "caption": text.read(0, text.size).decode("utf-8-sig", "surrogateescape")}
@@ -59,16 +59,16 @@ class Beside:
         return None
 
 
-def open_beside(pictures: Sequence[Location], texts: Sequence[Location | None], folder: Location, retries: int) -> Beside:
+def open_beside(images: Sequence[Location], texts: Sequence[Location | None], folder: Location, retries: int) -> Beside:
     """Images and the text beside each, if there is one. Refused when there are too many."""
-    if len(pictures) > MAX_PICTURES:
+    if len(images) > MAX_IMAGES:
         raise Refused(
-            f"{folder} holds {len(pictures):,} pictures with a text beside each, and more than {MAX_PICTURES:,} take too long to look "
+            f"{folder} holds {len(images):,} images with a text beside each, and more than {MAX_IMAGES:,} take too long to look "
             "for. Write them into one metadata.csv with the columns file_name and caption"
         )
     files = [File.of(text, retries) if text is not None else None for text in texts]
     contents = iter(fingerprints([file for file in files if file is not None]))
-    names = [below(folder, picture) for picture in pictures]
+    names = [below(folder, image) for image in images]
     said = [f"{name}\n{'' if file is None else next(contents)}\n" for name, file in zip(names, files, strict=True)]
     shards: list[Shard] = []
     for first in range(0, len(names), SHARD_ROWS):
@@ -76,5 +76,5 @@ def open_beside(pictures: Sequence[Location], texts: Sequence[Location | None], 
         digest = hashlib.sha256("".join(said[run]).encode("utf-8", "surrogatepass")).hexdigest()
         shards.append(Shard(f"{folder.name}#{first}", digest, sum(file.size for file in files[run] if file is not None)))
     without = sum(file is None for file in files)
-    what = "pictures with a .txt beside each" + (f", but {without:,} without" if without else "")
+    what = "images with a .txt beside each" + (f", but {without:,} without" if without else "")
     return Beside(tuple(names), tuple(files), folder, SHARD_ROWS, tuple(shards), what)

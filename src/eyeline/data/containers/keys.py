@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from eyeline.core.errors import BadSample
 
-PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
 TEXTS = ("json", "txt")
 NAMED_TEXTS = ("question", "answer", "caption", "prompt", "completion", "instruction", "output", "query", "response", "system")
 MAX_NAME = 4096  # of a member: no file system has longer ones
@@ -53,7 +53,7 @@ class Text:
 
 def text_of(member: Member, wanted: Sequence[str]) -> Text | None:
     """None for a member that is no text: neither by its kind nor as a column that is `wanted`."""
-    column = next((part for part in wanted if f".{member.part}".endswith(f".{part}") and member.kind not in PICTURES), None)
+    column = next((part for part in wanted if f".{member.part}".endswith(f".{part}") and member.kind not in IMAGE_SUFFIXES), None)
     if column is not None:
         return Text(member.part[: -len(column) - 1], column)
     if member.kind not in TEXTS:
@@ -68,7 +68,7 @@ def split(group: Sequence[Member], wanted: Sequence[str]) -> list[list[Member]]:
     names, where it cannot be told."""
     texts = [text for member in group if (text := text_of(member, wanted)) is not None]
     tops = tops_of(texts)
-    stems = {stem_of(member) for member in group if member.kind in PICTURES}
+    stems = {stem_of(member) for member in group if member.kind in IMAGE_SUFFIXES}
     divided = any(_top(stem, tops - {""}) is not None for stem in stems) or bool(tops and not stems and tops != {""})
     if any(member.part in wanted for member in group) or not divided:
         out = [list(group)]
@@ -107,7 +107,7 @@ def _refuse_two(sample: Sequence[Member], wanted: Sequence[str]) -> None:
     unless both have an image of their name."""
     texts = [(member, text) for member in sample if (text := text_of(member, wanted)) is not None]
     tops = tops_of(text for _, text in texts)
-    stems = {stem_of(member) for member in sample if member.kind in PICTURES}
+    stems = {stem_of(member) for member in sample if member.kind in IMAGE_SUFFIXES}
     first: dict[str, tuple[Member, Text]] = {}
     for member, text in texts:
         if member.part in wanted:

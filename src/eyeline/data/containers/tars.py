@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from eyeline.core.batch import Picture, Span
+from eyeline.core.batch import EncodedImage, Span
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, Remote, below
 from eyeline.data.containers.container import HEADER_BYTES, SHARD_ROWS, File, FileSlice, Place, Shard, fingerprints
 from eyeline.data.containers.json_rows import parse, sound
-from eyeline.data.containers.keys import PICTURES, TEXTS, WRITE, Member, member_of, split, stem_of, text_of, tops_of
+from eyeline.data.containers.keys import IMAGE_SUFFIXES, TEXTS, WRITE, Member, member_of, split, stem_of, text_of, tops_of
 from eyeline.data.files.skipped import is_skipped
 
 MAX_MEMBER_BYTES = 256 << 20
@@ -318,7 +318,7 @@ def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int,
             group[MAX_TOGETHER:] = [(member, b"")]
             continue
         text = member.kind in TEXTS or member.part in wanted
-        length = min(member.size, most) if member.kind in PICTURES else member.size if text else 0
+        length = min(member.size, most) if member.kind in IMAGE_SUFFIXES else member.size if text else 0
         archive.seek(member.data)
         group.append((member, archive.read(length if length <= MAX_TEXT_BYTES else 0)))
     if group:
@@ -333,7 +333,7 @@ def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> di
     """
     row: dict[str, Any] = {}
     own: dict[str, Any] = {}
-    pictures: dict[str, Picture] = {}
+    images: dict[str, EncodedImage] = {}
     texts: dict[str, str] = {}
     tops = tops_of(text for member, _ in group if (text := text_of(member, wanted)) is not None)
     parts: set[str] = set()
@@ -346,12 +346,12 @@ def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> di
         if member.part in parts:
             raise BadSample("tar_key", "row", f"{_shown(name)} is there twice")
         parts.add(member.part)
-        if member.kind in PICTURES:
+        if member.kind in IMAGE_SUFFIXES:
             if member.size > MAX_MEMBER_BYTES:
                 raise BadSample("file_too_large", "row", f"{_shown(name)} has {member.size:,} bytes, over {MAX_MEMBER_BYTES:,}")
-            pictures[member.part] = Picture(name, Span(file.path, member.data + offset, member.size, file.stamp, content))
+            images[member.part] = EncodedImage(name, Span(file.path, member.data + offset, member.size, file.stamp, content))
             if member.part in wanted:
-                own[member.part] = pictures[member.part]
+                own[member.part] = images[member.part]
         elif member.part in wanted or (text is not None and text.base in tops):
             if member.size > MAX_TEXT_BYTES:
                 raise BadSample("file_too_large", "row", f"{_shown(name)} has {member.size:,} bytes, over {MAX_TEXT_BYTES:,}")
@@ -375,33 +375,33 @@ def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> di
     elif caption is not None and not {"caption", "text", "conversations", "messages"} & row.keys():
         row["caption"] = caption
     row = {part: value for part, value in own.items() if value is None} | row | {p: v for p, v in own.items() if v is not None}
-    if pictures:
-        row = {column: value for column, value in row.items() if column not in ("image", "images")} | {"images": _ordered(row, pictures)}
+    if images:
+        row = {column: value for column, value in row.items() if column not in ("image", "images")} | {"images": _ordered(row, images)}
     return row
 
 
-def _ordered(row: dict[str, Any], pictures: dict[str, Picture]) -> list[Picture]:
+def _ordered(row: dict[str, Any], images: dict[str, EncodedImage]) -> list[EncodedImage]:
     """The images as the row names them; as they lie in the archive, where it names none."""
     names = row.get("image") if row.get("image") is not None else row.get("images")
     names = [names] if isinstance(names, str) else names
-    if len(pictures) == 1 or not isinstance(names, list):
-        return list(pictures.values())
-    found: list[Picture] = []
+    if len(images) == 1 or not isinstance(names, list):
+        return list(images.values())
+    found: list[EncodedImage] = []
     for name in names:
         fits = [
             p
-            for part, p in pictures.items()
+            for part, p in images.items()
             if isinstance(name, str) and (name.lower() == part or os.path.basename(p.name) == os.path.basename(name) or _dotted(p, name))
         ]
         if len(fits) != 1:
-            raise BadSample("tar_member", "images", f"{str(name)[:100]!r} names none of the pictures {', '.join(pictures)}")
+            raise BadSample("tar_member", "images", f"{str(name)[:100]!r} names none of the images {', '.join(images)}")
         found += fits
     return found
 
 
-def _dotted(picture: Picture, name: str) -> bool:
+def _dotted(image: EncodedImage, name: str) -> bool:
     """Whether a name is what follows the first dot, of a key that has dots itself."""
-    return os.path.basename(picture.name).partition(".")[2].lower() == name.lower()
+    return os.path.basename(image.name).partition(".")[2].lower() == name.lower()
 
 
 def open_tars(
@@ -417,7 +417,7 @@ def open_tars(
         if file.read(0, min(8, file.size)).startswith(COMPRESSED):
             raise Refused(
                 f"{file.path} is compressed (gzip or another), and no sample could be read without all before it. Decompress it: the "
-                "pictures in it are compressed already"
+                "images in it are compressed already"
             )
     shards: list[Shard] = []
     parts: list[ArchivePart] = []

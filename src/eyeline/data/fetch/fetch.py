@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from eyeline.core.batch import IGNORE, Batch, Budget, Document, Image, Picture, Sample, Span, Video
+from eyeline.core.batch import IGNORE, Batch, Budget, Document, EncodedImage, Image, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.randomness import rng_for
@@ -24,7 +24,7 @@ from eyeline.data.text.documents import Tokenised, laid_out, tokenised, until
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.workers import At, Phase, Workers, in_order
 
-KEPT_PICTURE_BYTES = 128 << 20  # resized images that a process remembers: those used last, of the ones that come again
+KEPT_IMAGE_BYTES = 128 << 20  # resized images that a process remembers: those used last, of the ones that come again
 NEAR_BYTES = 64 << 10  # between two images in one file: so many are read in vain rather than asking twice
 TOKEN_BYTES = 64  # of a token, in all index arrays of a batch together; about
 
@@ -51,7 +51,7 @@ class GroupToRead:
 
     address: tuple[int, ...]  # of its randomness
     rows: tuple[RowToRead, ...]
-    media: tuple[Picture | Video, ...] | None  # by where they lie; None: a row has them
+    media: tuple[EncodedImage | Video, ...] | None  # by where they lie; None: a row has them
     again: bool  # whether other image groups look at them too
 
 
@@ -161,7 +161,7 @@ class Fetch:
             at(0, "reading")
             self.sources[first.source].lies_in(first.place.shard).check()
         for group in job.groups:
-            media: tuple[Picture | Video, ...] | None = None
+            media: tuple[EncodedImage | Video, ...] | None = None
             prepared: dict[str, tuple[Image, ...] | BadSample] = {}
             for row in group.rows:
                 part = len(found)
@@ -196,10 +196,10 @@ class Fetch:
     def _reject(self, row: RowToRead, bad: BadSample) -> Reject:
         return self.sources[row.source].reject(row.place, bad)
 
-    def _together(self, media: tuple[Picture | Video, ...]) -> tuple[Picture | Video, ...]:
+    def _together(self, media: tuple[EncodedImage | Video, ...]) -> tuple[EncodedImage | Video, ...]:
         """The same media, with the bytes of those that lie in one file and near to each other, in one request."""
         wanted = [medium for medium in media if medium_key(medium) not in self._kept]
-        spans = {picture.source for medium in wanted for picture in frames_of(medium) if isinstance(picture.source, Span)}
+        spans = {image.source for medium in wanted for image in frames_of(medium) if isinstance(image.source, Span)}
         runs: list[list[Span]] = []
         for span in sorted(spans, key=lambda span: (str(span.path), span.begin)):
             last = runs[-1][-1] if runs else None
@@ -212,9 +212,9 @@ class Fetch:
             read = File(run[0].path, run[0].stamp, self.retries).read(begin, end - begin)
             data |= {span: read[span.begin - begin : span.begin - begin + span.length] for span in run}
 
-        def filled(picture: Picture) -> Picture:
-            source = picture.source
-            return replace(picture, source=replace(source, data=data[source])) if isinstance(source, Span) and source in data else picture
+        def filled(image: EncodedImage) -> EncodedImage:
+            source = image.source
+            return replace(image, source=replace(source, data=data[source])) if isinstance(source, Span) and source in data else image
 
         return tuple(
             replace(medium, frames=tuple(map(filled, medium.frames))) if isinstance(medium, Video) else filled(medium) for medium in media
@@ -243,12 +243,12 @@ class Fetch:
     def _changed(self, row: RowToRead, what: str) -> StorageFailed:
         _, file, number = self.sources[row.source].named(row.place)
         return StorageFailed(
-            f"{file} row {number}, or a picture of it, has changed since it was indexed: {what}. Restore it; a plan must not change"
+            f"{file} row {number}, or an image of it, has changed since it was indexed: {what}. Restore it; a plan must not change"
         )
 
     def _images(
         self,
-        medium: Picture | Video,
+        medium: EncodedImage | Video,
         group: GroupToRead,
         prepared: dict[str, tuple[Image, ...] | BadSample],
         room: Room,
@@ -265,11 +265,11 @@ class Fetch:
 
     @property
     def _rule(self) -> ImageRule:
-        assert self.rule is not None, "the plan rejects pictures for a model without a tower"
+        assert self.rule is not None, "the plan rejects images for a model without a tower"
         return self.rule
 
     def _prepared(
-        self, medium: Picture | Video, key: str, group: GroupToRead, number: int, room: Room, phase: Callable[[Phase], None]
+        self, medium: EncodedImage | Video, key: str, group: GroupToRead, number: int, room: Room, phase: Callable[[Phase], None]
     ) -> tuple[Image, ...]:
         whole = self._kept.get(key)
         if whole is None:
@@ -292,7 +292,7 @@ class Fetch:
     def _keep(self, key: str, whole: Resized) -> None:
         self._kept[key] = whole
         self._bytes[0] += whole.bytes
-        while self._bytes[0] > KEPT_PICTURE_BYTES:
+        while self._bytes[0] > KEPT_IMAGE_BYTES:
             _, dropped = self._kept.popitem(last=False)
             self._bytes[0] -= dropped.bytes
 

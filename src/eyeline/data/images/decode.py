@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import ImageChops, ImageFile
 
-from eyeline.core.batch import Picture, Span, Video
+from eyeline.core.batch import EncodedImage, Span, Video
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.files import storage_failed
 from eyeline.core.locations import Remote
@@ -64,11 +64,11 @@ _TRANSPOSE = {  # EXIF orientation -> what makes it upright
 }
 
 
-def size_of(medium: Picture | Video) -> Size:
+def size_of(medium: EncodedImage | Video) -> Size:
     """Height and width of an upright still, before them the number of frames of a video; from headers alone. Raises as
     `width_and_height` does, and BadSample `frame_size` where frames differ."""
     match medium:
-        case Picture():
+        case EncodedImage():
             width, height = width_and_height(medium)
             return (height, width)
         case Video():
@@ -76,29 +76,29 @@ def size_of(medium: Picture | Video) -> Size:
             return (len(sizes), *same_size(medium, [(height, width) for width, height in sizes]))
 
 
-def same_size(film: Video, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def same_size(video: Video, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     other = next((n for n, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
         (height, width), (h, w) = sizes[0], sizes[other]
-        raise BadSample("frame_size", "video", f"{film.name}: frame {other} is {w}×{h} pixels, and the first one {width}×{height}")
+        raise BadSample("frame_size", "video", f"{video.name}: frame {other} is {w}×{h} pixels, and the first one {width}×{height}")
     return sizes[0]
 
 
-def width_and_height(picture: Picture) -> tuple[int, int]:
+def width_and_height(encoded: EncodedImage) -> tuple[int, int]:
     """(width, height) of the upright image, from its header alone. Raises as `decode` does, except for broken pixels."""
-    if isinstance(picture.source, Remote):
-        picture = replace(picture, source=stored_object(picture.source, stores.HEAD_BYTES)[0])
-    begin = picture.source.data if isinstance(picture.source, Span) else picture.source
+    if isinstance(encoded.source, Remote):
+        encoded = replace(encoded, source=stored_object(encoded.source, stores.HEAD_BYTES)[0])
+    begin = encoded.source.data if isinstance(encoded.source, Span) else encoded.source
     if isinstance(begin, bytes) and (frame := _frame(begin[:HEADER_BYTES])) is not None:
         return frame[1]
-    with _opened(picture) as (image, _):
+    with _opened(encoded) as (image, _):
         width, height = image.size
         # Pillow decodes a PNG to learn its orientation, which may follow the pixels: not where no chunk can hold one
-        turned = (image.format != "PNG" or _says_more(picture)) and _orientation(image) >= 5
+        turned = (image.format != "PNG" or _says_more(encoded)) and _orientation(image) >= 5
         return (height, width) if turned else (width, height)
 
 
-def _says_more(png: Picture) -> bool:
+def _says_more(png: EncodedImage) -> bool:
     """Whether a PNG file has a chunk that may hold its orientation: EXIF, or text that carries it."""
     with image_stream(png) as file:
         file.seek(8)
@@ -111,19 +111,19 @@ def _says_more(png: Picture) -> bool:
     return False
 
 
-def decode(picture: Picture) -> Pixels:
+def decode(image: EncodedImage) -> Pixels:
     """The image upright, over white, as 8-bit RGB.
 
     BadSample causes: missing_image, unreadable, not_a_file, file_too_large, image_format, too_many_pixels, empty_image, broken_image.
     A file that its store fails to give is StorageFailed: it says nothing about the sample.
     """
-    return np.asarray(upright(picture))
+    return np.asarray(upright(image))
 
 
-def upright(picture: Picture) -> Pillow.Image:
+def upright(encoded: EncodedImage) -> Pillow.Image:
     """As `decode`, in Pillow's memory: resizing from there saves two copies."""
-    with _opened(picture) as (image, file):
-        _load_whole(image, file, picture.name)
+    with _opened(encoded) as (image, file):
+        _load_whole(image, file, encoded.name)
         orientation = _orientation(image)
         rgb = _as_rgb(image)
         if orientation in _TRANSPOSE:
@@ -131,14 +131,14 @@ def upright(picture: Picture) -> Pillow.Image:
         return rgb
 
 
-def oddities(picture: Picture) -> list[str]:
+def oddities(encoded: EncodedImage) -> list[str]:
     """Decode the image whole, and say what is unusual about it though it is usable. Raises as `decode` does."""
     out: list[str] = []
-    with _opened(picture) as (image, file):
+    with _opened(encoded) as (image, file):
         width, height = image.size
         if getattr(image, "is_animated", False):
             out.append("animated (its first frame is used)")
-        _load_whole(image, file, picture.name)
+        _load_whole(image, file, encoded.name)
         if _orientation(image) in _TRANSPOSE:
             out.append("turned by its EXIF orientation")
         if _transparent(image):
@@ -204,9 +204,9 @@ def _differs(image: Pillow.Image, jpeg: bytes) -> bool:
 
 
 @contextmanager
-def _opened(picture: Picture) -> Iterator[tuple[Pillow.Image, BinaryIO]]:
+def _opened(encoded: EncodedImage) -> Iterator[tuple[Pillow.Image, BinaryIO]]:
     """The image opened, with its header checked, and its file. Errors of Pillow inside the block are BadSample `broken_image`."""
-    with image_stream(picture) as file, ExitStack() as quiet:
+    with image_stream(encoded) as file, ExitStack() as quiet:
         try:
             try:
                 found: Pillow.Image = _PlainJpeg(file)
@@ -217,21 +217,21 @@ def _opened(picture: Picture) -> Iterator[tuple[Pillow.Image, BinaryIO]]:
             with found as image:
                 width, height = image.size
                 if width == 0 or height == 0:
-                    raise BadSample("empty_image", "image", f"{picture.name} is {width}×{height} pixels")
+                    raise BadSample("empty_image", "image", f"{encoded.name} is {width}×{height} pixels")
                 if width * height > MAX_PIXELS:
-                    raise BadSample("too_many_pixels", "image", f"{picture.name} is {width}×{height} pixels, over {MAX_PIXELS:,}")
+                    raise BadSample("too_many_pixels", "image", f"{encoded.name} is {width}×{height} pixels, over {MAX_PIXELS:,}")
                 yield image, file
         except Pillow.UnidentifiedImageError as error:
             file.seek(0)
-            raise unidentified(picture.name, file.read(64)) from error
+            raise unidentified(encoded.name, file.read(64)) from error
         except Pillow.DecompressionBombError as error:
-            raise BadSample("too_many_pixels", "image", f"{picture.name}: {error}") from error
+            raise BadSample("too_many_pixels", "image", f"{encoded.name}: {error}") from error
         except OSError as error:
             if error.errno is not None:  # Pillow's own have none
-                raise storage_failed("read", Path(picture.name), error) from error
-            raise BadSample("broken_image", "image", f"{picture.name}: {error}") from error
+                raise storage_failed("read", Path(encoded.name), error) from error
+            raise BadSample("broken_image", "image", f"{encoded.name}: {error}") from error
         except _BROKEN as error:
-            raise BadSample("broken_image", "image", f"{picture.name}: {error or type(error).__name__}") from error
+            raise BadSample("broken_image", "image", f"{encoded.name}: {error or type(error).__name__}") from error
 
 
 class _PlainJpeg(ImageFile.ImageFile):

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from eyeline.core.batch import Picture, Span, Video
+from eyeline.core.batch import EncodedImage, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.files import storage_failed
 from eyeline.core.locations import Remote
@@ -34,40 +34,40 @@ _SIGNATURES = (  # of files that people name .png or .jpg
     (b"%PDF", "PDF"),
     (b"<svg", "SVG"),
     (b"<?xml", "XML"),
-    (b"<!DOCTYPE", "HTML, a web page in place of the picture"),
-    (b"<html", "HTML, a web page in place of the picture"),
+    (b"<!DOCTYPE", "HTML, a web page in place of the image"),
+    (b"<html", "HTML, a web page in place of the image"),
     (b"\0\0\1\0", "ICO"),
-    (b"version https://git-lfs", "a Git LFS pointer in place of the picture, which `git lfs pull` fetches"),
+    (b"version https://git-lfs", "a Git LFS pointer in place of the image, which `git lfs pull` fetches"),
 )
 
 
-def image_stream(picture: Picture) -> BinaryIO:
-    match picture.source:
+def image_stream(image: EncodedImage) -> BinaryIO:
+    match image.source:
         case bytes():
-            return io.BytesIO(picture.source)
+            return io.BytesIO(image.source)
         case Span():
-            return span_file(picture.source)
+            return span_file(image.source)
         case Path():
-            return _checked_file(picture.source)
+            return _checked_file(image.source)
         case Remote():
-            return io.BytesIO(stored_object(picture.source, stores.PIECE)[1])
+            return io.BytesIO(stored_object(image.source, stores.PIECE)[1])
 
 
-def in_memory(medium: Picture | Video) -> Picture | Video:
+def in_memory(medium: EncodedImage | Video) -> EncodedImage | Video:
     """The medium with its encoded bytes in memory, so that decoding it reads nothing. Raises as `decode` does for its file."""
     if isinstance(medium, Video):
         return replace(medium, frames=tuple(_image_in_memory(frame) for frame in medium.frames))
     return _image_in_memory(medium)
 
 
-def _image_in_memory(picture: Picture) -> Picture:
-    if isinstance(picture.source, bytes):
-        return picture
+def _image_in_memory(image: EncodedImage) -> EncodedImage:
+    if isinstance(image.source, bytes):
+        return image
     try:
-        with image_stream(picture) as file:
-            return replace(picture, source=file.read())
+        with image_stream(image) as file:
+            return replace(image, source=file.read())
     except OSError as error:
-        raise storage_failed("read", Path(picture.name), error) from error
+        raise storage_failed("read", Path(image.name), error) from error
 
 
 def _checked_file(path: Path) -> io.BufferedReader:
@@ -149,35 +149,35 @@ def _kind_of(head: bytes) -> str:
         if head.lstrip().startswith(signature) or head.startswith(signature):
             return f"is {name}{wanted}"
     if head[4:8] == b"ftyp":
-        return f"is HEIF, AVIF or a film (ISO media){wanted}"
-    return "is no picture that can be read" + wanted
+        return f"is HEIF, AVIF or a video (ISO media){wanted}"
+    return "is no image that can be read" + wanted
 
 
 # Keys
 
 
-def frames_of(medium: Picture | Video) -> tuple[Picture, ...]:
+def frames_of(medium: EncodedImage | Video) -> tuple[EncodedImage, ...]:
     return medium.frames if isinstance(medium, Video) else (medium,)
 
 
-def image_key(picture: Picture) -> str:
+def image_key(image: EncodedImage) -> str:
     """Equal keys mean equal pixels: where the file lies, or the hash of its bytes (never of its pixels, whose shape those forget)."""
-    match picture.source:
+    match image.source:
         case bytes():
-            return "sha256:" + hashlib.sha256(picture.source).hexdigest()
+            return "sha256:" + hashlib.sha256(image.source).hexdigest()
         case Span(path, begin, length):
             return f"{path}@{begin}+{length}"
         case Path() | Remote():
-            return str(picture.source)
+            return str(image.source)
 
 
-def content_key(picture: Picture) -> str:
+def content_key(image: EncodedImage) -> str:
     """Equal keys mean equal bytes, wherever they lie. Raises as `decode` does for its file."""
-    return image_key(_image_in_memory(picture))
+    return image_key(_image_in_memory(image))
 
 
-def medium_key(medium: Picture | Video) -> str:
+def medium_key(medium: EncodedImage | Video) -> str:
     """Equal keys mean equal pixels. Of a video: the hash of all its frames', since how large each is taken depends on their number."""
-    if isinstance(medium, Picture):
+    if isinstance(medium, EncodedImage):
         return image_key(medium)
-    return "film:" + hashlib.sha256("\n".join(image_key(frame) for frame in medium.frames).encode("utf-8", "surrogatepass")).hexdigest()
+    return "video:" + hashlib.sha256("\n".join(image_key(frame) for frame in medium.frames).encode("utf-8", "surrogatepass")).hexdigest()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from eyeline.core.batch import Image, Ints, Picture, Video
+from eyeline.core.batch import EncodedImage, Image, Ints, Video
 from eyeline.core.image_rule import ImageRule, Unit
 from eyeline.core.settings import NotNegative, Settings
 from eyeline.data.images.decode import Size, same_size, upright
@@ -53,9 +53,9 @@ class Resized:
         return sum(plane.nbytes for canvases in self.canvases for planes in canvases for plane in planes)
 
 
-def resize(medium: Picture | Video, rule: ImageRule) -> Resized:
+def resize(medium: EncodedImage | Video, rule: ImageRule) -> Resized:
     """Pixels as transformers' image processors resize them (tested on those that use Pillow). Raises as `decode` does."""
-    if isinstance(medium, Picture):
+    if isinstance(medium, EncodedImage):
         rgb = upright(medium)
         units = rule.units(rgb.height, rgb.width)
         sizes = {unit.canvas: _scaled(rgb, unit.canvas, rule) for unit in units}
@@ -125,7 +125,7 @@ def _places(rows: int, columns: int, merge: int) -> Ints:
     return out
 
 
-def image_patches(medium: Picture | Video, rule: ImageRule) -> tuple[Image, ...]:
+def image_patches(medium: EncodedImage | Video, rule: ImageRule) -> tuple[Image, ...]:
     """A medium as the tower takes it, without augmentation: for prompts, evaluation and reports. Raises as `decode` does."""
     return cut(resize(medium, rule), rule, medium_key(medium))
 

@@ -5,23 +5,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from eyeline.core.batch import Message, Picture, Role, Sample, Text, Video
+from eyeline.core.batch import EncodedImage, Message, Role, Sample, Text, Video
 from eyeline.core.errors import BadSample, closest, nearest
 from eyeline.core.locations import Location
 from eyeline.data.layouts.marks import refuse_marked_part, supervised
 from eyeline.data.layouts.media import (
-    FILMS,
     IMAGE,
-    PICTURES,
+    IMAGE_COLUMNS,
     PLACEHOLDERS,
     VIDEO,
+    VIDEO_COLUMNS,
     as_text,
     clean,
-    film_of,
+    image_of,
     media_of,
-    picture_of,
     shown,
     unpacked,
+    video_of,
     without_escapes,
 )
 
@@ -50,16 +50,16 @@ def sample_in_turns(id: str, messages: list[Message], kind: str) -> Sample:
 
 
 _PLACES = re.compile(rf"(?<!\\)({'|'.join(PLACEHOLDERS)})")  # with a backslash before it, it is text
-Media = dict[str, Iterator[Picture | Video]]  # placeholder -> what stands there, in order
+Media = dict[str, Iterator[EncodedImage | Video]]  # placeholder -> what stands there, in order
 
 
-def _split(text: str, role: Role, media: Media) -> tuple[Text | Picture | Video, ...]:
+def _split(text: str, role: Role, media: Media) -> tuple[Text | EncodedImage | Video, ...]:
     """Text with its placeholders replaced, wherever they stand in a question; in an answer they are text. Newlines that set a
     placeholder off are dropped: the template says what surrounds an image."""
     if role == "assistant":
         return (Text(without_escapes(text)),) if text else ()
     pieces = _PLACES.split(text)
-    parts: list[Text | Picture | Video] = []
+    parts: list[Text | EncodedImage | Video] = []
     for n, piece in enumerate(pieces):
         if n % 2:
             parts.append(next(media[piece]))
@@ -76,7 +76,7 @@ def _places_in(texts: Iterable[str]) -> Counter[str]:
     return Counter(found for text in texts if "<" in text for found in _PLACES.findall(text))
 
 
-def _refuse_to_draw(media: dict[str, list[Picture | Video]], places: Counter[str], answers: Sequence[tuple[str, str]]) -> None:
+def _refuse_to_draw(media: dict[str, list[EncodedImage | Video]], places: Counter[str], answers: Sequence[tuple[str, str]]) -> None:
     """BadSample where placeholders in answers, (text, field), are not text: images are left that only they would give a place."""
     for placeholder in PLACEHOLDERS:
         said = [(text, field) for text, field in answers if placeholder in text]
@@ -86,9 +86,9 @@ def _refuse_to_draw(media: dict[str, list[Picture | Video]], places: Counter[str
             raise BadSample("image_in_answer", said[0][1], f"{why}. Write it into the turn before, or as \\{placeholder} where it is text")
 
 
-def _counted(row: dict[str, Any], places: Counter[str], media: dict[str, list[Picture | Video]], field: str) -> Media:
+def _counted(row: dict[str, Any], places: Counter[str], media: dict[str, list[EncodedImage | Video]], field: str) -> Media:
     """The media in order, if there are exactly as many as places for them."""
-    for placeholder, columns in ((IMAGE, PICTURES), (VIDEO, FILMS)):
+    for placeholder, columns in ((IMAGE, IMAGE_COLUMNS), (VIDEO, VIDEO_COLUMNS)):
         if places[placeholder] != len(media[placeholder]):
             count = f"{places[placeholder]} {placeholder} in the text for {len(media[placeholder])} {PLACEHOLDERS[placeholder]}"
             guesses = [f"; {key!r} is no column of them.{guess}" for key in row if (guess := nearest(key, columns[:2]))]
@@ -154,7 +154,7 @@ def sample_of_turns(row: dict[str, Any], id: str, root: Location, turns: Sequenc
     media = media_of(row, root)
     places = _places_in(turn.text for turn in turns if turn.role != "assistant")
     _refuse_to_draw(media, places, [(turn.text, turn.field) for turn in turns if turn.role == "assistant"])
-    first: list[Text | Picture | Video] = []
+    first: list[Text | EncodedImage | Video] = []
     if implied and not any(places.values()):
         first = [medium for found in media.values() for medium in found]
         media = {p: [] for p in PLACEHOLDERS}
@@ -280,7 +280,7 @@ def sample_of_messages(row: dict[str, Any], id: str, root: Location, turns: list
     said = [(c, field) for c, field, role in zip(contents, fields, roles, strict=True) if isinstance(c, str) and role == "assistant"]
     _refuse_to_draw(columns, places, said)
     columns[IMAGE] = _numbered(columns[IMAGE], [part.get("index") for part in parts if _bare(part) == IMAGE])
-    first: list[Text | Picture | Video] = []
+    first: list[Text | EncodedImage | Video] = []
     if not any(places.values()) and not any(isinstance(part, dict) and part.get("type") not in TEXT_PARTS for part in parts):
         first = [medium for found in columns.values() for medium in found]
         columns = {p: [] for p in PLACEHOLDERS}
@@ -301,10 +301,10 @@ def sample_of_messages(row: dict[str, Any], id: str, root: Location, turns: list
     return sample_in_turns(id, messages, named_kind(row))
 
 
-def _numbered(pictures: list[Picture | Video], numbers: list[Any]) -> list[Picture | Video]:
+def _numbered(images: list[EncodedImage | Video], numbers: list[Any]) -> list[EncodedImage | Video]:
     """The images in the order in which parts number them, if they do."""
-    numbered = all(isinstance(n, int) for n in numbers) and set(numbers) == set(range(len(pictures)))
-    return [pictures[n] for n in numbers] if numbered else pictures
+    numbered = all(isinstance(n, int) for n in numbers) and set(numbers) == set(range(len(images)))
+    return [images[n] for n in numbers] if numbered else images
 
 
 def _bare(part: Any) -> str | None:
@@ -318,7 +318,7 @@ def _bare(part: Any) -> str | None:
             return None
 
 
-def _openai_part(part: Any, role: Role, root: Location, media: Media, field: str) -> Text | Picture | Video:
+def _openai_part(part: Any, role: Role, root: Location, media: Media, field: str) -> Text | EncodedImage | Video:
     if not isinstance(part, dict):
         raise BadSample("wrong_type", field, f"an object was wanted, got {shown(part)}")
     refuse_marked_part(part, field)
@@ -338,13 +338,13 @@ def _openai_part(part: Any, role: Role, root: Location, media: Media, field: str
             return Text(without_escapes(clean(text, f"{field}.text")))
         case "image_url" | "input_image":
             url = part["image_url"] if part.get("image_url") is not None else part.get("value")
-            return picture_of(url.get("url") if isinstance(url, dict) else url, root, f"{field}.image_url")
+            return image_of(url.get("url") if isinstance(url, dict) else url, root, f"{field}.image_url")
         case "image":
-            return picture_of(next(part[k] for k in ("image", "path", "url") if part.get(k) is not None), root, f"{field}.image")
+            return image_of(next(part[k] for k in ("image", "path", "url") if part.get(k) is not None), root, f"{field}.image")
         case "video":
-            return film_of(part["video"], part, root, f"{field}.video", field)
+            return video_of(part["video"], part, root, f"{field}.video", field)
         case "video_url":
             url = part.get("video_url")
-            return film_of(url.get("url") if isinstance(url, dict) else url, part, root, f"{field}.video_url", field)
+            return video_of(url.get("url") if isinstance(url, dict) else url, part, root, f"{field}.video_url", field)
         case other:
             raise BadSample("unsupported", f"{field}.type", f"got {shown(other)}, wanted text, image_url, image or video")

@@ -13,7 +13,7 @@ from eyeline.data.containers.container import Container
 from eyeline.data.layouts.choices import LISTS, OPTION_COLUMNS
 from eyeline.data.layouts.conversations import COMPARED, SAME_KEYS, SOUNDS, llava_sample, named_kind, openai_sample
 from eyeline.data.layouts.marks import ROW_MARKS, is_row_mark
-from eyeline.data.layouts.media import FILMS, PICTURES, TIMES, unpacked
+from eyeline.data.layouts.media import IMAGE_COLUMNS, TIMES, VIDEO_COLUMNS, unpacked
 from eyeline.data.layouts.no_layout import ASKS, no_layout
 from eyeline.data.layouts.pairs import (
     ANSWERS,
@@ -37,7 +37,7 @@ Name = Literal[
 LOOKED_AT = 20  # rows that can be read
 SKIPPED = 100  # of those and of others, at most
 KINDS = ("kind", "category")
-SAME = (PICTURES, FILMS, CAPTIONS, ANSWERS, KINDS)  # columns of which one is read
+SAME = (IMAGE_COLUMNS, VIDEO_COLUMNS, CAPTIONS, ANSWERS, KINDS)  # columns of which one is read
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Shape:
         return isinstance(row, dict) and all(any(row.get(column) is not None for column in one) for one in self.needs)
 
 
-MEDIA = (*PICTURES, *FILMS, *TIMES)
+MEDIA = (*IMAGE_COLUMNS, *VIDEO_COLUMNS, *TIMES)
 REJECTED = ("tools", *COMPARED, *SOUNDS, "objects")  # columns that a row is rejected for
 TOLD = (*MEDIA, "system", *REJECTED, *ROW_MARKS)
 MARKS = ("loss", "masked")  # keys of a turn, of which `columns` may say what they are called
@@ -84,7 +84,7 @@ SHAPES = (  # in the order in which they are taken where several fit
     Shape("alpaca", alpaca_sample, (("instruction",), ("output",)), (*TOLD, "input", "history")),
     Shape("query-response", query_response_sample, (("query",), ("response",)), (*TOLD, "history")),
     Shape("question-answer", question_answer_sample, (("question",), ANSWERS), (*TOLD, "hint", "index", *OPTION_COLUMNS)),
-    Shape("captions", caption_sample, (PICTURES, CAPTIONS), ROW_MARKS, note=f", which is the answer to {CAPTION_PROMPT!r}"),
+    Shape("captions", caption_sample, (IMAGE_COLUMNS, CAPTIONS), ROW_MARKS, note=f", which is the answer to {CAPTION_PROMPT!r}"),
     Shape("easy-vqa", easy_vqa_sample, (), (), kind=vqa_kind),
 )
 assert tuple(shape.name for shape in SHAPES) == get_args(Name)
@@ -256,7 +256,7 @@ def layout_of(path: Location, container: Container, declared: str | None, mappin
     why = "; ".join([
         container.what,
         *(["declared"] if declared else []),
-        f"row {first} {f'has {said}{best.note}' if had else 'is [question, answer, number of the picture]'}",
+        f"row {first} {f'has {said}{best.note}' if had else 'is [question, answer, number of the image]'}",
         *([f"{len(fits[best.name])} of the first {len(rows)} rows do"] if len(fits[best.name]) < len(rows) else []),
         *([f"{' and '.join(others)} would fit too: layout: NAME chooses"] if others else []),
         *([f"not read: {', '.join(skipped[:20])}{' …' if len(skipped) > 20 else ''}"] if skipped else []),

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote
 
-from eyeline.core.batch import Picture, Video
+from eyeline.core.batch import EncodedImage, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.locations import Location, Remote, inside
 from eyeline.data.containers.json_rows import parse, sound
@@ -17,25 +17,25 @@ from eyeline.data.files.stores import without_secrets
 
 MAX_DATA_URL = 64 << 20  # characters
 IMAGE, VIDEO = "<image>", "<video>"  # where an image or a video of a column stands in a text
-PLACEHOLDERS = {IMAGE: "pictures", VIDEO: "films"}
+PLACEHOLDERS = {IMAGE: "images", VIDEO: "videos"}
 _ESCAPED = re.compile(rf"\\({'|'.join(PLACEHOLDERS)})")
 SAMPLED_FPS = 2.0  # of frames that are given without times, as qwen-vl-utils takes them (vision_process.py: FPS)
 MAX_FRAMES = 2_048
-FILM_FILES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".m3u8")
+VIDEO_FILES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".m3u8")
 
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:(//|\\\\)|(https?|ftp|file|s3|gs|hf):", re.IGNORECASE)
 
 
-def picture_of(name: Any, root: Location, field: str) -> Picture:
+def image_of(name: Any, root: Location, field: str) -> EncodedImage:
     """An image as a row gives it: a path inside `root`, a data: URL, base64, its bytes, or {bytes, path} as Hugging Face stores it."""
     match name:
-        case Picture():
+        case EncodedImage():
             return name  # a member of an archive
         case bytes():
-            return Picture(field, name)
+            return EncodedImage(field, name)
         case {"bytes": bytes(data)}:
-            return Picture(name["path"] if isinstance(name.get("path"), str) else field, data)
+            return EncodedImage(name["path"] if isinstance(name.get("path"), str) else field, data)
         case {"bytes": str(text)} if text:
             return _decoded(field, text, field)
         case {"path": str(path)}:
@@ -53,7 +53,7 @@ def picture_of(name: Any, root: Location, field: str) -> Picture:
 
 
 @lru_cache(maxsize=1 << 13)  # many rows show the same image, and pathlib is slow
-def _file_of(name: str, root: Location, field: str) -> Picture:
+def _file_of(name: str, root: Location, field: str) -> EncodedImage:
     if _URL.match(name) and not (isinstance(root, Remote) and name.startswith(f"{root.store}/")):
         what = f"{without_secrets(name)[:100]!r} is a URL, and nothing is fetched but objects of the store that images: names"
         raise BadSample("remote_url", field, f"{what}. Download it first and give the path of the file")
@@ -61,63 +61,63 @@ def _file_of(name: str, root: Location, field: str) -> Picture:
         raise BadSample("bad_path", field, f"{name[:40]!r} cannot name a file")
     path = inside(root, name)
     if path is None:
-        what = "a folder that holds all pictures, such as /" if name.startswith("/") else "a folder that holds all pictures"
+        what = "a folder that holds all images, such as /" if name.startswith("/") else "a folder that holds all images"
         raise BadSample("outside_root", field, f"{name[:200]!r} is not inside {root}. Set images: to {what}")
-    return Picture(name, path)
+    return EncodedImage(name, path)
 
 
-def film_of(frames: Any, timing: dict[str, Any], root: Location, field: str, timed: str) -> Video:
-    """A video by the list of its frames, each named as `picture_of` takes it. Every frame is used.
+def video_of(frames: Any, timing: dict[str, Any], root: Location, field: str, timed: str) -> Video:
+    """A video by the list of its frames, each named as `image_of` takes it. Every frame is used.
 
     `timing` may say when they are shown: `timestamps` in seconds, one a frame, or `sample_fps` or `fps`, how many frames there are
     to a second; 2 if nothing does. A video file is BadSample `video_file`. `timed` is the field that a fault of the times is laid to.
     """
     several = frames if isinstance(frames, list) else [frames]
-    file = next((frame for frame in several if isinstance(frame, str) and frame.lower().endswith(FILM_FILES)), None)
+    file = next((frame for frame in several if isinstance(frame, str) and frame.lower().endswith(VIDEO_FILES)), None)
     if file is not None or isinstance(frames, str):
         raise BadSample(
-            "video_file", field, f"{str(file or frames)[:100]!r} is a film in one file, and films are read as frames. Extract them first, "
-            "for example with: ffmpeg -i clip.mp4 -vf fps=2 clip/%05d.jpg, and give the list of their paths"
+            "video_file", field, f"{str(file or frames)[:100]!r} is a video in one file, and videos are read as lists of frames. "
+            "Extract them first, for example with: ffmpeg -i clip.mp4 -vf fps=2 clip/%05d.jpg, and give the list of their paths"
         )  # fmt: skip
     if not isinstance(frames, list) or not frames:
-        raise BadSample("film", field, f"a list of frames was wanted, got {shown(frames)}")
+        raise BadSample("video_frames", field, f"wanted a list of frames, got {shown(frames)}")
     if len(frames) > MAX_FRAMES:
-        raise BadSample("film", field, f"{len(frames):,} frames, over {MAX_FRAMES:,}. Take fewer of them")
-    pictures = tuple(picture_of(frame, root, f"{field}[{n}]") for n, frame in enumerate(frames))
+        raise BadSample("video_frames", field, f"{len(frames):,} frames, over {MAX_FRAMES:,}. Keep fewer of them")
+    images = tuple(image_of(frame, root, f"{field}[{n}]") for n, frame in enumerate(frames))
     times = timing.get("timestamps")
     if times is None:
         fps = next((timing[key] for key in ("sample_fps", "fps") if timing.get(key) is not None), SAMPLED_FPS)
         if not _is_number(fps) or not 1e-3 <= fps <= 1e3:
-            raise BadSample("film", timed, f"frames a second from 0.001 to 1,000 were wanted, got {shown(fps)}")
-        times = [n / fps for n in range(len(pictures))]
-    if not isinstance(times, list) or len(times) != len(pictures) or not all(_is_number(t) and 0 <= t <= 1e6 for t in times):
-        raise BadSample("film", timed, f"a time in seconds, 0 or more, for each of {len(pictures)} frames was wanted, got {shown(times)}")
+            raise BadSample("video_frames", timed, f"wanted 0.001 to 1,000 frames per second, got {shown(fps)}")
+        times = [n / fps for n in range(len(images))]
+    if not isinstance(times, list) or len(times) != len(images) or not all(_is_number(t) and 0 <= t <= 1e6 for t in times):
+        raise BadSample("video_frames", timed, f"wanted a time in seconds, 0 or more, for each of {len(images)} frames, got {shown(times)}")
     if any(later < earlier for earlier, later in pairwise(times)):
-        raise BadSample("film", timed, "the times of the frames do not grow. Put the frames in order")
-    return Video(f"{pictures[0].name} and {len(pictures) - 1} more", pictures, tuple(map(float, times)))
+        raise BadSample("video_frames", timed, "the times of the frames do not increase. Put the frames in order")
+    return Video(f"{images[0].name} and {len(images) - 1} more", images, tuple(map(float, times)))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _data_url(url: str, field: str) -> Picture:
+def _data_url(url: str, field: str) -> EncodedImage:
     head, comma, body = url.partition(",")
     if not comma or not re.fullmatch(r"data:image/[\w.+-]+(;\s*[\w=.-]+)*;\s*base64\s*", head, re.IGNORECASE):
         raise BadSample("data_url", field, f"{head[:60]!r}: wanted data:image/...;base64,...")
     return _decoded(head, unquote(body) if "%" in body else body, field)
 
 
-def _decoded(name: str, encoded: str, field: str) -> Picture:
+def _decoded(name: str, encoded: str, field: str) -> EncodedImage:
     """The image in base64, as it is found: with line breaks and spaces, with the letters of URLs, without padding."""
     if len(encoded) > MAX_DATA_URL:
-        raise BadSample("data_url", field, f"a picture in {len(encoded):,} characters, over {MAX_DATA_URL:,}")
+        raise BadSample("data_url", field, f"an image in {len(encoded):,} characters, over {MAX_DATA_URL:,}")
     letters = "".join(encoded.split()).rstrip("=").translate(_OF_URLS)
     try:
         data = base64.b64decode(letters + "=" * (-len(letters) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadSample("data_url", field, f"its base64 is damaged: {error}") from error
-    return Picture(name + ",…", data)
+    return EncodedImage(name + ",…", data)
 
 
 SHORTEST_BASE64 = 64  # characters; no image is smaller
@@ -177,10 +177,10 @@ def shown(value: Any) -> str:
 # Columns
 
 
-PICTURES = (  # columns of images: the first of these that a row has is used
+IMAGE_COLUMNS = (  # columns of images: the first of these that a row has is used
     *("image", "images", "file_name", "file_names", "image_file_name", "image_file_names", "image_path", "image_paths"),
 )
-FILMS = ("video", "videos")
+VIDEO_COLUMNS = ("video", "videos")
 TIMES = ("timestamps", "sample_fps", "fps")
 
 
@@ -199,10 +199,10 @@ def unpacked(value: Any, field: str) -> Any:
         raise BadSample(bad.cause, field, f"a list in JSON was wanted: {bad.message}{hint}") from bad
 
 
-def media_of(row: dict[str, Any], root: Location) -> dict[str, list[Picture | Video]]:
-    """What stands at each kind of placeholder: images from one of the columns PICTURES (absent, null, one image, or a list),
+def media_of(row: dict[str, Any], root: Location) -> dict[str, list[EncodedImage | Video]]:
+    """What stands at each kind of placeholder: images from one of the columns IMAGE_COLUMNS (absent, null, one image, or a list),
     videos from `video` (the list of its frames, or a list of such lists) or `videos` (a list of such lists)."""
-    return {IMAGE: pictures_of(row, root), VIDEO: films_of(row, root)}
+    return {IMAGE: images_of(row, root), VIDEO: videos_of(row, root)}
 
 
 def _present(row: dict[str, Any], field: str) -> Any:
@@ -232,27 +232,27 @@ def _is_none(value: Any) -> bool:
             return False
 
 
-def pictures_of(row: dict[str, Any], root: Location) -> list[Picture | Video]:
-    for field in PICTURES:
+def images_of(row: dict[str, Any], root: Location) -> list[EncodedImage | Video]:
+    for field in IMAGE_COLUMNS:
         value = _present(row, field)
         if value is None:
             continue
-        if isinstance(value, str | bytes | dict | Picture):
-            return [picture_of(value, root, field)]
+        if isinstance(value, str | bytes | dict | EncodedImage):
+            return [image_of(value, root, field)]
         if isinstance(value, list):
-            return [picture_of(name, root, f"{field}[{n}]") for n, name in enumerate(value)]
+            return [image_of(name, root, f"{field}[{n}]") for n, name in enumerate(value)]
         raise BadSample("wrong_type", field, f"a path or a list of paths was wanted, got {shown(value)}")
     return []
 
 
-def films_of(row: dict[str, Any], root: Location) -> list[Picture | Video]:
-    for field in FILMS:
+def videos_of(row: dict[str, Any], root: Location) -> list[EncodedImage | Video]:
+    for field in VIDEO_COLUMNS:
         value = _present(row, field)
         if value is None:
             continue
         if isinstance(value, list) and (field == "videos" or (value and isinstance(value[0], list))):
             each = {key: row[key] for key in TIMES if row.get(key) is not None}
             timing = [{k: v[n] if isinstance(v, list) and n < len(v) else v for k, v in each.items()} for n in range(len(value))]
-            return [film_of(v, timing[n], root, f"{field}[{n}]", "timestamps, sample_fps or fps") for n, v in enumerate(value)]
-        return [film_of(value, row, root, field, "timestamps, sample_fps or fps")]
+            return [video_of(v, timing[n], root, f"{field}[{n}]", "timestamps, sample_fps or fps") for n, v in enumerate(value)]
+        return [video_of(value, row, root, field, "timestamps, sample_fps or fps")]
     return []

@@ -8,7 +8,7 @@ from eyeline.core.errors import BadSample, Refused, closest
 from eyeline.core.locations import Location
 from eyeline.data.containers.container import Container
 from eyeline.data.layouts.conversations import COMPARED
-from eyeline.data.layouts.media import PICTURES
+from eyeline.data.layouts.media import IMAGE_COLUMNS
 from eyeline.data.rejects import REMEDIES
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ def _guess(what: str, names: tuple[str, ...], shapes: "Sequence[Shape]", rows: l
         return " Its rows are lists of objects, several samples in a row: give the file from before it was packed; Eyeline packs itself."
     if what.startswith("WebDataset") and names and not set(names) - {"images", "csv", "tsv"}:
         return (
-            " Its first samples are pictures alone: in an archive a sample's text follows its picture, of one name up to the first dot. "
+            " Its first samples are images alone: in an archive a sample's text follows its image, of one name up to the first dot. "
             "If it is a folder that was packed up, unpack it."
         )
     if any(name.lower().endswith((".jpg", ".jpeg", ".png", ".webp")) for name in names):
         return " That looks like a row: a table begins with a line of the names of its columns."
-    wanted = (*PICTURES, *(column for shape in shapes for one in shape.needs for column in one))
+    wanted = (*IMAGE_COLUMNS, *(column for shape in shapes for one in shape.needs for column in one))
     close = {name: closest(name.lower(), wanted, 0.75) for name in names if name not in wanted}
     pairs = ", ".join(f"{ours}: {theirs}" for theirs, ours in close.items() if ours)
     return f" Perhaps columns: {{{pairs}}}." if pairs else ""
@@ -84,4 +84,4 @@ def _guess(what: str, names: tuple[str, ...], shapes: "Sequence[Shape]", rows: l
 
 def _wanted(shape: "Shape") -> str:
     needs = " and ".join(" or ".join(one[:2]) for one in shape.needs)
-    return f"{needs or '[question, answer, number of the picture]'} ({shape.name})"
+    return f"{needs or '[question, answer, number of the image]'} ({shape.name})"

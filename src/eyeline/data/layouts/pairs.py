@@ -19,7 +19,7 @@ from eyeline.data.layouts.conversations import (
     text_of,
 )
 from eyeline.data.layouts.marks import supervised
-from eyeline.data.layouts.media import as_text, clean, picture_of, pictures_of, shown, unpacked, without_escapes
+from eyeline.data.layouts.media import as_text, clean, image_of, images_of, shown, unpacked, without_escapes
 
 ANSWERS = ("answer", "multiple_choice_answer", "answers")  # columns of answers: the first of these that a row has is used
 CAPTIONS = ("caption", "captions", "text")  # of captions
@@ -134,9 +134,9 @@ def _refuse_numbers_of_rows(row: dict[str, Any]) -> None:
 
 def caption_sample(row: Any, id: str, root: Location) -> Sample:
     """An image (or several) and a caption (of a list, the first): nothing is asked but CAPTION_PROMPT."""
-    pictures = pictures_of(checked_object(row), root)
-    if not pictures:
-        raise BadSample("placeholder_count", "image", "a caption without a picture")
+    images = images_of(checked_object(row), root)
+    if not images:
+        raise BadSample("placeholder_count", "image", "a caption without an image")
     column = next((c for c in CAPTIONS if row.get(c) is not None), CAPTIONS[0])
     caption = unpacked(row.get(column), column) if column == "captions" else row.get(column)
     if caption is None:
@@ -144,7 +144,7 @@ def caption_sample(row: Any, id: str, root: Location) -> Sample:
     caption = without_escapes(text_of({column: caption[0] if isinstance(caption, list) and caption else caption}, column, "row"))
     supervised(row, [("assistant", f"row.{column}", None)])
     return sample_in_turns(
-        id, [Message("user", (*pictures, Text(CAPTION_PROMPT))), Message("assistant", (Text(caption.strip()),))], named_kind(row)
+        id, [Message("user", (*images, Text(CAPTION_PROMPT))), Message("assistant", (Text(caption.strip()),))], named_kind(row)
     )
 
 
@@ -157,11 +157,11 @@ def easy_vqa_sample(row: Any, id: str, root: Location) -> Sample:
     """easy-VQA: [question, answer, number of the image], the image at images/NUMBER.png."""
     match row:
         case [str(question), str(answer), int(number)] if not isinstance(number, bool):
-            picture = picture_of(f"images/{number}.png", root, "image")
-            asked = Message("user", (picture, Text(clean(question, "question"))))
+            image = image_of(f"images/{number}.png", root, "image")
+            asked = Message("user", (image, Text(clean(question, "question"))))
             return sample_in_turns(id, [asked, Message("assistant", (Text(clean(answer, "answer")),))], vqa_kind(row))
         case _:
-            raise BadSample("wrong_type", "row", f"[question, answer, number of the picture] was wanted, got {shown(row)}")
+            raise BadSample("wrong_type", "row", f"[question, answer, number of the image] was wanted, got {shown(row)}")
 
 
 def vqa_kind(row: Any) -> str:

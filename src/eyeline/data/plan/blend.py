@@ -134,14 +134,14 @@ class Pool:
     def window(self, cursor: Cursor) -> WindowRows:
         """The rows of the cursor's window, from the indexes of its shards."""
         chosen = self._chosen(cursor)
-        rows, pictures, first = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint64)], [np.empty(0, np.bool_)]
+        rows, images, first = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint64)], [np.empty(0, np.bool_)]
         for n in chosen:
             source, shard = self.entries[n]
             number_R = np.flatnonzero(self.side.kept(source, shard))
             rows.append(np.stack([np.full_like(number_R, source), np.full_like(number_R, shard), number_R], 1))
-            pictures.append(self.side.index.shard(source, shard).pictures_R[number_R])
+            images.append(self.side.index.shard(source, shard).images_R[number_R])
             first.append(np.full(len(number_R), cursor.epoch == 0 and self._first_N[n]))
-        groups = image_groups_of(np.concatenate(pictures), self.share, self.seed, cursor.epoch, cursor.window)
+        groups = image_groups_of(np.concatenate(images), self.share, self.seed, cursor.epoch, cursor.window)
         return WindowRows(np.concatenate(rows)[groups.rows_R], groups.bounds_V1, len(chosen), np.concatenate(first)[groups.rows_R])
 
     def at(self, epoch: int, window: int) -> Cursor:

@@ -116,7 +116,7 @@ class Index:
                 write_atomically(path, to_bytes(made, identity), durable=False)
                 read = self._read(source, shard)
         if read is None:
-            raise StorageFailed(f"{self.sources[source].path} or its pictures change while they are read. Let them rest, then start again")
+            raise StorageFailed(f"{self.sources[source].path} or its images change while they are read. Let them rest, then start again")
         return read
 
 

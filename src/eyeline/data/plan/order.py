@@ -135,17 +135,17 @@ class ImageGroups:
         return (self.rows_R[a:b].tolist() for a, b in zip(self.bounds_V1, self.bounds_V1[1:], strict=False))
 
 
-def image_groups_of(pictures_R: Hashes, share: int, seed: int | None, *address: int) -> ImageGroups:
-    """Group the rows of a window by what they look at (`pictures_R`: equal for the same images, 0 for none), and order the image groups.
+def image_groups_of(images_R: Hashes, share: int, seed: int | None, *address: int) -> ImageGroups:
+    """Group the rows of a window by what they look at (`images_R`: equal for the same images, 0 for none), and order the image groups.
 
     The image groups of one image are as few as `share` allows and as even as can be: 10 rows, 3 at a time, make 3 + 3 + 2 + 2. Which
     rows meet is drawn, too. Without a seed, image groups and their rows come as they are listed.
     """
-    rows = len(pictures_R)
+    rows = len(images_R)
     if share == 1 or rows == 0:
         grouped_R, begins_V = np.arange(rows), np.arange(rows)
     else:
-        grouped_R, begins_V = _shared(pictures_R, share, None if seed is None else seed_for(seed, "meet", *address))
+        grouped_R, begins_V = _shared(images_R, share, None if seed is None else seed_for(seed, "meet", *address))
     bounds_V1 = np.append(begins_V, rows)
     if seed is None:
         return ImageGroups(grouped_R, bounds_V1)
@@ -156,11 +156,11 @@ def image_groups_of(pictures_R: Hashes, share: int, seed: int | None, *address: 
     return ImageGroups(grouped_R[from_R], np.concatenate([[0], ends_V]))
 
 
-def _shared(pictures_R: Hashes, share: int, key: int | None) -> tuple[Longs, Longs]:
+def _shared(images_R: Hashes, share: int, key: int | None) -> tuple[Longs, Longs]:
     """The rows, those of an image together, and where each image group begins."""
-    rows = len(pictures_R)
-    _, first, group_R = np.unique(pictures_R, return_index=True, return_inverse=True)
-    first_R = np.where(pictures_R == 0, np.arange(rows), first[group_R])  # groups are told apart, and ordered, by their first row
+    rows = len(images_R)
+    _, first, group_R = np.unique(images_R, return_index=True, return_inverse=True)
+    first_R = np.where(images_R == 0, np.arange(rows), first[group_R])  # groups are told apart, and ordered, by their first row
     drawn_R = np.arange(rows) if key is None else mixed(np.arange(rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key))
     grouped_R = np.lexsort((drawn_R, first_R))
     _, begins_G, sizes_G = np.unique(first_R[grouped_R], return_index=True, return_counts=True)

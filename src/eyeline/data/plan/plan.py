@@ -171,7 +171,7 @@ def open_bins(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing) -> tuple[
         tokens, patches = sizing.budget.tokens - int(tokens_I[inside].sum()), sizing.budget.patches - int(patches_I[inside].sum())
         if min(tokens, patches) < 0:
             raise StorageFailed(
-                "rows that are planned together have grown, and their pack is too small now. Put their pictures back as they were"
+                "rows that are planned together have grown, and their pack is too small now. Put their images back as they were"
             )
         bins.append(Bin(0, 0, tokens, patches, [*inside]).ranked(len(bins), sizing.budget))
     return row_G5, bounds, columns_G4, bins

@@ -21,7 +21,7 @@ from eyeline.data.plan.blend import Cursor
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.plan import ImageGroup, RowOf
 
-VERSION = 4  # of the state
+VERSION = 5  # of the state
 MANY = 512  # rows of one window that are written out; to read more the window's order is drawn, which needs the indexes of its shards
 
 WindowAddress = tuple[int, int, int]  # pool, epoch and window

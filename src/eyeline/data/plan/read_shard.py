@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eyeline.core.batch import Picture, Sample, Span, Video
+from eyeline.core.batch import EncodedImage, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.locations import Location, Remote, Stamp
@@ -41,14 +41,14 @@ def names_of(sample: Sample | BadSample, id: str, root: Location) -> list[str]:
     """What `drawn` goes by: names below the root, so that it is the same wherever the data lies."""
     if isinstance(sample, BadSample):
         return [id]
-    return [image_key(picture).removeprefix(str(root)) for picture in sample.pictures] or [id]
+    return [image_key(image).removeprefix(str(root)) for image in sample.images] or [id]
 
 
 class _Row(NamedTuple):
     """A row as the index keeps it."""
 
     place: Place
-    key: int  # as in `pictures_R`
+    key: int  # as in `images_R`
     drawn: float
     kind: int
     known: Tokenised
@@ -104,7 +104,7 @@ def _as_arrays(
         begin_N=lies_N3[:, 1].copy(),
         length_N=lies_N3[:, 2].copy(),
         frames_M1=np.concatenate([[0], np.cumsum(np.maximum(sizes_M3[:, 0], 1, dtype=np.int64))]),
-        pictures_R=np.array([row.key for row in rows], np.uint64),
+        images_R=np.array([row.key for row in rows], np.uint64),
         drawn_R=np.array([row.drawn for row in rows], np.float64),
         kind_R=np.array([row.kind for row in rows], np.int32),
         bad_R=bad_R,
@@ -164,22 +164,22 @@ class _Looked:
     stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)  # of `stamps`
 
-    def media_of(self, media: tuple[Picture | Video, ...]) -> _Media:
+    def media_of(self, media: tuple[EncodedImage | Video, ...]) -> _Media:
         keys = tuple(medium_key(medium) for medium in media)
         if keys not in self.media:
             sizes = tuple(self._size(key, medium) for key, medium in zip(keys, media, strict=True))
             hashed = hashlib.blake2b("\n".join(keys).encode("utf-8", "surrogatepass"), digest_size=8).digest()
-            pictures = [p for m in media for p in frames_of(m)]
-            names = [image_key(p).removeprefix(str(self.root)) for p in pictures]
-            lies = tuple(map(self._lies, pictures))
+            images = [p for m in media for p in frames_of(m)]
+            names = [image_key(p).removeprefix(str(self.root)) for p in images]
+            lies = tuple(map(self._lies, images))
             self.media[keys] = _Media(
                 sizes, lies, (int.from_bytes(hashed, "big") or 1) if keys else 0, hold_out_draw(names) if names else -1.0
             )
         return self.media[keys]
 
-    def _size(self, key: str, medium: Picture | Video) -> tuple[int, int, int] | BadSample:
+    def _size(self, key: str, medium: EncodedImage | Video) -> tuple[int, int, int] | BadSample:
         if key not in self.sizes:
-            found = [self._located(picture) for picture in frames_of(medium)]
+            found = [self._located(image) for image in frames_of(medium)]
             known = replace(medium, frames=tuple(found)) if isinstance(medium, Video) else found[0]
             try:
                 size = persistent(partial(size_of, known), self.retries)
@@ -188,29 +188,29 @@ class _Looked:
                 self.sizes[key] = bad
         return self.sizes[key]
 
-    def _lies(self, picture: Picture) -> tuple[int, int, int]:
-        match picture.source:
+    def _lies(self, image: EncodedImage) -> tuple[int, int, int]:
+        match image.source:
             case bytes():
                 return INSIDE, 0, 0
             case Span(path, begin, length):
-                assert path == self.own, f"{picture.name} lies in {path}, and its row in {self.own}"
+                assert path == self.own, f"{image.name} lies in {path}, and its row in {self.own}"
                 return OWN, begin, length
             case Path() | Remote():
-                return self._numbered(picture.source), 0, WHOLE
+                return self._numbered(image.source), 0, WHOLE
 
-    def _located(self, picture: Picture) -> Picture:
+    def _located(self, image: EncodedImage) -> EncodedImage:
         """The image; an object of a store, as it was found, so that it need not be asked for again."""
-        if isinstance(picture.source, bytes | Span):
-            return picture
-        self._numbered(picture.source)
-        stamp = self.stamps[str(picture.source)]
-        if isinstance(picture.source, Path) or not 0 <= stamp[0] <= MAX_FILE_BYTES:
-            return picture
-        return replace(picture, source=Span(picture.source, 0, stamp[0], stamp))
+        if isinstance(image.source, bytes | Span):
+            return image
+        self._numbered(image.source)
+        stamp = self.stamps[str(image.source)]
+        if isinstance(image.source, Path) or not 0 <= stamp[0] <= MAX_FILE_BYTES:
+            return image
+        return replace(image, source=Span(image.source, 0, stamp[0], stamp))
 
     def prefetch(self, samples: Sequence[Sample | BadSample]) -> None:
         """Look at the objects that these show, several at a time: one after another, they would be mostly waited for."""
-        wanted = {str(p.source): p.source for s in samples if isinstance(s, Sample) for p in s.pictures if isinstance(p.source, Remote)}
+        wanted = {str(p.source): p.source for s in samples if isinstance(s, Sample) for p in s.images if isinstance(p.source, Remote)}
         new = [source for name, source in wanted.items() if name not in self.stamps]
         with ThreadPoolExecutor(LOOKED_AT_ONCE) as threads:
             for source, stamp in zip(new, threads.map(partial(stamp_of, retries=self.retries), new), strict=True):

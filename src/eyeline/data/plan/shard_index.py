@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from eyeline.core.batch import Picture, Span, Video
+from eyeline.core.batch import EncodedImage, Span, Video
 from eyeline.core.errors import StorageFailed
 from eyeline.core.files import storage_failed
 from eyeline.core.image_rule import ImageRule
@@ -29,7 +29,7 @@ from eyeline.data.sources.sources import Place
 from eyeline.data.text.documents import Tokenised
 from eyeline.data.text.tokenizer import Encoder
 
-VERSION = 3
+VERSION = 4
 MAGIC = b"eyeline index\n"
 OWN, INSIDE = -1, -2  # in `file_N`: the file that holds the shard; the row, which has the bytes of the image
 WHOLE = -1  # in `length_N`
@@ -56,7 +56,7 @@ class ShardIndex:
     begin_N: Longs
     length_N: Longs  # WHOLE: of a file of its own
     frames_M1: Longs  # bounds of each medium in N
-    pictures_R: NDArray[np.uint64]  # equal for rows that look at the same media; 0 for none
+    images_R: NDArray[np.uint64]  # equal for rows that look at the same media; 0 for none
     drawn_R: NDArray[np.float64]  # 0 to 1, by the names of the images alone: a row is held out when this is below the share
     kind_R: NDArray[np.int32]  # which of `kinds`; -1: the row cannot be parsed at all
     bad_R: NDArray[np.bool_]
@@ -80,35 +80,35 @@ class ShardIndex:
         """Of each medium of a row."""
         return tuple(_size(s) for s in self.sizes_M3[self.media_R1[row] : self.media_R1[row + 1]].tolist())
 
-    def media(self, row: int, own: File) -> tuple[Picture | Video, ...] | None:
+    def media(self, row: int, own: File) -> tuple[EncodedImage | Video, ...] | None:
         """What a row shows, by where it lies; `own` is the file of the shard. None: the row has to be read. Videos come without times:
         the ids say them already."""
         begin, end = self.media_R1[row : row + 2].tolist()
         bounds = self.frames_M1[begin : end + 1].tolist()
         if (self.file_N[bounds[0] : bounds[-1]] == INSIDE).any():
             return None
-        frames = [self._picture(n, own) for n in range(bounds[0], bounds[-1])]
-        media: list[Picture | Video] = []
+        frames = [self._image(n, own) for n in range(bounds[0], bounds[-1])]
+        media: list[EncodedImage | Video] = []
         for first, last, still in zip(bounds, bounds[1:], (self.sizes_M3[begin:end, 0] == 0).tolist(), strict=False):
             of = frames[first - bounds[0] : last - bounds[0]]
             media.append(of[0] if still else Video(of[0].name, tuple(of), (0.0,) * len(of)))
         return tuple(media)
 
-    def _picture(self, number: int, own: File) -> Picture:
+    def _image(self, number: int, own: File) -> EncodedImage:
         file, begin, length = int(self.file_N[number]), int(self.begin_N[number]), int(self.length_N[number])
         path = own.path if file == OWN else location(self.files[file])
         if length == WHOLE and isinstance(path, Path):
-            return Picture(str(path), path)
+            return EncodedImage(str(path), path)
         size, changed = own.stamp if file == OWN else self.stamps_F2[file].tolist()
         if length == WHOLE:  # an object: it is to be the one that was indexed, which asking for it tells at no cost
-            return Picture(str(path), Span(path, 0, size, (size, changed)))
-        return Picture(f"{path}@{begin}+{length}", Span(path, begin, length, (size, changed)))
+            return EncodedImage(str(path), Span(path, 0, size, (size, changed)))
+        return EncodedImage(f"{path}@{begin}+{length}", Span(path, begin, length, (size, changed)))
 
     @cached_property
     def showing_R(self) -> Longs:
         """How many rows of the shard look at what each row looks at; 1 for text."""
-        _, group_R, counts = np.unique(self.pictures_R, return_inverse=True, return_counts=True)
-        return np.where(self.pictures_R == 0, 1, counts[group_R])
+        _, group_R, counts = np.unique(self.images_R, return_inverse=True, return_counts=True)
+        return np.where(self.images_R == 0, 1, counts[group_R])
 
     def kept(self, kinds: Sequence[str] | None) -> NDArray[np.bool_]:
         """Which rows are of these kinds. One that cannot be parsed is of any: it is to be counted."""
@@ -167,7 +167,7 @@ def from_bytes(data: NDArray[np.uint8], identity: str) -> ShardIndex:
 
 def identity_of(about: Shard, layout: str, root: Location, encoder: Encoder, rule: ImageRule | None) -> str:
     """What an index depends on. Of the image rule that is whether images are taken at all, and how many frames one slice has."""
-    taken = None if rule is None else (rule.frames, rule.film is not None)
+    taken = None if rule is None else (rule.frames, rule.video is not None)
     said = [VERSION, about.fingerprint, layout, str(root), about.name, encoder.identity, taken]
     return hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 
-from eyeline.core.batch import Budget, Message, Picture, Sample, Text, Video
+from eyeline.core.batch import Budget, EncodedImage, Message, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed
 from eyeline.core.locations import Location, location
 from eyeline.core.problems import lines_of
@@ -35,7 +35,7 @@ from eyeline.data.plan.shard_index import Shelf
 from eyeline.data.sources.folders import files_below, located
 from eyeline.data.sources.sources import Rows, Source
 
-VERSION = 3  # of the folder
+VERSION = 4  # of the folder
 MANIFEST = "prepared.json"
 TOKENIZER = "tokenizer"
 
@@ -82,7 +82,7 @@ class Archive(Settings):
 class Manifest(Settings):
     """What a prepared folder holds."""
 
-    version: Literal[3] = VERSION
+    version: Literal[4] = VERSION
     data: dict[str, Any]  # the settings that say which samples there are, and in which order
     identity: dict[str, Any]  # all that its plan depends on, as a reader states it
     tokens: int  # of the budget
@@ -146,11 +146,11 @@ def packed_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
     """A sample as a row of an archive, in the layout of OpenAI's messages; `names` are those of its images, in order."""
     left = iter(names)
 
-    def part_of(part: Text | Picture | Video) -> dict[str, Any]:
+    def part_of(part: Text | EncodedImage | Video) -> dict[str, Any]:
         match part:
             case Text(text):
                 return {"type": "text", "text": with_escapes(text)}
-            case Picture(name):
+            case EncodedImage(name):
                 next(left)
                 return {"type": "image", "name": name}
             case Video(name, frames, seconds):
@@ -169,7 +169,7 @@ def packed_sample(row: Any, id: str, root: Location) -> Sample:  # noqa: ARG001 
     """What `packed_row` was made of, with images where they lie now."""
     left = iter(row.get("images", ()))
 
-    def part_of(part: dict[str, Any]) -> Text | Picture | Video:
+    def part_of(part: dict[str, Any]) -> Text | EncodedImage | Video:
         match part["type"]:
             case "text":
                 return Text(without_escapes(part["text"]))

@@ -47,7 +47,7 @@ class Packing:
     """What a budget makes of the training rows that were looked at."""
 
     budget: Budget
-    pictured: Load  # packs with images
+    with_images: Load  # packs with images
     texts: Load  # packs without
     rows: int  # that were planned
     too_long: int  # of them, those that are over the budget, or over the model's positions
@@ -55,7 +55,7 @@ class Packing:
 
     @property
     def load(self) -> Load:
-        return self.pictured + self.texts
+        return self.with_images + self.texts
 
     @property
     def waste(self) -> float:
@@ -146,8 +146,8 @@ def packing(reader: Reader, shards: Shards, budget: Budget) -> Packing | None:
     if not settled:
         loads += [_loads(*_unpacked(bin), sizing).sum(0)[None] for bin in bins]
     load_K6 = np.concatenate(loads)
-    pictured, texts = (Load(len(some), *some.sum(0).tolist()) for some in (load_K6[load_K6[:, 0] > 0], load_K6[load_K6[:, 0] == 0]))
-    return Packing(budget, pictured, texts, rows, lost, settled) if len(load_K6) else None
+    with_images, texts = (Load(len(some), *some.sum(0).tolist()) for some in (load_K6[load_K6[:, 0] > 0], load_K6[load_K6[:, 0] == 0]))
+    return Packing(budget, with_images, texts, rows, lost, settled) if len(load_K6) else None
 
 
 def _windows(reader: Reader, pools: Sequence[Pool], sizing: Sizing) -> Iterator[Ordered]:

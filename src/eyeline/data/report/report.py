@@ -156,7 +156,7 @@ class DataReport:
     visual: Measure | None
     supervised: Measure | None
     answers: Measure | None  # tokens of each answer that is learned, its end included
-    pictures: Measure | None  # of a sample, frames of videos not counted one by one
+    images_per_sample: Measure | None  # of a sample, frames of videos not counted one by one
     widths: Measure | None  # pixels of each image, upright; those that rows of a shard share count once
     heights: Measure | None
     aspects: Measure | None  # width over height
@@ -209,14 +209,14 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         visual=Measure.of(lengths["visual"]),
         supervised=Measure.of(lengths["supervised"]),
         answers=Measure.of(np.concatenate([side.answers() for side in sides])),
-        pictures=Measure.of(np.concatenate([side.pictures() for side in sides])),
+        images_per_sample=Measure.of(np.concatenate([side.images_per_sample() for side in sides])),
         widths=Measure.of(sizes_M2[:, 1]),
         heights=Measure.of(sizes_M2[:, 0]),
         aspects=Measure.of(sizes_M2[:, 1] / sizes_M2[:, 0]),
         rejects=dict(examined.causes.most_common()),
         rejected=tuple(reject for cause, _ in examined.causes.most_common() for reject in examined.rejected[cause]),
         odd=dict(examined.odd.most_common()),
-        decoded=len(examined.pictures),
+        decoded=len(examined.decoded),
         control_strings=examined.spelt,
         said=examined.said,
         masked=examined.masked,
@@ -278,7 +278,7 @@ class Looked:
         """Tokens, visual or supervised ones of each usable row."""
         return self._of_shards(lambda _, sized, number_R: getattr(sized, f"{name}_R")[number_R], source)
 
-    def pictures(self) -> Longs:
+    def images_per_sample(self) -> Longs:
         """Stills and videos of each usable row."""
         return self._of_shards(lambda index, _, number_R: np.diff(index.media_R1)[number_R])
 
@@ -290,7 +290,7 @@ class Looked:
         """Height and width of each image; those that several rows of a shard share, once."""
 
         def of(index: ShardIndex, _: Sized, number_R: Longs) -> Longs:
-            first = np.unique(index.pictures_R[number_R], return_index=True)[1]
+            first = np.unique(index.images_R[number_R], return_index=True)[1]
             rows = np.sort(number_R[first])
             media = [m for row in rows.tolist() for m in range(int(index.media_R1[row]), int(index.media_R1[row + 1]))]
             return index.sizes_M3[media, 1:].astype(np.int64).ravel()
@@ -318,7 +318,7 @@ class Looked:
             keys += [f"{own}@{begin}+{length}" for begin, length in np.unique(spans_N2, axis=0).tolist()]
             found.update(keys)
             order_N = np.arange(len(row_N)) - index.frames_M1[index.media_R1][row_N]
-            rows = index.pictures_R[row_N[shown_N & inside_N]].tolist()
+            rows = index.images_R[row_N[shown_N & inside_N]].tolist()
             found |= {*zip(rows, order_N[shown_N & inside_N].tolist(), strict=True)}
         return Images(samples, len(found))
 
@@ -362,7 +362,7 @@ class _Examined:
     causes: Counter[str]
     rejected: dict[str, list[Reject]]
     odd: Counter[str]
-    pictures: dict[str, BadSample | None]
+    decoded: dict[str, BadSample | None]
     trained: int = 0
     trained_rejected: int = 0
     contents: dict[str, str] = field(default_factory=dict)  # of each that could be read: the key of its bytes
@@ -391,13 +391,13 @@ class _Examined:
             out.said += sum(message.role == "assistant" and message.supervised for message in sample.messages)
             out.masked += sum(not message.supervised for message in sample.messages)
             out.learned += int((np.diff(index.tokenised(number).trained_U.astype(np.int8), prepend=0) == 1).sum())
-            bad = _pictures_of(sample, out.pictures, out.contents, out.odd)
+            bad = _images_of(sample, out.decoded, out.contents, out.odd)
             if bad is not None:
                 out.trained_rejected += training
                 out._reject(rows.reject(place, bad))
             elif not side.judges and sample.media:
                 out.showing += 1
-                out.shown |= {out.contents[image_key(picture)] for picture in sample.pictures}
+                out.shown |= {out.contents[image_key(image)] for image in sample.images}
         return out
 
     @property
@@ -411,19 +411,19 @@ class _Examined:
             named.append(reject)
 
 
-def _pictures_of(sample: Sample, pictures: dict[str, BadSample | None], contents: dict[str, str], odd: Counter[str]) -> BadSample | None:
+def _images_of(sample: Sample, decoded: dict[str, BadSample | None], contents: dict[str, str], odd: Counter[str]) -> BadSample | None:
     """Decode those images that were not decoded before; the first complaint about one of the sample's."""
     first: BadSample | None = None
-    for picture in sample.pictures:
-        key = image_key(picture)
-        if key not in pictures:
-            pictures[key] = None
+    for image in sample.images:
+        key = image_key(image)
+        if key not in decoded:
+            decoded[key] = None
             try:
-                contents[key] = content_key(picture)
-                odd.update(oddities(picture))
+                contents[key] = content_key(image)
+                odd.update(oddities(image))
             except BadSample as bad:
-                pictures[key] = bad
-        first = first or pictures[key]
+                decoded[key] = bad
+        first = first or decoded[key]
     return first
 
 

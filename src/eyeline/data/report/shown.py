@@ -43,7 +43,7 @@ class Shown:
     supervised: int
     pieces: tuple[Piece, ...]
     thumbnails: tuple[bytes, ...]  # JPEG, made here from decoded pixels; the first few
-    pictures: int  # all that it has
+    images: int  # all that it has
 
 
 def shown_samples(reader: Reader, budget: Budget, count: int, thumbnails: bool) -> list[Shown]:
@@ -88,8 +88,8 @@ def _shown(sample: Sample, document: Document, source: str, encoder: Encoder, th
         tokens=len(document.tokens_T),
         supervised=int((document.labels_T != IGNORE).sum()),
         pieces=shortened(pieces_of(document, encoder)),
-        thumbnails=tuple(thumbnail(upright(picture)) for picture in sample.pictures[:THUMBNAILS]) if thumbnails else (),
-        pictures=len(sample.pictures),
+        thumbnails=tuple(thumbnail(upright(image)) for image in sample.images[:THUMBNAILS]) if thumbnails else (),
+        images=len(sample.images),
     )
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from eyeline.core.batch import Picture, Sample, Text
+from eyeline.core.batch import EncodedImage, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.data.images.image_files import content_key, image_key
 
@@ -24,8 +24,8 @@ class Overlap:
     samples: int
     equal_samples: int  # of them, those that are in training, images and all
     equal_texts: int  # of them, those whose text is in training, whatever the images
-    pictures: int  # different ones
-    equal_pictures: int  # of them, those whose bytes are in training
+    images: int  # different ones
+    equal_images: int  # of them, those whose bytes are in training
     equal_paths: int  # of them, those that training reads from the same place
     examples: tuple[tuple[str, str], ...]  # an image, and its name in training
 
@@ -38,9 +38,9 @@ class Twins:
     samples: int
     equal_samples: int  # samples that equal an earlier one
     sample_examples: tuple[tuple[str, str], ...]  # ids of such a sample, and of the first that it equals
-    pictures: int  # places that images were read from
-    equal_pictures: int  # of them, those with the bytes of an earlier one
-    picture_examples: tuple[tuple[str, str], ...]
+    images: int  # places that images were read from
+    equal_images: int  # of them, those with the bytes of an earlier one
+    image_examples: tuple[tuple[str, str], ...]
     overlaps: tuple[Overlap, ...]
 
 
@@ -55,8 +55,8 @@ class Known:
     texts: Counter[Key] = field(default_factory=Counter)  # and of each text
     places: dict[Key, Key] = field(default_factory=dict)  # hash of where an image lies -> hash of its bytes
     contents: dict[Key, str] = field(default_factory=dict)  # hash of bytes -> name of the first image with them
-    equal_pictures: int = 0
-    picture_examples: list[tuple[str, str]] = field(default_factory=list)
+    equal_images: int = 0
+    image_examples: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def equal_samples(self) -> int:
@@ -65,7 +65,7 @@ class Known:
 
     def add(self, sample: Sample) -> None:
         """Read and remember one. BadSample where an image's file cannot be read."""
-        keys = [self._picture(picture, sample.id) for picture in sample.pictures]
+        keys = [self._image(image, sample.id) for image in sample.images]
         text = _hash("\n".join(_said(sample)))
         whole = _hash(b"".join((text, *keys)))
         self.samples += 1
@@ -76,17 +76,17 @@ class Known:
         else:
             _keep(self.sample_examples, (sample.id, self.first[whole]))
 
-    def _picture(self, picture: Picture, id: str) -> Key:
-        inside = isinstance(picture.source, bytes)  # of a row: its place is the row
-        place = _hash(f"{id} {picture.name}" if inside else image_key(picture))
+    def _image(self, image: EncodedImage, id: str) -> Key:
+        inside = isinstance(image.source, bytes)  # of a row: its place is the row
+        place = _hash(f"{id} {image.name}" if inside else image_key(image))
         if place in self.places:
             return self.places[place]
-        content = _hash(content_key(picture))
+        content = _hash(content_key(image))
         self.places[place] = content
-        name = f"{picture.name} of {id}" if inside else picture.name
+        name = f"{image.name} of {id}" if inside else image.name
         if content in self.contents:
-            self.equal_pictures += 1
-            _keep(self.picture_examples, (name, self.contents[content]))
+            self.equal_images += 1
+            _keep(self.image_examples, (name, self.contents[content]))
         else:
             self.contents[content] = name
         return content
@@ -110,9 +110,9 @@ def twins(training: Known, judges: dict[str, Known], whole: bool = True) -> Twin
         samples=training.samples,
         equal_samples=training.equal_samples,
         sample_examples=tuple(training.sample_examples),
-        pictures=len(training.places),
-        equal_pictures=training.equal_pictures,
-        picture_examples=tuple(training.picture_examples),
+        images=len(training.places),
+        equal_images=training.equal_images,
+        image_examples=tuple(training.image_examples),
         overlaps=tuple(_overlap(name, judge, training) for name, judge in judges.items()),
     )
 
@@ -124,8 +124,8 @@ def _overlap(name: str, judge: Known, training: Known) -> Overlap:
         samples=judge.samples,
         equal_samples=sum(count for key, count in judge.wholes.items() if key in training.wholes),
         equal_texts=sum(count for key, count in judge.texts.items() if key in training.texts),
-        pictures=len(judge.contents),
-        equal_pictures=len(shared),
+        images=len(judge.contents),
+        equal_images=len(shared),
         equal_paths=sum(place in training.places for place in judge.places),
         examples=tuple((judge.contents[key], training.contents[key]) for key in shared[:EXAMPLES]),
     )

@@ -81,7 +81,7 @@ def image_folder(images: str, retries: int) -> Location:
     else:
         folder = Path(os.path.abspath(os.path.expanduser(images)))
     if not is_folder(folder):
-        raise Refused(f"the folder of the images, {folder}, does not exist. Set images: to the folder that picture paths start from")
+        raise Refused(f"the folder of the images, {folder}, does not exist. Set images: to the folder that image paths start from")
     return folder
 
 

@@ -8,7 +8,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.locations import Location, below
 from eyeline.data.containers.container import File
 from eyeline.data.containers.energon import energon_columns, energon_shards
-from eyeline.data.containers.keys import PICTURES
+from eyeline.data.containers.keys import IMAGE_SUFFIXES
 from eyeline.data.sources.folders import common_folder, listed_below
 
 
@@ -35,10 +35,10 @@ def found_in(path: Location, retries: int) -> Found:
         if found is not None:
             return found._replace(skipped=there.skipped)
     skipped = f" Skipped: {there.skipped}." if there.skipped else ""
-    pictures = sum(_is_picture(name) for name in known)
-    if pictures:
+    images = sum(_is_image(name) for name in known)
+    if images:
         remedy = "Put a metadata.csv with the columns file_name and caption there, or a .txt beside each"
-        raise Refused(f"{path} is a folder with {pictures:,} pictures, and nothing that says what they show.{skipped} {remedy}")
+        raise Refused(f"{path} is a folder with {images:,} images, and nothing that says what they show.{skipped} {remedy}")
     raise Refused(
         f"{path} is a folder without data that are known: none of its {len(known):,} files is .json, .jsonl, .csv, .parquet, .arrow or "
         f".tar.{skipped} Name another"
@@ -48,8 +48,8 @@ def found_in(path: Location, retries: int) -> Found:
 Known = dict[str, Location]  # all files of a folder, by their names from there on
 
 
-def _is_picture(name: str) -> bool:
-    return name.rpartition(".")[2].lower() in PICTURES
+def _is_image(name: str) -> bool:
+    return name.rpartition(".")[2].lower() in IMAGE_SUFFIXES
 
 
 def _easy_vqa(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
@@ -140,9 +140,9 @@ def _json(path: Location, known: Known, retries: int) -> Found | None:  # noqa: 
 
 def _beside(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
     """Images, each with a text of the same name beside it."""
-    pictures = [name for name in known if _is_picture(name)]
-    texts = [known.get(f"{name.rpartition('.')[0]}.txt") for name in pictures]
-    return Found(path, path, [known[name] for name in pictures], texts) if any(texts) else None
+    images = [name for name in known if _is_image(name)]
+    texts = [known.get(f"{name.rpartition('.')[0]}.txt") for name in images]
+    return Found(path, path, [known[name] for name in images], texts) if any(texts) else None
 
 
 def _object(path: Location, retries: int) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from eyeline.core.batch import Picture
+from eyeline.core.batch import EncodedImage
 from eyeline.core.errors import BadSample
 from eyeline.core.locations import Location, Remote, inside
 from eyeline.data.images.image_files import image_key
-from eyeline.data.layouts.media import FILM_FILES, PLACEHOLDERS, picture_of
+from eyeline.data.layouts.media import PLACEHOLDERS, VIDEO_FILES, image_of
 
 IMAGE_FILES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jp2", ".jxl"),
@@ -58,11 +58,11 @@ def named_by(value: Any, root: Location, key: str, looks: bool) -> Named | None:
     """The image or video that a value of a column is or names; None for anything else. With `looks`, also a file without an ending of
     images is opened, to see whether it is one. `key` is the name of the column."""
     match value:
-        case Picture():
+        case EncodedImage():
             return Named(value.name, "here", image_key(value))
         case bytes():
             what = kind_of(value)
-            return Named(f"bytes of {what}", "here", image_key(Picture(key, value)), what == "a video") if what else None
+            return Named(f"bytes of {what}", "here", image_key(EncodedImage(key, value)), what == "a video") if what else None
         case {"bytes": bytes(data)}:
             return named_by(data, root, key, looks)
         case str():
@@ -75,7 +75,7 @@ def _by_text(value: str, root: Location, key: str, looks: bool) -> Named | None:
     text = value.strip()
     if len(text) > LONGEST_NAME or text[:5].lower() == "data:":
         try:  # base64 of an image, bare or in a data: URL
-            found = picture_of(text, root, key)
+            found = image_of(text, root, key)
         except BadSample:
             return Named("a data: URL of an image", "here") if text[:11].lower() == "data:image/" else None
         return Named(found.name[:60], "here", image_key(found)) if isinstance(found.source, bytes) else None
@@ -83,13 +83,13 @@ def _by_text(value: str, root: Location, key: str, looks: bool) -> Named | None:
         return None
     end = text.lower().partition("?")[0]
     state, found_key = _file(text, root)
-    if end.endswith((*IMAGE_FILES, *FILM_FILES)) or (state == "url" and _SPEAKING.search(key)):
+    if end.endswith((*IMAGE_FILES, *VIDEO_FILES)) or (state == "url" and _SPEAKING.search(key)):
         if state == "absent" and (one := next(_paths_in(text, root), None)) is not None:
             return one
         sentence = state == "absent" and text.count(" ") > 2  # that ends in a name
-        return None if sentence else Named(text, state, found_key, end.endswith(FILM_FILES))
+        return None if sentence else Named(text, state, found_key, end.endswith(VIDEO_FILES))
     try:
-        encoded = picture_of(text, root, key)
+        encoded = image_of(text, root, key)
     except BadSample:
         return None
     if isinstance(encoded.source, bytes):
@@ -121,7 +121,7 @@ def _begins_as_image(path: str) -> bool:
 
 # Texts
 
-_ENDS = "|".join(re.escape(end[1:]) for end in (*IMAGE_FILES, *FILM_FILES))
+_ENDS = "|".join(re.escape(end[1:]) for end in (*IMAGE_FILES, *VIDEO_FILES))
 _ENDED = re.compile(rf"\.(?:{_ENDS})(?![\w/-]|\.\w)", re.IGNORECASE)
 _STOPS = " \t\n\r\"'`<>()[]{}|,;:="  # characters that a path without anything around it does not go over
 _PATHS = 64  # of a text
@@ -143,8 +143,8 @@ def named_in(text: str, root: Location) -> tuple[list[Named], str]:
         for match in pattern.finditer(text):
             name = match[group].strip()
             state, key = ("here", "") if name[:5].lower() == "data:" else _file(name, root)
-            video = name.lower().endswith(FILM_FILES)
-            ends = name.partition("?")[0].lower().endswith((*IMAGE_FILES, *FILM_FILES))
+            video = name.lower().endswith(VIDEO_FILES)
+            ends = name.partition("?")[0].lower().endswith((*IMAGE_FILES, *VIDEO_FILES))
             if (
                 state in ("here", "there", "outside")
                 or (pattern not in (_SOURCED, _LINKED) and ends)
@@ -165,7 +165,7 @@ def _paths_in(text: str, root: Location) -> Iterator[Named]:
         for name in dict.fromkeys((word, line)):  # a name may have spaces in it
             state, key = _file(name, root)
             if state == "outside" or (state == "there" and not isinstance(root, Remote)):
-                yield Named(name, state, key, name.lower().endswith(FILM_FILES), "its path")
+                yield Named(name, state, key, name.lower().endswith(VIDEO_FILES), "its path")
                 break
 
 

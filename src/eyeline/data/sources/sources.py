@@ -198,6 +198,6 @@ NO_ROWS = {  # how files begin that hold none
     b"<!DOCTYPE": "a web page: the download gave one, perhaps of an error, in place of the file",
     b"<HTML": "a web page: the download gave one, perhaps of an error, in place of the file",
     b"VERSION HTTPS://GIT-LFS": "a Git LFS pointer: fetch the file with git lfs pull",
-    b"\xff\xd8\xff": "a picture",
-    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "an image",
+    b"\x89PNG": "an image",
 }

@@ -19,7 +19,7 @@ from eyeline.data.containers.parquet import Tables
 from eyeline.data.containers.tars import Tars
 from eyeline.data.images.image_files import image_key
 from eyeline.data.layouts.layouts import MEDIA, Layout
-from eyeline.data.layouts.media import PICTURES, unpacked
+from eyeline.data.layouts.media import IMAGE_COLUMNS, unpacked
 from eyeline.data.sources.naming import Named, named_by, named_in, placeholders_in
 from eyeline.data.sources.sources import Rows
 
@@ -148,7 +148,7 @@ def _look(found: _Found, rows: Rows, place: Place, row: Any) -> None:
         sample: Sample | None = rows.layout.read(row, id, rows.root)
     except BadSample:  # is rejected with its own message; an unread column may be why
         sample = None
-    shown = {image_key(picture) for picture in sample.pictures} if sample else set[str]()
+    shown = {image_key(image) for image in sample.images} if sample else set[str]()
     found.showing += bool(shown)
     found.read += sample is not None
     columns: dict[str, Named] = {}
@@ -279,7 +279,7 @@ def _remedy(found: _Found, rows: Rows, where: str, count: _Count) -> str:
         first = "Write the paths of a row as a list in JSON, and"
     elif named.name.lower().startswith("file://"):
         first = "Write the paths without file://, and"
-    mapped = [(ours, theirs) for ours, theirs in rows.layout.mapping.columns if ours not in PICTURES]
+    mapped = [(ours, theirs) for ours, theirs in rows.layout.mapping.columns if ours not in IMAGE_COLUMNS]
     columns = ", ".join(f"{ours}: {theirs}" for ours, theirs in (("image", name), *mapped))
     folder = ""
     if named.state == "outside":

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from eyeline.core.batch import IGNORE, Document, Image, Ints, Message, Picture, Sample, Text, Video
+from eyeline.core.batch import IGNORE, Document, EncodedImage, Image, Ints, Message, Sample, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.image_rule import ImageRule
 from eyeline.data.images.decode import Size
@@ -57,7 +57,7 @@ def tokenised(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | N
     """
     media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
     if media and rule is None:
-        raise BadSample("picture_without_tower", "image", f"{media[0].name} is a picture or film, and this model reads text only")
+        raise BadSample("image_without_tower", "image", f"{media[0].name} is an image or video, and this model reads text only")
     frames = rule.frames if rule else 1
     key = (prompt, frames, *((m.role, m.supervised, *map(_said, m.parts)) for m in messages))
     known = encoder.remembered(key)
@@ -78,12 +78,12 @@ def tokenised(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | N
     return encoder.remember(key, made, size=len(ids))
 
 
-def _said(part: Text | Picture | Video) -> Hashable:
+def _said(part: Text | EncodedImage | Video) -> Hashable:
     """What a part makes of the text around it."""
     match part:
         case Text():
             return part.text
-        case Picture():
+        case EncodedImage():
             return None
         case Video():
             return part.seconds

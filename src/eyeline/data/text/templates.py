@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from eyeline.core.batch import Message, Picture, Text, Video
+from eyeline.core.batch import EncodedImage, Message, Text, Video
 from eyeline.core.errors import BadSample, Refused, nearest
 
 IMAGE = "<|image_pad|>"  # Qwen's own name; tokenizers that lack it get it added
-FILM = "<|video_pad|>"
+VIDEO = "<|video_pad|>"
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Marks:
     """How media are written."""
 
     image: str
-    film: str | None = None
+    video: str | None = None
     begin: str | None = None  # controls around each still and each slice
     end: str | None = None
 
     @property
     def controls(self) -> tuple[str, ...]:
-        return tuple(token for token in (self.begin, self.end, self.image, self.film) if token is not None)
+        return tuple(token for token in (self.begin, self.end, self.image, self.video) if token is not None)
 
 
 def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
@@ -86,18 +86,18 @@ def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
         match part:
             case Text():
                 out.append(Content(part.text, message.role == "assistant", not message.supervised))
-            case Picture():
+            case EncodedImage():
                 out += _medium(marks.image, marks)
             case Video():
-                if marks.film is None:
+                if marks.video is None:
                     raise BadSample(
                         "unsupported",
                         "video",
-                        "the chat template has no place for films; import the model with one that has: --template qwen3",
+                        "the chat template has no place for videos; import the model with one that has: --template qwen3",
                     )
                 # no marks around the whole: as the checkpoints were trained, and unlike the processor of transformers 5.24
                 for seconds in slice_seconds(part.seconds, frames):
-                    out += [Content(f"<{seconds:.1f} seconds>"), *_medium(marks.film, marks)]
+                    out += [Content(f"<{seconds:.1f} seconds>"), *_medium(marks.video, marks)]
     return out
 
 
@@ -112,7 +112,7 @@ def slice_seconds(seconds: Sequence[float], frames: int) -> list[float]:
     return [(seconds[n] + seconds[min(n + frames - 1, last)]) / 2 for n in range(0, len(seconds), frames)]
 
 
-QWEN_MARKS = Marks(IMAGE, FILM, "<|vision_start|>", "<|vision_end|>")
+QWEN_MARKS = Marks(IMAGE, VIDEO, "<|vision_start|>", "<|vision_end|>")
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."  # what Qwen2.5-Instruct's template inserts
 SMOL_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # SmolLM2-Instruct's
 
@@ -133,14 +133,14 @@ def _chatml(messages: Sequence[Message], prompt: bool, frames: int, marks: Marks
 
 def _said_jinja(marks: Marks) -> str:
     """A macro that gives a message's content as text, each image and video as one token between its marks."""
-    image, film = (f"{marks.begin or ''}{token or ''}{marks.end or ''}" for token in (marks.image, marks.film))
-    films = "" if marks.film is None else "{%- elif part['type'] == 'video' %}{{- '" + film + "' }}"
+    image, video = (f"{marks.begin or ''}{token or ''}{marks.end or ''}" for token in (marks.image, marks.video))
+    videos = "" if marks.video is None else "{%- elif part['type'] == 'video' %}{{- '" + video + "' }}"
     return (
         "{%- macro said(content) %}"
         "{%- if content is string %}{{- content }}"
         "{%- else %}{%- for part in content %}"
         "{%- if part['type'] == 'text' %}{{- part['text'] }}"
-        "{%- elif part['type'] in ['image', 'image_url'] %}{{- '" + image + "' }}" + films + "{%- endif %}{%- endfor %}{%- endif %}"
+        "{%- elif part['type'] in ['image', 'image_url'] %}{{- '" + image + "' }}" + videos + "{%- endif %}{%- endfor %}{%- endif %}"
         "{%- endmacro %}"
     )
 
@@ -253,7 +253,7 @@ def _thinking_template(name: str, thinking: Thinking) -> Template:
 
 def _trimmed(message: Message) -> Message:
     """The message without white space at its ends."""
-    parts: list[Text | Picture | Video] = []
+    parts: list[Text | EncodedImage | Video] = []
     for part in message.parts:
         if isinstance(part, Text) and parts and isinstance(parts[-1], Text):
             parts[-1] = Text(parts[-1].text + part.text)
@@ -326,7 +326,7 @@ PLAIN_JINJA = (
 )
 
 _ALL = (
-    _chatml_template("qwen2.5", replace(QWEN_MARKS, film=None), QWEN_SYSTEM),
+    _chatml_template("qwen2.5", replace(QWEN_MARKS, video=None), QWEN_SYSTEM),
     _chatml_template("qwen3", QWEN_MARKS, None),  # Qwen3-VL-Instruct and Qwen3-Instruct (2507), which do not think
     _thinking_template("qwen3-thinking", Thinking(on=True, opened=False, trimmed=False)),  # Qwen3 (2025-04) as it comes
     # Qwen3-VL-Thinking and Qwen3-Thinking (2507)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eyeline.core.batch import Picture, Text, Video
+from eyeline.core.batch import EncodedImage, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.data.images.image_files import image_key
 from eyeline.data.layouts.media import MAX_FRAMES
@@ -29,7 +29,7 @@ def opened(tmp_path: Path) -> Callable[..., Rows]:
     return write
 
 
-def films(rows: Rows) -> list[Video]:
+def videos(rows: Rows) -> list[Video]:
     return [medium for medium in row_of(rows).media if isinstance(medium, Video)]
 
 
@@ -37,15 +37,15 @@ def chat(*parts: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": "ok"}]}
 
 
-def test_a_column_of_frames_is_one_film(opened, tmp_path: Path) -> None:
+def test_a_column_of_frames_is_one_video(opened, tmp_path: Path) -> None:
     rows = opened({"video": FRAMES, "conversations": ASKED})
-    film, text = row_of(rows).messages[0].parts
-    assert isinstance(film, Video)
-    assert film.frames == tuple(Picture(name, tmp_path / name) for name in FRAMES)
-    assert film.seconds == (0.0, 0.5, 1.0)  # two frames a second, where nothing is said
+    video, text = row_of(rows).messages[0].parts
+    assert isinstance(video, Video)
+    assert video.frames == tuple(EncodedImage(name, tmp_path / name) for name in FRAMES)
+    assert video.seconds == (0.0, 0.5, 1.0)  # two frames a second, where nothing is said
     assert text == Text("what happens?")
-    assert row_of(rows).pictures == film.frames
-    assert [image_key(p) for p in row_of(rows).pictures] == [str(tmp_path / name) for name in FRAMES]
+    assert row_of(rows).images == video.frames
+    assert [image_key(p) for p in row_of(rows).images] == [str(tmp_path / name) for name in FRAMES]
 
 
 @pytest.mark.parametrize(
@@ -57,23 +57,23 @@ def test_a_column_of_frames_is_one_film(opened, tmp_path: Path) -> None:
     ],
 )
 def test_times_are_taken_from_the_row_or_the_part(opened, timing: dict[str, Any], seconds: tuple[float, ...]) -> None:
-    assert films(opened({"video": FRAMES, "conversations": ASKED, **timing}))[0].seconds == seconds
-    assert films(opened(chat({"type": "video", "video": FRAMES, **timing}, {"type": "text", "text": "?"})))[0].seconds == seconds
+    assert videos(opened({"video": FRAMES, "conversations": ASKED, **timing}))[0].seconds == seconds
+    assert videos(opened(chat({"type": "video", "video": FRAMES, **timing}, {"type": "text", "text": "?"})))[0].seconds == seconds
 
 
 @pytest.mark.parametrize("column", ["video", "videos"])
-def test_several_films_and_pictures_keep_their_order(opened, column: str) -> None:
+def test_several_videos_and_images_keep_their_order(opened, column: str) -> None:
     rows = opened({column: [FRAMES[:2], FRAMES], "fps": [1, 4], "image": "a.png", "conversations": TWO})
-    first, _, picture, _, second, _ = row_of(rows).messages[0].parts
+    first, _, image, _, second, _ = row_of(rows).messages[0].parts
     assert isinstance(first, Video)
     assert isinstance(second, Video)
-    assert (first.seconds, picture, second.seconds) == ((0.0, 1.0), row_of(rows).media[1], (0.0, 0.25, 0.5))
+    assert (first.seconds, image, second.seconds) == ((0.0, 1.0), row_of(rows).media[1], (0.0, 0.25, 0.5))
 
 
-def test_bare_parts_and_strings_take_films_from_the_column(opened) -> None:
+def test_bare_parts_and_strings_take_videos_from_the_column(opened) -> None:
     bare = {**chat({"type": "video"}, {"type": "text", "text": "?"}), "videos": [FRAMES]}
     string = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "ok"}], "videos": [FRAMES]}
-    assert films(opened(bare)) == films(opened(string))
+    assert videos(opened(bare)) == videos(opened(string))
 
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -88,13 +88,13 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "frames by URL": ({"video": ["http://x/0.png"], "conversations": ASKED}, "remote_url", "video[0]"),
     "frames outside": ({"video": ["../0.png"], "conversations": ASKED}, "outside_root", "video[0]"),
     "no frames": ({"video": [], "conversations": ASKED}, "placeholder_count", "conversations"),
-    "a number": ({"video": 3, "conversations": ASKED}, "film", "video"),
+    "a number": ({"video": 3, "conversations": ASKED}, "video_frames", "video"),
     "numbers for frames": ({"video": [1, 2], "conversations": ASKED}, "wrong_type", "video[0]"),
-    "too many frames": ({"video": ["a.png"] * (MAX_FRAMES + 1), "conversations": ASKED}, "film", "video"),
+    "too many frames": ({"video": ["a.png"] * (MAX_FRAMES + 1), "conversations": ASKED}, "video_frames", "video"),
     "no place": ({"video": FRAMES, "conversations": [{"from": "human", "value": "hi"}, ASKED[1]]}, "placeholder_count", "conversations"),
-    "no film": ({"conversations": ASKED}, "placeholder_count", "conversations"),
+    "no video": ({"conversations": ASKED}, "placeholder_count", "conversations"),
     "two places": ({"video": FRAMES, "conversations": TWO, "image": "a"}, "placeholder_count", "conversations"),
-    "picture for film": ({"image": "a.png", "conversations": ASKED}, "placeholder_count", "conversations"),
+    "image for video": ({"image": "a.png", "conversations": ASKED}, "placeholder_count", "conversations"),
     "in an answer": (
         {"video": FRAMES, "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "<video>"}]},
         "image_in_answer",
@@ -103,23 +103,27 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "in a text part": (chat({"type": "text", "text": "<video>"}), "placeholder_count", "messages[0].content[0].text"),
     "a bare part without a column": (chat({"type": "video"}), "placeholder_count", "messages"),
     **{
-        f"fps {fps!r}": ({"video": FRAMES, "conversations": ASKED, "fps": fps}, "film", "timestamps, sample_fps or fps")
+        f"fps {fps!r}": ({"video": FRAMES, "conversations": ASKED, "fps": fps}, "video_frames", "timestamps, sample_fps or fps")
         for fps in (0, -1, 1e9, "2", True)
     },
     **{
-        f"times {times!r}": ({"video": FRAMES, "conversations": ASKED, "timestamps": times}, "film", "timestamps, sample_fps or fps")
+        f"times {times!r}": (
+            {"video": FRAMES, "conversations": ASKED, "timestamps": times},
+            "video_frames",
+            "timestamps, sample_fps or fps",
+        )
         for times in ([0, 1], [0, 2, 1], [-1, 0, 1], [0, 1, None], [0, 1, 1e12], 5)
     },
     "times of a part": (
         chat({"type": "video", "video": FRAMES, "timestamps": [2, 1, 0]}),
-        "film",
+        "video_frames",
         "messages[0].content[0]",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_films(opened, name: str) -> None:
+def test_bad_videos(opened, name: str) -> None:
     row, cause, field = BAD[name]
     with pytest.raises(BadSample) as caught:
         row_of(opened(row))
@@ -127,7 +131,7 @@ def test_bad_films(opened, name: str) -> None:
     assert caught.value.cause in CAUSES
 
 
-def test_a_film_file_is_refused_with_the_way_to_extract_its_frames(opened) -> None:
+def test_a_video_file_is_refused_with_the_way_to_extract_its_frames(opened) -> None:
     with pytest.raises(BadSample, match=r"Extract them first, for example with: ffmpeg .* give the list of their paths"):
         row_of(opened({"video": "a.mp4", "conversations": ASKED}))
 
