@@ -502,10 +502,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data, the same data with other images, a set with long and broken rows, and a tokenizer."""
     made = tmp_path_factory.mktemp("live")
     write_data(made / "data")
-    (made / "other" / "images").mkdir(parents=True)
-    for path in sorted((made / "data" / "images").iterdir()):
+    (made / "other" / "pictures").mkdir(parents=True)
+    for path in sorted((made / "data" / "pictures").iterdir()):
         pixels = 255 - np.asarray(Image.open(path))
-        Image.fromarray(pixels).save(made / "other" / "images" / path.name)
+        Image.fromarray(pixels).save(made / "other" / "pictures" / path.name)
     rows = json.loads((made / "data" / "data.json").read_text())
     for n, row in enumerate(rows):
         if n % 4 == 0:

@@ -224,7 +224,7 @@ def changed(before: tuple[Bundle, Model], after: tuple[Bundle, Model], run: Run)
         linear = leaf == "weight" and isinstance(before[1].get_submodule(layer), nn.Linear)
         learns = any(isinstance(trained, Full) or (linear and _adapts(trained, layer)) for trained in how[part_of(stated, name)])
         kept = torch.equal(new[name], x) or torch.equal(new[name], x.bfloat16().float())
-        assert kept != learns, f"{name}: {'unchanged' if kept else 'changed'}, against the recipe"
+        assert kept != learns, f"{name}: {'unchanged' if kept else 'changed'}, contrary to the recipe"
 
 
 def _adapts(trained: Adapted, layer: str) -> bool:

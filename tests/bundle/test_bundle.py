@@ -202,7 +202,7 @@ def test_a_broken_description_is_refused_by_name(parts: tuple[Path, Bundle], tmp
 
 
 def test_what_is_no_model_is_refused_with_what_was_found(parts: tuple[Path, Bundle], tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="is no folder"):
+    with pytest.raises(Refused, match="is not a directory"):
         open_bundle(tmp_path / "gone")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "questions.json").write_text("[]")

@@ -22,7 +22,7 @@ def test_what_is_neither_a_folder_nor_a_name_asks_nobody(name: str, tmp_path: Pa
     (tmp_path / "inner").mkdir()
     monkeypatch.chdir(tmp_path / "inner")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the network was asked"))
-    with pytest.raises(Refused, match="is no folder here"):
+    with pytest.raises(Refused, match="is not a directory here"):
         local_folder(name)
 
 

@@ -152,7 +152,7 @@ def test_templates_that_are_all_unknown_are_listed(tmp_path: Path) -> None:
     path.write_text(
         json.dumps({"chat_template": [{"name": "tool_use", "template": "{{ 1 }}"}, {"name": "default", "template": "{{ 2 }}"}]})
     )
-    with pytest.raises(Refused, match=r"is none that Eyeline knows \(default, tool_use: none\)"):
+    with pytest.raises(Refused, match=r"is not one that Eyeline knows \(default, tool_use: none\)"):
         open_bundle(tmp_path / "m")
 
 

@@ -237,13 +237,13 @@ def test_a_header_of_no_end_is_not_read(tmp_path: Path) -> None:
     """Its length is within the file's, which is sparse: the library refuses it by its length."""
     (tmp_path / SINGLE).write_bytes((2**36).to_bytes(8, "little") + b"[" * 10**5)
     os.truncate(tmp_path / SINGLE, 2**37)
-    with pytest.raises(Refused, match="is no whole safetensors file"):
+    with pytest.raises(Refused, match="is not a complete safetensors file"):
         entries_in(tmp_path)
 
 
 def test_a_header_nested_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes((10**5).to_bytes(8, "little") + b"[" * 10**5)
-    with pytest.raises(Refused, match="is no whole safetensors file"):
+    with pytest.raises(Refused, match="is not a complete safetensors file"):
         entries_in(tmp_path)
 
 

@@ -317,7 +317,7 @@ def test_a_store_that_fails_now_and_then_changes_nothing(
     assert len(waits) == sum(calls.values()) // 2
     monkeypatch.setattr(containers.os, "pread", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
     calls["open"] = 1
-    with pytest.raises(StorageFailed, match=r"could not read .*Input/output error.* It was tried 2 times"):
+    with pytest.raises(StorageFailed, match=r"could not read .*Input/output error.* Tried 2 times"):
         list(container.rows(0))
 
 

@@ -116,7 +116,7 @@ MAPS: dict[str, tuple[str, list[list[str]], str]] = {
     "fields without a like": (
         "field_map: {image: jpg, choices: 'json[all]'}",
         [["<0.jpg>", "Describe the image."], ["a dot"]],
-        "(the field_map of its dataset.yaml is not used, since choices: json[all] has no like here)",
+        "(the field_map of its dataset.yaml is not used, since choices: json[all] has no counterpart here)",
     ),
     "a choice of members": (
         "field_map: {image: 'jpg,png', caption: 'json[text]'}",
@@ -205,19 +205,19 @@ def test_damage_costs_the_rest_of_its_run_alone(tmp_path: Path, monkeypatch: pyt
 
 WRONG: dict[str, tuple[Callable[[list[int]], Any], str]] = {
     "empty": (lambda _: [], "has 0 bytes"),
-    "torn": (lambda o: b"x", "has 1 bytes, which are no numbers of 8"),
-    "not in order": (lambda o: [o[1], o[0], *o[2:]], "comes no place of a sample"),
-    "beyond the end": (lambda o: [*o[:-1], 1 << 40], "comes no place of a sample"),
-    "between blocks": (lambda o: [*o[:3], o[3] + 8, *o[4:]], "comes no place of a sample"),
-    "the end is missing": (lambda o: o[:-1], "the archive goes on at byte"),
+    "torn": (lambda o: b"x", "has 1 bytes, which is not a multiple of 8"),
+    "not in order": (lambda o: [o[1], o[0], *o[2:]], "comes no position of a sample"),
+    "beyond the end": (lambda o: [*o[:-1], 1 << 40], "comes no position of a sample"),
+    "between blocks": (lambda o: [*o[:3], o[3] + 8, *o[4:]], "comes no position of a sample"),
+    "the end is missing": (lambda o: o[:-1], "the archive continues at byte"),
     "a sample is missing": (
         lambda o: [*o[:3], *o[4:]],
-        "sample . (begins at byte .* and not where it|of the archive begins elsewhere)",
+        "sample . (begins at byte .* and not where it|of the archive starts elsewhere)",
     ),
-    "a sample too many": (lambda o: [*o[:3], o[3] - 512, *o[3:]], "sample 3 begins at byte"),
-    "at the second member, inside of a run": (lambda o: [*o[:3], o[4] - 1024, *o[4:]], "sample 3 begins at byte"),
-    "at the second member, where a run begins": (lambda o: [*o[:2], o[2] - 1024, *o[2:]], "sample 2 of the archive begins elsewhere"),
-    "of another archive": (lambda o: [0, *(n + 1024 for n in o[1:-1]), o[-1]], "no sample begins at byte"),
+    "a sample too many": (lambda o: [*o[:3], o[3] - 512, *o[3:]], "sample 3 starts at byte"),
+    "at the second member, inside of a run": (lambda o: [*o[:3], o[4] - 1024, *o[4:]], "sample 3 starts at byte"),
+    "at the second member, where a run begins": (lambda o: [*o[:2], o[2] - 1024, *o[2:]], "sample 2 of the archive starts elsewhere"),
+    "of another archive": (lambda o: [0, *(n + 1024 for n in o[1:-1]), o[-1]], "no sample starts at byte"),
 }
 
 

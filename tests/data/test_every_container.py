@@ -257,13 +257,13 @@ def test_one_other_caption_is_noticed(name: str, tmp_path: Path, rows: Rows, pla
         return reader_of(Data(sources=(other,), max_reject_rate=1.0, cache=str(tmp_path / "cache")), plain, rule, 0)
 
     state = next(training_steps(make(), BUDGET, 3, 2)).state
-    with pytest.raises(Refused, match=r"Different are: layout|its rows have image, caption\."):
+    with pytest.raises(Refused, match=r"These differ: layout|its rows have image, caption\."):
         next(training_steps(make(caption=source.columns.get("kind", "kind")), BUDGET, 3, 2, state))
     [path] = [file for file in (tmp_path / "set").rglob("*") if file.is_file() and b"kestrel" in file.read_bytes()]
     about = path.stat()
     path.write_bytes(path.read_bytes().replace(b"kestrel", b"buzzard"))
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    with pytest.raises(Refused, match=r"Different are: data"):
+    with pytest.raises(Refused, match=r"These differ: data"):
         next(training_steps(make(), BUDGET, 3, 2, state))
     learned = [plain.decode(batch.tokens_T.tolist()) for step in training_steps(make(), BUDGET, 3, 1) for batch in step.batches]
     assert sum("buzzard" in text for text in learned) == 1

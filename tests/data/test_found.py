@@ -103,7 +103,7 @@ def test_images_with_a_text_beside_each(tmp_path: Path, monkeypatch: pytest.Monk
     for name, text in {"b": "of b\n", "a": "of a", "in/c": "\ufeffof c", "d.d": "of d", "readme": "nothing"}.items():
         write(tmp_path / f"{name}.txt", text)
     rows = opened(tmp_path)
-    assert rows.layout.why.startswith("images with a .txt beside each, but 1 without; row 0 has image and caption")
+    assert rows.layout.why.startswith("images with a .txt of the same name, but 1 without; row 0 has image and caption")
     assert answers(rows) == ["of a", "of b", "of d", "no_target", "of c"]
     assert [len(list(rows.rows_in(shard))) for shard in range(3)] == [2, 2, 1]
     assert [rows.named(place)[0] for place, _, _ in rows.kept()] == [f"{tmp_path.name}#{n}" for n in range(5)]
@@ -134,7 +134,7 @@ def test_texts_that_cannot_be_captions(tmp_path: Path, monkeypatch: pytest.Monke
 def test_images_alone(tmp_path: Path) -> None:
     for n in range(3):
         (tmp_path / f"{n}.png").write_bytes(b"never opened")
-    with pytest.raises(Refused, match=r"3 images, and nothing that says what they show\. Put a metadata\.csv"):
+    with pytest.raises(Refused, match=r"3 images, and no file that describes them\. Put a metadata\.csv"):
         opened(tmp_path)
 
 
@@ -172,16 +172,16 @@ def test_several_splits_that_datasets_saved(tmp_path: Path) -> None:
     write(tmp_path / "dataset_dict.json", '{"splits": ["train"]}')
     assert answers(opened(tmp_path)) == ["train"]
     write(tmp_path / "dataset_dict.json", '{"splits": ["training"]}')
-    with pytest.raises(Refused, match=r"names training, and there is no state\.json of it"):
+    with pytest.raises(Refused, match=r"names training, and its state\.json does not exist"):
         opened(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ('{"_data_files": [{"filename": "data-1.arrow"}]}', r"names data-1\.arrow, and it is not there"),
+        ('{"_data_files": [{"filename": "data-1.arrow"}]}', r"names data-1\.arrow, and it does not exist"),
         ('{"_data_files": []}', "names no files"),
-        ('{"_data_files": [{"filename": "../x.arrow"}]}', r"names \.\./x\.arrow, and it is not there"),
+        ('{"_data_files": [{"filename": "../x.arrow"}]}', r"names \.\./x\.arrow, and it does not exist"),
         (
             '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_indices_data_files": [{"filename": "i.arrow"}]}',
             "flatten_indices",
@@ -260,7 +260,7 @@ def test_the_one_json_file_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_folders_of_several_kinds_or_none(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="without data that are known: none of its 0 files"):
+    with pytest.raises(Refused, match="without known data: none of its 0 files"):
         opened(tmp_path)
     write(tmp_path / "a.jsonl", lines(row(0)))
     archive(tmp_path / "a.tar", [("a.json", row(0))])
@@ -278,7 +278,7 @@ def test_folders_of_several_kinds_or_none(tmp_path: Path) -> None:
         ("[]".encode("utf-16"), "is UTF-16: save it as UTF-8"),
         (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
         (encoded(0), "is an image"),
-        (base64.b64encode(encoded(0)), "is something that begins with b'/9j/"),
+        (base64.b64encode(encoded(0)), "is something that starts with b'/9j/"),
     ],
 )
 @pytest.mark.parametrize("name", ["rows.json", "rows.csv"])

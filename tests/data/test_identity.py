@@ -22,7 +22,7 @@ def test_changed_missing_and_new_files_are_named(tmp_path: Path) -> None:
     said = changes(tmp_path / "sources", before, now)
     assert said.endswith("b.jsonl changed and c.jsonl is missing and d.jsonl is new"), said
     assert changes(tmp_path / "elsewhere", before, now) == f"{now.path} has changed"  # a run of an earlier version has no record
-    assert "is not among the sources any more" in changes(tmp_path / "sources", before, None)
+    assert "is no longer among the sources" in changes(tmp_path / "sources", before, None)
     assert "was not among the sources" in changes(tmp_path / "sources", None, now)
 
 

@@ -194,12 +194,12 @@ def many_scans(data: bytes, more: int) -> bytes:
     return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * more + data[-2:]
 
 
-TURNED = ("turned by its EXIF orientation",)
-OVER_WHITE = ("transparent (laid over white)",)
+TURNED = ("rotated by its EXIF orientation",)
+OVER_WHITE = ("transparent (composited over white)",)
 MOVES = ("animated (its first frame is used)",)
-PRINTED = ("mode CMYK (made 8-bit RGB)",)
+PRINTED = ("mode CMYK (converted to 8-bit RGB)",)
 LONG = ("longer than 10:1",)
-GREY_16 = ("mode I;16 (made 8-bit RGB)",)
+GREY_16 = ("mode I;16 (converted to 8-bit RGB)",)
 
 ZOO: dict[str, Animal] = {
     # JPEG
@@ -499,8 +499,8 @@ ZOO: dict[str, Animal] = {
     "black, 3 × 2": (lambda: png(3, 2, rows_of(plain(3, 2, BLACK))), Shown(plain(3, 2, BLACK))),
     # Other formats, and what is none: names say nothing, the first bytes do (all these are called .png)
     "nothing": (lambda: b"", Rejected("image_format", "an empty file")),
-    "zeros": (lambda: bytes(5000), Rejected("image_format", "no image that can be read; JPEG, PNG, WEBP, GIF, BMP are accepted")),
-    "text": (lambda: b"hello, I am no image", Rejected("image_format", "no image that can be read")),
+    "zeros": (lambda: bytes(5000), Rejected("image_format", "not an image that can be read; JPEG, PNG, WEBP, GIF, BMP are accepted")),
+    "text": (lambda: b"hello, I am no image", Rejected("image_format", "not an image that can be read")),
     "HTML": (lambda: b"<!DOCTYPE html><html>404</html>", Rejected("image_format", "HTML")),
     "XML": (lambda: b"<?xml version='1.0'?><Error>AccessDenied</Error>", Rejected("image_format", "XML")),
     "SVG": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", Rejected("image_format", "SVG")),
@@ -513,7 +513,7 @@ ZOO: dict[str, Animal] = {
     "PDF": (lambda: saved(of(DOTS), "PDF"), Rejected("image_format", "PDF")),
     "ICO": (lambda: saved(of(noise(16, 16)), "ICO"), Rejected("image_format", "ICO")),
     "AVIF": (lambda: b"\0\0\0\x20ftypavif" + bytes(50), Rejected("image_format", "AVIF")),
-    "JPEG 2000": (lambda: saved(of(noise(64, 64)), "JPEG2000"), Rejected("image_format", "no image that can be read")),
+    "JPEG 2000": (lambda: saved(of(noise(64, 64)), "JPEG2000"), Rejected("image_format", "not an image that can be read")),
     "PNG's signature, and nothing": (lambda: b"\x89PNG\r\n\x1a\n", Rejected("broken_image", "PNG, of a kind")),
     "JPEG's signature, and noise": (lambda: b"\xff\xd8\xff\xe0" + noise(64, 64).tobytes(), Rejected("broken_image")),
 }

@@ -56,7 +56,7 @@ def test_what_names_no_image_file_is_rejected(tmp_path: Path) -> None:
         ("my fotos/new/b.png", r"nor does the folder .*/my fotos \(did you mean 'my photos'\?\)$"),
         ("MY PHOTOS/b.png", r"nor does the folder .*/MY PHOTOS \(did you mean 'my photos'\?\)$"),
         ("elsewhere/b.png", r"nor does the folder .*/elsewhere$"),
-        ("my photos\\a.png", "It has backslashes, and / is what sets folders apart"),
+        ("my photos\\a.png", "It has backslashes; write / between folders"),
     ],
 )
 def test_a_missing_image_says_what_is_missing(draw: Callable[..., Path], tmp_path: Path, name: str, said: str) -> None:

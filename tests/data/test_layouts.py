@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"layout": "question-answer", "columns": {"completion": "answer"}},
         r"completion is no column of the layout question-answer\.",
     ),
-    "ours is not read": (SOUND, {"columns": {"instruction": "answer"}}, r"no known layout|instruction means nothing in the layout"),
+    "ours is not read": (SOUND, {"columns": {"instruction": "answer"}}, r"no known layout|instruction has no meaning in the layout"),
     "theirs is not there": (
         {"foto": "a", "titel": "b"},
         {"columns": {"image": "fotos", "caption": "titel"}},
@@ -255,7 +255,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "two columns of images": (
         {"conversations": turns("a", "b"), "foto": "a", "more": ["b"]},
         {"columns": {"images": "more", "image": "foto"}},
-        r"columns: image and images are names of one thing, and of a row one is read\. Keep one of them",
+        r"columns: image and images are names of the same column\. Keep one of them",
     ),
     "roles without turns": (SOUND, {"layout": "captions", "roles": {"user": "x"}}, r"the layout captions has no turns with roles"),
     "roles of another layout": (SOUND, {"roles": {"user": "x"}}, r"the speakers of its turns are "),
@@ -291,8 +291,8 @@ MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
         "Perhaps columns: {image: Image, question: Question, answer: Answer}.",
     ),
     "words of another language": ({"foto": "a", "frage": "b", "antwort": "c"}, "its rows have foto, frage, antwort. Wanted"),
-    "a table without names": ({"a.jpg": "b.jpg", "one": "two"}, "That looks like a row: a table begins with a line of the names"),
-    "the column of images": ({"imgae": "a", "conversations": ASKED}, "'imgae' is no column of them. Did you mean 'image'?"),
+    "a table without names": ({"a.jpg": "b.jpg", "one": "two"}, "That looks like a row: a table starts with a line of the names"),
+    "the column of images": ({"imgae": "a", "conversations": ASKED}, "'imgae' is not a column of them. Did you mean 'image'?"),
     "the key of a speaker": (
         {"image": "a", "conversations": [{"form": t["from"], "value": t["value"]} for t in ASKED]},
         "the turn has no from, but form, value. Rename form, or say columns: {from: form}",

@@ -499,11 +499,11 @@ def test_kinds_that_are_not_there_are_refused_on_either_side(open_reader, folder
 
 def test_settings_that_contradict_are_refused(folder: Path, open_reader) -> None:
     source = Source(path=str(folder / "rows.json"))
-    with pytest.raises(pydantic.ValidationError, match="validation_fraction and validation both say"):
+    with pytest.raises(pydantic.ValidationError, match="validation_fraction and validation both set"):
         Data(sources=(source,), validation=(source,), validation_fraction=0.1)
-    with pytest.raises(pydantic.ValidationError, match="leaves nothing to learn from"):
+    with pytest.raises(pydantic.ValidationError, match="leaves nothing to train on"):
         Data(sources=(source,), validation_fraction=1)
-    with pytest.raises(Refused, match="holds back nothing of 31 samples"):
+    with pytest.raises(Refused, match="holds out none of 31 samples"):
         open_reader(validation_fraction=1e-9)
 
 

@@ -1,4 +1,4 @@
-"""A turn that is marked as left out of the loss is: in every layout, under every trainer's name for the mark, from the row to the batch,
+"""A turn that is excluded from the loss is: in every layout, under every trainer's name for the mark, from the row to the batch,
 the prepared data, the pages and the evaluation. What cannot be obeyed is rejected by name."""
 
 import json
@@ -230,7 +230,7 @@ def test_a_masked_answer_changes_labels_alone(name: str, tokenizers: dict[str, A
 
 
 def test_a_sample_without_an_answer_in_the_loss_is_rejected(plain: Encoder, tokenizers: dict[str, Any], rule: ImageRule) -> None:
-    with pytest.raises(BadSample, match="every answer is marked"):
+    with pytest.raises(BadSample, match="every answer is excluded"):
         answered(masked(ASKED, 1, 3, 5))
     thinking = Encoder(tokenizers["qwen3-thinking"], TEMPLATES["qwen3-thinking"])
     with pytest.raises(BadSample, match="trains on the last answer alone"):

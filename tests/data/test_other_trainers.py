@@ -459,7 +459,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "Qwen3-VL: packed by its pack_data.py": ([QWEN["one image"][0], QWEN["a box"][0]], "several samples in a row"),
     "TRL: prompts alone": ({"prompt": said(("user", "What?"))}, "prompt and completion"),
-    "LLaMA-Factory: pretraining": ({"text": "A document."}, "no known layout"),
+    "LLaMA-Factory: pretraining": ({"text": "A document."}, "it has no known layout"),
 }
 
 

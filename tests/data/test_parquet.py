@@ -174,7 +174,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [{"messages": talk(n), "images": [encoded(n)]} for n in range(4)]
     whole = parquet_file(tmp_path / "x.parquet", rows).read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[:-20])
-    with pytest.raises(Refused, match=r"cut\.parquet is no whole Parquet file"):
+    with pytest.raises(Refused, match=r"cut\.parquet is not a complete Parquet file"):
         opened(tmp_path / "cut.parquet")
     parquet_file(tmp_path / "strange.parquet", [{"foto": "a", "title": "b"}])
     with pytest.raises(Refused, match=r"no known columns\. It has foto, title\. Wanted some of: conversations, image"):

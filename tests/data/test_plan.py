@@ -452,7 +452,7 @@ def test_a_state_of_something_else_is_refused_by_name(
         refused(make(), r"plan version \(2 → 3\)")
     lines = (folder / "rows.jsonl").read_text()
     (folder / "rows.jsonl").write_text(lines.replace("question 10?", "question X?"))
-    refused(make(), "Different are: data")
+    refused(make(), "These differ: data")
     (folder / "rows.jsonl").write_text(lines)
     next(training_steps(make(), BUDGET, 3, None, state))  # and put back it goes on
     judged = {"validation_fraction": 0.0, "validation": (Source(path=str(folder / "judged.jsonl")),)}
@@ -460,7 +460,7 @@ def test_a_state_of_something_else_is_refused_by_name(
     state = next(training_steps(make(**judged), BUDGET, 3, None)).state
     next(training_steps(make(**judged), BUDGET, 3, None, state))
     (folder / "judged.jsonl").write_text(lines.replace("question 10?", "question X?"))
-    refused(make(**judged), "Different are: validation")
+    refused(make(**judged), "These differ: validation")
 
 
 def test_an_image_of_another_size_under_a_saved_window_is_refused(make, folder: Path, draw, plain: Encoder) -> None:
@@ -487,7 +487,7 @@ def test_an_image_that_changes_after_it_was_planned_stops_the_run(make, folder: 
 
 def test_ranks_that_plan_differently_stop(make) -> None:
     steps = training_steps(make(gather=lambda value: [value, [["another"], []]]), BUDGET, 1, None, None, 0, 2)
-    with pytest.raises(StorageFailed, match="ranks plan differently, by window 1"):
+    with pytest.raises(StorageFailed, match="ranks have different plans from window 1"):
         next(steps)
 
 
@@ -573,7 +573,7 @@ def test_a_blend_resumes_exactly(make, folder: Path, stop: int, monkeypatch: pyt
     seen = Counter(id.split(".")[0] for step in whole for batch in step.batches for id in batch.ids)
     assert 2.4 < seen["rows"] / seen["other"] < 3.6
     heavier = make(sources=tuple(s.model_copy(update={"weight": 2.0}) for s in settings["sources"]), mix="interleave")
-    with pytest.raises(Refused, match="Different are: order"):
+    with pytest.raises(Refused, match="These differ: order"):
         next(training_steps(heavier, BUDGET, 3, None, whole[stop].state))
 
 

@@ -149,7 +149,7 @@ def test_a_carried_row_that_can_no_longer_be_used_is_named(images: Path, plain: 
     )
     for n in range(4):
         (images / f"{n}.png").unlink()
-    with pytest.raises(StorageFailed, match=r"rows\.jsonl row \d+ is planned, and can no longer be used: .*\.png does not exist"):
+    with pytest.raises(StorageFailed, match=r"rows\.jsonl row \d+ is in the plan and can no longer be used: .*\.png does not exist"):
         next(training_steps(reader_of(data, plain, rule, 0), Budget(90, 80), 1, None, state))
 
 

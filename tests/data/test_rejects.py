@@ -90,9 +90,9 @@ def test_text_that_no_file_can_hold_is_spelt_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"{torn", "line 2 of .* is no JSON object"),
-        (b"7", "line 2 of .* is no JSON object"),
-        (b"\xff\xfe", "line 2 of .* is no JSON object"),
+        (b"{torn", "line 2 of .* is not a JSON object"),
+        (b"7", "line 2 of .* is not a JSON object"),
+        (b"\xff\xfe", "line 2 of .* is not a JSON object"),
         (b'{"id": 3}', "line 2 of .* has id; wanted id, file, row, field, cause, message"),
     ],
 )

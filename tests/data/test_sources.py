@@ -241,15 +241,15 @@ def test_deep_nesting_inside_a_row(opened) -> None:
 
 
 REFUSED = {
-    "torn list": (b"[" + SOUND + b",", r"is not JSON: .*: it ends in the middle"),
-    "list torn in a string": (b'[{"a": "b', r"Unterminated string starting at byte 7, in line 1: it ends in the middle"),
+    "torn list": (b"[" + SOUND + b",", r"is not JSON: .*: it ends early"),
+    "list torn in a string": (b'[{"a": "b', r"Unterminated string starting at byte 7, in line 1: it ends early"),
     "a comma too many": (b"[\n" + SOUND + b",\n]", r"in line 3: there is a comma before the bracket"),
     "written by Python's print": (b"[{'a': 1}]", "at byte 2, in line 1: JSON has double quotes"),
     "list nested too deep": (b"[" * 100_000, "nested too deep"),
     "empty": (b"", "is empty"),
     "blank": (b" \n ", "begins with|is empty"),
     "no rows": (b"[]", "holds no rows"),
-    "Parquet": (b"PAR1xxxx", "is no whole Parquet file"),
+    "Parquet": (b"PAR1xxxx", "is not a complete Parquet file"),
     "gzip": (b"\x1f\x8bxxxx", "gzip"),
     "CSV": (b"image,text\na.png,hi\n", "begins with b'image,text"),
     "unknown columns": (
@@ -340,11 +340,11 @@ def test_places_that_do_not_exist(tmp_path: Path) -> None:
     (tmp_path / "vel2").mkdir()
     for path, message in {
         str(tmp_path / "trian.json"): r"does not exist\. Did you mean 'train\.json'",
-        str(tmp_path / "train{0..3}.json"): r"does not exist\. A range in braces is not read: write train\*\.json for all files",
+        str(tmp_path / "train{0..3}.json"): r"does not exist\. A range in braces is not supported: write train\*\.json for all files",
         str(tmp_path / "vel" / "x.json"): rf"does not exist, nor does the folder {tmp_path}/vel \(did you mean 'vel2'\?\)",
         str(tmp_path / "vel" / "*.tar"): rf"no file matches .*: {tmp_path}/vel does not exist\. Did you mean 'vel2'\?$",
         str(tmp_path / "x*.tar"): r"x\*\.tar\. Give another path",
-        str(tmp_path / "{a,b}*.tar"): r"A range in braces is not read: write \* in its place",
+        str(tmp_path / "{a,b}*.tar"): r"A range in braces is not supported: write \* in its place",
         str(tmp_path): r"holds several \.json files\. Give one of its files: train\.json, val\.json",
         "package:no_such_package/data": "is not installed. Try: pip install no-such-package",
         "package:easy_vqa/data/nothing": "there is no data/nothing inside",

@@ -129,7 +129,7 @@ def test_a_folder_that_energon_prepared(tmp_path: Path) -> None:
     (meta / "split.yaml").write_text("exclude: [2.tar]\nsplit_parts:\n  train: [3.tar, 0.tar, 2.tar]\n  val: [1.tar]\n")
     assert outcomes(opened(tmp_path)) == ["3", "0"]
     for text, message in {
-        "split_parts: {train: [3.tar, 9.tar]}": r"lists 1 archives that are not there, such as .*9\.tar",
+        "split_parts: {train: [3.tar, 9.tar]}": r"lists 1 archives that do not exist, such as .*9\.tar",
         "split_parts: {train: [../0.tar]}": "not there",
         "split_parts: {val: [0.tar]}": "does not list the archives to train on",
         "split_parts: {train: 0.tar}": "does not list",
@@ -451,5 +451,5 @@ def test_what_is_declared_is_not_blamed_for_rows_that_cannot_be_read(tmp_path: P
         open_source(Source(path=str(path), columns={"caption": "said.txt"}))
     assert "images alone" not in str(caught.value)
     (tmp_path / "x.tar").write_bytes(b"")
-    with pytest.raises(Refused, match=r"the archive is empty: not even its end is there\. Fetch or write the archive again"):
+    with pytest.raises(Refused, match=r"the archive is empty: even its end marker is missing\. Fetch or write the archive again"):
         open_source(Source(path=str(path)))

@@ -139,7 +139,7 @@ def test_videos_are_slices_with_times(name: str, parts: tuple, tokenizers: Token
 
 
 def test_a_template_without_videos_rejects_them(plain: Encoder) -> None:
-    with pytest.raises(BadSample, match="no place for videos"):
+    with pytest.raises(BadSample, match="does not support videos"):
         tokenised(said((VIDEO, "what?"), "a"), plain, replace(RULE, frames=2))
 
 

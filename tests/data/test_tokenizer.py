@@ -393,8 +393,11 @@ def add(token: Any) -> Callable[[dict], None]:
 EVIL = {"id": 900, "content": "<evil>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 HOSTILE: dict[str, tuple[Callable[[dict], None], str]] = {
-    "a pattern that backtracks": (edit("pre_tokenizer", value=SPLIT | {"pattern": {"Regex": "(a+)+$"}}), "finds no end"),
-    "a pattern that backtracks over digits": (edit("pre_tokenizer", value=SPLIT | {"pattern": {"Regex": r"(\d+)+$"}}), "finds no end"),
+    "a pattern that backtracks": (edit("pre_tokenizer", value=SPLIT | {"pattern": {"Regex": "(a+)+$"}}), "does not terminate"),
+    "a pattern that backtracks over digits": (
+        edit("pre_tokenizer", value=SPLIT | {"pattern": {"Regex": r"(\d+)+$"}}),
+        "does not terminate",
+    ),
     "a pattern that is none": (edit("pre_tokenizer", value=SPLIT | {"pattern": {"Regex": "(((("}}), "cannot be read"),
     "an id of another piece": (add(EVIL | {"id": 0}), "gives id 0 to both"),
     "an id twice": (lambda content: content["added_tokens"].extend([EVIL, EVIL | {"content": "<other>"}]), "gives id 900 to both"),

@@ -146,6 +146,6 @@ def test_a_video_file_is_refused_with_the_way_to_extract_its_frames(opened) -> N
     ],
 )
 def test_turns_of_tools_are_rejected_by_name(opened, row: dict[str, Any]) -> None:
-    with pytest.raises(BadSample, match="of tools are not read") as caught:
+    with pytest.raises(BadSample, match="of tools are not supported") as caught:
         row_of(opened(row))
     assert caught.value.cause == "tool_turn"

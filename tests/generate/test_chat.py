@@ -102,7 +102,7 @@ def test_each_answer_sees_the_whole_conversation(talk: Talk, image: Path) -> Non
 def test_a_new_conversation_remembers_nothing(talk: Talk, image: Path) -> None:
     written = said(talk, "what is it?", f"/image {image}", "/new", "and now?")
     assert without_cuts(written).split("\n")[2] == harmless(expected(talk, user("and now?")))
-    assert "A new conversation: the model knows nothing of what was said." in written
+    assert "A new conversation: the model no longer sees the previous one." in written
 
 
 def test_what_cannot_be_used_is_said_and_forgotten(talk: Talk, image: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_auto_says_which_accelerator_it_leaves_idle(monkeypatch: pytest.MonkeyPa
     module = torch.backends.mps if backend == "mps" else torch.xpu
     monkeypatch.setattr(module, "is_available", lambda: True)
     assert machine("auto", 1).device.type == "cpu"
-    assert f"device: auto takes the CPU: this machine has {named}" in capsys.readouterr().err
+    assert f"device: auto chooses the CPU: this machine has {named}" in capsys.readouterr().err
     machine("cpu", 1)
     assert not capsys.readouterr().err
 

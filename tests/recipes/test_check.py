@@ -93,7 +93,7 @@ def test_a_run_folder_of_another_recipe_is_a_problem(tmp_path: Path) -> None:
     assert not check(other, 0, console)
     said = out.getvalue()
     assert "tiny has a problem:\n  out: " in said
-    assert "may not change on resume:\n    stages.whole.max_grad_norm: 1.0 → 0.5\n  Go back to the settings it" in said
+    assert "may not change on resume:\n    stages.whole.max_grad_norm: 1.0 → 0.5\n  Restore the settings that the run" in said
 
 
 def test_a_good_recipe_has_none(tmp_path: Path) -> None:
@@ -119,15 +119,15 @@ def test_a_good_recipe_has_none(tmp_path: Path) -> None:
         ("stages.0.data.sources.0.categories=[purple]", ["purple"]),
         (
             "stages.1.data.validation_fraction=0.000001",
-            ["stages.adapt.data: validation_fraction=1e-06 holds back nothing of 24 samples", "Raise it: 0.42 would hold back about ten"],
+            ["stages.adapt.data: validation_fraction=1e-06 holds out none of 24 samples", "Raise it: 0.42 would hold out about ten"],
         ),
         (
             "stages.1.data.validation_fraction=0.999999",
-            ["stages.adapt.data: validation_fraction=0.999999 holds back all 24 samples", "Lower it"],
+            ["stages.adapt.data: validation_fraction=0.999999 holds out all 24 samples", "Lower it"],
         ),
         (
             "stages.0.data.sources.0.categories=[]",
-            ["stages.whole.data", "no sample is left to learn from", "data.json has 0 that the settings leave"],
+            ["stages.whole.data", "no sample is left to train on", "data.json has 0 after categories and limit"],
         ),
     ],
 )
@@ -144,7 +144,7 @@ def test_text_alone_teaches_the_language_model_only(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text(json.dumps(rows))
     text = f"stages.0.data.sources=[{{path: {tmp_path / 'text.json'}}}]"
     found = problems(tmp_path, text)
-    assert "stages.whole: trains vision and projector, which learn from images, and no sample has one" in found
+    assert "stages.whole: trains vision and projector, which need images, and no sample has one" in found
     assert "stages.1" not in found
     assert problems(tmp_path, text, "stages.0.trains={language: {how: full, lr: 0.01}}") == ""
 
@@ -155,7 +155,7 @@ def unread_rows(folder: Path, row: dict[str, Any]) -> str:
     return f"stages.0.data.sources=[{{path: {folder / 'unread.json'}, images: {folder / 'data'}}}]"
 
 
-PHOTO = {"photo": "images/0.png", "question": "which colour?", "answer": "red"}
+PHOTO = {"photo": "pictures/0.png", "question": "which colour?", "answer": "red"}
 TEXT_ALONE = "stages.0.trains={language: {how: lora, lr: 0.01, rank: 2, alpha: 4, targets: [q_proj]}}"
 
 
@@ -171,7 +171,7 @@ def test_images_that_nothing_reads_are_a_problem_where_the_vision_side_is_frozen
         refuse_problems(tiny_run(tmp_path, source, TEXT_ALONE))
     ignored = source.replace(f"images: {tmp_path / 'data'}", "images: ignore")
     assert problems(tmp_path, ignored, TEXT_ALONE) == ""
-    assert "which learn from images, and no sample has one" in problems(tmp_path, ignored)
+    assert "which need images, and no sample has one" in problems(tmp_path, ignored)
     assert problems(tmp_path, source.replace("images:", "columns: {image: photo}, images:"), "stages.0.data.validation_fraction=0") == ""
     asked = source.replace("stages.0.data.sources", "evaluation.sources")
     assert problems(tmp_path, asked).startswith("evaluation: ")
@@ -179,7 +179,7 @@ def test_images_that_nothing_reads_are_a_problem_where_the_vision_side_is_frozen
 
 def test_warnings_of_a_source_are_said_by_check_data_and_at_the_start(tmp_path: Path) -> None:
     tiny_run(tmp_path)
-    row = {"image": "images/0.png", "photo": "images/1.png", "conversations": [{"from": "human", "value": "<image><IMG_CONTEXT>?"}]}
+    row = {"image": "pictures/0.png", "photo": "pictures/1.png", "conversations": [{"from": "human", "value": "<image><IMG_CONTEXT>?"}]}
     row["conversations"].append({"from": "gpt", "value": "a"})
     run = tiny_run(tmp_path, unread_rows(tmp_path, row), "stages.0.data.validation_fraction=0")
     warned = refuse_problems(run)
@@ -197,7 +197,7 @@ def test_warnings_of_a_source_are_said_by_check_data_and_at_the_start(tmp_path: 
 
 def test_train_warns_of_what_is_not_read(tmp_path: Path, eyeline: Command) -> None:
     tiny_run(tmp_path)
-    row = PHOTO | {"image": "images/1.png"}
+    row = PHOTO | {"image": "pictures/1.png"}
     run = tiny_run(
         tmp_path,
         unread_rows(tmp_path, row),
@@ -217,7 +217,7 @@ def test_rows_that_cannot_be_used_are_no_text(tmp_path: Path) -> None:
     """What is wrong with them is said of each; that none has an image would only lead astray."""
     rows = [{"imgae": "a.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}]}] * 20
     (tmp_path / "bad.json").write_text(json.dumps(rows))
-    assert "which learn from images" not in problems(tmp_path, f"stages.0.data.sources=[{{path: {tmp_path / 'bad.json'}}}]")
+    assert "which need images" not in problems(tmp_path, f"stages.0.data.sources=[{{path: {tmp_path / 'bad.json'}}}]")
 
 
 def test_every_source_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def broken_recipe(folder: Path) -> str:
     rows = json.loads((folder / "data" / "data.json").read_text())
     for row in rows[::4]:
         row["conversations"][-1]["value"] = ""
-    rows[1]["image"] = "images/none.png"
+    rows[1]["image"] = "pictures/none.png"
     rows[2]["conversations"][0]["value"] = "[bold]<image> <|endoftext|> not markup"
     (folder / "data" / "data.json").write_text(json.dumps(rows))
     (folder / "broken.yaml").write_text(to_yaml(run))
@@ -291,7 +291,7 @@ def test_check_shows_data_and_refuses_what_would_stop_the_run(eyeline: Command, 
     assert "missing_image 1" in done.out
     assert "data.json row 1, image" in done.out
     assert "6 of 21 examined training samples would be rejected" in done.out  # one more of 3 that are held out
-    assert "spells a control token, which stays text: 1" in done.out
+    assert "spells a control token (trained on as text): 1" in done.out
     assert "[bold]" in done.out  # data is no markup
     assert "[image 1: 4 tokens]" in done.out
     assert not (tmp_path / "run").exists()
@@ -356,11 +356,11 @@ def test_too_many_rejects_end_training_with_their_code(eyeline: Command, tmp_pat
         (["train", "easyvqa-tiny", "device=tpu"], 2, "device"),
         (["eval", "nowhere"], 2, "no run folder"),
         (["report", "nowhere"], 2, "no run folder"),
-        (["chat", "nowhere", "--ask", "x"], 2, "is no folder"),
-        (["export", "nowhere", "out"], 2, "is no folder"),
+        (["chat", "nowhere", "--ask", "x"], 2, "is not a directory"),
+        (["export", "nowhere", "out"], 2, "is not a directory"),
         (["export", "nowhere", "out", "--form", "onnx"], 2, "onnx"),
         (["frobnicate"], 2, "frobnicate"),
-        (["import", "out", "--vision", "a b", "--language", "c"], 2, "no folder here"),
+        (["import", "out", "--vision", "a b", "--language", "c"], 2, "not a directory here"),
     ],
 )
 def test_errors_are_one_message_and_a_code(eyeline: Command, arguments: list[str], code: int, words: str) -> None:

@@ -89,7 +89,7 @@ def test_a_cpu_has_one_kernel_and_says_nothing() -> None:
         ),
         (EXPERTS, (9, 0), BF16, "experts: torch's grouped matrix product (grouped_mm)", None),
         (EXPERTS, (10, 0), BF16, "experts: torch's grouped matrix product (grouped_mm)", None),
-        (EXPERTS, (8, 0), BF16, None, "loops over experts on this GPU and waits for it in every layer"),
+        (EXPERTS, (8, 0), BF16, None, "loops over experts on this GPU and synchronises with it in every layer"),
         (EXPERTS, (12, 0), BF16, None, "this one has 12.0"),
         (EXPERTS, (7, 0), FP32, None, "experts: one at a time"),
     ],

@@ -55,10 +55,10 @@ def test_null_survives_too() -> None:
             ["stages.shapes.schedule.warmup_ratio: got 1.5, wanted a number at most 1 (it is a fraction of the whole)"],
         ),
         ("stages.0.schedule.kind=cosinus", ["cosinus", "cosine"]),
-        ("stages.1.name=shapes", ["names of their own"]),
+        ("stages.1.name=shapes", ["distinct names"]),
         (
             "model.path=x",
-            ["both path (a model folder) and config (a fresh model) are given. Remove one: model.path=null or model.config=null"],
+            ["both path (a model folder) and config (a new model) are given. Remove one: model.path=null or model.config=null"],
         ),
         ("model.template=null", ["needs a chat template"]),
         ("model.config.projector.shuffle=3", ["must divide", "8"]),

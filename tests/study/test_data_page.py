@@ -145,7 +145,7 @@ def mixed(tmp_path: Path) -> Run:
     run = tiny_run(tmp_path, "stages.0.data.max_reject_rate=0.5", "stages.1.data.max_reject_rate=0.5")
     rows = json.loads((tmp_path / "data" / "data.json").read_text())
     rows[0]["conversations"][-1]["value"] = ""
-    rows[1]["image"] = "images/none.png"
+    rows[1]["image"] = "pictures/none.png"
     rows[2]["conversations"][0]["value"] = "<image> <|endoftext|>"
     rows += [rows[3], rows[5]]
     (tmp_path / "data" / "data.json").write_text(json.dumps(rows))
@@ -183,7 +183,7 @@ def test_the_words_of_what_was_found_by_hand(mixed: Run, tmp_path: Path) -> None
     page, out = looked(mixed.model_copy(update={"stages": whole}), tmp_path)
     text = "\n".join(page.text)
     for said in (out, text):
-        assert "samples whose text spells a control token, which stays text: 1" in said
+        assert "samples whose text spells a control token (trained on as text): 1" in said
         assert CAUSES["no_target"] in said and CAUSES["missing_image"] in said
         assert "Its data and its batches are those of stage whole." in said
     assert ["no_target", "1", "3.8%"] in [row[:3] for row in page.rows]
@@ -334,7 +334,7 @@ def test_the_suggestion_keeps_the_size_of_a_step(mixed: Run) -> None:
     few = replace(best, with_images=Load(packs=10, token=1_000), texts=Load())
     said = suggestion(few, [many, few], Batching(max_tokens=8 * tokens, max_patches=80, packs_per_step=2))
     assert f"batch: {{max_tokens: {tokens}, max_patches: {best.budget.patches}, packs_per_step: 8}}" in said
-    assert suggestion(now, found.report.budgets, found.batch).startswith("suggested: the batch as it is")
+    assert suggestion(now, found.report.budgets, found.batch).startswith("suggested: the current batch")
     assert "packs_per_step: 1}" in suggestion(many, [few, many], Batching(max_tokens=1, max_patches=1))
 
 
@@ -346,7 +346,7 @@ def test_a_batch_that_is_mostly_padding_is_warned_of(mixed: Run) -> None:
     lines = [block for block in blocks(found) if isinstance(block, Line)]
     said = [line.text for line in lines if line.warns]
     assert said == [
-        f"{now.waste * 100:.1f}% of batch.max_tokens is padding: batch.max_patches is full long before. `eyeline data` tries other sizes"
+        f"{now.waste * 100:.1f}% of batch.max_tokens is padding: batch.max_patches fills up long before. `eyeline data` tries other sizes"
     ]
     assert not any("suggested" in line.text for line in lines)
     for other in (replace(now, settled=False), replace(now, budget=Budget(now.load.token // now.load.packs + 1, 32))):

@@ -268,7 +268,7 @@ def test_a_step_without_supervised_tokens_is_a_gap_and_no_failure(run: Path) -> 
     history = read_history(run / "metrics.jsonl")
     assert [(s.loss, s.grad_norm) for s in history.steps[-2:]] == [(None, None)] * 2
     rows = report(run).text.split("\n")
-    assert "2 steps had no supervised token, so no loss, and changed nothing." in rows
+    assert "2 steps had no supervised tokens: no loss and no update." in rows
     assert not [row for row in rows if "not finite" in row]
     assert after(rows, "training loss, last 5 steps of stage tune") == "1"
 

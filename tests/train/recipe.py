@@ -15,18 +15,18 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220)}
 
 def write_data(folder: Path, count: int = 24) -> Path:
     """LLaVA JSON: one image or two, two turns sometimes, every fifth sample text alone."""
-    (folder / "images").mkdir(parents=True)
+    (folder / "pictures").mkdir(parents=True)
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
     for n in range(count):
         colour = list(COLOURS)[n % 3]
         pixels = np.clip(np.array(COLOURS[colour]) + rng.normal(0, 20, (18, 14, 3)), 0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / "images" / f"{n}.png")
+        Image.fromarray(pixels).save(folder / "pictures" / f"{n}.png")
         ask, answer = f"<image>\nwhich colour, {'please ' * (n % 4)}?", f"it is {colour}"
         turns = [{"from": "human", "value": ask}, {"from": "gpt", "value": answer}]
         if n % 4 == 1:
             turns += [{"from": "human", "value": "are you sure?"}, {"from": "gpt", "value": f"yes, {colour}"}]
-        row: dict[str, Any] = {"id": f"s{n}", "kind": colour, "image": f"images/{n}.png", "conversations": turns}
+        row: dict[str, Any] = {"id": f"s{n}", "kind": colour, "image": f"pictures/{n}.png", "conversations": turns}
         if n % 5 == 4:
             row = {"id": f"s{n}", "conversations": [{"from": "human", "value": "say a word"}, {"from": "gpt", "value": colour}]}
         rows.append(row)

@@ -155,7 +155,7 @@ def test_forced_balance_is_stamped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("stages.0.experts={balance: aux}",), "experts says how experts are balanced, and the model has none"),
+        (("stages.0.experts={balance: aux}",), "experts sets how experts are balanced, and the model has no experts"),
         ((*EXPERTS, "stages.0.trains={projector: {how: full, lr: 0.1}}"), "moves biases of the language model, which is frozen"),
     ],
 )

@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_among_the_problems(prepared: tuple[Path, str, dict
         ("stages.0.data.validation_fraction=0.3", "validation_fraction (0.2 → 0.3)"),
     ):
         problems = list(settings_problems(tiny_run(folder, *stored(folder, f"out={tmp_path}/run", turn))))
-        assert any("was prepared for other data or settings" in line and said in line for line in problems), problems
+        assert any("was prepared from other data or settings" in line and said in line for line in problems), problems
         assert len(set(problems)) == len(problems)
 
 

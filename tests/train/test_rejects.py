@@ -15,7 +15,7 @@ from tests.train.recipe import tiny_run
 def spoil(folder: Path, images: int, absent: bool = False) -> None:
     """Truncate the first so many images behind their headers, or delete them."""
     for n in range(images):
-        image = folder / "data" / "images" / f"{n}.png"
+        image = folder / "data" / "pictures" / f"{n}.png"
         image.unlink() if absent else image.write_bytes(image.read_bytes()[:60])
 
 
@@ -79,7 +79,7 @@ def test_check_and_train_agree_at_the_limit(tmp_path: Path, eyeline: Command) ->
     assert done.code == 0, done.err
     assert "whole: 1 of 24 samples skipped: missing_image 1× (the file does not exist)" in done.out
     assert lines(tmp_path)[-1]["rejected"] == 1
-    (tmp_path / "data" / "images" / "1.png").unlink()
+    (tmp_path / "data" / "pictures" / "1.png").unlink()
     checked = eyeline("check", *arguments[1:], f"out={tmp_path / 'other'}")
     assert checked.code == 2 and "2 of 24 examined training samples would be rejected" in checked.out
     done = eyeline(*arguments, f"out={tmp_path / 'other'}")

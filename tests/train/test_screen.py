@@ -167,7 +167,7 @@ def test_pipe_whose_reader_ends_does_not_end_the_run(tmp_path: Path) -> None:
     ended = train_into(tmp_path, writing)
     os.close(writing)
     assert (ended.returncode, done_steps(tmp_path)) == (0, 8), ended.stderr
-    assert ended.stderr == "warning: standard output is lost (Broken pipe); the command goes on without it\n"
+    assert ended.stderr == "warning: standard output is lost (Broken pipe); the command continues without it\n"
     assert (tmp_path / "run" / "report.html").exists()
 
 

@@ -66,7 +66,7 @@ def test_a_disk_that_fills_up_at_any_moment_of_a_run(tmp_path: Path) -> None:
         ("write", errno.ENOENT, r" \(7 bytes\): No such file or directory\. Choose another folder\.$"),
         ("read", errno.EMFILE, r": Too many open files\. Allow more open files: ulimit -n 4096\.$"),
         ("read", errno.ENOENT, r": No such file or directory\. Put it back, or give another path\.$"),
-        ("read", errno.EIO, r": Input/output error\. Look after its store, then start again\.$"),
+        ("read", errno.EIO, r": Input/output error\. Check its store, then start again\.$"),
     ],
 )
 def test_what_fails_is_told_with_its_own_remedy(tmp_path: Path, verb: str, number: int, words: str) -> None:
@@ -145,7 +145,7 @@ def test_data_that_end_before_what_was_counted_stop_the_run(tmp_path: Path, monk
     count = loop.count_steps
     with monkeypatch.context() as patch:
         patch.setattr(loop, "count_steps", lambda *of: count(*of) + 2)
-        with pytest.raises(StorageFailed, match=r"stage whole ended after 6 steps, and 8 were counted"):
+        with pytest.raises(StorageFailed, match=r"stage whole ended after 6 steps, but 8 were planned"):
             loop.train(run)
     assert not list((tmp_path / "run" / "index" / "counts").iterdir())  # it is counted again
     loop.train(run)

@@ -304,7 +304,7 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
         _refuse_disagreement(folder, bundle, form)
         return Opened(folder, bundle, form)
     if not folder.is_dir():
-        raise Refused(f"{folder} is no folder. Give a run folder, or one that `eyeline import` or `eyeline export` made.")
+        raise Refused(f"{folder} is not a directory. Give a run folder, or one that `eyeline import` or `eyeline export` made.")
     refuse_other_formats(folder)
     if not (folder / "config.json").exists():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
@@ -397,9 +397,9 @@ def recognised(tokenizer: "PreTrainedTokenizerBase", where: Path) -> str:
             raise Refused(f"the chat template of {where} {error}. Import the model with --template, which replaces it.") from error
         if known is not None:
             if name != next(iter(found)):
-                say(f"{where}: the chat template {name!r} is taken ({known}); {next(iter(found))!r} is none that Eyeline knows")
+                say(f"{where}: the chat template {name!r} is taken ({known}); {next(iter(found))!r} is not one that Eyeline knows")
             return known
-    fault = "is missing" if not found else "is none that Eyeline knows"
+    fault = "is missing" if not found else "is not one that Eyeline knows"
     listed = f" ({', '.join(found)}: none)" if len(found) > 1 else ""
     raise Refused(
         f"the chat template of {where} {fault}{listed}; it has {', '.join(TEMPLATES)}. Import the model with --template, which replaces it."

@@ -28,7 +28,7 @@ def local_folder(model: str, revision: str | None = None) -> Path:
         )
         raise Refused(f"{model} is {what}.")
     if _NAME.fullmatch(model) is None or ".." in model:
-        raise Refused(f"{model!r} is no folder here, and no name of the Hub (owner/model) either.")
+        raise Refused(f"{model!r} is not a directory here, nor the name of a model on the Hub (owner/model).")
     return _fetched(model, revision, None)
 
 
@@ -37,7 +37,7 @@ def download_only(models: Sequence[str], out: Path) -> list[Path]:
     filled = []
     for model in models:
         if _NAME.fullmatch(model) is None or ".." in model:
-            raise Refused(f"{model!r} is no name of the Hub (owner/model).")
+            raise Refused(f"{model!r} is not the name of a model on the Hub (owner/model).")
         target = out / model.replace("/", "--")
         filled.append(_fetched(model, None, target))
         say(f"{model}: {target}")

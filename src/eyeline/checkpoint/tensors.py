@@ -130,7 +130,7 @@ def entries_of(file: Path) -> dict[str, Entry]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
             return {name: Entry(file, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
     except SafetensorError as error:
-        raise Refused(f"{file} is no whole safetensors file: {error}. Copy or download it again.") from error
+        raise Refused(f"{file} is not a complete safetensors file: {error}. Copy or download it again.") from error
     except OSError as error:
         raise storage_failed("read", file, error) from error
 
@@ -205,7 +205,7 @@ OTHERS = {  # what else checkpoints are stored as -> what it is, and what to do
     "*.distcp": "a distributed checkpoint of PyTorch. Convert it with the program that trained it (its export, or "
     "torch.distributed.checkpoint.format_utils), and save it with transformers' save_pretrained",
     "global_step*": "a checkpoint of DeepSpeed. Convert it with its zero_to_fp32.py, and save it with transformers' save_pretrained",
-    "model_index.json": "a pipeline of diffusers, which is no vision-language model",
+    "model_index.json": "a pipeline of diffusers, which is not a vision-language model",
     "*.onnx": "ONNX files, which cannot be trained. Take the safetensors checkpoint that they were made from",
     "*.h5": "weights of TensorFlow. Take the checkpoint's safetensors revision",
     "*.msgpack": "weights of Flax. Take the checkpoint's safetensors revision",

@@ -85,7 +85,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         if size > LARGEST_JSON:
-            raise Refused(f"{path} has {size:,} bytes; wanted at most {LARGEST_JSON:,}. That is no {path.name} of a real model.")
+            raise Refused(f"{path} has {size:,} bytes; wanted at most {LARGEST_JSON:,}. The {path.name} of a real model is smaller.")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise Refused(f"{path} is missing. Download the model again, or give another folder.") from error
@@ -132,7 +132,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise Refused(f"line {number} of {path} is no JSON object. Something else has written there: delete that line")
+            raise Refused(f"line {number} of {path} is not a JSON object. Another program has written there: delete that line")
         values.append(value)
     return values
 
@@ -185,7 +185,7 @@ def _remedy(verb: str, number: int | None) -> str:
         case errno.ENOENT | errno.ENOTDIR if verb == "read":
             return "Put it back, or give another path."
         case _ if verb == "read":
-            return "Look after its store, then start again."
+            return "Check its store, then start again."
         case _ if number in _FULL:
             return "Make room or choose another folder."
         case _:

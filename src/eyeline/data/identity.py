@@ -40,7 +40,7 @@ def changes(folder: Path | None, before: str | None, rows: Rows | None) -> str:
     """What is different about a source of the given digest, in words; `rows` is what it is now, None where there is no such source."""
     old = _recorded(folder, before)
     if rows is None:
-        return f"{old['path'] if old else 'a source'} is not among the sources any more"
+        return f"{old['path'] if old else 'a source'} is no longer among the sources"
     if before is None:
         return f"{rows.path} was not among the sources"
     if old is None:
@@ -116,7 +116,7 @@ def state_changes(
     `records` is where a run wrote the names of its files down. Refused for a state of another version."""
     if state.get("version") != VERSION:
         raise Refused(
-            f"the data position was saved in version {state.get('version')} of its format, and this is version {VERSION}. Start a new "
+            f"the data position has format version {state.get('version')}; this Eyeline reads {VERSION}. Start a new "
             "run from its checkpoint (model.path), or use the version of Eyeline that wrote it"
         )
     saved, found = state["identity"], list[tuple[str, str]]()
@@ -132,7 +132,7 @@ def refuse_changes(found: Sequence[tuple[str, str]]) -> None:
     """Raise Refused, naming what differs, when a state belongs to other data or settings."""
     if found:
         listed = "; ".join(f"{what} ({how})" for what, how in found)
-        raise Refused(f"the data position was saved for other data or settings. Different are: {listed}. Restore them, or start a new run")
+        raise Refused(f"the data position was saved for other data or settings. These differ: {listed}. Restore them, or start a new run")
 
 
 def short_hash(value: Any) -> str:

@@ -267,9 +267,7 @@ def pack_to_read(pack: Pack, sizing: Sizing) -> tuple[GroupToRead, ...]:
     """StorageFailed where a row is no longer what was planned: an index that was made anew since has seen other images."""
     if cost_of(pack.groups, sizing) != pack.cost:
         files = {str(sizing.index.sources[source].lies_in(shard).path) for group in pack.groups for source, shard, _ in group.rows}
-        raise StorageFailed(
-            f"{', '.join(sorted(files))}: images of its rows have changed since they were planned. Put them back as they were"
-        )
+        raise StorageFailed(f"{', '.join(sorted(files))}: images of its rows have changed since they were planned. Restore them")
     return tuple(group_to_read(group, sizing) for group in pack.groups)
 
 
@@ -308,7 +306,10 @@ def count_rejects(reader: Reader, step: PlannedStep, lost: Sequence[Lost]) -> No
     # ranks compare here and not where the plan is made: planning runs ahead of the steps, and not equally far on all ranks
     digests, everywhere = zip(*reader.gather([list(step.digests), [one.plain for one in lost]]), strict=True)
     if any(other != digests[0] for other in digests):
-        raise StorageFailed(f"ranks plan differently, by window {step.after.number}: their data or versions differ. Make them equal")
+        raise StorageFailed(
+            f"ranks have different plans from window {step.after.number}: their data or versions differ. Give all ranks the same "
+            f"data and version"
+        )
     for met in step.met:
         for reject in met.rejects:
             rejects.add(reject)

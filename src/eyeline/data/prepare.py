@@ -127,7 +127,7 @@ def pack_offline(
     the model looks at are scaled down and kept as JPEG of that quality. Refused when the folder holds something else, or has no room.
     """
     if quality is not None and reader.rule is None:
-        raise Refused("images are to be scaled down to what the model looks at, and it reads text only. Leave --resize out")
+        raise Refused("--resize scales images down to what the model sees, and this model reads text only. Leave it out")
     make_folder(folder / "shards")
     make_folder(folder / "entries")
     for left in folder.rglob(".*.tmp"):  # by somebody who was killed
@@ -165,7 +165,7 @@ def pack_offline(
     manifest = complete_manifest(reader, open_manifest(folder, draft, reader.data.read_retries), folder, epochs, order.packs)
     both = min(len(manifest.windows), len(order.windows))
     if quality is None and list(manifest.windows[:both]) != order.windows[:both]:
-        raise AssertionError(f"{folder}: what was prepared is planned otherwise than its source")
+        raise AssertionError(f"{folder}: the prepared data have another plan than their source")
     write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
     return manifest
 
@@ -421,10 +421,7 @@ def _known(job: PackingJob, number: int) -> PackedEntries | None:
     except OSError as error:
         raise storage_failed("read", path, error) from error
     if known.job != job.digest:
-        raise Refused(
-            f"{job.folder} holds data that were prepared otherwise: from other sources, settings or images. Choose another folder, or "
-            "delete this one"
-        )
+        raise Refused(f"{job.folder} holds data prepared from other sources, settings or images. Choose another folder, or delete this one")
     return known.packed
 
 

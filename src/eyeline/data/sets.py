@@ -53,29 +53,29 @@ class Data(Settings):
     @classmethod
     def _here(cls, cache: str | None) -> str | None:
         if cache is not None and is_url(cache):
-            raise ValueError("indexes are mapped into memory, so they lie in a folder of this machine and not in a store. Give its path")
+            raise ValueError("indexes are memory-mapped, so they must be in a local folder, not in a store. Give a local path")
         return cache
 
     @model_validator(mode="after")
     def _one_validation(self) -> "Data":
         if self.validation_fraction and self.validation:
-            raise ValueError("validation_fraction and validation both say what to validate on; give one of them")
+            raise ValueError("validation_fraction and validation both set what to validate on; give one of them")
         if any(source.repeat > 1 for source in self.validation):
-            raise ValueError("repeat says how often an epoch visits a source, and validation looks at each sample once. Leave it out there")
+            raise ValueError("repeat sets how often an epoch visits a source, and validation uses each sample once. Leave it out there")
         if self.validation_fraction == 1:
             raise ValueError(
-                "validation_fraction: 1 leaves nothing to learn from; it is the share of images kept for validation, such as 0.02"
+                "validation_fraction: 1 leaves nothing to train on; it is the share of images kept for validation, such as 0.02"
             )
         return self
 
     @model_validator(mode="after")
     def _one_rule(self) -> "Data":
         if self.mix == "concat" and any(source.weight != 1 for source in (*self.sources, *self.validation)):
-            raise ValueError("weight is a share, and mix: concat visits every row once. Set mix: interleave, or use repeat")
+            raise ValueError("weight is a share, and mix: concat uses every row once. Set mix: interleave, or use repeat")
         if self.mix == "interleave" and any(source.repeat > 1 for source in self.sources):
-            raise ValueError("repeat belongs to mix: concat; with mix: interleave, weight says how much of a source there is")
+            raise ValueError("repeat belongs to mix: concat; with mix: interleave, weight sets the share of a source")
         if any(source.weight != 1 for source in self.validation):
-            raise ValueError("validation looks at each sample once; leave weight out there")
+            raise ValueError("validation uses each sample once; leave weight out there")
         return self
 
 
@@ -141,15 +141,15 @@ def open_sides(data: Data) -> Divided:
         if all(sides.values()):
             break
     if not looked:
-        raise Refused("no sample is left to learn from: " + ", ".join(f"{r.path} has 0 that the settings leave" for r in sources))
+        raise Refused("no sample is left to train on: " + ", ".join(f"{r.path} has 0 after categories and limit" for r in sources))
     if not sides[False]:
         raise Refused(
-            f"validation_fraction={data.validation_fraction} holds back all {looked} samples, and none is left to learn from. Lower it"
+            f"validation_fraction={data.validation_fraction} holds out all {looked} samples, and none is left to train on. Lower it"
         )
     if not sides[True]:
         share = min(10 / looked, 0.5)
         raise Refused(
-            f"validation_fraction={data.validation_fraction} holds back nothing of {looked} samples. Raise it: {share:.2g} would hold back "
+            f"validation_fraction={data.validation_fraction} holds out none of {looked} samples. Raise it: {share:.2g} would hold out "
             "about ten"
         )
     return Divided(sources, validation or (sources if data.validation_fraction else ()))

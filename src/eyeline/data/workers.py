@@ -267,7 +267,7 @@ class _Processes(Generic[J, R]):
         if hung is None:
             with suppress(EOFError):
                 _receive(alone.socket)
-                self._blameless(number, "killed, and its part lived alone", alone)
+                self._blameless(number, "killed, and its part was decoded alone", alone)
                 return alone
         reached, at, *_ = alone.at()
         how = alone.end(dying=hung is None)
@@ -279,7 +279,7 @@ class _Processes(Generic[J, R]):
             bad = BadSample("decoder_hung", "image", f"decoding it alone did not end within {self.settings.decode_timeout_s:g} s")
             self.jobs[number] = self.jobs[number].without(part, bad)
         else:
-            bad = BadSample("decoder_crashed", "image", f"the worker that decoded it alone died ({how})")
+            bad = BadSample("decoder_crashed", "image", f"the worker that decoded it alone crashed ({how})")
             self.jobs[number] = self.jobs[number].without(part, bad)
         return None
 
@@ -290,13 +290,14 @@ class _Processes(Generic[J, R]):
             if alone:
                 alone.end()
             raise Refused(
-                f"workers of the data died {TRIES} times over the same samples ({how}), none of which kills one alone. Most often there "
-                "is too little memory: lower data.workers or data.read_ahead; with data.workers=0 the main process reads"
+                f"data workers crashed {TRIES} times while decoding the same samples ({how}), none of which crashes a worker alone. Most "
+                f"often there "
+                "is too little memory: lower data.workers or data.read_ahead; with data.workers=0 the main process decodes"
             )
 
     def _silent_store(self) -> StorageFailed:
         seconds = self.settings.read_timeout_s
-        return StorageFailed(f"a sample could not be read within {seconds:g} s. Look after its store, or raise data.read_timeout")
+        return StorageFailed(f"a sample could not be read within {seconds:g} s. Check its store, or raise data.read_timeout")
 
     def close(self) -> None:
         for worker in self.workers:
@@ -326,7 +327,7 @@ class Background(Generic[J]):
                 _, answer = _receive(self._worker.socket)
             except EOFError:
                 how, self._worker = self._worker.end(dying=True), None
-                say(f"a process that worked ahead has died ({how}). The run goes on without it, and waits more")
+                say(f"a prefetching process has crashed ({how}). The run continues without it, with more data wait")
             else:
                 if isinstance(answer, _Failed) and not answer.kind:
                     raise answer.raised()

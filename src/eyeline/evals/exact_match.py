@@ -144,7 +144,7 @@ def exact_match(
         model.train(was_training)
     if not tally.questions:
         raise Refused(
-            f"nothing could be asked: {dict(sorted(rejected.items())) or 'the sources are empty'}. Run `eyeline check` on the recipe."
+            f"no question could be asked: {dict(sorted(rejected.items())) or 'the sources are empty'}. Run `eyeline check` on the recipe."
         )
     overall = tally.overall
     return Result(

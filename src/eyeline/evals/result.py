@@ -66,7 +66,7 @@ class Result(Settings):
         if not self.also_learned:
             return None
         return (
-            f"{self.also_learned:,} of {self.questions:,} questions are learned from, too: this is no score of new ones. "
+            f"{self.also_learned:,} of {self.questions:,} questions are trained on, too: this is not a score on new questions. "
             "Give the recipe's evaluation data that no stage trains on"
         )
 

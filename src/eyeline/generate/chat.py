@@ -138,7 +138,7 @@ class Talk:
             if len(asked) == 1:
                 images = ", or show fewer or smaller images (/new forgets those that wait)" if len(asked[0].parts) > 1 else ""
                 raise Refused(
-                    f"this message alone has {tokens:,} tokens, and the model's context holds {longest:,} with the answer. "
+                    f"this message alone has {tokens:,} tokens, and the model's context holds {longest:,}, answer included. "
                     f"Shorten it{images}."
                 )
             asked = asked[2:]  # a question and its answer
@@ -185,7 +185,7 @@ def converse(talk: Talk, read: Read, write: Write) -> None:
                     write(HELP + "\n")
                 case "/new":
                     talk.forget()
-                    write("A new conversation: the model knows nothing of what was said.\n")
+                    write("A new conversation: the model no longer sees the previous one.\n")
                 case "/image":
                     talk.show(path_of(argument))
                 case _ if command.startswith("/"):

@@ -21,7 +21,7 @@ def written(capability: Capability) -> str:
 def flash_obstacle(dtype: torch.dtype, head_dim: int, capability: Capability) -> str | None:
     """Why PyTorch's variable-length flash attention cannot compute this on a GPU; None where it can."""
     if torch.version.hip is not None:
-        return "this is a ROCm build of torch, where flash attention over packed documents was never tried"
+        return "this is a ROCm build of torch, where flash attention over packed documents is untested"
     if capability < (8, 0):
         return f"flash attention needs compute capability 8.0 (Ampere), and this GPU has {written(capability)}"
     if dtype not in HALF:
@@ -36,7 +36,7 @@ def flash_obstacle(dtype: torch.dtype, head_dim: int, capability: Capability) ->
 def grouped_obstacle(dtype: torch.dtype, capability: Capability) -> str | None:
     """Why PyTorch's grouped matrix product cannot be called at all on a GPU; None where it can, fast or not (`grouped_waits`)."""
     if torch.version.hip is not None:
-        return "this is a ROCm build of torch, where the grouped matrix product was never tried"
+        return "this is a ROCm build of torch, where the grouped matrix product is untested"
     if capability < (8, 0):
         return f"the grouped matrix product needs compute capability 8.0, and this GPU has {written(capability)}"
     if dtype != torch.bfloat16:

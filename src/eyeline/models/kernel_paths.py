@@ -45,7 +45,8 @@ def choose(
 def _precision(capability: Capability, dtype: torch.dtype) -> Iterator[str]:
     if dtype == torch.float32 and capability >= (8, 0):
         yield (
-            "precision: fp32 on a GPU computes without its matrix units (TF32 stays off) and waits for it in every attention layer: "
+            "precision: fp32 on a GPU computes without its matrix units (TF32 stays off) and synchronises with the GPU in every "
+            "attention layer: "
             "several times slower than bf16, with twice the memory for activations. Set precision: bf16 unless you compare numbers"
         )
     if dtype == torch.bfloat16 and capability < (8, 0):
@@ -67,7 +68,7 @@ def _attention(model: nn.Module, capability: Capability, dtype: torch.dtype) -> 
         else:
             slow.setdefault(obstacle, []).append(named)
     lines = (f"attention of {' and '.join(flash)}: flash attention over packed documents",) if flash else ()
-    remedy = "Expect it to be slower; results are the same"
+    remedy = "It is slower; results are the same"
     return KernelPaths(
         lines,
         tuple(
@@ -95,12 +96,13 @@ def _experts(model: nn.Module, capability: Capability, dtype: torch.dtype) -> Ke
         obstacle = f"the grouped matrix product needs widths that are multiples of 8, and these are {list(first.down.shape[1:])}"
     if obstacle is not None:
         return KernelPaths(
-            warnings=(f"experts: one at a time, with a wait for the GPU in every layer, because {obstacle}. Expect it slow",)
+            warnings=(f"experts: one at a time, with a GPU synchronisation in every layer, because {obstacle}. This is slow",)
         )
     if grouped_waits(capability):
         return KernelPaths(
             warnings=(
-                "experts: torch's grouped matrix product (grouped_mm) loops over experts on this GPU and waits for it in every layer: it "
+                "experts: torch's grouped matrix product (grouped_mm) loops over experts on this GPU and synchronises with it in "
+                "every layer: it "
                 f"is fast on compute capability 9.x and 10.x (H100, H200, B200), and this one has {written(capability)}. Expect a fraction "
                 "of the speed that the arithmetic allows; dense models do not have this cost",
             )

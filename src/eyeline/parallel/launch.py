@@ -60,7 +60,7 @@ def machine(device: str = "auto", threads: int | None = None, deterministic: boo
         raise Refused("device is cuda, but torch sees no CUDA device here. Use device=cpu, or install a CUDA build of torch.")
     chosen = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     if device == "auto" and chosen == "cpu" and (other := _other_accelerator()):
-        warn(f"device: auto takes the CPU: this machine has {other}, which Eyeline does not compute on. Set device=cpu to leave this out")
+        warn(f"device: auto chooses the CPU: this machine has {other}, which Eyeline does not support. Set device=cpu to silence this")
     if threads is not None:
         torch.set_num_threads(threads)
     _set_deterministic(deterministic)
@@ -83,7 +83,7 @@ def deterministic_or_refused() -> Iterator[None]:
         operator = said.split(maxsplit=1)[0]
         raise Refused(
             f"deterministic: true, and this torch has no deterministic version of {operator} on this device. Set deterministic: false "
-            "and resume: the run goes on from its last checkpoint"
+            "and resume: the run resumes from its last checkpoint"
         ) from error
 
 

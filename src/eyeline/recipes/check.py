@@ -119,7 +119,7 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
     if out.is_dir():
         raise Refused(f"{out} is a folder. Give the page a file's name: --out {out / 'data.html'}")
     if not out.parent.is_dir():
-        raise Refused(f"{out.parent}, where the page would lie, is no folder. Make it, or give another --out")
+        raise Refused(f"{out.parent}, the folder of the page, does not exist. Create it, or give another --out")
     problems = [*settings_problems(run)]
     try:
         bundle = description(run)
@@ -267,13 +267,13 @@ def _source_findings(run: Run) -> Iterator[Finding]:
             every = (*found.sources, *(() if found.validation is found.sources else found.validation))
             for rows in every:
                 if not any(True for _ in rows.kept()):
-                    yield Finding(f"stages.{stage.name}.data: {rows.source.path} holds no sample that the settings leave")
+                    yield Finding(f"stages.{stage.name}.data: {rows.source.path} has no sample left after categories and limit")
             unseen = [line for rows in every if found.prepared is None for line in _unread_findings(f"stages.{stage.name}.data", rows)]
             yield from unseen
             blind = [part for part in stage.trains if part != "language"]
             if blind and all(line.warns for line in unseen) and _without_images(found.sources):
                 yield Finding(
-                    f"stages.{stage.name}: trains {' and '.join(blind)}, which learn from images, and no sample has one; "
+                    f"stages.{stage.name}: trains {' and '.join(blind)}, which need images, and no sample has one; "
                     "leave them out of trains, or add data with images"
                 )
         except Refused as error:
@@ -288,7 +288,7 @@ def _source_findings(run: Run) -> Iterator[Finding]:
         try:
             asked = open_each(run.evaluation.sources)
             if not any(True for rows in asked for _ in rows.kept()):
-                yield Finding("evaluation: its sources hold no question that the settings leave")
+                yield Finding("evaluation: its sources have no question left after categories and limit")
             for rows in asked:
                 yield from _unread_findings("evaluation", rows)
         except Refused as error:
@@ -337,7 +337,7 @@ def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
         if part not in facts.blocks:
             yield f"{where}: gradient_checkpointing names {part}, which has no blocks; {', '.join(facts.blocks)} have"
     if stage.experts is not None and facts.experts is None:
-        yield f"{where}: experts says how experts are balanced, and the model has none; leave it out"
+        yield f"{where}: experts sets how experts are balanced, and the model has no experts; leave it out"
     if isinstance(stage.experts, Bias) and "language" not in stage.trains:
         yield f"{where}: experts.balance=bias moves biases of the language model, which is frozen; leave experts out, or train language"
     batch, image = stage.batch, facts.image
@@ -360,7 +360,7 @@ def folder_problems(folder: Path) -> Iterator[str]:
         yield f"out: {text!r} has control characters, or bytes that are not UTF-8; choose a plain name"
         return
     if any(len(piece.encode()) > 200 for piece in folder.parts):
-        yield f"out: a piece of {text[:60]}... is longer than 200 bytes; choose a shorter name"
+        yield f"out: a component of {text[:60]}... is longer than 200 bytes; choose a shorter name"
         return
     if text.startswith("~"):
         yield f"out: {text} starts with ~, and this user has no home folder here; write the whole path"
@@ -380,7 +380,7 @@ def folder_problems(folder: Path) -> Iterator[str]:
     else:
         parent = next(p for p in (real, *real.parents) if p.exists())
         if not parent.is_dir():
-            yield f"out: {parent} is a file, and the run folder would lie inside it"
+            yield f"out: {parent} is a file, and the run folder would be inside it"
         elif not os.access(parent, os.W_OK | os.X_OK):
             yield f"out: {parent} cannot be written to; choose another out="
 

@@ -66,7 +66,7 @@ def throughput(run: Path) -> Throughput:
     last = max((step.attempt for step in history.steps), default=0)
     steps = [step for step in history.steps if step.attempt == last and step.outcome == "applied" and step.flops_per_s][WARM_UP:]
     if not steps:
-        raise Refused(f"{path}: the last attempt has at most {WARM_UP} steps, which warm up. Train for more steps.")
+        raise Refused(f"{path}: the last attempt has at most {WARM_UP} steps, all of them warm-up. Train for more steps.")
     start = history.starts[-1]
     return Throughput(
         precision=str(start.get("precision", "fp32")),

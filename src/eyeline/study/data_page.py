@@ -139,7 +139,8 @@ def images_said(images: Images, where: str) -> Iterator[Line]:
     said = f"{where}{samples:,} samples with images show {what} ({samples / different:,.1f} samples per image)"
     if different < FEW_IMAGES and samples >= MANY_SAMPLES * different:
         yield Line(
-            f"{said}: few different images are the most common reason why a model does not learn to see. Add images rather than questions",
+            f"{said}: too few different images are the most common reason why a model does not learn from images. Add images rather "
+            f"than questions",
             warns=True,
         )
     else:
@@ -219,7 +220,7 @@ def _budgets(found: StageData) -> Iterator[Block]:
     yield Line("padding: unused token positions; too long: samples over batch.max_tokens, batch.max_patches or the model's context length")
     now, *others = report.budgets
     if now.settled and now.waste > MUCH_WASTE:
-        why = "batch.max_patches is full long before" if now.filled > 1 - MUCH_WASTE else "samples are long for it, and few fit together"
+        why = "batch.max_patches fills up long before" if now.filled > 1 - MUCH_WASTE else "samples are long for it, and few fit together"
         remedy = "" if others else ". `eyeline data` tries other sizes"
         yield Line(f"{percent(now.waste)} of batch.max_tokens is padding: {why}{remedy}", warns=True)
     if found.flops:
@@ -230,7 +231,7 @@ def _budgets(found: StageData) -> Iterator[Block]:
         yield Line("FLOPs per batch: forward and backward passes as the stage trains, without recomputation")
     if report.epoch:
         steps = report.epoch.visits * now.load.packs / max(now.load.sample, 1) / found.batch.packs_per_step
-        yield Line(f"1 epoch ≈ {steps:,.0f} steps with the batch as it is")
+        yield Line(f"1 epoch ≈ {steps:,.0f} steps with the current batch")
     best = suggested(report.budgets)
     if best is not None and others:
         yield Line(suggestion(best, report.budgets, found.batch))
@@ -253,9 +254,9 @@ def suggestion(best: Packing, packings: Sequence[Packing], batch: Batching) -> s
     if best.good:
         why = f"the smallest of these with {wanted}"
     else:
-        why = f"none has {wanted}; this one comes nearest" + ("" if best.settled else ", of few batches")
+        why = f"none has {wanted}; this one comes closest" + ("" if best.settled else ", of few batches")
     if best is packings[0]:
-        return f"suggested: the batch as it is ({why})"
+        return f"suggested: the current batch ({why})"
     now, then = (p.load.token / p.load.packs for p in (packings[0], best))  # real tokens of a micro-batch: a step keeps about as many
     micro_batches = max(round(now * batch.packs_per_step / then), 1)
     line = f"batch: {{max_tokens: {best.budget.tokens}, max_patches: {best.budget.patches}, packs_per_step: {micro_batches}}}"
@@ -270,13 +271,13 @@ def _odd(report: DataReport) -> Iterator[Line]:
         odd = ", ".join(f"{what} {count}" for what, count in report.odd.items())
         yield Line(f"unusual but usable images (of {report.decoded:,}): {odd}")
     if report.control_strings:
-        yield Line(f"samples whose text spells a control token, which stays text: {report.control_strings}")
+        yield Line(f"samples whose text spells a control token (trained on as text): {report.control_strings}")
     if report.masked:
-        yield Line(f"answers that the data mark as left out of the loss: {report.masked:,} (of {report.masked + report.said:,})")
+        yield Line(f"answers that the data exclude from the loss: {report.masked:,} (of {report.masked + report.said:,})")
     if report.unlearned:
         yield Line(
             f"{report.unlearned:,} of {report.said:,} answers are not learned: the template {report.template} learns the last answer of a "
-            "conversation alone (docs/data.md#chat-templates). To learn each, make one row of every turn",
+            "conversation alone (docs/data.md#chat-templates). To train on each, write one row per turn",
             warns=True,
         )
 

@@ -34,12 +34,12 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     """
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
-        raise Refused(f"{folder} is no run folder: it has no recipe.yaml. Give the folder that `eyeline train` wrote, such as runs/NAME")
+        raise Refused(f"{folder} is not a run folder: it has no recipe.yaml. Give the folder that `eyeline train` wrote, such as runs/NAME")
     refuse_other_version(folder / "model")  # first: the recipe of such a run has other names too
     try:
         run = from_yaml(recipe.read_text(encoding="utf-8"), folder)
     except ValueError as error:
-        raise Refused(f"{recipe} cannot be read by this version of Eyeline: {error}. Put it back as `eyeline train` wrote it") from error
+        raise Refused(f"{recipe} cannot be read by this version of Eyeline: {error}. Restore it as `eyeline train` wrote it") from error
     if run.evaluation is None:
         raise Refused(f"{recipe} has no evaluation. Add evaluation.sources to the recipe and run `eyeline train` again: it may change")
     metric = metric_named(run.evaluation.metric)

@@ -40,7 +40,7 @@ def write_report(run: Path) -> Path:
     """
     metrics = run / "metrics.jsonl"
     if not metrics.is_file():
-        raise Refused(f"{run} is no run folder: it has no metrics.jsonl. Give the folder that `eyeline train` wrote, such as runs/NAME.")
+        raise Refused(f"{run} is not a run folder: it has no metrics.jsonl. Give the folder that `eyeline train` wrote, such as runs/NAME.")
     history = read_history(metrics)
     if not history.steps:
         raise Refused(f"{metrics} holds no step yet ({history.unreadable} unreadable lines): there is nothing to report. Train first.")
@@ -112,13 +112,15 @@ def remarks(history: History, evaluation: Result | str | None) -> list[str]:
     """What a reader must not miss."""
     notes = []
     if any(start.get("forced_expert_balance") for start in history.starts):
-        notes.append("Forced expert balance: tokens went to experts in turn. Speeds can be read; losses and answers mean nothing.")
+        notes.append(
+            "Forced expert balance: round-robin routing, for benchmarks only. Throughput is valid; losses and answers are meaningless."
+        )
     if (before := older(history, evaluation)) is not None:
         notes.append(f"{before} Run `eyeline eval` again for the model that this page shows.")
     if failed := sum(step.outcome == "not finite" or (step.outcome is None and not step.applied) for step in history.steps):
         notes.append(f"{counted(failed, 'step')} had a loss or gradient that was not finite and were not applied.")
     if idle := sum(step.outcome == "no targets" for step in history.steps):
-        notes.append(f"{counted(idle, 'step')} had no supervised token, so no loss, and changed nothing.")
+        notes.append(f"{counted(idle, 'step')} had no supervised tokens: no loss and no update.")
     if len(history.starts) > 1:
         notes.append(
             f"The run was started {len(history.starts)} times; {counted(history.lost, 'step')} after the last checkpoint were lost."

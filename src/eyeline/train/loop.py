@@ -153,9 +153,7 @@ def train_stage(
         )
         steps = stage.steps or count_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
         if state.step >= steps:
-            raise Refused(
-                f"stage {stage.name} is to have {steps} steps and has done {state.step} already; give it more, or leave it as it was"
-            )
+            raise Refused(f"stage {stage.name} has {steps} steps and has already done {state.step}; raise steps, or leave it unchanged")
         if checkpoint:
             refuse_changed_data(run, home.folder, reader, checkpoint.state)
     console.print(table(stage, rows, console.width))
@@ -239,15 +237,15 @@ def train_stage(
             raise NotFinite(
                 f"{state.not_finite} steps had a loss or gradient that is not finite, more than "
                 f"max_nonfinite_steps={run.max_nonfinite_steps}. "
-                f"None was applied; what they were made of is in {home.folder / 'not_finite'}. Look at those samples, or lower the "
+                f"None was applied; their batches are described in {home.folder / 'not_finite'}. Look at those samples, or lower the "
                 "learning rate."
             )
         if leaving:
             return
     forget_step_count(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
     raise StorageFailed(
-        f"the data of stage {stage.name} ended after {state.step} steps, and {steps} were counted: files or images have changed since. "
-        "Put them back as they were, and give the same command again: it goes on from the last checkpoint"
+        f"the data of stage {stage.name} ended after {state.step} steps, but {steps} were planned: files or images have changed since. "
+        "Restore them, and run the same command again: it resumes from the last checkpoint"
     )
 
 

@@ -153,7 +153,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
         case torch.optim.Muon():
             return {"momentum_buffer": like}
         case _:
-            raise AssertionError(f"{type(optimizer).__name__} is not made here")
+            raise AssertionError(f"{type(optimizer).__name__} is not supported")
 
 
 def _parameters(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, str, nn.Parameter]]:

@@ -27,7 +27,7 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
     if chosen.data.prepared is not None:
         raise Refused(f"stage {chosen.name} reads {chosen.data.prepared}, which is prepared already. Leave data.prepared out")
     if chosen.steps is not None and epochs > 1 and chosen.data.mix == "interleave":
-        raise Refused("with mix: interleave each source has epochs of its own, so --epochs has no meaning. Leave it out")
+        raise Refused("with mix: interleave each source has its own epochs, so --epochs has no meaning. Leave it out")
     strangers = sorted({p.name for p in folder.iterdir() if not p.name.startswith(".")} - KNOWN) if folder.is_dir() else []
     if strangers:
         raise Refused(f"{folder} holds {', '.join(strangers[:5])}, which `eyeline prepare` did not write. Choose another folder")
@@ -58,5 +58,5 @@ def _stage_of(run: Run, stage: str | None) -> int:
         return names.index(stage)
     if stage is not None and stage.isdecimal() and int(stage) < len(names):
         return int(stage)
-    asked = "give --stage: the recipe has several, and each is prepared in a folder of its own" if stage is None else f"no stage {stage!r}"
+    asked = "give --stage: the recipe has several, and each is prepared into its own folder" if stage is None else f"no stage {stage!r}"
     raise Refused(f"{asked}.{nearest(stage or '', names)} Stages: {', '.join(names)}")

@@ -85,7 +85,7 @@ class Stage(Settings):
                 raise ValueError(f"neither steps nor epochs is given. Give one of them, such as {name}.steps=1000")
             raise ValueError(f"both steps and epochs are given. Remove one: {name}.steps=null or {name}.epochs=null")
         if self.epochs is not None and self.data.mix == "interleave":
-            raise ValueError("with mix: interleave each source has epochs of its own, so epochs has no meaning for the stage. Give steps")
+            raise ValueError("with mix: interleave each source has its own epochs, so epochs has no meaning for the stage. Give steps")
         warmup, decay = self.schedule.warmup_steps, self.schedule.decay_ratio if isinstance(self.schedule, WSD) else 0.0
         if self.steps is not None and warmup is not None and warmup + round(decay * self.steps) > self.steps:
             after = f" and a decay over {percent(decay)} of the steps" if decay else ""
@@ -105,14 +105,14 @@ class Model(Settings):
     def _one_origin(self) -> "Model":
         if (self.path is None) == (self.config is None):
             if self.path is None:
-                raise ValueError("neither path (a model folder) nor config (a fresh model) is given. Give one of them")
+                raise ValueError("neither path (a model folder) nor config (a new model) is given. Give one of them")
             raise ValueError(
-                "both path (a model folder) and config (a fresh model) are given. Remove one: model.path=null or model.config=null"
+                "both path (a model folder) and config (a new model) are given. Remove one: model.path=null or model.config=null"
             )
         if self.path is not None and (self.template is not None or self.tokenizer is not None):
-            raise ValueError("template and tokenizer belong to a fresh model; the folder in path brings its own. Leave them out")
+            raise ValueError("template and tokenizer belong to a new model; the folder in path has its own. Leave them out")
         if self.config is not None and self.template is None:
-            raise ValueError("a fresh model needs a chat template: template: plain, or template: qwen2.5")
+            raise ValueError("a new model needs a chat template: template: plain, or template: qwen2.5")
         return self
 
 
@@ -137,7 +137,7 @@ class Evaluation(Settings):
     @model_validator(mode="after")
     def _once(self) -> "Evaluation":
         if any(source.repeat > 1 for source in self.sources):
-            raise ValueError("repeat says how often an epoch visits a source, and an evaluation asks each question once. Leave it out")
+            raise ValueError("repeat sets how often an epoch visits a source, and an evaluation asks each question once. Leave it out")
         if any(source.weight != 1 for source in self.sources):
             raise ValueError("weight is a share of what is trained on, and an evaluation asks each question once. Leave it out")
         return self
@@ -190,7 +190,7 @@ class Run(Settings):
     def _stages_differ(self) -> "Run":
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
-            raise ValueError(f"stages need names of their own, got {names}")
+            raise ValueError(f"stages need distinct names, got {names}")
         if self.validation_steps and not any(s.data.validation_fraction or s.data.validation for s in self.stages):
             raise ValueError("validation_steps is set, but no stage has data.validation_fraction or data.validation to validate on")
         return self

@@ -117,17 +117,15 @@ def refuse_changed_past(run: Run, home: Home, checkpoint: store.Checkpoint | Non
         return
     ended, done = checkpoint.state["stage"], checkpoint.state["progress"]["step"]
     if ended < len(run.stages) and (steps := run.stages[ended].steps) is not None and steps <= done:
-        raise Refused(
-            f"stage {run.stages[ended].name} is to have {steps} steps and has done {done} already; give it more, or leave it as it was"
-        )
+        raise Refused(f"stage {run.stages[ended].name} has {steps} steps and has already done {done}; raise steps, or leave it unchanged")
     before = _recorded(home.folder / "recipe.yaml")
     for old, new in list(zip(before.stages, run.stages, strict=True))[:ended]:
         for length in ("steps", "epochs"):
             was, wanted = getattr(old, length), getattr(new, length)
             if was != wanted:
                 raise Refused(
-                    f"stage {old.name} has ended, with {length}={was}; {length}={wanted} would change nothing. Leave it as it was, "
-                    f"or begin a new run from this one: model.path={home.folder}"
+                    f"stage {old.name} has ended, with {length}={was}; {length}={wanted} would change nothing. Leave it unchanged, "
+                    f"or start a new run from this one: model.path={home.folder}"
                 )
 
 
@@ -161,7 +159,7 @@ def refuse_another_recipe(run: Run, folder: Path) -> None:
         listed = "\n  ".join(changed)
         raise Refused(
             f"{folder} holds a run of another recipe; these settings differ and may not change on resume:\n  {listed}\n"
-            f"Go back to the settings it was started with, or choose another out=. {onward(run, folder)}"
+            f"Restore the settings that the run was started with, or choose another out=. {onward(run, folder)}"
         )
 
 
@@ -217,7 +215,7 @@ def description(run: Run) -> Bundle:
         folder = named(prepared)
         if isinstance(folder, Remote):
             raise Refused(
-                f"the tokenizer of a fresh model is not read from a store. Copy {folder / TOKENIZER} here, and set model.tokenizer"
+                f"the tokenizer of a new model cannot be read from a store. Copy {folder / TOKENIZER} here, and set model.tokenizer"
             )
         tokenizer = load_tokenizer(folder / TOKENIZER)
     else:
@@ -257,5 +255,5 @@ def build(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | No
 def tensors_of(model: torch.nn.Module) -> dict[str, Any]:
     """Every parameter by name, a tied one once, and the biases that balance experts: what a checkpoint holds."""
     biases = biases_of(model)
-    assert biases.keys() == dict(model.named_buffers()).keys(), "another buffer would be missing from checkpoints"
+    assert biases.keys() == dict(model.named_buffers()).keys(), "another buffer would be missing in checkpoints"
     return dict(model.named_parameters()) | biases

@@ -99,7 +99,7 @@ def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[
 
     rows = [_row(model, facts, stage, part) for part in PARTS if part in facts.parts]
     for row in rows:
-        assert (row.trained > 0) == (row.part in stage.trains), f"{row.part}: {row.trained} parameters learn, against the recipe"
+        assert (row.trained > 0) == (row.part in stage.trains), f"{row.part}: {row.trained} parameters train, contrary to the recipe"
     return rows
 
 

@@ -36,7 +36,7 @@ def messages(window: FileSlice, begin: int) -> Iterator[Message]:
         window.seek(begin)
         head = window.read(8)
         if head[:4] != MESSAGE or len(head) < 8:
-            raise ValueError(f"no message begins at byte {begin:,}")
+            raise ValueError(f"no message starts at byte {begin:,}")
         (size,) = struct.unpack("<i", head[4:])
         if size == 0:
             return
@@ -61,7 +61,7 @@ def messages(window: FileSlice, begin: int) -> Iterator[Message]:
 
 def _at(data: bytes, place: int, kind: str) -> int:
     if place < 0:
-        raise struct.error("a place before the begin")
+        raise struct.error("a position before the start")
     return struct.unpack_from("<" + kind, data, place)[0]
 
 
@@ -101,9 +101,9 @@ def record_batches(file: File) -> Contents:
         head = next((message.begin for message in found if message.kind == BATCH), file.size)
         schema = ipc.read_schema(pyarrow.BufferReader(file.read(0, head).removeprefix(FILE_MAGIC)))
     except (OSError, ValueError) as error:
-        raise Refused(f"{file.path} is no whole Arrow file: {str(error)[:300]}. Fetch or write it again") from error
+        raise Refused(f"{file.path} is not a complete Arrow file: {str(error)[:300]}. Fetch or write it again") from error
     if any(message.kind == DICTIONARY and message.begin > head for message in found):
-        raise Refused(f"{file.path} changes the words of a dictionary in its middle, which is not read. Write it as Parquet")
+        raise Refused(f"{file.path} replaces a dictionary between its record batches, which is not read. Write it as Parquet")
 
     def listed(columns: tuple[str, ...]) -> Iterator[Listed]:  # noqa: ARG001  # a batch is read whole
         for n, message in enumerate(message for message in found if message.kind == BATCH):

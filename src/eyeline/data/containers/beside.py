@@ -39,7 +39,7 @@ class Beside:
     def row(self, place: Place) -> Any:
         name, text = self.images[place.begin], self.texts[place.begin]
         if text is None:
-            raise BadSample("no_target", "caption", f"there is no {name.rpartition('.')[0]}.txt beside the image")
+            raise BadSample("no_target", "caption", f"{name.rpartition('.')[0]}.txt, the text of the image, does not exist")
         if text.size > MAX_TEXT_BYTES:
             raise BadSample("file_too_large", "caption", f"{text.path.name} has {text.size:,} bytes, over {MAX_TEXT_BYTES:,}")
         return {"image": name, "caption": text.read(0, text.size).decode("utf-8-sig", "surrogateescape")}
@@ -63,7 +63,7 @@ def open_beside(images: Sequence[Location], texts: Sequence[Location | None], fo
     """Images and the text beside each, if there is one. Refused when there are too many."""
     if len(images) > MAX_IMAGES:
         raise Refused(
-            f"{folder} holds {len(images):,} images with a text beside each, and more than {MAX_IMAGES:,} take too long to look "
+            f"{folder} holds {len(images):,} images with a text file for each, and more than {MAX_IMAGES:,} take too long to look "
             "for. Write them into one metadata.csv with the columns file_name and caption"
         )
     files = [File.of(text, retries) if text is not None else None for text in texts]
@@ -76,5 +76,5 @@ def open_beside(images: Sequence[Location], texts: Sequence[Location | None], fo
         digest = hashlib.sha256("".join(said[run]).encode("utf-8", "surrogatepass")).hexdigest()
         shards.append(Shard(f"{folder.name}#{first}", digest, sum(file.size for file in files[run] if file is not None)))
     without = sum(file is None for file in files)
-    what = "images with a .txt beside each" + (f", but {without:,} without" if without else "")
+    what = "images with a .txt of the same name" + (f", but {without:,} without" if without else "")
     return Beside(tuple(names), tuple(files), folder, SHARD_ROWS, tuple(shards), what)

@@ -48,6 +48,6 @@ def with_names(value: Any, labels: Labels, field: str) -> Any:
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if not 0 <= value < len(labels):
-        what = "which stands for no label" if value == -1 else f"and the file has names for 0 to {len(labels) - 1}"
+        what = "the marker for no label" if value == -1 else f"and the file has names for 0 to {len(labels) - 1}"
         raise BadSample("wrong_type", field, f"the class label {value}, {what}. Leave such rows out, or write the label as text")
     return labels[value]

@@ -54,10 +54,10 @@ class Coco:
 
     def _joined(self, row: Any) -> dict[str, Any]:
         if not isinstance(row, dict):
-            raise BadSample("wrong_type", "row", "an object was wanted")
+            raise BadSample("wrong_type", "row", "wanted an object")
         image = row.get("image_id")
         if not isinstance(image, int | str):
-            raise BadSample("wrong_type", "image_id", f"the number of an image was wanted, got {str(image)[:40]}")
+            raise BadSample("wrong_type", "image_id", f"wanted the number of an image, got {str(image)[:40]}")
         if not self._names:
             self._read_names()
         if image not in self._names:

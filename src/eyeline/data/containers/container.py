@@ -124,9 +124,7 @@ class File:
         with FileSlice(self, begin, length) as window:
             data = window.read()
         if len(data) < length:
-            raise StorageFailed(
-                f"{self.path} ended {length - len(data):,} bytes early. Its store has lost a part of it; put it back as it was"
-            )
+            raise StorageFailed(f"{self.path} ended {length - len(data):,} bytes early. A part of it is missing in its store; restore it")
         return data
 
 
@@ -270,7 +268,7 @@ def persistent(read: Callable[[], T], retries: int) -> T:
             if number_of(failed) not in PASSING:
                 raise
             if tries > retries:
-                raise StorageFailed(f"{failed} It was tried {tries} times.") from failed.__cause__
+                raise StorageFailed(f"{failed} Tried {tries} times.") from failed.__cause__
         time.sleep(min(FIRST_WAIT_S * 4 ** (tries - 1), LONGEST_WAIT_S))
 
 

@@ -115,7 +115,7 @@ def fields_of(data: bytes, delimiter: bytes) -> list[str | None]:
         if found is None:
             raise BadSample("table_row", "row", f"the quote at byte {at:,} of the row is never closed")
         if line[found.end() : found.end() + 1] not in (b"", delimiter):
-            raise BadSample("table_row", "row", f"the quote at byte {found.end() - 1:,} of the row closes a field that goes on")
+            raise BadSample("table_row", "row", f"the quote at byte {found.end() - 1:,} of the row closes a field that continues")
         value = found[2] if found[1] is None else found[1].replace(b'""', b'"')
         values.append(value.decode("utf-8", "surrogateescape") or None)
         at = found.end() + 1

@@ -20,12 +20,12 @@ def energon_shards(folder: Location, there: list[Location], retries: int) -> lis
     found = files.get(str(about / "split.yaml"), files.get(str(about / "split.json")))
     try:
         if found is None:
-            raise TypeError("it is not there")
+            raise TypeError("it does not exist")
         file = File.of(found, retries)
         split = yaml.safe_load(file.read(0, file.size))
         listed = split["split_parts"]["train"]
         if not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
-            raise TypeError("split_parts.train is no list of names")
+            raise TypeError("split_parts.train is not a list of names")
         listed = [name for pattern in listed for name in expanded(pattern)]
         excluded = {name for pattern in split.get("exclude") or () for name in expanded(pattern)}
         if not excluded <= set(listed):
@@ -38,7 +38,7 @@ def energon_shards(folder: Location, there: list[Location], retries: int) -> lis
     bad = [name for name, file in wanted.items() if file is None]
     if bad:
         raise Refused(
-            f"{about / 'split.yaml'} lists {len(bad)} archives that are not there, such as {folder / bad[0]}. Restore them, or prepare it "
+            f"{about / 'split.yaml'} lists {len(bad)} archives that do not exist, such as {folder / bad[0]}. Restore them, or prepare it "
             "again"
         )
     return [file for file in wanted.values() if file is not None]
@@ -55,13 +55,13 @@ def expanded(pattern: str) -> list[str]:
         return [pattern]
     before, first, last, choice, after = found.groups()
     if choice is None and abs(int(last) - int(first)) >= MOST_NAMES:
-        raise ValueError(f"{pattern[:100]} stands for over {MOST_NAMES:,} names")
+        raise ValueError(f"{pattern[:100]} expands to more than {MOST_NAMES:,} names")
     step = 1 if choice is not None or int(first) <= int(last) else -1
     width = len(first) if choice is None and len(first) == len(last) else 0
     inner = choice.split(",") if choice is not None else [f"{n:0{width}}" for n in range(int(first), int(last) + step, step)]
     rest = expanded(after)
     if len(inner) * len(rest) > MOST_NAMES:
-        raise ValueError(f"{pattern[:100]} stands for over {MOST_NAMES:,} names")
+        raise ValueError(f"{pattern[:100]} expands to more than {MOST_NAMES:,} names")
     return [f"{before}{one}{end}" for one in inner for end in rest]
 
 
@@ -76,7 +76,7 @@ def energon_columns(about: Location, retries: int) -> tuple[dict[str, str], str]
     try:
         said = yaml.safe_load(file.read(0, file.size))
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise Refused(f"{about} is no YAML: {str(error)[:200]}. Mend it, or give the archives by a pattern") from error
+        raise Refused(f"{about} is not YAML: {str(error)[:200]}. Fix it, or give the archives by a pattern") from error
     said = said if isinstance(said, dict) else {}
     if said.get("sample_loader") is not None:
         return {}, "the sample_loader of its dataset.yaml is not run"
@@ -86,7 +86,7 @@ def energon_columns(about: Location, retries: int) -> tuple[dict[str, str], str]
         if field == "answer_weights":  # the most frequent answer is learned
             continue
         if field not in OURS or not isinstance(access, str) or not _ACCESS.fullmatch(access):
-            return {}, f"the field_map of its dataset.yaml is not used, since {field}: {access} has no like here"
+            return {}, f"the field_map of its dataset.yaml is not used, since {field}: {access} has no counterpart here"
         part, *keys = access.replace("]", "").split("[")
         columns[OURS[field]] = ".".join([part.lower(), *keys])
     return columns, ""

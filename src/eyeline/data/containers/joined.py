@@ -61,7 +61,7 @@ def joined(parts: Sequence[Container], files: Sequence[Location], folder: Locati
     kinds = {part.what: file for part, file in zip(reversed(parts), reversed(files), strict=True)}
     if len(kinds) > 1:
         (what, file), (other, another) = list(kinds.items())[:2]
-        raise Refused(f"{another} is {other}, and {file} is {what}. Give them as sources of their own")
+        raise Refused(f"{another} is {other}, and {file} is {what}. Give them as separate sources")
     firsts = [0]
     for part in parts[:-1]:
         firsts.append(firsts[-1] + len(part.shards))

@@ -30,7 +30,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Any:
     if len(out) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        return Broken("duplicate_key", f"the key {twice!r} is there twice")
+        return Broken("duplicate_key", f"the key {twice!r} appears twice")
     return out
 
 
@@ -44,7 +44,7 @@ def _constant(name: str) -> Any:
 
 def _number(text: str) -> Any:
     value = float(text)
-    return value if abs(value) != float("inf") else Broken("not_finite", f"{text[:20]} is beyond all floats")
+    return value if abs(value) != float("inf") else Broken("not_finite", f"{text[:20]} is too large for a float")
 
 
 def parse(text: str) -> tuple[Any, bool]:
@@ -245,7 +245,7 @@ def _broken(error: json.JSONDecodeError, data: bytes) -> str:
     line = 1 + data.count(b"\n", 0, error.pos)
     where = f"{error.msg.removesuffix(' at')} at byte {error.pos:,}, in line {line:,}"
     if error.msg.startswith("Unterminated") or error.pos >= len(data.rstrip()):
-        return f"{where}: it ends in the middle, as if it was cut"
+        return f"{where}: it ends early, as if it was cut off"
     match data[error.pos : error.pos + 1], data[: error.pos].rstrip()[-1:]:
         case b"'", _:
             return f"{where}: JSON has double quotes. Write it with json.dump, not with print or str"

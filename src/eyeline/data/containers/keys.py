@@ -117,7 +117,7 @@ def _refuse_two(sample: Sequence[Member], wanted: Sequence[str]) -> None:
         if other is not member and (both == 2 or (both == 1 and {text.base, another.base} <= stems)):
             what = f"{other.name[-100:]!r} and {member.name[-100:]!r}"
             raise BadSample(
-                "tar_key", "row", f"{what} have one key by WebDataset's rule, and which of them is meant cannot be told. {WRITE}"
+                "tar_key", "row", f"{what} have one key by WebDataset's rule, so it is ambiguous which of them belongs to it. {WRITE}"
             )
         if both == 1 and text.base in tops:
             first[text.slot] = (member, text)
@@ -136,7 +136,7 @@ def _divided(group: Sequence[Member], tops: set[str], wanted: Sequence[str]) -> 
         if last != name:
             if name in known:
                 what = f"{known[name].name[-100:]!r} and {member.name[-100:]!r}"
-                raise BadSample("tar_key", "row", f"{what} are of one sample, with members of others between them. {WRITE}")
+                raise BadSample("tar_key", "row", f"{what} are of one sample, with members of other samples between them. {WRITE}")
             known[name], last = member, name
             out.append([])
         out[-1].append(_longer(member, top) if top else member)

@@ -106,7 +106,7 @@ class Tables:
             return self._kept[key][0]
         table = self.read(self.files[group.file], group, self.columns, None)
         if len(table) < group.end:
-            raise BadSample("damaged_parquet", "row", f"{group.name} has {len(table):,} rows, and says that there are more")
+            raise BadSample("damaged_parquet", "row", f"{group.name} has {len(table):,} rows, and its metadata says that there are more")
         self._kept[key] = table, table.nbytes
         while len(self._kept) > KEPT or (len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > KEPT_BYTES):
             self._kept.popitem(last=False)
@@ -147,7 +147,7 @@ def chosen(path: Location, names: Sequence[str], wanted: Sequence[str] | None, b
             "{OURS: THEIRS} how they are called"
         )
     if before and has != before:
-        raise Refused(f"{path} has the columns {', '.join(has)}, and {first} has {', '.join(before)}. Give them as sources of their own")
+        raise Refused(f"{path} has the columns {', '.join(has)}, and {first} has {', '.join(before)}. Give them as separate sources")
     return has
 
 
@@ -243,7 +243,7 @@ def row_groups(file: File) -> Contents:
             opened = parquet.ParquetFile(window)
             about, schema = opened.metadata, opened.schema_arrow
     except (OSError, ValueError) as error:
-        raise Refused(f"{file.path} is no whole Parquet file: {str(error)[:300]}. Download it again") from error
+        raise Refused(f"{file.path} is not a complete Parquet file: {str(error)[:300]}. Download it again") from error
 
     def listed(columns: tuple[str, ...]) -> Iterator[Listed]:
         for group in range(about.num_row_groups):
@@ -254,7 +254,8 @@ def row_groups(file: File) -> Contents:
             if size > MAX_GROUP_BYTES or rows > MAX_GROUP_ROWS:
                 raise Refused(
                     f"{file.path}: row group {group} has {rows:,} rows (of at most {MAX_GROUP_ROWS:,}) of {size:,} bytes together (of at "
-                    f"most {MAX_GROUP_BYTES:,}), and no row can be read without its group. Write the file again with a row_group_size of "
+                    f"most {MAX_GROUP_BYTES:,}), and reading a row means reading its whole group. Write the file again with a "
+                    f"row_group_size of "
                     "a few hundred rows"
                 )
             yield Listed(group, rows, size)

@@ -103,7 +103,7 @@ class Tars:
                     number += 1
             else:
                 if begins is not None and (number < len(begins) or member_of(_header(file, run.end), 0, 0, 0, True).key in keys):
-                    raise _unfit(run.index, f"sample {run.first + number} of the archive begins elsewhere")
+                    raise _unfit(run.index, f"sample {run.first + number} of the archive starts elsewhere")
         self._skipped[shard] = len(skipped)
 
     def _check(self, run: ArchivePart, begins: list[int] | None, number: int, begin: int, samples: "list[Members]") -> None:
@@ -114,7 +114,7 @@ class Tars:
             names = " and ".join(repr(sample[0][0].name[-100:]) for sample in samples[:2])
             raise _unfit(run.index, f"it counts {names} as one sample, since their names are equal up to the first dot")
         if number >= len(begins) or begins[number] != begin:
-            raise _unfit(run.index, f"sample {run.first + number} begins at byte {begin:,} of the archive, and not where it says")
+            raise _unfit(run.index, f"sample {run.first + number} starts at byte {begin:,} of the archive, and not where it says")
 
     def skipped(self, shard: int) -> int:
         """Members that no data set means, such as `._a.jpg` of macOS. Known once its rows were read."""
@@ -251,12 +251,12 @@ def _odd_members(file: _Archive, begin: int) -> Iterator[Member | BadSample]:
                     return
             file.seek(archive.offset)  # it stops without a word at a header that is none
             if file.read(BLOCK).strip(b"\0"):
-                yield BadSample("damaged_tar", "row", f"no member begins at byte {archive.offset:,}, and the archive does not end there")
+                yield BadSample("damaged_tar", "row", f"no member starts at byte {archive.offset:,}, and the archive does not end there")
     except tarfile.ReadError as error:
         if file.size:
             yield BadSample("damaged_tar", "row", str(error))
         else:
-            yield BadSample("damaged_tar", "row", "the archive is empty: not even its end is there")
+            yield BadSample("damaged_tar", "row", "the archive is empty: even its end marker is missing")
 
 
 def _capped(members: Iterator[Member | BadSample], file: File, skipped: list[int]) -> Iterator[Member | BadSample]:
@@ -297,7 +297,7 @@ def _new_names(sample: Members, whole: bool, known: set[str]) -> None:
     else:  # a text of the same name may be elsewhere
         names |= {f"{key}.{stem}" for member, _ in sample if (stem := stem_of(member))}
     if twice := names & known:
-        raise BadSample("tar_key", "row", f"the key {_shown(min(twice))} was there before, with others between")
+        raise BadSample("tar_key", "row", f"the key {_shown(min(twice))} appeared before, with others between")
     known |= names
 
 
@@ -344,7 +344,7 @@ def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> di
                 "tar_member", "row", f"{_shown(name)} is a link, a device, too long a name, or has a path that leads out of the archive"
             )
         if member.part in parts:
-            raise BadSample("tar_key", "row", f"{_shown(name)} is there twice")
+            raise BadSample("tar_key", "row", f"{_shown(name)} appears twice")
         parts.add(member.part)
         if member.kind in IMAGE_SUFFIXES:
             if member.size > MAX_MEMBER_BYTES:
@@ -359,7 +359,7 @@ def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> di
                 value, flawed = parse(content.decode("utf-8-sig", "surrogateescape"))
                 value = sound(value) if flawed else value
                 if not isinstance(value, dict):
-                    raise BadSample("wrong_type", name, "an object was wanted")
+                    raise BadSample("wrong_type", name, "wanted an object")
                 row |= value
                 if member.part in wanted:
                     own[member.part] = value
@@ -416,7 +416,8 @@ def open_tars(
     for file in files[:1] if isinstance(paths[0], Remote) else files:
         if file.read(0, min(8, file.size)).startswith(COMPRESSED):
             raise Refused(
-                f"{file.path} is compressed (gzip or another), and no sample could be read without all before it. Decompress it: the "
+                f"{file.path} is compressed (gzip or another), and reading a sample would mean reading everything before it. "
+                f"Decompress it: the "
                 "images in it are compressed already"
             )
     shards: list[Shard] = []
@@ -434,18 +435,18 @@ def open_tars(
 def _cut_up(number: int, file: File, index: File) -> list[ArchivePart]:
     """Runs of samples, by an index. Refused when it cannot be the archive's; `rows` looks at every sample."""
     if index.size % 8 or not index.size:
-        raise _unfit(index, f"it has {index.size:,} bytes, which are no numbers of 8")
+        raise _unfit(index, f"it has {index.size:,} bytes, which is not a multiple of 8")
     begins = offsets_in(index, 0, index.size // 8)
     wrong = next((a for a, b in pairwise((-1, *begins)) if not a < b <= file.size or b % BLOCK), None)
     if wrong is not None:
-        raise _unfit(index, f"after {wrong:,} comes no place of a sample in {file.size:,} bytes")
+        raise _unfit(index, f"after {wrong:,} comes no position of a sample in {file.size:,} bytes")
     if file.read(begins[-1], min(BLOCK, file.size - begins[-1])).strip(b"\0"):
-        raise _unfit(index, f"the archive goes on at byte {begins[-1]:,}, where it says that there is no more")
+        raise _unfit(index, f"the archive continues at byte {begins[-1]:,}, where it says that there is no more")
     parts: list[ArchivePart] = []
     first = 0
     for n in range(1, len(begins)):
         if first == n - 1 and not _header(file, begins[first]):
-            raise _unfit(index, f"no sample begins at byte {begins[first]:,} of the archive")
+            raise _unfit(index, f"no sample starts at byte {begins[first]:,} of the archive")
         if n == len(begins) - 1 or n - first == SHARD_ROWS or begins[n + 1] - begins[first] > RUN_BYTES:
             parts.append(ArchivePart(number, begins[first], begins[n], first, n - first, index))
             first = n

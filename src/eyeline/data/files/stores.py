@@ -60,21 +60,22 @@ def remote(url: str) -> Remote:
     scheme, (store, _, key) = scheme.lower(), rest.partition("/")
     if "@" in store or re.search(r"\?[\w.-]*=", url):  # the variables come from the environment, where no copy of a recipe has them
         raise Refused(
-            f"{without_secrets(url)} has credentials in it. A recipe is copied into the run folder, so none may stand there. Leave them "
+            f"{without_secrets(url)} has credentials in it. A recipe is copied into the run folder, so none may be in it. Leave them "
             f"out, and set {VARIABLES.get(scheme, 'them')} in the environment"
         )
     if scheme in _OTHER_NAMES:
         raise Refused(f"{without_secrets(url)}: write {_OTHER_NAMES[scheme]}:// instead of {scheme}://")
     if scheme not in VARIABLES:
         raise Refused(
-            f"{without_secrets(url)} is not read: {_instead(scheme)}. Wanted: a path, or a URL that begins with s3://, gs:// or az://"
+            f"{without_secrets(url)} is not read: {_instead(scheme)}. Wanted: a path, or a URL that starts with s3://, gs:// or az://"
         )
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{1,221}", store):
-        raise Refused(f"{without_secrets(url)} names no bucket that can be. Write {scheme}://BUCKET/KEY")
+        raise Refused(f"{without_secrets(url)} does not name a valid bucket. Write {scheme}://BUCKET/KEY")
     key = key.removesuffix("/")
     if (any(piece in ("", ".", "..") for piece in key.split("/")) and key) or any(ord(letter) < 32 for letter in key):
         raise Refused(
-            f"{without_secrets(url)}: a key has no empty pieces, no . or .. and no control characters here. Write the key as it is listed"
+            f"{without_secrets(url)}: a key has no empty pieces, no . or .. and no control characters here. Write the key as the "
+            f"store lists it"
         )
     return Remote(f"{scheme}://{store}", key)
 
@@ -88,7 +89,7 @@ def _instead(scheme: str) -> str:
         case "file":
             return "give the path itself"
         case _:
-            return f"{scheme}:// is no kind of store that is known"
+            return f"{scheme}:// is not a known kind of store"
 
 
 # Asking
@@ -121,7 +122,7 @@ def _process() -> _Process:
 
 def _client(store: str) -> "ObjectStore":
     process = _process()
-    assert process.number == os.getpid(), "a process that has read from a store was forked; a child would wait for ever"
+    assert process.number == os.getpid(), "a process that has read from a store was forked; a child would wait forever"
     with process.lock:
         if store not in process.clients:
             process.clients[store] = _made(store)
@@ -160,7 +161,7 @@ def _explained(location: Remote, error: BaseException) -> StorageFailed | None:
     from obstore.exceptions import BaseError
 
     if type(error).__name__ == "PanicException":  # of obstore, where it did not foresee something: an endpoint that is no URL
-        return _failed(location, "what the environment says cannot be used", errno.EINVAL, f"Look at {_settings(location)}")
+        return _failed(location, "the settings in the environment cannot be used", errno.EINVAL, f"Check {_settings(location)}")
     if not isinstance(error, BaseError | FileNotFoundError | ValueError):
         return None
     text, scheme = str(error), location.store.partition("://")[0]
@@ -172,44 +173,44 @@ def _explained(location: Remote, error: BaseException) -> StorageFailed | None:
     found = re.search(r"Error performing \w+ (\S+) in", text)
     asked = urlsplit(found[1]) if found else None
     if status in _PASSING or code in ("SlowDown", "RequestTimeout", "InternalError", "ServerBusy"):
-        return _failed(location, answer, errno.EIO, "Look after the store, and start again")
+        return _failed(location, answer, errno.EIO, "Check the store, then start again")
     if "token request" in text or (asked is not None and _METADATA.search(asked.geturl())):
         return _failed(location, "no credentials were found", errno.EACCES, f"Set {VARIABLES[scheme]}")
     if code == "NoSuchBucket":
-        return _failed(location, f"there is no bucket {location.store}", errno.ENOENT, "Look at its name, region and endpoint")
+        return _failed(location, f"there is no bucket {location.store}", errno.ENOENT, "Check its name, region and endpoint")
     if isinstance(error, FileNotFoundError):
         return _failed(location, "there is no such object", errno.ENOENT, "Put it back, or give another URL")
     if status == 416:
         return _failed(
-            location, "it ends before", errno.EINVAL, "It has changed. Put it back as it was, or begin a new run with the new data"
+            location, "it ends before", errno.EINVAL, "It has changed. Put it back as it was, or start a new run with the new data"
         )
     if "redirect" in text or code in ("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"):
-        return _failed(location, "the bucket lies in another region", errno.EINVAL, "Set AWS_REGION to its region")
+        return _failed(location, "the bucket is in another region", errno.EINVAL, "Set AWS_REGION to its region")
     if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AuthenticationFailed") or status == 401:
         return _failed(location, f"the credentials are not accepted ({answer})", errno.EACCES, f"Renew {VARIABLES[scheme]}")
     if status == 403:
         hint = "S3 says so of absent objects, too, where listing is not allowed. Allow reading and listing, or set other credentials"
         return _failed(location, f"access is denied ({answer})", errno.EACCES, hint)
     if status is not None:
-        return _failed(location, answer, errno.EINVAL, f"Look at {_settings(location)}")
+        return _failed(location, answer, errno.EINVAL, f"Check {_settings(location)}")
     if "BadScheme" in text:
         allow = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}[scheme]
-        return _failed(location, "its endpoint is http:// and not https://", errno.EINVAL, f"Set {allow}=true if that is meant")
+        return _failed(location, "its endpoint is http:// and not https://", errno.EINVAL, f"Set {allow}=true if that is intended")
     found = re.search(r"kind: (Connect|Request|Timeout|Interrupted|Decode|Unknown)\b", text)
     match found[1] if found else None:
         case "Timeout":
             return _failed(
-                location, f"no whole answer came within {TIMEOUT_S:g} s", errno.ETIMEDOUT, "Look after the store and the line to it"
+                location, f"no complete answer arrived within {TIMEOUT_S:g} s", errno.ETIMEDOUT, "Check the store and the connection to it"
             )
         case "Connect":
             where = f"{asked.scheme}://{asked.hostname}{f':{asked.port}' if asked.port else ''}" if asked else "its endpoint"
-            what = f"no connection to {where}"
-            return _failed(location, what, errno.EHOSTUNREACH, f"Look at the network, and at {ENDPOINTS[scheme]} if it is set")
+            what = f"cannot connect to {where}"
+            return _failed(location, what, errno.EHOSTUNREACH, f"Check the network, and {ENDPOINTS[scheme]} if it is set")
         case "Request" | "Interrupted" | "Decode" | "Unknown":
-            return _failed(location, "its answer broke off, or was none", errno.ECONNRESET, "Look after the store and the line to it")
+            return _failed(location, "its answer was cut off or empty", errno.ECONNRESET, "Check the store and the connection to it")
         case _:
-            what = "what the environment says of the store cannot be used"
-            return _failed(location, what, errno.EINVAL, f"Look at {_settings(location)}")
+            what = "the settings of the store in the environment cannot be used"
+            return _failed(location, what, errno.EINVAL, f"Check {_settings(location)}")
 
 
 # where a machine in a cloud asks for its credentials: what is left to try where the environment has none
@@ -218,7 +219,7 @@ _METADATA = re.compile(r"//169\.254\.|//metadata|/latest/(api/token|meta-data)")
 
 def _settings(location: Remote) -> str:
     scheme = location.store.partition("://")[0]
-    return f"{ENDPOINTS[scheme]} if it is set, and at {VARIABLES[scheme]}"
+    return f"{ENDPOINTS[scheme]} if it is set, and {VARIABLES[scheme]}"
 
 
 def _failed(location: Remote, what: str, number: int, remedy: str) -> StorageFailed:
@@ -266,14 +267,16 @@ def _get(location: Remote, begin: int, length: int, stamp: Stamp | None) -> tupl
             raise changed(location)
         data = bytes(answer.bytes())
         if len(data) < min(length, found[0] - begin):
-            raise _failed(location, f"{len(data):,} bytes came of {length:,}", errno.ECONNRESET, "Look after the store and the line to it")
+            raise _failed(
+                location, f"{len(data):,} bytes arrived of {length:,}", errno.ECONNRESET, "Check the store and the connection to it"
+            )
         return found, data
 
     return _ask(location, get)
 
 
 def changed(location: object) -> StorageFailed:
-    return StorageFailed(f"{location} has changed since it was opened. Put it back as it was, or begin a new run with the new data")
+    return StorageFailed(f"{location} has changed since it was opened. Put it back as it was, or start a new run with the new data")
 
 
 def piece(location: Remote, stamp: Stamp, begin: int, wanted: int) -> bytes:
@@ -313,7 +316,7 @@ def listed(folder: Remote) -> list[Remote]:
             found += [Remote(folder.store, about["path"], _stamp(about)) for about in page]
             if len(found) > MOST_LISTED:
                 raise Refused(
-                    f"{folder} holds more than {MOST_LISTED:,} objects. Name a folder of fewer, or a pattern that begins with one"
+                    f"{folder} holds more than {MOST_LISTED:,} objects. Name a folder of fewer, or a pattern that starts with one"
                 )
         return found
 

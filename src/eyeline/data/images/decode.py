@@ -140,11 +140,11 @@ def oddities(encoded: EncodedImage) -> list[str]:
             out.append("animated (its first frame is used)")
         _load_whole(image, file, encoded.name)
         if _orientation(image) in _TRANSPOSE:
-            out.append("turned by its EXIF orientation")
+            out.append("rotated by its EXIF orientation")
         if _transparent(image):
-            out.append("transparent (laid over white)")
+            out.append("transparent (composited over white)")
         elif image.mode not in ("RGB", "L", "P", "1"):
-            out.append(f"mode {image.mode} (made 8-bit RGB)")
+            out.append(f"mode {image.mode} (converted to 8-bit RGB)")
         if min(width, height) < SMALL_SIDE:
             out.append(f"a side under {SMALL_SIDE} pixels")
         if max(width, height) > LONG_ASPECT * min(width, height):
@@ -156,8 +156,8 @@ def _load_whole(image: Pillow.Image, file: BinaryIO, name: str) -> None:
     """Decode the pixels. BadSample where a part of them is lost: Pillow's decoders leave it grey or black in silence when the file
     goes on after the loss, or ends as a whole one does."""
     if ImageFile.LOAD_TRUNCATED_IMAGES:
-        raise Refused("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set, which invents the missing part of cut files. Leave it False")
-    lost = BadSample("broken_image", "image", f"{name}: image file is truncated: a part of its pixels is not there")
+        raise Refused("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set, which makes up the missing part of truncated files. Leave it False")
+    lost = BadSample("broken_image", "image", f"{name}: image file is truncated: some of its pixels are missing")
     match image.format:
         case "JPEG" | "MPO":
             file.seek(0)

@@ -34,10 +34,10 @@ _SIGNATURES = (  # of files that people name .png or .jpg
     (b"%PDF", "PDF"),
     (b"<svg", "SVG"),
     (b"<?xml", "XML"),
-    (b"<!DOCTYPE", "HTML, a web page in place of the image"),
-    (b"<html", "HTML, a web page in place of the image"),
+    (b"<!DOCTYPE", "HTML, a web page instead of the image"),
+    (b"<html", "HTML, a web page instead of the image"),
     (b"\0\0\1\0", "ICO"),
-    (b"version https://git-lfs", "a Git LFS pointer in place of the image, which `git lfs pull` fetches"),
+    (b"version https://git-lfs", "a Git LFS pointer instead of the image, which `git lfs pull` fetches"),
 )
 
 
@@ -84,7 +84,7 @@ def _refuse_unreadable(path: Path) -> None:
         if not stat.S_ISREG(about.st_mode):  # opening a FIFO would wait for ever
             raise BadSample("not_a_file", "image", f"{path} is {'a folder' if stat.S_ISDIR(about.st_mode) else 'not a regular file'}")
         if about.st_dev in _system_devices():  # reading some of them fails, never ends, or does something
-            raise BadSample("not_a_file", "image", f"{path} is a file of the system, and not of a disk")
+            raise BadSample("not_a_file", "image", f"{path} is a special file of the system (/proc, /sys or the like)")
         if about.st_size > MAX_FILE_BYTES:
             raise BadSample("file_too_large", "image", f"{path} has {about.st_size:,} bytes, over {MAX_FILE_BYTES:,}")
     except OSError as error:
@@ -110,7 +110,7 @@ def _read_error(path: Path, error: OSError) -> BadSample | StorageFailed:
 def _near_miss(path: Path) -> str:
     """Why a file is probably not where it was looked for, as the end of a sentence."""
     if "\\" in str(path):
-        return ". It has backslashes, and / is what sets folders apart"
+        return ". It has backslashes; write / between folders"
     return near_name(path) if os.path.isdir(path.parent) else no_folder(path.parent)
 
 
@@ -137,7 +137,7 @@ def unidentified(name: str, head: bytes) -> BadSample:
     known = next((kind for magic, kind in _ACCEPTED if re.match(magic, head, re.DOTALL)), None)
     if known is None:
         return BadSample("image_format", "image", f"{name} {_kind_of(head)}")
-    return BadSample("broken_image", "image", f"{name} is {known}, of a kind that is not read or with a damaged header")
+    return BadSample("broken_image", "image", f"{name} is {known}, of an unsupported kind or with a damaged header")
 
 
 def _kind_of(head: bytes) -> str:
@@ -150,7 +150,7 @@ def _kind_of(head: bytes) -> str:
             return f"is {name}{wanted}"
     if head[4:8] == b"ftyp":
         return f"is HEIF, AVIF or a video (ISO media){wanted}"
-    return "is no image that can be read" + wanted
+    return "is not an image that can be read" + wanted
 
 
 # Keys

@@ -49,7 +49,7 @@ def options_of(row: dict[str, Any]) -> Options | None:
         elif isinstance(value, list) and all(isinstance(item, dict) and item.keys() == {"text", "label"} for item in value):
             labels, value = [str(item["label"]) for item in value], [item["text"] for item in value]
         if not isinstance(value, list):
-            raise BadSample("wrong_type", column, f"a list of options was wanted, got {shown(value)}. Write it as a list in JSON")
+            raise BadSample("wrong_type", column, f"wanted a list of options, got {shown(value)}. Write it as a list in JSON")
         return _checked(value, labels, column)
     for names, called in FAMILIES:
         there = [n for n, name in enumerate(names) if _given(row.get(name))]
@@ -68,7 +68,7 @@ def _given(value: Any) -> bool:
 def _checked(values: list[Any], labels: list[str] | None, column: str) -> Options:
     texts = [as_text(value, column) for value in values]
     if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise BadSample("wrong_type", column, f"texts were wanted as options, got {shown(values)}")
+        raise BadSample("wrong_type", column, f"wanted texts as options, got {shown(values)}")
     if not 2 <= len(texts) <= len(ascii_uppercase):
         raise BadSample("wrong_type", column, f"{len(texts)} options, wanted 2 to {len(ascii_uppercase)}, a letter each")
     return Options(tuple(text.strip() for text in texts), tuple(labels or ascii_uppercase[: len(texts)]), column, labels is None)
@@ -88,7 +88,7 @@ def letter_of(answer: Any, options: Options, column: str) -> str:
     found = set[int]()
     text = as_text(answer, column)
     if not isinstance(text, str):
-        raise BadSample("wrong_type", column, f"a letter or the text of an option was wanted, got {shown(answer)}")
+        raise BadSample("wrong_type", column, f"wanted a letter or the text of an option, got {shown(answer)}")
     text = text.strip()
     if isinstance(answer, int) and options.counted and 0 <= answer < len(options.texts):
         found.add(answer)

@@ -35,7 +35,7 @@ def sample_in_turns(id: str, messages: list[Message], kind: str) -> Sample:
     """The sample, if its turns are: perhaps one system message, then user and assistant in turn, an answer last."""
     begin = 1 if messages and messages[0].role == "system" else 0
     if not any(m.role == "assistant" for m in messages):
-        raise BadSample("no_target", "messages", "there is no answer to learn")
+        raise BadSample("no_target", "messages", "there is no answer to train on")
     for n, message in enumerate(messages[begin:], begin):
         wanted = ("user", "assistant")[(n - begin) % 2]
         if message.role == "system":
@@ -43,9 +43,9 @@ def sample_in_turns(id: str, messages: list[Message], kind: str) -> Sample:
         if message.role != wanted:
             raise BadSample("role_order", f"messages[{n}]", f"user and assistant must take turns, user first; got {message.role}")
         if wanted == "assistant" and not all(isinstance(p, Text) for p in message.parts):
-            raise BadSample("image_in_answer", f"messages[{n}]", "an answer is text; the model cannot draw")
+            raise BadSample("image_in_answer", f"messages[{n}]", "an answer must be text; the model does not generate images")
     if messages[-1].role != "assistant":
-        raise BadSample("role_order", f"messages[{len(messages) - 1}]", "the last turn asks and is not answered")
+        raise BadSample("role_order", f"messages[{len(messages) - 1}]", "the last turn is a question without an answer")
     return Sample(id, tuple(messages), kind)
 
 
@@ -82,8 +82,10 @@ def _refuse_to_draw(media: dict[str, list[EncodedImage | Video]], places: Counte
         said = [(text, field) for text, field in answers if placeholder in text]
         there = _places_in(text for text, _ in said)[placeholder]
         if there and len(media[placeholder]) == places[placeholder] + there:
-            why = f"{placeholder} in an answer, where one of the row's {PLACEHOLDERS[placeholder]} would stand, and an answer is text"
-            raise BadSample("image_in_answer", said[0][1], f"{why}. Write it into the turn before, or as \\{placeholder} where it is text")
+            why = f"{placeholder} is in an answer, where one of the row's {PLACEHOLDERS[placeholder]} would go, and an answer must be text"
+            raise BadSample(
+                "image_in_answer", said[0][1], f"{why}. Move it to the turn before, or write it as \\{placeholder} where it is text"
+            )
 
 
 def _counted(row: dict[str, Any], places: Counter[str], media: dict[str, list[EncodedImage | Video]], field: str) -> Media:
@@ -91,7 +93,7 @@ def _counted(row: dict[str, Any], places: Counter[str], media: dict[str, list[En
     for placeholder, columns in ((IMAGE, IMAGE_COLUMNS), (VIDEO, VIDEO_COLUMNS)):
         if places[placeholder] != len(media[placeholder]):
             count = f"{places[placeholder]} {placeholder} in the text for {len(media[placeholder])} {PLACEHOLDERS[placeholder]}"
-            guesses = [f"; {key!r} is no column of them.{guess}" for key in row if (guess := nearest(key, columns[:2]))]
+            guesses = [f"; {key!r} is not a column of them.{guess}" for key in row if (guess := nearest(key, columns[:2]))]
             if not media[placeholder] and not guesses:
                 guesses = [f". Where it is text and not the place of one, write \\{placeholder}"]
             raise BadSample("placeholder_count", field, count + (guesses[0] if guesses and not media[placeholder] else ""))
@@ -100,7 +102,7 @@ def _counted(row: dict[str, Any], places: Counter[str], media: dict[str, list[En
 
 def checked_object(row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise BadSample("wrong_type", "row", f"an object was wanted, got {shown(row)}")
+        raise BadSample("wrong_type", "row", f"wanted an object, got {shown(row)}")
     return row
 
 
@@ -108,10 +110,10 @@ def checked_objects(row: Any, field: str) -> list[dict[str, Any]]:
     """The row's list of messages, each an object."""
     turns = unpacked(checked_object(row).get(field), field)
     if not isinstance(turns, list):
-        raise BadSample("wrong_type", field, f"a list of messages was wanted, got {shown(turns)}")
+        raise BadSample("wrong_type", field, f"wanted a list of messages, got {shown(turns)}")
     for n, turn in enumerate(turns):
         if not isinstance(turn, dict):
-            raise BadSample("wrong_type", f"{field}[{n}]", f"an object was wanted, got {shown(turn)}")
+            raise BadSample("wrong_type", f"{field}[{n}]", f"wanted an object, got {shown(turn)}")
     return turns
 
 
@@ -122,7 +124,9 @@ def _role(turn: dict[str, Any], ours: str, field: str) -> Role:
     if key not in turn:
         raise BadSample("role", field, f"the turn has no {key}, but {_keys(turn, key)}")
     if value in TOOL_ROLES:
-        raise BadSample("tool_turn", field, f"{value!r}: turns of tools are not read. Leave such conversations out, or tell them in text")
+        raise BadSample(
+            "tool_turn", field, f"{value!r}: turns of tools are not supported. Drop such conversations, or write the turns as text"
+        )
     if not isinstance(value, str) or value not in ROLES:
         raise BadSample("role", field, f"got {shown(value)}, wanted one of {', '.join(ROLES)}")
     return ROLES[value]
@@ -178,15 +182,15 @@ def _refuse_other_training(row: dict[str, Any], texts: list[str]) -> None:
     """BadSample for a row that has columns of another kind of training: read without them it would teach something else."""
     for column in COMPARED:
         if row.get(column) is not None and (column != "label" or isinstance(row[column], bool)):
-            why = "answers that are compared or rated are not learned. Keep good answers alone, and leave this column out"
+            why = "answers that are compared or rated are not trained on. Keep good answers alone, and leave this column out"
             raise BadSample("preference", column, why)
     if row.get("tools") not in (None, "", "[]", []):
-        raise BadSample("tool_turn", "tools", "conversations that use tools are not read. Leave such rows out")
+        raise BadSample("tool_turn", "tools", "conversations that use tools are not supported. Drop such rows")
     for column in SOUNDS:
         if row.get(column) not in (None, "", "[]", []):
-            raise BadSample("unsupported", column, "sound is not read. Leave such rows out")
+            raise BadSample("unsupported", column, "audio is not supported. Drop such rows")
     if row.get("objects") and any(box in text for text in texts for box in BOXES):
-        raise BadSample("unsupported", "objects", f"{' and '.join(BOXES)} are not filled in. Write boxes as the text that is to be learned")
+        raise BadSample("unsupported", "objects", f"{' and '.join(BOXES)} are not filled in. Write boxes as the text to train on")
 
 
 def _system(row: dict[str, Any]) -> list[Message]:
@@ -198,7 +202,7 @@ def text_of(value: dict[str, Any], key: str, field: str) -> str:
     text = as_text(value.get(key), f"{field}.{key}")
     if not isinstance(text, str):
         got = f"got {shown(text)}" if key in value else f"and there is no {key}, but {_keys(value, key)}"
-        raise BadSample("wrong_type", f"{field}.{key}", f"text was wanted, {got}")
+        raise BadSample("wrong_type", f"{field}.{key}", f"wanted text, {got}")
     return clean(text, f"{field}.{key}")
 
 
@@ -243,10 +247,10 @@ def _spoken(items: list[dict[str, Any]], column: str) -> list[Turn]:
 def refuse_unread_keys(turn: dict[str, Any], role: Role, field: str) -> None:
     """BadSample for a turn that has calls of tools, or thoughts beside what it says."""
     if turn.get("tool_calls"):
-        raise BadSample("tool_turn", f"{field}.tool_calls", "calls of tools are not read. Leave such conversations out")
+        raise BadSample("tool_turn", f"{field}.tool_calls", "calls of tools are not supported. Drop such conversations")
     for key in THOUGHTS if role == "assistant" else ():
         if turn.get(key):
-            why = "thoughts are read where they stand: write them into the content, between <think> and </think>"
+            why = "reasoning in a field of its own is not read: write it into the content, between <think> and </think>"
             raise BadSample("unsupported", f"{field}.{key}", why)
 
 
@@ -294,7 +298,7 @@ def sample_of_messages(row: dict[str, Any], id: str, root: Location, turns: list
             case list():
                 said = tuple(_openai_part(part, role, root, media, f"{field}[{m}]") for m, part in enumerate(content))
             case _:
-                raise BadSample("wrong_type", field, f"text or a list of parts was wanted, got {shown(content)}")
+                raise BadSample("wrong_type", field, f"wanted text or a list of parts, got {shown(content)}")
         if first and role == "user":
             said, first = (*first, *said), []
         messages.append(Message(role, said, in_loss))
@@ -320,7 +324,7 @@ def _bare(part: Any) -> str | None:
 
 def _openai_part(part: Any, role: Role, root: Location, media: Media, field: str) -> Text | EncodedImage | Video:
     if not isinstance(part, dict):
-        raise BadSample("wrong_type", field, f"an object was wanted, got {shown(part)}")
+        raise BadSample("wrong_type", field, f"wanted an object, got {shown(part)}")
     refuse_marked_part(part, field)
     bare = _bare(part)
     if bare is not None:
@@ -329,7 +333,7 @@ def _openai_part(part: Any, role: Role, root: Location, media: Media, field: str
         case "text" | "input_text":
             text = as_text(part["text"] if part.get("text") is not None else part.get("value"), f"{field}.text")
             if not isinstance(text, str):
-                raise BadSample("wrong_type", f"{field}.text", f"text was wanted, got {shown(text)}")
+                raise BadSample("wrong_type", f"{field}.text", f"wanted text, got {shown(text)}")
             for placeholder in _places_in([text]) if role != "assistant" else ():
                 why = (
                     f"{placeholder} inside a text part; {PLACEHOLDERS[placeholder]} are parts of their own. Write \\{placeholder} for text"

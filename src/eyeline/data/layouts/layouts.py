@@ -146,7 +146,7 @@ def cuts(name: str) -> Iterator[tuple[str, str]]:
 
 
 def inside(row: dict[str, Any], name: str) -> Any:
-    """The value of a column, or of what lies in one: `meta.image`. None when it is not there."""
+    """The value of a column, or of what lies in one: `meta.image`. None when it does not exist."""
     for head, rest in cuts(name):
         value = row.get(head)
         if not rest and head in row:
@@ -273,7 +273,7 @@ def _refuse_questions_alone(path: Location, rows: list[dict[str, Any]]) -> None:
         return
     why = f"beside {asking[0]}" if asking else "which is a question in each of the first rows"
     raise Refused(
-        f"{path}: its rows have an image and text ({texts[0][:60]!r}), {why}: files of questions alone have no answer to train on. If "
+        f"{path}: its rows have an image and text ({texts[0][:60]!r}), {why}: files with questions only have no answer to train on. If "
         "there are answers, say columns: {question: text, answer: NAME}; if the texts are captions, columns: {caption: text}"
     )
 
@@ -293,12 +293,13 @@ def _refuse_unknown(path: Location, declared: str | None, mapping: Mapping, shap
             whose = f"the layout {declared}" if declared else "any layout"
             hint = f" Write {{{theirs}: {ours}}}, ours first." if theirs in known else nearest(ours, known)
             raise Refused(
-                f"{path}: columns: {ours} is no column of {whose}.{hint} Columns are given as OURS: THEIRS, and ours are {', '.join(known)}"
+                f"{path}: columns: {ours} is not a column of {whose}.{hint} Columns are given as OURS: THEIRS, and ours are "
+                f"{', '.join(known)}"
             )
     for same in SAME:
         twice = [ours for ours, _ in mapping.columns if ours in same]
         if len(twice) > 1:
-            raise Refused(f"{path}: columns: {' and '.join(twice)} are names of one thing, and of a row one is read. Keep one of them")
+            raise Refused(f"{path}: columns: {' and '.join(twice)} are names of the same column. Keep one of them")
     if mapping.roles and not any(shape.speaker for shape in shapes):
         raise Refused(f"{path}: roles: the layout {declared} has no turns with roles. Leave them out")
 
@@ -308,7 +309,7 @@ def _refuse_unread(path: Location, mapping: Mapping, best: Shape) -> None:
     if unread or (mapping.roles and not best.speaker):
         what = f"columns: {unread[0]}" if unread else "roles"
         raise Refused(
-            f"{path}: {what} means nothing in the layout {best.name}, which was detected. Set layout: to the one you mean, or leave it out"
+            f"{path}: {what} has no meaning in the layout {best.name}, which was detected. Set layout: to the one you want, or leave it out"
         )
 
 

@@ -87,7 +87,7 @@ def supervised(row: Mapping[str, Any], turns: Sequence[tuple[Role, str, Mapping[
     out = [_agreed(role, field, found) for (role, field, _), found in zip(turns, marks, strict=True)]
     answers = [n for n, (role, _, _) in enumerate(turns) if role == "assistant"]
     if answers and not any(out[n] for n in answers):
-        why = "every answer of the row is marked as left out of the loss, so that nothing would be trained. Leave the row out"
+        why = "every answer of the row is excluded from the loss, so that nothing would be trained. Leave the row out"
         raise BadSample("no_target", marks[answers[-1]][0][1], why)
     return out
 
@@ -134,7 +134,7 @@ def _marks_of_row(column: str, value: Any, roles: Sequence[Role]) -> list[tuple[
 def _on(value: Any, field: str) -> bool:
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    what = "an answer is in the loss or left out, and has no share in it" if isinstance(value, int | float) else "a mark is on or off"
+    what = "an answer is in the loss or out of it, without weights in between" if isinstance(value, int | float) else "a mark is on or off"
     raise BadSample("unsupported", field, f"got {shown(value)}; {what}. Write true or false (1 or 0), or drop the mark")
 
 

@@ -43,7 +43,7 @@ def image_of(name: Any, root: Location, field: str) -> EncodedImage:
         case _:
             pass
     if not isinstance(name, str):
-        raise BadSample("wrong_type", field, f"a path was wanted, got {shown(name)}")
+        raise BadSample("wrong_type", field, f"wanted a path, got {shown(name)}")
     clean(name, field)
     if name[:64].lstrip()[:5].lower() == "data:":
         return _data_url(name.strip(), field)
@@ -146,10 +146,10 @@ def clean(text: str, field: str) -> str:
 def as_text(value: Any, field: str) -> Any:
     """A number as the text that JSON has for it; anything else as it is. BadSample for what could be written in several ways."""
     if isinstance(value, bool):
-        said = "which may be meant as yes, true or True. Write the word as text"
-        raise BadSample("wrong_type", field, f"text was wanted, got {shown(value)}, {said}")
+        said = "which may stand for yes, true or True. Write the word as text"
+        raise BadSample("wrong_type", field, f"wanted text, got {shown(value)}, {said}")
     if isinstance(value, float) and not math.isfinite(value):
-        raise BadSample("not_finite", field, f"text was wanted, got {value}, which stands for a missing value. Write null, or the answer")
+        raise BadSample("not_finite", field, f"wanted text, got {value}, which stands for a missing value. Write null, or the answer")
     return str(value) if isinstance(value, int | float) else value
 
 
@@ -195,8 +195,8 @@ def unpacked(value: Any, field: str) -> Any:
         found, flawed = parse(value)
         return sound(found) if flawed else found
     except BadSample as bad:
-        hint = ". It looks as Python prints lists; write the column with json.dumps" if value[1:2] in ("'", "{") else ""
-        raise BadSample(bad.cause, field, f"a list in JSON was wanted: {bad.message}{hint}") from bad
+        hint = ". It looks like a printed Python list; write the column with json.dumps" if value[1:2] in ("'", "{") else ""
+        raise BadSample(bad.cause, field, f"wanted a list in JSON: {bad.message}{hint}") from bad
 
 
 def media_of(row: dict[str, Any], root: Location) -> dict[str, list[EncodedImage | Video]]:
@@ -241,7 +241,7 @@ def images_of(row: dict[str, Any], root: Location) -> list[EncodedImage | Video]
             return [image_of(value, root, field)]
         if isinstance(value, list):
             return [image_of(name, root, f"{field}[{n}]") for n, name in enumerate(value)]
-        raise BadSample("wrong_type", field, f"a path or a list of paths was wanted, got {shown(value)}")
+        raise BadSample("wrong_type", field, f"wanted a path or a list of paths, got {shown(value)}")
     return []
 
 

@@ -34,7 +34,7 @@ def no_layout(
     if unread is not None and not rows:
         return Refused(f"{path}: none of its first rows can be read. The first: {unread}. {REMEDIES[unread.cause]}")
     columns = f"its rows have {', '.join(names[:20])}" if names else "none of its first rows is an object"
-    none = "no known layout" if declared is None else f"none of its first rows is of the layout {declared}"
+    none = "it has no known layout" if declared is None else f"none of its first rows is of the layout {declared}"
     return Refused(
         f"{path}: {none}. Found: {container.what}; {columns}.{_guess(container.what, names, every, rows)} Wanted: "
         f"{'; '.join(map(_wanted, shapes))}. Say by columns: {{OURS: THEIRS}} how your columns are called"
@@ -63,19 +63,19 @@ def _one_object(path: Location, container: Container, shapes: "Sequence[Shape]",
 def _guess(what: str, names: tuple[str, ...], shapes: "Sequence[Shape]", rows: list[Any]) -> str:
     """What rows without a layout may be, as a sentence."""
     if set(names) & set(COMPARED[:3]):
-        return " Answers that are compared (preference data) are not learned: keep the good ones as completion or output."
+        return " Answers that are compared (preference data) are not trained on: keep the good ones as completion or output."
     asking = next((name for name in ASKS[1:] if name in names), None)
     if asking is not None:
-        return f" They ask ({asking}), and no column of answers is known: a file of questions alone has nothing to train on."
+        return f" They ask ({asking}), and no column of answers is known: a file with questions only has nothing to train on."
     if rows and all(isinstance(row, list) and row and all(isinstance(item, dict) for item in row) for row in rows):
         return " Its rows are lists of objects, several samples in a row: give the file from before it was packed; Eyeline packs itself."
     if what.startswith("WebDataset") and names and not set(names) - {"images", "csv", "tsv"}:
         return (
-            " Its first samples are images alone: in an archive a sample's text follows its image, of one name up to the first dot. "
+            " Its first samples are images only: in an archive a sample's text follows its image, of one name up to the first dot. "
             "If it is a folder that was packed up, unpack it."
         )
     if any(name.lower().endswith((".jpg", ".jpeg", ".png", ".webp")) for name in names):
-        return " That looks like a row: a table begins with a line of the names of its columns."
+        return " That looks like a row: a table starts with a line of the names of its columns."
     wanted = (*IMAGE_COLUMNS, *(column for shape in shapes for one in shape.needs for column in one))
     close = {name: closest(name.lower(), wanted, 0.75) for name in names if name not in wanted}
     pairs = ", ".join(f"{ours}: {theirs}" for theirs, ours in close.items() if ours)

@@ -86,7 +86,7 @@ def _history(row: dict[str, Any]) -> list[Turn]:
     if isinstance(pairs, list):
         pairs = [[as_text(text, "history") for text in pair] if isinstance(pair, list) else pair for pair in pairs]
     if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 and all(isinstance(t, str) for t in p) for p in pairs):
-        raise BadSample("wrong_type", "history", f"a list of [question, answer] was wanted, got {shown(pairs)}")
+        raise BadSample("wrong_type", "history", f"wanted a list of [question, answer], got {shown(pairs)}")
     roles: tuple[Role, Role] = ("user", "assistant")
     return [
         Turn(role, clean(text, f"history[{n}]"), f"history[{n}]") for n, p in enumerate(pairs) for role, text in zip(roles, p, strict=True)
@@ -105,7 +105,7 @@ def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
         if not given:
             raise BadSample("no_target", column, "the list of answers is empty")
         if not all(isinstance(text, str) for text in texts):
-            raise BadSample("wrong_type", column, f"a list of texts was wanted, got {shown(answer)}")
+            raise BadSample("wrong_type", column, f"wanted a list of texts, got {shown(answer)}")
         if options and len(set(texts)) > 1:
             raise BadSample(
                 "wrong_type", column, f"several answers to a question with options, {shown(answer)}. Keep the one that is right"
@@ -119,7 +119,7 @@ def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
         question, answer = asked(question, row.get("hint"), options), letter_of(answer, options, column)
     answer = as_text(answer, column)
     if not isinstance(answer, str):
-        raise BadSample("wrong_type", column, f"text was wanted, got {shown(answer)}")
+        raise BadSample("wrong_type", column, f"wanted text, got {shown(answer)}")
     turns = [Turn("user", question, "row.question"), Turn("assistant", clean(answer, column), column)]
     return sample_of_turns(row, id, root, turns, "question")
 
@@ -128,7 +128,10 @@ def _refuse_numbers_of_rows(row: dict[str, Any]) -> None:
     """BadSample for a table of VLMEvalKit's whose image is the index of another row, which has it."""
     image = row.get("image")
     if isinstance(image, str) and image.strip().isdigit() and row.get("index") is not None:
-        why = f"{image.strip()} is the index of another row, and no row is read for another. Write the image of that row into this one"
+        why = (
+            f"{image.strip()} is the index of another row, and images of other rows are not looked up. Write the image of that row "
+            f"into this one"
+        )
         raise BadSample("missing_image", "image", why)
 
 
@@ -161,7 +164,7 @@ def easy_vqa_sample(row: Any, id: str, root: Location) -> Sample:
             asked = Message("user", (image, Text(clean(question, "question"))))
             return sample_in_turns(id, [asked, Message("assistant", (Text(clean(answer, "answer")),))], vqa_kind(row))
         case _:
-            raise BadSample("wrong_type", "row", f"[question, answer, number of the image] was wanted, got {shown(row)}")
+            raise BadSample("wrong_type", "row", f"wanted [question, answer, number of the image], got {shown(row)}")
 
 
 def vqa_kind(row: Any) -> str:

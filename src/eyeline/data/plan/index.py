@@ -116,7 +116,9 @@ class Index:
                 write_atomically(path, to_bytes(made, identity), durable=False)
                 read = self._read(source, shard)
         if read is None:
-            raise StorageFailed(f"{self.sources[source].path} or its images change while they are read. Let them rest, then start again")
+            raise StorageFailed(
+                f"{self.sources[source].path} or its images change while they are read. Start again when nothing writes to them"
+            )
         return read
 
 

@@ -164,15 +164,13 @@ def open_bins(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing) -> tuple[
     if not usable_G.all():
         *_, source, shard, number = row_G5[np.flatnonzero(~usable_G)[0]].tolist()
         why = reject_of(sizing, (source, shard, number))
-        raise StorageFailed(f"{why.file} row {why.row} is planned, and can no longer be used: {why.message}. Put it back as it was")
+        raise StorageFailed(f"{why.file} row {why.row} is in the plan and can no longer be used: {why.message}. Restore it")
     tokens_I, patches_I, *_ = _sums(columns_G4, bounds[:-1])
     bins: Bins = []
     for inside in numbers:
         tokens, patches = sizing.budget.tokens - int(tokens_I[inside].sum()), sizing.budget.patches - int(patches_I[inside].sum())
         if min(tokens, patches) < 0:
-            raise StorageFailed(
-                "rows that are planned together have grown, and their pack is too small now. Put their images back as they were"
-            )
+            raise StorageFailed("images of rows that share a pack have grown, and the pack is too small now. Restore their images")
         bins.append(Bin(0, 0, tokens, patches, [*inside]).ranked(len(bins), sizing.budget))
     return row_G5, bounds, columns_G4, bins
 

@@ -193,7 +193,7 @@ class Shelf:
             else:
                 index = from_bytes(np.asarray(np.memmap(path, np.uint8, "r")), identity)
         except ValueError as error:
-            raise StorageFailed(f"{path}: {error}. Run `eyeline prepare` again: it mends what is damaged") from error
+            raise StorageFailed(f"{path}: {error}. Run `eyeline prepare` again: it repairs what is damaged") from error
         except OSError as error:
             raise storage_failed("read", Path(str(path)), error) from error
         return replace(index, files=self._names, stamps_F2=self._stamps)

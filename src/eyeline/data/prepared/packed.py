@@ -227,7 +227,9 @@ class Prepared:
                 continue
             for _, row in self.archives.rows(number):
                 if isinstance(row, BadSample):
-                    raise StorageFailed(f"{self.archives.files[number].path}: {row}. Run `eyeline prepare` again: it mends what is damaged")
+                    raise StorageFailed(
+                        f"{self.archives.files[number].path}: {row}. Run `eyeline prepare` again: it repairs what is damaged"
+                    )
                 yield packed_sample(row, row["id"], self.folder)
 
     def refuse_other(self, now: dict[str, Any], before: dict[str, Any]) -> None:
@@ -235,7 +237,7 @@ class Prepared:
         differs = list(_differences(before, now))
         if differs:
             raise Refused(
-                f"{self.folder} was prepared for other data or settings. Different are: {'; '.join(differs)}. Restore them, or prepare "
+                f"{self.folder} was prepared from other data or settings. These differ: {'; '.join(differs)}. Restore them, or prepare "
                 "the data again, in another folder"
             )
 
@@ -244,7 +246,7 @@ class Prepared:
         stored = self.manifest.windows
         if window < len(stored) and stored[window] != digest:
             raise StorageFailed(
-                f"{self.folder}: window {window} is planned as {digest}, and {stored[window]} was stored. Its indexes are others than "
+                f"{self.folder}: window {window} has plan {digest}, and {stored[window]} is stored. Its indexes differ from "
                 "those that it was made with. Run `eyeline prepare` again"
             )
 
@@ -280,16 +282,14 @@ def open_prepared(path: str, retries: int = RETRIES) -> Prepared:
         if number_of(failed) not in (errno.ENOENT, errno.ENOTDIR):
             raise
         raise Refused(
-            f"{folder} is no folder of prepared data, or one that was not prepared to the end: it has no {MANIFEST}. Run `eyeline prepare "
-            "RECIPE --out FOLDER` (again: it goes on)"
+            f"{folder} is not a folder of prepared data, or preparing it did not finish: it has no {MANIFEST}. Run `eyeline prepare "
+            "RECIPE --out FOLDER` (again: it resumes)"
         ) from failed
     except ValueError as error:
         raise Refused(f"{about} is not JSON ({error}). Delete it, and run `eyeline prepare` again") from error
     version = value.get("version") if isinstance(value, dict) else None
     if version != VERSION:
-        raise Refused(
-            f"{about} has version {version!r} of its format, and this is version {VERSION}. Prepare the data again, into a new folder"
-        )
+        raise Refused(f"{about} has format version {version!r}; this Eyeline reads {VERSION}. Prepare the data again, into a new folder")
     try:
         manifest = Manifest.model_validate(value)
     except ValidationError as error:
@@ -305,6 +305,6 @@ def open_manifest(folder: Location, manifest: Manifest, retries: int) -> Prepare
     small = sum(file.size for file in files) <= HASHED
     for file, archive in zip(files, manifest.archives, strict=True):
         if file.size != archive.bytes or (small and hashlib.sha256(file.read(0, file.size)).hexdigest() != archive.sha256):
-            raise StorageFailed(f"{file.path} is damaged or another file. Run `eyeline prepare` again: it mends what is damaged")
+            raise StorageFailed(f"{file.path} is damaged or another file. Run `eyeline prepare` again: it repairs what is damaged")
     shards = tuple(Shard(archive.name, archive.sha256, archive.bytes) for archive in manifest.archives)
     return Prepared(folder, manifest, Tars(files, shards), Shelf(folder / "index", files))

@@ -36,14 +36,14 @@ def located(path: str, retries: int) -> Location:
     except (OSError, ValueError) as error:  # ValueError: half a surrogate pair, or NUL
         raise Refused(f"{str(found)[:300]} cannot be opened: {getattr(error, 'strerror', None) or error}. Give another path") from error
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for ever
-        raise Refused(f"{found} is neither a file nor a folder. Give the path of a file that stays, or of a folder")
+        raise Refused(f"{found} is neither a file nor a folder. Give the path of a regular file or a folder")
     return found
 
 
 def _instead(path: Path) -> str:
     """What was probably meant by a path that is not there, as the end of a sentence."""
     if "{" in path.name:
-        return f". A range in braces is not read: write {re.sub(r'{[^{}]*}', '*', path.name)} for all files of such names"
+        return f". A range in braces is not supported: write {re.sub(r'{[^{}]*}', '*', path.name)} for all files of such names"
     if not os.path.isdir(path.parent):
         return no_folder(path.parent)
     return f".{nearest(path.name, sorted(os.listdir(path.parent)))}"
@@ -158,7 +158,7 @@ class _Walk:
         """What was left out, as a part of a sentence."""
         parts = [
             said_of(sorted(self.left_out), *LEFT_OUT),
-            said_of(sorted(self.again), "link to a folder that is read already", "links to folders that are read already"),
+            said_of(sorted(self.again), "link to a folder that is already read", "links to folders that are read already"),
             said_of(sorted(self.dangling), "link to a file that does not exist", "links to files that do not exist"),
         ]
         return ", ".join(part for part in parts if part)
@@ -207,7 +207,7 @@ def matching(pattern: str, retries: int) -> list[Location] | None:
 def unmatched(pattern: str) -> str:
     """Why no file matches a pattern, or what to do, as the end of a sentence."""
     if "{" in pattern:
-        return ". A range in braces is not read: write * in its place"
+        return ". A range in braces is not supported: write * in its place"
     folder = Path(re.split(r"[*?\[]", os.path.abspath(os.path.expanduser(pattern)))[0] + "x").parent  # the part without a wildcard
     if is_url(pattern) or os.path.isdir(folder):
         return ". Give another path"
@@ -226,7 +226,7 @@ def _located_remotely(location: Remote, folder: bool, retries: int) -> Remote:
                 raise at_the_start(failed) from failed
     if _asked(partial(stores.has_any, location), retries):
         return location
-    raise Refused(f"{location} does not exist: it is no object, and none lies below it. Give another URL")
+    raise Refused(f"{location} does not exist: no object has this key or starts with it. Give another URL")
 
 
 def _matching_remotely(pattern: str, retries: int) -> list[Location] | None:

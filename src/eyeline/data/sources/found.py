@@ -38,9 +38,9 @@ def found_in(path: Location, retries: int) -> Found:
     images = sum(_is_image(name) for name in known)
     if images:
         remedy = "Put a metadata.csv with the columns file_name and caption there, or a .txt beside each"
-        raise Refused(f"{path} is a folder with {images:,} images, and nothing that says what they show.{skipped} {remedy}")
+        raise Refused(f"{path} is a folder with {images:,} images, and no file that describes them.{skipped} {remedy}")
     raise Refused(
-        f"{path} is a folder without data that are known: none of its {len(known):,} files is .json, .jsonl, .csv, .parquet, .arrow or "
+        f"{path} is a folder without known data: none of its {len(known):,} files is .json, .jsonl, .csv, .parquet, .arrow or "
         f".tar.{skipped} Name another"
     )
 
@@ -78,17 +78,19 @@ def _saved(path: Location, known: Known, retries: int) -> Found | None:
             raise Refused(f"{path} holds the splits {', '.join(splits)}. Name one of them, such as {path}/{one}")
         inner = {name.removeprefix(f"{splits[0]}/"): file for name, file in known.items() if name.startswith(f"{splits[0]}/")}
         if "state.json" not in inner:
-            raise Refused(f"{path / 'dataset_dict.json'} names {splits[0]}, and there is no state.json of it. Write the folder again")
+            raise Refused(f"{path / 'dataset_dict.json'} names {splits[0]}, and its state.json does not exist. Write the folder again")
         return _saved(path / splits[0], inner, retries)
     if not {"state.json", "dataset_info.json"} <= known.keys():
         return None
     state = _object(known["state.json"], retries)
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise Refused(f"{path} is a selection of rows, which is not read. Write it again: datasets.load_from_disk(...).flatten_indices()")
+        raise Refused(
+            f"{path} is a selection of rows, which is not supported. Write it again: datasets.load_from_disk(...).flatten_indices()"
+        )
     names = [str(item.get("filename")) for item in state.get("_data_files") or () if isinstance(item, dict)]
     absent = [name for name in names if name not in known]
     if absent or not names:
-        raise Refused(f"{path / 'state.json'} names {absent[0] if absent else 'no files'}, and it is not there. Write the folder again")
+        raise Refused(f"{path / 'state.json'} names {absent[0] if absent else 'no files'}, and it does not exist. Write the folder again")
     return Found(path, path, [known[name] for name in names], features=_object(known["dataset_info.json"], retries).get("features"))
 
 
@@ -119,7 +121,7 @@ def _of_one_kind(path: Location, known: Known, retries: int) -> Found | None:  #
     splits = {word for name in names for word in _SPLIT.findall(name.lower())}
     if len(splits) > 1:
         raise Refused(
-            f"{path} holds files of {', '.join(sorted(splits))}, and they would all be used. Name one of them by a pattern, such as "
+            f"{path} holds files of {', '.join(sorted(splits))}, and all would be used. Name one of them by a pattern, such as "
             f"{path}/**/*{min(splits, key=lambda word: (word != 'train', word))}*.{kind}"
         )
     files = [known[name] for name in names]

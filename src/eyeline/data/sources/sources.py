@@ -186,7 +186,7 @@ def _open_text(path: Location, head: bytes, columns: tuple[str, ...] | None, ret
     if text.startswith(b"{"):
         return open_coco(path, text, retries) or open_lines(path, retries, hashed)
     wanted = "a JSON list of rows, JSON lines or .csv (UTF-8), Parquet, Arrow, or a tar archive"
-    raise Refused(f"{path} is {what or f'something that begins with {text[:12]!r}' if text else 'empty'}; wanted: {wanted}")
+    raise Refused(f"{path} is {what or f'something that starts with {text[:12]!r}' if text else 'empty'}; wanted: {wanted}")
 
 
 NO_ROWS = {  # how files begin that hold none
@@ -195,8 +195,8 @@ NO_ROWS = {  # how files begin that hold none
     b"\x28\xb5\x2f\xfd": "zstandard: unpack it first",
     b"\xff\xfe": "UTF-16: save it as UTF-8",
     b"\xfe\xff": "UTF-16: save it as UTF-8",
-    b"<!DOCTYPE": "a web page: the download gave one, perhaps of an error, in place of the file",
-    b"<HTML": "a web page: the download gave one, perhaps of an error, in place of the file",
+    b"<!DOCTYPE": "a web page: the download returned one (perhaps an error) instead of the file",
+    b"<HTML": "a web page: the download returned one (perhaps an error) instead of the file",
     b"VERSION HTTPS://GIT-LFS": "a Git LFS pointer: fetch the file with git lfs pull",
     b"\xff\xd8\xff": "an image",
     b"\x89PNG": "an image",

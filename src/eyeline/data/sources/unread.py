@@ -305,7 +305,7 @@ def _texts_said(found: _Found) -> Iterator[str]:
     for form, count in islice(found.texts.items(), SENTENCES):
         what = "a video" if count.named.video else "an image"
         yield (
-            f"the text names {what} by {form}, which is trained on as words ({_how_often(found, count)}: {_quoted(count.named)}). "
+            f"the text names {what} by {form}, which would be trained on as words ({_how_often(found, count)}: {_quoted(count.named)}). "
             "Put the paths into a column image (several as a list), and write <image> in the text where each was"
         )
 
@@ -318,9 +318,10 @@ def _placeholders_said(found: _Found) -> Iterator[str]:
     remedy = "Delete them: <image>, or a part of type image, says where an image is shown"
     if not found.showing:
         put = "Write" if found.columns else "Put the paths of the images into a column image (several as a list), and write"
-        remedy = f"{put} <image> in the place of each"
+        remedy = f"{put} <image> where each belongs"
     yield (
-        f"the text has {names} ({_how_often(found, ranked[0][1])}): other trainers put an image there, and here it is trained on as words. "
+        f"the text has {names} ({_how_often(found, ranked[0][1])}): other trainers put an image there, and here it would be trained "
+        f"on as words. "
         f"{remedy}"
     )
 

@@ -57,7 +57,7 @@ def tokenised(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | N
     """
     media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
     if media and rule is None:
-        raise BadSample("image_without_tower", "image", f"{media[0].name} is an image or video, and this model reads text only")
+        raise BadSample("image_without_tower", "image", f"{media[0].name} is an image or a video, and this model reads text only")
     frames = rule.frames if rule else 1
     key = (prompt, frames, *((m.role, m.supervised, *map(_said, m.parts)) for m in messages))
     known = encoder.remembered(key)
@@ -220,9 +220,9 @@ def answered(sample: Sample) -> None:
     """BadSample when there is nothing to learn."""
     answers = [m for m in sample.messages if m.role == "assistant"]
     if not answers:
-        raise BadSample("no_target", "messages", "no assistant message, so there is nothing to learn")
+        raise BadSample("no_target", "messages", "no assistant message, so there is nothing to train on")
     if not any(message.supervised for message in answers):
-        raise BadSample("no_target", "messages", "every answer is marked as left out of the loss, so nothing would be trained")
+        raise BadSample("no_target", "messages", "every answer is excluded from the loss, so nothing would be trained")
     for number, message in enumerate(sample.messages):
         if message.role == "assistant" and message.supervised and not any(isinstance(p, Text) and p.text.strip() for p in message.parts):
             raise BadSample("no_target", f"messages[{number}]", "the assistant's message is empty")
@@ -231,7 +231,7 @@ def answered(sample: Sample) -> None:
 def targeted(known: Tokenised) -> Tokenised:
     """The same, if any of its tokens is in the loss. BadSample where the template trains on the last answer alone, which is marked."""
     if not known.trained_U.any():
-        why = "the template trains on the last answer alone, and that one is marked as left out of the loss"
+        why = "the template trains on the last answer alone, and that one is excluded from the loss"
         raise BadSample("no_target", "messages", why)
     return known
 
@@ -272,7 +272,7 @@ def fitted(
     while few and not sample.messages[ends[few - 1] - 1].supervised:
         few -= 1
     if not few:
-        raise BadSample("no_target", "messages", "every answer of the exchanges that fit is marked as left out of the loss")
+        raise BadSample("no_target", "messages", "every answer of the exchanges that fit is excluded from the loss")
     return until(sample, ends[few - 1]), measure_until(ends[few - 1])
 
 

@@ -93,7 +93,7 @@ def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
                     raise BadSample(
                         "unsupported",
                         "video",
-                        "the chat template has no place for videos; import the model with one that has: --template qwen3",
+                        "the chat template does not support videos; import the model with one that has: --template qwen3",
                     )
                 # no marks around the whole: as the checkpoints were trained, and unlike the processor of transformers 5.24
                 for seconds in slice_seconds(part.seconds, frames):

@@ -196,7 +196,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
             raise Refused(f"{folder / 'tokenizer.json'} gives id {number} to both {owners[number]!r} and {text!r}. Download it again.")
     largest = max((i for i in owners if isinstance(i, int)), default=0)
     if largest > MOST_IDS:
-        raise Refused(f"{folder / 'tokenizer.json'} has the id {largest:,}, over {MOST_IDS:,}, and no embedding has so many rows.")
+        raise Refused(f"{folder / 'tokenizer.json'} has the id {largest:,}, over {MOST_IDS:,}, more than the rows of any embedding.")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))  # local: the file above was there
     except Exception as error:
@@ -237,7 +237,7 @@ def _refuse_endless(backend: Tokenizer, folder: Path) -> None:
                 if type(error).__name__ != "PanicException":
                     raise
                 raise Refused(
-                    f"the tokenizer in {folder} splits text by a pattern that finds no end ({error}): {letter * 60 + behind!r}. "
+                    f"the tokenizer in {folder} splits text by a pattern that does not terminate ({error}): {letter * 60 + behind!r}. "
                     "Download it again from where you trust it."
                 ) from error
 

@@ -62,7 +62,7 @@ def _scaling(where: str, type: str, scaling: Json) -> RopeScaling | None:
     expect(where, scaling, {"partial_rotary_factor": 1.0})
     wanted = {"partial_rotary_factor", *(known if type == "llama3" else ())}
     if unknown := sorted(scaling.keys() - wanted):
-        raise Refused(f"{where} of type {type} have {', '.join(unknown)}; Eyeline does not know what to do with that. Remove it.")
+        raise Refused(f"{where} of type {type} have {', '.join(unknown)}; Eyeline does not support these. Remove them.")
     if type == "default":
         return None
     if missing := [key for key in known if key not in scaling]:
