@@ -146,7 +146,7 @@ def test_a_dataset_yaml_that_cannot_be_obeyed(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"caption: json\.txt, but its rows have .*\. Did you mean 'json\.text'\?"):
         opened(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text("field_map: {image")
-    with pytest.raises(Refused, match=r"dataset\.yaml is no YAML"):
+    with pytest.raises(Refused, match=r"dataset\.yaml is not YAML"):
         opened(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text("- 1")
     assert isinstance(next(iter(opened(folder).kept()))[2], Sample)

@@ -299,7 +299,7 @@ def test_the_file_of_a_shard_is_found_at_once(tmp_path: Path) -> None:
     """Each visit of a row asks for it, and there may be as many files as rows."""
     (tmp_path / "a.txt").write_text("a")
     one = File.of(tmp_path / "a.txt", 0)
-    many = beside.Beside(("a.png",) * 200_000, (None, *[one] * 199_998, None), tmp_path, 2048, (), "")
+    many = beside.Sidecars(("a.png",) * 200_000, (None, *[one] * 199_998, None), tmp_path, 2048, (), "")
     assert all(many.lies_in(shard) is one for _ in range(20) for shard in range(98))
-    last = beside.Beside(("a.png",) * 3, (one, None, None), tmp_path, 2, (), "")
+    last = beside.Sidecars(("a.png",) * 3, (one, None, None), tmp_path, 2, (), "")
     assert last.lies_in(1) is one

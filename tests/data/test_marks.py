@@ -19,7 +19,7 @@ from eyeline.data.layouts.marks import ROW_MARKS, sense_of
 from eyeline.data.plan.index import Index
 from eyeline.data.prepared.packed import packed_row, packed_sample
 from eyeline.data.reader import reader_of
-from eyeline.data.report.shown import shown_samples
+from eyeline.data.report.preview import sample_previews
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.documents import answered, document_of, fitted, measure
@@ -265,7 +265,7 @@ def test_an_index_and_the_shown_samples_have_the_mask(written) -> None:
     known = index.tokenised(0)
     assert encoder().decode(known.ids_U[known.trained_U].tolist(), special=True) == "right<|im_end|>"
     reader = reader_of(Data(sources=(Source(path=str(path)),)), encoder(), facts.image, seed=0, longest=facts.max_positions)
-    [shown] = shown_samples(reader, Budget(tokens=1024, patches=256), 1, thumbnails=False)
+    [shown] = sample_previews(reader, Budget(tokens=1024, patches=256), 1, thumbnails=False)
     assert [piece.text for piece in shown.pieces if piece.trained] == ["right<|im_end|>"]
 
 

@@ -331,9 +331,7 @@ def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(images: Path, pla
     assert sum(opened.values()) < 1.5 * len(opened)  # some come in two epochs
 
 
-def test_images_are_decoded_when_their_pack_is_fetched_and_not_before(
-    images: Path, plain: Encoder, rule: ImageRule, monkeypatch
-) -> None:
+def test_images_are_decoded_when_their_pack_is_fetched_and_not_before(images: Path, plain: Encoder, rule: ImageRule, monkeypatch) -> None:
     rows = [row(f"question {n}", f"{n % 4}.png") for n in range(300)]
     (images / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
     upright, decoded = patches.upright, []

@@ -17,8 +17,8 @@ from eyeline.data.images.patches import grey_images
 from eyeline.data.prepare import pack_offline
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.report import report as reporting
+from eyeline.data.report.preview import LONGEST_PIECE, MOST_PIECES, THUMBNAIL, Piece, pieces_of, sample_previews, short_pieces
 from eyeline.data.report.report import QUICK, THOROUGH, WHOLE, Depth, Epoch, Images, Measure, data_report
-from eyeline.data.report.shown import LONGEST_PIECE, MOST_PIECES, THUMBNAIL, Piece, pieces_of, shortened, shown_samples
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.documents import document_of
@@ -115,7 +115,7 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
     [packing] = report.budgets  # of the budget as it is: 16 patches an image, so that every pack is full of four
     assert packing.budget == Budget(50, 64)
     assert packing.load.patch == 64 * packing.load.packs > 0
-    assert report.twins is None
+    assert report.duplicates is None
     assert data_report(reader, Budget(50, 64), Depth(examined=3)).examined == 3
 
 
@@ -163,9 +163,9 @@ def test_validation_of_its_own_is_a_source(tmp_path: Path, plain: Encoder, rule:
     )
     report = data_report(reader_of(data, plain, rule, 0), Budget(50, 64), THOROUGH)
     assert [(s.training, s.validation, s.visits) for s in report.sources] == [(3, 0, 1.0), (0, 3, 0.0)]
-    assert report.twins is not None
-    assert (report.twins.samples, report.twins.equal_samples) == (3, 2)
-    assert [(o.name, o.samples, o.equal_samples, o.equal_texts) for o in report.twins.overlaps] == [("validation", 3, 1, 1)]
+    assert report.duplicates is not None
+    assert (report.duplicates.samples, report.duplicates.equal_samples) == (3, 2)
+    assert [(o.name, o.samples, o.equal_samples, o.equal_texts) for o in report.duplicates.overlaps] == [("validation", 3, 1, 1)]
 
 
 def test_of_large_data_some_is_looked_at_and_said_to_be_about(
@@ -185,8 +185,8 @@ def test_of_large_data_some_is_looked_at_and_said_to_be_about(
     kept = reader_of(reader.data.model_copy(update={"cache": str(tmp_path / "index")}), plain, rule, 0)
     whole = data_report(kept, Budget(50, 64), WHOLE)
     assert (whole.exact, whole.looked, whole.examined, whole.training) == (True, 200, 200, 200)
-    assert whole.twins is not None
-    assert whole.twins.samples == 200
+    assert whole.duplicates is not None
+    assert whole.duplicates.samples == 200
 
 
 def test_control_strings_are_counted(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
@@ -232,9 +232,9 @@ def test_a_sample_is_shown_as_the_model_sees_it(qwen: Encoder, rule: ImageRule) 
 
 
 def test_what_is_long_is_shortened_in_the_middle() -> None:
-    short = shortened((Piece("a" * 10_000 + "end", tokens=5),))[0].text
+    short = short_pieces((Piece("a" * 10_000 + "end", tokens=5),))[0].text
     assert short == "a" * (LONGEST_PIECE // 2) + " … 8,803 characters … " + "a" * (LONGEST_PIECE // 2 - 3) + "end"
-    many = shortened(tuple(Piece(str(n), tokens=1) for n in range(1000)))
+    many = short_pieces(tuple(Piece(str(n), tokens=1) for n in range(1000)))
     assert len(many) == MOST_PIECES + 1
     assert (many[0].text, many[-1].text, sum(piece.tokens for piece in many)) == ("0", "999", 1000)
 
@@ -248,20 +248,20 @@ def test_samples_of_each_source_are_shown(tmp_path: Path, draw: Callable[..., Pa
     reader = reader_of(Data(sources=(first, second, third)), plain, rule, 0)
 
     def ids(count: int) -> list[str]:
-        return [shown.id for shown in shown_samples(reader, Budget(99, 999), count, thumbnails=False)]
+        return [shown.id for shown in sample_previews(reader, Budget(99, 999), count, thumbnails=False)]
 
     assert ids(0) == []
     assert ids(1) == ["first.json#1", "second.json#0", "third.json#0"]
     assert ids(5) == ["first.json#1", "first.json#2", "first.json#3", "second.json#0", "third.json#0"]
     assert len(ids(99)) == 7
-    shown = shown_samples(reader, Budget(99, 999), 3, thumbnails=True)
+    shown = sample_previews(reader, Budget(99, 999), 3, thumbnails=True)
     assert [(len(s.thumbnails), s.images) for s in shown] == [(1, 1), (0, 0), (4, 9)]
     with Pillow.open(io.BytesIO(shown[0].thumbnails[0])) as small:
         assert (small.format, small.size) == ("JPEG", (THUMBNAIL, THUMBNAIL // 2))
-    assert shown_samples(reader, Budget(99, 999), 3, thumbnails=False)[0] == replace(shown[0], thumbnails=())
+    assert sample_previews(reader, Budget(99, 999), 3, thumbnails=False)[0] == replace(shown[0], thumbnails=())
     held = reader_of(Data(sources=(first,), validation_fraction=0.5), plain, rule, 0)
     training = {f"first.json#{n}" for s, h, n in data_report_rows(held)}
-    assert {s.id for s in shown_samples(held, Budget(99, 999), 9, thumbnails=False)} <= training
+    assert {s.id for s in sample_previews(held, Budget(99, 999), 9, thumbnails=False)} <= training
 
 
 def data_report_rows(reader: Reader) -> list[tuple[int, int, int]]:
@@ -274,7 +274,7 @@ def test_thumbnails_hold_pixels_and_nothing_else(tmp_path: Path, plain: Encoder,
     exif[0x010E] = "<script>secret</script>"
     Pillow.fromarray(noise).save(tmp_path / "a.jpg", exif=exif, comment=b"secret comment", icc_profile=b"secret profile" * 9)
     source = write(tmp_path / "rows.json", [row("x", "a.jpg")])
-    [shown] = shown_samples(reader_of(Data(sources=(source,)), plain, rule, 0), Budget(99, 999), 1, thumbnails=True)
+    [shown] = sample_previews(reader_of(Data(sources=(source,)), plain, rule, 0), Budget(99, 999), 1, thumbnails=True)
     assert b"secret" in (tmp_path / "a.jpg").read_bytes()
     assert b"secret" not in shown.thumbnails[0]
 
@@ -286,7 +286,7 @@ def test_a_model_without_a_tower_has_text_alone(tmp_path: Path, draw: Callable[.
     assert report.rejects == {"image_without_tower": 1}
     assert (report.widths, report.aspects, spread(report.visual)) == (None, None, (0, 0, 0))
     assert report.budgets[0].load.patch == 0
-    assert [shown.id for shown in shown_samples(reader, Budget(50, 0), 9, thumbnails=True)] == ["rows.json#0"]
+    assert [shown.id for shown in sample_previews(reader, Budget(50, 0), 9, thumbnails=True)] == ["rows.json#0"]
 
 
 def test_videos_are_measured_and_shown(
@@ -303,7 +303,7 @@ def test_videos_are_measured_and_shown(
     assert spread(report.images_per_sample) == (1, 1, 1)
     assert spread(report.widths) == (64, 64, 64)
     assert report.decoded == 6
-    shown = shown_samples(reader, Budget(500, 500), 2, thumbnails=True)
+    shown = sample_previews(reader, Budget(500, 500), 2, thumbnails=True)
     assert [(len(s.thumbnails), s.images) for s in shown] == [(4, 6), (1, 1)]
     assert {piece.image for piece in shown[0].pieces} == {None, 1, 2, 3}  # three slices of two frames
 
@@ -312,7 +312,7 @@ def test_a_sample_that_is_shrunk_is_shown_as_it_is_trained_on(tmp_path: Path, pl
     rows = [row("a b c " * 20), row("first", more=("second " * 20, "gone"))]
     source = write(tmp_path / "rows.json", rows)
     reader = reader_of(Data(sources=(source,), overlong="drop_turns"), plain, rule, 0)
-    [shown] = shown_samples(reader, Budget(20, 64), 9, thumbnails=False)
+    [shown] = sample_previews(reader, Budget(20, 64), 9, thumbnails=False)
     assert shown.id == "rows.json#1"
     assert "".join(piece.text for piece in shown.pieces) == "first\nyes<|endoftext|>"
 
@@ -326,14 +326,14 @@ def test_prepared_data_are_shown_as_their_sources(tmp_path: Path, draw: Callable
     pack_offline(reader, Budget(60, 64), tmp_path / "prepared")
     other = reader_of(data.model_copy(update={"prepared": str(tmp_path / "prepared")}), plain, rule, 0)
     mine, theirs = (data_report(r, Budget(60, 64), THOROUGH) for r in (reader, other))
-    mine_twins, their_twins = mine.twins, theirs.twins
+    mine_twins, their_twins = mine.duplicates, theirs.duplicates
     assert mine_twins is not None and their_twins is not None
     # an image is stored with each of its rows there, and found in as many places
-    apart = {"twins": None, "rejected": (), "odd": {}, "decoded": 0, "sources": ()}
+    apart = {"duplicates": None, "rejected": (), "odd": {}, "decoded": 0, "sources": ()}
     assert replace(theirs, **apart) == replace(mine, **apart)
     assert replace(theirs.sources[0], why="") == replace(mine.sources[0], why="")
     assert theirs.sources[0].why.endswith(mine.sources[0].why)
     assert (their_twins.samples, their_twins.equal_samples) == (mine_twins.samples, mine_twins.equal_samples)
     assert their_twins.overlaps[0].equal_images == mine_twins.overlaps[0].equal_images == 0
-    seen, again = (shown_samples(r, Budget(60, 64), 9, thumbnails=True) for r in (reader, other))
+    seen, again = (sample_previews(r, Budget(60, 64), 9, thumbnails=True) for r in (reader, other))
     assert [(s.id, s.pieces, s.thumbnails) for s in seen] == [(s.id, s.pieces, s.thumbnails) for s in again]

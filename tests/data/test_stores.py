@@ -32,8 +32,8 @@ from eyeline.data.plan import read_shard
 from eyeline.data.plan.index import Index
 from eyeline.data.prepare import pack_offline
 from eyeline.data.reader import Reader, reader_of
+from eyeline.data.report.preview import sample_previews
 from eyeline.data.report.report import THOROUGH, data_report
-from eyeline.data.report.shown import shown_samples
 from eyeline.data.sets import Data
 from eyeline.data.sources import folders
 from eyeline.data.sources.folders import files_below, located, matching
@@ -403,7 +403,7 @@ def test_an_environment_that_cannot_be_used_is_named(store: Store, monkeypatch: 
     assert "AWS_ALLOW_HTTP=true" in refusal(AWS_ALLOW_HTTP=None)
     closed = f"http://user:{SECRET}@127.0.0.1:9".replace("canary/", "canary")
     said = refusal(StorageFailed, AWS_ENDPOINT_URL=closed)
-    assert "no connection to http://127.0.0.1:9. Check the network, and AWS_ENDPOINT_URL" in said
+    assert "cannot connect to http://127.0.0.1:9. Check the network, and AWS_ENDPOINT_URL" in said
     assert "canary" not in said
     assert "AWS_ENDPOINT_URL" in refusal(AWS_ENDPOINT_URL="127.0.0.1:80")
     assert "AWS_ENDPOINT_URL" in refusal(AWS_ALLOW_HTTP="canary perhaps")
@@ -548,14 +548,14 @@ def test_what_is_found_of_data_is_what_is_found_of_files(folder: Path, store: St
     store.put_folder(folder, "set")
     readers = [reader(f"{root}/{name}", plain, rule, validation_fraction=0.3) for root in (folder, f"{store.url}/set")]
     here, there = (data_report(r, BUDGET, THOROUGH) for r in readers)
-    assert here.twins is not None and there.twins is not None and here.budgets
-    apart = {"twins": None, "sources": ()}
+    assert here.duplicates is not None and there.duplicates is not None and here.budgets
+    apart = {"duplicates": None, "sources": ()}
     assert replace(there, **apart) == replace(here, **apart)
     assert replace(there.sources[0], path="") == replace(here.sources[0], path="")
     names = {"sample_examples": (), "image_examples": (), "overlaps": ()}
-    assert replace(there.twins, **names) == replace(here.twins, **names)
-    assert replace(there.twins.overlaps[0], examples=()) == replace(here.twins.overlaps[0], examples=())
-    seen, again = (shown_samples(r, BUDGET, 5, thumbnails=True) for r in readers)
+    assert replace(there.duplicates, **names) == replace(here.duplicates, **names)
+    assert replace(there.duplicates.overlaps[0], examples=()) == replace(here.duplicates.overlaps[0], examples=())
+    seen, again = (sample_previews(r, BUDGET, 5, thumbnails=True) for r in readers)
     assert [replace(s, source="") for s in seen] == [replace(s, source="") for s in again]
 
 

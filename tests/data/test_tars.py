@@ -130,7 +130,7 @@ def test_a_folder_that_energon_prepared(tmp_path: Path) -> None:
     assert outcomes(opened(tmp_path)) == ["3", "0"]
     for text, message in {
         "split_parts: {train: [3.tar, 9.tar]}": r"lists 1 archives that do not exist, such as .*9\.tar",
-        "split_parts: {train: [../0.tar]}": "not there",
+        "split_parts: {train: [../0.tar]}": "do not exist",
         "split_parts: {val: [0.tar]}": "does not list the archives to train on",
         "split_parts: {train: 0.tar}": "does not list",
         "exclude: [0.tar/k]\nsplit_parts: {train: [0.tar]}": "exclude names more than archives",

@@ -27,8 +27,8 @@ from eyeline.data.rejects import CAUSES
 from eyeline.data.report import budgets
 from eyeline.data.report.budgets import Load
 from eyeline.data.report.budgets import packing as packing_of
+from eyeline.data.report.preview import sample_previews
 from eyeline.data.report.report import QUICK, THOROUGH, Depth, data_report
-from eyeline.data.report.shown import shown_samples
 from eyeline.models import build, facts
 from eyeline.models.flops import NONE, count
 from eyeline.recipes.check import look, print_blocks
@@ -130,7 +130,7 @@ def stage_data(run: Run, index: int = 0, depth: Depth = THOROUGH) -> tuple[Stage
     prepare(model, stated, run, index, {})
     arithmetic = count(model, stated)
     flops = tuple(flops_of(packing, arithmetic, stated.image) for packing in report.budgets)
-    return StageData(stage.name, stage.batch, report, tuple(shown_samples(reader, stage.batch.budget, 3, thumbnails=True)), flops), reader
+    return StageData(stage.name, stage.batch, report, tuple(sample_previews(reader, stage.batch.budget, 3, thumbnails=True)), flops), reader
 
 
 @pytest.fixture(autouse=True)

@@ -506,7 +506,7 @@ def test_a_stage_no_longer_than_what_was_done_is_refused(
     stopped_at(monkeypatch, {3})
     with pytest.raises(Stopped):
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
-    with pytest.raises(Refused, match="has done 3 already"):
+    with pytest.raises(Refused, match="has already done 3"):
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", f"stages.whole.steps={steps}"))
 
 
@@ -778,7 +778,7 @@ def test_a_refused_length_leaves_the_record_as_it_was(uninterrupted, tmp_path: P
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
     files = [tmp_path / "run" / name for name in ("recipe.yaml", "env.json", "metrics.jsonl")]
     before = [file.read_bytes() for file in files]
-    with pytest.raises(Refused, match="has done 3 already"):
+    with pytest.raises(Refused, match="has already done 3"):
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}", "stages.whole.steps=2"))
     assert [file.read_bytes() for file in files] == before
 

@@ -21,9 +21,9 @@ from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
 from eyeline.data.containers.container import RETRIES
 from eyeline.data.reader import reader_of, sizing_of
+from eyeline.data.report.duplicates import SampleHashes, hashes_of
+from eyeline.data.report.preview import SamplePreview, sample_previews
 from eyeline.data.report.report import DataReport, Depth, data_report
-from eyeline.data.report.shown import Shown, shown_samples
-from eyeline.data.report.twins import Known, known
 from eyeline.data.sets import open_each, open_sides
 from eyeline.data.sources.folders import named
 from eyeline.data.sources.sources import Rows, Source, open_source
@@ -99,7 +99,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
             except Refused as error:
                 found.append(f"{stage.name}: {error}")
         report = data_report(reader, stage.batch.budget)
-        shown = shown_samples(reader, stage.batch.budget, 0 if index else samples, thumbnails=False)
+        shown = sample_previews(reader, stage.batch.budget, 0 if index else samples, thumbnails=False)
         print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
         found += data_problems(stage, report)
     console.rule(characters="-")
@@ -135,7 +135,7 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
                     with console.status(f"looking at the data of stage {stage.name}"):  # says nothing where there is no terminal
                         reader = reader_of(data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.max_positions)
                         report = data_report(reader, stage.batch.budget, depth, asked)
-                        shown = tuple(shown_samples(reader, stage.batch.budget, samples, thumbnails=True))
+                        shown = tuple(sample_previews(reader, stage.batch.budget, samples, thumbnails=True))
                     problems += data_problems(stage, report)
                 else:
                     report, shown = found[twin].report, ()
@@ -162,12 +162,12 @@ def _arithmetic(run: Run, index: int, bundle: Bundle) -> Arithmetic:
     return count(model, facts)
 
 
-def _evaluation(run: Run, depth: Depth) -> dict[str, Known]:
+def _evaluation(run: Run, depth: Depth) -> dict[str, SampleHashes]:
     """The questions of the recipe's evaluation, to be compared with what is learned."""
     if run.evaluation is None:
         return {}
     rows = (row for source in open_each(run.evaluation.sources) for _, _, row in source.kept())
-    return {"evaluation": known(islice((row for row in rows if isinstance(row, Sample)), depth.compared))}
+    return {"evaluation": hashes_of(islice((row for row in rows if isinstance(row, Sample)), depth.compared))}
 
 
 def print_blocks(console: Console, found: Iterator[Block]) -> None:
@@ -188,7 +188,7 @@ def print_blocks(console: Console, found: Iterator[Block]) -> None:
                 for row in rows:
                     table.add_row(*(Text(visible(cell)) for cell in row))
                 console.print(table)
-            case Shown():
+            case SamplePreview():
                 console.rule(Text(visible(block.id)), align="left", characters="-")
                 console.print(render(block))
             case Heading() | Histogram():  # for pages: its figures are in a table
@@ -198,7 +198,7 @@ def print_blocks(console: Console, found: Iterator[Block]) -> None:
 TRAINED = "bold green"
 
 
-def render(shown: Shown) -> Text:
+def render(shown: SamplePreview) -> Text:
     """A sample as text, what is learned in bold green; runs of visual tokens as their number."""
     text = Text()
     for piece in shown.pieces:

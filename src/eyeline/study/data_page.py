@@ -11,9 +11,9 @@ from eyeline.core.image_rule import ImageRule
 from eyeline.core.words import percent
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.data.report.budgets import LOST, WASTE, Load, Packing, suggested
+from eyeline.data.report.duplicates import Duplicates
+from eyeline.data.report.preview import SamplePreview
 from eyeline.data.report.report import DataReport, Images, Measure
-from eyeline.data.report.shown import Shown
-from eyeline.data.report.twins import Twins
 from eyeline.models.flops import NONE, Arithmetic, Flops, Work
 from eyeline.study import page
 from eyeline.study.page import metric, words
@@ -58,7 +58,7 @@ class Histogram:
     measure: Measure
 
 
-Block = Heading | Line | Grid | Histogram | Shown
+Block = Heading | Line | Grid | Histogram | SamplePreview
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StageData:
     name: str
     batch: Batching
     report: DataReport
-    samples: tuple[Shown, ...]
+    samples: tuple[SamplePreview, ...]
     flops: tuple[Flops, ...] = ()  # of the load of each budget; none where they were not counted
     same_as: str | None = None  # an earlier stage with the same data and budget: nothing of it is said again but the arithmetic
 
@@ -121,9 +121,9 @@ def blocks(found: StageData) -> Iterator[Block]:
     yield Heading("Invalid and unusual samples", part=True)
     yield from _odd(report)
     yield from _rejects(report)
-    if report.twins is not None:
+    if report.duplicates is not None:
         yield Heading("Duplicates and overlap", part=True)
-        yield from _twins(report.twins, report)
+        yield from _duplicates(report.duplicates, report)
     if found.samples:
         yield Heading("Samples", part=True)
         yield Line("the first samples, as the model sees them; tokens in the loss are green:")
@@ -300,16 +300,16 @@ def _rejects(report: DataReport) -> Iterator[Block]:
     )
 
 
-def _twins(twins: Twins, report: DataReport) -> Iterator[Block]:
-    some = "" if twins.whole else f" of about {report.training:,} (so there may be more)"
+def _duplicates(duplicates: Duplicates, report: DataReport) -> Iterator[Block]:
+    some = "" if duplicates.whole else f" of about {report.training:,} (so there may be more)"
     yield Line(
-        f"duplicates: {twins.equal_samples:,} of {twins.samples:,} training samples{some}, {twins.equal_images:,} of "
-        f"{twins.images:,} images"
+        f"duplicates: {duplicates.equal_samples:,} of {duplicates.samples:,} training samples{some}, {duplicates.equal_images:,} of "
+        f"{duplicates.images:,} images"
     )
-    pairs = [("sample", *pair) for pair in twins.sample_examples] + [("image", *pair) for pair in twins.image_examples]
+    pairs = [("sample", *pair) for pair in duplicates.sample_examples] + [("image", *pair) for pair in duplicates.image_examples]
     if pairs:
         yield Grid(("duplicate", "this", "equals"), _cut(pairs), "  {0} {1} equals {2}", numbers=3)
-    for overlap in twins.overlaps:
+    for overlap in duplicates.overlaps:
         yield Line(
             f"{overlap.name} overlap with training: {overlap.equal_samples:,} of {overlap.samples:,} samples, {overlap.equal_texts:,} "
             f"question texts, {overlap.equal_images:,} of {overlap.images:,} images ({overlap.equal_paths:,} by path)",
@@ -360,7 +360,7 @@ def data_page(name: str, stages: Sequence[StageData], problems: Sequence[str]) -
     return page.document(name, [*top, *body, *rest])
 
 
-def _html(block: Heading | Line | Grid | Shown) -> str:
+def _html(block: Heading | Line | Grid | SamplePreview) -> str:
     match block:
         case Heading(text, part):
             return f"<h3>{words(text)}</h3>" if part else f"<h2>{words(text)}</h2>"
@@ -368,7 +368,7 @@ def _html(block: Heading | Line | Grid | Shown) -> str:
             return page.warning(text) if warns else page.note(text)
         case Grid(head, rows, _, numbers):
             return page.table(head, rows, numbers)
-        case Shown():
+        case SamplePreview():
             return _sample(block)
 
 
@@ -378,7 +378,7 @@ def _plot(block: Histogram) -> str:
     return page.figure(bars(block.measure.edges, block.measure.bars, block.label, block.measure.log), block.caption)
 
 
-def _sample(shown: Shown) -> str:
+def _sample(shown: SamplePreview) -> str:
     images = "".join(page.image(jpeg) for jpeg in shown.thumbnails)
     more = f", {shown.images - len(shown.thumbnails)} more images" if shown.images > len(shown.thumbnails) else ""
     about = f"{cut(shown.id)} · {cut(shown.source)} · {shown.tokens:,} tokens, {shown.supervised:,} in the loss{more}"

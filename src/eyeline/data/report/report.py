@@ -25,7 +25,7 @@ from eyeline.data.plan.sizing import Sized, Sizing
 from eyeline.data.reader import Reader, sizing_of
 from eyeline.data.rejects import Reject
 from eyeline.data.report.budgets import Packing, packings
-from eyeline.data.report.twins import Known, Twins, known, twins
+from eyeline.data.report.duplicates import Duplicates, SampleHashes, duplicates, hashes_of
 from eyeline.data.sets import texts
 from eyeline.data.sources.sources import Rows
 from eyeline.data.sources.unread import Unread, shortened, unread
@@ -172,13 +172,13 @@ class DataReport:
     unlearned: int  # of them, those that the template does not learn
     template: str
     budgets: tuple[Packing, ...]  # the stage's own first; empty when no sample is left
-    twins: Twins | None  # None when nothing was compared
+    duplicates: Duplicates | None  # None when nothing was compared
     unread: tuple[str, ...]  # warnings of images that rows name and nothing reads, and of limits that are not obeyed
     blind: bool  # whether a source is refused: most of its rows name images, and none shows one
     images: "Images"
 
 
-def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: dict[str, Known] | None = None) -> DataReport:
+def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: dict[str, SampleHashes] | None = None) -> DataReport:
     """Look at samples, training and validation alike: nothing is trained or written. `others` are sets that a model is judged by,
     beside the validation set."""
     own = reader.validation.index is not reader.training.index
@@ -223,7 +223,7 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         unlearned=examined.said - examined.learned,
         template=reader.encoder.template.name,
         budgets=packings(reader, frozenset((s, h) for s, h, _ in learning.rows), budget, others=depth.packed),
-        twins=_compared(sides, depth.compared, others or {}) if depth.compared else None,
+        duplicates=_compared(sides, depth.compared, others or {}) if depth.compared else None,
         unread=tuple(dict.fromkeys(line for of in unseen for line in of.warnings)),
         blind=any(of.refusal is not None for of in unseen),
         images=examined.images if examined.samples == len(asked) else learning.images(),
@@ -473,13 +473,13 @@ def _mean(values_N: Longs) -> float:
     return float(values_N.mean()) if len(values_N) else 0.0
 
 
-def _compared(sides: list[Looked], most: int, others: dict[str, Known]) -> Twins:
+def _compared(sides: list[Looked], most: int, others: dict[str, SampleHashes]) -> Duplicates:
     """Samples of the sides, read and compared."""
     rows = sum(len(side.rows) for side in sides)
     chosen = [_spread(side.rows, max(most * len(side.rows) // max(rows, 1), 1)) for side in sides]
-    training, *judges = (known(_read(side, some)) for side, some in zip(sides, chosen, strict=True))
+    training, *judges = (hashes_of(_read(side, some)) for side, some in zip(sides, chosen, strict=True))
     whole = sides[0].exact and len(chosen[0]) == len(sides[0].rows)
-    return twins(training, ({"validation": judges[0]} if judges else {}) | others, whole)
+    return duplicates(training, ({"validation": judges[0]} if judges else {}) | others, whole)
 
 
 def _read(side: Looked, chosen: list[RowOf]) -> Iterator[Sample]:

@@ -12,18 +12,18 @@ from eyeline.core.locations import Location
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.core.user_code import is_code
 from eyeline.data.containers.arrow import FILE_MAGIC, MESSAGE, open_arrow
-from eyeline.data.containers.beside import open_beside
 from eyeline.data.containers.coco import open_coco
 from eyeline.data.containers.container import HASHED, RETRIES, Container, File, Place, Shard
 from eyeline.data.containers.csv_rows import open_table
 from eyeline.data.containers.joined import joined
 from eyeline.data.containers.json_rows import lists_in_lines, open_lines, open_list
 from eyeline.data.containers.parquet import open_parquet
+from eyeline.data.containers.sidecars import open_sidecars
 from eyeline.data.containers.tars import Tars, open_tars
 from eyeline.data.layouts.layouts import COLUMNS, Layout, Mapping, Name, layout_of
 from eyeline.data.rejects import Reject
 from eyeline.data.sources.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named, unmatched
-from eyeline.data.sources.found import Found, found_in
+from eyeline.data.sources.source_files import SourceFiles, source_files_in
 
 IGNORE = "ignore"  # in place of a folder of images
 
@@ -123,7 +123,7 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
 
     A store that fails while rows are read is asked `retries` times more.
     """
-    found = _found(source, retries)
+    found = _source_files(source, retries)
     text_only = source.images == IGNORE
     root = found.folder if source.images is None or text_only else image_folder(source.images, retries)
     own = source.layout is not None and is_code(source.layout)
@@ -138,23 +138,23 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
     return Rows(source, found.path, root, layout, container, retries)
 
 
-def _found(source: Source, retries: int) -> Found:
+def _source_files(source: Source, retries: int) -> SourceFiles:
     """The files of a source."""
     files = matching(source.path, retries)
     if files is not None:
         if not files:
             raise Refused(f"no file matches {named(source.path)}{unmatched(source.path)}")
-        return Found(named(source.path), common_folder(files), files)
+        return SourceFiles(named(source.path), common_folder(files), files)
     path = located(source.path, retries)
-    return found_in(path, retries) if is_folder(path) else Found(path, path.parent, [path])
+    return source_files_in(path, retries) if is_folder(path) else SourceFiles(path, path.parent, [path])
 
 
-def open_container(found: Found, columns: tuple[str, ...] | None, members: tuple[str, ...], retries: int) -> Container:
+def open_container(found: SourceFiles, columns: tuple[str, ...] | None, members: tuple[str, ...], retries: int) -> Container:
     """What the files are, told by their first bytes. Refused when they hold no rows that can be read. `columns` are those that are read of
     a table (None: all), `members` those of an archive that are columns of their own."""
     files, folder = found.files, found.folder
     if found.texts is not None:
-        return open_beside(files, found.texts, folder, retries)
+        return open_sidecars(files, found.texts, folder, retries)
     head = _head(files[0], retries)
     if head.startswith(b"PAR1"):
         return open_parquet(files, folder, columns, retries)

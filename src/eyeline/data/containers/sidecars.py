@@ -1,4 +1,4 @@
-"""Images with a text of the same name beside each: `cat.jpg` and `cat.txt`, its caption."""
+"""Images with a sidecar text file each: `cat.jpg`, and `cat.txt` with its caption."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ MAX_TEXT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Beside:
+class Sidecars:
     """Images in the order of their names, in runs."""
 
-    images: tuple[str, ...]  # names from the folder on
+    images: tuple[str, ...]  # names relative to the folder
     texts: tuple[File | None, ...]  # None: there is none
     folder: Location
     run: int  # images of a shard, but of the last
@@ -59,8 +59,8 @@ class Beside:
         return None
 
 
-def open_beside(images: Sequence[Location], texts: Sequence[Location | None], folder: Location, retries: int) -> Beside:
-    """Images and the text beside each, if there is one. Refused when there are too many."""
+def open_sidecars(images: Sequence[Location], texts: Sequence[Location | None], folder: Location, retries: int) -> Sidecars:
+    """Images and their sidecar texts, where they exist. Refused when there are too many."""
     if len(images) > MAX_IMAGES:
         raise Refused(
             f"{folder} holds {len(images):,} images with a text file for each, and more than {MAX_IMAGES:,} take too long to look "
@@ -77,4 +77,4 @@ def open_beside(images: Sequence[Location], texts: Sequence[Location | None], fo
         shards.append(Shard(f"{folder.name}#{first}", digest, sum(file.size for file in files[run] if file is not None)))
     without = sum(file is None for file in files)
     what = "images with a .txt of the same name" + (f", but {without:,} without" if without else "")
-    return Beside(tuple(names), tuple(files), folder, SHARD_ROWS, tuple(shards), what)
+    return Sidecars(tuple(names), tuple(files), folder, SHARD_ROWS, tuple(shards), what)

@@ -1,4 +1,4 @@
-"""Samples as the model sees them: pieces of text with what is learned marked, and small images beside them."""
+"""Samples as the model sees them: pieces of text, those in the loss marked, and thumbnails of their images."""
 
 import io
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from eyeline.data.reader import Reader, sizing_of
 from eyeline.data.text.documents import document_of, until
 from eyeline.data.text.tokenizer import Encoder
 
-LONGEST_PIECE = 1_200  # characters of a piece that are shown: its begin and its end
+LONGEST_PIECE = 1_200  # characters of a piece that are shown: its start and its end
 MOST_PIECES = 60
 MOST_SOURCES = 24  # of which samples are shown
 THUMBNAIL = 192  # pixels, the longer side
@@ -28,13 +28,13 @@ class Piece:
     """A stretch of a document: text, or the visual tokens of one image."""
 
     text: str  # control tokens spelt out; empty for an image
-    trained: bool = False  # whether it is learned
+    trained: bool = False  # whether it is in the loss
     image: int | None = None  # which image of the document, from 1
     tokens: int = 0
 
 
 @dataclass(frozen=True)
-class Shown:
+class SamplePreview:
     """One sample as it is trained on."""
 
     id: str
@@ -46,11 +46,11 @@ class Shown:
     images: int  # all that it has
 
 
-def shown_samples(reader: Reader, budget: Budget, count: int, thumbnails: bool) -> list[Shown]:
+def sample_previews(reader: Reader, budget: Budget, count: int, thumbnails: bool) -> list[SamplePreview]:
     """The first usable training samples as the budget leaves them, without augmentation: `count`, some of each source, and of each at
     least one."""
     sources = reader.training.index.sources[:MOST_SOURCES] if count else ()
-    out: list[list[Shown]] = [[] for _ in sources]
+    out: list[list[SamplePreview]] = [[] for _ in sources]
     arriving = [_usable(reader, sizing_of(reader, budget), source) for source in range(len(sources))]
     open = list(range(len(sources)))
     while open and sum(map(len, out)) < max(count, len(sources)):
@@ -62,7 +62,7 @@ def shown_samples(reader: Reader, budget: Budget, count: int, thumbnails: bool) 
                 open.remove(n)
                 continue
             sample, document = found
-            out[n].append(_shown(sample, document, sources[n].source.path, reader.encoder, thumbnails))
+            out[n].append(_preview_of(sample, document, sources[n].source.path, reader.encoder, thumbnails))
     return [shown for of_source in out for shown in of_source]
 
 
@@ -81,20 +81,20 @@ def _usable(reader: Reader, sizing: Sizing, source: int) -> Iterator[tuple[Sampl
                 continue
 
 
-def _shown(sample: Sample, document: Document, source: str, encoder: Encoder, thumbnails: bool) -> Shown:
-    return Shown(
+def _preview_of(sample: Sample, document: Document, source: str, encoder: Encoder, thumbnails: bool) -> SamplePreview:
+    return SamplePreview(
         id=sample.id,
         source=source,
         tokens=len(document.tokens_T),
         supervised=int((document.labels_T != IGNORE).sum()),
-        pieces=shortened(pieces_of(document, encoder)),
+        pieces=short_pieces(pieces_of(document, encoder)),
         thumbnails=tuple(thumbnail(upright(image)) for image in sample.images[:THUMBNAILS]) if thumbnails else (),
         images=len(sample.images),
     )
 
 
 def pieces_of(document: Document, encoder: Encoder) -> tuple[Piece, ...]:
-    """The document from its start to its end."""
+    """The pieces of a document, in order."""
     trained_T = np.zeros(len(document.tokens_T), bool)
     trained_T[1:] = document.labels_T[:-1] != IGNORE  # label t is the token at t+1
     image_T = np.full(len(document.tokens_T), -1)
@@ -109,16 +109,16 @@ def pieces_of(document: Document, encoder: Encoder) -> tuple[Piece, ...]:
     return tuple(out)
 
 
-def shortened(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """The same, with what is long left out in the middle: a page stays small, whatever the data."""
+def short_pieces(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The pieces, long ones with their middle cut out, and at most `MOST_PIECES` of them."""
     half = MOST_PIECES // 2
     if len(pieces) > MOST_PIECES:
         gap = Piece(f" … {len(pieces) - 2 * half:,} pieces … ", tokens=sum(piece.tokens for piece in pieces[half:-half]))
         pieces = (*pieces[:half], gap, *pieces[-half:])
-    return tuple(Piece(_shortened(piece.text), piece.trained, piece.image, piece.tokens) for piece in pieces)
+    return tuple(Piece(_short_text(piece.text), piece.trained, piece.image, piece.tokens) for piece in pieces)
 
 
-def _shortened(text: str) -> str:
+def _short_text(text: str) -> str:
     if len(text) <= LONGEST_PIECE:
         return text
     half = LONGEST_PIECE // 2
@@ -126,7 +126,7 @@ def _shortened(text: str) -> str:
 
 
 def thumbnail(rgb: Pillow.Image) -> bytes:
-    """A small JPEG of the pixels alone: nothing else of the file goes along."""
+    """A small JPEG of the pixels, without the metadata of the file."""
     rgb.thumbnail((THUMBNAIL, THUMBNAIL))
     out = io.BytesIO()
     Pillow.fromarray(np.asarray(rgb)).save(out, format="JPEG", quality=80)

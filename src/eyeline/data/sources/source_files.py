@@ -1,4 +1,4 @@
-"""Which files of a folder are the data. Each kind of folder is a function, in the order in which they are tried; none opens data."""
+"""Find the files of a source in a folder. Each kind of folder is a function, tried in order; none opens the data."""
 
 import json
 import re
@@ -12,25 +12,25 @@ from eyeline.data.containers.keys import IMAGE_SUFFIXES
 from eyeline.data.sources.folders import common_folder, listed_below
 
 
-class Found(NamedTuple):
-    """The files of a set, in order, and what the folder says of them."""
+class SourceFiles(NamedTuple):
+    """The files of a source, in order, and what its folder states about them."""
 
-    path: Location  # what messages call it
-    folder: Location  # that names and paths of images start from
+    path: Location  # its name in messages
+    folder: Location  # paths of images are relative to it
     files: list[Location]
-    texts: list[Location | None] | None = None  # where the files are images: what lies beside each
+    texts: list[Location | None] | None = None  # where the files are images: their sidecar texts
     columns: dict[str, str] | None = None  # as a source declares them, where the folder does
-    note: str = ""  # what it says that is not obeyed
+    note: str = ""  # what it states that is ignored
     features: Any = None  # of a saved data set: what it states of its columns
     indexes: dict[Location, Location] | None = None  # of files, where the folder has them
     skipped: str = ""  # what was left out of the folder
 
 
-def found_in(path: Location, retries: int) -> Found:
+def source_files_in(path: Location, retries: int) -> SourceFiles:
     """The data in a folder. Refused, with what is there, when it is no set or several."""
     there = listed_below(path, retries)
     known = {below(path, file): file for file in there.files}
-    for kind in (_easy_vqa, _saved, _prepared, _with_table, _of_one_kind, _json, _beside):
+    for kind in (_easy_vqa, _saved_dataset, _energon_folder, _with_table, _of_one_kind, _json, _sidecars):
         found = kind(path, known, retries)
         if found is not None:
             return found._replace(skipped=there.skipped)
@@ -45,19 +45,19 @@ def found_in(path: Location, retries: int) -> Found:
     )
 
 
-Known = dict[str, Location]  # all files of a folder, by their names from there on
+FilesByName = dict[str, Location]  # all files of a folder, by their names from there on
 
 
 def _is_image(name: str) -> bool:
     return name.rpartition(".")[2].lower() in IMAGE_SUFFIXES
 
 
-def _easy_vqa(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
+def _easy_vqa(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:  # noqa: ARG001
     questions = known.get("questions.json")
-    return Found(questions, path, [questions]) if questions is not None else None
+    return SourceFiles(questions, path, [questions]) if questions is not None else None
 
 
-def _prepared(path: Location, known: Known, retries: int) -> Found | None:
+def _energon_folder(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:
     """The training archives of a folder that Megatron-Energon has prepared."""
     files = energon_shards(path, list(known.values()), retries)
     if files is None:
@@ -65,10 +65,10 @@ def _prepared(path: Location, known: Known, retries: int) -> Found | None:
     about = known.get(".nv-meta/dataset.yaml")
     columns, note = energon_columns(about, retries) if about is not None else ({}, "")
     indexes = {file: known[name] for file in files if (name := f"{below(path, file)}.idx") in known}
-    return Found(path, path, files, columns=columns, note=note, indexes=indexes)
+    return SourceFiles(path, path, files, columns=columns, note=note, indexes=indexes)
 
 
-def _saved(path: Location, known: Known, retries: int) -> Found | None:
+def _saved_dataset(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:
     """What `datasets.save_to_disk` has written: one set, or several splits of which one must be named."""
     if "dataset_dict.json" in known:
         said = _object(known["dataset_dict.json"], retries).get("splits")
@@ -79,7 +79,7 @@ def _saved(path: Location, known: Known, retries: int) -> Found | None:
         inner = {name.removeprefix(f"{splits[0]}/"): file for name, file in known.items() if name.startswith(f"{splits[0]}/")}
         if "state.json" not in inner:
             raise Refused(f"{path / 'dataset_dict.json'} names {splits[0]}, and its state.json does not exist. Write the folder again")
-        return _saved(path / splits[0], inner, retries)
+        return _saved_dataset(path / splits[0], inner, retries)
     if not {"state.json", "dataset_info.json"} <= known.keys():
         return None
     state = _object(known["state.json"], retries)
@@ -91,10 +91,10 @@ def _saved(path: Location, known: Known, retries: int) -> Found | None:
     absent = [name for name in names if name not in known]
     if absent or not names:
         raise Refused(f"{path / 'state.json'} names {absent[0] if absent else 'no files'}, and it does not exist. Write the folder again")
-    return Found(path, path, [known[name] for name in names], features=_object(known["dataset_info.json"], retries).get("features"))
+    return SourceFiles(path, path, [known[name] for name in names], features=_object(known["dataset_info.json"], retries).get("features"))
 
 
-def _with_table(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
+def _with_table(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:  # noqa: ARG001
     """Images and a table of them, as Hugging Face's `imagefolder` has it."""
     tables = [name for name in known if name.rpartition("/")[2] in ("metadata.csv", "metadata.jsonl", "metadata.parquet")]
     if not tables:
@@ -102,13 +102,13 @@ def _with_table(path: Location, known: Known, retries: int) -> Found | None:  # 
     outer = [name for name in tables if "/" not in name] or tables
     if len(outer) > 1:
         raise Refused(f"{path} holds {', '.join(outer[:10])}. Name one of them, such as {path}/{outer[0]}")
-    return Found(known[outer[0]], known[outer[0]].parent, [known[outer[0]]])
+    return SourceFiles(known[outer[0]], known[outer[0]].parent, [known[outer[0]]])
 
 
 ENDS = {"tar": ("tar",), "parquet": ("parquet",), "arrow": ("arrow",), "jsonl": ("jsonl", "ndjson"), "csv": ("csv", "tsv")}
 
 
-def _of_one_kind(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
+def _of_one_kind(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:  # noqa: ARG001
     """Files that are one set together, wherever they lie."""
     found = {kind: [name for name in known if name.rpartition(".")[2].lower() in ends] for kind, ends in ENDS.items()}
     kinds = [kind for kind, names in found.items() if names]
@@ -125,26 +125,26 @@ def _of_one_kind(path: Location, known: Known, retries: int) -> Found | None:  #
             f"{path}/**/*{min(splits, key=lambda word: (word != 'train', word))}*.{kind}"
         )
     files = [known[name] for name in names]
-    return Found(path, common_folder(files) if kind in ("jsonl", "csv") else path, files)
+    return SourceFiles(path, common_folder(files) if kind in ("jsonl", "csv") else path, files)
 
 
 _SPLIT = re.compile(r"(?:^|[/._-])(train|test|valid|validation|val|dev|eval)(?=[/._-])")
 ABOUT = ("dataset_info.json", "dataset_infos.json", "config.json")  # say something of a set, and hold none
 
 
-def _json(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
+def _json(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:  # noqa: ARG001
     """The one JSON file of a folder."""
     names = [name for name in known if name.endswith(".json") and "/" not in name and name not in ABOUT]
     if len(names) > 1:
         raise Refused(f"{path} holds several .json files. Give one of its files: {', '.join(names[:10])}")
-    return Found(known[names[0]], path, [known[names[0]]]) if names else None
+    return SourceFiles(known[names[0]], path, [known[names[0]]]) if names else None
 
 
-def _beside(path: Location, known: Known, retries: int) -> Found | None:  # noqa: ARG001
+def _sidecars(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:  # noqa: ARG001
     """Images, each with a text of the same name beside it."""
     images = [name for name in known if _is_image(name)]
     texts = [known.get(f"{name.rpartition('.')[0]}.txt") for name in images]
-    return Found(path, path, [known[name] for name in images], texts) if any(texts) else None
+    return SourceFiles(path, path, [known[name] for name in images], texts) if any(texts) else None
 
 
 def _object(path: Location, retries: int) -> dict[str, Any]:

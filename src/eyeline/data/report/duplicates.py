@@ -1,4 +1,4 @@
-"""What occurs twice: equal samples, equal images under several names, and what validation or evaluation shares with training.
+"""Duplicates: equal samples, equal images under several names, and what validation or evaluation shares with training.
 
 Equal is exact: the same text in the same turns, the same bytes of every image. Only hashes are kept.
 """
@@ -18,7 +18,7 @@ Key = bytes  # a hash of 16 bytes
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a set of samples that a model is judged by shares with the samples that it learns from."""
+    """What a validation or evaluation set shares with the training samples."""
 
     name: str  # of the set
     samples: int
@@ -31,8 +31,8 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Twins:
-    """What was found among the training samples that were compared."""
+class Duplicates:
+    """Duplicates among the training samples that were compared, and what other sets share with them."""
 
     whole: bool  # whether these are all that can be read
     samples: int
@@ -45,8 +45,8 @@ class Twins:
 
 
 @dataclass(eq=False)
-class Known:
-    """The samples of one set, as far as they were read."""
+class SampleHashes:
+    """Hashes of the samples of one set, as far as they were read."""
 
     samples: int = 0
     sample_examples: list[tuple[str, str]] = field(default_factory=list)
@@ -60,13 +60,13 @@ class Known:
 
     @property
     def equal_samples(self) -> int:
-        """Those that equal an earlier one."""
+        """The number of samples that equal an earlier one."""
         return self.samples - len(self.wholes)
 
     def add(self, sample: Sample) -> None:
-        """Read and remember one. BadSample where an image's file cannot be read."""
+        """Hash one sample. BadSample where an image cannot be read."""
         keys = [self._image(image, sample.id) for image in sample.images]
-        text = _hash("\n".join(_said(sample)))
+        text = _hash("\n".join(_text_of(sample)))
         whole = _hash(b"".join((text, *keys)))
         self.samples += 1
         self.texts[text] += 1
@@ -92,9 +92,9 @@ class Known:
         return content
 
 
-def known(samples: Iterable[Sample]) -> Known:
-    """All that can be read of some samples. What cannot is a reject, which others count."""
-    out = Known()
+def hashes_of(samples: Iterable[Sample]) -> SampleHashes:
+    """The hashes of some samples. Those that cannot be read are rejects, which are counted elsewhere."""
+    out = SampleHashes()
     for sample in samples:
         try:
             out.add(sample)
@@ -103,9 +103,9 @@ def known(samples: Iterable[Sample]) -> Known:
     return out
 
 
-def twins(training: Known, judges: dict[str, Known], whole: bool = True) -> Twins:
-    """What the sets say about each other; `whole`: whether nothing was left out of the first."""
-    return Twins(
+def duplicates(training: SampleHashes, others: dict[str, SampleHashes], whole: bool = True) -> Duplicates:
+    """Compare the sets; `whole` says that `training` is complete."""
+    return Duplicates(
         whole=whole,
         samples=training.samples,
         equal_samples=training.equal_samples,
@@ -113,26 +113,26 @@ def twins(training: Known, judges: dict[str, Known], whole: bool = True) -> Twin
         images=len(training.places),
         equal_images=training.equal_images,
         image_examples=tuple(training.image_examples),
-        overlaps=tuple(_overlap(name, judge, training) for name, judge in judges.items()),
+        overlaps=tuple(_overlap(name, other, training) for name, other in others.items()),
     )
 
 
-def _overlap(name: str, judge: Known, training: Known) -> Overlap:
-    shared = [key for key in judge.contents if key in training.contents]
+def _overlap(name: str, other: SampleHashes, training: SampleHashes) -> Overlap:
+    shared = [key for key in other.contents if key in training.contents]
     return Overlap(
         name=name,
-        samples=judge.samples,
-        equal_samples=sum(count for key, count in judge.wholes.items() if key in training.wholes),
-        equal_texts=sum(count for key, count in judge.texts.items() if key in training.texts),
-        images=len(judge.contents),
+        samples=other.samples,
+        equal_samples=sum(count for key, count in other.wholes.items() if key in training.wholes),
+        equal_texts=sum(count for key, count in other.texts.items() if key in training.texts),
+        images=len(other.contents),
         equal_images=len(shared),
-        equal_paths=sum(place in training.places for place in judge.places),
-        examples=tuple((judge.contents[key], training.contents[key]) for key in shared[:EXAMPLES]),
+        equal_paths=sum(place in training.places for place in other.places),
+        examples=tuple((other.contents[key], training.contents[key]) for key in shared[:EXAMPLES]),
     )
 
 
-def _said(sample: Sample) -> Iterable[str]:
-    """Who says what; where an image or video stands."""
+def _text_of(sample: Sample) -> Iterable[str]:
+    """Role and text of every turn, with the type of each image or video in its place."""
     for message in sample.messages:
         yield message.role
         for part in message.parts:
