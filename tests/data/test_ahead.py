@@ -142,7 +142,7 @@ def test_when_it_dies_the_run_goes_on_and_says_so(archives: Path, plain: Encoder
     assert gone(children() - before)
     going.begin([(0, 1)])
     going.begin([(0, 2)])
-    assert capsys.readouterr().out.count("has died (SIGKILL)") == 1
+    assert capsys.readouterr().out.count("has crashed (SIGKILL)") == 1
     assert len(made.shard(0, 1)) == ROWS
     going.close()
 

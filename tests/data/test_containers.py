@@ -275,7 +275,7 @@ def test_a_store_that_comes_back_is_waited_for(waits: list[float]) -> None:
 
 
 def test_a_store_that_stays_away_stops_the_run(waits: list[float]) -> None:
-    with pytest.raises(StorageFailed, match=r"could not read x\. It was tried 3 times"):
+    with pytest.raises(StorageFailed, match=r"could not read x\. Tried 3 times"):
         persistent(failing([errno.EIO] * 3), 2)
     assert len(waits) == 2
 

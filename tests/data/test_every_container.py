@@ -22,7 +22,7 @@ from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.image_rule import ImageRule
 from eyeline.data import prepare
-from eyeline.data.containers import beside, csv_rows, json_rows, parquet, tars
+from eyeline.data.containers import csv_rows, json_rows, parquet, sidecars, tars
 from eyeline.data.containers.container import File
 from eyeline.data.loader import Step, training_steps
 from eyeline.data.reader import Reader, reader_of
@@ -166,7 +166,7 @@ CONTAINERS: dict[str, Callable[[Path, Rows], Source]] = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (json_rows, csv_rows, beside, tars, parquet):
+    for module in (json_rows, csv_rows, sidecars, tars, parquet):
         monkeypatch.setattr(module, "SHARD_ROWS", 7)
     monkeypatch.setattr(json_rows, "SHARD_BYTES", 400)
     monkeypatch.setattr(csv_rows, "SHARD_BYTES", 400)
@@ -299,7 +299,7 @@ def test_the_file_of_a_shard_is_found_at_once(tmp_path: Path) -> None:
     """Each visit of a row asks for it, and there may be as many files as rows."""
     (tmp_path / "a.txt").write_text("a")
     one = File.of(tmp_path / "a.txt", 0)
-    many = beside.Sidecars(("a.png",) * 200_000, (None, *[one] * 199_998, None), tmp_path, 2048, (), "")
+    many = sidecars.Sidecars(("a.png",) * 200_000, (None, *[one] * 199_998, None), tmp_path, 2048, (), "")
     assert all(many.lies_in(shard) is one for _ in range(20) for shard in range(98))
-    last = beside.Sidecars(("a.png",) * 3, (one, None, None), tmp_path, 2, (), "")
+    last = sidecars.Sidecars(("a.png",) * 3, (one, None, None), tmp_path, 2, (), "")
     assert last.lies_in(1) is one

@@ -223,7 +223,10 @@ ZOO: dict[str, Animal] = {
         lambda: YCCK,
         Shown(printed(np.concatenate([RAMPS[..., :2], np.zeros_like(RAMPS[..., :1]), np.full_like(RAMPS[..., :1], 40)], 2)), 4, PRINTED),
     ),
-    "JPEG, 12 bits": (lambda: jpeg().replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"), Rejected("broken_image", "JPEG, of a kind")),
+    "JPEG, 12 bits": (
+        lambda: jpeg().replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
+        Rejected("broken_image", "JPEG, of an unsupported kind"),
+    ),
     "JPEG, lossless": (lambda: jpeg().replace(b"\xff\xc0\0\x11", b"\xff\xc3\0\x11"), Rejected("broken_image", header=False)),
     "JPEG, turned 6": (lambda: with_segments(jpeg(), exif(6)), Shown(np.rot90(SMOOTH, 3), 4, TURNED)),
     "JPEG, turned 99": (lambda: with_segments(jpeg(), exif(99)), Shown(SMOOTH, 4)),
@@ -434,7 +437,7 @@ ZOO: dict[str, Animal] = {
     "GIF, a frame of 65,535 × 65,535": (lambda: gif(2, 2, gif_frame(0, 0, 65535, 65535, [1])), Rejected("too_many_pixels", "4294836225")),
     "GIF, no palette": (lambda: gif(2, 1, gif_frame(0, 0, 2, 1, [0, 1]), colours=b""), Shown(grey([[0, 1]]))),  # its numbers are greys
     "GIF, without an end": (lambda: gif(2, 1, gif_frame(0, 0, 2, 1, [0, 1]), end=b""), Shown(area([RED, BLUE]))),
-    "GIF, without a frame": (lambda: gif(2, 2), Rejected("broken_image", "GIF, of a kind")),
+    "GIF, without a frame": (lambda: gif(2, 2), Rejected("broken_image", "GIF, of an unsupported kind")),
     "GIF, fewer pixels than its size": (lambda: gif(4, 4, gif_frame(0, 0, 4, 4, [0, 1, 1])), LOST),
     "GIF, cut": (lambda: half(packed_gif(noise(64, 64))), LOST),
     "GIF, animated": (lambda: animated("GIF"), Shown(plain(4, 4, RED), said=MOVES)),
@@ -514,7 +517,7 @@ ZOO: dict[str, Animal] = {
     "ICO": (lambda: saved(of(noise(16, 16)), "ICO"), Rejected("image_format", "ICO")),
     "AVIF": (lambda: b"\0\0\0\x20ftypavif" + bytes(50), Rejected("image_format", "AVIF")),
     "JPEG 2000": (lambda: saved(of(noise(64, 64)), "JPEG2000"), Rejected("image_format", "not an image that can be read")),
-    "PNG's signature, and nothing": (lambda: b"\x89PNG\r\n\x1a\n", Rejected("broken_image", "PNG, of a kind")),
+    "PNG's signature, and nothing": (lambda: b"\x89PNG\r\n\x1a\n", Rejected("broken_image", "PNG, of an unsupported kind")),
     "JPEG's signature, and noise": (lambda: b"\xff\xd8\xff\xe0" + noise(64, 64).tobytes(), Rejected("broken_image")),
 }
 

@@ -224,12 +224,12 @@ def test_turns_and_speakers_are_called_otherwise(opened, as_text: bool) -> None:
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "theirs first": (SOUND, {"columns": {"frage": "question"}}, r"Write {question: frage}, ours first\."),
-    "a column that rows are rejected for": (SOUND, {"columns": {"rejected": "x"}}, "rejected is no column of any layout"),
-    "ours is unknown": (SOUND, {"columns": {"imgae": "x"}}, r"imgae is no column of any layout\. Did you mean 'image'\?"),
+    "a column that rows are rejected for": (SOUND, {"columns": {"rejected": "x"}}, "rejected is not a column of any layout"),
+    "ours is unknown": (SOUND, {"columns": {"imgae": "x"}}, r"imgae is not a column of any layout\. Did you mean 'image'\?"),
     "ours is another layout's": (
         SOUND,
         {"layout": "question-answer", "columns": {"completion": "answer"}},
-        r"completion is no column of the layout question-answer\.",
+        r"completion is not a column of the layout question-answer\.",
     ),
     "ours is not read": (SOUND, {"columns": {"instruction": "answer"}}, r"no known layout|instruction has no meaning in the layout"),
     "theirs is not there": (

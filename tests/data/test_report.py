@@ -68,7 +68,7 @@ def test_few_images_are_warned_of() -> None:
     ((text, warns),) = said(2000, 204)
     assert warns
     assert text.startswith(
-        "2,000 samples with images show 204 different images (9.8 samples per image): few different images are the most common"
+        "2,000 samples with images show 204 different images (9.8 samples per image): too few different images are the most common"
     )
 
 

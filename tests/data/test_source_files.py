@@ -11,7 +11,7 @@ import pytest
 
 from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed
-from eyeline.data.containers import beside
+from eyeline.data.containers import sidecars
 from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.container_files import TALK, archive, encoded
 from tests.data.container_files import arrow_file as as_arrow
@@ -96,7 +96,7 @@ def test_questions_in_a_table(tmp_path: Path) -> None:
 
 
 def test_images_with_a_text_beside_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "SHARD_ROWS", 2)
+    monkeypatch.setattr(sidecars, "SHARD_ROWS", 2)
     for name in ("b.png", "a.PNG", "in/c.webp", "d.d.jpg", "e.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"never opened")
@@ -120,13 +120,13 @@ def test_images_with_a_text_beside_each(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_texts_that_cannot_be_captions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "MAX_TEXT_BYTES", 20)
+    monkeypatch.setattr(sidecars, "MAX_TEXT_BYTES", 20)
     for n, text in enumerate((b"fine", b"", b"\xff", b"x" * 21)):
         (tmp_path / f"{n}.png").write_bytes(b"never opened")
         (tmp_path / f"{n}.txt").write_bytes(text)
     assert answers(opened(tmp_path))[0] == "fine"
     assert answers(opened(tmp_path))[2:] == ["bad_unicode", "file_too_large"]
-    monkeypatch.setattr(beside, "MAX_IMAGES", 3)
+    monkeypatch.setattr(sidecars, "MAX_IMAGES", 3)
     with pytest.raises(Refused, match=r"holds 4 images .* metadata\.csv"):
         opened(tmp_path)
 
@@ -271,7 +271,7 @@ def test_folders_of_several_kinds_or_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"<!DOCTYPE html><html>", "is a web page: the download gave one"),
+        (b"<!DOCTYPE html><html>", "is a web page: the download returned one"),
         (b"<html><body>", "is a web page"),
         (b"\x1f\x8b\x08\0", "is gzip: unpack it first"),
         (b"PK\x03\x04", "is a zip archive: unpack it first"),
@@ -348,7 +348,7 @@ def test_hidden_backup_and_system_files_are_skipped_and_that_is_said(tmp_path: P
     assert answers(rows) == ["one"]
     assert why_of(rows) == f"{len(folders) + 8} hidden, backup or system files or folders (#one.txt#, .DS_Store, .Trash, …)"
     (tmp_path / "one.txt").unlink()
-    with pytest.raises(Refused, match=r"nothing that says what they show\. Skipped: 16 hidden, backup or system files"):
+    with pytest.raises(Refused, match=r"no file that describes them\. Skipped: 16 hidden, backup or system files"):
         opened(tmp_path)
 
 

@@ -251,7 +251,7 @@ REFUSED = {
     "no rows": (b"[]", "holds no rows"),
     "Parquet": (b"PAR1xxxx", "is not a complete Parquet file"),
     "gzip": (b"\x1f\x8bxxxx", "gzip"),
-    "CSV": (b"image,text\na.png,hi\n", "begins with b'image,text"),
+    "CSV": (b"image,text\na.png,hi\n", "starts with b'image,text"),
     "unknown columns": (
         b'[{"img": "a", "caption": "b"}]',
         r"its rows have img, caption\. Perhaps columns: {image: img}\. Wanted: conversations \(llava\); messages",
@@ -266,7 +266,7 @@ REFUSED = {
     "rows by number": (b'{\n "0": {"messages": []},\n "1": {"messages": []}\n}', r"one JSON object, with '0'"),
     "lines of which none is right": (
         b'{"messages": [}\n{"messages": [}\n',
-        r"none of its first rows can be read\. The first: row: .*\. Write one JSON value a line",
+        r"none of its first rows can be read\. The first: row: .*\. Write one JSON value per line",
     ),
     "rows of strings": (b'["a", "b"]', "none of its first rows is an object"),
 }

@@ -451,5 +451,5 @@ def test_what_is_declared_is_not_blamed_for_rows_that_cannot_be_read(tmp_path: P
         open_source(Source(path=str(path), columns={"caption": "said.txt"}))
     assert "images alone" not in str(caught.value)
     (tmp_path / "x.tar").write_bytes(b"")
-    with pytest.raises(Refused, match=r"the archive is empty: even its end marker is missing\. Fetch or write the archive again"):
+    with pytest.raises(Refused, match=r"the archive is empty: even its end marker is missing\. Download or write the archive again"):
         open_source(Source(path=str(path)))

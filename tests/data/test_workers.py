@@ -128,7 +128,7 @@ def test_what_happens_once_costs_no_sample(tmp_path: Path) -> None:
 
 
 def test_deaths_that_no_part_explains_stop_the_run() -> None:
-    with pytest.raises(Refused, match=r"died 3 times over the same samples \(SIGKILL\).*too little memory"):
+    with pytest.raises(Refused, match=r"crashed 3 times while decoding the same samples \(SIGKILL\).*memory is too small"):
         run(jobs(("late",)), settings(1))
 
 

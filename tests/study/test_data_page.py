@@ -296,7 +296,7 @@ def test_a_page_stays_small_whatever_the_data(mixed: Run, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--out", "nowhere/page.html"], "nowhere, where the page would lie, is no folder"),
+        (["--out", "nowhere/page.html"], "nowhere, the folder of the page, does not exist"),
         (["--out", "."], "is a folder"),
         (["model.template=chatml"], "template 'chatml' is not known"),
         (["stages.0.data.sources.0.path=nowhere.json"], "nowhere.json does not exist"),

@@ -101,7 +101,7 @@ def record_batches(file: File) -> Contents:
         head = next((message.begin for message in found if message.kind == BATCH), file.size)
         schema = ipc.read_schema(pyarrow.BufferReader(file.read(0, head).removeprefix(FILE_MAGIC)))
     except (OSError, ValueError) as error:
-        raise Refused(f"{file.path} is not a complete Arrow file: {str(error)[:300]}. Fetch or write it again") from error
+        raise Refused(f"{file.path} is not a complete Arrow file: {str(error)[:300]}. Download or write it again") from error
     if any(message.kind == DICTIONARY and message.begin > head for message in found):
         raise Refused(f"{file.path} replaces a dictionary between its record batches, which is not read. Write it as Parquet")
 

@@ -55,13 +55,13 @@ def expanded(pattern: str) -> list[str]:
         return [pattern]
     before, first, last, choice, after = found.groups()
     if choice is None and abs(int(last) - int(first)) >= MOST_NAMES:
-        raise ValueError(f"{pattern[:100]} expands to more than {MOST_NAMES:,} names")
+        raise ValueError(f"{pattern[:100]} expands to over {MOST_NAMES:,} names")
     step = 1 if choice is not None or int(first) <= int(last) else -1
     width = len(first) if choice is None and len(first) == len(last) else 0
     inner = choice.split(",") if choice is not None else [f"{n:0{width}}" for n in range(int(first), int(last) + step, step)]
     rest = expanded(after)
     if len(inner) * len(rest) > MOST_NAMES:
-        raise ValueError(f"{pattern[:100]} expands to more than {MOST_NAMES:,} names")
+        raise ValueError(f"{pattern[:100]} expands to over {MOST_NAMES:,} names")
     return [f"{before}{one}{end}" for one in inner for end in rest]
 
 
