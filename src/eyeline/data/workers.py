@@ -291,8 +291,7 @@ class _Processes(Generic[J, R]):
                 alone.end()
             raise Refused(
                 f"data workers crashed {TRIES} times while decoding the same samples ({how}), none of which crashes a worker alone. Most "
-                f"often there "
-                "is memory is too small: lower data.workers or data.read_ahead; with data.workers=0 the main process decodes"
+                "often memory is too small: lower data.workers or data.read_ahead; with data.workers=0 the main process decodes"
             )
 
     def _silent_store(self) -> StorageFailed:

@@ -1,0 +1,47 @@
+"""One word per meaning: words that the project no longer uses. A new one goes into BANNED once the last use is gone."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BANNED = {  # a word -> the one to use
+    r"(?:\b|_)pictures?(?:\b|_)": "image",
+    r"(?:\b|_)films?(?:\b|_)": "video",
+}
+ALLOWED = {  # file -> what it may hold all the same: names that others gave
+    "docs/recipes.md": r"vision\.film_(least|most)",
+    "docs/your-data.md": r"meta\.picture",
+    "src/eyeline/core/aliases.py": r"vision\.film_(least|most)",
+    "src/eyeline/data/sources/naming.py": r"\|picture\||\|pictures\?\|",
+    "src/eyeline/study/page.py": r"</?picture>",
+    "tests/data/test_native.py": r"no pictures\?",
+    "tests/data/test_unread.py": r"<picture>",
+    "tests/recipes/test_check.py": r"pictures/",
+    "tests/study/test_data_page.py": r"pictures/",
+    "tests/test_settings_live.py": r'"pictures"',
+    "tests/train/recipe.py": r'"pictures"|pictures/',
+    "tests/train/test_rejects.py": r'"pictures"',
+}
+
+
+def files() -> list[str]:
+    folders = [path for name in ("src", "tests", "docs") for path in (ROOT / name).rglob("*")]
+    found = [path for path in [*folders, *ROOT.glob("*.md")] if path.suffix in (".py", ".md", ".yaml")]
+    return sorted(str(path.relative_to(ROOT)) for path in found if path.name != Path(__file__).name)
+
+
+@pytest.mark.parametrize("banned", BANNED)
+def test_no_file_uses_a_banned_word(banned: str) -> None:
+    lines = [
+        f"{name}:{number}: {line.strip()[:120]}"
+        for name in files()
+        for number, line in enumerate((ROOT / name).read_text().splitlines(), 1)
+        if re.search(banned, re.sub(ALLOWED.get(name, r"(?!)"), "", line), re.IGNORECASE)
+    ]
+    assert not lines, f"say {BANNED[banned]}:\n" + "\n".join(lines)
+
+
+def test_what_is_allowed_is_there() -> None:
+    assert not [name for name, allowed in ALLOWED.items() if not re.search(allowed, (ROOT / name).read_text())]
