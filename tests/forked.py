@@ -2,13 +2,16 @@
 
 import faulthandler
 import gc
+import io
 import os
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
+from eyeline.cli import main
 from eyeline.data import workers
 
 
@@ -25,11 +28,14 @@ class Forked:
                 gc.disable()  # garbage of the copied process would close files of this one
                 faulthandler.disable()
                 _close_all_but(files)
+                _own_streams()
                 run()
                 code = 0
+            except SystemExit as exit:
+                code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
             finally:
-                if code:
-                    traceback.print_exc(file=sys.__stderr__)
+                if sys.exception() is not None:
+                    traceback.print_exc()
                 os._exit(code)
 
     def poll(self) -> int | None:
@@ -52,6 +58,15 @@ class Forked:
             os.kill(self.pid, 9)
 
 
+def _own_streams() -> None:
+    """Instead of those in which pytest catches output."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
+        stream = io.TextIOWrapper(raw, encoding="utf-8", line_buffering=number == 2 or os.isatty(number))
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def _close_all_but(files: tuple[int, ...]) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -67,3 +82,28 @@ def forked_worker(handle: int, progress: int, most_bytes: int | None) -> Forked:
     """Stands in for `eyeline.data.workers.new_process`."""
     parent = os.getpid()
     return Forked(lambda: workers.serve(handle, progress, parent, most_bytes), (handle, progress))
+
+
+def forked_command(
+    *arguments: str, stdout: int, stderr: int | None = None, before: Callable[[], object] = lambda: None, session: bool = False
+) -> Forked:
+    """The command line in a copy of this process, which writes to these files."""
+
+    def run() -> None:
+        if session:
+            os.setsid()
+        os.dup2(stdout, 1)
+        os.dup2(stdout if stderr is None else stderr, 2)
+        run_command(*arguments, before=before)
+
+    return Forked(run, tuple({stdout, stdout if stderr is None else stderr}))
+
+
+def run_command(*arguments: str, before: Callable[[], object] = lambda: None) -> NoReturn:
+    """In a process that was copied: the command line."""
+    sys.argv = ["eyeline", *arguments]
+    before()
+    try:
+        sys.exit(main())
+    finally:
+        sys.stdout.flush()

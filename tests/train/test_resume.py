@@ -8,11 +8,9 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from rich.console import Console
@@ -22,16 +20,18 @@ import eyeline.train.start as start
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export
 from eyeline.checkpoint import store
+from eyeline.core.batch import Batch
 from eyeline.core.errors import Abandoned, NotFinite, OutOfMemory, Refused, RunLocked, Stopped, TooManyRejects
 from eyeline.core.files import read_lines
 from eyeline.core.log import say
 from eyeline.data import counts
-from eyeline.models import build
+from eyeline.models import build, llava
 from eyeline.recipes.check import check
 from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run, to_yaml
 from eyeline.train.stop import StopSignal, sole_owner
 from tests.command import Command
+from tests.forked import Forked, forked_command
 from tests.train.ends import end_of, losses, stopped_at
 from tests.train.recipe import tiny_recipe, tiny_run, write_data
 
@@ -47,7 +47,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, 
     return folder, end_of(run), losses(run)
 
 
-@pytest.mark.parametrize("steps", [{k} for k in range(1, STEPS)] + [{1, 2, 3, 4, 5, 6, 7}])
+@pytest.mark.parametrize("steps", [{4}, set(range(1, STEPS))])
 def test_stopped_and_resumed_is_bit_equal(uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """A stop at every step of both stages, the stage border among them, with dropout and augmentation on."""
     folder, whole, whole_losses = uninterrupted
@@ -181,26 +181,21 @@ def test_killed_in_mid_accumulation_is_bit_equal(uninterrupted, tmp_path: Path) 
     """The process is killed between the micro-batches of step 6, without a chance to save; step 5 was the last that was."""
     folder, whole, whole_losses = uninterrupted
     run = tiny_run(folder, f"out={tmp_path / 'run'}", "save_steps=1")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(to_yaml(run))
-    program = f"""
-import os, signal, sys
-import eyeline.train.loop as loop
-from eyeline.models import llava
-from eyeline.recipes.read import read_recipe
-calls = 0
-forward = llava.Model.forward
-def counted(self, batch, cache=None):
-    global calls
-    calls += 1
-    if calls == 2 * 5 + 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return forward(self, batch, cache)
-llava.Model.forward = counted
-loop.train(read_recipe({str(recipe)!r}))
-"""
-    killed = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": "src"}, capture_output=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+
+    def killed() -> None:
+        forward, calls = llava.Model.forward, 0
+
+        def counted(self: llava.Model, batch: Batch, cache: Any = None) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2 * 5 + 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return forward(self, batch, cache)
+
+        llava.Model.forward = counted
+        loop.train(run)
+
+    assert Forked(killed).wait(120) == -signal.SIGKILL
     newest = store.newest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     assert newest.step == 5
@@ -215,15 +210,12 @@ def test_a_real_signal_saves_and_exits_with_its_code(uninterrupted, tmp_path: Pa
     run = tiny_run(folder, f"out={tmp_path / 'run'}", "stages.adapt.steps=2000", "logging_steps=1")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(to_yaml(run))
-    command = [sys.executable, "-m", "eyeline", "train", str(recipe)]
-    child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": "src"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith("adapt 2/"):
-            break
-    child.send_signal(number)
-    rest = child.stdout.read()
-    assert child.wait(timeout=60) == 75, rest
+    child, output = piped_command("train", str(recipe))
+    with output:
+        assert any(line.startswith("adapt 2/") for line in output)
+        os.kill(child.pid, number)
+        rest = output.read()
+    assert child.wait(60) == 75, rest
     assert "saved" in rest
     assert "Traceback" not in rest
     newest = store.newest(tmp_path / "run" / "checkpoints")
@@ -541,7 +533,7 @@ def test_a_start_that_was_killed_is_begun_again(tmp_path: Path, monkeypatch: pyt
     def killed(*_: object) -> None:
         raise Killed
 
-    for name in ("describe", "write_json", "write_atomically"):
+    for name in ("describe", "write_json", "write_recipe"):
         with monkeypatch.context() as patch:
             patch.setattr(start, name, killed)
             with pytest.raises(Killed):
@@ -577,14 +569,22 @@ def test_a_lost_or_damaged_record_of_the_run_is_refused(uninterrupted, tmp_path:
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
 
 
+def piped_command(*arguments: str, session: bool = False) -> tuple[Forked, TextIO]:
+    """The command line in a process of its own, and what it writes."""
+    read, write = os.pipe()
+    child = forked_command(*arguments, stdout=write, session=session)
+    os.close(write)
+    return child, open(read)
+
+
 def commands_of_children(process: int) -> list[str]:
     children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     return [path.read_text() for child in children if (path := Path(f"/proc/{child}/cmdline")).exists()]
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the worker's process there")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("when", ["as the first worker starts", "in mid-stage"])
+@pytest.mark.parametrize(("when", "number"), [("as the first worker starts", signal.SIGTERM), ("in mid-stage", signal.SIGINT)])
+@pytest.mark.fresh_workers
 def test_a_signal_to_the_whole_job_ends_it_in_order(uninterrupted, tmp_path: Path, when: str, number: signal.Signals) -> None:
     """Schedulers signal every process of a job; workers leave the end to the main one, and are gone with it."""
     folder, *_ = uninterrupted
@@ -592,21 +592,14 @@ def test_a_signal_to_the_whole_job_ends_it_in_order(uninterrupted, tmp_path: Pat
     run = tiny_run(folder, f"out={tmp_path / 'run'}", "stages.adapt.steps=2000", "logging_steps=1", *workers)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(to_yaml(run))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "eyeline", "train", str(recipe)],
-        env=os.environ | {"PYTHONPATH": "src"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert child.stdout is not None
-    assert any(line.startswith("└" if when != "in mid-stage" else "adapt 2/") for line in child.stdout)
-    while not any("eyeline.data.workers" in command for command in commands_of_children(child.pid)):
-        time.sleep(0.002)
-    os.killpg(child.pid, number)
-    rest = child.stdout.read()  # ends when the last process has closed it
-    assert child.wait(timeout=60) == 75, rest
+    child, output = piped_command("train", str(recipe), session=True)
+    with output:
+        assert any(line.startswith("└" if when != "in mid-stage" else "adapt 2/") for line in output)
+        while not any("eyeline.data.workers" in command for command in commands_of_children(child.pid)):
+            time.sleep(0.002)
+        os.killpg(child.pid, number)
+        rest = output.read()  # ends when the last process has closed it
+    assert child.wait(60) == 75, rest
     assert "Traceback" not in rest
     newest = store.newest(tmp_path / "run" / "checkpoints")
     assert newest is not None
@@ -784,25 +777,22 @@ def test_a_refused_length_leaves_the_record_as_it_was(uninterrupted, tmp_path: P
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the worker's process there")
+@pytest.mark.fresh_workers
 def test_a_worker_whose_run_is_killed_as_it_starts_ends(uninterrupted, tmp_path: Path) -> None:
     """While it imports, its parent becomes another process, which never ends."""
     folder, *_ = uninterrupted
     run = tiny_run(folder, f"out={tmp_path / 'run'}", "stages.whole.data.workers=1")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(to_yaml(run))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "eyeline", "train", str(recipe)],
-        env=os.environ | {"PYTHONPATH": "src"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    child, output = piped_command("train", str(recipe), session=True)
     while not any("eyeline.data.workers" in command for command in commands_of_children(child.pid)):
         time.sleep(0.002)
     time.sleep(0.3)  # the worker has been told what to do
     child.kill()
     try:
-        child.communicate(timeout=60)  # ends when the last process has closed its output
+        with output:
+            output.read()  # ends when the last process has closed it
+        child.wait(60)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -9,36 +9,36 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from fcntl import ioctl
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import eyeline.train.loop as loop
 from eyeline.checkpoint import store
 from eyeline.core.files import read_lines
 from eyeline.core.log import Unfailing
 from eyeline.train.run import to_yaml
+from tests.forked import Forked, forked_command, run_command
 from tests.train.recipe import tiny_run
 
-# Step 3 waits for the file `go`, so that nothing here depends on how fast a machine is.
-HELD = """
-import sys, time
-from pathlib import Path
-import eyeline.train.loop as loop
-from eyeline.cli import main
-held, go = Path(sys.argv.pop(1)), Path(sys.argv.pop(1))
-original = loop.update
-def update(*args, step, **more):
-    if step == 2:
-        held.touch()
-        while not go.exists():
-            time.sleep(0.01)
-    return original(*args, step=step, **more)
-loop.update = update
-sys.exit(main())
-"""
+
+def hold_step_3(held: Path, go: Path) -> None:
+    """Until the file `go` exists, so that nothing here depends on how fast a machine is."""
+    original = loop.update
+
+    def update(*args: Any, step: int, **more: Any) -> Any:
+        if step == 2:
+            held.touch()
+            while not go.exists():
+                time.sleep(0.01)
+        return original(*args, step=step, **more)
+
+    loop.update = update
 
 
 class Terminal:
@@ -48,12 +48,19 @@ class Terminal:
         self.run = tiny_run(folder, *overrides)
         self.held, self.go = folder / "held", folder / "go"
         (folder / "recipe.yaml").write_text(to_yaml(self.run))
-        command = [sys.executable, "-c", HELD, str(self.held), str(self.go), "train", str(folder / "recipe.yaml")]
-        env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}  # they outrank the terminal's size
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
+        ours, its = pty.openpty()
+        self.fd = ours
+
+        def run() -> None:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup, which is inherited
-            os.execve(sys.executable, command, env | {"PYTHONPATH": "src", "TERM": "xterm"})
+            os.login_tty(its)
+            for name in ("COLUMNS", "LINES"):  # they outrank the terminal's size
+                os.environ.pop(name, None)
+            os.environ["TERM"] = "xterm"
+            run_command("train", str(folder / "recipe.yaml"), before=lambda: hold_step_3(self.held, self.go))
+
+        self.process = Forked(run, (its,))
+        os.close(its)
         ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self.text = ""
 
@@ -80,15 +87,11 @@ class Terminal:
 
     def code(self) -> int:
         self.read(lambda: False)
-        _, status = os.waitpid(self.pid, 0)
-        self.pid = 0
-        return os.waitstatus_to_exitcode(status)
+        return self.process.wait(60)
 
     def close(self) -> None:
-        if self.pid:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        self.process.kill()
+        self.process.wait()
         with suppress(OSError):
             os.close(self.fd)
 
@@ -139,18 +142,9 @@ def test_terminal_that_is_closed_ends_the_run_saved(terminal: Callable[..., Term
     shown = terminal("save_steps=1000")
     os.close(shown.fd)
     shown.release()
-    _, status = os.waitpid(shown.pid, 0)
-    shown.pid = 0
-    assert os.waitstatus_to_exitcode(status) == 75
+    assert shown.process.wait(60) == 75
     newest = store.newest(tmp_path / "run" / "checkpoints")
     assert newest is not None and newest.step == 3
-
-
-def train_into(folder: Path, stdout: int, stderr: int = subprocess.PIPE, *overrides: str) -> subprocess.CompletedProcess[str]:
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(to_yaml(tiny_run(folder, "logging_steps=1", *overrides)))
-    command = [sys.executable, "-m", "eyeline", "train", str(recipe)]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": "src"}, stdout=stdout, stderr=stderr, text=True, check=False)
 
 
 def done_steps(folder: Path) -> int:
@@ -164,7 +158,11 @@ def test_pipe_whose_reader_ends_does_not_end_the_run(tmp_path: Path) -> None:
     """As `eyeline train … | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
-    ended = train_into(tmp_path, writing)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(tiny_run(tmp_path, "logging_steps=1")))
+    command = [sys.executable, "-m", "eyeline", "train", str(recipe)]
+    env = os.environ | {"PYTHONPATH": "src"}
+    ended = subprocess.run(command, env=env, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (ended.returncode, done_steps(tmp_path)) == (0, 8), ended.stderr
     assert ended.stderr == "warning: standard output is lost (Broken pipe); the command continues without it\n"
@@ -173,9 +171,10 @@ def test_pipe_whose_reader_ends_does_not_end_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
 def test_full_disk_under_standard_output_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(to_yaml(tiny_run(tmp_path, "logging_steps=1")))
     with open("/dev/full", "wb") as full:
-        ended = train_into(tmp_path, full.fileno(), full.fileno())
-    assert (ended.returncode, done_steps(tmp_path)) == (0, 8)
+        ended = forked_command("train", str(tmp_path / "recipe.yaml"), stdout=full.fileno())
+    assert (ended.wait(60), done_steps(tmp_path)) == (0, 8)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
