@@ -11,9 +11,11 @@ from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Sto
 from bench.work import Sized, documents, log_normal, made
 from eyeline.core.batch import Budget, Document
 from eyeline.core.errors import Refused
+from eyeline.core.step import step_alone
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.plan.packing import Bins, flushed, packed
 from eyeline.models import Config, Model, facts
+from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
 from eyeline.train.step import update
 
@@ -113,7 +115,7 @@ def epoch(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed
     for step, chosen in enumerate(chain(packed(items, bins, BUDGET), flushed(bins))):
         batch = batch_of([docs[i] for i in chosen], BUDGET)
         slots += batch.counts.slots
-        update(model, optimizers, [batch], max_grad_norm=1.0, seed=0, step=step)
+        update(model, optimizers, step_alone([batch]), ONE_DEVICE, max_grad_norm=1.0, balance=None, seed=0, step=step)
     return watch.read(), slots
 
 

@@ -8,8 +8,10 @@ from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Sto
 from bench.work import Sized, documents, made
 from eyeline.core.batch import Document
 from eyeline.core.errors import Refused
+from eyeline.core.step import step_alone
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models import Config, Model, facts
+from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
 from eyeline.train.step import update
 
@@ -78,7 +80,7 @@ def train(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed
         if step == WARM_UP:
             watch = Stopwatch()
         batch = batch_of(docs[step * ROWS : (step + 1) * ROWS], None)
-        loss = update(model, optimizers, [batch], max_grad_norm=1.0, seed=0, step=step).loss
+        loss = update(model, optimizers, step_alone([batch]), ONE_DEVICE, max_grad_norm=1.0, balance=None, seed=0, step=step).loss
         assert loss is not None, "every document here has labels"
         losses.append(loss)
     return watch.read(), losses

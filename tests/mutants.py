@@ -356,8 +356,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "data/loader.py",
-            "mine = [slot[rank] for slot in dealt.slots]",
-            "mine = [slot[0] for slot in dealt.slots]",
+            "mine = [slot[rank] for slot in dealt]",
+            "mine = [slot[0] for slot in dealt]",
             "data/test_plan.py::test_the_same_packs_for_any_number_of_ranks",
         ),
         (
@@ -444,21 +444,21 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     "loss": [
         (
             "train/step.py",
-            "loss = loss / counts.supervised",
+            "loss = loss / supervised",
             "loss = loss / batch.counts.supervised",
             "train/test_step.py::test_the_update_does_not_depend_on_how_the_step_is_cut",
         ),
         (
             "train/step.py",
-            "            labels += batch.counts.supervised",
-            "            labels += batch.counts.real",
+            "total[1] += batch.counts.supervised",
+            "total[1] += batch.counts.real",
             "train/test_step.py::test_validation_is_the_mean_over_all_labels_without_dropout",
         ),
         ("train/step.py", "    model.eval()", "    model.train()", "train/test_step.py::test_validation_turns_dropout_off"),
         (
             "train/step.py",
-            "figures = [total - added, norm",
-            "figures = [total, norm",
+            "figures = [loss - added, norm",
+            "figures = [loss, norm",
             "train/test_experts.py::test_the_reported_loss_is_without_what_balances",
         ),
         (
@@ -469,8 +469,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/step.py",
-            "balance.coef * batch.counts.supervised * balance_loss(load)",
-            "balance.coef * counts.supervised * balance_loss(load)",
+            "balance.coef * batch.counts.supervised * balance_loss(load,",
+            "balance.coef * supervised * balance_loss(load,",
             "train/test_experts.py::test_the_auxiliary_loss_moves_weights_by_its_gradient",
         ),
         (
@@ -481,7 +481,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/loop.py",
-            "            check_rejects_at_end(reader, data_state)",
+            "            check_rejects_at_end(reader, data.state)",
             "            pass",
             "train/test_rejects.py::test_run_whose_every_step_had_no_labels_ends_with_code_3",
         ),
@@ -507,20 +507,20 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/step.py",
-            "(total.isfinite() & norm.isfinite()).float()",
-            "total.isfinite().float()",
+            "(loss.isfinite() & norm.isfinite()).float()",
+            "loss.isfinite().float()",
             "train/test_step.py::test_a_step_that_is_not_finite_changes_nothing",
         ),
         (
             "train/step.py",
-            "batch.with_draws(seed, step, i)",
-            "batch.with_draws(seed, 0, i)",
+            "with_draws(seed, step)",
+            "with_draws(seed, 0)",
             "train/test_step.py::test_dropout_is_addressed_by_step_and_pack",
         ),
         (
-            "train/step.py",
-            "batch.with_draws(seed, step, i)",
-            "batch.with_draws(seed, step, 0)",
+            "core/batch.py",
+            "rng_for(seed, purpose, step, self.pack)",
+            "rng_for(seed, purpose, step, 0)",
             "train/test_step.py::test_dropout_is_addressed_by_step_and_pack",
         ),
         (
@@ -546,6 +546,116 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "over = state.not_finite > run.max_nonfinite_steps",
             "over = False",
             "train/test_resume.py::test_steps_that_are_not_finite_end_the_run_with_evidence",
+        ),
+    ],
+    "ranks": [
+        (
+            "train/step.py",
+            "supervised, device = data.counts.supervised,",
+            "supervised, device = sum(batch.counts.supervised for batch in data.batches),",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[llava]",
+        ),
+        (
+            "train/step.py",
+            "norm = ranks.norm(parameters)",
+            "norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[llava]",
+        ),
+        (
+            "train/step.py",
+            "    ranks.sum_gradients(parameters)\n",
+            "",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[llava]",
+        ),
+        (
+            "train/step.py",
+            "if slot.counts.supervised]",
+            "if data.batches[i].counts.supervised]",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[text]",
+        ),
+        (
+            "train/step.py",
+            "ranks.sum(sums.tokens_NE)",
+            "sums.tokens_NE",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[qwen3_vl-bias]",
+        ),
+        (
+            "train/step.py",
+            "load.tokens_NE * (batch.counts.supervised > 0)",
+            "load.tokens_NE",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[qwen3_vl-bias]",
+        ),
+        (
+            "train/step.py",
+            "ranks.sum(torch.stack([sums.loss, sums.added]))",
+            "torch.stack([sums.loss, sums.added])",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[qwen3_vl-aux]",
+        ),
+        (
+            "train/step.py",
+            "loss, labels = ranks.sum(total).tolist()",
+            "loss, labels = total.tolist()",
+            "train/test_global_step.py::test_validation_on_two_ranks_is_that_on_one",
+        ),
+        (
+            "models/llava.py",
+            "        if batch.has_images:",
+            "        if len(batch.patches_PC):",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[llava]",
+        ),
+        (
+            "models/qwen_vl.py",
+            "        if batch.has_images:",
+            "        if len(batch.patches_PC):",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[qwen3_vl]",
+        ),
+        (
+            "models/llava.py",
+            "set_grad_enabled(batch.image_gradients and",
+            "set_grad_enabled(batch.has_images and",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[llava]",
+        ),
+        (
+            "models/qwen_vl.py",
+            "set_grad_enabled(batch.image_gradients and",
+            "set_grad_enabled(batch.has_images and",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[qwen3_vl]",
+        ),
+        (
+            "core/step.py",
+            "any(c.patches and c.supervised for c in of_ranks)",
+            "any(c.patches for c in of_ranks)",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[llava]",
+        ),
+        (
+            "core/step.py",
+            "zip(batches, packs, slots, strict=True)",
+            "zip(batches, range(len(packs)), slots, strict=True)",
+            "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[text]",
+        ),
+        (
+            "data/loader.py",
+            "step_of(batches, [slot[rank] for slot in dealt],",
+            "step_of(batches, range(len(dealt)),",
+            "data/test_promises.py::test_processes_that_wait_for_one_another_have_as_many_steps",
+        ),
+        (
+            "data/loader.py",
+            "[list(astuple(batch.counts)) for batch in batches]",
+            "[list(astuple(batches[0].counts)) for batch in batches]",
+            "data/test_promises.py::test_processes_that_wait_for_one_another_have_as_many_steps",
+        ),
+        (
+            "data/validation.py",
+            "mine = slot[rank] if rank < len(slot) else []",
+            "mine = slot[rank % len(slot)]",
+            "data/test_plan.py::test_validation_is_cut_between_ranks_and_complete",
+        ),
+        (
+            "data/validation.py",
+            "yield replace(fetched.batch, has_images=has_images)",
+            "yield fetched.batch",
+            "data/test_plan.py::test_validation_is_cut_between_ranks_and_complete",
         ),
     ],
     "what trains": [

@@ -21,6 +21,7 @@ from eyeline.data.sources.sources import Source
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder, train_bpe
 from eyeline.models import build, facts, llava, qwen2, siglip2
+from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.optim import AdamW, make_optimizers
 from eyeline.train.step import update
 
@@ -64,7 +65,7 @@ def modules_of_one_batch(folder: Path) -> list[str]:
     try:
         reader = reader_of(data, encoder, about.image, seed=0, longest=about.max_positions)
         step = next(training_steps(reader, Budget(64, 64), 1, 1))
-        report = update(model, optimizers, step.batches, max_grad_norm=None, seed=0, step=0)
+        report = update(model, optimizers, step, ONE_DEVICE, max_grad_norm=None, balance=None, seed=0, step=0)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

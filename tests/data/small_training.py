@@ -19,6 +19,7 @@ from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder, train_bpe
 from eyeline.models import build, facts, qwen3, qwen3_vl, qwen_vision
+from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.optim import AdamW, make_optimizers
 from eyeline.train.step import update
 from tests.data.conftest import WORDS
@@ -87,7 +88,7 @@ def trained(*sources: Source) -> dict[str, list[str]]:
     told: dict[str, list[str]] = {}
     for number, step in enumerate(training_steps(reader, BUDGET, micro_batches=1, epochs=1)):
         before = [p.detach().clone() for p in model.parameters()]
-        report = update(model, optimizers, step.batches, max_grad_norm=1.0, seed=0, step=number)
+        report = update(model, optimizers, step, ONE_DEVICE, max_grad_norm=1.0, balance=None, seed=0, step=number)
         assert report.outcome == "applied"
         assert any(not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
         for batch in step.batches:

@@ -11,9 +11,10 @@ import pytest
 
 from eyeline.core.batch import Budget
 from eyeline.core.image_rule import ImageRule
+from eyeline.core.step import Step
 from eyeline.data import workers
 from eyeline.data.index_progress import index_all
-from eyeline.data.loader import Step, training_steps
+from eyeline.data.loader import training_steps
 from eyeline.data.plan import ahead, index
 from eyeline.data.plan.ahead import Ahead, make_each
 from eyeline.data.reader import Reader, reader_of

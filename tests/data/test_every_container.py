@@ -21,10 +21,11 @@ import pytest
 from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.image_rule import ImageRule
+from eyeline.core.step import Step
 from eyeline.data import prepare
 from eyeline.data.containers import csv_rows, json_rows, parquet, sidecars, tars
 from eyeline.data.containers.container import File
-from eyeline.data.loader import Step, training_steps
+from eyeline.data.loader import training_steps
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source

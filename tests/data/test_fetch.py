@@ -133,7 +133,7 @@ def test_images_that_kill_decoders_are_rejected_and_nothing_else_changes(
     monkeypatch.setattr(loader, "fetched_in_order", lambda asked, fetch, *rest: real(asked, _Starved(fetch), *rest))  # type: ignore[arg-type]
     for at in (0, len(steps) // 2):
         again = open_reader(path, tmp_path / "run")
-        assert_same_steps(list(training_steps(again, BUDGET, 1, 2, json.loads(json.dumps(steps[at][1])))), steps[at + 1 :])
+        assert_same_steps(list(training_steps(again, BUDGET, 1, 2, json.loads(json.dumps(steps[at].state)))), steps[at + 1 :])
     assert read_lines(tmp_path / "run" / "rejects.jsonl") == lines
 
 

@@ -24,12 +24,13 @@ from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.facts import Cost
 from eyeline.core.image_rule import Area, ImageRule
+from eyeline.core.step import Step
 from eyeline.data import loader
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
 from eyeline.data.counts import count_steps
 from eyeline.data.images.patches import Augment
-from eyeline.data.loader import Step, planned_windows, training_steps
+from eyeline.data.loader import planned_windows, training_steps
 from eyeline.data.plan import blend, index, plan
 from eyeline.data.plan.blend import Cursor, Pool, Side, blended_window, pools_of
 from eyeline.data.plan.order import WINDOW_SHARDS
@@ -486,7 +487,7 @@ def test_an_image_that_changes_after_it_was_planned_stops_the_run(make, folder: 
 
 
 def test_ranks_that_plan_differently_stop(make) -> None:
-    steps = training_steps(make(gather=lambda value: [value, [["another"], []]]), BUDGET, 1, None, None, 0, 2)
+    steps = training_steps(make(gather=lambda value: [value, [["another"], value[1], []]]), BUDGET, 1, None, None, 0, 2)
     with pytest.raises(StorageFailed, match="ranks have different plans from window 1"):
         next(steps)
 
@@ -498,7 +499,7 @@ def test_rejects_of_other_ranks_count_here(make, folder: Path) -> None:
 
     def gather(value: Any) -> list[Any]:
         told.append(there)
-        return [value, [value[0], [there]]]
+        return [value, [value[0], value[1], [there]]]
 
     steps = training_steps(make(gather=gather), BUDGET, 2, None, None, 0, 2)
     for _ in range(3):
@@ -616,9 +617,13 @@ def test_validation_is_cut_between_ranks_and_complete(make, folder: Path) -> Non
     reader = make(validation=(Source(path=str(folder / "rows.jsonl")),))
     whole = [batch.ids for batch in validation_batches(reader, BUDGET)]
     assert Counter(known[id] for ids in whole for id in ids) == Counter(set(range(ROWS)) - BAD)
-    parts = [[batch.ids for batch in validation_batches(reader, BUDGET, rank, 3)] for rank in range(3)]
-    assert sorted(ids for part in parts for ids in part) == sorted(whole)
-    assert parts[1] == whole[1::3]
+    for ranks in (2, 3, 5):
+        parts = [list(validation_batches(reader, BUDGET, rank, ranks)) for rank in range(ranks)]
+        assert [[batch.ids for batch in part if batch.ids] for part in parts] == [whole[rank::ranks] for rank in range(ranks)]
+        for of_ranks in zip(*parts, strict=True):  # all have as many
+            assert {batch.has_images for batch in of_ranks} == {any(len(batch.patches_PC) for batch in of_ranks)}
+            assert all(batch.counts.slots == 1 and batch.counts.supervised == 0 for batch in of_ranks if not batch.ids)
+        assert any(not batch.ids for part in parts for batch in part) == bool(len(whole) % ranks)
     assert [batch.ids for batch in validation_batches(make(seed=1, validation=reader.data.validation), BUDGET)] == whole
     for batch in validation_batches(make(validation=reader.data.validation, max_samples_per_image=1), BUDGET):
         assert [known[id] for id in batch.ids] == sorted(known[id] for id in batch.ids)  # as listed

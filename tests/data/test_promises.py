@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerFast
 
-from eyeline.core.batch import Budget, Sample
+from eyeline.core.batch import Budget, Counts, Sample
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.image_rule import Area, ImageRule
+from eyeline.core.step import Step
 from eyeline.data import loader
 from eyeline.data.containers import json_rows
 from eyeline.data.counts import count_steps
@@ -180,7 +182,8 @@ def run_rank(folder: Path, encoder: Encoder, rule: ImageRule, rank: int, ranks: 
         reader, steps, end = reader_of(data, encoder, rule, 0, gather=gather), [], ""
         try:
             for step in training_steps(reader, Budget(90, 80), 2 * ranks + 1, 2, None, rank, ranks):
-                steps.append([[batch.ids for batch in step.batches], step.state])
+                own = [[batch.pack, batch.ids, astuple(batch.counts), batch.has_images, batch.image_gradients] for batch in step.batches]
+                steps.append([own, [astuple(slot) for slot in step.slots], step.state])
         except (StorageFailed, TooManyRejects) as error:
             end = type(error).__name__
         return [steps, end]
@@ -215,15 +218,30 @@ def test_processes_that_wait_for_one_another_have_as_many_steps(images: Path, pl
     assert wanted[-1].state["rejects"]["counts"]["broken_image"] > 3
     for steps, end in usable:
         assert end == ""
-        assert [state for _, state in steps] == [step.state for step in wanted]
-        assert [len(batches) for batches, _ in steps] == [3] * (len(steps) - 1) + [-(-len(wanted[-1].batches) // 3)]
-    for n, step in enumerate(wanted):
-        given = [ids for steps, _ in usable for ids in steps[n][0] if ids]
-        assert sorted(given) == sorted(list(batch.ids) for batch in step.batches)
+        assert [state for *_, state in steps] == [step.state for step in wanted]
+        assert [len(batches) for batches, *_ in steps] == [3] * (len(steps) - 1) + [-(-len(wanted[-1].batches) // 3)]
+    for step, *ranks in zip(wanted, *(steps for steps, _ in usable), strict=True):
+        assert_all_ranks_know_the_step(step, [batches for batches, *_ in ranks], [slots for _, slots, _ in ranks])
     assert {end for _, end in capped} == {"TooManyRejects"}
     assert len({len(steps) for steps, _ in capped}) == 1
     assert {end for _, end in different} == {"StorageFailed"}
     assert len({len(steps) for steps, _ in different}) == 1  # as many as came before what differs
+
+
+def assert_all_ranks_know_the_step(alone: Step, batches: list[list[Any]], slots: list[list[Any]]) -> None:
+    """Each rank's batches have the numbers of the packs of the only rank, and all are told the same, which follows from them."""
+    given = {pack: (ids, counts) for of_rank in batches for pack, ids, counts, *_ in of_rank}
+    assert sorted(given) == list(range(len(slots[0]) * len(batches)))
+    for pack, batch in enumerate(alone.batches):
+        assert (batch.pack, given[pack]) == (pack, (list(batch.ids), list(astuple(batch.counts))))
+    assert all(given[pack][1][4:] == [0, 0, 0, 0] for pack in range(len(alone.batches), len(given)))
+    assert all(told == slots[0] for told in slots)
+    for (counts, *flags, costs), *of_slot in zip(slots[0], *batches, strict=True):
+        own = [Counts(*counts) for _, _, counts, *_ in of_slot]
+        assert counts == list(astuple(sum(own, Counts.zero())))
+        assert flags == [any(c.images for c in own), any(c.images and c.supervised for c in own)]
+        assert all([has, gradients] == flags for *_, has, gradients in of_slot)
+        assert costs == [list(alone.slots[pack].costs[0]) if pack < len(alone.slots) else [0, 0] for pack, *_ in of_slot]
 
 
 # P12: from files through a model

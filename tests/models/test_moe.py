@@ -10,6 +10,7 @@ from eyeline.core.batch import Batch, Budget
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models.layers import MLP
 from eyeline.models.moe import Aux, Bias, Experts, Forced, MoE, balance_loss, biases_of, move_biases, routers, set_balance
+from eyeline.parallel.ranks import ONE_DEVICE
 from tests.models import parity
 from tests.models.cases.text import CASES
 from tests.models.parity import Case, close
@@ -41,7 +42,7 @@ def test_balance_loss_is_transformers(case: Case, recompute: tuple[str, ...]):
     model.recompute(recompute)
     load = model(batch).load
     assert load is not None
-    auxiliary = balance_loss(load)
+    auxiliary = balance_loss(load, ONE_DEVICE.sum_of_pack)
     (0.3 * batch.counts.supervised * auxiliary).backward()
     ours = parity.gradients(model)
 
@@ -65,7 +66,7 @@ def test_an_even_choice_has_a_balance_loss_of_the_experts_a_token_uses():
     batch = batch_of(SPARSE.documents, None)
     load = model(batch).load
     assert load is not None
-    close(balance_loss(load), torch.tensor(2.0), "loss")
+    close(balance_loss(load, ONE_DEVICE.sum_of_pack), torch.tensor(2.0), "loss")
 
 
 @EVERY_SPARSE

@@ -13,14 +13,15 @@ from eyeline.core.errors import Refused
 from eyeline.core.files import read_lines
 from eyeline.models import build, llava, qwen3
 from eyeline.models.moe import Aux, Balance, Experts, Forced, balance_loss, biases_of, set_balance
+from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.recipes.check import settings_problems
 from eyeline.study.report import write_report
 from eyeline.train.optim import AdamW, make_optimizers
 from eyeline.train.run import Run
-from eyeline.train.step import Report, update, validate
+from eyeline.train.step import Report, validate
 from tests.train.ends import end_of
 from tests.train.recipe import tiny_run
-from tests.train.tiny import CONFIG, batch, document, model
+from tests.train.tiny import CONFIG, batch, document, model, update_alone
 
 LANGUAGE = qwen3.Config(
     vocab_size=50, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=24,
@@ -34,7 +35,7 @@ def step(by: Balance | None) -> tuple[Report, llava.Model]:
     made = model(SPARSE)
     set_balance(made, by)
     optimizers = make_optimizers(made, llava.facts(SPARSE), AdamW())
-    return update(made, optimizers, [batch(*m, tokens=60) for m in MICRO], max_grad_norm=None, seed=0, step=0, balance=by), made
+    return update_alone(made, optimizers, [batch(*m, tokens=60) for m in MICRO], balance=by), made
 
 
 def test_the_reported_loss_is_without_what_balances() -> None:
@@ -52,7 +53,7 @@ def test_the_reported_loss_is_without_what_balances() -> None:
     for documents in MICRO:
         load = made(batch(*documents, tokens=60)).load
         assert load is not None
-        losses.append(float(balance_loss(load).detach()))
+        losses.append(float(balance_loss(load, ONE_DEVICE.sum_of_pack).detach()))
         loads.append(load.tokens_NE)
     assert balanced.experts.balance_loss == pytest.approx((6 * losses[0] + 14 * losses[1]) / 20, rel=1e-5)
     tokens = [row.tolist() for row in sum(loads[1:], loads[0])]
@@ -65,11 +66,11 @@ def test_the_auxiliary_loss_moves_weights_by_its_gradient() -> None:
     """By hand: each micro-batch's loss of balance counts as often as it has labels."""
     stepped, by_hand, by = model(SPARSE), model(SPARSE), Aux(coef=0.5)
     sgd = torch.optim.SGD(stepped.parameters(), lr=1.0)
-    update(stepped, [sgd], [batch(*m, tokens=60) for m in MICRO], max_grad_norm=None, seed=0, step=0, balance=by)
+    update_alone(stepped, [sgd], [batch(*m, tokens=60) for m in MICRO], balance=by)
     for documents, labels in zip(MICRO, (6, 14), strict=True):
         loss, load = by_hand(batch(*documents, tokens=60))
         assert load is not None
-        ((loss + 0.5 * labels * balance_loss(load)) / 20).backward()
+        ((loss + 0.5 * labels * balance_loss(load, ONE_DEVICE.sum_of_pack)) / 20).backward()
     for (name, got), want in zip(stepped.named_parameters(), by_hand.parameters(), strict=True):
         moved = 0 if want.grad is None else want.grad
         torch.testing.assert_close(got, want - moved, atol=1e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
@@ -77,9 +78,9 @@ def test_the_auxiliary_loss_moves_weights_by_its_gradient() -> None:
 
 def test_validation_is_the_loss_of_labels_alone() -> None:
     made = model(SPARSE)
-    want = validate(made, [batch(*m) for m in MICRO])
+    want = validate(made, [batch(*m) for m in MICRO], ONE_DEVICE)
     set_balance(made, Aux(coef=0.5))
-    assert validate(made, [batch(*m) for m in MICRO]) == want
+    assert validate(made, [batch(*m) for m in MICRO], ONE_DEVICE) == want
 
 
 def test_even_loads_are_reported_as_one() -> None:

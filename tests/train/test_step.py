@@ -12,9 +12,10 @@ from eyeline.core.errors import OutOfMemory
 from eyeline.models import llava
 from eyeline.models.decoder import Output
 from eyeline.models.lora import LoRA, wrap
+from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
-from eyeline.train.step import update, validate
-from tests.train.tiny import CONFIG, batch, document, model
+from eyeline.train.step import validate
+from tests.train.tiny import CONFIG, batch, document, model, update_alone
 
 FACTS = llava.facts(CONFIG)
 RATES = {"vision": 1e-2, "projector": 1e-2, "language": 1e-2}
@@ -23,7 +24,7 @@ RATES = {"vision": 1e-2, "projector": 1e-2, "language": 1e-2}
 def step(made: nn.Module, micro_batches: Sequence[Batch], max_grad_norm: float | None = None, settings: AdamW | None = None):
     optimizers = make_optimizers(made, FACTS, settings or AdamW())
     set_learning_rates(optimizers, RATES, 1.0)
-    return update(made, optimizers, micro_batches, max_grad_norm=max_grad_norm, seed=0, step=0)
+    return update_alone(made, optimizers, micro_batches, max_grad_norm=max_grad_norm)
 
 
 def tensors(made: nn.Module) -> dict[str, torch.Tensor]:
@@ -38,9 +39,9 @@ def test_the_update_does_not_depend_on_how_the_step_is_cut(cut) -> None:
     """Plain descent moves by the gradient itself; AdamW's first step would make a rounding of a gradient near zero as large as any."""
     whole, parts = model(), model()
     before = tensors(whole)
-    a = update(whole, [torch.optim.SGD(whole.parameters(), lr=1.0)], [batch(*UNEVEN)], max_grad_norm=None, seed=0, step=0)
+    a = update_alone(whole, [torch.optim.SGD(whole.parameters(), lr=1.0)], [batch(*UNEVEN)])
     cuts = [batch(*documents, tokens=80) for documents in cut]
-    b = update(parts, [torch.optim.SGD(parts.parameters(), lr=1.0)], cuts, max_grad_norm=None, seed=0, step=0)
+    b = update_alone(parts, [torch.optim.SGD(parts.parameters(), lr=1.0)], cuts)
     assert b.loss == pytest.approx(a.loss, rel=1e-6)
     assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
     for name, tensor in tensors(whole).items():
@@ -64,7 +65,7 @@ def test_clipping_bounds_the_gradient_that_is_applied() -> None:
     made = model()
     before = tensors(made)
     optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
-    report = update(made, [optimizer], [batch(*UNEVEN)], max_grad_norm=1e-3, seed=0, step=0)
+    report = update_alone(made, [optimizer], [batch(*UNEVEN)], max_grad_norm=1e-3)
     moved = torch.stack([(made.get_parameter(n).detach() - t).norm() for n, t in before.items()]).norm()
     assert report.grad_norm is not None and report.grad_norm > 1.0
     assert float(moved) == pytest.approx(1e-3, rel=1e-2)
@@ -75,15 +76,15 @@ def test_a_step_that_is_not_finite_changes_nothing(value: float) -> None:
     made = model()
     optimizers = make_optimizers(made, FACTS, AdamW(weight_decay=0.1))
     set_learning_rates(optimizers, RATES, 1.0)
-    update(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, seed=0, step=0)
+    update_alone(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0)
     handle = made.get_parameter("language.blocks.0.mlp.up.weight").register_hook(lambda g: g.index_fill(0, torch.tensor([3]), value))
     before, moments = tensors(made), [s["exp_avg"].clone() for s in optimizers[0].state.values()]
-    report = update(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, seed=0, step=1)
+    report = update_alone(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, step=1)
     assert report.outcome == "not finite"
     assert all(torch.equal(made.get_parameter(name), tensor) for name, tensor in before.items())
     assert all(torch.equal(s["exp_avg"], m) for s, m in zip(optimizers[0].state.values(), moments, strict=True))
     handle.remove()
-    assert update(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, seed=0, step=2).outcome == "applied"
+    assert update_alone(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, step=2).outcome == "applied"
 
 
 def test_a_step_without_targets_changes_nothing() -> None:
@@ -121,7 +122,7 @@ def test_dropout_is_addressed_by_step_and_pack() -> None:
     def draw(seed: int, step: int) -> list[bytes]:
         noisy = Noisy()
         torch.rand(step + 7)
-        update(noisy, [], [batch(UNEVEN[0]), batch(UNEVEN[0])], max_grad_norm=None, seed=seed, step=step)
+        update_alone(noisy, [], [batch(UNEVEN[0]), batch(UNEVEN[0])], seed=seed, step=step)
         return noisy.drawn
 
     assert draw(5, 3) == draw(5, 3)
@@ -134,10 +135,10 @@ def test_what_a_step_before_used_is_left_alone_too(with_image: list[Document]) -
     made = model()
     optimizers = make_optimizers(made, FACTS, AdamW(weight_decay=0.5))
     set_learning_rates(optimizers, RATES, 1.0)
-    update(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0, seed=0, step=0)
+    update_alone(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0)
     before = tensors(made)
     text = batch(document(4, 20, 14, images=0))
-    assert update(made, optimizers, [text, batch(*with_image)], max_grad_norm=1.0, seed=0, step=1).outcome == "applied"
+    assert update_alone(made, optimizers, [text, batch(*with_image)], max_grad_norm=1.0, step=1).outcome == "applied"
     for name, tensor in before.items():
         assert torch.equal(made.get_parameter(name), tensor) != name.startswith("language."), name
 
@@ -150,15 +151,15 @@ def test_validation_turns_dropout_off() -> None:
             if name.endswith("lora_B"):
                 p.fill_(0.1)
     made.train()
-    first, second = (validate(made, [batch(*UNEVEN)])[0] for _ in range(2))
+    first, second = (validate(made, [batch(*UNEVEN)], ONE_DEVICE)[0] for _ in range(2))
     assert first == second
     assert made.training
 
 
 def test_validation_is_the_mean_over_all_labels_without_dropout() -> None:
     made = model().train()
-    whole, labels = validate(made, [batch(*UNEVEN)])
-    parts, _ = validate(made, [batch(d) for d in UNEVEN])
+    whole, labels = validate(made, [batch(*UNEVEN)], ONE_DEVICE)
+    parts, _ = validate(made, [batch(d) for d in UNEVEN], ONE_DEVICE)
     assert labels == 20
     assert parts == pytest.approx(whole, rel=1e-6)
     assert made.training
@@ -222,7 +223,7 @@ def test_batch_that_does_not_fit_into_memory_is_named(what: str, judged: bool, w
         case _:
             monkeypatch.setattr(type(large), "to", lambda self, device: full() if self.counts.slots == 80 else self)
     with pytest.raises(OutOfMemory) as caught:
-        validate(made, [large]) if judged else step(made, [batch(document(1, 9, 0)), large])
+        validate(made, [large], ONE_DEVICE) if judged else step(made, [batch(document(1, 9, 0)), large])
     said = str(caught.value)
     assert said.startswith("a batch of validation (80 tokens" if judged else "micro-batch 1 of step 1 (80 tokens")
     assert f"80 tokens; its longest document is {large.ids[1]} with 30; {large.counts.patches} patches" in said

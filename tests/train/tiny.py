@@ -1,11 +1,18 @@
 """A tiny model and documents made by hand, for tests of the update."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from torch import nn
 
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Grid, Image
+from eyeline.core.step import step_alone
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models import build, llava, qwen2, siglip2
+from eyeline.models.moe import Balance
+from eyeline.parallel.ranks import ONE_DEVICE
+from eyeline.train.step import Report, update
 
 CONFIG = llava.Config(
     vision=siglip2.Config(image_size=16, patch=4, hidden_size=16, layers=2, heads=2, intermediate_size=24),
@@ -40,3 +47,17 @@ def document(seed: int, tokens: int, labels: int, images: int = 1) -> Document:
 def batch(*documents: Document, tokens: int | None = None) -> Batch:
     """One micro-batch, padded to `tokens` if given."""
     return batch_of(documents, Budget(tokens, 1000) if tokens else None)
+
+
+def update_alone(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    batches: Sequence[Batch],
+    *,
+    max_grad_norm: float | None = None,
+    balance: Balance | None = None,
+    seed: int = 0,
+    step: int = 0,
+) -> Report:
+    """One update by the only rank."""
+    return update(model, optimizers, step_alone(batches), ONE_DEVICE, max_grad_norm=max_grad_norm, balance=balance, seed=seed, step=step)

@@ -175,13 +175,18 @@ class Batch:
     longest_image: int  # patches of the largest image
     counts: Counts
     ids: tuple[str, ...]  # sample ids, for blame; padding has none
+    has_images: bool  # images are shown on some rank: the tower runs, on no patches where there are none here
+    # images are shown by a batch with labels, on some rank. Without, tower and projector run without gradients: these would be zeros,
+    # and zeros are not none, since momentum and weight decay would move what did not train
+    image_gradients: bool
+    pack: int = 0  # its number among the packs of its step on all ranks
     draws_T2: Tensor | None = None  # int32: random numbers of each token, which dropout's masks are made of; None: nothing is dropped
     draws_P2: Tensor | None = None  # int32: of each patch
 
-    def with_draws(self, seed: int, step: int, pack: int) -> "Batch":
-        """The same batch with the draws of dropout for its rows. `pack` is its number among those of the step on all ranks."""
+    def with_draws(self, seed: int, step: int) -> "Batch":
+        """The same batch with the draws of dropout for its rows."""
         draws = (
-            torch.from_numpy(rng_for(seed, purpose, step, pack).integers(-(2**31), 2**31, (rows, 2), np.int32) | ODD)
+            torch.from_numpy(rng_for(seed, purpose, step, self.pack).integers(-(2**31), 2**31, (rows, 2), np.int32) | ODD)
             for purpose, rows in (("dropout", len(self.tokens_T)), ("dropout of patches", len(self.patches_PC)))
         )
         return replace(self, **dict(zip(("draws_T2", "draws_P2"), draws, strict=True)))

@@ -12,14 +12,15 @@ plan stands: a window, how many of its packs were given, and the bins that were 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from eyeline.core.batch import Batch, Budget
+from eyeline.core.batch import Batch, Budget, Counts
 from eyeline.core.errors import Refused, StorageFailed
+from eyeline.core.step import Step, step_of
 from eyeline.data.fetch.fetch import GroupToRead, Lost, RowToRead, fetched_in_order
 from eyeline.data.identity import NAMED, record, refuse_changes, state_changes
 from eyeline.data.plan.ahead import Ahead, Entry
@@ -29,15 +30,6 @@ from eyeline.data.plan.plan import ImageGroup, Ordered, Pack, Plan, RowOf, RowsM
 from eyeline.data.plan.position import VERSION, Carried, Position, cursors_of
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, fetch_of, identity_of_plan, rows_in_order, sizing_of, training_pools
-
-
-class Step(NamedTuple):
-    """The micro-batches of one rank, the state to resume from right after them, and how long the rank waits for others."""
-
-    batches: tuple[Batch, ...]
-    state: dict[str, Any]
-    imbalance: Mapping[str, float]  # by part: cost of the slowest rank of each micro-batch, over the mean; 1 is ideal
-    epoch: float | None  # epochs done after it
 
 
 def training_steps(
@@ -238,29 +230,30 @@ def fetched_steps(
     lost: list[Lost] = []
     fetch = fetch_of(reader, False, sizing.budget, reader.data.augment)
     asked = packs_to_read(steps, sizing, rank, ranks)
-    for (step, imbalance, last), fetched in fetched_in_order(asked, fetch, reader.data.fetching, reader.rejects.verdicts):
+    for (step, dealt, last), fetched in fetched_in_order(asked, fetch, reader.data.fetching, reader.rejects.verdicts):
         if step.packs:
             batches.append(fetched.batch)
             lost += fetched.lost
         if not last:
             continue
-        count_rejects(reader, step, lost)
+        counts, lost_anywhere = told_by_all(reader, step, batches, lost)
+        count_rejects(reader, step, lost_anywhere)
         if step.packs:
             state = {"version": VERSION, "identity": identity} | step.after.state() | {"rejects": reader.rejects.state()}
-            yield Step(tuple(batches), state, imbalance, step.epoch)
+            costs = [[step.packs[pack].cost if pack < len(step.packs) else (0, 0) for pack in slot] for slot in dealt]
+            yield step_of(batches, [slot[rank] for slot in dealt], counts, costs, state, step.epoch)
         batches, lost = [], []
 
 
 def packs_to_read(
     steps: Iterator[PlannedStep], sizing: Sizing, rank: int, ranks: int
-) -> Iterator[tuple[tuple[PlannedStep, Mapping[str, float], bool], tuple[GroupToRead, ...]]]:
-    """What this rank fetches, in order: each its step, and whether it is the step's last."""
+) -> Iterator[tuple[tuple[PlannedStep, tuple[tuple[int, ...], ...], bool], tuple[GroupToRead, ...]]]:
+    """What this rank fetches, in order: each its step, the packs of the step's slots, and whether it is the step's last."""
     for step in steps:
         dealt = deal([pack.cost for pack in step.packs], ranks)
-        imbalance: dict[str, float] = dict(zip(("language", "vision", "all"), dealt.imbalance, strict=True))
-        mine = [slot[rank] for slot in dealt.slots] or [None]
+        mine = [slot[rank] for slot in dealt] or [0]  # a step of no packs has an empty one, which is not given
         for n, pack in enumerate(mine):
-            yield (step, imbalance, n + 1 == len(mine)), () if pack is None else pack_to_read(step.packs[pack], sizing)
+            yield (step, dealt, n + 1 == len(mine)), pack_to_read(step.packs[pack], sizing) if pack < len(step.packs) else ()
 
 
 def pack_to_read(pack: Pack, sizing: Sizing) -> tuple[GroupToRead, ...]:
@@ -298,25 +291,31 @@ def row_to_read(row: RowOf, sizing: Sizing) -> RowToRead:
 # Rejects
 
 
-def count_rejects(reader: Reader, step: PlannedStep, lost: Sequence[Lost]) -> None:
-    """Count what was met for a step: rows that were not planned, and those of all ranks that could not be decoded. TooManyRejects or
-    Refused where they are too many."""
-    rejects = reader.rejects
-    rejects.seen += sum(met.first for met in step.met)
-    # ranks compare here and not where the plan is made: planning runs ahead of the steps, and not equally far on all ranks
-    digests, everywhere = zip(*reader.gather([list(step.digests), [one.plain for one in lost]]), strict=True)
+def told_by_all(reader: Reader, step: PlannedStep, batches: Sequence[Batch], lost: Sequence[Lost]) -> tuple[list[list[Counts]], list[Lost]]:
+    """The counts of each rank's batches, and what any rank could not decode. Ranks exchange it where the step is given, not where it is
+    planned: planning runs ahead of the steps, and not equally far on all ranks. StorageFailed where they plan differently."""
+    mine = [list(step.digests), [list(astuple(batch.counts)) for batch in batches], [one.plain for one in lost]]
+    digests, counts, everywhere = zip(*reader.gather(mine), strict=True)
     if any(other != digests[0] for other in digests):
         raise StorageFailed(
             f"ranks have different plans from window {step.after.number}: their data or versions differ. Give all ranks the same "
             f"data and version"
         )
+    return [[Counts(*one) for one in of_rank] for of_rank in counts], [Lost.of(one) for of_rank in everywhere for one in of_rank]
+
+
+def count_rejects(reader: Reader, step: PlannedStep, lost: Sequence[Lost]) -> None:
+    """Count what was met for a step: rows that were not planned, and those of all ranks that could not be decoded. TooManyRejects or
+    Refused where they are too many."""
+    rejects = reader.rejects
+    rejects.seen += sum(met.first for met in step.met)
     for met in step.met:
         for reject in met.rejects:
             rejects.add(reject)
     for met in step.met:
         for reject in met.again:
             rejects.note(reject)
-    for one in (Lost.of(plain) for of_rank in everywhere for plain in of_rank):
+    for one in lost:
         # the first time counts. A source that is repeated has a row more than once in an epoch
         first = one.epoch == 0
         if first and reader.data.sources[one.row[0]].repeat > 1:

@@ -1,6 +1,8 @@
 """The batches that a stage is validated on."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import Refused
@@ -17,7 +19,7 @@ from eyeline.data.rejects import Reject
 def validation_batches(reader: Reader, budget: Budget, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
     """Every usable validation sample once, in the same order each time, as it is: no augmentation, no padding.
 
-    Of several ranks, each has every `ranks`-th pack.
+    Of several ranks, each has every `ranks`-th pack, and all have as many batches: the last may be empty.
     """
     if not reader.validates:
         return
@@ -25,11 +27,10 @@ def validation_batches(reader: Reader, budget: Budget, rank: int = 0, ranks: int
     make_indexes(reader, reader.validation.index, sorted(set(pool_of(reader.validation, 1, None, repeated=False).entries)))
     usable = False
     asked = _packs_of_rank(reader, sizing, rank, ranks, rejected)
-    for _, fetched in fetched_in_order(asked, fetch_of(reader, True, None, None), reader.data.fetching, reader.rejects.verdicts):
+    for has_images, fetched in fetched_in_order(asked, fetch_of(reader, True, None, None), reader.data.fetching, reader.rejects.verdicts):
         rejected += (lost.reject for lost in fetched.lost)
-        if fetched.batch.counts.supervised:
-            usable = True
-            yield fetched.batch
+        usable = usable or fetched.batch.counts.supervised > 0
+        yield replace(fetched.batch, has_images=has_images)
     for reject in rejected:
         reader.rejects.note(reject)
     if not any(reader.gather(usable)):
@@ -38,10 +39,13 @@ def validation_batches(reader: Reader, budget: Budget, rank: int = 0, ranks: int
 
 def _packs_of_rank(
     reader: Reader, sizing: Sizing, rank: int, ranks: int, rejected: list[Reject]
-) -> Iterator[tuple[None, tuple[GroupToRead, ...]]]:
-    for number, pack in enumerate(validation_packs(reader, sizing, rejected)):
-        if number % ranks == rank:
-            yield None, tuple(group_to_read(group, sizing) for group in pack)
+) -> Iterator[tuple[bool, tuple[GroupToRead, ...]]]:
+    """What this rank reads, pack by pack, and whether it or the pack that another rank reads then has images."""
+    packs = validation_packs(reader, sizing, rejected)
+    while slot := list(islice(packs, ranks)):
+        has_images = any(sizing(source, shard).patches_R[row] for pack in slot for group in pack for source, shard, row in group.rows)
+        mine = slot[rank] if rank < len(slot) else []
+        yield has_images, tuple(group_to_read(group, sizing) for group in mine)
 
 
 def validation_packs(reader: Reader, sizing: Sizing, rejected: list[Reject]) -> Iterator[list[ImageGroup]]:

@@ -133,4 +133,6 @@ def one_token_each(tokens: Sequence[int], positions: Sequence[int]) -> Batch:
         longest_image=0,
         counts=Counts(slots=rows, real=rows, visual=0, text=rows, supervised=0, documents=rows, images=0, patches=0),
         ids=(),
+        has_images=False,
+        image_gradients=False,
     )

@@ -124,10 +124,11 @@ class Model(nn.Module):
         With a `cache` (see `new_cache`) the batch is the prompts, or one new token per row.
         """
         x_TD = self.language.embedded(batch.tokens_T)
-        if len(batch.patches_PC):
+        if batch.has_images:
             images = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
-            features_PD = self.vision(*images, batch.draws_P2)
-            visual_MD = self.projector(features_PD, batch.draws_P2)[batch.sources_M]
+            with torch.set_grad_enabled(batch.image_gradients and torch.is_grad_enabled()):
+                features_PD = self.vision(*images, batch.draws_P2)
+                visual_MD = self.projector(features_PD, batch.draws_P2)[batch.sources_M]
             x_TD = x_TD.index_copy(0, batch.visual_M, visual_MD)
         return self.language(x_TD, batch, cache)
 

@@ -15,7 +15,7 @@ Left alone, a router may come to use few experts. `Balance` says what is done ab
 Dims: T tokens  D width  E experts  A experts per token  F feed-forward of one  N = T·A rows, sorted by expert
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -181,11 +181,14 @@ def set_balance(model: nn.Module, by: Balance | None) -> None:
         add_biases(model)
 
 
-def balance_loss(load: Load) -> Tensor:
-    """The auxiliary loss, E · Σ_e f_e · p_e of all layers together: f_e the choices of e per token and layer, p_e its mean probability."""
-    load_E = load.tokens_NE.sum(0).float()
+def balance_loss(load: Load, sum_of_pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """The auxiliary loss, E · Σ_e f_e · p_e of all layers together: f_e the choices of e per token and layer, p_e its mean probability.
+
+    Of a pack whose rows several ranks share, `sum_of_pack` sums over them what is not differentiated. The loss is linear in the rest,
+    the probabilities of a rank's own rows, so each rank gets its share of the pack's loss."""
+    load_E = sum_of_pack(load.tokens_NE).sum(0).float()
     mass_E = load.mass_NE.sum(0)
-    tokens = mass_E.detach().sum().round().clamp_min(1)  # times layers: the probabilities of each add up to 1
+    tokens = sum_of_pack(mass_E.detach().sum()).round().clamp_min(1)  # times layers: the probabilities of each add up to 1
     return len(load_E) * (load_E / tokens * (mass_E / tokens)).sum()
 
 

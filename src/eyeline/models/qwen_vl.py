@@ -33,10 +33,11 @@ class Model(nn.Module):
         """
         x_TD = self.language.embedded(batch.tokens_T)
         deep = []
-        if len(batch.patches_PC):
+        if batch.has_images:
             images = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
-            features = self.vision(*images, batch.draws_P2)
-            tokens_MD, deep = self.projector(features, batch.draws_P2)
+            with torch.set_grad_enabled(batch.image_gradients and torch.is_grad_enabled()):
+                features = self.vision(*images, batch.draws_P2)
+                tokens_MD, deep = self.projector(features, batch.draws_P2)
             x_TD = x_TD.index_copy(0, batch.visual_M, tokens_MD[batch.sources_M])
             deep = [tokens_MD[batch.sources_M] for tokens_MD in deep]
         return self.language(x_TD, batch, cache, deep)

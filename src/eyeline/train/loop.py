@@ -17,14 +17,16 @@ from eyeline.core.errors import NotFinite, OutOfMemory, Refused, Stopped, Storag
 from eyeline.core.files import make_folder, write_json
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
+from eyeline.core.step import Step
 from eyeline.data.counts import count_steps, forget_step_count
 from eyeline.data.index_progress import index_first
-from eyeline.data.loader import Step, check_rejects_at_end, training_steps
+from eyeline.data.loader import check_rejects_at_end, training_steps
 from eyeline.data.reader import reader_of
 from eyeline.data.validation import validation_batches
 from eyeline.models import flops
 from eyeline.models.moe import biases_of
 from eyeline.parallel.launch import Machine, deterministic_or_refused, machine
+from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train import metrics
 from eyeline.train.display import Display, display
 from eyeline.train.metrics import Clock, StepFigures
@@ -169,36 +171,37 @@ def train_stage(
     model.train()
     saved_at, first = clock.now(), state.step + 1
     arriving = training_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs, state.data)
-    for micro_batches, data_state, imbalance, epoch in timed(arriving, clock):
+    for data in timed(arriving, clock):
         set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
         with clock.spending("compute"), deterministic_or_refused():
             report = update(
                 model,
                 optimizers,
-                micro_batches,
+                data,
+                ONE_DEVICE,
                 max_grad_norm=stage.max_grad_norm,
                 balance=stage.experts,
                 seed=run.seed,
                 step=state.global_step,
             )
         if report.outcome == "not finite":
-            keep_evidence(home, state, report, micro_batches)
+            keep_evidence(home, state, report, data.batches)
         state = replace(
             state,
             step=state.step + 1,
             global_step=state.global_step + 1,
-            data=data_state,
+            data=data.state,
             not_finite=state.not_finite + (report.outcome == "not finite"),
         )
         stop.done = state.global_step
         ended = state.step == steps
         if ended:
-            check_rejects_at_end(reader, data_state)  # before it is saved: a stage that must not end like this has not ended
+            check_rejects_at_end(reader, data.state)  # before it is saved: a stage that must not end like this has not ended
         better = False
         if run.validation_steps and reader.validates and (state.step % run.validation_steps == 0 or ended):
             show.status("validating")
             with clock.spending("validation"):
-                loss, labels = validate(model, validation_batches(reader, stage.batch.budget))
+                loss, labels = validate(model, validation_batches(reader, stage.batch.budget), ONE_DEVICE)
             better = math.isfinite(loss) and (state.best is None or loss < state.best)
             state = replace(state, best=loss if better else state.best)
             write_validation(home, stage, state, loss, labels, show)
@@ -223,10 +226,10 @@ def train_stage(
             seconds=clock.lap(),
             memory_bytes=here.memory_bytes(),
             rejected=reader.rejects.rejected,
-            flops=sum((arithmetic.of(batch) for batch in micro_batches), flops.NONE),
+            flops=sum((arithmetic.of(batch) for batch in data.batches), flops.NONE),
             peak=flops.peak_of(here.name) if run.precision == "bf16" else None,
-            imbalance=imbalance,
-            epoch=epoch,
+            imbalance=data.imbalance,
+            epoch=data.epoch,
         )
         metrics.write(home.folder, figures.line(), home.attempt)
         show.step(figures)

@@ -3,15 +3,17 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from eyeline.core.batch import Batch, Counts
 from eyeline.core.errors import fitting
+from eyeline.core.step import Step
 from eyeline.models.moe import Aux, Balance, Bias, balance_loss, move_biases
 from eyeline.parallel.copies import on_device
+from eyeline.parallel.ranks import Ranks
 
 Outcome = Literal["applied", "not finite", "no targets"]
 
@@ -39,62 +41,77 @@ class Report:
 def update(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    micro_batches: Sequence[Batch],
+    data: Step,
+    ranks: Ranks,
     *,
     max_grad_norm: float | None,
+    balance: Balance | None,
     seed: int,
     step: int,
-    balance: Balance | None = None,
 ) -> Report:
     """Run every micro-batch forward and backward, clip, and apply the update unless something is not finite.
 
     The loss is summed over labels and divided once by the step's count, so that gradients do not depend on how the step is
-    cut into micro-batches. `step` counts over the whole run: dropout's randomness is addressed by (seed, step, micro-batch).
+    cut into micro-batches and ranks. `step` counts over the whole run: dropout is addressed by (seed, step, pack).
     `balance` says how the experts of MoE layers are balanced, as `set_balance` was told.
-    A parameter that no micro-batch used has no gradient and is left alone: neither moved nor decayed.
+    A parameter that no micro-batch of any rank used has no gradient and is left alone: neither moved nor decayed. Nothing here
+    depends on what this rank holds, only on what all ranks do together (`data.slots`): so they run the same passes.
     """
-    counts = sum((batch.counts for batch in micro_batches), Counts.zero())
-    if counts.supervised == 0:
-        return Report(None, None, "no targets", counts)
-
-    device = next(model.parameters()).device
-    total, added = (torch.zeros((), device=device) for _ in range(2))
-    tokens_NE: Tensor | None = None  # that each expert of each MoE layer got
-    arriving = on_device((batch.with_draws(seed, step, i) for i, batch in enumerate(micro_batches)), device)
-    for i, here in enumerate(micro_batches):
-        with fitting(partial(described, here, f"micro-batch {i} of step {step + 1}")):
-            batch = next(arriving)  # the copy of a batch may not fit, either
-            if batch.counts.supervised == 0:
-                continue
-            loss, load = model(batch)
-            if load is not None:
-                tokens_NE = load.tokens_NE if tokens_NE is None else tokens_NE + load.tokens_NE
-                if isinstance(balance, Aux):
-                    auxiliary = balance.coef * batch.counts.supervised * balance_loss(load)
-                    loss, added = loss + auxiliary, added + auxiliary.detach()
-            loss = loss / counts.supervised
-            if loss.requires_grad:  # text alone never reaches a projector or tower that learns alone
-                loss.backward()
-            total += loss.detach()
-
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients).to(device)  # of no gradients it is a zero on the host
-    added = added / counts.supervised
-    figures = [total - added, norm, (total.isfinite() & norm.isfinite()).float()]
+    if data.counts.supervised == 0:
+        return Report(None, None, "no targets", data.counts)
+    sums = add_gradients(model, data, ranks, balance, seed, step)
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    ranks.sum_gradients(parameters)
+    norm = ranks.norm(parameters).to(sums.loss.device)  # of no gradients it is a zero on the host
+    loss, added = ranks.sum(torch.stack([sums.loss, sums.added]))
+    tokens_NE = None if sums.tokens_NE is None else ranks.sum(sums.tokens_NE)
+    figures = [loss - added, norm, (loss.isfinite() & norm.isfinite()).float()]
     if tokens_NE is not None:
         figures += [*spread(tokens_NE.float()), added]
     # the one wait for the device in a step: a non-finite step must be decided before the optimizer touches its state
     loss_value, norm_value, finite, *routed = torch.stack(figures).tolist()
     if finite:
         if max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], max_grad_norm, norm)
+            ranks.clip(parameters, max_grad_norm, norm)
         with fitting(f"the optimizer's state in step {step + 1}"):  # which it makes in its first step
             for optimizer in optimizers:
                 optimizer.step()
         if tokens_NE is not None and isinstance(balance, Bias):
             move_biases(model, tokens_NE, balance.rate)
     model.zero_grad(set_to_none=True)
-    return Report(loss_value, norm_value, "applied" if finite else "not finite", counts, expert_load(routed, balance))
+    return Report(loss_value, norm_value, "applied" if finite else "not finite", data.counts, expert_load(routed, balance))
+
+
+class Sums(NamedTuple):
+    """What the micro-batches of this rank add to the step."""
+
+    loss: Tensor  # over the step's labels, with what balances experts
+    added: Tensor  # that, alone
+    tokens_NE: Tensor | None  # that each expert of each MoE layer got
+
+
+def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance | None, seed: int, step: int) -> Sums:
+    """Run the micro-batches that have labels on some rank forward and backward: their gradients are then at the parameters."""
+    supervised, device = data.counts.supervised, next(model.parameters()).device
+    total, added = (torch.zeros((), device=device) for _ in range(2))
+    tokens_NE: Tensor | None = None
+    running = [i for i, slot in enumerate(data.slots) if slot.counts.supervised]
+    arriving = on_device((data.batches[i].with_draws(seed, step) for i in running), device)
+    for i in running:
+        with fitting(partial(described, data.batches[i], f"micro-batch {i} of step {step + 1}")):
+            batch = next(arriving)  # the copy of a batch may not fit, either
+            loss, load = model(batch)
+            if load is not None:
+                counted_NE = load.tokens_NE * (batch.counts.supervised > 0)  # a pack without labels runs for other ranks' sake alone
+                tokens_NE = counted_NE if tokens_NE is None else tokens_NE + counted_NE
+                if isinstance(balance, Aux):
+                    auxiliary = balance.coef * batch.counts.supervised * balance_loss(load, ranks.sum_of_pack)
+                    loss, added = loss + auxiliary, added + auxiliary.detach()
+            loss = loss / supervised
+            if loss.requires_grad:  # text alone never reaches a projector or tower that learns alone
+                loss.backward()
+            total += loss.detach()
+    return Sums(total, added / supervised, tokens_NE)
 
 
 def spread(tokens_NE: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,17 +136,17 @@ def described(batch: Batch, what: str) -> str:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Iterable[Batch]) -> tuple[float, int]:
-    """The loss in nats a label over all of `batches`, and the number of labels. Dropout is off meanwhile."""
+def validate(model: nn.Module, batches: Iterable[Batch], ranks: Ranks) -> tuple[float, int]:
+    """The loss in nats per label over all batches of all ranks, which have as many each, and the number of labels. Dropout is off
+    meanwhile."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    total = torch.zeros((), device=device, dtype=torch.float64)
-    labels = 0
+    total = torch.zeros(2, device=device, dtype=torch.float64)  # loss, labels
     for batch in batches:
-        if batch.counts.supervised:
-            with fitting(partial(described, batch, "a batch of validation")):
-                total += model(batch.to(device)).out
-            labels += batch.counts.supervised
+        with fitting(partial(described, batch, "a batch of validation")):
+            total[0] += model(batch.to(device)).out
+        total[1] += batch.counts.supervised
     model.train(was_training)
-    return float(total) / max(labels, 1), labels
+    loss, labels = ranks.sum(total).tolist()
+    return loss / max(labels, 1), int(labels)

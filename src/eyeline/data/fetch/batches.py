@@ -19,10 +19,9 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
     """
     lengths = [len(d.tokens_T) for d in documents]
     real = sum(lengths)
-    slots = budget.tokens if budget else real
+    slots = budget.tokens if budget else max(real, 1)  # no documents are a token of padding
     assert real <= slots, f"{real} tokens do not fit a budget of {slots}"
-    padding = slots - real
-    bounds = np.cumsum([0, *lengths, *([padding] if padding else [])]).astype(np.int32)
+    bounds = np.cumsum([0, *lengths, *([slots - real] if slots > real else [])]).astype(np.int32)
     spans = np.diff(bounds)
 
     tokens_T = np.zeros(slots, np.int64)
@@ -67,6 +66,8 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
             patches=len(patches_PC),
         ),
         ids=tuple(d.id for d in documents),
+        has_images=bool(images),
+        image_gradients=bool(images) and len(rows_L) > 0,
     )
 
 

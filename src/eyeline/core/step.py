@@ -1,0 +1,77 @@
+"""One optimizer step as a rank has it: its own batches, and what is true over all ranks. The host knows it before the first forward
+pass, so that all ranks run the same passes, whatever each of them holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from eyeline.core.batch import Batch, Counts
+
+PackCost = tuple[int, int]  # what a pack costs, as planned: language, vision
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What all ranks together run as their n-th micro-batch, after rejects."""
+
+    counts: Counts  # of all ranks
+    has_images: bool  # on some rank: the tower runs
+    image_gradients: bool  # some rank has images in a pack with labels: gradients reach the tower and the projector
+    costs: tuple[PackCost, ...]  # of each rank's pack
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The batches of one rank, one for each slot, and the state to resume from right after them."""
+
+    batches: tuple[Batch, ...]
+    slots: tuple[Slot, ...]
+    state: dict[str, Any]
+    epoch: float | None  # epochs done after it
+
+    @property
+    def counts(self) -> Counts:
+        """Of all ranks."""
+        return sum((slot.counts for slot in self.slots), Counts.zero())
+
+    @property
+    def imbalance(self) -> dict[str, float]:
+        """How long ranks wait for one another, by part."""
+        return imbalance([slot.costs for slot in self.slots])
+
+
+def step_of(
+    batches: Sequence[Batch],
+    packs: Sequence[int],
+    counts: Sequence[Sequence[Counts]],
+    costs: Sequence[Sequence[PackCost]],
+    state: dict[str, Any],
+    epoch: float | None,
+) -> Step:
+    """The step of the rank that has `batches`, whose numbers among the packs of the step are `packs`. `counts[r][n]` are of the n-th
+    batch of rank r, `costs[n][r]` of its pack."""
+    slots = []
+    for of_ranks, cost in zip(zip(*counts, strict=True), costs, strict=True):
+        images, gradients = any(c.patches for c in of_ranks), any(c.patches and c.supervised for c in of_ranks)
+        slots.append(Slot(sum(of_ranks, Counts.zero()), images, gradients, tuple(cost)))
+    told = [
+        replace(batch, pack=pack, has_images=slot.has_images, image_gradients=slot.image_gradients)
+        for batch, pack, slot in zip(batches, packs, slots, strict=True)
+    ]
+    return Step(tuple(told), tuple(slots), state, epoch)
+
+
+def step_alone(batches: Sequence[Batch]) -> Step:
+    """The step of the only rank, of batches that no plan gave."""
+    return step_of(batches, range(len(batches)), [[batch.counts for batch in batches]], [[(0, 0)]] * len(batches), {}, None)
+
+
+def imbalance(costs: Sequence[Sequence[PackCost]]) -> dict[str, float]:
+    """What the slowest rank of each slot takes, summed, over what it would be if all took the same: 1 is ideal. `costs[n][r]`."""
+
+    def over_mean(part: slice) -> float:
+        of = [[sum(cost[part]) for cost in slot] for slot in costs]
+        mean = sum(map(sum, of)) / len(of[0]) if of else 0
+        return sum(map(max, of)) / mean if mean else 1.0
+
+    return {"language": over_mean(slice(0, 1)), "vision": over_mean(slice(1, 2)), "all": over_mean(slice(0, 2))}
