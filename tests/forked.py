@@ -30,6 +30,7 @@ class Forked:
                 _close_all_but(files)
                 _own_streams()
                 run()
+                sys.stdout.flush()
                 code = 0
             except SystemExit as exit:
                 code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)

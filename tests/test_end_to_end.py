@@ -106,8 +106,9 @@ def test_bf16_keeps_masters_in_fp32_and_frozen_parts_in_bf16(eyeline: Command, t
 
 
 def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path: Path) -> None:
-    """The quick start, shortened to some steps: the words are learned, if not yet the images, and every file is there."""
-    short = ["stages.shapes.steps=60", "stages.all.steps=10", "validation_steps=10", "save_steps=10", "threads=1"]
+    """The quick start, shortened to some steps of some rows: the words are learned, if not yet the images, and every file is there."""
+    short = ["stages.shapes.steps=60", "stages.all.steps=10", "validation_steps=30", "save_steps=10", "threads=1"]
+    short += [f"stages.{stage}.data.sources.0.limit=4000" for stage in ("shapes", "all")] + ["evaluation.sources.0.limit=300"]
     done = eyeline("train", "easyvqa-tiny", *short)
     assert done.code == 0, done.err
     run = tmp_path / "runs" / "easyvqa-tiny"
@@ -119,7 +120,7 @@ def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path:
     assert evaluated.code == 0, evaluated.err
     assert evaluated.out.count("→") == 10
     result = json.loads((run / "eval.json").read_text())
-    assert result["questions"] == 9673
+    assert result["questions"] == 300
     assert set(result["by_kind"]) <= {"shape", "color", "yes/no"}
     assert eyeline("eval", "runs/easyvqa-tiny", "--limit", "20").code == 0
     assert json.loads((run / "eval-first-20.json").read_text())["questions"] == 20
@@ -137,6 +138,7 @@ def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path:
 def test_a_whole_run_moves_and_goes_on(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run folder holds all it needs: moved elsewhere, it is evaluated, exported and resumed."""
     short = ["stages.shapes.steps=4", "stages.all.steps=4", "threads=1"]
+    short += [f"stages.{stage}.data.sources.0.limit=1000" for stage in ("shapes", "all")]
     with monkeypatch.context() as patch:
         stopped_at(patch, {6})
         assert eyeline("train", "easyvqa-tiny", *short, "out=first").code == 75
