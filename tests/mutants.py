@@ -435,8 +435,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_resume.py::test_checkpoints_by_the_clock_are_where_they_are_due",
         ),
         (
-            "data/identity.py",
-            "order = [seed, data.mix",
+            "data/reader.py",
+            "order = [reader.seed, data.mix",
             "order = [data.mix",
             "data/test_plan.py::test_a_state_of_something_else_is_refused_by_name",
         ),

@@ -33,7 +33,6 @@ DATA_ROWS = [  # of data/, as in ROWS
     ["plan"],
     ["fetch", "prepared"],
     ["sets"],
-    ["identity"],
     ["reader"],
     ["loader"],
     ["index_progress"],

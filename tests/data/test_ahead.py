@@ -15,8 +15,8 @@ from eyeline.core.step import Step
 from eyeline.data import workers
 from eyeline.data.index_progress import index_all
 from eyeline.data.loader import training_steps
-from eyeline.data.plan import ahead, index
-from eyeline.data.plan.ahead import Ahead, make_each
+from eyeline.data.plan import index
+from eyeline.data.plan.index import Ahead, make_each
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Rows, Source, open_source
@@ -163,7 +163,7 @@ def test_it_ends_when_nothing_is_missing(archives: Path, plain: Encoder, rule: I
 
 def test_a_defect_in_it_ends_the_run(archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch) -> None:
     made = opened(opened_source(archives), plain, rule, tmp_path / "i")
-    monkeypatch.setattr(ahead, "Making", Defective)
+    monkeypatch.setattr(index, "Making", Defective)
     going = Ahead.of(made, ONE)
     going.begin([(0, 0)])
     with pytest.raises(RuntimeError, match="made up"):
@@ -173,7 +173,7 @@ def test_a_defect_in_it_ends_the_run(archives: Path, plain: Encoder, rule: Image
 
 def test_it_ends_with_the_steps_whatever_it_is_at(reader, monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
-    monkeypatch.setattr(ahead, "Making", Endless)
+    monkeypatch.setattr(index, "Making", Endless)
     steps = training_steps(reader("i", 1), BUDGET, 1, None)
     next(steps)
     assert len(children() - before) == 2
@@ -181,12 +181,12 @@ def test_it_ends_with_the_steps_whatever_it_is_at(reader, monkeypatch: pytest.Mo
     assert gone(children() - before)
 
 
-class Endless(ahead.Making):
+class Endless(index.Making):
     def __call__(self, wanted: Any, at: Any) -> None:
         time.sleep(1000)
 
 
-class Defective(ahead.Making):
+class Defective(index.Making):
     def __call__(self, wanted: Any, at: Any) -> None:
         raise AssertionError("made up")
 
@@ -213,7 +213,7 @@ def test_without_a_folder_or_workers_there_is_no_process(archives: Path, plain: 
         going.begin([(0, 0), (0, 1)])
         assert children() <= before
         going.share([(0, n) for n in range(SHARDS)], 3, 4)
-        assert made._open.keys() == {(0, 3)}
+        assert made._open.keys() == [(0, 3)]
     assert list(make_each(opened(rows, plain, rule, tmp_path / "j"), [(0, 0)], Workers(0, 1, 1.0, 1.0))) == [None]
     assert written(tmp_path / "j") == 1
 

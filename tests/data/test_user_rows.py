@@ -10,8 +10,8 @@ import pytest
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.image_rule import ImageRule
-from eyeline.data.loader import changes, training_steps
-from eyeline.data.reader import reader_of
+from eyeline.data.loader import training_steps
+from eyeline.data.reader import changes, reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.sources.unread import unread

@@ -7,11 +7,10 @@ from typing import NamedTuple
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.files import make_folder, read_json, storage_failed, write_json
-from eyeline.data.identity import short_hash
 from eyeline.data.index_progress import index_all
 from eyeline.data.loader import planned_windows
 from eyeline.data.plan.blend import Side
-from eyeline.data.reader import Reader, identity_of_plan, sizing_of
+from eyeline.data.reader import Reader, identity_of_plan, short_hash, sizing_of
 
 COUNTED_SHARDS = 32  # of a source, at most, when its samples are counted
 

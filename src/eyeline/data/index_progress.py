@@ -8,11 +8,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eyeline.core.batch import Budget
-from eyeline.data.identity import refuse_changes
-from eyeline.data.loader import changes, entries_of, start_of
-from eyeline.data.plan.ahead import Entry, make_each
-from eyeline.data.plan.index import Index
-from eyeline.data.reader import Reader, training_pools
+from eyeline.data.loader import entries_of, start_of
+from eyeline.data.plan.index import Entry, Index, make_each
+from eyeline.data.reader import Reader, changes, refuse_changes, training_pools
 
 PATIENCE = 2.0  # seconds of indexing before a bar appears
 

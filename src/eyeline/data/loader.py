@@ -3,7 +3,7 @@
     reader_of        a recipe's data -> opened sources: shards of rows, an index of each             reader.py, sets.py, sources/
     planned_windows  shards -> windows of rows in an order -> packs within the budget                plan/
     planned_steps    packs -> steps
-    packs_to_read    the packs of a step -> those of this rank, with all that reading them needs     plan/deal.py
+    packs_to_read    the packs of a step -> those of this rank, with all that reading them needs     plan/packing.py
     fetched_steps    packs -> batches; what is rejected is counted where its step is given           fetch/
 
 The plan never depends on who fetches it, so any number of ranks and workers gives the same steps, and the state is where the
@@ -22,14 +22,24 @@ from eyeline.core.batch import Batch, Budget, Counts
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.step import Step, step_of
 from eyeline.data.fetch.fetch import GroupToRead, Lost, RowToRead, fetched_in_order
-from eyeline.data.identity import NAMED, record, refuse_changes, state_changes
-from eyeline.data.plan.ahead import Ahead, Entry
 from eyeline.data.plan.blend import Cursor, Pool, blended_window, window_of
-from eyeline.data.plan.deal import deal
+from eyeline.data.plan.index import Ahead, Entry
+from eyeline.data.plan.packing import deal
 from eyeline.data.plan.plan import ImageGroup, Ordered, Pack, Plan, RowOf, RowsMet, closing_plan, cost_of, plan
 from eyeline.data.plan.position import VERSION, Carried, Position, cursors_of
 from eyeline.data.plan.sizing import Sizing
-from eyeline.data.reader import Reader, fetch_of, identity_of_plan, rows_in_order, sizing_of, training_pools
+from eyeline.data.reader import (
+    NAMED,
+    Reader,
+    changes,
+    fetch_of,
+    identity_of_plan,
+    record_sources,
+    refuse_changes,
+    rows_in_order,
+    sizing_of,
+    training_pools,
+)
 
 
 def training_steps(
@@ -49,23 +59,13 @@ def training_steps(
     """
     if state is not None:
         refuse_changes(changes(reader, budget, state))
-    if reader.records is not None:
-        for rows in (*reader.training.index.sources, *(reader.validation.index.sources if reader.data.validation else ())):
-            record(reader.records, rows)
+    record_sources(reader)
     reader.rejects.restore(state["rejects"] if state else {"seen": 0, "counts": {}})
     sizing, start = sizing_of(reader, budget), start_of(reader, state)
     with closing(Ahead.of(reader.training.index, reader.data.fetching)) as ahead:
         ahead.begin(entries_of(training_pools(reader), start.cursors))
         steps = planned_steps(planned_windows(reader, sizing, epochs, start), micro_batches, ahead)
         yield from fetched_steps(reader, steps, sizing, rank, ranks, identity_of_plan(reader, budget))
-
-
-def changes(reader: Reader, budget: Budget, state: Mapping[str, Any], records: Any = None) -> list[tuple[str, str]]:
-    """In what data and settings differ from a state's: a name, and how, in words. `records` is where a run wrote file names down,
-    by default the reader's own folder. Refused for a state of another version."""
-    validation = reader.validation.index.sources if reader.data.validation else ()
-    sources = {"data": reader.training.index.sources, "validation": validation}
-    return state_changes(state, identity_of_plan(reader, budget), sources, records or reader.records)
 
 
 def start_of(reader: Reader, state: dict[str, Any] | None) -> Position:

@@ -4,7 +4,7 @@ after workers crashed.
 They are made for decoding: a job is a pack, its *parts* are rows. A worker says which row it is at and whether it reads or decodes it.
 When it crashes, or is killed because decoding took too long, that row is done again alone, in a worker of its own; only a row that
 crashes that one too is given up, as a reject. All other rows are done again. A worker may take as much memory as decoding the largest
-allowed image needs. Making indexes (`plan/ahead.py`) uses the same processes, with jobs of no parts and no limit of memory.
+allowed image needs. Making indexes (`plan/index.py`) uses the same processes, with jobs of no parts and no limit of memory.
 
 Jobs and results travel in anonymous memory whose handle is passed over a socket: nothing has a name that could be left behind,
 and neither side ever waits for the other to read. Workers end when their socket does, and at once when their parent dies.

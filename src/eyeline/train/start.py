@@ -21,9 +21,8 @@ from eyeline.core.facts import Facts, Part
 from eyeline.core.files import read_json, read_lines, read_object, write_json
 from eyeline.core.locations import Remote
 from eyeline.core.randomness import torch_rng_for
-from eyeline.data.loader import changes
 from eyeline.data.prepared.packed import TOKENIZER
-from eyeline.data.reader import Reader
+from eyeline.data.reader import Reader, changes
 from eyeline.data.sets import training_texts
 from eyeline.data.sources.folders import named
 from eyeline.data.text.templates import template_named

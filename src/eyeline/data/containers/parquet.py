@@ -4,7 +4,6 @@ A row group is read whole, and is a shard, or several if it has many rows: so th
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, below
+from eyeline.core.recent import Recent
 from eyeline.data.containers.class_labels import Labels, labels_in, with_names
 from eyeline.data.containers.container import SHARD_ROWS, File, FileSlice, Place, Shard, fingerprints
 
@@ -52,7 +52,7 @@ class Tables:
     read: Read
     what: str
     labels: tuple[dict[str, Labels], ...]  # of each file: the names of the numbers in its columns
-    _kept: "OrderedDict[tuple[int, int], tuple[arrow.Table, int]]" = field(default_factory=OrderedDict, repr=False, compare=False)
+    _kept: "Recent[tuple[int, int], arrow.Table]" = field(default_factory=Recent, repr=False, compare=False)
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         begin, end = self.groups[shard].begin, self.groups[shard].end
@@ -101,19 +101,13 @@ class Tables:
         """The whole group of a shard; the last ones are kept. BadSample when it is damaged: then none of its rows can be read."""
         group = self.groups[shard]
         key = group.file, group.part
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
+        known = self._kept.get(key)
+        if known is not None:
+            return known
         table = self.read(self.files[group.file], group, self.columns, None)
         if len(table) < group.end:
             raise BadSample("damaged_parquet", "row", f"{group.name} has {len(table):,} rows, and its metadata says that there are more")
-        self._kept[key] = table, table.nbytes
-        while len(self._kept) > KEPT or (len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > KEPT_BYTES):
-            self._kept.popitem(last=False)
-        return table
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": OrderedDict()}
+        return self._kept.keep(key, table, KEPT, table.nbytes, KEPT_BYTES, at_least=1)
 
 
 def _row(table: "arrow.Table", number: int, labels: dict[str, Labels]) -> dict[str, Any] | BadSample:

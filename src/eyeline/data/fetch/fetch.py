@@ -1,6 +1,5 @@
 """A planned pack -> Batch: read, decode, lay out. Runs in this process or in workers, with the same result."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +12,7 @@ from eyeline.core.batch import IGNORE, Batch, Budget, Document, EncodedImage, Im
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.randomness import rng_for
+from eyeline.core.recent import Recent
 from eyeline.data.containers.container import File, persistent
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images.decode import Size
@@ -24,7 +24,8 @@ from eyeline.data.text.documents import Tokenised, laid_out, tokenised, until
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.workers import At, Phase, Workers, in_order
 
-KEPT_IMAGE_BYTES = 128 << 20  # resized images that a process remembers: those used last, of the ones that come again
+# resized images that a process remembers: those used last, of the ones that come again
+KEPT_IMAGES, KEPT_IMAGE_BYTES = 1 << 16, 128 << 20
 NEAR_BYTES = 64 << 10  # between two images in one file: so many are read in vain rather than asking twice
 TOKEN_BYTES = 64  # of a token, in all index arrays of a batch together; about
 
@@ -134,8 +135,7 @@ class Fetch:
     seed: int
     augment: Augment | None  # None: images as they are
     retries: int  # of reading an image from a store that fails
-    _kept: OrderedDict[str, Resized] = field(default_factory=OrderedDict, repr=False)
-    _bytes: list[int] = field(default_factory=lambda: [0], repr=False)
+    _kept: Recent[str, Resized] = field(default_factory=Recent, repr=False)
 
     def job(self, groups: tuple[GroupToRead, ...], verdicts: Mapping[tuple[str, str], Reject]) -> PackToRead:
         """The pack as a job, without what is known to kill."""
@@ -281,23 +281,11 @@ class Fetch:
             except MemoryError as error:
                 raise BadSample("decoder_memory", "image", f"{medium.name} takes more memory than a decoder may have") from error
             if group.again:
-                self._keep(key, whole)
-        else:
-            self._kept.move_to_end(key)
+                self._kept.keep(key, whole, KEPT_IMAGES, whole.bytes, KEPT_IMAGE_BYTES)
         if self.augment is None or not self.augment.active:
             return cut(whole, self._rule, key, room)
         rng = partial(rng_for, self.seed, "augment", *group.address, number)
         return cut(with_augmentation(whole, self.augment, rng), self._rule, f"{key}@{'.'.join(map(str, group.address))}", room)
-
-    def _keep(self, key: str, whole: Resized) -> None:
-        self._kept[key] = whole
-        self._bytes[0] += whole.bytes
-        while self._bytes[0] > KEPT_IMAGE_BYTES:
-            _, dropped = self._kept.popitem(last=False)
-            self._bytes[0] -= dropped.bytes
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_kept": OrderedDict(), "_bytes": [0]}
 
 
 def _blank(id: str, tokens: int) -> Document:

@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.locations import Remote, Stamp
+from eyeline.core.recent import Recent
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -111,7 +111,7 @@ class _Process:
 
     number: int = field(default_factory=os.getpid)
     clients: dict[str, "ObjectStore"] = field(default_factory=dict)
-    recent: OrderedDict[tuple[Remote, Stamp], _Piece] = field(default_factory=OrderedDict)
+    recent: Recent[tuple[Remote, Stamp], _Piece] = field(default_factory=Recent)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -287,8 +287,6 @@ def piece(location: Remote, stamp: Stamp, begin: int, wanted: int) -> bytes:
     process, key = _process(), (location, stamp)
     with process.lock:
         known = process.recent.get(key)
-        if known is not None:
-            process.recent.move_to_end(key)
     if known is not None and known.begin <= begin < known.begin + len(known.data):
         return known.data[begin - known.begin : begin - known.begin + wanted]
     goes_on = known is not None and known.end <= begin <= known.end + GAP
@@ -301,10 +299,7 @@ def piece(location: Remote, stamp: Stamp, begin: int, wanted: int) -> bytes:
 def _remember(location: Remote, stamp: Stamp, piece: _Piece) -> None:
     process = _process()
     with process.lock:
-        process.recent[location, stamp] = piece
-        process.recent.move_to_end((location, stamp))
-        while len(process.recent) > KEPT or sum(len(kept.data) for kept in process.recent.values()) > KEPT_BYTES:
-            process.recent.popitem(last=False)
+        process.recent.keep((location, stamp), piece, KEPT, len(piece.data), KEPT_BYTES)
 
 
 def listed(folder: Remote) -> list[Remote]:

@@ -1,10 +1,11 @@
-"""Streaming best fit: items into packs of bounded tokens and patches. Pure, and the open bins are all there is to remember."""
+"""Items into packs, by a streaming best fit, and the packs of a step onto ranks. Pure, and the open bins are all there is to remember."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from eyeline.core.batch import Budget
+from eyeline.core.step import PackCost
 
 Item = Any  # opaque
 
@@ -73,3 +74,20 @@ def _ripest(bins: Bins, budget: Budget) -> int:
 
 def _scarcer(tokens: int, patches: int, budget: Budget) -> int:
     return min(tokens * budget.patches, patches * budget.tokens) if budget.patches else tokens
+
+
+# Packs onto ranks
+
+
+def deal(costs: Sequence[PackCost], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Deal all packs: of each slot, the pack that each rank runs, so that ranks wait for one another as little as can be. Every rank has as
+    many slots; where the ranks do not divide the packs, the last slot has empty packs, whose numbers follow those of the packs.
+
+    With sharded weights all ranks wait at every micro-batch, so what a step costs is the sum over its slots of the slowest rank. Sorted by
+    cost and cut into slots: no other way gives a smaller sum, since the n-th largest slot maximum cannot be less than the cost of pack
+    (n-1)·ranks + 1. One rank runs the packs in their order.
+    """
+    order = list(range(len(costs) + -len(costs) % ranks))
+    if ranks > 1:
+        order[: len(costs)] = sorted(range(len(costs)), key=lambda n: (-sum(costs[n]), n))
+    return tuple(tuple(order[begin : begin + ranks]) for begin in range(0, len(order), ranks))

@@ -6,7 +6,6 @@ indexes, that is all that planning asks of the data.
 Dims: R rows of a shard  M media  N different sizes of media
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import BadSample
 from eyeline.core.facts import Cost
+from eyeline.core.recent import Recent
 from eyeline.data.images.patches import units_of
 from eyeline.data.plan.index import KEPT_OPEN, Index
 from eyeline.data.plan.order import Longs
@@ -47,16 +47,12 @@ class Sizing:
     longest: int  # tokens that one document may have: those of the budget, or fewer if the model has fewer positions
     overlong: Overlong
     cost: Cost
-    _known: OrderedDict[tuple[int, int], Sized] = field(default_factory=OrderedDict, repr=False)
+    _known: Recent[tuple[int, int], Sized] = field(default_factory=Recent, repr=False)
 
     def __call__(self, source: int, shard: int) -> Sized:
         known = self._known.get((source, shard))
         if known is None:
-            known = self._known[source, shard] = self._sized(source, shard, self.index.shard(source, shard))
-            if len(self._known) > KEPT_OPEN:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end((source, shard))
+            known = self._known.keep((source, shard), self._sized(source, shard, self.index.shard(source, shard)), KEPT_OPEN)
         return known
 
     def _sized(self, source: int, shard: int, index: ShardIndex) -> Sized:
