@@ -332,8 +332,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("data/plan/order.py", 'seed_for(seed, "shards", epoch)', 'seed_for(0, "shards", epoch)', "data/test_plan.py::test_golden_roads"),
         (
             "data/plan/blend.py",
-            "first=cursor.first + window.shards, group=0",
-            "first=cursor.first + window.shards + 1, group=0",
+            "first=first, group=0",
+            "first=first + 1, group=0",
             "data/test_plan.py::test_every_usable_row_once_an_epoch",
         ),
         (
@@ -375,7 +375,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/test_loader.py::test_it_resumes_exactly_after_every_step",
         ),
         (
-            "data/plan/position.py",
+            "data/plan/blend.py",
             '"bins": self.bins.written,',
             '"bins": [],',
             "data/test_plan.py::test_any_history_of_restarts_on_any_ranks_gives_the_same_steps",

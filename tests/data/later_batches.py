@@ -4,8 +4,7 @@ from itertools import islice
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.data.loader import training_steps
-from eyeline.data.plan.blend import Cursor
-from eyeline.data.plan.position import VERSION, Position
+from eyeline.data.plan.blend import VERSION, Cursor, Position
 from eyeline.data.reader import Reader, identity_of_plan, training_pools
 
 

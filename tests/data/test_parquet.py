@@ -160,9 +160,8 @@ def test_a_group_of_many_rows_is_several_shards_that_come_together(tmp_path: Pat
         pool = pool_of(Side(Index((found,), encoder(), None, None), 0.0, held_out=False), 1, seed)
         cursor, drawn = Cursor(), []
         while cursor.epoch == 0:
-            window = pool.window(cursor)
-            drawn += window.row_R3.tolist()
-            cursor = pool.after(cursor, window)
+            drawn += pool.window(cursor).row_R5.tolist()
+            cursor = pool.after(cursor)
         assert len({tuple(row) for row in drawn}) == len(drawn) == 23
         assert sorted(read) == [0, 1, 2]
     monkeypatch.setattr(parquet, "MAX_GROUP_ROWS", 9)

@@ -32,12 +32,11 @@ from eyeline.data.counts import count_steps
 from eyeline.data.images.patches import Augment
 from eyeline.data.loader import planned_windows, training_steps
 from eyeline.data.plan import blend, index, plan
-from eyeline.data.plan.blend import Cursor, Pool, Side, blended_window, pools_of
+from eyeline.data.plan.blend import Cursor, OpenBins, Pool, Position, Side, blended_window, pools_of
 from eyeline.data.plan.order import WINDOW_SHARDS
 from eyeline.data.plan.plan import ImageGroup, Ordered
-from eyeline.data.plan.position import Carried, Position
 from eyeline.data.plan.sizing import Sized
-from eyeline.data.reader import Reader, alone, reader_of, rows_in_order, sizing_of, training_pools
+from eyeline.data.reader import Reader, alone, reader_of, sizing_of, training_pools
 from eyeline.data.rejects import Reject
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
@@ -394,9 +393,12 @@ def test_every_window_of_every_epoch_has_an_order_of_its_own(large: Path, plain:
         [pool] = training_pools(reader)
         seen: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for epoch, window in ((1, 0), (1, 1), (2, 0), (3, 0)):
-            shards = [shard for _, shard in pool.shards(pool.at(epoch, window))]
+            cursor = Cursor(epoch)
+            while cursor.window < window:
+                cursor = pool.after(cursor)
+            shards = [shard for _, shard in pool.shards(cursor)]
             place = {shard: 15 * n for n, shard in enumerate(shards)}
-            seen[epoch, window] = shards, [place[shard] + number for _, shard, number in rows_in_order(reader, (0, epoch, window)).tolist()]
+            seen[epoch, window] = shards, [place[shard] + number for *_, shard, number in pool.window(cursor).row_R5.tolist()]
         assert all(sorted(mixed) == list(range(len(shards) * 15)) for shards, mixed in seen.values())
         for of in (0, 1):
             assert len({tuple(both[of]) for both in seen.values()}) == 4
@@ -679,7 +681,7 @@ def test_items_are_written_and_read_back() -> None:
         (ImageGroup(0, 1, ((0, 3, 5),)), ImageGroup(0, 1, ((0, 3, 6), (0, 3, 9), (1, 0, 2))), ImageGroup(0, 2, ((0, 1, 1),))),
         (ImageGroup(1, 0, ((2, 2, 2),)),),
     )
-    position = Position((Cursor(1, 2, 3, 4, 5),), 7, 8, Carried(bins), "d")
+    position = Position((Cursor(1, 2, 3, 4, 5),), 7, 8, OpenBins(bins), "d")
     state = json.loads(json.dumps(position.state()))
     assert Position.of(state) == position
     assert state["bins"][0] == [[0, 1, [[[0, 3, 5]], [[0, 3, 6, 9], [1, 0, 2]]]], [0, 2, [[[0, 1, 1]]]]]

@@ -43,6 +43,9 @@ class Recent(Generic[K, V]):
     def values(self) -> list[V]:
         return [value for value, _ in self._values.values()]
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def __contains__(self, key: K) -> bool:
         return key in self._values
 

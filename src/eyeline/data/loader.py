@@ -13,7 +13,6 @@ plan stands: a window, how many of its packs were given, and the bins that were 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,10 @@ from eyeline.core.batch import Batch, Budget, Counts
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.step import Step, step_of
 from eyeline.data.fetch.fetch import GroupToRead, Lost, RowToRead, fetched_in_order
-from eyeline.data.plan.blend import Cursor, Pool, blended_window, window_of
+from eyeline.data.plan.blend import VERSION, Cursor, OpenBins, Pool, Position, blended_window, cursors_of, window_of
 from eyeline.data.plan.index import Ahead, Entry
 from eyeline.data.plan.packing import deal
 from eyeline.data.plan.plan import ImageGroup, Ordered, Pack, Plan, RowOf, RowsMet, closing_plan, cost_of, plan
-from eyeline.data.plan.position import VERSION, Carried, Position, cursors_of
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import (
     NAMED,
@@ -36,7 +34,6 @@ from eyeline.data.reader import (
     identity_of_plan,
     record_sources,
     refuse_changes,
-    rows_in_order,
     sizing_of,
     training_pools,
 )
@@ -70,7 +67,7 @@ def training_steps(
 
 def start_of(reader: Reader, state: dict[str, Any] | None) -> Position:
     """Where a plan resumes after a state, or starts."""
-    return Position.of(state, partial(rows_in_order, reader)) if state else Position(tuple(Cursor() for _ in training_pools(reader)))
+    return Position.of(state) if state else Position(tuple(Cursor() for _ in training_pools(reader)))
 
 
 # Plan
@@ -106,7 +103,7 @@ def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: P
     """The plan from a position on."""
     pools = training_pools(reader)
     at = start or start_of(reader, None)
-    carried, digest = partial(Carried, pools=len(pools), order=partial(rows_in_order, reader)), ""
+    digest = ""
     while epochs is None or at.cursors[0].epoch < epochs:
         ordered, after = rows_of_window(reader, pools, at, sizing)
         made = plan(ordered, at.bins.bins, sizing)
@@ -115,7 +112,7 @@ def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: P
         if reader.prepared is not None:
             reader.prepared.refuse_other_plan(at.number, made.digest)
         digest = made.digest
-        here, end = replace(at, digest=digest), Position(after, at.number + 1, 0, carried(tuple(map(tuple, made.bins))))
+        here, end = replace(at, digest=digest), Position(after, at.number + 1, 0, OpenBins(tuple(map(tuple, made.bins))))
         yield PlannedWindow(
             at.number,
             made,

@@ -16,10 +16,8 @@ from eyeline.core.image_rule import ImageRule
 from eyeline.data.fetch.fetch import Fetch
 from eyeline.data.images.patches import Augment
 from eyeline.data.plan import plan as planning
-from eyeline.data.plan.blend import Pool, Side, pool_of, pools_of
+from eyeline.data.plan.blend import VERSION, Pool, Side, pool_of, pools_of
 from eyeline.data.plan.index import Index
-from eyeline.data.plan.order import Longs
-from eyeline.data.plan.position import VERSION, WindowAddress
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.prepared.packed import Prepared
 from eyeline.data.rejects import Rejects
@@ -127,15 +125,6 @@ def training_pools(reader: Reader) -> tuple[Pool, ...]:
     if reader.data.mix == "concat":
         return (pool_of(reader.training, reader.data.max_samples_per_image, reader.seed),)
     return pools_of(reader.training, reader.data.max_samples_per_image, reader.seed)
-
-
-def rows_in_order(reader: Reader, address: WindowAddress) -> Longs:
-    """The rows of a window of a pool, as they come: what a state with many carried rows is read with."""
-    number, epoch, window = address
-    pool = training_pools(reader)[number]
-    cursor = pool.at(epoch, window)
-    pool.make_indexes(cursor)
-    return pool.window(cursor).row_R3
 
 
 # What a saved position belongs to: the content of the sources and the settings of the plan

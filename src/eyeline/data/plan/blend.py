@@ -1,13 +1,13 @@
-"""What an epoch is made of: rows of one side of the sources, in windows, and how sources are blended.
+"""What an epoch is made of: rows of one side of the sources, in windows, and how sources are blended; and where a plan of them stands.
 
 `once`: all shards of all sources are one pool, and every row comes exactly once an epoch (a source's `repeat` times).
 `shares`: each source is a pool with epochs of its own; image groups come from the source that is furthest behind its share.
 
-A *cursor* says where a pool stands; cursors are all that there is to know.
+A *cursor* says where a pool stands; a *position* has the cursors, and the bins that were open there: all that a resumed run needs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import seed_for
 from eyeline.data.plan.index import Index
-from eyeline.data.plan.order import WINDOW_SHARDS, Longs, Runs, image_groups_of, shards_of
-from eyeline.data.plan.plan import Ordered
+from eyeline.data.plan.order import WINDOW_SHARDS, Runs, image_groups_of, shards_of
+from eyeline.data.plan.plan import ImageGroup, Ordered
 from eyeline.data.plan.shard_index import ShardIndex
 from eyeline.data.plan.sizing import Sizing
 
+VERSION = 6  # of a position as JSON
 MIXED_ROWS = (2_048, 65_536)  # rows of the first window of `mix: interleave`, and of the largest: they double
 
 
@@ -76,16 +77,6 @@ class Cursor:
 
 
 @dataclass(frozen=True, eq=False)
-class WindowRows:
-    """Rows of a pool's window, in order, and how many shards it has."""
-
-    row_R3: Longs
-    bounds_V1: Longs
-    shards: int
-    first_R: NDArray[np.bool_]  # whether the pool meets the row for the first time
-
-
-@dataclass(frozen=True, eq=False)
 class Pool:
     """Shards that are put in order together."""
 
@@ -119,7 +110,7 @@ class Pool:
         sources = self.side.index.sources
         here, every = ({*self.shards(cursor)}, {*self.entries})
         sizes = [sum(sources[source].shards[shard].bytes for source, shard in entries) for entries in (here, every)]
-        rows = len(np.unique(self.window(cursor).row_R3, axis=0))
+        rows = len(np.unique(self.window(cursor).row_R5[:, 2:], axis=0))
         return rows if here == every else round(rows * sizes[1] / max(sizes[0], 1))
 
     @cached_property
@@ -131,30 +122,24 @@ class Pool:
         """Have the indexes of a window made, each by the first process that is at it: planning reads them then."""
         self.side.index.make(self.shards(cursor))
 
-    def window(self, cursor: Cursor) -> WindowRows:
+    def window(self, cursor: Cursor) -> Ordered:
         """The rows of the cursor's window, from the indexes of its shards."""
-        chosen = self._chosen(cursor)
-        rows, images, first = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint64)], [np.empty(0, np.bool_)]
-        for n in chosen:
+        rows, images, first = [np.empty((0, 5), np.int64)], [np.empty(0, np.uint64)], [np.empty(0, np.bool_)]
+        for n in self._chosen(cursor):
             source, shard = self.entries[n]
             number_R = np.flatnonzero(self.side.kept(source, shard))
-            rows.append(np.stack([np.full_like(number_R, source), np.full_like(number_R, shard), number_R], 1))
+            address = (np.full_like(number_R, value) for value in (cursor.epoch, cursor.window, source, shard))
+            rows.append(np.stack([*address, number_R], 1))
             images.append(self.side.index.shard(source, shard).images_R[number_R])
             first.append(np.full(len(number_R), cursor.epoch == 0 and self._first_N[n]))
         groups = image_groups_of(np.concatenate(images), self.share, self.seed, cursor.epoch, cursor.window)
-        return WindowRows(np.concatenate(rows)[groups.rows_R], groups.bounds_V1, len(chosen), np.concatenate(first)[groups.rows_R])
+        return Ordered(np.concatenate(rows)[groups.rows_R], groups.bounds_V1, np.concatenate(first)[groups.rows_R])
 
-    def at(self, epoch: int, window: int) -> Cursor:
-        """The begin of any window."""
-        cursor = Cursor(epoch)
-        while cursor.window < window:
-            cursor = replace(cursor, window=cursor.window + 1, first=cursor.first + len(self.shards(cursor)))
-        return cursor
-
-    def after(self, cursor: Cursor, window: WindowRows) -> Cursor:
-        """The begin of the next window."""
-        if cursor.first + window.shards < len(self.entries):
-            return replace(cursor, window=cursor.window + 1, first=cursor.first + window.shards, group=0)
+    def after(self, cursor: Cursor) -> Cursor:
+        """Where the next window starts."""
+        first = cursor.first + len(self._chosen(cursor))
+        if first < len(self.entries):
+            return replace(cursor, window=cursor.window + 1, first=first, group=0)
         return replace(cursor, epoch=cursor.epoch + 1, window=0, first=0, group=0)
 
 
@@ -182,8 +167,7 @@ def pools_of(side: Side, share: int, seed: int) -> tuple[Pool, ...]:
 def window_of(pool: Pool, cursor: Cursor) -> tuple[Ordered, Cursor]:
     """A window of a pool, and the cursor behind it."""
     pool.make_indexes(cursor)
-    window = pool.window(cursor)
-    return Ordered(_addressed(window.row_R3, cursor), window.bounds_V1, window.first_R), pool.after(cursor, window)
+    return pool.window(cursor), pool.after(cursor)
 
 
 def blended_window(
@@ -219,7 +203,7 @@ class _Part:
     cursor: Cursor
     sizing: Sizing
     rows: list[Any] = field(default_factory=list)  # of each image group taken, as in Ordered
-    _window: WindowRows | None = None
+    _window: Ordered | None = None
     _usable_V: list[int] = field(default_factory=list)
     _barren: int = 0  # windows in a row without a usable row
 
@@ -230,19 +214,18 @@ class _Part:
         assert self._window is not None
         begin, end = self._window.bounds_V1[self.cursor.group : self.cursor.group + 2]
         usable = self._usable_V[self.cursor.group]
-        self.rows.append(_addressed(self._window.row_R3[begin:end], self.cursor))
+        self.rows.append(self._window.row_R5[begin:end])
         self.cursor = replace(self.cursor, group=self.cursor.group + 1)
         return int(end - begin), usable
 
     def _next(self) -> None:
         if self._window is not None:
-            self.cursor = self.pool.after(self.cursor, self._window)
+            self.cursor = self.pool.after(self.cursor)
         self.pool.make_indexes(self.cursor)
         self._window = self.pool.window(self.cursor)
-        rows = self._window.row_R3
-        usable = np.array([self.sizing(s, h).usable_R[r] for s, h, r in rows.tolist()], np.int64)
+        usable = np.array([self.sizing(s, h).usable_R[r] for _, _, s, h, r in self._window.row_R5.tolist()], np.int64)
         self._usable_V = np.diff(np.concatenate([[0], np.cumsum(usable)])[self._window.bounds_V1]).tolist()
-        self._barren = 0 if any(self._usable_V) else self._barren + self._window.shards
+        self._barren = 0 if any(self._usable_V) else self._barren + len(self.pool.shards(self.cursor))
         if self._barren >= len(self.pool.entries):
             source = self.pool.side.index.sources[self.pool.entries[0][0]]
             raise Refused(f"{source.path}: no sample can be used, so it cannot have a share. `eyeline check` says why")
@@ -255,6 +238,79 @@ def _merged(parts: Sequence[_Part], picks: Sequence[int]) -> Ordered:
     return Ordered(row_R5, np.cumsum([0, *(len(r) for r in rows)]), row_R5[:, 0] == 0)  # no source comes twice in an epoch of its own
 
 
-def _addressed(row_R3: Longs, cursor: Cursor) -> Longs:
-    address = np.array([[cursor.epoch, cursor.window]])
-    return np.concatenate([np.repeat(address, len(row_R3), 0), row_R3], 1)
+# Where a plan stands
+
+
+@dataclass(frozen=True)
+class OpenBins:
+    """The image groups of the bins that are open between two windows."""
+
+    bins: tuple[tuple[ImageGroup, ...], ...] = ()
+
+    def without(self, first: int) -> "OpenBins":
+        """All but the first so many."""
+        return OpenBins(self.bins[first:])
+
+    @cached_property
+    def written(self) -> list[Any]:
+        """As JSON: the same at every step of a window."""
+        return [_written(bin) for bin in self.bins]
+
+    @staticmethod
+    def of(written: Sequence[Any]) -> "OpenBins":
+        return OpenBins(
+            tuple(
+                tuple(
+                    ImageGroup(epoch, window, tuple((source, shard, number) for source, shard, *numbers in runs for number in numbers))
+                    for epoch, window, groups in bin
+                    for runs in groups
+                )
+                for bin in written
+            )
+        )
+
+
+def _written(groups: Sequence[ImageGroup]) -> list[list[Any]]:
+    """[epoch, window, groups] for each stretch of one window; a group is [source, shard, rows ...] for each stretch of a shard."""
+    out: list[list[Any]] = []
+    for group in groups:
+        if not out or (group.epoch, group.window) != (out[-1][0], out[-1][1]):
+            out.append([group.epoch, group.window, []])
+        runs: list[list[int]] = []
+        for source, shard, number in group.rows:
+            if not runs or runs[-1][:2] != [source, shard]:
+                runs.append([source, shard])
+            runs[-1].append(number)
+        out[-1][2].append(runs)
+    return out
+
+
+@dataclass(frozen=True)
+class Position:
+    """A window, how many of its packs were given, and the bins that were open where it starts."""
+
+    cursors: tuple[Cursor, ...]  # where the window starts: of the pool of everything, or of each source's
+    number: int = 0  # windows before it
+    done: int = 0  # packs of the window that were given
+    bins: OpenBins = OpenBins()
+    digest: str | None = None  # of the window's plan, once it is made
+
+    def state(self) -> dict[str, Any]:
+        """The position as JSON. An image group is its rows, under the epoch and window that drew it."""
+        return {
+            "epoch": self.cursors[0].epoch,
+            "number": self.number,
+            "done": self.done,
+            "digest": self.digest,
+            "cursors": [asdict(cursor) for cursor in self.cursors],
+            "bins": self.bins.written,
+        }
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> "Position":
+        return Position(cursors_of(state), state["number"], state["done"], OpenBins.of(state["bins"]), state["digest"])
+
+
+def cursors_of(state: dict[str, Any]) -> tuple[Cursor, ...]:
+    """Where the window of a state starts."""
+    return tuple(Cursor(**cursor) for cursor in state["cursors"])
