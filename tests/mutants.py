@@ -920,6 +920,56 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/test_plan.py::test_ranks_that_plan_differently_stop",
         ),
     ],
+    "user code": [
+        (
+            "core/user_code.py",
+            'return f"{self.name} {digest_of(self.content)}"',
+            "return self.name",
+            "data/test_user_rows.py::test_a_changed_file_makes_a_new_index_and_is_told_on_resume",
+        ),
+        (
+            "core/user_code.py",
+            "str(folder.absolute() / Path(file).expanduser())",
+            "str(Path(file).expanduser())",
+            "core/test_user_code.py::test_paths_of_code_start_from_a_folder",
+        ),
+        (
+            "core/user_code.py",
+            "            line = traceback.tb_lineno\n",
+            "            line = line or traceback.tb_lineno\n",
+            "core/test_user_code.py::test_an_error_while_running_has_the_last_line_of_the_file",
+        ),
+        (
+            "data/reader.py",
+            "own = any(rows.layout.code for rows in validation)",
+            "own = False",
+            "data/test_user_rows.py::test_a_changed_file_of_a_validation_source_is_told",
+        ),
+        (
+            "data/layouts/layouts.py",
+            'kind = None if self.code else ""',
+            'kind = ""',
+            "data/test_user_rows.py::test_a_row_on_which_the_function_fails_is_rejected_with_both_lines",
+        ),
+        (
+            "data/sources/sources.py",
+            "None if own else (*COLUMNS, *mapping.taken)",
+            "(*COLUMNS, *mapping.taken)",
+            "data/test_user_rows.py::test_every_column_of_a_table_is_given",
+        ),
+        (
+            "evals/metric.py",
+            "not isinstance(score, Real) or not 0 <= float(score) <= 1",
+            "not isinstance(score, Real)",
+            "train/test_user_code.py::test_a_metric_that_fails_stops_the_evaluation",
+        ),
+        (
+            "train/run.py",
+            'write_yaml(with_files(settings, lambda file: f"{CODE}/{Path(file).name}"))',
+            "write_yaml(settings)",
+            "train/test_user_code.py::test_a_run_folder_has_its_code_and_can_be_moved",
+        ),
+    ],
     "answers": [
         ("evals/metric.py", "answer.casefold().split()", "answer.split()", "evals/test_exact_match.py::test_what_counts_of_an_answer"),
         (

@@ -123,6 +123,15 @@ def test_a_changed_file_makes_a_new_index_and_is_told_on_resume(source: Source, 
     assert len(list((tmp_path / "run" / "index").glob("*/*"))) == 2 and made.exists()
 
 
+def test_a_changed_file_of_a_validation_source_is_told(source: Source, tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
+    data = Data(sources=(Source(path=source.path, layout=f"{tmp_path}/other.py:read"),), validation=(source,))
+    (tmp_path / "other.py").write_text(READ)
+    step = next(training_steps(reader_of(data, plain, rule, 0, tmp_path / "run"), Budget(64, 64), 1, 1))
+    (tmp_path / "mine.py").write_text(READ + "# more")
+    ((what, _),) = changes(reader_of(data, plain, rule, 0), Budget(64, 64), step.state)
+    assert what == "layout of validation"
+
+
 def test_workers_make_the_same_batches(source: Source, tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
     def batches(workers: int) -> list[Any]:
         data = Data(sources=(source,), workers=workers)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from eyeline.core.batch import Document, EncodedImage, Image, Message, Sample, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.image_rule import ImageRule
+from eyeline.core.recent import Recent
 from eyeline.data.images.image_files import medium_key
 from eyeline.data.images.patches import image_patches
 from eyeline.data.text.documents import prompt_of
@@ -19,7 +20,7 @@ class Prompts:
     def __init__(self, encoder: Encoder, rule: ImageRule | None):
         self.encoder = encoder
         self.rule = rule
-        self._images: dict[str, tuple[Image, ...]] = {}
+        self._images = Recent[str, tuple[Image, ...]]()
 
     def prompt(self, asked: Sample | Sequence[Message]) -> Document:
         """The conversation up to where its last answer begins. BadSample where its text or an image is unusable."""
@@ -34,8 +35,4 @@ class Prompts:
             what = "image" if isinstance(medium, EncodedImage) else "video"
             raise BadSample("image_without_tower", "image", f"{medium.name} is a {what}, and this model reads text only")
         key = medium_key(medium)
-        images = self._images.pop(key, None) or image_patches(medium, self.rule)
-        self._images[key] = images  # now the newest
-        if len(self._images) > KEPT:
-            del self._images[next(iter(self._images))]
-        return images
+        return self._images.get(key) or self._images.keep(key, image_patches(medium, self.rule), KEPT)
