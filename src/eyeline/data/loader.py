@@ -10,7 +10,7 @@ The plan never depends on who fetches it, so any number of ranks and workers giv
 plan stands: a window, how many of its packs were given, and the bins that were open where it starts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import astuple, dataclass, replace
 from typing import Any
