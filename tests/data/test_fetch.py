@@ -258,7 +258,7 @@ def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: 
     monkeypatch.setattr("eyeline.data.containers.container.time.sleep", waits.append)
     assert_same_steps(list(training_steps(open_reader(path, read_retries=2), BUDGET, 1, 1)), wanted)
     assert len(waits) == 18
-    with pytest.raises(StorageFailed, match="tried 2 times"):
+    with pytest.raises(StorageFailed, match="Tried 2 times"):
         list(training_steps(open_reader(path, read_retries=1), BUDGET, 1, 1))
 
 

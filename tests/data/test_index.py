@@ -329,7 +329,7 @@ def test_a_store_that_fails_now_and_then_changes_no_index(rows: Rows, plain: Enc
     assert all(same(opened(rows, plain, rule).shard(0, n), whole) for n, whole in enumerate(wanted))
     assert asked >= 7 * (rows.retries + 1)
     monkeypatch.setattr(read_shard, "size_of", fails(rows.retries + 1))
-    with pytest.raises(StorageFailed, match=f"tried {rows.retries + 1} times"):
+    with pytest.raises(StorageFailed, match=f"Tried {rows.retries + 1} times"):
         opened(rows, plain, rule).shard(0, 0)
 
 

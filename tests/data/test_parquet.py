@@ -219,7 +219,7 @@ def test_a_file_that_changes_or_a_store_that_fails_stops_the_run(tmp_path: Path,
 
     monkeypatch.setattr("eyeline.data.containers.container.os.pread", broken)
     monkeypatch.setattr("eyeline.data.containers.container.time.sleep", lambda _: None)
-    with pytest.raises(StorageFailed, match=r"could not read .*x\.parquet: Input/output error.*tried 4 times"):
+    with pytest.raises(StorageFailed, match=r"could not read .*x\.parquet: Input/output error.*Tried 4 times"):
         twin.read(place)
     monkeypatch.undo()
     parquet_file(tmp_path / "x.parquet", rows[:1])

@@ -83,9 +83,8 @@ def _refuse_to_draw(media: dict[str, list[EncodedImage | Video]], places: Counte
         there = _places_in(text for text, _ in said)[placeholder]
         if there and len(media[placeholder]) == places[placeholder] + there:
             why = f"{placeholder} is in an answer, where one of the row's {PLACEHOLDERS[placeholder]} would go, and an answer must be text"
-            raise BadSample(
-                "image_in_answer", said[0][1], f"{why}. Move it to the turn before, or write it as \\{placeholder} where it is text"
-            )
+            remedy = f"Move it to the turn before, or write it as \\{placeholder} where it is text"
+            raise BadSample("image_in_answer", said[0][1], f"{why}. {remedy}")
 
 
 def _counted(row: dict[str, Any], places: Counter[str], media: dict[str, list[EncodedImage | Video]], field: str) -> Media:
@@ -124,9 +123,8 @@ def _role(turn: dict[str, Any], ours: str, field: str) -> Role:
     if key not in turn:
         raise BadSample("role", field, f"the turn has no {key}, but {_keys(turn, key)}")
     if value in TOOL_ROLES:
-        raise BadSample(
-            "tool_turn", field, f"{value!r}: turns of tools are not supported. Drop such conversations, or write the turns as text"
-        )
+        remedy = "Drop such conversations, or write the turns as text"
+        raise BadSample("tool_turn", field, f"{value!r}: turns of tools are not supported. {remedy}")
     if not isinstance(value, str) or value not in ROLES:
         raise BadSample("role", field, f"got {shown(value)}, wanted one of {', '.join(ROLES)}")
     return ROLES[value]
@@ -210,9 +208,6 @@ def _keys(value: dict[str, Any], key: str) -> str:
     """What an object has in place of a key."""
     close = closest(key, list(value))
     return f"{', '.join(list(value)[:10]) or 'nothing'}" + (f". Rename {close}, or say columns: {{{key}: {close}}}" if close else "")
-
-
-# Layouts
 
 
 ROLES: dict[str, Role] = {
