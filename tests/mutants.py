@@ -550,6 +550,18 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "ranks": [
         (
+            "models/moe.py",
+            "load_E = sum_of_pack(load.tokens_NE)",
+            "load_E = load.tokens_NE",
+            "models/test_moe.py::test_ranks_that_share_a_pack_add_up_to_its_auxiliary_loss",
+        ),
+        (
+            "kernels/attention.py",
+            "return q_THK + (k_TGK.sum() + v_TGK.sum())",
+            "return q_THK.clone()",
+            "kernels/test_attention.py::test_no_rows_have_gradients_of_zeros_on_a_gpu_too",
+        ),
+        (
             "train/step.py",
             "supervised, device = data.counts.supervised,",
             "supervised, device = sum(batch.counts.supervised for batch in data.batches),",

@@ -213,3 +213,12 @@ def test_rocm_build_takes_no_untried_kernel(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "ROCm" in flash_obstacle(torch.bfloat16, 64, (9, 4))
     assert "ROCm" in grouped_obstacle(torch.bfloat16, (9, 4))
+
+
+def test_no_rows_have_gradients_of_zeros_on_a_gpu_too():
+    """Of a rank without images, whose kernels are not asked."""
+    q, k, v = (torch.empty(0, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    out_THK = attention._on_gpu(q, k, v, torch.zeros(1, dtype=torch.int32), 0, causal=False)
+    assert out_THK.shape == (0, 4, 8)
+    out_THK.sum().backward()
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))

@@ -9,7 +9,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from eyeline.core.batch import Batch, Budget
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models.layers import MLP
-from eyeline.models.moe import Aux, Bias, Experts, Forced, MoE, balance_loss, biases_of, move_biases, routers, set_balance
+from eyeline.models.moe import Aux, Bias, Experts, Forced, Load, MoE, balance_loss, biases_of, move_biases, routers, set_balance
 from eyeline.parallel.ranks import ONE_DEVICE
 from tests.models import parity
 from tests.models.cases.text import CASES
@@ -157,3 +157,24 @@ def test_router_computes_in_float32():
     chosen_TA, weight_TA, _ = moe.router(torch.ones(1, 8, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bool))
     assert chosen_TA.tolist() == [[1]]
     assert weight_TA.dtype == torch.bfloat16
+
+
+def test_ranks_that_share_a_pack_add_up_to_its_auxiliary_loss():
+    """Each has some of the rows: choices and tokens are the pack's, probabilities its own. The loss is linear in those."""
+    generator = torch.Generator().manual_seed(0)
+    probability_LTE = torch.randn(3, 11, 5, generator=generator).softmax(-1).requires_grad_()
+    chosen_LTA = torch.randint(0, 5, (3, 11, 2), generator=generator)
+
+    def load(rows: slice) -> Load:
+        tokens_NE = torch.stack([chosen_TA[rows].flatten().bincount(minlength=5) for chosen_TA in chosen_LTA])
+        return Load(tokens_NE, probability_LTE[:, rows].sum(1))
+
+    whole = balance_loss(load(slice(None)), ONE_DEVICE.sum_of_pack)
+    parts, shares = [load(slice(0, 4)), load(slice(4, None))], []
+    for own in parts:
+        sums = {5 * 3: sum(part.tokens_NE for part in parts), 1: sum(part.mass_NE.detach().sum() for part in parts)}
+        shares.append(balance_loss(own, lambda x, sums=sums: sums[x.numel()]))
+    close(shares[0] + shares[1], whole, "loss")
+    [want] = torch.autograd.grad(whole, probability_LTE, retain_graph=True)
+    [got] = torch.autograd.grad(shares[0] + shares[1], probability_LTE)
+    close(got, want, "gradient")

@@ -62,7 +62,7 @@ class FakeRanks:
 
         with ThreadPoolExecutor(self.count) as pool:
             done = [pool.submit(guarded, rank) for rank in range(self.count)]
-        errors = [future.exception() for future in done if future.exception() is not None]
+        errors = [error for future in done if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):  # it only follows from another
             raise error
         return [future.result() for future in done]

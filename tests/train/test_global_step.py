@@ -97,7 +97,8 @@ class Compared:
         self.models = [model_of(case, by) for _ in range(3)]
         self.alone, *self.on_ranks = self.models
         self.fake = FakeRanks(self.on_ranks)
-        self.optimizers = [torch.optim.SGD(made.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1) for made in self.models]
+        how: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(made.parameters(), **how) for made in self.models]
 
     def run(self, name: str) -> tuple[Report, set[str]]:
         """Do one of the `layouts`: what the only rank reports, and the parameters that move."""

@@ -49,6 +49,8 @@ def packed_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor,
 
 
 def _on_gpu(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor, longest: int, causal: bool) -> Tensor:
+    if not len(q_THK):  # the tower of a rank without images: kernels need not take no rows, and every gradient must be there
+        return q_THK + (k_TGK.sum() + v_TGK.sum())
     if flash_obstacle(q_THK.dtype, q_THK.shape[2], capability_of(q_THK.device)) is None:
         return _varlen(q_THK, k_TGK, v_TGK, cu_S1, longest, causal)
     # as many key heads as query heads: PyTorch's memory-efficient kernel takes every dtype and GPU but no groups, and the one that
