@@ -1,6 +1,7 @@
 """Tokenizers and images that the tests of data share. Small, made here, no downloads."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,10 @@ from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.core.image_rule import ImageRule, Square
+from eyeline.data.files import stores
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder, train_bpe
+from tests.data.store import KEY, SECRET, Store, front, moto
 
 WORDS = (
     "You are Qwen, created by Alibaba Cloud. You are a helpful assistant. system user assistant what is the colour of this shape? "
@@ -57,3 +60,25 @@ def draw(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[int]:
+    with moto() as port:
+        yield port
+
+
+@pytest.fixture
+def store(server: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Store]:
+    """An empty bucket, and an environment that leads to it."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    with front(server, f"bucket{abs(hash(request.node.nodeid)):x}"[:60]) as made:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        stores._process.cache_clear()
+        yield made
+        stores._process.cache_clear()

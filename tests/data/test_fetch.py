@@ -88,14 +88,6 @@ def labelled(batch: Batch) -> dict[int, list[int]]:
     return {row: batch.labels_L[mask].tolist() for row, mask in inside.items()}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_same_tensors_from_any_number_of_workers(open_reader, tmp_path: Path, form: str) -> None:
-    path = FORMS[form](tmp_path, rows(23, {}))
-    alone = list(training_steps(open_reader(path), BUDGET, 2, 2))
-    assert len(flat(alone)) >= 8
-    assert_same_steps(list(training_steps(open_reader(path, workers=3, read_ahead=1), BUDGET, 2, 2)), alone)
-
-
 @pytest.mark.parametrize("form", ["tar"])
 def test_images_that_kill_decoders_are_rejected_and_nothing_else_changes(
     open_reader, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,30 +44,8 @@ from tests.data import store as bad
 from tests.data.container_files import TALK, archive, encoded
 from tests.data.llava_rows import BUDGET, ROWS, row
 from tests.data.same_batches import assert_same_steps
-from tests.data.store import KEY, SECRET, Fault, Store, answers, front, moto
+from tests.data.store import KEY, SECRET, Fault, Store, answers
 from tests.train.recipe import tiny_recipe
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with moto() as port:
-        yield port
-
-
-@pytest.fixture
-def store(server: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Store]:
-    """An empty bucket, and an environment that leads to it."""
-    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
-        monkeypatch.delenv(name)
-    with front(server, f"bucket{abs(hash(request.node.nodeid)):x}"[:60]) as made:
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        monkeypatch.setenv("AWS_REGION", "us-east-1")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-        stores._process.cache_clear()
-        yield made
-        stores._process.cache_clear()
 
 
 @pytest.fixture
@@ -500,7 +478,6 @@ def folder(tmp_path: Path, draw: Callable[..., Path]) -> Path:
     for n in range(9):
         draw(f"set/{n}.png", seed=n)
     (made / "rows.json").write_text(json.dumps(ROWS))
-    (made / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     (made / "tars").mkdir()
     for n in range(3):
         members = [(f"{n}{m}.{end}", data) for m in range(6) for end, data in (("jpg", encoded(6 * n + m)), ("json", TALK))]
@@ -511,36 +488,14 @@ def folder(tmp_path: Path, draw: Callable[..., Path]) -> Path:
     )
     (made / "pq").mkdir()
     parquet.write_table(table, made / "pq" / "x.parquet", row_group_size=7)
-    (made / "saved").mkdir()
-    ipc = pytest.importorskip("pyarrow.ipc")
-    with ipc.new_stream(str(made / "saved" / "data-00000.arrow"), table.schema) as stream:
-        stream.write_table(table, max_chunksize=6)
-    (made / "saved" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000.arrow"}]}))
-    (made / "saved" / "dataset_info.json").write_text("{}")
-    for n in range(6):
-        draw(f"set/table/{n}.png", seed=n)
-        draw(f"set/beside/{n}.png", seed=n)
-        (made / "beside" / f"{n}.txt").write_text(f"a dot {n}")
-    (made / "table" / "metadata.csv").write_text("file_name,caption\n" + "".join(f'{n}.png,"a dot, {n}"\n' for n in range(6)))
     return made
 
 
-SETS = ["rows.json", "rows.jsonl", "tars", "tars/*.tar", "pq", "saved", "table", "beside"]
+SETS = ["rows.json", "tars", "pq"]  # images in files, in parts of files, and in rows
 
 
 def reader(path: str, encoder: Encoder, rule: ImageRule, out: Path | None = None, images: str | None = None, **settings: Any) -> Reader:
     return reader_of(Data(sources=(Source(path=path, images=images),), max_reject_rate=1.0, **settings), encoder, rule, 0, out)
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_batches_are_those_of_files(folder: Path, store: Store, plain: Encoder, rule: ImageRule, name: str) -> None:
-    """And a run that began with files goes on in the store."""
-    store.put_folder(folder, "set")
-    here = list(training_steps(reader(f"{folder}/{name}", plain, rule), BUDGET, 1, 2))
-    assert len(here) > 3
-    there = reader(f"{store.url}/set/{name}", plain, rule)
-    assert_same_steps(list(training_steps(there, BUDGET, 1, 2)), here)
-    assert_same_steps(list(training_steps(there, BUDGET, 1, 2, here[1].state)), here[2:])
 
 
 @pytest.mark.parametrize("name", SETS)
