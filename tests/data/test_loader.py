@@ -23,10 +23,10 @@ from eyeline.core.image_rule import ImageRule
 from eyeline.data.counts import count_steps
 from eyeline.data.fetch import fetch
 from eyeline.data.images import patches
+from eyeline.data.images.image_files import hold_out_draw
 from eyeline.data.images.patches import Augment
 from eyeline.data.loader import check_rejects_at_end, training_steps
 from eyeline.data.plan.blend import Side
-from eyeline.data.plan.read_shard import hold_out_draw
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data, training_texts
 from eyeline.data.sources.sources import Source

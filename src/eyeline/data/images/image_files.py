@@ -6,15 +6,16 @@ import io
 import os
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from eyeline.core.batch import EncodedImage, Span, Video
+from eyeline.core.batch import EncodedImage, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.files import storage_failed
-from eyeline.core.locations import Remote
+from eyeline.core.locations import Location, Remote
 from eyeline.data.containers.container import File, number_of, span_file
 from eyeline.data.files import stores
 from eyeline.data.files.near import near_name, no_folder
@@ -181,3 +182,16 @@ def medium_key(medium: EncodedImage | Video) -> str:
     if isinstance(medium, EncodedImage):
         return image_key(medium)
     return "video:" + hashlib.sha256("\n".join(image_key(frame) for frame in medium.frames).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def hold_out_draw(names: Sequence[str]) -> float:
+    """A number from 0 to 1 that depends on the names of a row's images alone (on its id for text): the least of theirs, so that no
+    image is on both sides."""
+    return min(int.from_bytes(hashlib.sha256(("held out" + n).encode("utf-8", "surrogatepass")).digest()[:8], "big") for n in names) / 2**64
+
+
+def names_of(sample: Sample | BadSample, id: str, root: Location) -> list[str]:
+    """The names that decide what is held out: of images below the root, so that they are the same wherever the data is located."""
+    if isinstance(sample, BadSample):
+        return [id]
+    return [image_key(image).removeprefix(str(root)) for image in sample.images] or [id]

@@ -20,7 +20,7 @@ from eyeline.core.locations import Location, Remote, Stamp
 from eyeline.data.containers.container import number_of, persistent
 from eyeline.data.files import stores
 from eyeline.data.images.decode import size_of
-from eyeline.data.images.image_files import MAX_FILE_BYTES, frames_of, image_key, medium_key
+from eyeline.data.images.image_files import MAX_FILE_BYTES, frames_of, hold_out_draw, image_key, medium_key
 from eyeline.data.plan.shard_index import INSIDE, OWN, WHOLE, ShardIndex
 from eyeline.data.sources.sources import Place, Rows
 from eyeline.data.text.documents import Tokenised, answered, targeted, tokenised
@@ -29,19 +29,6 @@ from eyeline.data.text.tokenizer import Encoder
 LONGEST_MESSAGE = 400  # characters of a reject's message that are kept
 TOGETHER = 64  # rows are processed in batches: keeps caches warm, and overlaps requests to a store
 LOOKED_AT_ONCE = 16
-
-
-def hold_out_draw(names: Sequence[str]) -> float:
-    """A number from 0 to 1 that depends on the names of a row's images alone (on its id for text): the least of theirs, so that no
-    image is on both sides."""
-    return min(int.from_bytes(hashlib.sha256(("held out" + n).encode("utf-8", "surrogatepass")).digest()[:8], "big") for n in names) / 2**64
-
-
-def names_of(sample: Sample | BadSample, id: str, root: Location) -> list[str]:
-    """What `drawn` goes by: names below the root, so that it is the same wherever the data lies."""
-    if isinstance(sample, BadSample):
-        return [id]
-    return [image_key(image).removeprefix(str(root)) for image in sample.images] or [id]
 
 
 class _Row(NamedTuple):
