@@ -49,7 +49,7 @@ def test_bins_are_read_back(
 
     def steps(state: Any = None) -> list[Any]:
         found = training_steps(reader(), BUDGET, 2, None, state)
-        return [next(found) for _ in range(40 - (state["step"] if state else 0))]
+        return [next(found) for _ in range(24 - (state["step"] if state else 0))]
 
     whole = steps()
     for step in whole:
@@ -57,16 +57,16 @@ def test_bins_are_read_back(
         assert state == step.state  # plain JSON, as checkpoints want it
         assert Position.of(state).state().items() <= state.items()
     assert any(step.state["bins"] for step in whole)
-    for at in (7, 23):
+    for at in (5, 14):
         assert_same_steps(steps(json.loads(json.dumps(whole[at].state)) | {"step": at + 1}), whole[at + 1 :])
 
 
 def test_many_short_rows_are_a_small_state(tmp_path: Path, plain: Encoder) -> None:
-    lines = [row(f"{n}", answer="yes") for n in range(6000)]
+    lines = [row(f"{n}", answer="yes") for n in range(3500)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     reader = reader_of(Data(sources=(Source(path=str(tmp_path / "rows.jsonl")),)), plain, None, 0)
     steps = training_steps(reader, Budget(2048, 0), 1, None)
-    states = [next(steps).state for _ in range(80)]
+    states = [next(steps).state for _ in range(45)]
 
     def rows(state: dict[str, Any]) -> int:
         return sum(len(group.rows) for bin in Position.of(state).bins.bins for group in bin)
