@@ -27,7 +27,7 @@ from eyeline.data.plan.packing import packed
 from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe
-from eyeline.models import Config, Model, facts, llama, llava, qwen2, qwen3, qwen3_5, qwen3_5_vl, qwen3_vl, siglip2, text
+from eyeline.models import Config, Model, llama, llava, qwen2, qwen3, qwen3_5, qwen3_5_vl, qwen3_vl, siglip2, spec, text
 from eyeline.models.hf import mapping_of
 from eyeline.models.hf.forms import MediaTokens
 from eyeline.models.moe import Experts
@@ -88,7 +88,7 @@ def run(pairs: int = LEAST_PAIRS, names: Sequence[str] = tuple(CONFIGS), alone: 
     found: list[Fact] = []
     for name in names:
         c = CONFIGS[name]
-        rule = facts(c).image
+        rule = spec(c).image
         with tempfile.TemporaryDirectory() as folder:
             model = made(c, encoder, Path(folder))
             twin = peer.twin(Path(folder))
@@ -135,7 +135,7 @@ def made(c: Config, encoder: Encoder, folder: Path) -> Model:
     model = random_model(c)
     mapping = mapping_of(c)
     form = mapping.form(c)
-    write_folder(folder, renamed(weights(model, merged=True, dtype=torch.float32), mapping.keys(c, form)))
+    write_folder(folder, renamed(weights(model, merge=True, dtype=torch.float32), mapping.keys(c, form)))
     controls = encoder.controls
     tokens = MediaTokens(
         encoder.image_token, encoder.template.image, controls["<|video_pad|>"], controls["<|vision_start|>"], controls["<|vision_end|>"]

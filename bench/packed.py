@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from eyeline.core.errors import Refused
 from eyeline.core.step import step_alone
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.plan.packing import Bins, flushed, packed
-from eyeline.models import Config, Model, facts
+from eyeline.models import Config, Model
+from eyeline.models.shape import shape
 from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
 from eyeline.train.step import update
@@ -106,7 +108,7 @@ def run(pairs: int = LEAST_PAIRS, samples: int = SAMPLES) -> Result:
 def epoch(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed, int]:
     """Pack, lay out and train on every document once; the time, and the token slots used."""
     model.train()
-    optimizers = make_optimizers(model, facts(config), AdamW())
+    optimizers = make_optimizers(replace(shape(config), model=model), AdamW())
     set_learning_rates(optimizers, {"vision": LR, "projector": LR, "language": LR}, 1.0)
     watch = Stopwatch()
     slots = 0

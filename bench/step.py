@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Stopwatch, Timed, interleaved, needs_peers
@@ -10,7 +11,8 @@ from eyeline.core.batch import Document
 from eyeline.core.errors import Refused
 from eyeline.core.step import step_alone
 from eyeline.data.fetch.batches import batch_of
-from eyeline.models import Config, Model, facts
+from eyeline.models import Config, Model
+from eyeline.models.shape import shape
 from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
 from eyeline.train.step import update
@@ -72,7 +74,7 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
 def train(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed, list[float]]:
     """All steps in order; the time of those after the warm-up, and every loss."""
     model.train()
-    optimizers = make_optimizers(model, facts(config), AdamW())
+    optimizers = make_optimizers(replace(shape(config), model=model), AdamW())
     set_learning_rates(optimizers, {"vision": LR, "projector": LR, "language": LR}, 1.0)
     losses: list[float] = []
     watch = Stopwatch()

@@ -14,7 +14,8 @@ from eyeline.core.batch import IGNORE, Document, Grid, Image
 from eyeline.core.randomness import rng_for, torch_rng_for
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import train_bpe
-from eyeline.models import Config, Model, build, llava, qwen2, siglip2
+from eyeline.models import Config, Model, llava, qwen2, siglip2
+from eyeline.models.shape import build
 
 TEMPLATE = "plain"
 
@@ -65,7 +66,8 @@ def made(sized: Sized, folder: Path) -> tuple[Bundle, Model]:
 def random_model(c: Config) -> Model:
     """Of random weights, none of which is zero: zeros would hide a difference."""
     model = build(c, "cpu")
-    model.initialise(torch_rng_for(0, "bench weights"))
+    for part in model.children():
+        part.initialise(torch_rng_for(0, "bench weights"))  # type: ignore[operator]
     rng = torch_rng_for(0, "bench noise")
     with torch.no_grad():
         for parameter in model.parameters():

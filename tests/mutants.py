@@ -405,15 +405,15 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/test_plan.py::test_a_state_that_forgets_the_carried_bins_is_noticed",
         ),
         (
-            "train/loop.py",
+            "train/stage.py",
             "if checkpoint and state.step > 0:",
             "if checkpoint and state.step > 1:",
             "train/test_resume.py::test_stopped_and_resumed_is_bit_equal",
         ),
         (
             "train/loop.py",
-            "factor(stage.schedule, state.step, steps)",
-            "factor(stage.schedule, state.step + 1, steps)",
+            "factor(stage.schedule, state.step, begun.steps)",
+            "factor(stage.schedule, state.step + 1, begun.steps)",
             "train/test_metrics.py::test_each_step_has_its_rates_and_its_address",
         ),
         (
@@ -474,14 +474,14 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_experts.py::test_the_auxiliary_loss_moves_weights_by_its_gradient",
         ),
         (
-            "models/decoder.py",
-            "real_T = torch.arange(len(x_TD), device=x_TD.device) < batch.counts.real",
-            "real_T = torch.arange(len(x_TD), device=x_TD.device) >= 0",
+            "data/fetch/batches.py",
+            "real_T=torch.arange(slots) < real,",
+            "real_T=torch.arange(slots) >= 0,",
             "models/test_moe.py::test_load_counts_real_tokens_of_each_layer",
         ),
         (
             "train/loop.py",
-            "            check_rejects_at_end(reader, data.state)",
+            "            check_rejects_at_end(begun.reader, step.state)",
             "            pass",
             "train/test_rejects.py::test_run_whose_every_step_had_no_labels_ends_with_code_3",
         ),
@@ -524,9 +524,9 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_step.py::test_dropout_is_addressed_by_step_and_pack",
         ),
         (
-            "train/optim.py",
-            "model.get_parameter(name).ndim >= 2 and",
-            "model.get_parameter(name).ndim >= 1 and",
+            "models/layers.py",
+            "Traits(self.split, decays=False)",
+            "Traits(self.split)",
             "train/test_optim.py::test_decay_spares_norms_biases_and_embeddings",
         ),
         (
@@ -672,23 +672,64 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "what trains": [
         (
-            "train/trainable.py",
-            "parameter.requires_grad_(learns)",
-            "parameter.requires_grad_(True)",
+            "models/shape.py",
+            "requires_grad=entry.trains",
+            "requires_grad=True",
             "train/test_trainable.py::test_all_that_trains_changes_and_nothing_else",
         ),
         (
-            "train/trainable.py",
-            "if not learns and part in half and parameter.ndim > 1:",
-            "if part in half and parameter.ndim > 1:",
-            "train/test_trainable.py::test_a_model_that_is_only_adapted_is_never_whole_in_fp32",
+            "models/shape.py",
+            "and not learns and tensor.ndim > 1",
+            "and tensor.ndim > 1",
+            "models/test_shape.py::test_narrow_parts_store_frozen_matrices_in_the_dtype_that_they_compute_in",
         ),
-        ("train/trainable.py", "        merge(model)\n", "", "train/test_trainable.py::test_a_border_merges_what_it_does_not_go_on_with"),
+        (
+            "bundle/fill.py",
+            "if layer is not None and not keep_adapters:",
+            "if False:",
+            "train/test_trainable.py::test_a_border_merges_what_it_does_not_go_on_with",
+        ),
+        (
+            "bundle/fill.py",
+            "layer.initialise_adapter(rng)",
+            "pass",
+            "train/test_trainable.py::test_fresh_adapters_have_the_seed_of_their_part",
+        ),
+        (
+            "models/shape.py",
+            'traits.role == "weight" and not traits.exact',
+            'traits.role == "weight"',
+            "models/test_build.py::test_weights_cast_once_give_the_same_bits",
+        ),
+        (
+            "models/shape.py",
+            "partial=traits.split is None and any(",
+            "partial=any(",
+            "models/test_shape.py::test_splits_say_what_tensor_parallelism_needs",
+        ),
+        (
+            "models/lora.py",
+            "a, b = (self.split, None) if self.split == INPUTS else (None, self.split)",
+            "a, b = None, self.split",
+            "models/test_shape.py::test_splits_say_what_tensor_parallelism_needs",
+        ),
+        (
+            "core/plan.py",
+            "setattr(plan.model.get_submodule(path), leaf, tensor_of(plan.model, entry.tied_to))",
+            "pass",
+            "models/test_shape.py::test_ties_hold_where_memory_is_given",
+        ),
+        (
+            "checkpoint/pieces.py",
+            "if any(a.common(b) for a, b in combinations(boxes, 2)):",
+            "if False:",
+            "checkpoint/test_pieces.py::test_boxes_by_hand",
+        ),
         ("models/lora.py", "lora.alpha / lora.rank, lora.dropout", "lora.alpha, lora.dropout", "models/test_lora.py::test_equals_peft"),
         (
             "models/lora.py",
-            "adapted.scale * (adapted.lora_B @ adapted.lora_A)",
-            "(adapted.lora_B @ adapted.lora_A)",
+            "weight_OI.float() + scale * (b_Or",
+            "weight_OI.float() + (b_Or",
             "models/test_lora.py::test_merged_model_gives_the_same_logits_and_has_no_adapters",
         ),
         (
@@ -856,8 +897,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "bundle/exporting.py",
-            "x.float() + layer.scale * (layer",
-            "x.float() + (layer",
+            "layer.lora_B.detach(), layer.scale)",
+            "layer.lora_B.detach(), 1.0)",
             "bundle/test_exporting.py::test_adapters_are_merged_into_what_is_written_and_stay_on_the_model",
         ),
         (
@@ -915,8 +956,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/start.py",
-            "set(facts.blocks) - set(checkpointed(stage, facts))",
-            "set(facts.blocks)",
+            "set(blocks) - set(checkpointed(stage, blocks))",
+            "set(blocks)",
             "train/test_resume.py::test_memory_remedy_names_no_part_that_is_recomputed_already",
         ),
         (

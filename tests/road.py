@@ -14,13 +14,15 @@ from PIL import Image as Pillow
 
 import eyeline
 from eyeline.core.batch import Budget
+from eyeline.core.plan import materialise
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder, train_bpe
-from eyeline.models import build, facts, llava, qwen2, siglip2
+from eyeline.models import llava, qwen2, siglip2
+from eyeline.models.shape import shape
 from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.optim import AdamW, make_optimizers
 from eyeline.train.step import update
@@ -49,10 +51,12 @@ def modules_of_one_batch(folder: Path) -> list[str]:
         ),
     )
     data = Data(sources=(Source(path=str(written(folder))),))
-    model, about = build(config, "cpu"), facts(config)
+    plan = shape(config)
+    materialise(plan, "cpu")
+    model, about = plan.model, plan.spec
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    optimizers = make_optimizers(model, about, AdamW())
+    optimizers = make_optimizers(plan, AdamW())
     met: dict[str, None] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> None:

@@ -10,13 +10,14 @@ import torch
 from eyeline.checkpoint import store
 from eyeline.core.batch import Budget, Document, Grid, Image
 from eyeline.core.files import read_lines, write_json
+from eyeline.core.plan import PARTS, materialise
 from eyeline.data.fetch.batches import batch_of
 from eyeline.kernels import fla
 from eyeline.kernels.attention import packed_attention
 from eyeline.kernels.gated_delta import gated_delta_rule, gated_delta_rule_plain
 from eyeline.kernels.moe import grouped_swiglu, grouped_swiglu_plain
 from eyeline.kernels.self_test import _batch, fla_fault
-from eyeline.models import build
+from eyeline.models.shape import shape
 from eyeline.parallel.copies import on_device
 from eyeline.parallel.launch import machine
 from eyeline.train.environment import environment
@@ -127,13 +128,15 @@ def test_experts_without_rows_on_this_gpu() -> None:
 @torch.no_grad()
 def test_every_family_in_bf16_on_this_gpu(case: Case) -> None:
     """Logits near those of float32 on the CPU, by weights that were cast once. With experts, a rounded token may choose another one."""
-    exact, half = parity.randomised(case), build(case.config, DEVICE, compute_dtype=torch.bfloat16, cast_once=True)
+    exact, plan = parity.randomised(case), shape(case.config, trains={}, compute_dtype=torch.bfloat16, narrow=PARTS)
+    materialise(plan, DEVICE)
+    half = plan.model
     for name, p in half.named_parameters():
         p.copy_(exact.get_parameter(name))
     batch = batch_of(case.documents, None, next_tokens=True)
     want, got = exact.eval()(batch).out, half.eval()(batch.to(torch.device(DEVICE))).out.cpu()
     assert got.isfinite().all()
-    if case.facts.experts is None:
+    if case.spec.language.experts is None:
         assert (got - want).abs().max() <= case.half * want.abs().max()
 
 

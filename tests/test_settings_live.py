@@ -22,7 +22,7 @@ from eyeline.data.fetch.fetch import Fetch, PackToRead
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import train_bpe
 from eyeline.data.workers import Workers
-from eyeline.models import decoder, facts, siglip2
+from eyeline.models import decoder, siglip2, spec
 from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.study.evaluate import evaluate
@@ -179,7 +179,7 @@ def video(recipe: dict[str, Any], folder: Path) -> Any:
     """The size of a video's slices."""
     config = run_of(recipe | {"out": str(folder / "run")}, "recipe").model.config
     assert config is not None
-    rule = facts(config).image
+    rule = spec(config).image
     assert rule is not None
     return rule.slices(8, 40, 24)
 

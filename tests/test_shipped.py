@@ -22,10 +22,11 @@ from torch.nn import functional as F
 from transformers import SiglipVisionModel
 
 from eyeline.bundle.bundle import Bundle, open_bundle
+from eyeline.bundle.fill import load
 from eyeline.core.batch import Document
-from eyeline.core.facts import PARTS, part_of
 from eyeline.core.files import read_lines, read_object
-from eyeline.models import Model, build, facts, llava
+from eyeline.core.plan import PARTS, part_of
+from eyeline.models import Model, llava, spec
 from eyeline.recipes.read import read_recipe, shipped
 from eyeline.train.run import Adapted, Full, Run
 from tests.bundle.tiny import asked, our_logits
@@ -145,7 +146,7 @@ def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path
         assert bool(saved) is any(isinstance(stage.trains.get("projector"), Full) for stage in run.stages)
 
     bundle, model = loaded(folder)
-    document = asked(bundle, facts(bundle.config).image, tmp_path, size=24)
+    document = asked(bundle, spec(bundle.config).image, tmp_path, size=24)
     assert len(document.images) >= 2
     ours, theirs = our_logits(model, document), their_logits(tmp_path / "exported", bundle, document)
     assert (ours - theirs).abs().max() / theirs.abs().max() < 5e-5
@@ -209,21 +210,19 @@ def learned(folder: Path, run: Run) -> None:
 def loaded(folder: Path) -> tuple[Bundle, Model]:
     """In float32, adapters merged."""
     found = open_bundle(folder)
-    model = build(found.bundle.config, "cpu")
-    found.load(model)
+    model = load(found, "cpu").model
     return found.bundle, model.eval()
 
 
 def changed(before: tuple[Bundle, Model], after: tuple[Bundle, Model], run: Run) -> None:
     """Weights that were to learn are others now, and all that were not are what they were, in bfloat16 where that is kept."""
-    stated = facts(before[0].config)
     how = {part: [stage.trains[part] for stage in run.stages if part in stage.trains] for part in PARTS}
     old, new = dict(before[1].named_parameters()), dict(after[1].named_parameters())
     assert old.keys() == new.keys()
     for name, x in old.items():
         layer, _, leaf = name.rpartition(".")
         linear = leaf == "weight" and isinstance(before[1].get_submodule(layer), nn.Linear)
-        learns = any(isinstance(trained, Full) or (linear and _adapts(trained, layer)) for trained in how[part_of(stated, name)])
+        learns = any(isinstance(trained, Full) or (linear and _adapts(trained, layer)) for trained in how[part_of(name)])
         kept = torch.equal(new[name], x) or torch.equal(new[name], x.bfloat16().float())
         assert kept != learns, f"{name}: {'unchanged' if kept else 'changed'}, contrary to the recipe"
 

@@ -309,15 +309,13 @@ def export(
     from eyeline.bundle.bundle import open_bundle
     from eyeline.bundle.exporting import DTYPES
     from eyeline.bundle.exporting import export as write
-    from eyeline.models import build
+    from eyeline.bundle.fill import load
 
     found = open_bundle(model, checkpoint.value)
     stored = "bf16" if found.in_bf16() else "fp32"
-    made = build(found.bundle.config, "cpu", DTYPES[stored])
-    found.load(made, keep_adapters=True)
     write(
         found.bundle,
-        made,
+        load(found, "cpu", dtype=DTYPES[stored], keep_adapters=True).model,
         folder,
         form=form.value,
         adapter=adapter,

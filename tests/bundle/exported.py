@@ -13,15 +13,17 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from eyeline.bundle.bundle import Bundle
 from eyeline.core.batch import Document
-from eyeline.core.facts import PARTS, Part
+from eyeline.core.plan import PARTS, Part
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import load_tokenizer, save_tokenizer, train_bpe
-from eyeline.models import Model, build, facts
+from eyeline.models import Model, spec
 from eyeline.models.hf import mapping_of
-from eyeline.models.lora import LoRA, wrap
+from eyeline.models.lora import LoRA
+from eyeline.models.shape import build
 from tests.models.cases import ALL
 from tests.models.parity import IMAGE_TOKEN, Case, randomise
+from tests.planned import adapt
 
 ROWS = 320  # the cases' own vocabularies are too small for a tokenizer
 VIDEO_TOKEN = IMAGE_TOKEN + 1
@@ -82,9 +84,9 @@ def close(got: Tensor, want: Tensor, bound: float = 5e-5) -> None:
 
 def adapted(bundle: Bundle, without: tuple[Part, ...] = ("projector",)) -> Model:
     model = random_model(bundle)
-    stated = facts(bundle.config)
+    stated = spec(bundle.config)
     for i, part in enumerate(part for part in PARTS if part in stated.parts and part not in without):
-        wrap(model, stated, part, LoRA(rank=2 + i, alpha=3, targets="all-linear"), torch.Generator().manual_seed(i))
+        adapt(model, stated, part, LoRA(rank=2 + i, alpha=3, targets="all-linear"), torch.Generator().manual_seed(i))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_B"):

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from eyeline.bundle.bundle import Bundle, describe, open_bundle, read_description
+from eyeline.bundle.fill import load
 from eyeline.checkpoint import store
+from eyeline.checkpoint.pieces import whole
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Part
+from eyeline.core.plan import Part
 from eyeline.models import llava
-from eyeline.models.lora import LoRA, LoRALinear, adapters, merge, wrap
+from eyeline.models.lora import LoRA, LoRALinear, adapters
 from tests.bundle.tiny import asked, built, imported, our_logits, tokenizer
+from tests.planned import adapt, merged
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ LORA: dict[Part, LoRA] = {
 def trained(bundle: Bundle, seed: int, lora: dict[Part, LoRA]) -> llava.Model:
     model = built(bundle, seed)
     for part, settings in lora.items():
-        wrap(model, llava.facts(bundle.config), part, settings, torch.Generator().manual_seed(seed))
+        adapt(model, llava.spec(bundle.config), part, settings, torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_B"):
@@ -47,12 +50,20 @@ def save(
     tensors = {n: x.bfloat16() if half and n.startswith("vision.") else x for n, x in model.named_parameters()}
     learns = {n for n in tensors if "lora_" in n or n.startswith("projector.")}
     files = {
-        "model": {n: x for n, x in tensors.items() if n in learns},
-        "frozen": {n: x for n, x in tensors.items() if n not in learns},
-        "optimizer": {"state/0": torch.zeros(3)},
+        "model": whole({n: x for n, x in tensors.items() if n in learns}),
+        "frozen": whole({n: x for n, x in tensors.items() if n not in learns}),
+        "optimizer": whole({"state/0": torch.zeros(3)}),
     }
     state = {"lora": {part: settings.model_dump(mode="json") for part, settings in lora.items()}, "stage": 0}
-    store.save(run / "checkpoints", run=run_id, step=seed, files=files, state=state, save_total_limit=9, best=best)
+    store.save(
+        run / "checkpoints",
+        run=run_id,
+        step=seed,
+        files=files,
+        state=state,
+        save_total_limit=9,
+        best=best,
+    )
     return model
 
 
@@ -63,7 +74,7 @@ def a_run(folder: Path, bundle: Bundle) -> Path:
 
 
 def logits(model: llava.Model, bundle: Bundle, folder: Path) -> torch.Tensor:
-    return our_logits(model, asked(bundle, llava.facts(bundle.config).image, folder))
+    return our_logits(model, asked(bundle, llava.spec(bundle.config).image, folder))
 
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["plain", "adapters"])
@@ -75,22 +86,20 @@ def test_a_run_is_opened_at_its_newest_or_best_checkpoint(parts: tuple[Path, Bun
         assert opened.form is None
         assert opened.checkpoint is not None
         assert opened.checkpoint.step == seed
-        model = built(opened.bundle)
-        opened.load(model)
-        assert adapters(model) == []
+        model = load(opened, "cpu").model
+        assert not adapters(model)
         want = logits(saved[seed], parts[1], tmp_path)
         torch.testing.assert_close(logits(model, parts[1], tmp_path), want, rtol=1e-4, atol=1e-4)
-        merge(saved[seed])
-        assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in saved[seed].named_parameters())
+        want = merged(saved[seed], parts[1].config)
+        assert all(torch.equal(x, want.get_parameter(name)) for name, x in model.named_parameters())
 
 
 def test_adapters_may_stay_beside_the_weights(parts: tuple[Path, Bundle], tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", parts[1])
     saved = save(run, parts[1], 4, LORA)
     opened = open_bundle(run)
-    model = built(opened.bundle)
-    opened.load(model, keep_adapters=True)
-    assert adapters(model) == adapters(saved)
+    model = load(opened, "cpu", keep_adapters=True).model
+    assert adapters(model).keys() == adapters(saved).keys()
     assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in saved.named_parameters())
     layer = model.get_submodule("language.blocks.0.attn.q")
     assert isinstance(layer, LoRALinear)
@@ -102,8 +111,7 @@ def test_parts_that_were_kept_in_half_precision_widen(parts: tuple[Path, Bundle]
     run = a_run(tmp_path / "run", parts[1])
     saved = save(run, parts[1], 4, {}, half=True)
     opened = open_bundle(run)
-    model = built(opened.bundle)
-    opened.load(model)
+    model = load(opened, "cpu").model
     assert torch.equal(model.vision.norm.weight, saved.vision.norm.weight.bfloat16().float())
     assert torch.equal(model.projector.up.weight, saved.projector.up.weight)
 
@@ -133,7 +141,7 @@ def test_a_checkpoint_of_another_shape_is_refused(parts: tuple[Path, Bundle], tm
     describe(other, run / "model")
     opened = open_bundle(run)
     with pytest.raises(Refused, match=r"language\.blocks\.0\.mlp\.down\.weight is \[24, 40\]"):
-        opened.load(built(opened.bundle))
+        load(opened, "cpu")
 
 
 # ---- descriptions

@@ -22,12 +22,14 @@ from transformers import (
 
 from eyeline.bundle.bundle import Bundle, describe, open_bundle, read_description
 from eyeline.bundle.exporting import export, weights
+from eyeline.bundle.fill import load
 from eyeline.bundle.importing import import_model
 from eyeline.core.batch import Document
 from eyeline.core.errors import Refused
 from eyeline.models import hf, llava
-from eyeline.models.lora import LoRA, merge, wrap
+from eyeline.models.lora import LoRA, LoRALinear
 from tests.bundle.tiny import CONVERSATION, FORMS, asked, built, drawing, imported, our_logits, save_language, save_vision
+from tests.planned import adapt
 
 TOWERS = [("llava", "", "vision_tower."), ("lfm2_vl", "", "model.vision_tower."), ("parts", "vision", "")]
 SIZE = 40  # pixels of the images that are asked about: another size than the tower's, so that they are resized
@@ -78,7 +80,7 @@ def their_logits(folder: Path, form: str, bundle: Bundle, document: Document, mo
 
 
 def compare(folder: Path, form: str, bundle: Bundle, model: llava.Model, scratch: Path, their_model: nn.Module | None = None) -> None:
-    document = asked(bundle, llava.facts(bundle.config).image, scratch, SIZE)
+    document = asked(bundle, llava.spec(bundle.config).image, scratch, SIZE)
     close(their_logits(folder, form, bundle, document, their_model), our_logits(model, document))
 
 
@@ -96,8 +98,7 @@ def test_transformers_computes_the_same_and_a_second_export_is_the_same_file_for
     assert opened.form.name == form
     assert opened.bundle.config == bundle.config
     assert opened.bundle.template == bundle.template
-    again = built(opened.bundle)
-    opened.load(again)
+    again = load(opened, "cpu").model
     assert (again.language.head.weight is again.language.embed.weight) is tied
     export(opened.bundle, again, tmp_path / "two")
     files = {p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*") if p.is_file()}
@@ -202,10 +203,10 @@ def test_an_export_in_bf16_rounds_each_weight_once(made: dict, tmp_path: Path) -
 
 
 def adapted(bundle: Bundle) -> llava.Model:
-    model, facts, rng = built(bundle, seed=3), llava.facts(bundle.config), torch.Generator().manual_seed(4)
-    wrap(model, facts, "language", LoRA(rank=3, alpha=6, targets=("q_proj", "v_proj", "down_proj")), rng)
-    wrap(model, facts, "vision", LoRA(rank=2, alpha=5, targets="all-linear"), rng)
-    wrap(model, facts, "projector", LoRA(rank=2, alpha=2, targets=("up_proj",)), rng) if bundle.config.projector.norm else None
+    model, spec, rng = built(bundle, seed=3), llava.spec(bundle.config), torch.Generator().manual_seed(4)
+    adapt(model, spec, "language", LoRA(rank=3, alpha=6, targets=("q_proj", "v_proj", "down_proj")), rng)
+    adapt(model, spec, "vision", LoRA(rank=2, alpha=5, targets="all-linear"), rng)
+    adapt(model, spec, "projector", LoRA(rank=2, alpha=2, targets=("up_proj",)), rng) if bundle.config.projector.norm else None
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_B"):
@@ -218,15 +219,18 @@ def test_adapters_are_merged_into_what_is_written_and_stay_on_the_model(made: di
     bundle = made[form, True]
     model = adapted(bundle)
     before = {name: x.clone() for name, x in model.named_parameters()}
+    trains = {name: x.requires_grad for name, x in model.named_parameters()}
     export(bundle, model, tmp_path / "out")
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], x) and after[name].requires_grad for name, x in before.items())
+    assert all(torch.equal(after[name], x) and after[name].requires_grad == trains[name] for name, x in before.items())
     compare(tmp_path / "out", form, bundle, model, tmp_path)
     written = dict(weights(model, True, torch.float32))
-    merge(model)
-    assert written.keys() == dict(model.named_parameters()).keys()
-    assert all(torch.equal(written[name], x) for name, x in model.named_parameters())
+    assert written.keys() == dict(built(bundle).named_parameters()).keys()
+    for name, x in written.items():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        update = layer.scale * (layer.lora_B @ layer.lora_A) if isinstance(layer, LoRALinear) and name.endswith(".weight") else 0
+        assert torch.equal(x, layer.get_parameter(name.rpartition(".")[2]) + update), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -237,7 +241,7 @@ def test_peft_loads_the_adapter_on_the_exported_base(made: dict, tmp_path: Path,
     export(bundle, model, tmp_path / "out", adapter=True)
     cls = LlavaForConditionalGeneration if form == "llava" else Lfm2VlForConditionalGeneration
     base = cls.from_pretrained(tmp_path / "out" / "base", attn_implementation="eager")
-    document = asked(bundle, llava.facts(bundle.config).image, tmp_path, SIZE)
+    document = asked(bundle, llava.spec(bundle.config).image, tmp_path, SIZE)
     plain = their_logits(tmp_path / "out" / "base", form, bundle, document, base)
     theirs = PeftModel.from_pretrained(base, str(tmp_path / "out" / "adapter"))
     compare(tmp_path / "out" / "base", form, bundle, model, tmp_path, theirs)
@@ -342,8 +346,7 @@ def test_a_folder_of_transformers_own_making_is_opened(made: dict, tmp_path: Pat
     AutoProcessor.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     opened = open_bundle(tmp_path / "theirs")
     assert opened.bundle.config == bundle.config
-    again = built(opened.bundle)
-    opened.load(again)
+    again = load(opened, "cpu").model
     assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in again.named_parameters())
 
 
@@ -361,8 +364,7 @@ def test_tower_names_are_the_hubs_and_those_of_transformers_5_are_read(
     short = {name.replace("vision_model.", ""): x for name, x in hub.items()}
     for names, head in ((hub, "vision_model.head.probe"), (short, "head.probe")):
         save_file(names | {prefix + head: torch.zeros(1)}, file)
-        again = built(bundle)
-        open_bundle(tmp_path / "out").load(again)
+        again = load(open_bundle(tmp_path / "out"), "cpu").model
         assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in again.named_parameters())
 
 
@@ -373,8 +375,7 @@ def test_the_vocabulary_grows_with_the_tokenizer_and_the_export_follows(tmp_path
     language = save_language(tmp_path / "l", rows=len(small), tok=small)
     bundle = import_model(save_vision(tmp_path / "v"), language, tmp_path / "m", template="qwen2.5", feature_norm=False)
     opened = open_bundle(tmp_path / "m")
-    model = built(opened.bundle)
-    opened.load(model)
+    model = load(opened, "cpu").model
     assert len(model.language.embed.weight) == 320  # 291 tokens, a multiple of 64
     export(opened.bundle, model, tmp_path / "out")
     compare(tmp_path / "out", "llava", bundle, model, tmp_path)
@@ -396,9 +397,8 @@ def test_a_tied_export_may_hold_its_head_too_if_it_is_the_same(made: dict, tmp_p
     stored = load_file(file)
     embedding = stored["language_model.model.embed_tokens.weight"]
     save_file(stored | {"language_model.lm_head.weight": embedding.clone()}, file)
-    again = built(bundle)
-    open_bundle(tmp_path / "out").load(again)
+    again = load(open_bundle(tmp_path / "out"), "cpu").model
     assert torch.equal(again.language.head.weight, embedding)
     save_file(stored | {"language_model.lm_head.weight": embedding + 1}, file)
     with pytest.raises(Refused, match="with different values"):
-        open_bundle(tmp_path / "out").load(again)
+        load(open_bundle(tmp_path / "out"), "cpu")

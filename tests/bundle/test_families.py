@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export
+from eyeline.bundle.fill import load
 from eyeline.bundle.importing import import_whole
 from eyeline.generate.generate import generate
 from eyeline.generate.sampling import Sampling
-from eyeline.models import build, facts
+from eyeline.models import spec
 from tests.bundle.exported import PARTED, WHOLE, Exported, adapted, bundle_of, close, our_logits
 from tests.models.parity import Case
 
@@ -62,8 +63,7 @@ def test_out_and_back(case: Case, exported: Callable[[Case], Exported], tmp_path
     same_files(out, tmp_path / "in")
     opened = open_bundle(tmp_path / "in")
     assert (opened.bundle.config, opened.bundle.template) == (taken.config, "qwen2.5")
-    again = build(opened.bundle.config, "cpu")
-    opened.load(again)
+    again = load(opened, "cpu").model
     assert all(torch.equal(x, dict(again.named_parameters())[name]) for name, x in model.named_parameters())
     assert not any(x.dtype != torch.float32 for x in again.parameters())
 
@@ -88,8 +88,7 @@ def test_parts_out_and_back(case: Case, exported: Callable[[Case], Exported], tm
     made = exported(case)
     opened = open_bundle(made.folder)
     assert opened.bundle.config == made.bundle.config
-    again = build(opened.bundle.config, "cpu")
-    opened.load(again)
+    again = load(opened, "cpu").model
     assert all(torch.equal(x, dict(again.named_parameters())[name]) for name, x in made.model.named_parameters())
     export(opened.bundle, again, tmp_path / "again", max_shard_bytes=20_000)
     names = [str(p.relative_to(made.folder)) for p in made.folder.rglob("*") if p.is_file()]
@@ -108,7 +107,7 @@ def test_adapters(case: Case, tmp_path: Path) -> None:
     export(bundle, model, tmp_path / "apart", adapter=True)
     base = loaded(tmp_path / "apart" / "base")
     plain = their_logits(base, case)
-    if "projector" in facts(bundle.config).parts:  # the adapter brings it: training began with another
+    if "projector" in spec(bundle.config).parts:  # the adapter brings it: training began with another
         with torch.no_grad():
             for name in json.loads((tmp_path / "apart" / "adapter" / "adapter_config.json").read_text())["modules_to_save"]:
                 for p in base.get_submodule(name).parameters():
@@ -121,7 +120,7 @@ def test_adapters(case: Case, tmp_path: Path) -> None:
 def test_answers_are_those_of_transformers(case: Case, exported: Callable[[Case], Exported]) -> None:
     made = exported(case)
     twin, limit = loaded(made.folder), 7
-    ours = generate(made.model, facts(made.bundle.config), case.documents, Sampling(max_new_tokens=limit), [])
+    ours = generate(made.model, spec(made.bundle.config), case.documents, Sampling(max_new_tokens=limit), [])
     for answer, document in zip(ours, case.documents, strict=True):
         inputs = case.inputs(document)
         theirs = twin.generate(
@@ -147,8 +146,8 @@ def test_tensors_that_are_not_read_are_said_once(
     import_whole(tmp_path / "hub", tmp_path / "in")
     assert capsys.readouterr().out.count(said) == 1
     opened = open_bundle(tmp_path / "hub")
-    opened.load(build(opened.bundle.config, "cpu"))
+    load(opened, "cpu")
     assert capsys.readouterr().out == said
     opened = open_bundle(tmp_path / "in")
-    opened.load(build(opened.bundle.config, "cpu"))
+    load(opened, "cpu")
     assert capsys.readouterr().out == ""

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, SiglipVisionModel
 
 from eyeline.bundle.bundle import open_bundle, recognised
+from eyeline.bundle.fill import load
 from eyeline.bundle.importing import import_model, import_whole
 from eyeline.core.batch import Message, Text
 from eyeline.core.errors import Refused
 from eyeline.data.text.templates import QWEN_SYSTEM, TEMPLATES
 from eyeline.generate.prompts import Prompts
-from eyeline.models import facts, hf, llava
+from eyeline.models import hf, llava, spec
 from eyeline.models.hf import mapping_of
 from tests.bundle.tiny import ROWS, SIDE, asked, built, our_logits, randomise, save_language, save_vision, tokenizer, without_image_token
 from tests.command import Command
@@ -65,8 +66,7 @@ def test_every_tensor_is_kept_as_it_was_stored(hub: Path, tmp_path: Path, vision
 
     opened = open_bundle(tmp_path / "model")
     assert (opened.form and opened.form.name, opened.bundle.config, opened.bundle.template) == ("parts", bundle.config, "qwen2.5")
-    model = built(opened.bundle)
-    opened.load(model)
+    model = load(opened, "cpu").model
     assert torch.equal(model.language.head.weight, after.get("lm_head.weight", after["model.embed_tokens.weight"]).float())
 
 
@@ -84,7 +84,7 @@ def test_settings_of_the_tower_and_its_images_come_along(hub: Path, tmp_path: Pa
     vision = bundle.config.vision
     assert (vision.resample, vision.mean, vision.std, vision.eps) == ("bilinear", (0.5, 0.4, 0.6), (0.5, 0.3, 0.25), 1e-5)
     assert bundle.config.language.max_positions == 512
-    rule = llava.facts(bundle.config).image
+    rule = llava.spec(bundle.config).image
     assert rule is not None
     assert rule.units(7, 9)[0].tokens == 4
 
@@ -443,7 +443,7 @@ def test_tiles_bring_their_marks(hub: Path, tmp_path: Path) -> None:
     import_model(hub / "siglip", hub / "tied", tmp_path / "model", tiles=5)
     opened = open_bundle(tmp_path / "model")
     assert opened.form == hf.llava.PARTS
-    encoder, rule = opened.bundle.encoder(), facts(opened.bundle.config).image
+    encoder, rule = opened.bundle.encoder(), spec(opened.bundle.config).image
     document = asked(opened.bundle, rule, tmp_path, size=2 * SIDE)
     assert len(document.images) == 10  # of two images
     text = encoder.decode(document.tokens_T.tolist(), special=True)

@@ -11,12 +11,13 @@ import transformers
 from torch import Tensor
 
 from eyeline.bundle.bundle import open_bundle
+from eyeline.bundle.fill import load
 from eyeline.bundle.transplant import spread, transplant, transplanted
 from eyeline.core.batch import Document, EncodedImage, Grid, Image, Message, Text
 from eyeline.core.errors import Refused
 from eyeline.data.fetch.batches import batch_of
 from eyeline.generate.prompts import Prompts
-from eyeline.models import build, facts, qwen3, qwen_vision, qwen_vl, siglip2
+from eyeline.models import qwen3, qwen_vision, qwen_vl, siglip2, spec
 from tests.bundle.tiny import PATCH, SIDE, drawing, randomise, save_language, save_qwen3, save_vision
 from tests.command import Command
 
@@ -65,8 +66,7 @@ def save_naflex(folder: Path) -> Path:
 
 def opened(folder: Path) -> qwen_vl.Model:
     found = open_bundle(folder)
-    model = build(found.bundle.config, "cpu")
-    found.load(model)
+    model = load(found, "cpu").model
     assert isinstance(model, qwen_vl.Model)
     return model.eval()
 
@@ -160,7 +160,7 @@ def test_a_conversation_is_read_as_transformers_reads_it(folders, tmp_path):
         Message("assistant", (Text("A circle."),)),
         Message("user", (Text("And here? "), second)),
     )
-    d = Prompts(found.bundle.encoder(), facts(found.bundle.config).image).prompt(asked)
+    d = Prompts(found.bundle.encoder(), spec(found.bundle.config).image).prompt(asked)
     got_TV = opened(folder)(replace(batch_of([replace(d, labels_T=np.zeros_like(d.tokens_T))], None), labels_L=None)).out
 
     prepared = transformers.AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt")

@@ -28,7 +28,8 @@ from eyeline.data.fetch.batches import batch_of
 from eyeline.data.text.templates import TEMPLATES, Template
 from eyeline.data.text.tokenizer import train_bpe
 from eyeline.generate.prompts import Prompts
-from eyeline.models import build, llava
+from eyeline.models import llava
+from eyeline.models.shape import build
 
 SIDE, PATCH, ROWS = 16, 4, 384  # pixels, pixels, rows of the embedding: more than the tokenizer uses
 TEXTS = ["What shape is in the image? A circle.", "Which colour has the square? It is blue.", "how many corners has it, three?"] * 3

@@ -13,23 +13,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from eyeline.checkpoint import store
+from eyeline.checkpoint.pieces import Piece, whole
 from eyeline.core.errors import StorageFailed
 from tests.checkpoint.faults import FAILED, KILLED, WELL, arm, in_child, kill_me
 
 FROZEN = torch.arange(12.0).reshape(3, 4)
 
 
-def content(step: int) -> dict[str, dict[str, Tensor]]:
-    return {"model": {f"w{i}": torch.full((50,), float(step + i)) for i in range(3)}, "frozen": {"tower": FROZEN}}
+def content(step: int) -> dict[str, list[Piece]]:
+    return {"model": whole({f"w{i}": torch.full((50,), float(step + i)) for i in range(3)}), "frozen": whole({"tower": FROZEN})}
 
 
 def save(folder: Path, step: int, save_total_limit: int = 1, best: bool = False) -> Path:
     words = {"frozen": "stage 0"}
     return store.save(
-        folder, run="r", step=step, files=content(step), state={"step": step}, save_total_limit=save_total_limit, best=best, fixed=words
+        folder,
+        run="r",
+        step=step,
+        files=content(step),
+        state={"step": step},
+        save_total_limit=save_total_limit,
+        best=best,
+        fixed=words,
     )
 
 
@@ -39,7 +46,7 @@ def check_whole(folder: Path, allowed: set[int]) -> int:
     assert found is not None
     assert found.step in allowed
     assert found.state == {"step": found.step}
-    wanted = {k: v for held in content(found.step).values() for k, v in held.items()}
+    wanted = {k: v for held in content(found.step).values() for k, v, *_ in held}
     loaded = found.load(*found.names())
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[k], v) for k, v in wanted.items())

@@ -1,9 +1,8 @@
 """Checkpoints: what was saved is what is loaded, what is damaged is refused by name, and the last good one is never lost."""
 
-import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eyeline.checkpoint import store
+from eyeline.checkpoint.pieces import Piece, whole
 from eyeline.core.errors import Refused
 
 Capture = pytest.CaptureFixture[str]
@@ -24,9 +24,21 @@ def sets(step: int) -> dict[str, dict[str, Tensor]]:
     }
 
 
+def held(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[Piece]]:
+    return {name: whole(tensors) for name, tensors in files.items()}
+
+
 def save(folder: Path, step: int, *, run: str = "run", save_total_limit: int = 9, best: bool = False) -> Path:
     state = {"step": step, "loader": {"epoch": 1, "bins": [[1, 2], []]}, "x": 0.1 + step}
-    return store.save(folder, run=run, step=step, files=sets(step), state=state, save_total_limit=save_total_limit, best=best)
+    return store.save(
+        folder,
+        run=run,
+        step=step,
+        files=held(sets(step)),
+        state=state,
+        save_total_limit=save_total_limit,
+        best=best,
+    )
 
 
 def steps(folder: Path) -> list[int]:
@@ -52,7 +64,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 def test_saving_touches_nothing_that_it_saves(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4).T.requires_grad_(), "b": torch.randn(4)[::2]}
     before = {k: (v.data_ptr(), v.requires_grad, v.clone()) for k, v in tensors.items()}
-    store.save(tmp_path, run="r", step=1, files={"model": tensors}, state={}, save_total_limit=1)
+    store.save(tmp_path, run="r", step=1, files={"model": whole(tensors)}, state={}, save_total_limit=1)
     for k, v in tensors.items():
         assert (v.data_ptr(), v.requires_grad) == before[k][:2]
         assert torch.equal(v, before[k][2])
@@ -285,7 +297,15 @@ def frozen() -> dict[str, Tensor]:
 
 def save_frozen(folder: Path, step: int, frozen: dict[str, Tensor], word: str = "stage 0", save_total_limit: int = 9) -> Path:
     files = {"model": {"a": torch.tensor(step)}, "frozen": frozen}
-    return store.save(folder, run="run", step=step, files=files, state={}, save_total_limit=save_total_limit, fixed={"frozen": word})
+    return store.save(
+        folder,
+        run="run",
+        step=step,
+        files=held(files),
+        state={},
+        save_total_limit=save_total_limit,
+        fixed={"frozen": word},
+    )
 
 
 def inode(path: Path) -> int:
@@ -308,8 +328,9 @@ def test_a_fixed_set_is_written_anew_when_its_word_or_run_changes(tmp_path: Path
     second = save_frozen(tmp_path, 2, changed, "stage 1")
     assert inode(first) != inode(second)
     assert torch.equal(store.verify(second).load("frozen")["tower"], changed["tower"])
-    files = {"frozen": changed}
-    third = store.save(tmp_path, run="other", step=3, files=files, state={}, save_total_limit=9, fixed={"frozen": "stage 1"})
+    third = store.save(
+        tmp_path, run="other", step=3, files={"frozen": whole(changed)}, state={}, save_total_limit=9, fixed={"frozen": "stage 1"}
+    )
     assert inode(third) != inode(second)
 
 
@@ -337,47 +358,3 @@ def test_a_file_system_without_hard_links_gets_copies(tmp_path: Path, frozen: di
     second = save_frozen(tmp_path, 2, frozen)
     assert inode(first) != inode(second)
     assert torch.equal(store.verify(second).load("frozen")["tower"], frozen["tower"])
-
-
-# ---- filling
-
-
-def test_filling_copies_in_place_and_widens(tmp_path: Path) -> None:
-    save(tmp_path, 3)
-    found = store.newest(tmp_path)
-    assert found is not None
-    targets = {"a.weight": torch.zeros(3, 4, dtype=torch.float64), "b": torch.tensor(0), "half": torch.zeros(5)}
-    held = targets["half"]
-    found.fill(targets, "model")
-    assert torch.equal(held, sets(3)["model"]["half"].float())
-    assert torch.equal(targets["a.weight"], sets(3)["model"]["a.weight"].double())
-    assert targets["b"] == 3
-
-
-MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "missing in the model": (lambda t: t.pop("b"), "b is not in the model"),
-    "missing in the checkpoint": (lambda t: t.update(c=torch.zeros(1)), "c is not in the checkpoint"),
-    "shape": (lambda t: t.update(half=torch.zeros(6)), r"half is \[5\] torch.bfloat16, wanted \[6\]"),
-    "broadcastable shape": (lambda t: t.update(half=torch.zeros(2, 5)), r"half is \[5\]"),
-    "narrower": (lambda t: t.update({"a.weight": torch.zeros(3, 4).bfloat16()}), r"a\.weight is .*float32, wanted .*bfloat16"),
-    "another kind": (lambda t: t.update(half=torch.zeros(5, dtype=torch.int64)), "half is .*bfloat16, wanted .*int64"),
-}
-
-
-@pytest.mark.parametrize("name", MISFITS)
-def test_filling_is_strict_and_all_or_nothing(tmp_path: Path, name: str) -> None:
-    save(tmp_path, 3)
-    found = store.newest(tmp_path)
-    assert found is not None
-    targets = {k: torch.zeros_like(v) for k, v in sets(3)["model"].items()}
-    spoil, message = MISFITS[name]
-    spoil(targets)
-    with pytest.raises(Refused, match=message):
-        found.fill(targets, "model")
-    assert all(not x.any() for x in targets.values())
-
-
-def test_the_manifest_is_readable_json(tmp_path: Path) -> None:
-    content = json.loads((save(tmp_path, 3) / "manifest.json").read_text())
-    assert content["manifest"]["step"] == 3
-    assert set(content["manifest"]["files"]) == {"model.safetensors", "optimizer.safetensors", "state.json"}

@@ -11,18 +11,20 @@ from PIL import Image
 from torch import nn
 
 from eyeline.core.batch import IGNORE, Batch, Budget
-from eyeline.core.facts import Facts
+from eyeline.core.plan import Spec
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder, train_bpe
-from eyeline.models import build, facts, qwen3, qwen3_vl, qwen_vision
+from eyeline.models import qwen3, qwen3_vl, qwen_vision, spec
+from eyeline.models.shape import build
 from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.optim import AdamW, make_optimizers
 from eyeline.train.step import update
 from tests.data.conftest import WORDS
+from tests.planned import plan_around
 
 COLOURS = {"black": (0, 0, 0), "white": (255, 255, 255), "red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 PATCH, FRAMES, MERGE = 4, 2, 2
@@ -43,7 +45,7 @@ def encoder() -> Encoder:
 
 
 @cache
-def small() -> tuple[nn.Module, Facts, list[torch.optim.Optimizer]]:
+def small() -> tuple[nn.Module, Spec, list[torch.optim.Optimizer]]:
     """A model of Qwen3-VL's kind, which takes videos: 4 visual tokens an image."""
     vision = qwen_vision.Config(
         patch=PATCH,
@@ -71,11 +73,13 @@ def small() -> tuple[nn.Module, Facts, list[torch.optim.Optimizer]]:
     )
     config = qwen3_vl.Config(vision=vision, language=language)
     model = build(config, "cpu")
-    model.initialise(torch.Generator().manual_seed(0))
-    optimizers = make_optimizers(model, facts(config), AdamW())
+    rng = torch.Generator().manual_seed(0)
+    for part in model.children():
+        part.initialise(rng)
+    optimizers = make_optimizers(plan_around(model, config), AdamW())
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = 1e-3
-    return model, facts(config), optimizers
+    return model, spec(config), optimizers
 
 
 def trained(*sources: Source) -> dict[str, list[str]]:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from eyeline.core.batch import Budget, EncodedImage, Sample, Video
+from eyeline.core.cost import Cost
 from eyeline.core.errors import BadSample, StorageFailed
-from eyeline.core.facts import Cost
 from eyeline.core.image_rule import Area, ImageRule, Patches, Square, Tiles
 from eyeline.data.containers import json_rows
 from eyeline.data.images import image_files

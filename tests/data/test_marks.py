@@ -259,12 +259,12 @@ def test_an_archive_of_prepared_data_keeps_the_mark() -> None:
 
 def test_an_index_and_the_shown_samples_have_the_mask(written) -> None:
     path = written(LAYOUTS["openai"]({"weight": 0}))
-    _, facts, _ = small()
+    _, spec, _ = small()
     rows = open_source(Source(path=str(path)))
-    index = Index((rows,), encoder(), facts.image, None).shard(0, 0)
+    index = Index((rows,), encoder(), spec.image, None).shard(0, 0)
     known = index.tokenised(0)
     assert encoder().decode(known.ids_U[known.trained_U].tolist(), special=True) == "right<|im_end|>"
-    reader = reader_of(Data(sources=(Source(path=str(path)),)), encoder(), facts.image, seed=0, longest=facts.max_positions)
+    reader = reader_of(Data(sources=(Source(path=str(path)),)), encoder(), spec.image, seed=0, longest=spec.max_positions)
     [shown] = sample_previews(reader, Budget(tokens=1024, patches=256), 1, thumbnails=False)
     assert [piece.text for piece in shown.pieces if piece.trained] == ["right<|im_end|>"]
 

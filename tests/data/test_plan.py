@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eyeline.core.batch import Budget
+from eyeline.core.cost import Cost
 from eyeline.core.errors import Refused, StorageFailed
-from eyeline.core.facts import Cost
 from eyeline.core.image_rule import Area, ImageRule
 from eyeline.core.step import Step
 from eyeline.data import loader

@@ -37,7 +37,8 @@ from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
-from eyeline.models import build, qwen3, qwen3_vl, qwen_vision
+from eyeline.models import qwen3, qwen3_vl, qwen_vision
+from eyeline.models.shape import build
 from tests.data.any_rows import ANY, UNUSABLE, line_of, one_source, text
 from tests.data.llava_rows import row
 from tests.forked import Forked

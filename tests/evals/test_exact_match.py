@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 
 from eyeline.core.batch import Budget, Document, EncodedImage, Message, Sample, Text
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Facts
+from eyeline.core.plan import Spec
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.images.decode import decode
 from eyeline.data.images.patches import image_patches
@@ -27,7 +27,8 @@ from eyeline.evals.metric import normalised
 from eyeline.evals.result import read_result, write_result
 from eyeline.generate.generate import Answer
 from eyeline.generate.prompts import Prompts
-from eyeline.models import build, llava, qwen2, siglip2
+from eyeline.models import llava, qwen2, siglip2
+from eyeline.models.shape import build
 
 SHADES = ("red", "green", "blue", "black")
 NOTHING = Prior({}, "")
@@ -48,7 +49,7 @@ def sample(id: str, question: str, answer: str, kind: str = "", *images: Encoded
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[llava.Model, Facts, Encoder]:
+def made() -> tuple[llava.Model, Spec, Encoder]:
     """A random model of 4 patches an image, and a tokenizer."""
     encoder = Encoder(
         train_bpe(["what colour is it?", "is it red?", "yes no circle red blue"], 300, template_named("plain")), template_named("plain")
@@ -63,13 +64,13 @@ def made() -> tuple[llava.Model, Facts, Encoder]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch_rng_for(0, "test", parameter.numel())) * 0.4)
-    return model, llava.facts(config), encoder
+    return model, llava.spec(config), encoder
 
 
 def answering(encoder: Encoder, said: Mapping[str, str]) -> Callable[..., list[Answer]]:
     """Stands in for `generate`: answers a prompt by its id; "…" at the end of an answer cuts it."""
 
-    def generate(model: llava.Model, _facts: Facts, prompts: Sequence[Document], *_: Any) -> list[Answer]:
+    def generate(model: llava.Model, _facts: Spec, prompts: Sequence[Document], *_: Any) -> list[Answer]:
         assert not model.training
         text = [said[prompt.id] for prompt in prompts]
         return [Answer(tuple(encoder.ids(t.removesuffix("…"))), "length" if t.endswith("…") else "stop") for t in text]
@@ -86,7 +87,7 @@ def test_what_counts_of_an_answer(one: str, other: str, equal: bool) -> None:
 
 
 def test_the_scores_are_the_hand_counted_ones(
-    tmp_path: Path, made: tuple[llava.Model, Facts, Encoder], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: tuple[llava.Model, Spec, Encoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [
         ("q", "red", 0),
@@ -97,14 +98,14 @@ def test_the_scores_are_the_hand_counted_ones(
         ("q", "blue", 9),
         ("q", "red", 3),
     ]
-    model, facts, encoder = made
+    model, spec, encoder = made
     said = dict(zip((f"questions.json#{i}" for i in range(7)), ("Red.", "red", "yes", "yes", "circl…", "", "red"), strict=True))
     monkeypatch.setattr(module, "generate", answering(encoder, said))
     prior = Prior({"q": "red", "is it?": "no"}, "circle")
     model.train()
     heard: list[int] = []
     source = easy_vqa(tmp_path / "test", rows)
-    got = exact_match(model, facts, encoder, [source], prior, max_new_tokens=4, stamps={"step": 5}, progress=heard.append)
+    got = exact_match(model, spec, encoder, [source], prior, max_new_tokens=4, stamps={"step": 5}, progress=heard.append)
     assert model.training
     assert (got.overall.correct, got.questions, got.accuracy) == (3, 6, 0.5)  # rows 0, 2 and 6; row 5 has no image
     assert {kind: (s.correct, s.questions) for kind, s in got.by_kind.items()} == {"color": (2, 3), "shape": (0, 1), "yes/no": (1, 2)}
@@ -120,26 +121,26 @@ def test_the_scores_are_the_hand_counted_ones(
     )
     write_result(tmp_path / "eval.json", got)
     assert read_result(tmp_path / "eval.json") == got
-    assert exact_match(model, facts, encoder, [source], prior, max_new_tokens=4, limit=2).questions == 2
+    assert exact_match(model, spec, encoder, [source], prior, max_new_tokens=4, limit=2).questions == 2
 
 
-def test_rounds_answer_as_one_by_one(tmp_path: Path, made: tuple[llava.Model, Facts, Encoder]) -> None:
+def test_rounds_answer_as_one_by_one(tmp_path: Path, made: tuple[llava.Model, Spec, Encoder]) -> None:
     """The order of the images, the shared encodings and the neighbours change no answer."""
-    model, facts, encoder = made
+    model, spec, encoder = made
     rows = [(f"what is it{'?' * (n % 5)}", "x", n % 3) for n in range(12)]
     source = easy_vqa(tmp_path / "test", rows, images=3)
     sizes = {"all": Budget(10_000, 10_000), "few": Budget(90, 10_000), "images": Budget(10_000, 8), "one": Budget(1, 1)}
     found = {}
     for name, budget in sizes.items():
-        got = exact_match(model, facts, encoder, [source], NOTHING, max_new_tokens=5, budget=budget)
+        got = exact_match(model, spec, encoder, [source], NOTHING, max_new_tokens=5, budget=budget)
         assert got.questions == 12
         found[name] = {s.id: s.prediction for s in got.samples}
     assert found["all"] == found["few"] == found["images"] == found["one"]
     assert len(set(found["all"].values())) > 3
 
 
-def test_rounds_keep_to_their_budgets_and_use_them(tmp_path: Path, made: tuple[llava.Model, Facts, Encoder]) -> None:
-    _, facts, encoder = made
+def test_rounds_keep_to_their_budgets_and_use_them(tmp_path: Path, made: tuple[llava.Model, Spec, Encoder]) -> None:
+    _, spec, encoder = made
     source = easy_vqa(tmp_path / "test", [("why" * (1 + n * 7 % 11 % 5), "x", n % 4) for n in range(60)])
     questions = list(usable([source], Counter()))
 
@@ -149,7 +150,7 @@ def test_rounds_keep_to_their_budgets_and_use_them(tmp_path: Path, made: tuple[l
         return room <= budget.tokens and len(images) * 4 <= budget.patches
 
     for budget, count in ((Budget(120, 10_000), None), (Budget(10_000, 8), 2), (Budget(10_000, 10_000), 1)):
-        cut = list(rounds(questions, Prompts(encoder, facts.image), 5, budget, 64, Counter()))
+        cut = list(rounds(questions, Prompts(encoder, spec.image), 5, budget, 64, Counter()))
         assert sorted(q.sample.id for r in cut for q, _ in r) == sorted(q.sample.id for q in questions)
         assert all(fits(round, budget) for round in cut)
         assert not any(fits([*round, following[0]], budget) for round, following in pairwise(cut))
@@ -157,24 +158,24 @@ def test_rounds_keep_to_their_budgets_and_use_them(tmp_path: Path, made: tuple[l
 
 
 def test_an_image_is_decoded_once_for_all_its_questions(
-    tmp_path: Path, made: tuple[llava.Model, Facts, Encoder], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: tuple[llava.Model, Spec, Encoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, facts, encoder = made
+    _, spec, encoder = made
     source = easy_vqa(tmp_path / "test", [("q", "x", n % 3) for n in range(30)])
     monkeypatch.setattr("eyeline.generate.prompts.KEPT", 1)  # only the last one is remembered, so they must lie side by side
     opened: list[str] = []
     monkeypatch.setattr(
         "eyeline.generate.prompts.image_patches", lambda image, rule: opened.append(image.name) or image_patches(image, rule)
     )
-    list(rounds(usable([source], Counter()), Prompts(encoder, facts.image), 5, Budget(200, 10_000), 64, Counter()))
+    list(rounds(usable([source], Counter()), Prompts(encoder, spec.image), 5, Budget(200, 10_000), 64, Counter()))
     assert sorted(opened) == [f"images/{n}.png" for n in range(3)]
 
 
-def test_what_cannot_be_asked_is_counted_and_nothing_at_all_is_refused(tmp_path: Path, made: tuple[llava.Model, Facts, Encoder]) -> None:
-    model, facts, encoder = made
+def test_what_cannot_be_asked_is_counted_and_nothing_at_all_is_refused(tmp_path: Path, made: tuple[llava.Model, Spec, Encoder]) -> None:
+    model, spec, encoder = made
     source = easy_vqa(tmp_path / "test", [("é" * 40, "x", 0), ("q", "x", 7), ("q", "x", 8)])
     with pytest.raises(Refused, match=r"{'missing_image': 2, 'too_long': 1}"):
-        exact_match(model, facts, encoder, [source], NOTHING, max_new_tokens=5)
+        exact_match(model, spec, encoder, [source], NOTHING, max_new_tokens=5)
 
 
 def test_the_prior_is_the_majority_and_ties_go_to_the_first_met() -> None:

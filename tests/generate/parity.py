@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig
 
 from eyeline.core.batch import IGNORE, Document, Grid, Image
-from eyeline.core.facts import Facts
-from eyeline.models import build, hf, llava, qwen2, siglip2
+from eyeline.core.plan import Spec
+from eyeline.models import hf, llava, qwen2, siglip2
+from eyeline.models.shape import build
 
 SIDE, PATCH, IMAGE_TOKEN, VOCABULARY = 4, 8, 200, 211
 
@@ -45,7 +46,7 @@ def configs(tied: bool, longest: int = 512) -> tuple[llava.Config, SiglipVisionC
     return ours, vision, language
 
 
-def llava_twins(folder: Path, tied: bool = False) -> tuple[LlavaForConditionalGeneration, llava.Model, Facts]:
+def llava_twins(folder: Path, tied: bool = False) -> tuple[LlavaForConditionalGeneration, llava.Model, Spec]:
     ours, vision, language = configs(tied)
     features = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     config = LlavaConfig(vision_config=vision, text_config=language, image_token_index=IMAGE_TOKEN, tie_word_embeddings=tied, **features)
@@ -59,10 +60,10 @@ def llava_twins(folder: Path, tied: bool = False) -> tuple[LlavaForConditionalGe
         hf.llava.keys(ours, hf.llava.form(ours), {"vision_tower.embeddings.patch_embedding.bias": (1,)}),
         dropped=("vision_tower.post_layernorm.*",),
     )
-    return twin, model, llava.facts(ours)
+    return twin, model, llava.spec(ours)
 
 
-def qwen2_twins(folder: Path, longest: int = 512) -> tuple[Qwen2ForCausalLM, llava.Model, Facts]:
+def qwen2_twins(folder: Path, longest: int = 512) -> tuple[Qwen2ForCausalLM, llava.Model, Spec]:
     """The language model alone, tied; our tower and projector are there, and never run."""
     ours, _, language = configs(tied=True, longest=longest)
     twin = Qwen2ForCausalLM(language).eval()
@@ -70,7 +71,7 @@ def qwen2_twins(folder: Path, longest: int = 512) -> tuple[Qwen2ForCausalLM, lla
     twin.save_pretrained(folder)
     model = build(ours, "cpu").eval()
     load_into(dict(model.language.named_parameters(remove_duplicate=False)), folder, hf.qwen2.keys(ours.language))
-    return twin, model, llava.facts(ours)
+    return twin, model, llava.spec(ours)
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:

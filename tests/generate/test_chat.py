@@ -21,7 +21,8 @@ from eyeline.generate.generate import generate
 from eyeline.generate.prompts import Prompts
 from eyeline.generate.sampling import Sampling
 from eyeline.generate.terminal import harmless
-from eyeline.models import build, llava, qwen2, siglip2
+from eyeline.models import llava, qwen2, siglip2
+from eyeline.models.shape import build
 
 SAMPLING = Sampling(max_new_tokens=6)
 
@@ -49,7 +50,7 @@ def model(bundle: Bundle) -> llava.Model:
 
 @pytest.fixture
 def talk(bundle: Bundle, model: llava.Model) -> Talk:
-    return Talk(model, llava.facts(bundle.config), bundle.encoder(), SAMPLING)
+    return Talk(model, llava.spec(bundle.config), bundle.encoder(), SAMPLING)
 
 
 @pytest.fixture
@@ -80,8 +81,8 @@ def without_cuts(written: str) -> str:
 
 def expected(talk: Talk, *messages: Message) -> str:
     """The answer by `generate`, to a conversation that is written out."""
-    prompt = Prompts(talk.encoder, talk.facts.image).prompt(messages)
-    [answer] = generate(talk.model, talk.facts, [prompt], SAMPLING, talk.encoder.stop_ids)
+    prompt = Prompts(talk.encoder, talk.spec.image).prompt(messages)
+    [answer] = generate(talk.model, talk.spec, [prompt], SAMPLING, talk.encoder.stop_ids)
     return talk.encoder.decode(answer.tokens)
 
 
@@ -184,7 +185,7 @@ def test_full_context_leaves_out_the_oldest_messages_and_says_so_once(talk: Talk
     assert [message.role for message in talk.messages] == ["user", "assistant"] * len(kept)
     for n in range(8):
         said(talk, "what " + "is " * n + "it?")
-        prompt = Prompts(talk.encoder, talk.facts.image).prompt(talk.messages[:-1])
+        prompt = Prompts(talk.encoder, talk.spec.image).prompt(talk.messages[:-1])
         assert len(prompt.tokens_T) + SAMPLING.max_new_tokens <= 64, "there is room for the answer"
         assert [message.role for message in talk.messages[:2]] == ["user", "assistant"], "questions leave with their answers"
 
@@ -207,15 +208,15 @@ def test_message_that_alone_is_too_long_is_refused_each_time_with_its_size(talk:
 
 def test_cut_answer_says_what_cut_it(bundle: Bundle, model: llava.Model) -> None:
     for most, words in ((2, "cut after 2 tokens. --max-new-tokens allows"), (500, "cut at the end of the model's context (64 tokens)")):
-        talk = Talk(model, llava.facts(bundle.config), bundle.encoder(), Sampling(max_new_tokens=most))
+        talk = Talk(model, llava.spec(bundle.config), bundle.encoder(), Sampling(max_new_tokens=most))
         written = said(talk, "what is it?")
         ended = expected_finish(talk, most)
         assert (words in written) == (ended == "length")
 
 
 def expected_finish(talk: Talk, most: int) -> str:
-    prompt = Prompts(talk.encoder, talk.facts.image).prompt((user("what is it?"),))
-    [answer] = generate(talk.model, talk.facts, [prompt], Sampling(max_new_tokens=most), talk.encoder.stop_ids)
+    prompt = Prompts(talk.encoder, talk.spec.image).prompt((user("what is it?"),))
+    [answer] = generate(talk.model, talk.spec, [prompt], Sampling(max_new_tokens=most), talk.encoder.stop_ids)
     return answer.finish
 
 

@@ -30,7 +30,7 @@ def test_greedy_answers_equal_transformers(case: Case, tmp_path: Path) -> None:
     expected = [answered(case, twin, d) for d in case.documents]
     assert len({tuple(e) for e in expected}) > len(expected) // 2, "the prompts do matter"
     assert any(len(set(e)) > 2 for e in expected), "and the answers are not one token for ever"
-    got = generate(model, case.facts, case.documents, Sampling(max_new_tokens=LENGTH), [])
+    got = generate(model, case.spec, case.documents, Sampling(max_new_tokens=LENGTH), [])
     assert [list(a.tokens) for a in got] == expected
 
 
@@ -38,18 +38,18 @@ def test_greedy_answers_equal_transformers(case: Case, tmp_path: Path) -> None:
 def test_rows_that_end_leave_the_others_as_they_were(case: Case) -> None:
     """Stopping at a token of the second answer cuts answers; what is left of each is what it was."""
     model = parity.randomised(case).eval()
-    free = generate(model, case.facts, case.documents, Sampling(max_new_tokens=LENGTH), [])
+    free = generate(model, case.spec, case.documents, Sampling(max_new_tokens=LENGTH), [])
     stop = free[1].tokens[2]
     cut = [a.tokens[: a.tokens.index(stop)] if stop in a.tokens else a.tokens for a in free]
     assert len({len(c) for c in cut}) > 1
-    assert [a.tokens for a in generate(model, case.facts, case.documents, Sampling(max_new_tokens=LENGTH), [stop])] == cut
+    assert [a.tokens for a in generate(model, case.spec, case.documents, Sampling(max_new_tokens=LENGTH), [stop])] == cut
 
 
 @each_case
 def test_the_cache_changes_nothing(case: Case) -> None:
     """Each token of an answer is the one that a forward pass over all before it, without a cache, finds most probable."""
     model = parity.randomised(case).eval()
-    answers = generate(model, case.facts, case.documents, Sampling(max_new_tokens=5), [])
+    answers = generate(model, case.spec, case.documents, Sampling(max_new_tokens=5), [])
     for step in range(5):
         grown = [extended(d, a.tokens[:step]) for d, a in zip(case.documents, answers, strict=True)]
         logits_LV = model(parity.batch_of(grown, None, next_tokens=True)).out

@@ -10,7 +10,7 @@ from tests.generate.parity import generated, image, llava_twins, prompt, qwen2_t
 
 from eyeline.core.batch import IGNORE, Document
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Facts
+from eyeline.core.plan import Spec
 from eyeline.data.fetch.batches import batch_of
 from eyeline.generate.generate import Answer, generate, stream
 from eyeline.generate.sampling import Sampling
@@ -20,7 +20,7 @@ LENGTH = 14
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, llava.Model, Facts]:
+def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, llava.Model, Spec]:
     return llava_twins(tmp_path_factory.mktemp("twin"), tied=request.param)
 
 
@@ -30,22 +30,22 @@ def prompts() -> list[Document]:
     return [prompt("text", 9), prompt("one", a, 5), prompt("two", 3, b, 4, a, 2), prompt("shared", 2, a, 11), prompt("single", 1)]
 
 
-def test_greedy_answers_equal_transformers_token_for_token(twins: tuple[Any, llava.Model, Facts]) -> None:
-    twin, model, facts = twins
+def test_greedy_answers_equal_transformers_token_for_token(twins: tuple[Any, llava.Model, Spec]) -> None:
+    twin, model, spec = twins
     expected = [generated(twin, p, LENGTH, []) for p in prompts()]
     assert len({tuple(e) for e in expected}) == len(expected)  # the prompts do matter
     assert all(len(set(e)) > 3 for e in expected)  # and the answers are not one token for ever
-    got = generate(model, facts, prompts(), Sampling(max_new_tokens=LENGTH), [])
+    got = generate(model, spec, prompts(), Sampling(max_new_tokens=LENGTH), [])
     assert [list(a.tokens) for a in got] == expected
     assert {a.finish for a in got} == {"length"}
 
 
-def test_rows_stop_one_by_one_as_they_do_alone(twins: tuple[Any, llava.Model, Facts]) -> None:
-    twin, model, facts = twins
+def test_rows_stop_one_by_one_as_they_do_alone(twins: tuple[Any, llava.Model, Spec]) -> None:
+    twin, model, spec = twins
     free = [generated(twin, p, LENGTH, []) for p in prompts()]
     stop_ids = [free[0][0], free[2][5]]  # the first row stops at once, the third in the middle
     expected = [generated(twin, p, LENGTH, stop_ids) for p in prompts()]
-    got = generate(model, facts, prompts(), Sampling(max_new_tokens=LENGTH), stop_ids)
+    got = generate(model, spec, prompts(), Sampling(max_new_tokens=LENGTH), stop_ids)
     assert [list(a.tokens) for a in got] == expected
     assert expected[0] == []
     assert [a.finish for a in got] == ["length" if len(e) == LENGTH else "stop" for e in expected]
@@ -53,16 +53,16 @@ def test_rows_stop_one_by_one_as_they_do_alone(twins: tuple[Any, llava.Model, Fa
 
 
 def test_text_only_answers_equal_qwen2s(tmp_path: Path) -> None:
-    twin, model, facts = qwen2_twins(tmp_path)
+    twin, model, spec = qwen2_twins(tmp_path)
     documents = [prompt("a", 7), prompt("b", 20), prompt("c", 1)]
-    got = generate(model, facts, documents, Sampling(max_new_tokens=20), [])
+    got = generate(model, spec, documents, Sampling(max_new_tokens=20), [])
     assert [list(a.tokens) for a in got] == [generated(twin, d, 20, []) for d in documents]
 
 
-def test_the_cache_changes_nothing(twins: tuple[Any, llava.Model, Facts]) -> None:
+def test_the_cache_changes_nothing(twins: tuple[Any, llava.Model, Spec]) -> None:
     """Each token of an answer is the one that a forward pass over all before it, without a cache, finds most probable."""
-    _, model, facts = twins
-    answers = generate(model, facts, prompts(), Sampling(max_new_tokens=6), [])
+    _, model, spec = twins
+    answers = generate(model, spec, prompts(), Sampling(max_new_tokens=6), [])
     for step in range(6):
         grown = [extended(document, answer.tokens[:step]) for document, answer in zip(prompts(), answers, strict=True)]
         with torch.no_grad():
@@ -75,50 +75,50 @@ def extended(document: Document, tokens: tuple[int, ...]) -> Document:
     return Document(document.id, tokens_T, np.full_like(tokens_T, IGNORE), document.visual_M, document.images)
 
 
-def test_sampled_answers_follow_the_seed_and_not_their_neighbours(twins: tuple[Any, llava.Model, Facts]) -> None:
-    _, model, facts = twins
+def test_sampled_answers_follow_the_seed_and_not_their_neighbours(twins: tuple[Any, llava.Model, Spec]) -> None:
+    _, model, spec = twins
     sampling = Sampling(max_new_tokens=LENGTH, temperature=1.0, top_p=0.95, top_k=50, seed=3)
-    together = generate(model, facts, prompts(), sampling, [])
-    assert together == generate(model, facts, prompts(), sampling, [])
-    assert together[0] == generate(model, facts, prompts()[:1], sampling, [])[0]
+    together = generate(model, spec, prompts(), sampling, [])
+    assert together == generate(model, spec, prompts(), sampling, [])
+    assert together[0] == generate(model, spec, prompts()[:1], sampling, [])[0]
     stop = together[1].tokens[2]  # row 1 ends early, and the rows after it move up
     cut = [a.tokens[: a.tokens.index(stop)] if stop in a.tokens else a.tokens for a in together]
-    assert [a.tokens for a in generate(model, facts, prompts(), sampling, [stop])] == cut
-    other = generate(model, facts, prompts(), sampling.model_copy(update={"seed": 4}), [])
+    assert [a.tokens for a in generate(model, spec, prompts(), sampling, [stop])] == cut
+    other = generate(model, spec, prompts(), sampling.model_copy(update={"seed": 4}), [])
     assert all(a != b for a, b in zip(together, other, strict=True))
 
 
-def test_images_are_encoded_once_and_only_in_the_prefill(twins: tuple[Any, llava.Model, Facts], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model, facts = twins
+def test_images_are_encoded_once_and_only_in_the_prefill(twins: tuple[Any, llava.Model, Spec], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, spec = twins
     seen: list[int] = []
     forward = model.vision.forward
     monkeypatch.setattr(model.vision, "forward", lambda patches_PC, *rest: seen.append(len(patches_PC)) or forward(patches_PC, *rest))
-    generate(model, facts, prompts(), Sampling(max_new_tokens=3), [])
+    generate(model, spec, prompts(), Sampling(max_new_tokens=3), [])
     assert seen == [2 * 16]  # images a and b of 16 patches, though a is shown three times
 
 
 def test_positions_end_the_answer(tmp_path: Path) -> None:
     """A model of 12 positions answers a prompt of 9 tokens with 3, beside a shorter prompt that gets its 5; 12 are refused."""
-    _, model, facts = qwen2_twins(tmp_path, longest=12)
-    got = generate(model, facts, [prompt("a", 9), prompt("b", 2)], Sampling(max_new_tokens=5), [])
+    _, model, spec = qwen2_twins(tmp_path, longest=12)
+    got = generate(model, spec, [prompt("a", 9), prompt("b", 2)], Sampling(max_new_tokens=5), [])
     assert [(len(a.tokens), a.finish) for a in got] == [(3, "length"), (5, "length")]
     with pytest.raises(Refused, match="a prompt has 12 tokens, and the model's context holds 12 with the answer"):
-        generate(model, facts, [prompt("full", 12)], Sampling(), [])
+        generate(model, spec, [prompt("full", 12)], Sampling(), [])
 
 
-def test_no_prompts_no_answers_and_no_dropout(twins: tuple[Any, llava.Model, Facts]) -> None:
-    _, model, facts = twins
-    assert generate(model, facts, [], Sampling(), []) == []
+def test_no_prompts_no_answers_and_no_dropout(twins: tuple[Any, llava.Model, Spec]) -> None:
+    _, model, spec = twins
+    assert generate(model, spec, [], Sampling(), []) == []
     model.train()
     try:
         with pytest.raises(AssertionError, match="dropout"):
-            generate(model, facts, prompts(), Sampling(), [])
+            generate(model, spec, prompts(), Sampling(), [])
     finally:
         model.eval()
 
 
-def test_the_stream_is_the_decoded_answer(twins: tuple[Any, llava.Model, Facts]) -> None:
-    _, model, facts = twins
+def test_the_stream_is_the_decoded_answer(twins: tuple[Any, llava.Model, Spec]) -> None:
+    _, model, spec = twins
 
     class Letters:
         """Two letters a token: what `stream` needs of an encoder."""
@@ -130,15 +130,15 @@ def test_the_stream_is_the_decoded_answer(twins: tuple[Any, llava.Model, Facts])
             return "".join(chr(97 + i // 26) + chr(97 + i % 26) for i in ids)
 
     one = prompts()[1]
-    [whole] = generate(model, facts, [one], Sampling(max_new_tokens=8), [])
+    [whole] = generate(model, spec, [one], Sampling(max_new_tokens=8), [])
     stop = whole.tokens[5]
-    [answer] = generate(model, facts, [one], Sampling(max_new_tokens=8), [stop])
+    [answer] = generate(model, spec, [one], Sampling(max_new_tokens=8), [stop])
     assert answer == Answer(whole.tokens[: whole.tokens.index(stop)], "stop")
     letters = Letters([stop])
-    assert list(stream(model, facts, one, Sampling(max_new_tokens=8), letters)) == [letters.decode([t]) for t in answer.tokens]  # type: ignore[arg-type]
+    assert list(stream(model, spec, one, Sampling(max_new_tokens=8), letters)) == [letters.decode([t]) for t in answer.tokens]  # type: ignore[arg-type]
 
 
-def test_images_matter(twins: tuple[Any, llava.Model, Facts]) -> None:
-    _, model, facts = twins
-    one, other = (generate(model, facts, [prompt("same", shown, 4)], Sampling(max_new_tokens=6), []) for shown in (image("a"), image("b")))
+def test_images_matter(twins: tuple[Any, llava.Model, Spec]) -> None:
+    _, model, spec = twins
+    one, other = (generate(model, spec, [prompt("same", shown, 4)], Sampling(max_new_tokens=6), []) for shown in (image("a"), image("b")))
     assert one != other

@@ -18,11 +18,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Grid, Image
-from eyeline.core.facts import Facts
 from eyeline.core.key_rules import KeyRule
+from eyeline.core.plan import Plan, Spec
 from eyeline.core.randomness import rng_for
 from eyeline.data.fetch.batches import batch_of
-from eyeline.models import FAMILIES, build
+from eyeline.models import FAMILIES
+from eyeline.models.shape import build, shape
 from tests.weights import load_into
 
 IMAGE_TOKEN = 50  # text of test documents stays below it
@@ -43,8 +44,12 @@ class Case:
     half: float = 0.07  # bound of the error of bfloat16, as a share of the largest logit
 
     @property
-    def facts(self) -> Facts:
-        return FAMILIES[self.config.family].facts(self.config)
+    def spec(self) -> Spec:
+        return FAMILIES[self.config.family].spec(self.config)
+
+    @property
+    def plan(self) -> Plan[Any]:
+        return shape(self.config)
 
     @property
     def texts(self) -> list[Document]:
@@ -58,9 +63,9 @@ class Case:
 # ---- models
 
 
-def built(case: Case, compute_dtype: torch.dtype = torch.float32, **how: Any) -> nn.Module:
+def built(case: Case, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
     """Ours, with weights that are not filled yet."""
-    return build(case.config, "cpu", compute_dtype=compute_dtype, **how)
+    return build(case.config, "cpu", compute_dtype=compute_dtype)
 
 
 def randomised(case: Case) -> nn.Module:

@@ -1,6 +1,7 @@
 """What may not change the answer: packing, padding, shared images, images elsewhere, recomputing; and bfloat16's bound."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ import torch
 from torch import nn
 
 from eyeline.core.batch import Budget
-from eyeline.core.facts import matches
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models.moe import routers
 from tests.models import parity
@@ -108,19 +108,19 @@ def test_images_and_their_order_matter(case: Case):
 
 @each_case
 def test_recomputing_changes_nothing(case: Case):
-    model, facts = parity.randomised(case), case.facts
+    model, blocked = parity.randomised(case), case.plan.blocks
     kept = run(model, case.documents)
     calls: list[str] = []
-    blocks = [(part, m) for part, pattern in facts.blocks.items() for n, m in model.named_modules() if matches(pattern, n)]
+    blocks = [(part, model.get_submodule(name)) for part, names in blocked.items() for name in names]
     for part, block in blocks:
         block.register_forward_pre_hook(lambda *_, part=part: calls.append(part))
     run(model, case.documents)
-    once = {part: calls.count(part) for part in facts.blocks}
-    for parts in [[part] for part in facts.blocks] + [list(facts.blocks)]:
+    once = {part: calls.count(part) for part in blocked}
+    for parts in [[part] for part in blocked] + [list(blocked)]:
         model.recompute(parts)
         calls.clear()
         recomputed = run(model, case.documents)
-        assert {part: calls.count(part) for part in facts.blocks} == {part: n * (1 + (part in parts)) for part, n in once.items()}
+        assert {part: calls.count(part) for part in blocked} == {part: n * (1 + (part in parts)) for part, n in once.items()}
         assert torch.equal(kept[0], recomputed[0])
         assert all(torch.equal(kept[1][n], recomputed[1][n]) for n in kept[1])
 
@@ -145,7 +145,7 @@ def test_logits_give_the_loss(case: Case):
     model = parity.randomised(case)
     batch = batch_of(case.documents, None)
     logits_LV = parity.logits_of(model, batch)
-    assert logits_LV.shape == (len(batch.rows_L), case.facts.vocab_size)
+    assert logits_LV.shape == (len(batch.rows_L), case.spec.vocab_size)
     close(nn.functional.cross_entropy(logits_LV, batch.labels_L, reduction="sum"), model(batch).out, "loss")
 
 
@@ -153,7 +153,7 @@ def test_logits_give_the_loss(case: Case):
 def test_unused_modules_are_those_without_a_gradient(case: Case):
     model = parity.randomised(case)
     _, gradients = run(model, case.documents)
-    unused = {n for n, _ in model.named_parameters() if any(n.startswith(root + ".") for root in case.facts.unused)}
+    unused = {n for n, _ in model.named_parameters() if not case.spec.uses(n)}
     assert unused == {n for n, _ in model.named_parameters()} - gradients.keys()
 
 
@@ -170,10 +170,8 @@ def test_bfloat16_over_float32_masters_stays_near(case: Case):
     for router in (*routers(model), *routers(half)):
         router.forced = True
     stream = []
-    for pattern in case.facts.blocks.values():
-        for name, block in half.named_modules():
-            if matches(pattern, name):
-                block.register_forward_hook(lambda *args: stream.append(parity.first(args[-1]).dtype))
+    for name in chain.from_iterable(case.plan.blocks.values()):
+        half.get_submodule(name).register_forward_hook(lambda *args: stream.append(parity.first(args[-1]).dtype))
     logits_LV = parity.logits_of(half, batch)
     assert logits_LV.dtype == torch.float32
     close(logits_LV, parity.logits_of(model, batch), "logits", tolerance=case.half)

@@ -1,4 +1,4 @@
-"""How models are made: ties, initial weights, facts that fit them, configs that contradict themselves."""
+"""How models are made: ties, initial weights, spec that fit them, configs that contradict themselves."""
 
 import copy
 import math
@@ -6,14 +6,16 @@ import math
 import pytest
 import torch
 
-from eyeline.core.facts import PARTS, matches, part_of
+from eyeline.core.plan import PARTS, materialise
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.fetch.batches import batch_of
-from eyeline.models import build, llava, qwen2, siglip2
-from eyeline.models.layers import Attend, LayerNorm, Linear, RMSNorm
+from eyeline.models import llava, qwen2, siglip2
+from eyeline.models.layers import LayerNorm, Linear, RMSNorm
+from eyeline.models.shape import build, shape
 from tests.models import parity
 from tests.models.cases import each_case
 from tests.models.cases.llava import CONFIGS, SHUFFLING, VISION, language
+from tests.planned import initialise
 
 TIED = llava.Config(vision=VISION, language=language(tie_embeddings=True))
 
@@ -38,31 +40,20 @@ def test_built_model_has_no_tensor_left_on_meta():
 
 
 @each_case
-def test_facts_fit_the_model(case):
-    model, facts = build(case.config, "meta"), case.facts
-    modules = dict(model.named_modules())
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        assert part_of(facts, name) in PARTS
-    named = {
-        "blocks": list(facts.blocks.values()),
-        "linears": [p for patterns in facts.linears.values() for p in patterns.values()],
-        "splits": list(facts.splits),
-        "seams": list(facts.seams),
-        "unused": list(facts.unused),
-    }
-    for what, patterns in named.items():
-        for pattern in patterns:
-            hits = [m for n, m in modules.items() if matches(pattern, n)]
-            assert hits, f"{what}: {pattern} names no module"
-            if what in ("linears", "splits"):
-                assert all(isinstance(m, Linear) for m in hits)
-            if what == "seams":
-                assert not any(list(m.parameters()) for m in hits)
-    assert {n for n, m in modules.items() if isinstance(m, Attend)} <= {n for n in modules if any(matches(s, n) for s in facts.seams)}
-    assert facts.vocab_size == model.language.embed.num_embeddings
+def test_spec_fits_the_model(case):
+    model, spec = build(case.config, "meta"), case.spec
+    assert tuple(name for name, _ in model.named_children()) == spec.parts
+    names = {name for name, _ in model.named_modules()}
+    assert set(spec.unused) <= names
+    assert spec.vocab_size == model.language.embed.num_embeddings
+    assert spec.language.layers == len(model.language.blocks)
+    assert spec.language.hidden_size == model.language.embed.embedding_dim
+    if spec.vision is not None:
+        assert spec.vision.layers == len(model.vision.blocks)
+        assert spec.vision.hidden_size == model.vision.embed.out_features
     for image in (i for d in case.documents for i in d.images):
-        assert image.patches_PC.shape[1] == 3 * facts.image.frames * facts.image.patch**2
-        assert image.merge == facts.image.merge
+        assert image.patches_PC.shape[1] == 3 * spec.image.frames * spec.image.patch**2
+        assert image.merge == spec.image.merge
 
 
 # ---- initial weights
@@ -72,9 +63,9 @@ def test_facts_fit_the_model(case):
 def test_initial_loss_is_that_of_guessing(case):
     """Blocks start as the identity, so an untrained model knows nothing: ln(vocabulary) a label."""
     model = parity.built(case)
-    model.initialise(torch_rng_for(0, "weights"))
+    initialise(model)
     batch = parity.batch_of(case.documents, None)
-    assert model(batch).out.item() / len(batch.labels_L) == pytest.approx(math.log(case.facts.vocab_size), rel=0.02)
+    assert model(batch).out.item() / len(batch.labels_L) == pytest.approx(math.log(case.spec.vocab_size), rel=0.02)
 
 
 @each_case
@@ -84,7 +75,7 @@ def test_initial_weights_have_an_address_and_reach_every_tensor(case):
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(torch.nan)
-        model.initialise(torch_rng_for(seed, "weights"))
+        initialise(model, seed)
     a, b, other = (m.state_dict() for m in models)
     assert all(x.isfinite().all() for x in a.values())
     assert all(torch.equal(a[n], b[n]) for n in a)
@@ -96,8 +87,8 @@ def test_every_tensor_learns_within_three_steps(case):
     """The ends of the branches start at zero, so the language model's inside learns a step later than they do, and the
     tower's another: it is behind them."""
     model = parity.built(case)
-    model.initialise(torch_rng_for(0, "weights"))
-    before = {n: p.clone() for n, p in model.named_parameters() if not any(n.startswith(root + ".") for root in case.facts.unused)}
+    initialise(model)
+    before = {n: p.clone() for n, p in model.named_parameters() if case.spec.uses(n)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = parity.batch_of(case.documents, None)
     for _ in range(3):
@@ -204,7 +195,9 @@ def test_weights_cast_once_give_the_same_bits(case):
     """What is cast to bfloat16 at every use may be so from the beginning; what computes in float32 (routers, positions) may not."""
     at_use = parity.built(case, torch.bfloat16)
     parity.randomise(at_use)
-    once = parity.built(case, torch.bfloat16, cast_once=True)
+    plan = shape(case.config, trains={}, compute_dtype=torch.bfloat16, narrow=PARTS)
+    materialise(plan, "cpu")
+    once = plan.model
     for name, p in once.named_parameters():
         p.copy_(at_use.get_parameter(name))
     held = dict(once.named_parameters())

@@ -5,7 +5,7 @@ import torch
 
 from eyeline.core.batch import Document
 from eyeline.data.fetch.batches import batch_of
-from eyeline.models import build
+from eyeline.models.shape import build
 from tests.models import parity
 from tests.models.cases.llava import SHUFFLING, shown
 

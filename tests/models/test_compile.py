@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eyeline.core.facts import matches
 from eyeline.core.randomness import rng_for
 from eyeline.data.fetch.batches import batch_of
 from tests.models import parity
@@ -24,12 +24,12 @@ def kinds() -> Iterator[Any]:
     seen = set()
     for case in ALL:
         model = parity.built(case)
-        for pattern in case.facts.blocks.values():
-            for name, block in model.named_modules():
-                kind = frozenset((n, type(m)) for n, m in block.named_modules()) | {n for n, _ in block.named_parameters()}
-                if matches(pattern, name) and kind not in seen:
-                    seen.add(kind)
-                    yield pytest.param(case, name, id=f"{name} of {case.config.family}: {case.id}")
+        for name in chain.from_iterable(case.plan.blocks.values()):
+            block = model.get_submodule(name)
+            kind = frozenset((n, type(m)) for n, m in block.named_modules()) | {n for n, _ in block.named_parameters()}
+            if kind not in seen:
+                seen.add(kind)
+                yield pytest.param(case, name, id=f"{name} of {case.config.family}: {case.id}")
 
 
 def called(case: Case, model: nn.Module, name: str) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:

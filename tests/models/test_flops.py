@@ -12,11 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode, mm_flop
 from eyeline.core.batch import Budget, Document
 from eyeline.data.fetch.batches import batch_of
 from eyeline.kernels.causal_conv import causal_conv
-from eyeline.models import build, flops
+from eyeline.models import flops
 from eyeline.models.layers import Attend
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Dispatch, ExpertWeights
 from eyeline.models.qwen3_5 import Scan
+from eyeline.models.shape import build
 from tests.models import parity
 from tests.models.cases import each_case, each_case_with_images
 from tests.models.freezing import WAYS, ready
@@ -124,7 +125,7 @@ def counted(model: nn.Module, case: Case, documents: list[Document]) -> flops.Fl
     """Our count of the same, with the squares that `Squared` computes in place of causal pairs."""
     batch = batch_of(documents, None)
     squares = sum(len(d.tokens_T) ** 2 for d in documents)
-    return flops.count(model, case.facts).of_work(replace(flops.work_of(batch, case.facts.image), pair=squares))
+    return flops.count(model, case.spec.image).of_work(replace(flops.work_of(batch, case.spec.image), pair=squares))
 
 
 def few(case: Case) -> list[Document]:
@@ -143,7 +144,7 @@ def test_visible_products_compute_the_same(case: Case):
 @each_case
 def test_forward_of_each_part_is_what_the_counter_sees(case: Case):
     model = parity.randomised(case)
-    want = flops.count(model, case.facts).of(batch_of(case.documents, None)).forward
+    want = flops.count(model, case.spec.image).of(batch_of(case.documents, None)).forward
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter, torch.no_grad():
         visible(model)(batch_of(case.documents, None))
     root = type(model).__name__
@@ -156,16 +157,16 @@ def test_forward_of_each_part_is_what_the_counter_sees(case: Case):
 @each_case
 @pytest.mark.parametrize("way", [*WAYS, "frozen embedding", "LoRA on one layer kind of the tower"])
 def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
-    model, facts = parity.randomised(case), case.facts
+    model, spec = parity.randomised(case), case.spec
     match way:
         case "frozen embedding":
-            ready(model, facts, WAYS["language"])
+            ready(model, spec, WAYS["language"])
             model.language.embed.weight.requires_grad_(False)
         case "LoRA on one layer kind of the tower":
-            ready(model, facts, {"vision": LoRA(rank=2, alpha=2, targets=("k_proj",))} if facts.image else {})
+            ready(model, spec, {"vision": LoRA(rank=2, alpha=2, targets=("k_proj",))} if spec.image else {})
         case _:
-            ready(model, facts, WAYS[way])
-    for documents, parts in ((few(case), list(facts.blocks)), (few(case)[1:], [])):
+            ready(model, spec, WAYS[way])
+    for documents, parts in ((few(case), list(case.plan.blocks)), (few(case)[1:], [])):
         model.recompute(parts)
         work = counted(model, case, documents)
         assert work.total + work.again == seen(visible(model, Squared), documents), (parts, work)
@@ -176,7 +177,7 @@ def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
 def test_recomputing_any_part_equals_the_counter(case: Case):
     model = parity.randomised(case)
     kept = counted(model, case, few(case))
-    for part in case.facts.blocks:
+    for part in case.plan.blocks:
         model.recompute([part])
         work = counted(model, case, few(case))
         assert (work.forward, work.backward) == (kept.forward, kept.backward)
@@ -188,14 +189,14 @@ def test_recomputing_any_part_equals_the_counter(case: Case):
 def test_causal_pairs_equal_the_counter(case: Case):
     """Each token with itself and those before it, forward and backward."""
     model = parity.randomised(case)
-    want = flops.count(model, case.facts).of(batch_of(few(case), None))
+    want = flops.count(model, case.spec.image).of(batch_of(few(case), None))
     assert want.total == seen(visible(model), few(case))
 
 
 @each_case
 def test_padding_and_batches_without_labels_cost_nothing(case: Case):
     model = parity.randomised(case)
-    arithmetic = flops.count(model, case.facts)
+    arithmetic = flops.count(model, case.spec.image)
     tokens = sum(len(d.tokens_T) for d in case.documents)
     assert arithmetic.of(batch_of(case.documents, Budget(tokens + 17, 10_000))) == arithmetic.of(batch_of(case.documents, None))
     batch = batch_of(case.texts, None, next_tokens=True)
@@ -205,7 +206,7 @@ def test_padding_and_batches_without_labels_cost_nothing(case: Case):
 @each_case
 def test_a_packs_cost_is_the_sum_of_its_documents(case: Case):
     """Each alone, but that a shared image is encoded once."""
-    arithmetic = flops.count(parity.randomised(case), case.facts)
+    arithmetic = flops.count(parity.randomised(case), case.spec.image)
     alone = [d for d in case.documents if not d.images] + case.with_images[:1]
     whole = arithmetic.of(batch_of(alone, None))
     parts = [arithmetic.of(batch_of([d], None)) for d in alone]
@@ -215,10 +216,10 @@ def test_a_packs_cost_is_the_sum_of_its_documents(case: Case):
 @each_case
 def test_costs_for_planning_are_the_same_numbers(case: Case):
     model = parity.randomised(case)
-    model.recompute(list(case.facts.blocks))
-    arithmetic = flops.count(model, case.facts)
+    model.recompute(list(case.plan.blocks))
+    arithmetic = flops.count(model, case.spec.image)
     batch = batch_of(case.documents, None)
-    work, cost, done = flops.work_of(batch, case.facts.image), arithmetic.cost(), arithmetic.of(batch)
+    work, cost, done = flops.work_of(batch, case.spec.image), arithmetic.cost(), arithmetic.of(batch)
     planned = cost.token * work.token + cost.pair * work.pair + cost.label * work.label
     planned += cost.patch * work.patch + cost.patch_pair * work.patch_pair
     assert 0 <= planned - done.total - done.again <= work.patch, "merged patches are rounded up"
@@ -229,4 +230,4 @@ def test_meta_models_count_alike(case: Case):
     """A plan needs no memory."""
     real, meta = parity.randomised(case), build(case.config, "meta")
     batch = batch_of(case.documents, None)
-    assert flops.count(meta, case.facts).of(batch) == flops.count(real, case.facts).of(batch)
+    assert flops.count(meta, case.spec.image).of(batch) == flops.count(real, case.spec.image).of(batch)

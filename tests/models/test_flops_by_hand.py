@@ -4,13 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from eyeline.core.batch import Document
-from eyeline.core.randomness import torch_rng_for
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models import (
     Config,
     Model,
     build,
-    facts,
     flops,
     llava,
     qwen2,
@@ -20,6 +18,7 @@ from eyeline.models import (
     qwen3_vl,
     qwen_vision,
     siglip2,
+    spec,
     text,
 )
 from eyeline.models.lora import LoRA, wrap
@@ -34,7 +33,7 @@ def counted(c: Config, model: Model, documents: list[Document], labels: int) -> 
     """By part, of documents that have so many labels together. Each number must be in the text."""
     batch = batch_of(documents, None)
     batch = replace(batch, counts=replace(batch.counts, supervised=labels))
-    done = {part: n for part, n in flops.count(model, facts(c)).of(batch).by_part.items() if n}
+    done = {part: n for part, n in flops.count(model, spec(c).image).of(batch).by_part.items() if n}
     assert all(f"**{n:,}**" in DOCS for n in done.values()), done
     return done
 
@@ -69,7 +68,7 @@ def test_llava():
     model = build(c, "meta")
     model.requires_grad_(False)
     model.projector.requires_grad_(True)
-    wrap(model, facts(c), "language", LoRA(rank=2, alpha=2, targets=("q_proj", "v_proj")), torch_rng_for(0, "lora"))
+    wrap(model, spec(c), "language", LoRA(rank=2, alpha=2, targets=("q_proj", "v_proj")))
     shown = document("shown", 2, image("cat", 4, 4, 3, 2), 4)
     done = counted(c, model, [shown], labels=3)
     assert done == {"vision": 87_552, "projector": 32_000, "language": 480_000, "head": 15_264}

@@ -156,7 +156,7 @@ def test_the_embedding_of_the_padding_token_has_its_gradient(tied, tmp_path):
     batch = batch_of([Document("d", ids.int().numpy(), np.array([*ids[1:], IGNORE], np.int32), np.empty(0, np.int32), (), None)], None)
 
     def loss() -> torch.Tensor:
-        return model(model.embedded(batch.tokens_T), batch).out / (len(ids) - 1)
+        return model(model.enter(batch.tokens_T), batch).out / (len(ids) - 1)
 
     loss().backward()
     row = model.embed.weight.grad[PAD].clone()

@@ -7,21 +7,23 @@ from pydantic import ValidationError
 
 from eyeline.checkpoint.tensors import renamed
 from eyeline.core.errors import Refused
-from eyeline.core.facts import part_of
+from eyeline.core.plan import part_of
 from eyeline.core.randomness import seed_for, torch_rng_for
 from eyeline.kernels.dropout import dropout_mask
-from eyeline.models import build, hf, llava
+from eyeline.models import hf, llava, lora
 from eyeline.models.layers import Linear
-from eyeline.models.lora import LoRA, LoRALinear, adapters, merge, wrap
+from eyeline.models.lora import LoRA, LoRALinear, adapters
+from eyeline.models.shape import build
 from tests.models import parity
 from tests.models.cases import each_case
 from tests.models.cases.llava import CASES, EARLIER, language
 from tests.models.parity import Case, close
+from tests.planned import adapt, merged
 from tests.weights import load_into
 
 CASE = next(case for case in CASES if case.id == "shuffled untied")
 C = CASE.config
-FACTS = llava.facts(C)
+SPEC = llava.spec(C)
 DROPPING = LoRA(rank=2, alpha=2, dropout=0.3, targets="all-linear")
 
 
@@ -34,7 +36,7 @@ def built(c: llava.Config = C) -> llava.Model:
 def wrapped(lora: LoRA, part="language", seed: int = 0, **kwargs) -> llava.Model:
     """With adapters that do something: B is random, not zero."""
     model = built(**kwargs)
-    wrap(model, FACTS, part, lora, torch_rng_for(seed, "lora"))
+    adapt(model, SPEC, part, lora, torch_rng_for(seed, "lora"))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_B"):
@@ -55,7 +57,7 @@ def test_equals_peft(tmp_path):
     ours = built()
     load_into(dict(ours.language.named_parameters()), tmp_path, hf.qwen2.keys(config))
     targets = {"q": "q_proj", "v": "v_proj", "down": "down_proj"}
-    wrap(ours, FACTS, "language", LoRA(rank=3, alpha=5, targets=tuple(targets.values())), torch_rng_for(0, "lora"))
+    adapt(ours, SPEC, "language", LoRA(rank=3, alpha=5, targets=tuple(targets.values())), torch_rng_for(0, "lora"))
     theirs = peft.get_peft_model(reference, peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=list(targets.values())))
 
     pairs = []
@@ -83,16 +85,14 @@ def test_equals_peft(tmp_path):
     for name, mine, other in pairs:
         close(mine.grad, other.grad, f"gradient of {name}")
 
-    merge(ours)
-    merged = theirs.merge_and_unload()
-    weights = dict(merged.named_parameters())
-    for name, p in renamed(ours.language.named_parameters(), hf.qwen2.keys(config)):
+    weights = dict(theirs.merge_and_unload().named_parameters())
+    for name, p in renamed(merged(ours, C).language.named_parameters(), hf.qwen2.keys(config)):
         close(p, weights[name], name, tolerance=1e-6)
 
 
 def test_fresh_adapters_change_nothing_and_start_as_stated():
     model, want = built(), parity.logits_of(built(), batch())
-    wrap(model, FACTS, "language", LoRA(rank=4, alpha=8, targets="all-linear"), torch_rng_for(0, "lora"))
+    adapt(model, SPEC, "language", LoRA(rank=4, alpha=8, targets="all-linear"), torch_rng_for(0, "lora"))
     assert torch.equal(parity.logits_of(model, batch()), want)
     layer = model.get_submodule("language.blocks.0.mlp.down")
     assert isinstance(layer, LoRALinear)
@@ -112,11 +112,11 @@ def test_same_address_same_adapters():
 
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
 def test_all_linear_wraps_every_linear_layer_of_its_part_and_none_of_another(part):
-    """q and v name layers of the tower and of the language model: a part's facts reach only its own (G1)."""
+    """q and v name layers of the tower and of the language model: a part's spec reach only its own (G1)."""
     model = built()
-    linears = {n for n, m in model.named_modules() if isinstance(m, Linear) and part_of(FACTS, n + ".weight") == part}
+    linears = {n for n, m in model.named_modules() if isinstance(m, Linear) and part_of(n) == part}
     linears.discard("vision.embed")  # the patch embedding is a convolution to PEFT
-    assert set(wrap(model, FACTS, part, LoRA(rank=2, alpha=2, targets="all-linear"), torch_rng_for(0, "lora"))) == linears
+    assert set(adapt(model, SPEC, part, LoRA(rank=2, alpha=2, targets="all-linear"), torch_rng_for(0, "lora"))) == linears
     assert set(adapters(model)) == linears
     assert linears
 
@@ -137,7 +137,7 @@ def test_only_adapters_get_gradients():
 def test_unknown_target_is_refused_with_the_known_ones():
     known = r"Did you mean 'gate_proj'\? There are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or the word all-linear"
     with pytest.raises(Refused, match=r"LoRA targets of language: there is no linear layer 'gat_proj'\. " + known):
-        wrap(built(), FACTS, "language", LoRA(rank=2, alpha=2, targets=("q_proj", "gat_proj")), torch_rng_for(0, "lora"))
+        adapt(built(), SPEC, "language", LoRA(rank=2, alpha=2, targets=("q_proj", "gat_proj")), torch_rng_for(0, "lora"))
 
 
 def test_merged_model_gives_the_same_logits_and_has_no_adapters():
@@ -145,22 +145,20 @@ def test_merged_model_gives_the_same_logits_and_has_no_adapters():
     names_before = {n for n, _ in built().named_parameters()}
     want = parity.logits_of(model, batch())
     assert (want - parity.logits_of(built(), batch())).abs().max() > 0.1
-    assert merge(model)
-    close(parity.logits_of(model, batch()), want, "logits")
-    assert not adapters(model)
-    assert {n for n, _ in model.named_parameters()} == names_before
-    assert merge(model) == []
+    plain = merged(model, C)
+    close(parity.logits_of(plain, batch()), want, "logits")
+    assert not adapters(plain)
+    assert {n for n, _ in plain.named_parameters()} == names_before
 
 
-def test_merging_into_bfloat16_keeps_the_update():
-    """An update far below the weight's last bfloat16 bit survives: the sum is kept in float32."""
-    model = wrapped(LoRA(rank=2, alpha=2, targets=("q_proj",)))
-    layer = model.get_submodule("language.blocks.0.attn.q")
-    layer.weight.data = layer.weight.data.bfloat16()
-    layer.lora_B.data *= 1e-4
-    want_OI = layer.weight.double() + layer.scale * layer.lora_B.double() @ layer.lora_A.double()
-    merge(model)
-    torch.testing.assert_close(model.get_submodule("language.blocks.0.attn.q").weight.double(), want_OI, atol=1e-7, rtol=0)
+def test_the_sum_of_a_merge_is_made_in_float32():
+    """An update far below the weight's last bfloat16 bit survives, until the sum is stored."""
+    layer = wrapped(LoRA(rank=2, alpha=2, targets=("q_proj",))).get_submodule("language.blocks.0.attn.q")
+    weight_OI, a_rI, b_Or = (x.detach().bfloat16() for x in (layer.weight, layer.lora_A, layer.lora_B * 1e-4))
+    want_OI = weight_OI.double() + layer.scale * b_Or.double() @ a_rI.double()
+    got_OI = lora.merged(weight_OI, a_rI, b_Or, layer.scale)
+    assert got_OI.dtype == torch.float32
+    torch.testing.assert_close(got_OI.double(), want_OI, atol=1e-7, rtol=0)
 
 
 def test_dropout_is_of_the_adapters_input_in_training_only():
@@ -206,7 +204,7 @@ def test_layers_and_packs_drop_differently_and_rows_of_a_cut_alike():
 def test_every_adapter_is_given_draws_of_its_rows(case: Case):
     """In towers, projectors and every kind of layer; an adapter without them would fail."""
     model = parity.randomised(case)
-    names = [name for part in case.facts.parts for name in wrap(model, case.facts, part, DROPPING, torch_rng_for(0, "lora"))]
+    names = [name for part in case.spec.parts for name in adapt(model, case.spec, part, DROPPING, torch_rng_for(0, "lora"))]
     met = {}
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: met.setdefault(name, args))
@@ -216,7 +214,7 @@ def test_every_adapter_is_given_draws_of_its_rows(case: Case):
     assert one.draws_T2 is not None and one.draws_P2 is not None
     for name, (x_RD, draws_R2) in met.items():
         assert len(draws_R2) == len(x_RD)
-        of_tokens = part_of(case.facts, f"{name}.weight") == "language"
+        of_tokens = part_of(name) == "language"
         rows_R2 = one.draws_T2 if of_tokens else one.draws_P2[:: len(one.draws_P2) // len(x_RD)]
         assert torch.equal(draws_R2, rows_R2), name
 
@@ -250,7 +248,7 @@ def test_recomputing_draws_the_same_dropout():
 
 
 def test_adapters_only_where_something_depends_on_them():
-    names = wrap(built(EARLIER), llava.facts(EARLIER), "vision", LoRA(rank=2, alpha=2, targets=("q_proj",)), torch_rng_for(0, "lora"))
+    names = adapt(built(EARLIER), llava.spec(EARLIER), "vision", LoRA(rank=2, alpha=2, targets=("q_proj",)), torch_rng_for(0, "lora"))
     assert names == ["vision.blocks.0.attn.q", "vision.blocks.1.attn.q"]
 
 

@@ -16,7 +16,7 @@ from tests.models.cases.text import CASES
 from tests.models.parity import Case, close
 
 SPARSE = next(case for case in CASES if case.id == "qwen3 of experts")
-EVERY_SPARSE = pytest.mark.parametrize("case", [case for case in CASES if case.facts.experts], ids=lambda case: case.id)
+EVERY_SPARSE = pytest.mark.parametrize("case", [case for case in CASES if case.spec.language.experts], ids=lambda case: case.id)
 
 
 def padded(case: Case) -> Batch:

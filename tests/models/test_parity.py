@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.checkpoint.tensors import entries_in, renamed, write_folder
-from eyeline.models import FAMILIES, build, hf, qwen2, siglip2
+from eyeline.models import FAMILIES, hf, qwen2, siglip2
 from eyeline.models.moe import ExpertWeights
+from eyeline.models.shape import build
 from tests.models import parity
 from tests.models.cases import ALL, CASES, each_case, llava
 from tests.models.cases.llava import VISION
@@ -45,9 +46,9 @@ def test_cases_show_what_could_go_wrong(family):
     assert all(m.down.shape[1] != 2 * m.down.shape[2] for m in experts), "a transposed weight would fit"
     for case in cases:
         assert len(case.texts) > 1
-        if case.facts.image is not None:
+        if case.spec.image is not None:
             assert any(len(d.images) > 1 for d in case.documents)
-        if case.facts.image is not None and len({u.grid for size in ((7, 90), (90, 7)) for u in case.facts.image.units(*size)}) > 1:
+        if case.spec.image is not None and len({u.grid for size in ((7, 90), (90, 7)) for u in case.spec.image.units(*size)}) > 1:
             assert len({i.grid for d in case.documents for i in d.images}) > 1
 
 
@@ -65,7 +66,7 @@ def test_packed_batch_equals_the_reference_one_by_one(case: Case, tmp_path):
     want.backward()
     theirs = parity.gradients_of(case, twin, tmp_path / "b")
     unreached = theirs.keys() - gradients.keys()
-    assert all(any(n.startswith(root + ".") for root in case.facts.unused) for n in unreached), unreached
+    assert all(not case.spec.uses(n) for n in unreached), unreached
     parity.all_close(gradients | {n: torch.zeros_like(theirs[n]) for n in unreached}, theirs)
     # softmax does not see a bias of all keys, where positions do not turn it
     silent = {n for n, x in theirs.items() if not x.any()} - unreached
@@ -148,7 +149,7 @@ def test_language_model_alone(tied, tmp_path):
     ours = qwen2.Model(c)
     load_into(dict(ours.named_parameters(remove_duplicate=False)), tmp_path, hf.qwen2.keys(c))
     batch = parity.batch_of(parity.texts(), None)
-    x_TD = ours.embedded(batch.tokens_T)
+    x_TD = ours.enter(batch.tokens_T)
     got = ours(x_TD, batch).out
     losses = []
     for d in parity.texts():

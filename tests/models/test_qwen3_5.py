@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from eyeline.checkpoint.tensors import read_file, write_file
+from eyeline.checkpoint.tensors import write_file
 from eyeline.core.batch import IGNORE, Batch, Document
 from eyeline.core.errors import Refused
 from eyeline.core.key_rules import KeyRule
@@ -54,7 +55,7 @@ DOCUMENTS = [document(f"{i}: {n} tokens", n) for i, n in enumerate((9, 1, 2, 3, 
 
 
 def loss_of(model: Decoder, batch: Batch) -> Tensor:
-    return model(model.embedded(batch.tokens_T), batch).out
+    return model(model.enter(batch.tokens_T), batch).out
 
 
 def filled(c: qwen3_5.Config, folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -171,7 +172,7 @@ def test_generating_equals_the_reference(c, tmp_path):
         cache, rows = ours.new_cache(4, 80), [0, 1, 2, 3]
         batch = batch_of(prompts, None, next_tokens=True)
         for step in range(4):
-            got = ours(ours.embedded(batch.tokens_T), batch, cache).out
+            got = ours(ours.enter(batch.tokens_T), batch, cache).out
             close(got, torch.stack([logits[row][step] for row in rows]), f"logits of step {step}")
             going_on = [i for i, row in enumerate(rows) if steps[row] > step + 1][::-1]
             rows = [rows[i] for i in going_on]
@@ -193,7 +194,7 @@ def next_token(token: int) -> Document:
 def test_reference_loads_what_our_rules_write(c, tmp_path):
     """Byte for byte what the twin wrote; heads of queries and gates, of q, k and v lie as there."""
     _, ours = pair(c, tmp_path / "twin")
-    theirs = read_file(tmp_path / "twin" / "model.safetensors")
+    theirs = load_file(tmp_path / "twin" / "model.safetensors")
     for name, want in written(ours, hf.qwen3_5.keys(c)).items():
         assert torch.equal(theirs[name], want), name
 
@@ -213,7 +214,7 @@ def written(model: nn.Module, rules: tuple[KeyRule, ...]) -> dict[str, Tensor]:
 def test_second_token_predictor_is_dropped(tmp_path):
     """What the published checkpoints hold beyond the model."""
     _, ours = pair(DENSE, tmp_path / "twin")
-    tensors = read_file(tmp_path / "twin" / "model.safetensors")
+    tensors = load_file(tmp_path / "twin" / "model.safetensors")
     names = ("fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.experts.3.down_proj.weight")
     (tmp_path / "with").mkdir()
     write_file(tmp_path / "with" / "model.safetensors", tensors | {f"mtp.{name}": torch.ones(2) for name in names})

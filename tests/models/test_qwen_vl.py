@@ -10,8 +10,9 @@ import transformers
 
 from eyeline.checkpoint.tensors import entries_in, renamed, write_folder
 from eyeline.core.errors import Refused
-from eyeline.models import build, hf, qwen3_vl
+from eyeline.models import hf, qwen3_vl
 from eyeline.models.hf import mapping_of
+from eyeline.models.shape import build
 from tests.models import parity
 from tests.models.cases import CASES
 from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, inputs_of, language

@@ -13,8 +13,9 @@ import eyeline.train.loop as loop
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_lines
 from eyeline.kernels import fla
-from eyeline.models import CONFIG, build
+from eyeline.models import CONFIG
 from eyeline.models.kernel_paths import choose
+from eyeline.models.shape import build
 from eyeline.parallel.launch import Machine
 from eyeline.recipes import device as module
 from eyeline.recipes.check import check

@@ -29,8 +29,9 @@ from eyeline.data.report.budgets import Load
 from eyeline.data.report.budgets import packing as packing_of
 from eyeline.data.report.preview import sample_previews
 from eyeline.data.report.report import QUICK, THOROUGH, Depth, data_report
-from eyeline.models import build, facts
+from eyeline.models import spec
 from eyeline.models.flops import NONE, count
+from eyeline.models.shape import build
 from eyeline.recipes.check import look, print_blocks
 from eyeline.study.data_page import LARGEST_PAGE, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, suggestion
 from eyeline.study.page import table
@@ -123,7 +124,7 @@ def looked(run: Run, folder: Path, depth: Depth = THOROUGH) -> tuple[Page, str]:
 
 def stage_data(run: Run, index: int = 0, depth: Depth = THOROUGH) -> tuple[StageData, Reader]:
     bundle = description(run)
-    stage, stated = run.stages[index], facts(bundle.config)
+    stage, stated = run.stages[index], spec(bundle.config)
     reader = reader_of(stage.data, bundle.encoder(), stated.image, seed_for(run.seed, "stage", index))
     report = data_report(reader, stage.batch.budget, depth)
     model = build(bundle.config, "meta")
@@ -197,7 +198,7 @@ def test_arithmetic_is_that_of_the_batches_that_training_gets(tmp_path: Path, in
     run = tiny_run(tmp_path, f"stages.{index}.data.max_reject_rate=1")
     found, reader = stage_data(run, index)
     bundle = description(run)
-    stated = facts(bundle.config)
+    stated = spec(bundle.config)
     model = build(bundle.config, "cpu")
     prepare(model, stated, run, index, {})
     arithmetic = count(model, stated)

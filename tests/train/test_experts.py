@@ -8,10 +8,11 @@ import torch
 import eyeline.train.loop as loop
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export
+from eyeline.bundle.fill import load
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_lines
-from eyeline.models import build, llava, qwen3
+from eyeline.models import llava, qwen3
 from eyeline.models.moe import Aux, Balance, Experts, Forced, balance_loss, biases_of, set_balance
 from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.recipes.check import settings_problems
@@ -19,6 +20,7 @@ from eyeline.study.report import write_report
 from eyeline.train.optim import AdamW, make_optimizers
 from eyeline.train.run import Run
 from eyeline.train.step import Report, validate
+from tests.planned import plan_around
 from tests.train.ends import end_of
 from tests.train.recipe import tiny_run
 from tests.train.tiny import CONFIG, batch, document, model, update_alone
@@ -34,7 +36,7 @@ MICRO = [[document(1, 12, 5), document(2, 30, 1, images=2)], [document(4, 20, 14
 def step(by: Balance | None) -> tuple[Report, llava.Model]:
     made = model(SPARSE)
     set_balance(made, by)
-    optimizers = make_optimizers(made, llava.facts(SPARSE), AdamW())
+    optimizers = make_optimizers(plan_around(made, SPARSE), AdamW())
     return update_alone(made, optimizers, [batch(*m, tokens=60) for m in MICRO], balance=by), made
 
 
@@ -125,8 +127,7 @@ def test_biases_go_through_resumes_stages_and_not_through_exports(tmp_path: Path
     assert end_of(parts) == end_of(whole)
 
     opened = open_bundle(tmp_path / "whole")
-    made = build(opened.bundle.config, "cpu")
-    opened.load(made)
+    made = load(opened, "cpu").model
     biases = biases_of(made)
     assert len(biases) == 2
     assert all(x.any() for x in biases.values()), "a stage that says nothing keeps them"
@@ -138,7 +139,7 @@ def test_biases_go_through_resumes_stages_and_not_through_exports(tmp_path: Path
     again = tiny_run(tmp_path, *EXPERTS, f"out={tmp_path / 'again'}", "stages.1.experts={balance: aux}")
     loop.train(again)
     opened = open_bundle(tmp_path / "again")
-    opened.load(made := build(opened.bundle.config, "cpu"))
+    made = load(opened, "cpu").model
     assert not biases_of(made)
     assert not last(again).state["expert_biases"]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import eyeline.train.loop as loop
-from eyeline.core.facts import Cost
+import eyeline.train.stage as stage
+from eyeline.core.cost import Cost
 from eyeline.models import flops
 from eyeline.models.flops import peak_of
 from tests.train.recipe import tiny_run
@@ -41,8 +42,8 @@ def test_each_step_states_its_arithmetic(tmp_path: Path) -> None:
 def test_packs_are_dealt_by_what_the_stage_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen tower is not gone through backwards, and adapters are cheaper than weights. One process deals nothing, so it is asked."""
     told: list[Cost] = []
-    steps = loop.training_steps
-    monkeypatch.setattr(loop, "training_steps", lambda reader, *rest: told.append(reader.cost) or steps(reader, *rest))
+    steps = stage.training_steps
+    monkeypatch.setattr(stage, "training_steps", lambda reader, *rest: told.append(reader.cost) or steps(reader, *rest))
     loop.train(tiny_run(tmp_path, "stages.whole.steps=1", "stages.adapt.steps=1"))
     whole, adapt = told
     embed, block, projector = 2 * C * D, 2 * (4 * D * D + 2 * D * F), (2 * 4 * D * D + 2 * D * D) // 4

@@ -74,9 +74,9 @@ def steps_of(slots: Sequence[tuple[Pack, Pack]]) -> tuple[Step, list[Step]]:
 
 def model_of(case: Case, by: Balance | None) -> nn.Module:
     """Everything trains, and adapters with dropout are everywhere."""
-    made, facts = parity.randomised(case), FAMILIES[case.config.family].facts(case.config)
-    for part in facts.parts:
-        wrap(made, facts, part, LoRA(rank=2, alpha=2, dropout=0.3, targets="all-linear"), torch_rng_for(0, part))
+    made, spec = parity.randomised(case), FAMILIES[case.config.family].spec(case.config)
+    for part in spec.parts:
+        wrap(made, spec, part, LoRA(rank=2, alpha=2, dropout=0.3, targets="all-linear"), torch_rng_for(0, part))
     with torch.no_grad():
         for name, p in made.named_parameters():
             if name.endswith("lora_B"):
@@ -185,7 +185,7 @@ def test_step_without_labels_on_any_rank_has_no_loss() -> None:
 @pytest.mark.parametrize("case", [*DENSE.values(), *EXPERTS.values()], ids=lambda case: f"{case.config.family}: {case.id}")
 def test_validation_on_two_ranks_is_that_on_one(case: Case) -> None:
     """As the reader gives it: an empty batch where another rank has one more, and the tower runs on both or on none."""
-    packs, shown = [case.documents[:2], case.documents[2:3], case.documents[3:]], case.facts.image is not None
+    packs, shown = [case.documents[:2], case.documents[2:3], case.documents[3:]], case.spec.image is not None
     made = model_of(case, None)
     want = validate(made, [batch_of(pack, None) for pack in packs], ONE_DEVICE)
     of_ranks = [[replace(batch_of(pack, None), has_images=shown) for pack in own] for own in (packs[::2], [packs[1], EMPTY])]

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Facts
+from eyeline.core.plan import Spec
 from eyeline.models import llava
 from eyeline.train.optim import AdamW, Muon, load_state_tensors, make_optimizers, set_learning_rates, state_tensors, without_state
+from tests.planned import plan_around
 from tests.train.tiny import CONFIG, model
 
-FACTS: Facts = llava.facts(CONFIG)
+SPEC: Spec = llava.spec(CONFIG)
 RATES = {"vision": 1e-3, "projector": 2e-3, "language": 3e-3}
 
 
@@ -27,7 +28,7 @@ def fill_gradients(made: torch.nn.Module, seed: int = 1) -> None:
 def test_every_trainable_parameter_is_in_one_group_with_its_part(settings) -> None:
     made = model()
     made.get_parameter("projector.up.bias").requires_grad_(False)
-    groups = [group for optimizer in make_optimizers(made, FACTS, settings) for group in optimizer.param_groups]
+    groups = [group for optimizer in make_optimizers(plan_around(made, CONFIG), settings) for group in optimizer.param_groups]
     names = [name for group in groups for name in group["names"]]
     assert sorted(names) == sorted(name for name, p in made.named_parameters() if p.requires_grad)
     assert all(name.startswith(group["part"] + ".") for group in groups for name in group["names"])
@@ -37,7 +38,10 @@ def test_every_trainable_parameter_is_in_one_group_with_its_part(settings) -> No
 def test_decay_spares_norms_biases_and_embeddings() -> None:
     made = model()
     decayed = {
-        n: g["weight_decay"] > 0 for o in make_optimizers(made, FACTS, AdamW(weight_decay=0.1)) for g in o.param_groups for n in g["names"]
+        n: g["weight_decay"] > 0
+        for o in make_optimizers(plan_around(made, CONFIG), AdamW(weight_decay=0.1))
+        for g in o.param_groups
+        for n in g["names"]
     }
     spared = {name for name, decays in decayed.items() if not decays}
     assert {"language.embed.weight", "vision.positions.weight"} < spared
@@ -47,7 +51,7 @@ def test_decay_spares_norms_biases_and_embeddings() -> None:
 
 
 def test_muon_has_the_matrices_of_blocks_and_projector_only() -> None:
-    matrices, rest = make_optimizers(model(), FACTS, Muon())
+    matrices, rest = make_optimizers(plan_around(model(), CONFIG), Muon())
     in_muon = {n for g in matrices.param_groups for n in g["names"]}
     assert "language.blocks.0.attn.q.weight" in in_muon
     assert "projector.up.weight" in in_muon
@@ -61,7 +65,7 @@ def test_updates_of_muon_have_the_size_of_adamws() -> None:
     """0.2 a value for every shape (Liu et al. 2025): torch's default scaling gives 0.11 here."""
     wide = CONFIG.model_copy(update={"language": CONFIG.language.model_copy(update={"hidden_size": 64, "intermediate_size": 256})})
     made = model(wide)
-    matrices, _ = make_optimizers(made, llava.facts(wide), Muon())
+    matrices, _ = make_optimizers(plan_around(made, wide), Muon())
     set_learning_rates([matrices], dict.fromkeys(RATES, 1.0), 1.0)
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     fill_gradients(made)
@@ -72,7 +76,7 @@ def test_updates_of_muon_have_the_size_of_adamws() -> None:
 
 
 def test_rates_follow_part_ratio_and_schedule() -> None:
-    optimizers = make_optimizers(model(), FACTS, Muon(adamw_lr_ratio=0.5))
+    optimizers = make_optimizers(plan_around(model(), CONFIG), Muon(adamw_lr_ratio=0.5))
     set_learning_rates(optimizers, RATES, 0.1)
     for optimizer, ratio in zip(optimizers, (1.0, 0.5), strict=True):
         for group in optimizer.param_groups:
@@ -83,7 +87,7 @@ def test_adamw_is_torchs_with_a_rate_a_part() -> None:
     """Against one plain torch.optim.AdamW a part: a group that got another part's rate would differ."""
     ours, theirs = model(), model()
     settings = AdamW(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
-    optimizers = make_optimizers(ours, FACTS, settings)
+    optimizers = make_optimizers(plan_around(ours, CONFIG), settings)
     set_learning_rates(optimizers, RATES, 1.0)
     plain = [
         torch.optim.AdamW(
@@ -111,12 +115,12 @@ def test_a_saved_state_goes_on_bit_for_bit(settings) -> None:
             for optimizer in optimizers:
                 optimizer.step()
 
-    go(whole, make_optimizers(whole, FACTS, settings), range(4))
-    optimizers = make_optimizers(first, FACTS, settings)
+    go(whole, make_optimizers(plan_around(whole, CONFIG), settings), range(4))
+    optimizers = make_optimizers(plan_around(first, CONFIG), settings)
     go(first, optimizers, range(2))
     saved = {name: tensor.clone() for name, tensor in state_tensors(optimizers).items()}
     second.load_state_dict(first.state_dict())
-    again = make_optimizers(second, FACTS, settings)
+    again = make_optimizers(plan_around(second, CONFIG), settings)
     load_state_tensors(again, saved)
     go(second, again, range(2, 4))
     assert all(torch.equal(p, second.get_parameter(n)) for n, p in whole.named_parameters())
@@ -125,12 +129,14 @@ def test_a_saved_state_goes_on_bit_for_bit(settings) -> None:
 def stepped(settings: Any) -> tuple[list[torch.optim.Optimizer], dict[str, torch.Tensor]]:
     """Fresh optimizers, and what others had after a step."""
     made = model()
-    optimizers = make_optimizers(made, FACTS, settings)
+    optimizers = make_optimizers(plan_around(made, CONFIG), settings)
     set_learning_rates(optimizers, RATES, 1.0)
     fill_gradients(made, 0)
     for optimizer in optimizers:
         optimizer.step()
-    return make_optimizers(model(), FACTS, settings), {name: tensor.clone() for name, tensor in state_tensors(optimizers).items()}
+    return make_optimizers(plan_around(model(), CONFIG), settings), {
+        name: tensor.clone() for name, tensor in state_tensors(optimizers).items()
+    }
 
 
 NORM, MATRIX = "language.norm.weight", "language.blocks.0.mlp.up.weight"  # moved by AdamW and, if there is one, by Muon
@@ -168,14 +174,14 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(settings, what
 @pytest.mark.parametrize("settings", [AdamW(), Muon()])
 def test_parameter_without_a_gradient_has_no_state_and_loads(settings) -> None:
     made = model()
-    optimizers = make_optimizers(made, FACTS, settings)
+    optimizers = make_optimizers(plan_around(made, CONFIG), settings)
     fill_gradients(made, 0)
     made.language.norm.weight.grad = None
     for optimizer in optimizers:
         optimizer.step()
     state, without = state_tensors(optimizers), without_state(optimizers)
     assert without == [NORM]
-    load_state_tensors(again := make_optimizers(model(), FACTS, settings), state, without)
+    load_state_tensors(again := make_optimizers(plan_around(model(), CONFIG), settings), state, without)
     assert state_tensors(again).keys() == state.keys()
     with pytest.raises(Refused, match=f"{NORM}:exp_avg is not in the checkpoint"):
         load_state_tensors(again, state)

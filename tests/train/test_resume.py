@@ -19,15 +19,17 @@ import eyeline.train.loop as loop
 import eyeline.train.start as start
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export
+from eyeline.bundle.fill import load
 from eyeline.checkpoint import store
 from eyeline.core.batch import Batch
 from eyeline.core.errors import Abandoned, NotFinite, OutOfMemory, Refused, RunLocked, Stopped, TooManyRejects
 from eyeline.core.files import read_lines
 from eyeline.core.log import say
 from eyeline.data import counts
-from eyeline.models import build, llava
+from eyeline.models import llava
 from eyeline.recipes.check import check
 from eyeline.recipes.read import override, run_of
+from eyeline.train import stage as stages
 from eyeline.train.run import Run, to_yaml
 from eyeline.train.stop import StopSignal, sole_owner
 from tests.command import Command
@@ -327,7 +329,7 @@ def test_run_that_is_killed_resumes_from_a_checkpoint_by_the_clock(uninterrupted
                 raise Killed
 
         patch.setattr(loop.metrics, "write", killing)
-        patch.setattr(loop, "save", lambda *a, **m: None if a[5].global_step == 4 else original(*a, **m)) if (
+        patch.setattr(loop, "save", lambda *a, **m: None if a[2].global_step == 4 else original(*a, **m)) if (
             original := loop.save
         ) else None
         with pytest.raises(Killed):
@@ -548,8 +550,7 @@ def test_a_run_does_not_write_over_a_model(uninterrupted, tmp_path: Path) -> Non
     """A model in `out`/model is the user's, though a run keeps its description under that name."""
     folder, *_ = uninterrupted
     found = open_bundle(folder / "run")
-    made = build(found.bundle.config, "cpu")
-    found.load(made)
+    made = load(found, "cpu").model
     export(found.bundle, made, tmp_path / "run" / "model", form="parts")
     with pytest.raises(Refused, match="holds a model, which would be replaced"):
         loop.train(tiny_run(folder, f"out={tmp_path / 'run'}"))
@@ -706,13 +707,13 @@ def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: 
     folder, *_ = uninterrupted
     seeds: list[int] = []
 
-    open_reader = loop.reader_of
+    open_reader = stages.reader_of
 
     def watched(data, encoder, rule, seed: int, *more, **named):
         seeds.append(seed)
         return open_reader(data, encoder, rule, seed, *more, **named)
 
-    monkeypatch.setattr(loop, "reader_of", watched)
+    monkeypatch.setattr(stages, "reader_of", watched)
     run = tiny_run(folder, f"out={tmp_path / 'run'}", "validation_steps=3", "max_nonfinite_steps=1")
     original = loop.update
 

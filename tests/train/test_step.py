@@ -11,18 +11,19 @@ from eyeline.core.batch import Batch, Document
 from eyeline.core.errors import OutOfMemory
 from eyeline.models import llava
 from eyeline.models.decoder import Output
-from eyeline.models.lora import LoRA, wrap
+from eyeline.models.lora import LoRA
 from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
 from eyeline.train.step import validate
+from tests.planned import adapt, plan_around
 from tests.train.tiny import CONFIG, batch, document, model, update_alone
 
-FACTS = llava.facts(CONFIG)
+SPEC = llava.spec(CONFIG)
 RATES = {"vision": 1e-2, "projector": 1e-2, "language": 1e-2}
 
 
 def step(made: nn.Module, micro_batches: Sequence[Batch], max_grad_norm: float | None = None, settings: AdamW | None = None):
-    optimizers = make_optimizers(made, FACTS, settings or AdamW())
+    optimizers = make_optimizers(plan_around(made, CONFIG), settings or AdamW())
     set_learning_rates(optimizers, RATES, 1.0)
     return update_alone(made, optimizers, micro_batches, max_grad_norm=max_grad_norm)
 
@@ -74,7 +75,7 @@ def test_clipping_bounds_the_gradient_that_is_applied() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_step_that_is_not_finite_changes_nothing(value: float) -> None:
     made = model()
-    optimizers = make_optimizers(made, FACTS, AdamW(weight_decay=0.1))
+    optimizers = make_optimizers(plan_around(made, CONFIG), AdamW(weight_decay=0.1))
     set_learning_rates(optimizers, RATES, 1.0)
     update_alone(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0)
     handle = made.get_parameter("language.blocks.0.mlp.up.weight").register_hook(lambda g: g.index_fill(0, torch.tensor([3]), value))
@@ -133,7 +134,7 @@ def test_dropout_is_addressed_by_step_and_pack() -> None:
 def test_what_a_step_before_used_is_left_alone_too(with_image: list[Document]) -> None:
     """Gradients are gone after a step, not zero: else momentum and decay would go on moving a tower that text does not use."""
     made = model()
-    optimizers = make_optimizers(made, FACTS, AdamW(weight_decay=0.5))
+    optimizers = make_optimizers(plan_around(made, CONFIG), AdamW(weight_decay=0.5))
     set_learning_rates(optimizers, RATES, 1.0)
     update_alone(made, optimizers, [batch(*UNEVEN)], max_grad_norm=1.0)
     before = tensors(made)
@@ -145,7 +146,7 @@ def test_what_a_step_before_used_is_left_alone_too(with_image: list[Document]) -
 
 def test_validation_turns_dropout_off() -> None:
     made = model()
-    wrap(made, FACTS, "language", LoRA(rank=2, alpha=4, dropout=0.9, targets="all-linear"), torch.Generator().manual_seed(0))
+    adapt(made, SPEC, "language", LoRA(rank=2, alpha=4, dropout=0.9, targets="all-linear"), torch.Generator().manual_seed(0))
     with torch.no_grad():
         for name, p in made.named_parameters():
             if name.endswith("lora_B"):

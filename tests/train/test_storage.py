@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 import eyeline.train.loop as loop
+import eyeline.train.stage as stage
 from eyeline.bundle.bundle import open_bundle
 from eyeline.checkpoint import store
+from eyeline.checkpoint.pieces import whole
 from eyeline.core.errors import StorageFailed
 from eyeline.core.files import append_line, read_lines, storage_failed
 from eyeline.train.stop import sole_owner
@@ -99,7 +101,7 @@ def test_a_run_that_trains_can_be_read_at_any_time(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         for step in range(3, 10_000):
-            files = {"model": tensors, "frozen": {}, "optimizer": {}}
+            files = {"model": whole(tensors), "frozen": [], "optimizer": []}
             store.save(folder, run=run, step=step, files=files, state=state, save_total_limit=1)
         os._exit(1)
     try:
@@ -142,9 +144,9 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path: Path) -> None:
 def test_data_that_end_before_what_was_counted_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images that vanish after the epochs were counted make fewer packs."""
     run = tiny_run(tmp_path, "stages.whole.steps=null", "stages.whole.epochs=3", "save_steps=4")
-    count = loop.count_steps
+    count = stage.count_steps
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "count_steps", lambda *of: count(*of) + 2)
+        patch.setattr(stage, "count_steps", lambda *of: count(*of) + 2)
         with pytest.raises(StorageFailed, match=r"stage whole ended after 6 steps, but 8 were planned"):
             loop.train(run)
     assert not list((tmp_path / "run" / "index" / "counts").iterdir())  # it is counted again

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import eyeline.train.loop as loop
-from eyeline import models
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export, weights
+from eyeline.bundle.fill import answering, load
 from eyeline.checkpoint import store
-from eyeline.core.facts import PARTS
+from eyeline.core.plan import PARTS
 from eyeline.parallel.launch import machine
 from eyeline.train.run import Run
-from eyeline.train.start import begin, build
-from eyeline.train.trainable import adapters_of, prepare, wrap_all
+from eyeline.train.stage import model_of
+from eyeline.train.start import begin
 from tests.train.recipe import tiny_run
 
 FULL = "{how: full, lr: 0.01}"
@@ -54,8 +54,7 @@ def before_training(run: Run, folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor, adapters included, of the model that the stage begins with."""
     here = machine("cpu", 1)
     folder.mkdir()
-    model, facts, adapters = build(run, begin(run, folder), here, None)
-    prepare(model, facts, run, 0, adapters)
+    model = model_of(run, begin(run, folder), here, None, 0).model
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -100,10 +99,8 @@ def test_a_border_merges_what_it_does_not_go_on_with(start: Path, tmp_path: Path
     home = begin(run, tmp_path / "run")
     for border, path in enumerate(saved[:-1], 1):
         checkpoint = store.verify(path)
-        ended = models.build(home.bundle.config, "cpu")
-        replace(open_bundle(tmp_path / "run"), checkpoint=checkpoint).load(ended)
-        model, facts, adapters = build(run, home, machine("cpu", 1), checkpoint)
-        prepare(model, facts, run, border, adapters)
+        ended = load(replace(open_bundle(tmp_path / "run"), checkpoint=checkpoint), "cpu").model
+        model = model_of(run, home, machine("cpu", 1), checkpoint, border).model
         for name, x in weights(model, True, torch.float32):
             torch.testing.assert_close(x, ended.get_parameter(name).detach(), rtol=0, atol=1e-6, msg=f"{name} at border {border}")
         bs = [p for name, p in model.named_parameters() if name.endswith("lora_B")]
@@ -118,8 +115,8 @@ def test_fresh_adapters_have_the_seed_of_their_part(start: Path, tmp_path: Path)
     folder.mkdir()
     made = {}
     for seed in (0, 0, 1):
-        model, facts, _ = build(run, begin(run, folder), machine("cpu", 1), None)
-        wrap_all(model, facts, adapters_of(run.stages[0]), seed)
+        home = begin(run, folder)
+        model = model_of(run.model_copy(update={"seed": seed}), home, machine("cpu", 1), None, 0).model
         made.setdefault(seed, []).append({n: p.detach() for n, p in model.named_parameters() if n.endswith("lora_A")})
     (one, same), (other,) = made[0], made[1]
     assert all(torch.equal(one[name], same[name]) for name in one)
@@ -131,7 +128,7 @@ def test_a_fresh_model_has_the_seed_of_its_run(tmp_path: Path) -> None:
     for n, seed in enumerate((3, 3, 4)):
         run = tiny_run(tmp_path, f"seed={seed}")
         (tmp_path / str(n)).mkdir()
-        model, *_ = build(run, begin(run, tmp_path / str(n)), machine("cpu", 1), None)
+        model = model_of(run, begin(run, tmp_path / str(n)), machine("cpu", 1), None, 0).model
         made.append(model.projector.up.weight)
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[0], made[2])
@@ -159,23 +156,24 @@ def test_bf16_keeps_what_a_later_stage_trains_in_fp32(start: Path, tmp_path: Pat
 def test_a_model_that_is_only_adapted_is_never_whole_in_fp32(start: Path, tmp_path: Path) -> None:
     """Neither where it begins from a folder nor where it is resumed: a large one would not fit. The values are those of rounding once."""
     opened = open_bundle(start / "run")
-    whole = models.build(opened.bundle.config, "cpu")
-    opened.load(whole)
+    whole = load(opened, "cpu").model
     export(opened.bundle, whole, tmp_path / "folder")
     run = from_start(start, tmp_path / "run", (None, FULL, LORA), "precision=bf16")
     run = run.model_copy(update={"model": run.model.model_copy(update={"path": str(tmp_path / "folder")})})
     (tmp_path / "run").mkdir()
     home = begin(run, tmp_path / "run")
-    model, *_ = build(run, home, machine("cpu", 1), None)
+    model = model_of(run, home, machine("cpu", 1), None, 0).model
     for name, p in model.named_parameters():
-        half = p.ndim > 1 and not name.startswith("projector.")
+        if "lora_" in name:
+            continue
+        half = p.ndim > 1 and not name.startswith("projector.") and "positions" not in name
         assert p.dtype == (torch.bfloat16 if half else torch.float32), name
         assert torch.equal(p, whole.get_parameter(name).to(p.dtype)), name
 
     loop.train(run)
     checkpoint = store.newest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
-    resumed, *_ = build(run, home, machine("cpu", 1), checkpoint)
+    resumed = model_of(run, home, machine("cpu", 1), checkpoint, 0).model
     assert {x.dtype for x in checkpoint.load("model").values()} == {torch.float32}, "what trains is kept in full"
     stored = checkpoint.load("model", "frozen")
     assert {name: p.dtype for name, p in resumed.named_parameters()} == {name: x.dtype for name, x in stored.items()}
@@ -189,10 +187,9 @@ def test_model_that_answers_holds_its_weights_in_the_dtype_that_it_computes_in(s
     for precision in ("fp32", "bf16"):
         loop.train(from_start(start, tmp_path / precision, ways, f"precision={precision}"))
         opened = open_bundle(tmp_path / precision)
-        whole = models.build(opened.bundle.config, "cpu")
-        opened.load(whole)
+        whole = load(opened, "cpu").model
         for dtype in (torch.float32, torch.bfloat16):
-            model = opened.answering(torch.device("cpu"), dtype)
+            model = answering(opened, torch.device("cpu"), dtype)
             assert not model.training
             held = dict(model.named_parameters())
             assert held.keys() == dict(whole.named_parameters()).keys(), "adapters are merged"
@@ -204,9 +201,8 @@ def test_model_that_answers_holds_its_weights_in_the_dtype_that_it_computes_in(s
 
 def test_model_that_answers_from_a_folder_is_cast_once_too(start: Path, tmp_path: Path) -> None:
     opened = open_bundle(start / "run")
-    whole = models.build(opened.bundle.config, "cpu")
-    opened.load(whole)
+    whole = load(opened, "cpu").model
     export(opened.bundle, whole, tmp_path / "folder")
-    model = open_bundle(tmp_path / "folder").answering(torch.device("cpu"), torch.bfloat16)
+    model = answering(open_bundle(tmp_path / "folder"), torch.device("cpu"), torch.bfloat16)
     assert model.language.blocks[0].attn.q.weight.dtype == torch.bfloat16
     assert torch.equal(model.language.blocks[0].attn.q.weight, whole.language.blocks[0].attn.q.weight.bfloat16())

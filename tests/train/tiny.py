@@ -9,8 +9,9 @@ from torch import nn
 from eyeline.core.batch import IGNORE, Batch, Budget, Document, Grid, Image
 from eyeline.core.step import step_alone
 from eyeline.data.fetch.batches import batch_of
-from eyeline.models import build, llava, qwen2, siglip2
+from eyeline.models import llava, qwen2, siglip2
 from eyeline.models.moe import Balance
+from eyeline.models.shape import build
 from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.step import Report, update
 

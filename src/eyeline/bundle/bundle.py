@@ -12,15 +12,13 @@ Beside the tokenizer, where import added control tokens to it: untrained_tokens.
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from eyeline.bundle.folders import (
     about,
@@ -31,22 +29,20 @@ from eyeline.bundle.folders import (
     read_video_preprocessor,
     warn_of_others,
 )
+from eyeline.bundle.places import joined, places, text_place
 from eyeline.bundle.rendering import Unbounded, render, rendered
 from eyeline.checkpoint import store
-from eyeline.checkpoint.tensors import entries_in, entries_of, key_of, left_out, refuse_other_formats, stream
+from eyeline.checkpoint.tensors import entries_in, refuse_other_formats
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.facts import Part
 from eyeline.core.files import read_object, write_json
-from eyeline.core.key_rules import KeyRule
 from eyeline.core.log import say, warn
+from eyeline.core.plan import Part
 from eyeline.core.problems import lines_of
 from eyeline.data.text.templates import LLAMA_DATE, TEMPLATES, VIDEO, template_named
 from eyeline.data.text.tokenizer import Encoder, load_tokenizer, save_tokenizer
-from eyeline.models import CONFIG, FAMILIES, Config, Model, build, facts
+from eyeline.models import CONFIG, FAMILIES, Config, spec
 from eyeline.models.hf import MAPPINGS, mapping_of
 from eyeline.models.hf.forms import Files, Form, MediaTokens
-from eyeline.models.lora import LoRA, adapters, merge, wrap
-from eyeline.models.moe import add_biases, biases_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +64,7 @@ class Bundle:
     untrained: tuple[str, ...] = ()  # control tokens that import added, whose embedding rows nothing has trained
 
     def encoder(self) -> Encoder:
-        rule = facts(self.config).image
+        rule = spec(self.config).image
         return Encoder(self.tokenizer, template_named(self.template), rule.marks if rule else None)
 
     def files(self, form: Form) -> Files:
@@ -100,106 +96,6 @@ class Opened:
     def trained(self) -> tuple[Part, ...]:
         """The parts that the run has trained in full, in any of its stages so far; an older run's projector may be one."""
         return ("projector",) if self.checkpoint is None else tuple(self.checkpoint.state.get("trained", ("projector",)))
-
-    def load(self, model: Model, keep_adapters: bool = False) -> None:
-        """Fill a model that was built from `bundle.config`. Adapters of a run are merged into its weights, or stay beside them
-        with `keep_adapters`. Raises Refused when the weights do not fit."""
-        if self.form is not None:
-            load_folder(model, self.bundle.config, self.form, self.folder)
-            return
-        assert self.checkpoint is not None
-        load_checkpoint(model, self.bundle.config, self.checkpoint)
-        if not keep_adapters:
-            merge(model)
-
-    def answering(self, device: torch.device, compute_dtype: torch.dtype) -> Model:
-        """The model to generate with. Weights are cast to the dtype that they compute in here, once, and not at every token: in
-        bfloat16 it needs half the memory. Adapters are merged layer by layer, in float32, before that. Raises Refused."""
-        config = self.bundle.config
-        model = build(config, device, compute_dtype=compute_dtype, cast_once=True)
-        if self.checkpoint is None:
-            self.load(model)
-        else:
-            load_checkpoint(model, config, self.checkpoint, rounded=True)
-            merge(model, compute_dtype)
-        return model.eval()
-
-
-def load_checkpoint(model: Model, config: Config, checkpoint: store.Checkpoint, rounded: bool = False) -> None:
-    """Fill a plain model from a run's checkpoint, with the adapters that it had when it was saved. With `rounded`, weights may be cast
-    to a narrower dtype, but for those that adapters are to be added to."""
-    anything = torch.Generator()  # the adapters' initial values are overwritten
-    for part, settings in checkpoint.state["lora"].items():
-        wrap(model, facts(config), part, LoRA(**settings), anything)
-    if checkpoint.state.get("expert_biases"):
-        add_biases(model)
-    if rounded:
-        _widen_adapted(model, checkpoint)
-    checkpoint.fill(dict(model.named_parameters()) | biases_of(model), "model", "frozen", rounded=rounded)
-
-
-def _widen_adapted(model: Model, checkpoint: store.Checkpoint) -> None:
-    """Give weights that have an adapter the dtype that they are stored in."""
-    stored = {name: x.dtype for name in ("model", "frozen") for name, x in entries_of(checkpoint.folder / f"{name}.safetensors").items()}
-    for name in adapters(model):
-        weight = model.get_submodule(name).weight
-        assert isinstance(weight, torch.nn.Parameter)
-        if stored.get(f"{name}.weight") == "F32":
-            weight.data = weight.data.float()
-
-
-# ---- weights
-
-
-@torch.no_grad()
-def load_folder(model: Model, config: Config, form: Form, folder: Path) -> None:
-    """Fill a model from a folder, cast to each tensor's dtype. Raises Refused."""
-    tensors = named(model)
-    for place in places(config, form):
-        for ours, value in stream_place(tensors, config, form, place, folder / place):
-            tensors[ours].copy_(value)
-
-
-def stream_place(tensors: Mapping[str, Tensor], config: Config, form: Form, place: str, where: Path) -> Iterator[tuple[str, Tensor]]:
-    """`checkpoint.stream` of the tensors that belong to one place of a form. `tensors` are a whole model's."""
-    mapping = mapping_of(config)
-    found = {_join(place, name): entry.shape for name, entry in entries_in(where).items()}
-    rules = mapping.keys(config, form, found)
-    here = {name: x for name, x in tensors.items() if place_of(name, rules) == place}
-    dropped = [pattern.rpartition("/")[2] for pattern in mapping.dropped(config, form) if pattern.rpartition("/")[0] == place]
-    if others := left_out(entries_in(where), dropped):
-        say(f"{where}: not read, since Eyeline's model has no such layers: {others}. An export will lack them.")
-    yield from stream(here, where, rules_at(place, rules), dropped)
-
-
-def places(config: Config, form: Form) -> list[str]:
-    """Folders and files inside a folder of this form that hold weights; "" is the folder itself."""
-    return list(dict.fromkeys(rule.theirs.rpartition("/")[0] for rule in mapping_of(config).keys(config, form)))
-
-
-def place_of(ours: str, rules: Sequence[KeyRule]) -> str:
-    """The place that holds a tensor of ours."""
-    return key_of(ours, rules).theirs.rpartition("/")[0]
-
-
-def rules_at(place: str, rules: Sequence[KeyRule]) -> list[KeyRule]:
-    """The rules of one place, by the names that tensors have there."""
-    split = [(rule, *rule.theirs.rpartition("/")[::2]) for rule in rules]
-    return [replace(rule, theirs=name) for rule, at, name in split if at == place]
-
-
-def named(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Every parameter under every name it has, so that a tied head is known as one."""
-    return dict(model.named_parameters(remove_duplicate=False))
-
-
-def text_place(config: Config, form: Form) -> str:
-    """The place of the language model, where the tokenizer lies too."""
-    return place_of("language.embed.weight", mapping_of(config).keys(config, form))
-
-
-def _join(place: str, name: str) -> str:
-    return f"{place}/{name}" if place else name
 
 
 # ---- descriptions
@@ -278,7 +174,7 @@ def _refuse_version(path: Path, version: Any) -> None:
 
 def refuse_misfit(bundle: Bundle) -> None:
     """Raise Refused when the tokenizer can give ids that the embedding has no row for, or lacks the template's tokens."""
-    rows, used = facts(bundle.config).vocab_size, bundle.encoder().vocabulary
+    rows, used = spec(bundle.config).vocab_size, bundle.encoder().vocabulary
     if used > rows:
         raise Refused(
             f"the tokenizer has ids up to {used - 1}, and the language model's embedding has {rows} rows. "
@@ -462,7 +358,7 @@ def write_settings(bundle: Bundle, folder: Path, form: Form, dtype: str | None =
     place = text_place(bundle.config, form)
     stops = stop_settings(bundle)
     for name, content in bundle.files(form).items():
-        if name == _join(place, "config.json"):
+        if name == joined(place, "config.json"):
             content = {**content, **kept, **stops}
         elif name.endswith("/config.json"):
             content = {**content, **kept}

@@ -8,17 +8,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eyeline.bundle.bundle import Bundle, place_of, refuse_misfit, rules_at, write_settings
+from eyeline.bundle.bundle import Bundle, refuse_misfit, write_settings
 from eyeline.bundle.folders import new_folder
+from eyeline.bundle.places import place_of, rules_at
 from eyeline.checkpoint.tensors import SHARD_BYTES, Key, key_of, renamed, write_file, write_folder
 from eyeline.core.errors import Refused
-from eyeline.core.facts import PARTS, Part
 from eyeline.core.files import write_json
 from eyeline.core.log import say
-from eyeline.models import Config, Model, facts
+from eyeline.core.plan import PARTS, Part
+from eyeline.models import Config, Model, spec
 from eyeline.models.hf import mapping_of
 from eyeline.models.hf.forms import Form
-from eyeline.models.lora import LoRALinear
+from eyeline.models.lora import LoRALinear, merged
 from eyeline.models.moe import biases_of
 
 Dtype = Literal["fp32", "bf16"]
@@ -66,7 +67,7 @@ def export(
             (folder / "adapter").mkdir()
             _write_adapter(bundle.config, model, folder / "adapter", chosen, str(out / "base"), trained)
     say(f"{out}: {chosen.name} form ({chosen.reason}); docs/exports.md has the lines that load and ask it")
-    if adapter and (whole := [part for part in PARTS if part in trained and part in facts(bundle.config).parts and part != "projector"]):
+    if adapter and (whole := [part for part in PARTS if part in trained and part in spec(bundle.config).parts and part != "projector"]):
         say(f"also trained in full: {', '.join(whole)}. Load the adapter on {out / 'base'}, which holds that, and on no other base model.")
     return chosen.name
 
@@ -91,7 +92,7 @@ def chosen_form(config: Config, asked: Literal["auto", "parts"]) -> Form:
     return mapping.PARTS
 
 
-def weights(model: torch.nn.Module, merged: bool, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def weights(model: torch.nn.Module, merge: bool, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a plain model, one at a time: with the updates of adapters added in float32, or without them."""
     for name, x in model.named_parameters():
         path, _, leaf = name.rpartition(".")
@@ -99,8 +100,8 @@ def weights(model: torch.nn.Module, merged: bool, dtype: torch.dtype) -> Iterato
         if isinstance(layer, LoRALinear) and leaf in ("lora_A", "lora_B"):
             continue
         x = x.detach()
-        if merged and isinstance(layer, LoRALinear) and leaf == "weight":
-            x = x.float() + layer.scale * (layer.lora_B.detach() @ layer.lora_A.detach())
+        if merge and isinstance(layer, LoRALinear) and leaf == "weight":
+            x = merged(x, layer.lora_A.detach(), layer.lora_B.detach(), layer.scale)
         yield name, x.to(dtype)
 
 
@@ -147,7 +148,7 @@ def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base:
     rules = mapping_of(config).keys(config, form)
     adapted = _adapted(model, trained)
     wanted = {key.theirs: key for key in (key_of(f"{name}.weight", rules) for name in adapted)}
-    mixed = facts(config).experts is not None
+    mixed = spec(config).language.experts is not None
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float | int] = {}

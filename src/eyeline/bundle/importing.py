@@ -12,18 +12,16 @@ from eyeline.bundle.bundle import (
     DESCRIPTION,
     Bundle,
     classes,
-    named,
-    places,
     read_generation,
     read_shape,
     read_untrained,
     recognised,
     refuse_misfit,
-    stream_place,
     write_settings,
 )
 from eyeline.bundle.exporting import write_model
 from eyeline.bundle.folders import about, new_folder, read_config, read_preprocessor
+from eyeline.bundle.places import named, places, stream_place
 from eyeline.checkpoint.tensors import SHARD_BYTES
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, warn
@@ -31,7 +29,7 @@ from eyeline.core.problems import lines_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.data.text.templates import VIDEO, template_named
 from eyeline.data.text.tokenizer import add_tokens, load_tokenizer
-from eyeline.models import Config, facts, family_of, hf, llava, qwen3_5_vl, qwen3_vl, qwen_vision, siglip2
+from eyeline.models import Config, family_of, hf, llava, qwen3_5_vl, qwen3_vl, qwen_vision, siglip2, spec
 from eyeline.models.hf import mapping_of
 from eyeline.models.hf.config_json import record_of
 from eyeline.models.hf.forms import Form
@@ -136,7 +134,7 @@ def take(
     tokenizer = load_tokenizer(tokenizers)
     if template is None:
         template = recognised(tokenizer, tokenizers)
-    rule = facts(config).image
+    rule = spec(config).image
     added = add_tokens(tokenizer, template_named(template), rule.marks if rule else None)
     rows, needed = config.language.vocab_size, 1 + max(tokenizer.get_vocab().values())
     grown = config

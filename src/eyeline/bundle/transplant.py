@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eyeline.bundle.bundle import Bundle, named
+from eyeline.bundle.bundle import Bundle
 from eyeline.bundle.folders import about, read_config, read_preprocessor
 from eyeline.bundle.importing import take, with_rows
+from eyeline.bundle.places import named
 from eyeline.checkpoint.tensors import SHARD_BYTES, entries_in, stream
 from eyeline.core.errors import Refused
 from eyeline.core.key_rules import prefixed

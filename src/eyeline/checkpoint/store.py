@@ -1,7 +1,7 @@
 """Our own checkpoints: written whole or not at all, never over one another, and never believed without their digests.
 
     RUN/checkpoints/step-00000100-1f0c93aa/
-        model.safetensors  optimizer.safetensors  ...   whatever the caller keeps
+        model.safetensors  optimizer.safetensors  ...   whatever the caller keeps; of several writers, one file each
         state.json                                      everything that is not a tensor
         manifest.json                                   written last: run, step, size and SHA-256 of every file
 
@@ -17,16 +17,16 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
 
-from eyeline.checkpoint.tensors import Written, header_of, misfits, read_file, refuse_misfits, size_of, write_file
+from eyeline.checkpoint.pieces import Box, Piece, Stored, covers, offsets_of, reading
+from eyeline.checkpoint.tensors import Written, header_of, write_file
 from eyeline.core.errors import Refused
 from eyeline.core.files import sha256_of, storage_failed, sync_folder
 from eyeline.core.log import warn
@@ -34,6 +34,7 @@ from eyeline.core.log import warn
 VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 _FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
+_SET = re.compile(r"(.+?)(?:-\d{5}-of-\d{5})?\.safetensors")  # a set of tensors, or one writer's share of it
 _LEFTOVER = re.compile(r"\.step-\d{8,}-[0-9a-f]{8}\.(tmp|old)")
 
 
@@ -67,31 +68,52 @@ class Checkpoint:
         return self.manifest.step
 
     def names(self) -> tuple[str, ...]:
-        """The sets of tensors it holds: `load` takes these."""
-        return tuple(name.removesuffix(".safetensors") for name in self.manifest.files if name.endswith(".safetensors"))
+        """The sets of tensors it holds: `load` and `reading` take these."""
+        return tuple(dict.fromkeys(found.group(1) for name in self.manifest.files if (found := _SET.fullmatch(name))))
+
+    @contextmanager
+    def reading(self, *names: str) -> Iterator[Stored]:
+        """The tensors of these sets, read where they are asked for, as long as this lasts."""
+        files = [file for file in self.manifest.files if (found := _SET.fullmatch(file)) and found.group(1) in names]
+        with reading([self.folder / file for file in files]) as stored:
+            yield stored
 
     def load(self, *names: str) -> dict[str, Tensor]:
         """All tensors of these sets, on the host."""
-        found: dict[str, Tensor] = {}
-        for name in names:
-            for key, value in read_file(self.folder / f"{name}.safetensors").items():
-                assert key not in found, f"{key} is in two sets of {self.folder}"
-                found[key] = value
-        return found
-
-    @torch.no_grad()
-    def fill(self, targets: Mapping[str, Tensor], *names: str, rounded: bool = False) -> None:
-        """Copy the tensors of these sets into `targets`: exactly the same names and shapes, or Refused with the differences.
-
-        A target may be wider than what was stored (a bfloat16 weight into float32: exact), and narrower only with `rounded`.
-        """
-        stored = self.load(*names)
-        refuse_misfits(str(self.folder), misfits(stored, targets, "any" if rounded else "wider"))
-        for name, target in targets.items():
-            target.copy_(stored[name])
+        with self.reading(*names) as stored:
+            return {name: stored.read(name) for name in stored.like}
 
 
 # ---- saving
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written. No reader looks at it before `commit`."""
+
+    folder: Path
+    run: str
+    step: int
+    save: str
+    earlier: Sequence[tuple[Path, Manifest]]
+    words: Mapping[str, str]  # of its fixed sets
+
+    @property
+    def target(self) -> Path:
+        return self.folder / f"step-{self.step:08d}-{self.save}"
+
+    @property
+    def beside(self) -> Path:
+        return self.folder / f".{self.target.name}.tmp"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one writer has written of a checkpoint."""
+
+    files: Mapping[str, Written]
+    fixed: Mapping[str, str]  # file -> its word
+    boxes: Sequence[tuple[str, tuple[int, ...], Box]]  # of each piece: its tensor, the tensor's shape, and the part of it
 
 
 def save(
@@ -99,7 +121,7 @@ def save(
     *,
     run: str,
     step: int,
-    files: Mapping[str, Mapping[str, Tensor]],
+    files: Mapping[str, Sequence[Piece]],
     state: dict[str, Any],
     save_total_limit: int,
     best: bool = False,
@@ -111,56 +133,86 @@ def save(
     JSON. `best` says that this is the best model so far. `fixed` names sets that cannot change while a word stays the same
     ({"frozen": "stage 1"}): such a set is written once and hard-linked by later saves.
 
+    This is what one writer does. Several make one `draft`, each does its `write`, and one of them the `commit`.
+
     Raises StorageFailed, and leaves nothing of the attempt behind.
     """
     assert save_total_limit >= 1, "a store that keeps nothing is not asked to save"
-    fixed = dict(fixed or {})
-    assert fixed.keys() <= files.keys(), f"fixed sets {sorted(fixed)} are not all among {sorted(files)}"
+    begun = draft(folder, run, step, fixed)
+    try:
+        share = write(begun, files)
+        commit(begun, [share], state, best)
+    finally:
+        shutil.rmtree(begun.beside, ignore_errors=True)  # gone already, unless something above failed
+    prune(folder, run, save_total_limit, known_good=begun.target)
+    return begun.target
+
+
+def draft(folder: Path, run: str, step: int, fixed: Mapping[str, str] | None = None) -> Draft:
+    """Make the folder of a new checkpoint. See `save`. Raises StorageFailed."""
+    begun = Draft(folder, run, step, uuid.uuid4().hex[:8], _manifests(folder, run), dict(fixed or {}))
+    try:
+        folder.mkdir(exist_ok=True)  # not the run's folder above it: without the rest of a run nobody could use what is saved
+        begun.beside.mkdir()
+    except OSError as error:
+        raise storage_failed("create", begun.beside, error) from error
+    return begun
+
+
+def write(begun: Draft, files: Mapping[str, Sequence[Piece]], writer: int = 0, writers: int = 1) -> Share:
+    """Write what one of several writers holds of each set, flushed to disk, in files of its own. Raises StorageFailed."""
+    assert begun.words.keys() <= files.keys(), f"fixed sets {sorted(begun.words)} are not all among {sorted(files)}"
+    links, headers, local = {}, {}, {}
+    for name, pieces in files.items():
+        file = f"{name}.safetensors" if writers == 1 else f"{name}-{writer + 1:05d}-of-{writers:05d}.safetensors"
+        local[file] = {piece.name: piece.local for piece in pieces}
+        assert len(local[file]) == len(pieces), f"{name}: one writer holds one piece of a tensor"
+        headers[file] = offsets_of(pieces)
+        if name in begun.words:
+            source = _same_file(file, begun.words[name], header_of(local[file], headers[file]), begun.earlier)
+            links |= {} if source is None else {file: source}
+    new = [len(header_of(local[file], headers[file])) + sum(x.nbytes for x in local[file].values()) for file in local if file not in links]
+    _refuse_if_full(begun.folder, sum(new))
+    written = {
+        file: _linked(links[file], begun.beside / file) if file in links else write_file(begun.beside / file, tensors, headers[file])
+        for file, tensors in local.items()
+    }
+    words = {file: begun.words[name] for file, name in zip(local, files, strict=True) if name in begun.words}
+    return Share(written, words, [(piece.name, piece.shape, piece.box) for pieces in files.values() for piece in pieces])
+
+
+def commit(begun: Draft, shares: Sequence[Share], state: dict[str, Any], best: bool = False) -> None:
+    """Bind what all writers have written to one checkpoint. Raises StorageFailed."""
+    boxes: dict[str, list[Box]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape, box in (one for share in shares for one in share.boxes):
+        assert shapes.setdefault(name, shape) == shape, f"{name} has two shapes"
+        boxes.setdefault(name, []).append(box)
+    for name, shape in shapes.items():
+        assert covers(shape, boxes[name]), f"{name}: not every number of it is in exactly one of {len(boxes[name])} pieces"
     state_text = json.dumps(state, allow_nan=False, indent=1) + "\n"
     assert json.loads(state_text) == state, "state must be plain JSON: string keys, lists and no tuples"
-
-    earlier = _manifests(folder, run)
-    save_id = uuid.uuid4().hex[:8]
-    target = folder / f"step-{step:08d}-{save_id}"
-    beside = folder / f".{target.name}.tmp"
+    written = {file: one for share in shares for file, one in share.files.items()}
+    written[STATE] = _write_text(begun.beside / STATE, state_text)
+    order = 1 + max((manifest.order for _, manifest in begun.earlier), default=0)
+    words = {file: word for share in shares for file, word in share.fixed.items()}
+    _write_text(begun.beside / MANIFEST, _render(Manifest(VERSION, begun.run, begun.step, begun.save, order, best, written, words)))
     try:
-        try:
-            folder.mkdir(exist_ok=True)  # not the run's folder above it: without the rest of a run nobody could use what is saved
-            beside.mkdir()
-        except OSError as error:
-            raise storage_failed("create", beside, error) from error
-        links = {name: source for name in fixed if (source := _same_set(name, fixed[name], files[name], earlier))}
-        _refuse_if_full(folder, sum(size_of(tensors) for name, tensors in files.items() if name not in links) + len(state_text))
-        written: dict[str, Written] = {}
-        for name, tensors in files.items():
-            file = f"{name}.safetensors"
-            written[file] = _linked(links[name], beside / file) if name in links else write_file(beside / file, tensors)
-        written[STATE] = _write_text(beside / STATE, state_text)
-        order = 1 + max((manifest.order for _, manifest in earlier), default=0)
-        words = {f"{name}.safetensors": word for name, word in fixed.items()}
-        _write_text(beside / MANIFEST, _render(Manifest(VERSION, run, step, save_id, order, best, written, words)))
-        try:
-            sync_folder(beside)
-            os.rename(beside, target)
-            sync_folder(folder)
-        except OSError as error:
-            raise storage_failed("commit", target, error) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)  # gone already, unless something above failed
-    prune(folder, run, save_total_limit, known_good=target)
-    return target
+        sync_folder(begun.beside)
+        os.rename(begun.beside, begun.target)
+        sync_folder(begun.folder)
+    except OSError as error:
+        raise storage_failed("commit", begun.target, error) from error
 
 
-def _same_set(name: str, word: str, tensors: Mapping[str, Tensor], earlier: Sequence[tuple[Path, Manifest]]) -> tuple[Path, Written] | None:
+def _same_file(file: str, word: str, header: bytes, earlier: Sequence[tuple[Path, Manifest]]) -> tuple[Path, Written] | None:
     """An undamaged file that holds this fixed set already. A damaged one must not spread into the new checkpoint."""
-    file = f"{name}.safetensors"
     for folder, manifest in earlier:
         if manifest.fixed.get(file) != word:
             continue
-        header = header_of(tensors)
         try:
             with open(folder / file, "rb") as opened:
-                assert opened.read(len(header)) == header, f"{name} is fixed for {word!r}, but its names or shapes changed"
+                assert opened.read(len(header)) == header, f"{file} is fixed for {word!r}, but its names or shapes changed"
             if sha256_of(folder / file) == manifest.files[file].sha256:
                 return folder / file, manifest.files[file]
         except OSError:

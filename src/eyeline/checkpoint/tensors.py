@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.facts import matches
 from eyeline.core.files import LARGEST_JSON, read_object, storage_failed, sync_folder, write_json
 from eyeline.core.key_rules import KeyRule
 
@@ -47,7 +46,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _LAYOUT = {dtype: place for place, dtype in enumerate(_DTYPES)}
-_NAMED = {name: dtype for dtype, name in _DTYPES.items()}
+NAMED_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _FLOATS = {"F64", "F32", "BF16", "F16"}
 
 
@@ -82,11 +81,6 @@ def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None 
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def size_of(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the file that `write_file` would make, without metadata."""
-    return len(header_of(tensors)) + sum(x.nbytes for x in tensors.values())
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Written:
@@ -135,25 +129,14 @@ def entries_of(file: Path) -> dict[str, Entry]:
         raise storage_failed("read", file, error) from error
 
 
-def read_file(file: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the host. Raises Refused if the file is not whole."""
-    entries = entries_of(file)
-    with safe_open(file, framework="pt") as opened:
-        return {name: opened.get_tensor(name) for name in entries}
-
-
-def misfits(stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtypes: Literal["exact", "wider", "any"]) -> list[str]:
-    """In what stored tensors differ from those that are wanted, a line each: names, shapes, dtypes. `wanted` may be on the meta device.
-
-    `dtypes` must be equal, or may be wider than what was stored (a bfloat16 weight for a float32 one: no value changes), or any.
-    """
+def misfits(stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtypes: Literal["exact", "any"]) -> list[str]:
+    """In what stored tensors differ from those that are wanted, a line each: names, shapes, and dtypes where they must be equal. Both may
+    be on the meta device."""
     found = [f"{name} is not in the checkpoint" for name in wanted if name not in stored]
     found += [f"{name} is not in the model" for name in stored if name not in wanted]
     for name in wanted.keys() & stored.keys():
         got, want = stored[name], wanted[name]
-        wider = torch.promote_types(got.dtype, want.dtype) == want.dtype
-        fits = {"exact": got.dtype == want.dtype, "wider": wider, "any": True}[dtypes]
-        if got.shape != want.shape or not fits:
+        if got.shape != want.shape or (dtypes == "exact" and got.dtype != want.dtype):
             found.append(f"{name} is {list(got.shape)} {got.dtype}, wanted {list(want.shape)} {want.dtype}")
     return sorted(found)
 
@@ -432,7 +415,11 @@ def renamed(tensors: Iterable[tuple[str, Tensor]], rules: Sequence[KeyRule]) -> 
 
 
 def stream(
-    tensors: Mapping[str, Tensor], folder: Path, rules: Sequence[KeyRule], dropped: Sequence[str] = ()
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    rules: Sequence[KeyRule],
+    dropped: Sequence[str] = (),
+    only: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint folder under our names and in our layout, one at a time, in the dtypes they are stored in.
     They come in our order, those of one fused tensor together.
@@ -440,7 +427,7 @@ def stream(
     `tensors` says which are wanted, by shape alone (the meta device will do). One tensor under several names
     (`named_parameters(remove_duplicate=False)`) is a tied weight: it must be there under at least one of its names, equal
     under all that are there, and it comes once, under its first. `dropped` are patterns of names that the checkpoint may
-    hold in vain (`core.facts.matches`; `**` crosses dots).
+    hold and that are not wanted (see `_covers`). Of the others, `only` says which are read, by our names.
 
     Raises Refused before the first tensor when a name is missing or unknown, or a shape or dtype is wrong; and at a tensor
     that has a value which is not finite.
@@ -454,6 +441,7 @@ def stream(
         key = key_of(ours, rules)
         wanted.setdefault(tuple(first[id(tensors[name])] for name in key.ours), {})[key.theirs] = key
     there = _refuse_differences(folder, tensors, wanted, entries, dropped)
+    there = {ours: keys for ours, keys in there.items() if any(map(only, ours))}
 
     with _reading({name: entries[name] for keys in there.values() for key in keys for name in key.names(tensors)}) as read:
         for names, keys in there.items():
@@ -472,7 +460,7 @@ def _values(key: Key, tensors: Mapping[str, Tensor], entries: Mapping[str, Entry
     if not key.stacked:
         return key.read(_finite(key.theirs, entries, read))
     names = key.names(tensors)
-    dtype = functools.reduce(torch.promote_types, (_NAMED[entries[name].dtype] for name in names))
+    dtype = functools.reduce(torch.promote_types, (NAMED_DTYPES[entries[name].dtype] for name in names))
     stacks = tuple(torch.empty(tensors[name].shape, dtype=dtype) for name in key.ours)
     for e, name in enumerate(names):
         for stack, piece in zip(stacks, key.read(_finite(name, entries, read)), strict=True):
@@ -544,9 +532,8 @@ def left_out(names: Iterable[str], dropped: Sequence[str]) -> str:
 
 
 def _covers(pattern: str, name: str) -> bool:
-    if "**" in pattern:
-        return re.fullmatch(re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+"), name) is not None
-    return matches(pattern, name)
+    """`*` stands for one piece of a name between dots, `**` for any number of them."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+"), name) is not None
 
 
 def _listing(what: str, names: Sequence[str], most: int = 6) -> str:

@@ -162,6 +162,7 @@ class Batch:
 
     tokens_T: Tensor  # int64
     positions_T3: Tensor  # int64: time, row, column; all three equal for text
+    real_T: Tensor  # bool: no padding
     cu_S1: Tensor  # int32: document bounds, 0 ... T
     longest: int  # tokens of the longest document
     rows_L: Tensor  # int64: the rows of T whose logits are wanted (the labelled rows, in training)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from eyeline.core.aliases import ALIASES, VALUES
 from eyeline.core.errors import closest, nearest
-from eyeline.core.facts import PARTS
+from eyeline.core.plan import PARTS
 
 MAX_PLACES = 3  # that are named for a setting that belongs elsewhere
 LIKENESS = 0.8  # of a word to a setting of another place (of 1): less, and the suggestion misleads

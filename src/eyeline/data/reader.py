@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from eyeline.core.batch import Budget
+from eyeline.core.cost import Cost
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Cost
 from eyeline.core.files import make_folder, read_json, write_json
 from eyeline.core.image_rule import ImageRule
 from eyeline.data.fetch.fetch import Fetch

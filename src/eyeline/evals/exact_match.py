@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 
 from eyeline.core.batch import Budget, Document, EncodedImage, Sample, Text
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.facts import Facts
+from eyeline.core.plan import Spec
 from eyeline.core.randomness import seed_for
 from eyeline.data.images.decode import decode
 from eyeline.data.images.image_files import image_key
@@ -112,7 +112,7 @@ class Answered:
 
 def exact_match(
     model: Model,
-    facts: Facts,
+    spec: Spec,
     encoder: Encoder,
     asked: Sequence[Rows],
     prior: Prior,
@@ -136,7 +136,7 @@ def exact_match(
     model.eval()
     try:
         questions = islice(usable(asked, rejected), limit)
-        for question, prediction, cut in answers(model, facts, encoder, questions, max_new_tokens, budget, rejected):
+        for question, prediction, cut in answers(model, spec, encoder, questions, max_new_tokens, budget, rejected):
             tally.add(scored(question, prediction, cut, metric, prior))
             if progress is not None:
                 progress(tally.questions)
@@ -222,7 +222,7 @@ def mean(correct: float, questions: int) -> Score:
 
 def answers(
     model: Model,
-    facts: Facts,
+    spec: Spec,
     encoder: Encoder,
     questions: Iterable[Question],
     max_new_tokens: int,
@@ -232,8 +232,8 @@ def answers(
     """(question, greedy answer, whether it was cut), in order of images within windows. A sample without a usable prompt is counted in
     `rejected`."""
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    for round in rounds(questions, Prompts(encoder, facts.image), max_new_tokens, budget, facts.max_positions, rejected):
-        made = generate(model, facts, [prompt for _, prompt in round], sampling, encoder.stop_ids)
+    for round in rounds(questions, Prompts(encoder, spec.image), max_new_tokens, budget, spec.max_positions, rejected):
+        made = generate(model, spec, [prompt for _, prompt in round], sampling, encoder.stop_ids)
         for (question, _), answer in zip(round, made, strict=True):
             yield question, encoder.decode(answer.tokens), answer.finish == "length"
 

@@ -9,10 +9,11 @@ import torch
 
 from eyeline.bundle.bundle import Opened, open_bundle
 from eyeline.bundle.computing import choose_kernels
+from eyeline.bundle.fill import answering
 from eyeline.core.batch import Document, EncodedImage, Message, Text
 from eyeline.core.errors import BadSample, Refused
-from eyeline.core.facts import Facts
 from eyeline.core.log import warn
+from eyeline.core.plan import Spec
 from eyeline.data.images.decode import width_and_height
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.generate.generate import stream
@@ -20,7 +21,7 @@ from eyeline.generate.prompts import Prompts
 from eyeline.generate.sampling import Sampling
 from eyeline.generate.terminal import Read, Write, harmless, line_reader, to_screen
 from eyeline.models import Model
-from eyeline.models import facts as facts_of
+from eyeline.models import spec as spec_of
 from eyeline.parallel.launch import Machine, machine
 
 HELP = "/image PATH shows an image with the next message · /new starts a new conversation · /help · /exit (or Ctrl-D)"
@@ -45,10 +46,10 @@ def chat(
     opened = open_bundle(folder, checkpoint)
     here = machine()
     compute_dtype = torch.bfloat16 if here.capability is not None and here.capability >= (8, 0) else torch.float32
-    model = opened.answering(here.device, compute_dtype)
+    model = answering(opened, here.device, compute_dtype)
     choose_kernels(model, here, compute_dtype, trains=False, quiet=True)
-    facts = facts_of(opened.bundle.config)
-    talk = Talk(model, facts, opened.bundle.encoder(), sampling)
+    spec = spec_of(opened.bundle.config)
+    talk = Talk(model, spec, opened.bundle.encoder(), sampling)
     for path in images:
         talk.show(path)
     if ask is not None:
@@ -56,18 +57,18 @@ def chat(
             write(piece)
         write("\n")
     else:
-        write(banner(opened, model, facts, here, compute_dtype))
+        write(banner(opened, model, spec, here, compute_dtype))
         converse(talk, read or line_reader(), write)
 
 
-def banner(opened: Opened, model: Model, facts: Facts, here: Machine, compute_dtype: torch.dtype) -> str:
+def banner(opened: Opened, model: Model, spec: Spec, here: Machine, compute_dtype: torch.dtype) -> str:
     """What one talks to, and how: the lines before the first message."""
     which = f" · {opened.checkpoint.folder.name} (step {opened.checkpoint.step})" if opened.checkpoint else ""
     size = sum(p.numel() for p in model.parameters())
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[compute_dtype]
     return (
         f"{opened.folder}{which} · {opened.bundle.config.family}, {size:,} parameters · {dtype} on {here.device.type} ({here.name}) · "
-        f"context of {facts.max_positions:,} tokens\n{HELP}\n"
+        f"context of {spec.max_positions:,} tokens\n{HELP}\n"
     )
 
 
@@ -78,9 +79,9 @@ def _unheard(_: str) -> None:
 class Talk:
     """One conversation so far, and the images that wait for the next message."""
 
-    def __init__(self, model: Model, facts: Facts, encoder: Encoder, sampling: Sampling):
-        self.model, self.facts, self.encoder, self.sampling = model, facts, encoder, sampling
-        self.prompts = Prompts(encoder, facts.image)
+    def __init__(self, model: Model, spec: Spec, encoder: Encoder, sampling: Sampling):
+        self.model, self.spec, self.encoder, self.sampling = model, spec, encoder, sampling
+        self.prompts = Prompts(encoder, spec.image)
         self.messages: tuple[Message, ...] = ()
         self.waiting: tuple[EncodedImage, ...] = ()
         self.full = False  # whether the person knows that the conversation fills the context
@@ -89,7 +90,7 @@ class Talk:
         """Show an image with the next message. Refused when it is not one, or the model reads text only."""
         image = EncodedImage(str(path), path.expanduser().absolute())
         try:
-            if self.facts.image is None:
+            if self.spec.image is None:
                 raise BadSample("image_without_tower", "image", f"{path} is an image, and this model reads text only")
             width_and_height(image)
         except BadSample as bad:
@@ -106,7 +107,7 @@ class Talk:
         asked, prompt = self._fitting((*self.messages, Message("user", (*self.waiting, Text(text)))))
         self._note_left_out(asked, note)
         answer, finish = "", None
-        making = stream(self.model, self.facts, prompt, self.sampling, self.encoder)
+        making = stream(self.model, self.spec, prompt, self.sampling, self.encoder)
         try:
             while True:
                 try:
@@ -125,7 +126,7 @@ class Talk:
 
     def _fitting(self, asked: tuple[Message, ...]) -> tuple[tuple[Message, ...], Document]:
         """The conversation without its oldest exchanges, as many as it takes to leave room for an answer, and its prompt."""
-        longest = self.facts.max_positions
+        longest = self.spec.max_positions
         room = min(self.sampling.max_new_tokens, longest // 4)
         while True:
             try:
@@ -149,7 +150,7 @@ class Talk:
         if left_out and not self.full:
             self.full = True
             note(
-                f"The conversation fills the model's context ({self.facts.max_positions:,} tokens): its oldest messages are left out from "
+                f"The conversation fills the model's context ({self.spec.max_positions:,} tokens): its oldest messages are left out from "
                 "now on. /new starts a new conversation."
             )
         for image in (part for message in left_out for part in message.parts if isinstance(part, EncodedImage)):
@@ -157,8 +158,8 @@ class Talk:
 
     def _cut(self, prompt: Document) -> str:
         """Why an answer ended before its end."""
-        if len(prompt.tokens_T) + self.sampling.max_new_tokens > self.facts.max_positions:
-            return f"The answer is cut at the end of the model's context ({self.facts.max_positions:,} tokens)."
+        if len(prompt.tokens_T) + self.sampling.max_new_tokens > self.spec.max_positions:
+            return f"The answer is cut at the end of the model's context ({self.spec.max_positions:,} tokens)."
         return f"The answer is cut after {self.sampling.max_new_tokens} tokens. --max-new-tokens allows longer ones."
 
     def forget(self) -> None:

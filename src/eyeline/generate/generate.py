@@ -11,7 +11,7 @@ import torch
 
 from eyeline.core.batch import Batch, Counts, Document
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Facts
+from eyeline.core.plan import Spec
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.generate.sampling import Sampling, next_tokens
@@ -28,14 +28,14 @@ class Answer:
     finish: Finish
 
 
-def generate(model: Model, facts: Facts, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]) -> list[Answer]:
+def generate(model: Model, spec: Spec, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]) -> list[Answer]:
     """One answer a prompt, in order. Images with equal keys are encoded once.
 
     The model must be in eval mode. Refused when a prompt leaves no position for an answer.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     stopped = [False] * len(prompts)
-    for drawn in draw(model, facts, prompts, sampling, stop_ids):
+    for drawn in draw(model, spec, prompts, sampling, stop_ids):
         for row, token in drawn:
             if token in stop_ids:
                 stopped[row] = True
@@ -44,13 +44,13 @@ def generate(model: Model, facts: Facts, prompts: Sequence[Document], sampling: 
     return [Answer(tuple(t), "stop" if ended else "length") for t, ended in zip(tokens, stopped, strict=True)]
 
 
-def stream(model: Model, facts: Facts, prompt: Document, sampling: Sampling, encoder: Encoder) -> Generator[str, None, Finish]:
+def stream(model: Model, spec: Spec, prompt: Document, sampling: Sampling, encoder: Encoder) -> Generator[str, None, Finish]:
     """The answer to one prompt as pieces of text, each as soon as it is certain. Returns how it ended."""
     finish: Finish = "length"
 
     def tokens() -> Iterator[int]:
         nonlocal finish
-        for [(_, token)] in draw(model, facts, [prompt], sampling, encoder.stop_ids):
+        for [(_, token)] in draw(model, spec, [prompt], sampling, encoder.stop_ids):
             if token in encoder.stop_ids:
                 finish = "stop"
             else:
@@ -82,19 +82,17 @@ def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Ite
 
 @torch.no_grad()
 def draw(
-    model: Model, facts: Facts, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]
+    model: Model, spec: Spec, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]
 ) -> Iterator[list[tuple[int, int]]]:
     """Each step's (prompt number, token) of the rows that still go on; a row's last token is a stop token, or is cut."""
     assert not model.training, "dropout would be on: call model.eval() before generating"
     if not prompts:
         return
     lengths = [len(p.tokens_T) for p in prompts]
-    if max(lengths) >= facts.max_positions:
-        raise Refused(
-            f"a prompt has {max(lengths)} tokens, and the model's context holds {facts.max_positions} with the answer. Shorten it"
-        )
+    if max(lengths) >= spec.max_positions:
+        raise Refused(f"a prompt has {max(lengths)} tokens, and the model's context holds {spec.max_positions} with the answer. Shorten it")
     device = next(model.parameters()).device
-    limits = [min(sampling.max_new_tokens, facts.max_positions - length) for length in lengths]
+    limits = [min(sampling.max_new_tokens, spec.max_positions - length) for length in lengths]
     cache = model.new_cache(len(prompts), max(length + limit for length, limit in zip(lengths, limits, strict=True)))
     logits_LV = model(batch_of(prompts, None, next_tokens=True).to(device), cache).out
     # the position of each answer's first token: visual tokens may share positions
@@ -120,6 +118,7 @@ def one_token_each(tokens: Sequence[int], positions: Sequence[int]) -> Batch:
     return Batch(
         tokens_T=torch.tensor(tokens),
         positions_T3=torch.tensor(positions)[:, None].repeat(1, 3),
+        real_T=torch.ones(len(positions), dtype=torch.bool),
         cu_S1=torch.arange(rows + 1, dtype=torch.int32),
         longest=1,
         rows_L=torch.arange(rows),

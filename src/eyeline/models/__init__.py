@@ -3,21 +3,20 @@
 A family is a module of the interface `Family`; how Hugging Face names its tensors and settings is in `models/hf/`.
 """
 
-from collections.abc import Collection
 from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Discriminator, Tag, TypeAdapter
 
-from eyeline.core.facts import Facts, Part, part_of
-from eyeline.models import decoder, llava, qwen3_5_vl, qwen3_vl, qwen_vl, text
+from eyeline.core.plan import Spec
+from eyeline.models import llava, qwen3_5_vl, qwen3_vl, qwen_vl, text
 
 
 class Family(Protocol):
     """What a module of a family has; `c` is its own Config."""
 
     def Model(self, c: Any, compute_dtype: torch.dtype, /) -> "Model": ...
-    def facts(self, c: Any, /) -> Facts: ...
+    def spec(self, c: Any, /) -> Spec: ...
 
 
 FAMILIES: dict[str, Family] = {"llava": llava, "text": text, "qwen3_vl": qwen3_vl, "qwen3_5_vl": qwen3_5_vl}
@@ -43,32 +42,6 @@ def family_of(c: Config) -> Family:
     return FAMILIES[c.family]
 
 
-def facts(c: Config) -> Facts:
+def spec(c: Config) -> Spec:
     """What the model of this config states about itself."""
-    return family_of(c).facts(c)
-
-
-def build(
-    c: Config,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    compute_dtype: torch.dtype = torch.float32,
-    half: Collection[Part] = (),
-    cast_once: bool = False,
-) -> Model:
-    """A model on `device` whose weights, of `dtype`, are not yet filled: no time is spent on numbers that are overwritten. Matrices
-    of the parts in `half` are bfloat16. With `cast_once`, for models that only answer, those that are cast to `compute_dtype` wherever
-    they are used are of that dtype, and the answers the same."""
-    with torch.device("meta"):
-        model = family_of(c).Model(c, compute_dtype).to(dtype)
-    if cast_once:
-        for weight in decoder.cast_at_use(model):
-            weight.data = weight.data.to(compute_dtype)
-    if half:
-        stated = facts(c)
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and part_of(stated, name) in half:
-                parameter.data = parameter.data.to(torch.bfloat16)
-    model.to_empty(device=device)
-    model.tie()  # to_empty made two tensors of a tied one
-    return model
+    return family_of(c).spec(c)

@@ -7,20 +7,21 @@ Dims: T tokens  S documents  D width  H query heads  G key/value heads  K head d
       V vocabulary  L wanted rows  M visual tokens
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.batch import Batch
+from eyeline.core.plan import HEADS, INPUTS, VOCABULARY, Traits
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import MLP, Attend, Linear, RMSNorm, normal_, run_block
-from eyeline.models.moe import ExpertWeights, Load, MoE, Routed, load_of
+from eyeline.models.layers import MLP, Attend, Branch, Embedding, Linear, ReplaceableModule, RMSNorm, normal_, run_block, weights_of
+from eyeline.models.moe import Agree, Load, MoE, Routed, load_of
 
 
 class Layout(NamedTuple):
@@ -53,16 +54,16 @@ class StartsItself(Protocol):
     def initialise(self, rng: torch.Generator) -> None: ...
 
 
-class Attention(nn.Module):
+class Attention(Branch):
     """Grouped-query attention with rotary positions. `biased`: whether q, k and v have biases; `norm_eps`: of an RMS norm over each
     head of q and of k, where they have one."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, biased: bool, norm_eps: float | None = None):
         super().__init__()
         self.K = head_dim
-        self.q = Linear(width, heads * head_dim, bias=biased)
-        self.k, self.v = (Linear(width, kv_heads * head_dim, bias=biased) for _ in "kv")
-        self.o = Linear(heads * head_dim, width, bias=False)
+        self.q = Linear(width, heads * head_dim, biased, split=HEADS, target="q_proj")
+        self.k, self.v = (Linear(width, kv_heads * head_dim, biased, split=HEADS, target=f"{name}_proj") for name in "kv")
+        self.o = Linear(heads * head_dim, width, bias=False, split=INPUTS, target="o_proj")
         self.q_norm, self.k_norm = (None if norm_eps is None else RMSNorm(head_dim, norm_eps) for _ in "qk")
         self.attend = Attend(causal=True)
 
@@ -137,18 +138,31 @@ def refuse_heads(width: int, heads: int, kv_heads: int, head_dim: int | None) ->
         raise ValueError(f"head_dim={each} must be even: rotary positions turn pairs")
 
 
+class HeadLoss(ReplaceableModule):
+    """The summed cross-entropy of labelled rows."""
+
+    kind = "loss"
+
+    def forward(self, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor) -> Tensor:
+        return summed_cross_entropy(x_LD, weight_VD, labels_L)
+
+
 class Head(nn.Module):
     """The way back to the vocabulary. Its forward returns what the caller wants of it, so that hooks on `forward` suffice."""
 
     def __init__(self, vocabulary: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocabulary, width))
+        self.loss = HeadLoss()
+
+    def traits(self) -> dict[str, Traits]:
+        return {"weight": Traits(VOCABULARY)}
 
     def forward(self, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None) -> Tensor:
         """With labels: their summed cross-entropy. Without: logits_LV in float32. Only the rows asked for are touched."""
         x_LD = x_TD.index_select(0, rows_L)
         if labels_L is not None:
-            return summed_cross_entropy(x_LD, self.weight, labels_L)
+            return self.loss(x_LD, self.weight, labels_L)
         return F.linear(x_LD, self.weight.to(x_LD.dtype)).float()
 
     def count(self, tally: Tally, reached: bool) -> None:
@@ -165,7 +179,13 @@ class Output(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """`tables` turns positions_T3 into cos_TR and sin_TR."""
+    """`tables` turns positions_T3 into cos_TR and sin_TR.
+
+    A forward pass has three parts, `enter`, `through` and `leave`. A slice of the model, with None in place of other blocks, of the
+    embedding or of the norm and head, runs those that it has.
+    """
+
+    units: ClassVar = {"embed": "enter", "norm": "leave", "head": "leave"}
 
     def __init__(
         self,
@@ -178,35 +198,35 @@ class Decoder(nn.Module):
         compute_dtype: torch.dtype,
     ):
         super().__init__()
-        self.tied, self.tables, self.compute_dtype = tied, tables, compute_dtype
+        self.tables, self.compute_dtype = tables, compute_dtype
         self.recompute = False
-        self.embed = nn.Embedding(vocabulary, width)
+        self.embed = Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
         self.head = Head(vocabulary, width)
-        self.tie()
-
-    def tie(self) -> None:
-        """Make the head's weight *the same tensor* as the embedding's, where the config says so.
-
-        To be called again after anything that replaces parameters, such as `to_empty` of a model made on the meta device.
-        """
-        if self.tied:
+        self.agree = Agree()
+        if tied:  # the same tensor under two names
             self.head.weight = cast(nn.Parameter, self.embed.weight)  # torch's stub says Tensor; Embedding makes a Parameter
 
-    def embedded(self, tokens_T: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, batch: Batch, cache: Sequence[Cache] | None = None, deep_MD: Sequence[Tensor] = ()) -> Output:
+        """Embedded tokens (and spliced visual ones) -> summed loss, or logits_LV where there are no labels."""
+        x_TD, routed = self.through(x_TD, batch, cache, deep_MD)
+        return self.leave(x_TD, batch, routed)
+
+    def enter(self, tokens_T: Tensor) -> Tensor:
+        """Tokens, embedded."""
         return self.embed(tokens_T).to(self.compute_dtype)
 
-    def forward(self, x_TD: Tensor, batch: Batch, cache: Sequence[Cache] | None = None, deep_MD: Sequence[Tensor] = ()) -> Output:
-        """Embedded tokens (and spliced visual ones) -> summed loss, or logits_LV where there are no labels.
-
-        `deep_MD[i]` is added to the visual tokens after block i (DeepStack).
-        """
+    def through(
+        self, x_TD: Tensor, batch: Batch, cache: Sequence[Cache] | None = None, deep_MD: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, list[Routed]]:
+        """The blocks that are here. `deep_MD[i]` is added to the visual tokens after block i (DeepStack)."""
         cos_TR, sin_TR = self.tables(batch.positions_T3)
-        real_T = torch.arange(len(x_TD), device=x_TD.device) < batch.counts.real
-        layout = Layout(cos_TR, sin_TR, batch.cu_S1, batch.longest, real_T, batch.draws_T2)
+        layout = Layout(cos_TR, sin_TR, batch.cu_S1, batch.longest, batch.real_T, batch.draws_T2)
         routed: list[Routed] = []
         for i, block in enumerate(self.blocks):
+            if block is None:
+                continue
             out = run_block(block, self.recompute, x_TD, layout, None if cache is None else cache[i])
             if isinstance(out, tuple):  # of a block with experts
                 x_TD = out[0]
@@ -215,8 +235,12 @@ class Decoder(nn.Module):
                 x_TD = out
             if i < len(deep_MD):
                 x_TD = x_TD.index_add(0, batch.visual_M, deep_MD[i].to(x_TD.dtype))
+        return x_TD, routed
+
+    def leave(self, x_TD: Tensor, batch: Batch, routed: Sequence[Routed]) -> Output:
+        """The loss or the logits, and where the tokens of all MoE layers went."""
         out = self.head(self.norm(x_TD), batch.rows_L, batch.labels_L)
-        return Output(out, load_of(routed) if routed and batch.labels_L is not None else None)
+        return Output(out, self.agree(load_of(routed)) if routed and batch.labels_L is not None else None)
 
     def count(self, tally: Tally, visual: bool, deep: Sequence[bool] = ()) -> None:
         """`visual`, `deep`: whether gradients reach the visual tokens, and those that DeepStack adds."""
@@ -234,7 +258,7 @@ class Decoder(nn.Module):
     def initialise(self, rng: torch.Generator) -> None:
         """From scratch: each residual branch starts at zero, so that a block starts as the identity; the embedding is small,
         so that an untrained model's loss is near ln(vocabulary)."""
-        for name, parameter in self.named_parameters():
+        for name, parameter in weights_of(self):
             leaf = name.rsplit(".", 1)[-1]
             if leaf == "bias" or name.endswith(("attn.o.weight", "mlp.down.weight", "experts.down", "shared.down.weight")):
                 parameter.zero_()
@@ -247,22 +271,3 @@ class Decoder(nn.Module):
         for module in self.modules():
             if module is not self and isinstance(module, StartsItself):
                 module.initialise(rng)
-
-
-def cast_at_use(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Every matrix that is cast to the activations' dtype wherever it is used, and nowhere read in float32. Not among them: routers,
-    tables of positions and convolutions, which compute in float32, and vectors, which are few numbers."""
-    for module in model.modules():
-        match module:
-            case Linear() | Head() | ExpertWeights():
-                yield from (weight for weight in module.parameters(recurse=False) if weight.ndim > 1)
-            case Decoder():
-                yield cast(nn.Parameter, module.embed.weight)
-
-
-# ---- what such models state about themselves
-
-BLOCKS = "blocks.*"
-ATTENTION = {name: f"blocks.*.attn.{name}" for name in ("q", "k", "v", "o")}
-FEED_FORWARD = {name: f"blocks.*.mlp.{name}" for name in ("gate", "up", "down")}
-ATTEND = "blocks.*.attn.attend"

@@ -19,7 +19,7 @@ import numpy as np
 from torch import nn
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import Cost, Facts
+from eyeline.core.cost import Cost
 from eyeline.core.image_rule import ImageRule
 
 Where = Literal["vision", "projector", "language", "head"]
@@ -185,13 +185,13 @@ class Arithmetic:
         return Cost(of["token"], of["pair"], of["label"], of["patch"] + -(-of["visual"] // merged), of["patch_pair"])
 
 
-def count(model: nn.Module, facts: Facts) -> Arithmetic:
+def count(model: nn.Module, image: ImageRule | None) -> Arithmetic:
     """Of a model on any device (meta will do), frozen, adapted and recomputed as it stands."""
     tallies = {}
     for images in (False, True):
         tallies[images] = tally = Tally()
-        cast(CountedModel, model).count(tally, images and facts.image is not None)
-    return Arithmetic(with_images=tallies[True], texts=tallies[False], image=facts.image)
+        cast(CountedModel, model).count(tally, images and image is not None)
+    return Arithmetic(with_images=tallies[True], texts=tallies[False], image=image)
 
 
 # Dense bfloat16 products with float32 accumulation, FLOPs a second, without sparsity, as the maker publishes them. NVIDIA's data sheets

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Protocol
 import torch
 from pydantic import Discriminator, Tag
 
-from eyeline.core.facts import PartFacts
+from eyeline.core.plan import LanguageSizes
 from eyeline.models import llama, qwen2, qwen3, qwen3_5
 from eyeline.models.decoder import Decoder
 
@@ -14,9 +14,7 @@ class Language(Protocol):
     """What a module of a language model has; `c` is its own Config."""
 
     def Model(self, c: Any, compute_dtype: torch.dtype = torch.float32, /) -> Decoder: ...
-    def facts(self, c: Any, /) -> PartFacts:
-        """What it states about itself, relative to the decoder."""
-        ...
+    def sizes(self, c: Any, /) -> LanguageSizes: ...
 
 
 LANGUAGES: dict[str, Language] = {"qwen2": qwen2, "qwen3": qwen3, "qwen3_5": qwen3_5, "llama": llama}

@@ -6,20 +6,51 @@ used: there is no autocast. Norms compute in float32 and give back the activatio
 Dims: T tokens  D width  H query heads  G key/value heads  K head dim  F feed-forward  S documents
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from eyeline.core.plan import INPUTS, OUTPUTS, VOCABULARY, Replaceable, Split, Traits
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention
 from eyeline.kernels.rms_norm import rms_norm
 from eyeline.models.flops import Rows, Tally, learns
 
 
+@runtime_checkable
+class HoldsTensors(Protocol):
+    """A layer with parameters or buffers of its own."""
+
+    def traits(self) -> dict[str, Traits]:
+        """What it states about each, by its name in the layer."""
+        ...
+
+
+class Branch(nn.Module):
+    """Takes the rows of the residual stream and returns rows to be added to it. Tensor parallelism cuts the weights inside by heads or
+    hidden units, and gathers and sums rows at its two ends."""
+
+
+class ReplaceableModule(nn.Module):
+    """A submodule without weights through which tensors pass that parallelism routes over ranks: it may put another in its place."""
+
+    kind: ClassVar[Replaceable]
+
+
 class Linear(nn.Linear):
-    """`x·Wᵀ + b` in x's dtype. `draws_T2` are of the rows, for an adapter in its place, which drops some of its input."""
+    """`x·Wᵀ + b` in x's dtype. `target` is the name by which a recipe puts an adapter on it; None: it takes none. `draws_T2` are of the
+    rows, for an adapter in its place, which drops some of its input."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, *, split: Split | None = None, target: str | None = None):
+        super().__init__(inputs, outputs, bias)
+        assert not (bias and split == INPUTS), "each rank would add the bias"
+        self.split, self.target = split, target
+
+    def traits(self) -> dict[str, Traits]:
+        return {"weight": Traits(self.split, muon=self.target is not None), "bias": Traits(self.split, decays=False)}
 
     def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:  # noqa: ARG002 (for LoRALinear)
         return F.linear(x_TD, self.weight.to(x_TD.dtype), None if self.bias is None else self.bias.to(x_TD.dtype))
@@ -28,13 +59,15 @@ class Linear(nn.Linear):
         return tally.product(rows, self.in_features, self.out_features, reached, self.weight.requires_grad) or learns(self)
 
 
-class MLP(nn.Module):
-    """The gated feed-forward layer (SwiGLU)."""
+class MLP(Branch):
+    """The gated feed-forward layer (SwiGLU). `prefix` goes before the names of its targets."""
 
-    def __init__(self, width: int, feed_forward: int):
+    def __init__(self, width: int, feed_forward: int, prefix: str = ""):
         super().__init__()
-        self.gate, self.up = (Linear(width, feed_forward, bias=False) for _ in range(2))
-        self.down = Linear(feed_forward, width, bias=False)
+        self.gate, self.up = (
+            Linear(width, feed_forward, bias=False, split=OUTPUTS, target=f"{prefix}{name}_proj") for name in ("gate", "up")
+        )
+        self.down = Linear(feed_forward, width, bias=False, split=INPUTS, target=f"{prefix}down_proj")
 
     def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:
         return self.down(F.silu(self.gate(x_TD, draws_T2)) * self.up(x_TD, draws_T2), draws_T2)
@@ -49,7 +82,7 @@ class GeluMLP(nn.Module):
 
     def __init__(self, width: int, feed_forward: int):
         super().__init__()
-        self.up, self.down = Linear(width, feed_forward), Linear(feed_forward, width)
+        self.up, self.down = Linear(width, feed_forward, target="up_proj"), Linear(feed_forward, width, target="down_proj")
 
     def forward(self, x_PD: Tensor, draws_P2: Tensor | None = None) -> Tensor:
         return self.down(F.gelu(self.up(x_PD, draws_P2), approximate="tanh"), draws_P2)
@@ -58,7 +91,28 @@ class GeluMLP(nn.Module):
         return self.down.count(tally, self.up.count(tally, reached, "patch"), "patch")
 
 
-class RMSNorm(nn.Module):
+class Embedding(nn.Embedding):
+    """The rows of the vocabulary."""
+
+    def traits(self) -> dict[str, Traits]:
+        return {"weight": Traits(VOCABULARY, decays=False)}
+
+
+class Positions(nn.Embedding):
+    """A learned table of positions, in float32: what is read of it is interpolated."""
+
+    def traits(self) -> dict[str, Traits]:
+        return {"weight": Traits(exact=True, decays=False)}
+
+
+class Norm(nn.Module):
+    """A layer whose tensors are vectors that are used in float32."""
+
+    def traits(self) -> dict[str, Traits]:
+        return {name: Traits(exact=True, decays=False) for name in self._parameters}
+
+
+class RMSNorm(Norm):
     """`x / rms(x) · w`, in float32; the result has x's dtype."""
 
     def __init__(self, width: int, eps: float):
@@ -70,7 +124,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x_TD, self.weight, self.eps)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Norm):
     """`(x - mean(x)) / std(x) · w + b`, in float32; the result has x's dtype."""
 
     def __init__(self, width: int, eps: float):
@@ -83,8 +137,10 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x_TD.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps).to(x_TD.dtype)
 
 
-class Attend(nn.Module):
-    """Seam: attention within documents, or over a cache while generating. Weightless, so that `parallel` may replace it."""
+class Attend(ReplaceableModule):
+    """Attention within documents, or over a cache while generating."""
+
+    kind = "attend"
 
     def __init__(self, causal: bool):
         super().__init__()
@@ -97,6 +153,15 @@ class Attend(nn.Module):
         return cached_attention(q_THK, k_TGK, v_TGK, cu_S1, longest, cache)
 
 
+class Deliver(ReplaceableModule):
+    """Visual tokens of the images that were encoded here -> of those that are shown here, where images are shared out over ranks."""
+
+    kind = "deliver"
+
+    def forward(self, tokens_MD: Tensor) -> Tensor:
+        return tokens_MD
+
+
 def run_block(block: nn.Module, recompute: bool, *args: Any) -> Any:
     """`block(*args)`; with `recompute` its activations are dropped and made again in the backward pass.
 
@@ -106,6 +171,11 @@ def run_block(block: nn.Module, recompute: bool, *args: Any) -> Any:
     if recompute and torch.is_grad_enabled():
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
     return block(*args)
+
+
+def weights_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter but those of adapters, whose first values are no matter of the model's."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if not name.endswith((".lora_A", ".lora_B")))
 
 
 def normal_(weight: Tensor, std: float, rng: torch.Generator) -> None:

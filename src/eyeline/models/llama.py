@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from pydantic import model_validator
 
-from eyeline.core.facts import PartFacts, splits_of
+from eyeline.core.plan import LanguageSizes
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import Scaling, rope_tables
 from eyeline.models import decoder
@@ -73,6 +73,5 @@ def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> decoder.Deco
     return decoder.Decoder(c.vocab_size, c.hidden_size, c.tie_embeddings, blocks, RMSNorm(c.hidden_size, c.eps), tables, compute_dtype)
 
 
-def facts(_c: Config) -> PartFacts:
-    linears = decoder.ATTENTION | decoder.FEED_FORWARD
-    return PartFacts(linears, decoder.BLOCKS, splits_of(linears), (decoder.ATTEND,))
+def sizes(c: Config) -> LanguageSizes:
+    return LanguageSizes(c.layers, c.hidden_size, c.heads, c.kv_heads)

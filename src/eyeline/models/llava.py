@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import Facts, Part, PartFacts, facts_of
+from eyeline.core.plan import Part, Spec
 from eyeline.core.settings import Positive, Settings
 from eyeline.models import qwen3, siglip2
 from eyeline.models.decoder import Cache, Output
 from eyeline.models.flops import Tally, learns
 from eyeline.models.languages import LANGUAGES, LanguageConfig
-from eyeline.models.layers import LayerNorm, Linear, normal_
+from eyeline.models.layers import Deliver, LayerNorm, Linear, normal_, weights_of
 
 
 class ProjectorConfig(Settings):
@@ -83,16 +83,19 @@ class Projector(nn.Module):
         width = c.vision.hidden_size * self.joined
         self.norm = LayerNorm(width, 1e-5) if c.projector.norm else None
         if c.projector.kind == "mlp":
-            self.up, self.down = Linear(width, c.hidden), Linear(c.hidden, c.language.hidden_size)
+            self.up = Linear(width, c.hidden, target="up_proj")
+            self.down = Linear(c.hidden, c.language.hidden_size, target="down_proj")
         else:
-            self.out = Linear(width, c.language.hidden_size)
+            self.out = Linear(width, c.language.hidden_size, target="out_proj")
+        self.deliver = Deliver()
 
     def forward(self, features_PD: Tensor, draws_P2: Tensor | None = None) -> Tensor:
         # patches are stored in merge order, so pixel shuffle is this reshape: the r² patches of a cell follow one another
         x_MD = features_PD.reshape(-1, self.joined * features_PD.shape[-1])
         x_MD = x_MD if self.norm is None else self.norm(x_MD)
         draws_M2 = None if draws_P2 is None else draws_P2[:: self.joined]
-        return self.down(F.gelu(self.up(x_MD, draws_M2)), draws_M2) if hasattr(self, "up") else self.out(x_MD, draws_M2)
+        x_MD = self.down(F.gelu(self.up(x_MD, draws_M2)), draws_M2) if hasattr(self, "up") else self.out(x_MD, draws_M2)
+        return self.deliver(x_MD)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         reached |= learns(self.norm)
@@ -102,7 +105,7 @@ class Projector(nn.Module):
 
     @torch.no_grad()
     def initialise(self, rng: torch.Generator) -> None:
-        for name, parameter in self.named_parameters():
+        for name, parameter in weights_of(self):
             if name.endswith("bias"):
                 parameter.zero_()
             elif name.startswith("norm."):
@@ -123,7 +126,7 @@ class Model(nn.Module):
 
         With a `cache` (see `new_cache`) the batch is the prompts, or one new token per row.
         """
-        x_TD = self.language.embedded(batch.tokens_T)
+        x_TD = self.language.enter(batch.tokens_T)
         if batch.has_images:
             images = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
             with torch.set_grad_enabled(batch.image_gradients and torch.is_grad_enabled()):
@@ -131,9 +134,6 @@ class Model(nn.Module):
                 visual_MD = self.projector(features_PD, batch.draws_P2)[batch.sources_M]
             x_TD = x_TD.index_copy(0, batch.visual_M, visual_MD)
         return self.language(x_TD, batch, cache)
-
-    def tie(self) -> None:
-        self.language.tie()
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:
         """Empty caches for `rows` sequences of at most `room` tokens, one per layer of the language model."""
@@ -153,22 +153,14 @@ class Model(nn.Module):
         """Run the blocks of these parts again in the backward pass instead of keeping what they computed; of no others."""
         self.vision.recompute, self.language.recompute = "vision" in parts, "language" in parts
 
-    def initialise(self, rng: torch.Generator) -> None:
-        """All weights from scratch."""
-        self.vision.initialise(rng)
-        self.projector.initialise(rng)
-        self.language.initialise(rng)
 
-
-def facts(c: Config) -> Facts:
-    projector = PartFacts({name: name for name in (("up", "down") if c.projector.kind == "mlp" else ("out",))})
-    return facts_of(
-        {"vision": siglip2.FACTS, "projector": projector, "language": LANGUAGES[c.language.family].facts(c.language)},
-        c.vision.rule(c.projector.shuffle),
-        c.language.vocab_size,
-        c.language.max_positions,
-        unused=(
-            *(f"vision.blocks.{i}" for i in range(c.depth, c.vision.layers)),
-            *(() if c.feature_norm else ("vision.norm",)),
-        ),
+def spec(c: Config) -> Spec:
+    unused = [f"vision.blocks.{i}" for i in range(c.depth, c.vision.layers)]
+    return Spec(
+        image=c.vision.rule(c.projector.shuffle),
+        vocab_size=c.language.vocab_size,
+        max_positions=c.language.max_positions,
+        language=LANGUAGES[c.language.family].sizes(c.language),
+        vision=siglip2.sizes(c.vision),
+        unused=(*unused, *(() if c.feature_norm else ("vision.norm",))),
     )

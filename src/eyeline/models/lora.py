@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.facts import Facts, Part, matches
+from eyeline.core.plan import INPUTS, Part, Spec, Traits, part_of
 from eyeline.core.randomness import seed_for
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.dropout import dropout_mask
@@ -30,20 +30,30 @@ class LoRA(Settings):
 class LoRALinear(Linear):
     """A linear layer that keeps its weight and bias, under their names, and adds `lora_A` [r, in] and `lora_B` [out, r].
 
-    B starts at zero: a freshly wrapped layer computes what it did before. A starts as PEFT's does, uniform in ±1/√in. Dropout's mask
-    is made of the rows' draws (`Batch.draws_T2`) and of the layer's name.
+    Dropout's mask is made of the rows' draws (`Batch.draws_T2`) and of the layer's name.
     """
 
-    def __init__(self, base: Linear, lora: LoRA, rng: torch.Generator, name: str):
-        super().__init__(base.in_features, base.out_features, bias=False, device="meta")  # the real tensors are the base's
+    def __init__(self, base: Linear, lora: LoRA, name: str):
+        with torch.device("meta"):  # the tensors are the base's
+            super().__init__(base.in_features, base.out_features, bias=False, split=base.split, target=base.target)
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
         # a tensor on the host, whatever the device: compiled blocks that differ by it alone are one graph
         self.address = torch.tensor(seed_for(0, name), device="cpu")
-        a_rI = (torch.rand(lora.rank, base.in_features, generator=rng, device=rng.device) * 2 - 1) * base.in_features**-0.5
-        device = base.weight.device
-        self.lora_A = nn.Parameter(a_rI.to(device))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, lora.rank, device=device))
+        self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features, device=base.weight.device))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, lora.rank, device=base.weight.device))
+
+    def traits(self) -> dict[str, Traits]:
+        """Where outputs are cut, so is B, and A is whole; where inputs are, so is A, and B is whole."""
+        a, b = (self.split, None) if self.split == INPUTS else (None, self.split)
+        return {**super().traits(), "lora_A": Traits(a, role="adapter"), "lora_B": Traits(b, role="adapter")}
+
+    @torch.no_grad()
+    def initialise_adapter(self, rng: torch.Generator) -> None:
+        """A as PEFT starts it, uniform in ±1/√in; B at zero, so that the layer computes what it did without."""
+        a_rI = (torch.rand(self.lora_A.shape, generator=rng, device=rng.device) * 2 - 1) * self.in_features**-0.5
+        self.lora_A.copy_(a_rI)
+        self.lora_B.zero_()
 
     def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:
         kept_TD, scale = x_TD, self.scale
@@ -61,9 +71,14 @@ class LoRALinear(Linear):
         return super().count(tally, reached, rows) or raised
 
 
-def targets_of(facts: Facts, part: Part) -> dict[str, str]:
-    """The pattern of each linear layer of a part, by the name that a recipe calls it: `q_proj` … `down_proj`."""
-    return {f"{name}_proj": pattern for name, pattern in facts.linears.get(part, {}).items()}
+def targets_of(model: nn.Module, spec: Spec, part: Part) -> dict[str, list[str]]:
+    """The linear layers of a part by the name that a recipe calls them: `q_proj` … `down_proj`. Those that no output depends on are
+    left out."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.target is not None and part_of(name) == part and spec.uses(name):
+            found.setdefault(module.target, []).append(name)
+    return found
 
 
 def unknown_target(target: str, known: Collection[str]) -> str:
@@ -73,50 +88,29 @@ def unknown_target(target: str, known: Collection[str]) -> str:
     return f"there is no linear layer {target!r}.{nearest(target, list(known))} There are {', '.join(known)}, or the word all-linear."
 
 
-def wrap(model: nn.Module, facts: Facts, part: Part, lora: LoRA, rng: torch.Generator) -> list[str]:
-    """Put adapters on the targeted linear layers of one part, and only of that part; return the names of those layers.
+def wrap(model: nn.Module, spec: Spec, part: Part, lora: LoRA) -> list[str]:
+    """Put adapters, not yet filled, on the targeted linear layers of one part, and only of that part; return the names of those layers.
 
-    Raises Refused for a target that the part does not have. Layers that nothing depends on (`facts.unused`) get none.
+    Raises Refused for a target that the part does not have.
     """
-    known = targets_of(facts, part)
+    known = targets_of(model, spec, part)
     targets = tuple(known) if lora.targets == "all-linear" else lora.targets
     for target in targets:
         if target not in known:
             raise Refused(f"LoRA targets of {part}: {unknown_target(target, known)}")
-    patterns = [known[target] for target in targets]
-    wrapped = []
-    for name, module in list(model.named_modules()):
-        if any(matches(pattern, name) for pattern in patterns) and not _unused(facts, name):
-            assert isinstance(module, Linear), f"{name} is a {type(module).__name__}"
-            assert not isinstance(module, LoRALinear), f"{name} has an adapter already; merge first"
-            model.set_submodule(name, LoRALinear(module, lora, rng, name))
-            wrapped.append(name)
+    wrapped = [name for name, _ in model.named_modules() if any(name in known[target] for target in targets)]
+    for name in wrapped:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Linear) and not isinstance(layer, LoRALinear), f"{name} has an adapter already"
+        model.set_submodule(name, LoRALinear(layer, lora, name))
     return wrapped
 
 
-def _unused(facts: Facts, name: str) -> bool:
-    return any(name == root or name.startswith(root + ".") for root in facts.unused)
+def adapters(model: nn.Module) -> dict[str, LoRALinear]:
+    """The layers that have an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def adapters(model: nn.Module) -> list[str]:
-    """Names of the layers that have an adapter."""
-    return [name for name, module in model.named_modules() if isinstance(module, LoRALinear)]
-
-
-@torch.no_grad()
-def merge(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Add every update to its weight and take the adapters off; return the names of the layers that had one.
-
-    The sum is made in float32, also where the frozen weight was kept in bfloat16, and kept in `dtype`: in float32, nothing of the
-    update is rounded away.
-    """
-    merged = adapters(model)
-    for name in merged:
-        adapted = model.get_submodule(name)
-        assert isinstance(adapted, LoRALinear)
-        plain = Linear(adapted.in_features, adapted.out_features, bias=False, device="meta")
-        sum_OI = adapted.weight.float() + adapted.scale * (adapted.lora_B @ adapted.lora_A)
-        plain.weight = nn.Parameter(sum_OI.to(dtype), requires_grad=adapted.weight.requires_grad)
-        plain.bias = adapted.bias
-        model.set_submodule(name, plain)
-    return merged
+def merged(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float) -> Tensor:
+    """A weight with the update of its adapter added, in float32: whoever stores it rounds it, once."""
+    return weight_OI.float() + scale * (b_Or.float() @ a_rI.float())

@@ -23,10 +23,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from eyeline.core.plan import EXPERTS, Traits
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.moe import by_expert, choose, grouped_swiglu, permute, round_robin, unpermute, weights_of
 from eyeline.models.flops import Tally
-from eyeline.models.layers import MLP, Linear
+from eyeline.models.layers import MLP, Linear, ReplaceableModule
 
 
 class Experts(Settings):
@@ -94,6 +95,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(c.num_experts, width))
         self.register_buffer("bias_E", None)
 
+    def traits(self) -> dict[str, Traits]:
+        return {"weight": Traits(exact=True), "bias_E": Traits(exact=True, decays=False, role="buffer")}
+
     def forward(self, x_TD: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor, Routed]:
         """chosen_TA, weight_TA in x's dtype, and where the non-padding tokens went."""
         probability_TE = F.linear(x_TD.float(), self.weight.float()).softmax(-1)
@@ -119,6 +123,9 @@ class ExpertWeights(nn.Module):
         self.gate, self.up = (nn.Parameter(torch.empty(c.num_experts, c.intermediate_size, width)) for _ in range(2))
         self.down = nn.Parameter(torch.empty(c.num_experts, width, c.intermediate_size))
 
+    def traits(self) -> dict[str, Traits]:
+        return dict.fromkeys(self._parameters, Traits(EXPERTS))
+
     def forward(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
         """Rows sorted by expert; expert e's end before ends_E[e]."""
         gate_EFD, up_EFD, down_EDF = (weight.to(x_ND.dtype) for weight in (self.gate, self.up, self.down))
@@ -130,13 +137,24 @@ class ExpertWeights(nn.Module):
         return tally.product("token", hidden, width, gate or up, self.down.requires_grad, active)
 
 
-class Dispatch(nn.Module):
-    """Seam: every token to its experts and back. Weightless, so that `parallel` may replace it."""
+class Dispatch(ReplaceableModule):
+    """Every token to its experts and back."""
+
+    kind = "dispatch"
 
     def forward(self, x_TD: Tensor, chosen_TA: Tensor, weight_TA: Tensor, experts: ExpertWeights) -> Tensor:
         order_N, inverse_N, ends_E = by_expert(chosen_TA, len(experts.gate))
         y_ND = experts(permute(x_TD, order_N, inverse_N), ends_E)
         return unpermute(y_ND, weight_TA, order_N, inverse_N)
+
+
+class Agree(ReplaceableModule):
+    """The load of the rows that are here -> the load of the whole pack, where its rows are shared out over ranks."""
+
+    kind = "agree"
+
+    def forward(self, load: Load) -> Load:
+        return load
 
 
 class MoE(nn.Module):
@@ -145,7 +163,7 @@ class MoE(nn.Module):
     def __init__(self, c: Experts, width: int, shared: int | None = None):
         super().__init__()
         self.router, self.experts, self.dispatch = Router(c, width), ExpertWeights(c, width), Dispatch()
-        self.shared = None if shared is None else MLP(width, shared)
+        self.shared = None if shared is None else MLP(width, shared, prefix="shared_")
         self.shared_gate = None if shared is None else Linear(width, 1, bias=False)
 
     def forward(self, x_TD: Tensor, real_T: Tensor, draws_T2: Tensor | None = None) -> tuple[Tensor, Routed]:
@@ -163,9 +181,6 @@ class MoE(nn.Module):
             out |= self.shared.count(tally, reached)
         tally.all_kept()  # each expert's weight keeps what the expert gave
         return out
-
-
-DISPATCH, EXPERTS = "blocks.*.mlp.dispatch", "blocks.*.mlp.experts"
 
 
 # ---- balance

@@ -12,12 +12,12 @@ import torch
 from pydantic import model_validator
 from torch import nn
 
-from eyeline.core.facts import PartFacts, splits_of
+from eyeline.core.plan import LanguageSizes
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rope_tables
 from eyeline.models import decoder
 from eyeline.models.layers import MLP, RMSNorm
-from eyeline.models.moe import DISPATCH, EXPERTS, Experts, MoE
+from eyeline.models.moe import Experts, MoE
 
 
 class Config(Settings):
@@ -74,7 +74,6 @@ def _blocks(c: Config) -> Iterator[nn.Module]:
             yield decoder.Block(c.hidden_size, c.eps, attn, MLP(c.hidden_size, c.intermediate_size))
 
 
-def facts(c: Config) -> PartFacts:
-    linears = decoder.ATTENTION | ({} if all(c.sparse) else decoder.FEED_FORWARD)
-    seams, experts = ((decoder.ATTEND, DISPATCH), EXPERTS) if c.experts else ((decoder.ATTEND,), None)
-    return PartFacts(linears, decoder.BLOCKS, splits_of(linears), seams, experts)
+def sizes(c: Config) -> LanguageSizes:
+    experts = {} if c.experts is None else {"experts": c.experts.num_experts, "experts_per_token": c.experts.experts_per_token}
+    return LanguageSizes(c.layers, c.hidden_size, c.heads, c.kv_heads, **experts)

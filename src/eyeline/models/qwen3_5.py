@@ -19,7 +19,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eyeline.core.facts import PartFacts, splits_of
+from eyeline.core.plan import HEADS, INPUTS, LanguageSizes, Traits
 from eyeline.core.settings import Positive, PositiveFloat, Settings, Share
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.causal_conv import cached_causal_conv, causal_conv
@@ -29,8 +29,8 @@ from eyeline.kernels.rope import rope_tables, rotate
 from eyeline.models import decoder
 from eyeline.models.decoder import Layout
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import MLP, Attend, Linear
-from eyeline.models.moe import DISPATCH, EXPERTS, Experts, MoE, Routed
+from eyeline.models.layers import MLP, Attend, Branch, Linear, Norm, ReplaceableModule
+from eyeline.models.moe import Experts, MoE, Routed
 
 LayerType = Literal["linear_attention", "full_attention"]  # transformers' words: Gated DeltaNet, attention
 
@@ -100,7 +100,7 @@ def published(layers: int, every: int) -> tuple[LayerType, ...]:
     return tuple("linear_attention" if (i + 1) % every else "full_attention" for i in range(layers))
 
 
-class CentredRMSNorm(nn.Module):
+class CentredRMSNorm(Norm):
     """`x / rms(x) · (1 + w)`, in float32; the result has x's dtype."""
 
     def __init__(self, width: int, eps: float):
@@ -115,7 +115,7 @@ class CentredRMSNorm(nn.Module):
         self.weight.zero_()
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(Norm):
     """`x / rms(x) · w · silu(z)`, in float32; the result has z's dtype."""
 
     def __init__(self, width: int, eps: float):
@@ -128,15 +128,17 @@ class GatedRMSNorm(nn.Module):
         return (normed_THJ * F.silu(z_THJ.float())).to(z_THJ.dtype)
 
 
-class GatedAttention(nn.Module):
+class GatedAttention(Branch):
     """Grouped-query attention whose output is gated; queries and keys are normed, and the first dims of a head rotated."""
 
     def __init__(self, c: Config):
         super().__init__()
         self.K = c.head_dim
-        self.q, self.gate = (Linear(c.hidden_size, c.heads * c.head_dim, bias=False) for _ in range(2))
-        self.k, self.v = (Linear(c.hidden_size, c.kv_heads * c.head_dim, bias=False) for _ in range(2))
-        self.o = Linear(c.heads * c.head_dim, c.hidden_size, bias=False)
+        queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        self.q = Linear(c.hidden_size, queries, bias=False, split=HEADS, target="q_proj")
+        self.gate = Linear(c.hidden_size, queries, bias=False, split=HEADS, target="attn_gate_proj")
+        self.k, self.v = (Linear(c.hidden_size, keys, bias=False, split=HEADS, target=f"{name}_proj") for name in "kv")
+        self.o = Linear(queries, c.hidden_size, bias=False, split=INPUTS, target="o_proj")
         self.q_norm, self.k_norm = (CentredRMSNorm(c.head_dim, c.eps) for _ in range(2))
         self.attend = Attend(causal=True)
 
@@ -165,9 +167,14 @@ class ConvKernel(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, size))
 
+    def traits(self) -> dict[str, Traits]:
+        return {"weight": Traits(HEADS, exact=True)}
 
-class Scan(nn.Module):
-    """Seam: what passes along a document, convolutions and recurrent state. Weightless, so that `parallel` may replace it."""
+
+class Scan(ReplaceableModule):
+    """What passes along a document: convolutions and recurrent state."""
+
+    kind = "scan"
 
     def __init__(self, key_dim: int, value_dim: int):
         super().__init__()
@@ -195,7 +202,7 @@ class Scan(nn.Module):
         return cached_gated_delta_rule(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1, cache, self.fla)
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Branch):
     """A recurrent state per head in place of attention. Its decay, exp(-exp(A_log)·softplus(a + dt_bias)), and beta, sigmoid(b), the share
     that a token writes, come from the input; in float32, where the exponents would be coarse in bfloat16."""
 
@@ -204,14 +211,18 @@ class GatedDeltaNet(nn.Module):
         d = c.delta
         self.J = d.value_dim
         keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
-        self.q, self.k = (Linear(c.hidden_size, keys, bias=False) for _ in range(2))
-        self.v, self.z = (Linear(c.hidden_size, values, bias=False) for _ in range(2))
-        self.a, self.b = (Linear(c.hidden_size, d.value_heads, bias=False) for _ in range(2))
+        sizes = {"q": keys, "k": keys, "v": values, "z": values, "a": d.value_heads, "b": d.value_heads}
+        self.q, self.k, self.v, self.z, self.a, self.b = (
+            Linear(c.hidden_size, size, bias=False, split=HEADS, target=f"delta_{name}_proj") for name, size in sizes.items()
+        )
         self.conv_q, self.conv_k, self.conv_v = (ConvKernel(channels, d.conv_kernel) for channels in (keys, keys, values))
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(d.value_heads)) for _ in range(2))
         self.scan = Scan(d.key_dim, d.value_dim)
         self.norm = GatedRMSNorm(d.value_dim, c.eps)
-        self.o = Linear(values, c.hidden_size, bias=False)
+        self.o = Linear(values, c.hidden_size, bias=False, split=INPUTS, target="delta_o_proj")
+
+    def traits(self) -> dict[str, Traits]:
+        return dict.fromkeys(("A_log", "dt_bias"), Traits(HEADS, exact=True, decays=False))
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: StateCache | None = None) -> Tensor:
         draws_T2 = layout.draws_T2
@@ -286,18 +297,8 @@ def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> decoder.Deco
     )
 
 
-def facts(c: Config) -> PartFacts:
-    attention = decoder.ATTENTION | {"attn_gate": "blocks.*.attn.gate"}
-    delta = {f"delta_{x}": f"blocks.*.delta.{x}" for x in ("q", "k", "v", "z", "a", "b", "o")}
-    shared = {f"shared_{x}": f"blocks.*.mlp.shared.{x}" for x in ("gate", "up", "down")}
-    linears = {
-        **(attention if "full_attention" in c.resolved_layer_types else {}),
-        **(delta if "linear_attention" in c.resolved_layer_types else {}),
-        **(decoder.FEED_FORWARD if c.experts is None else shared),
-    }
-    seams = (
-        *((decoder.ATTEND,) if "full_attention" in c.resolved_layer_types else ()),
-        *(("blocks.*.delta.scan",) if "linear_attention" in c.resolved_layer_types else ()),
-        *((DISPATCH,) if c.experts else ()),
-    )
-    return PartFacts(linears, decoder.BLOCKS, splits_of(linears), seams, EXPERTS if c.experts else None)
+def sizes(c: Config) -> LanguageSizes:
+    recurrent = "linear_attention" in c.resolved_layer_types
+    keys, values = (c.delta.key_heads, c.delta.value_heads) if recurrent else (None, None)
+    experts = {} if c.experts is None else {"experts": c.experts.num_experts, "experts_per_token": c.experts.experts_per_token}
+    return LanguageSizes(c.layers, c.hidden_size, c.heads, c.kv_heads, keys, values, **experts)

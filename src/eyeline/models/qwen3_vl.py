@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from pydantic import model_validator
 
-from eyeline.core.facts import Facts
+from eyeline.core.plan import Spec
 from eyeline.core.settings import Settings
 from eyeline.models import qwen3, qwen_vision, qwen_vl
 
@@ -36,5 +36,5 @@ def Model(c: Config, compute_dtype: torch.dtype = torch.float32) -> qwen_vl.Mode
     return qwen_vl.Model(c.vision, qwen3.Model(c.language, compute_dtype), compute_dtype)
 
 
-def facts(c: Config) -> Facts:
-    return qwen_vl.facts(c, qwen3.facts(c.language))
+def spec(c: Config) -> Spec:
+    return qwen_vl.spec(c, qwen3.sizes(c.language))

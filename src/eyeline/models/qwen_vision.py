@@ -18,12 +18,12 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eyeline.core.facts import PartFacts, splits_of
 from eyeline.core.image_rule import Area, ImageRule, VideoLimits
+from eyeline.core.plan import VisionSizes
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import Attend, GeluMLP, LayerNorm, Linear, normal_, run_block
+from eyeline.models.layers import Attend, Deliver, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, weights_of
 from eyeline.models.siglip2 import HALF, normalised, sine_positions
 
 EPS = 1e-6  # of every norm, in the tower and in the mergers: the reference has no setting for it
@@ -89,11 +89,10 @@ class Attention(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         self.K = c.K
-        self.q, self.k, self.v, self.o = (Linear(c.hidden_size, c.hidden_size) for _ in range(4))
+        self.q, self.k, self.v, self.o = (Linear(c.hidden_size, c.hidden_size, target=f"{name}_proj") for name in "qkvo")
         self.attend = Attend(causal=False)
 
     def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int, draws_P2: Tensor | None = None) -> Tensor:
-        # -1, not the number of heads: under tensor parallelism a rank holds some of them
         q_PHK, k_PHK, v_PHK = (project(x_PD, draws_P2).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
         q_PHK, k_PHK = rotate(q_PHK, cos_PK, sin_PK), rotate(k_PHK, cos_PK, sin_PK)
         return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1), draws_P2)
@@ -130,7 +129,7 @@ class Model(nn.Module):
         self.compute_dtype = compute_dtype
         self.recompute = False
         self.embed = Linear(3 * c.temporal_patch * c.patch**2, c.hidden_size)
-        self.positions = nn.Embedding(c.position_grid**2, c.hidden_size)
+        self.positions = Positions(c.position_grid**2, c.hidden_size)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
 
     def forward(
@@ -163,7 +162,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def initialise(self, rng: torch.Generator) -> None:
         """From scratch, as SigLIP 2: each residual branch starts at zero, positions at half the sine and cosine table."""
-        for name, parameter in self.named_parameters():
+        for name, parameter in weights_of(self):
             leaf = name.rsplit(".", 1)[-1]
             if parameter is self.positions.weight:
                 parameter.copy_(0.5 * sine_positions(self.side, parameter.shape[1]))
@@ -208,8 +207,10 @@ class Merger(nn.Module):
     def __init__(self, c: Config, out: int, joined: bool):
         super().__init__()
         self.width, self.joined = c.hidden_size * c.merge**2, joined
+        prefix = "deep_" if joined else ""
         self.norm = LayerNorm(self.width if joined else c.hidden_size, EPS)
-        self.up, self.down = Linear(self.width, self.width), Linear(self.width, out)
+        self.up = Linear(self.width, self.width, target=f"{prefix}up_proj")
+        self.down = Linear(self.width, out, target=f"{prefix}down_proj")
 
     def forward(self, x_PD: Tensor, draws_M2: Tensor | None) -> Tensor:
         # patches are stored in merge order: those of one token follow one another
@@ -228,12 +229,14 @@ class Projector(nn.Module):
         self.patches = c.merge**2  # of a visual token
         self.main = Merger(c, out, joined=False)
         self.deep = nn.ModuleList(Merger(c, out, joined=True) for _ in c.deepstack_layers)
+        self.deliver = Deliver()
 
     def forward(self, features: list[Tensor], draws_P2: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """The tower's features -> tokens_MD, and one more tensor of that shape per DeepStack merger."""
         last_PD, *deep = features
         draws_M2 = None if draws_P2 is None else draws_P2[:: self.patches]
-        return self.main(last_PD, draws_M2), [merger(x_PD, draws_M2) for merger, x_PD in zip(self.deep, deep, strict=True)]
+        later = [self.deliver(merger(x_PD, draws_M2)) for merger, x_PD in zip(self.deep, deep, strict=True)]
+        return self.deliver(self.main(last_PD, draws_M2)), later
 
     def count(self, tally: Tally, reached: list[bool]) -> tuple[bool, list[bool]]:
         mergers = cast(Iterable[Merger], self.deep)  # a ModuleList forgets what it holds
@@ -242,7 +245,7 @@ class Projector(nn.Module):
     @torch.no_grad()
     def initialise(self, rng: torch.Generator) -> None:
         """From scratch. What DeepStack adds starts at zero: at first the language model sees the main merger's tokens alone."""
-        for name, parameter in self.named_parameters():
+        for name, parameter in weights_of(self):
             if name.endswith("bias") or (name.startswith("deep.") and name.endswith("down.weight")):
                 parameter.zero_()
             elif "norm" in name:
@@ -251,13 +254,5 @@ class Projector(nn.Module):
                 normal_(parameter, parameter.shape[1] ** -0.5, rng)
 
 
-LINEARS = {
-    **{name: f"blocks.*.attn.{name}" for name in ("q", "k", "v", "o")},
-    **{name: f"blocks.*.mlp.{name}" for name in ("up", "down")},
-}
-FACTS = PartFacts(LINEARS, "blocks.*", splits_of(LINEARS), ("blocks.*.attn.attend",))
-
-
-def projector_facts(c: Config) -> PartFacts:
-    deep = {"deep_up": "deep.*.up", "deep_down": "deep.*.down"} if c.deepstack_layers else {}
-    return PartFacts({"up": "main.up", "down": "main.down", **deep})
+def sizes(c: Config) -> VisionSizes:
+    return VisionSizes(c.layers, c.hidden_size, c.heads, len(c.deepstack_layers))

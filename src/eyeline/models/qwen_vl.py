@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import Facts, Part, PartFacts, facts_of
+from eyeline.core.plan import LanguageSizes, Part, Spec
 from eyeline.models import qwen_vision
 from eyeline.models.decoder import Cache, Decoder, Output
 from eyeline.models.flops import Tally
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
         With a `cache` (see `new_cache`) the batch is the prompts, or one new token per row.
         """
-        x_TD = self.language.embedded(batch.tokens_T)
+        x_TD = self.language.enter(batch.tokens_T)
         deep = []
         if batch.has_images:
             images = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
@@ -52,9 +52,6 @@ class Model(nn.Module):
                 visual, deep = self.projector.count(tally, reached)
         self.language.count(tally, visual, deep)
 
-    def tie(self) -> None:
-        self.language.tie()
-
     def new_cache(self, rows: int, room: int) -> list[Cache]:
         """Empty caches for `rows` sequences of at most `room` tokens, one per layer of the language model."""
         return self.language.new_cache(rows, room)
@@ -62,12 +59,6 @@ class Model(nn.Module):
     def recompute(self, parts: Collection[Part]) -> None:
         """Run the blocks of these parts again in the backward pass instead of keeping what they computed; of no others."""
         self.vision.recompute, self.language.recompute = "vision" in parts, "language" in parts
-
-    def initialise(self, rng: torch.Generator) -> None:
-        """All weights from scratch."""
-        self.vision.initialise(rng)
-        self.projector.initialise(rng)
-        self.language.initialise(rng)
 
 
 class Config(Protocol):
@@ -79,11 +70,6 @@ class Config(Protocol):
     def language(self) -> Any: ...
 
 
-def facts(c: Config, language: PartFacts) -> Facts:
-    """What the model of this config states about itself; `language` is what its decoder does."""
-    return facts_of(
-        {"vision": qwen_vision.FACTS, "projector": qwen_vision.projector_facts(c.vision), "language": language},
-        c.vision.rule(),
-        c.language.vocab_size,
-        c.language.max_positions,
-    )
+def spec(c: Config, language: LanguageSizes) -> Spec:
+    """What a model of this config states; `language` is what its decoder does."""
+    return Spec(c.vision.rule(), c.language.vocab_size, c.language.max_positions, language, qwen_vision.sizes(c.vision))

@@ -16,11 +16,11 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from eyeline.core.facts import PartFacts, splits_of
 from eyeline.core.image_rule import ImageRule, Patches, Resample, Square, Tiles
+from eyeline.core.plan import VisionSizes
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import Attend, GeluMLP, LayerNorm, Linear, normal_, run_block
+from eyeline.models.layers import Attend, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, weights_of
 
 HALF = (0.5, 0.5, 0.5)
 MOST_TILES = 5
@@ -69,11 +69,10 @@ class Attention(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         self.K = c.hidden_size // c.heads
-        self.q, self.k, self.v, self.o = (Linear(c.hidden_size, c.hidden_size) for _ in range(4))
+        self.q, self.k, self.v, self.o = (Linear(c.hidden_size, c.hidden_size, target=f"{name}_proj") for name in "qkvo")
         self.attend = Attend(causal=False)
 
     def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int, draws_P2: Tensor | None = None) -> Tensor:
-        # -1, not the number of heads: under tensor parallelism a rank holds some of them
         q_PHK, k_PHK, v_PHK = (project(x_PD, draws_P2).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
         return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1), draws_P2)
 
@@ -110,7 +109,7 @@ class Model(nn.Module):
         self.normed = feature_norm
         self.recompute = False
         self.embed = Linear(3 * c.patch**2, c.hidden_size)
-        self.positions = nn.Embedding(c.position_grid**2, c.hidden_size)
+        self.positions = Positions(c.position_grid**2, c.hidden_size)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = LayerNorm(c.hidden_size, c.eps)
 
@@ -141,7 +140,7 @@ class Model(nn.Module):
     def initialise(self, rng: torch.Generator) -> None:
         """From scratch: each residual branch starts at zero, so that a block starts as the identity; positions start at half
         the two-dimensional sine and cosine table, so that neighbours are alike before training."""
-        for name, parameter in self.named_parameters():
+        for name, parameter in weights_of(self):
             leaf = name.rsplit(".", 1)[-1]
             if parameter is self.positions.weight:
                 parameter.copy_(0.5 * sine_positions(self.side, parameter.shape[1]))
@@ -186,8 +185,5 @@ def sine_positions(side: int, width: int) -> Tensor:
     return torch.cat(waves, 1)[:, :width]
 
 
-LINEARS = {
-    **{name: f"blocks.*.attn.{name}" for name in ("q", "k", "v", "o")},
-    **{name: f"blocks.*.mlp.{name}" for name in ("up", "down")},
-}
-FACTS = PartFacts(LINEARS, "blocks.*", splits_of(LINEARS), ("blocks.*.attn.attend",))
+def sizes(c: Config) -> VisionSizes:
+    return VisionSizes(c.layers, c.hidden_size, c.heads)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from eyeline.core.batch import Batch
-from eyeline.core.facts import Facts, Part, facts_of
+from eyeline.core.plan import Part, Spec
 from eyeline.core.settings import Settings
 from eyeline.models.decoder import Cache, Output
 from eyeline.models.flops import Tally
@@ -26,10 +26,7 @@ class Model(nn.Module):
 
     def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Output:
         """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels; and the expert load."""
-        return self.language(self.language.embedded(batch.tokens_T), batch, cache)
-
-    def tie(self) -> None:
-        self.language.tie()
+        return self.language(self.language.enter(batch.tokens_T), batch, cache)
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:
         return self.language.new_cache(rows, room)
@@ -42,10 +39,6 @@ class Model(nn.Module):
     def recompute(self, parts: Collection[Part]) -> None:
         self.language.recompute = "language" in parts
 
-    def initialise(self, rng: torch.Generator) -> None:
-        self.language.initialise(rng)
 
-
-def facts(c: Config) -> Facts:
-    language = LANGUAGES[c.language.family].facts(c.language)
-    return facts_of({"language": language}, None, c.language.vocab_size, c.language.max_positions)
+def spec(c: Config) -> Spec:
+    return Spec(None, c.language.vocab_size, c.language.max_positions, LANGUAGES[c.language.family].sizes(c.language), None)

@@ -15,9 +15,9 @@ from eyeline.bundle.bundle import Bundle, classes, read_description
 from eyeline.checkpoint.store import newest_state
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Facts
 from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
+from eyeline.core.plan import Plan
 from eyeline.core.randomness import seed_for
 from eyeline.data.containers.container import RETRIES
 from eyeline.data.reader import reader_of, sizing_of
@@ -29,18 +29,19 @@ from eyeline.data.sources.folders import named
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.sources.unread import unread
 from eyeline.evals.metric import metric_named
-from eyeline.models import build
-from eyeline.models import facts as facts_of
+from eyeline.models import Model
+from eyeline.models import spec as spec_of
 from eyeline.models.flops import Arithmetic, count
 from eyeline.models.hf import mapping_of
 from eyeline.models.lora import targets_of, unknown_target
 from eyeline.models.moe import Bias
+from eyeline.models.shape import shape
 from eyeline.recipes.device import device_report
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, image_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.start import description, refuse_another_recipe, refuse_changed_data
-from eyeline.train.trainable import checkpointed, prepare
+from eyeline.train.trainable import checkpointed, plan_of
 
 
 class Finding(NamedTuple):
@@ -76,7 +77,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         _say(console, _listed(run.name, found))
         return False
     saved = newest_state(run_folder(run) / "checkpoints") if not any(line.startswith("out: ") for line in found) else None
-    facts, form = facts_of(bundle.config), mapping_of(bundle.config).form(bundle.config)
+    spec, form = spec_of(bundle.config), mapping_of(bundle.config).form(bundle.config)
     _say(console, f"run folder: {run_folder(run)}")
     _say(console, f"export: {form.name} form, for transformers' {classes(bundle, form)} ({form.reason})")
     device = device_report(run, bundle)
@@ -87,14 +88,14 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         _say(console, encoder.template.notice)
     for index, stage in enumerate(run.stages):
         try:
-            reader = reader_of(stage.data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.max_positions)
+            reader = reader_of(stage.data, encoder, spec.image, seed_for(run.seed, "stage", index), longest=spec.max_positions)
         except Refused:
             continue  # among the settings' problems already
         if saved is not None and saved["progress"]["stage"] == index:
             try:
                 own = read_description(run_folder(run) / "model").encoder()  # not one that is made of data which have changed
                 refuse_changed_data(
-                    run, run_folder(run), reader_of(stage.data, own, facts.image, reader.seed, longest=facts.max_positions), saved
+                    run, run_folder(run), reader_of(stage.data, own, spec.image, reader.seed, longest=spec.max_positions), saved
                 )
             except Refused as error:
                 found.append(f"{stage.name}: {error}")
@@ -124,7 +125,7 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
     try:
         bundle = description(run)
         encoder = bundle.encoder()
-        facts = facts_of(bundle.config)
+        spec = spec_of(bundle.config)
         asked = _evaluation(run, depth)
         found: list[StageData] = []
         with TemporaryDirectory() as indexes:  # stages and budgets that look at the same rows index them once
@@ -133,14 +134,14 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
                 twin = next((n for n, s in enumerate(run.stages[:index]) if (s.data, s.batch) == (stage.data, stage.batch)), None)
                 if twin is None:
                     with console.status(f"looking at the data of stage {stage.name}"):  # says nothing where there is no terminal
-                        reader = reader_of(data, encoder, facts.image, seed_for(run.seed, "stage", index), longest=facts.max_positions)
+                        reader = reader_of(data, encoder, spec.image, seed_for(run.seed, "stage", index), longest=spec.max_positions)
                         report = data_report(reader, stage.batch.budget, depth, asked)
                         shown = tuple(sample_previews(reader, stage.batch.budget, samples, thumbnails=True))
                     problems += data_problems(stage, report)
                 else:
                     report, shown = found[twin].report, ()
                 flops = _arithmetic(run, index, bundle)
-                counted = tuple(flops_of(packing, flops, facts.image) for packing in report.budgets)
+                counted = tuple(flops_of(packing, flops, spec.image) for packing in report.budgets)
                 found.append(StageData(stage.name, stage.batch, report, shown, counted, None if twin is None else run.stages[twin].name))
                 print_blocks(console, blocks(found[-1]))
     except Refused as error:
@@ -156,10 +157,8 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
 
 def _arithmetic(run: Run, index: int, bundle: Bundle) -> Arithmetic:
     """What a stage's model costs, counted on one without weights."""
-    facts = facts_of(bundle.config)
-    model = build(bundle.config, "meta")
-    prepare(model, facts, run, index, {})
-    return count(model, facts)
+    plan = plan_of(run, index, bundle.config)
+    return count(plan.model, plan.spec.image)
 
 
 def _evaluation(run: Run, depth: Depth) -> dict[str, SampleHashes]:
@@ -241,18 +240,19 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
         if not any(line.endswith(str(error)) for line in unreadable):  # a fresh tokenizer is made from the same sources
             yield f"model: {error}"
     else:
-        facts = facts_of(bundle.config)
-        if encoder.vocabulary > facts.vocab_size:
+        plan = shape(bundle.config, trains={})
+        spec = plan.spec
+        if encoder.vocabulary > spec.vocab_size:
             yield (
-                f"model: the tokenizer gives ids up to {encoder.vocabulary - 1}, and the language model has {facts.vocab_size} rows; "
+                f"model: the tokenizer gives ids up to {encoder.vocabulary - 1}, and the language model has {spec.vocab_size} rows; "
                 f"raise language.vocab_size to {encoder.vocabulary}, or use the tokenizer that belongs to the model"
             )
         for index, stage in enumerate(run.stages):
-            yield from _stage_problems(f"stages.{stage.name}", stage, facts)
+            yield from _stage_problems(f"stages.{stage.name}", stage, plan)
             if stage.data.prepared is not None:
                 try:
                     seed = seed_for(run.seed, "stage", index)
-                    sizing_of(reader_of(stage.data, encoder, facts.image, seed, longest=facts.max_positions), stage.batch.budget)
+                    sizing_of(reader_of(stage.data, encoder, spec.image, seed, longest=spec.max_positions), stage.batch.budget)
                 except Refused as error:
                     if (line := f"stages.{stage.name}.data: {error}") not in unreadable:
                         yield line
@@ -324,29 +324,30 @@ def _unopened(sources: Iterable[Source], retries: int = RETRIES) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _stage_problems(where: str, stage: Stage, facts: Facts) -> Iterator[str]:
+def _stage_problems(where: str, stage: Stage, plan: Plan[Model]) -> Iterator[str]:
+    spec = plan.spec
     for part, trained in stage.trains.items():
-        if part not in facts.parts:
-            yield f"{where}: trains {part}, and the model has {', '.join(facts.parts)}"
+        if part not in spec.parts:
+            yield f"{where}: trains {part}, and the model has {', '.join(spec.parts)}"
         elif isinstance(trained, Adapted) and not isinstance(trained.targets, str):
-            known = targets_of(facts, part)
+            known = targets_of(plan.model, spec, part)
             for target in trained.targets:
                 if target not in known:
                     yield f"{where}.trains.{part}.targets: {unknown_target(target, known)}"
-    for part in checkpointed(stage, facts):
-        if part not in facts.blocks:
-            yield f"{where}: gradient_checkpointing names {part}, which has no blocks; {', '.join(facts.blocks)} have"
-    if stage.experts is not None and facts.experts is None:
+    for part in checkpointed(stage, plan.blocks):
+        if part not in plan.blocks:
+            yield f"{where}: gradient_checkpointing names {part}, which has no blocks; {', '.join(plan.blocks)} have"
+    if stage.experts is not None and spec.language.experts is None:
         yield f"{where}: experts sets how experts are balanced, and the model has no experts; leave it out"
     if isinstance(stage.experts, Bias) and "language" not in stage.trains:
         yield f"{where}: experts.balance=bias moves biases of the language model, which is frozen; leave experts out, or train language"
-    batch, image = stage.batch, facts.image
+    batch, image = stage.batch, spec.image
     if image is None:
         return
     smallest = image.units(1, 1)
     tokens, patches = sum(unit.tokens for unit in smallest), sum(unit.grid.patches for unit in smallest)
-    if facts.max_positions <= tokens:
-        yield f"{where}: an image has {tokens} tokens, and the language model was made for {facts.max_positions} positions"
+    if spec.max_positions <= tokens:
+        yield f"{where}: an image has {tokens} tokens, and the language model was made for {spec.max_positions} positions"
     if batch.max_patches < patches:
         yield f"{where}: batch.max_patches={batch.max_patches} cannot hold one image, which has {patches} patches"
     if batch.max_tokens <= tokens:

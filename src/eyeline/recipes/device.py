@@ -4,11 +4,10 @@ from dataclasses import dataclass, replace
 
 from eyeline.bundle.bundle import Bundle
 from eyeline.core.errors import Refused
-from eyeline.models import build
 from eyeline.models.kernel_paths import KernelPaths, choose
+from eyeline.models.shape import shape
 from eyeline.parallel.launch import machine
-from eyeline.train.run import Run
-from eyeline.train.start import COMPUTE
+from eyeline.train.run import COMPUTE, Run
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,8 @@ def device_report(run: Run, bundle: Bundle | None) -> DeviceReport:
     dtype = COMPUTE[run.precision]
     paths = KernelPaths()
     if bundle is not None:
-        paths = choose(build(bundle.config, "meta"), here.device, here.capability, dtype, trains=True, deterministic=here.deterministic)
+        paths = choose(
+            shape(bundle.config, trains={}).model, here.device, here.capability, dtype, trains=True, deterministic=here.deterministic
+        )
     capability = f", compute capability {here.capability[0]}.{here.capability[1]}" if here.capability else ""
     return DeviceReport((f"device: {here.device.type} ({here.name}{capability}), {run.precision}", *paths.lines), paths.warnings)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from eyeline.bundle.bundle import open_bundle, refuse_other_version
 from eyeline.bundle.computing import choose_kernels
+from eyeline.bundle.fill import answering
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, visible
@@ -20,11 +21,10 @@ from eyeline.data.sets import open_each, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
 from eyeline.evals.metric import metric_named, normalised
 from eyeline.evals.result import Result, write_result
-from eyeline.models import facts
+from eyeline.models import spec
 from eyeline.parallel.launch import machine
 from eyeline.train.environment import environment
-from eyeline.train.run import from_yaml
-from eyeline.train.start import COMPUTE
+from eyeline.train.run import COMPUTE, from_yaml
 
 
 def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoint: Literal["newest", "best"] = "newest") -> Result:
@@ -46,7 +46,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     here = machine(run.device, run.threads, run.deterministic)
     found = open_bundle(folder, checkpoint)
     assert found.checkpoint is not None, "a run has one"
-    model = found.answering(here.device, COMPUTE[run.precision])
+    model = answering(found, here.device, COMPUTE[run.precision])
     choose_kernels(model, here, COMPUTE[run.precision], trains=False)
     asked = open_each(run.evaluation.sources)
     learned = dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data))  # stages share samples
@@ -59,7 +59,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
         task = bar.add_task("answering", total=questions)
         result = exact_match(
             model,
-            facts(found.bundle.config),
+            spec(found.bundle.config),
             found.bundle.encoder(),
             asked,
             prior,

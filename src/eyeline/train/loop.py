@@ -3,64 +3,37 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from torch import nn
+from torch import Tensor
 
-from eyeline.bundle.computing import choose_kernels
 from eyeline.checkpoint import store
+from eyeline.checkpoint.pieces import whole
 from eyeline.core.batch import Batch
-from eyeline.core.errors import NotFinite, OutOfMemory, Refused, Stopped, StorageFailed, fitting
+from eyeline.core.errors import NotFinite, OutOfMemory, Stopped, StorageFailed, fitting
 from eyeline.core.files import make_folder, write_json
 from eyeline.core.log import say
-from eyeline.core.randomness import seed_for
 from eyeline.core.step import Step
-from eyeline.data.counts import count_steps, forget_step_count
-from eyeline.data.index_progress import index_first
-from eyeline.data.loader import check_rejects_at_end, training_steps
-from eyeline.data.reader import reader_of
+from eyeline.data.counts import forget_step_count
+from eyeline.data.loader import check_rejects_at_end
 from eyeline.data.validation import validation_batches
 from eyeline.models import flops
-from eyeline.models.moe import biases_of
-from eyeline.parallel.launch import Machine, deterministic_or_refused, machine
+from eyeline.parallel.launch import deterministic_or_refused, machine
 from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train import metrics
 from eyeline.train.display import Display, display
 from eyeline.train.metrics import Clock, StepFigures
-from eyeline.train.optim import load_state_tensors, make_optimizers, set_learning_rates, state_tensors, without_state
+from eyeline.train.optim import set_learning_rates, state_tensors, without_state
 from eyeline.train.run import Run, Stage
 from eyeline.train.schedule import factor
-from eyeline.train.start import (
-    COMPUTE,
-    Home,
-    announce,
-    begin,
-    build,
-    refuse_changed_data,
-    refuse_changed_past,
-    refuse_strangers,
-    smaller,
-    tensors_of,
-)
+from eyeline.train.stage import Begun, Process, State, begin_stage
+from eyeline.train.start import Home, announce, begin, refuse_changed_past, refuse_strangers, smaller
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
-from eyeline.train.summary import Tally, stage_lines, stage_record
-from eyeline.train.trainable import adapters_of, prepare, rates, table, trained_in_full
-
-
-@dataclass(frozen=True)
-class State:
-    """Where a run stands, beside its tensors. Plain values: this is `state.json` of a checkpoint."""
-
-    stage: int = 0
-    step: int = 0  # steps done in the stage
-    global_step: int = 0  # steps done in all
-    data: dict[str, Any] | None = None  # the reader's own state; None at the start of a stage
-    not_finite: int = 0  # steps dropped so far
-    best: float | None = None  # lowest validation loss of this stage
+from eyeline.train.summary import Tally
+from eyeline.train.trainable import adapters_of, rates, trained_in_full
 
 
 def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
@@ -91,6 +64,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
         say(f"checkpoints: {saves(run)}")
         show, tally = display(console, run.logging_steps), Tally()
         stop = StopSignal(show.stopping)
+        process = Process(run, home, here, clock, console, show, tally, stop)
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
         try:
             while checkpoint is None or checkpoint.state["stage"] < len(run.stages):
@@ -98,7 +72,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
                     done = f"{checkpoint.state['global_step']} steps are saved" if checkpoint else "no step was done"
                     raise Stopped(f"stopped by {stop.asked}; {done}, and the same command resumes from there")
                 try:
-                    train_stage(run, home, here, checkpoint, clock, show, tally, console, stop)
+                    train_stage(process, checkpoint)
                 except OutOfMemory as error:
                     raise OutOfMemory(f"{error}. {smaller(run, home, checkpoint.state['stage'] if checkpoint else 0)}") from error
                 checkpoint = store.newest(home.checkpoints, home.id)
@@ -121,63 +95,20 @@ def run_folder(run: Run) -> Path:
     return Path(run.out or f"runs/{run.name}")
 
 
-def train_stage(
-    run: Run,
-    home: Home,
-    here: Machine,
-    checkpoint: store.Checkpoint | None,
-    clock: Clock,
-    show: Display,
-    tally: Tally,
-    console: Console,
-    stop: StopSignal,
-) -> None:
-    """Build the model of the stage that the checkpoint stands in, and train to the stage's end, or until a stop is asked.
-
-    A stage border is a checkpoint and a rebuild: going on to the next stage and resuming a run are this same code.
-    """
-    with clock.spending("startup"), fitting("the model with its optimizer's state"):
-        state = State(**checkpoint.state["progress"]) if checkpoint else State()
-        stage = run.stages[state.stage]
-        model, facts, adapters = build(run, home, here, checkpoint)
-        rows = prepare(model, facts, run, state.stage, adapters)
-        choose_kernels(model, here, COMPUTE[run.precision], trains=True)
-        arithmetic = flops.count(model, facts)
-        optimizers = make_optimizers(model, facts, stage.optimizer)
-        if checkpoint and state.step > 0:
-            tensors = checkpoint.load("optimizer")
-            # a checkpoint of an earlier version does not say which parameters have none: those that it has nothing of
-            unsaid = {name for name in without_state(optimizers) if not any(key.startswith(f"{name}:") for key in tensors)}
-            load_state_tensors(optimizers, tensors, checkpoint.state.get("without_state", unsaid), str(checkpoint.folder))
-        seed = seed_for(run.seed, "stage", state.stage)
-        reader = reader_of(
-            stage.data, home.encoder, facts.image, seed, home.folder, facts.max_positions, arithmetic.cost(), notify=show.status
-        )
-        steps = stage.steps or count_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
-        if state.step >= steps:
-            raise Refused(f"stage {stage.name} has {steps} steps and has already done {state.step}; raise steps, or leave it unchanged")
-        if checkpoint:
-            refuse_changed_data(run, home.folder, reader, checkpoint.state)
-    console.print(table(stage, rows, console.width))
-    show.status("first step: reading and indexing data")
-    with clock.spending("data_wait"):
-        index_first(reader, stage.batch.budget, state.data)
-    record = stage_record(run, state.stage, steps, rows, reader, home.bundle)
-    metrics.write(home.folder, record | {"global_step": state.global_step}, home.attempt)
-    for line in stage_lines(record):
-        show.note(line)
-    show.status("first step: decoding images")
-
-    model.train()
+def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
+    """Train the stage that the checkpoint stands in to its end, or until a stop is asked."""
+    run, home, clock, stop = process.run, process.home, process.clock, process.stop
+    state = State(**checkpoint.state["progress"]) if checkpoint else State()
+    begun = begin_stage(process, checkpoint, state)
+    stage, model = begun.stage, begun.plan.model
     saved_at, first = clock.now(), state.step + 1
-    arriving = training_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs, state.data)
-    for data in timed(arriving, clock):
-        set_learning_rates(optimizers, rates(stage), at := factor(stage.schedule, state.step, steps))
+    for step in timed(begun.steps_from(state), clock):
+        set_learning_rates(begun.optimizers, rates(stage), at := factor(stage.schedule, state.step, begun.steps))
         with clock.spending("compute"), deterministic_or_refused():
             report = update(
                 model,
-                optimizers,
-                data,
+                begun.optimizers,
+                step,
                 ONE_DEVICE,
                 max_grad_norm=stage.max_grad_norm,
                 balance=stage.experts,
@@ -185,71 +116,79 @@ def train_stage(
                 step=state.global_step,
             )
         if report.outcome == "not finite":
-            keep_evidence(home, state, report, data.batches)
-        state = replace(
-            state,
-            step=state.step + 1,
-            global_step=state.global_step + 1,
-            data=data.state,
-            not_finite=state.not_finite + (report.outcome == "not finite"),
-        )
+            keep_evidence(home, state, report, step.batches)
+        state = after(state, step, report)
         stop.done = state.global_step
-        ended = state.step == steps
+        ended = state.step == begun.steps
         if ended:
-            check_rejects_at_end(reader, data.state)  # before it is saved: a stage that must not end like this has not ended
+            check_rejects_at_end(begun.reader, step.state)  # before it is saved: a stage that must not end like this has not ended
         better = False
-        if run.validation_steps and reader.validates and (state.step % run.validation_steps == 0 or ended):
-            show.status("validating")
-            with clock.spending("validation"):
-                loss, labels = validate(model, validation_batches(reader, stage.batch.budget), ONE_DEVICE)
-            better = math.isfinite(loss) and (state.best is None or loss < state.best)
-            state = replace(state, best=loss if better else state.best)
-            write_validation(home, stage, state, loss, labels, show)
-            tally.validated(stage.name, state.step, loss, state.best)
+        if run.validation_steps and begun.reader.validates and (state.step % run.validation_steps == 0 or ended):
+            state, better = validated(process, begun, state)
         over = state.not_finite > run.max_nonfinite_steps
         leaving = ended or over or stop.asked is not None  # read once: a signal after this line is for the next step
         due = run.save_minutes is not None and clock.now() - saved_at >= 60 * run.save_minutes
         if leaving or better or due or (run.save_steps and state.step % run.save_steps == 0):
-            show.status("saving a checkpoint")
-            with clock.spending("checkpoint"), fitting(f"the checkpoint of step {state.global_step}"):
-                save(run, home, model, optimizers, stage, state, ended=ended, best=better)
+            save(process, begun, state, ended=ended, best=better)
             stop.saved, saved_at = state.global_step, clock.now()
-
-        figures = StepFigures(
-            stage=stage.name,
-            stage_index=state.stage,
-            step=state.step,
-            steps=steps,
-            global_step=state.global_step,
-            report=report,
-            lr={part: rate * at for part, rate in rates(stage).items()},
-            seconds=clock.lap(),
-            memory_bytes=here.memory_bytes(),
-            rejected=reader.rejects.rejected,
-            flops=sum((arithmetic.of(batch) for batch in data.batches), flops.NONE),
-            peak=flops.peak_of(here.name) if run.precision == "bf16" else None,
-            imbalance=data.imbalance,
-            epoch=data.epoch,
-        )
-        metrics.write(home.folder, figures.line(), home.attempt)
-        show.step(figures)
-        if reader.rejects.rejected and (ended or state.step == first):
-            show.note(f"{stage.name}: {reader.rejects.said()}")
-        tally.step(figures)
+        show_step(process, begun, state, step, report, at, tells_rejects=ended or state.step == first)
         if over:
             raise NotFinite(
                 f"{state.not_finite} steps had a loss or gradient that is not finite, more than "
-                f"max_nonfinite_steps={run.max_nonfinite_steps}. "
-                f"None was applied; their batches are described in {home.folder / 'not_finite'}. Look at those samples, or lower the "
-                "learning rate."
+                f"max_nonfinite_steps={run.max_nonfinite_steps}. None was applied; their batches are described in "
+                f"{home.folder / 'not_finite'}. Look at those samples, or lower the learning rate."
             )
         if leaving:
             return
-    forget_step_count(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
+    forget_step_count(begun.reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
     raise StorageFailed(
-        f"the data of stage {stage.name} ended after {state.step} steps, but {steps} were planned: files or images have changed since. "
-        "Restore them, and run the same command again: it resumes from the last checkpoint"
+        f"the data of stage {stage.name} ended after {state.step} steps, but {begun.steps} were planned: files or images have changed "
+        "since. Restore them, and run the same command again: it resumes from the last checkpoint"
     )
+
+
+def after(state: State, step: Step, report: Report) -> State:
+    """The state once a step is done."""
+    dropped = state.not_finite + (report.outcome == "not finite")
+    return replace(state, step=state.step + 1, global_step=state.global_step + 1, data=step.state, not_finite=dropped)
+
+
+def validated(process: Process, begun: Begun, state: State) -> tuple[State, bool]:
+    """Validate; the state with the best loss so far, and whether this one is it."""
+    process.show.status("validating")
+    with process.clock.spending("validation"):
+        loss, labels = validate(begun.plan.model, validation_batches(begun.reader, begun.stage.batch.budget), ONE_DEVICE)
+    better = math.isfinite(loss) and (state.best is None or loss < state.best)
+    state = replace(state, best=loss if better else state.best)
+    write_validation(process.home, begun.stage, state, loss, labels, process.show)
+    process.tally.validated(begun.stage.name, state.step, loss, state.best)
+    return state, better
+
+
+def show_step(process: Process, begun: Begun, state: State, step: Step, report: Report, at: float, *, tells_rejects: bool) -> None:
+    """The step's figures on the screen and in metrics.jsonl. `at`: the schedule's factor of the learning rates."""
+    stage, rejects = begun.stage, begun.reader.rejects
+    figures = StepFigures(
+        stage=stage.name,
+        stage_index=state.stage,
+        step=state.step,
+        steps=begun.steps,
+        global_step=state.global_step,
+        report=report,
+        lr={part: rate * at for part, rate in rates(stage).items()},
+        seconds=process.clock.lap(),
+        memory_bytes=process.here.memory_bytes(),
+        rejected=rejects.rejected,
+        flops=sum((begun.arithmetic.of(batch) for batch in step.batches), flops.NONE),
+        peak=begun.peak,
+        imbalance=step.imbalance,
+        epoch=step.epoch,
+    )
+    metrics.write(process.home.folder, figures.line(), process.home.attempt)
+    process.show.step(figures)
+    if rejects.rejected and tells_rejects:
+        process.show.note(f"{stage.name}: {rejects.said()}")
+    process.tally.step(figures)
 
 
 def timed(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
@@ -263,35 +202,33 @@ def timed(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
         yield item
 
 
-def save(run: Run, home: Home, model: nn.Module, optimizers: list, stage: Stage, state: State, *, ended: bool, best: bool) -> None:
+def save(process: Process, begun: Begun, state: State, *, ended: bool, best: bool) -> None:
     """Write a checkpoint: after the last step of a stage it already stands at the start of the next one."""
-    biases = biases_of(model)
-    learns = {name for name, p in model.named_parameters() if p.requires_grad} | biases.keys()
-    tensors = tensors_of(model)
+    run, home, optimizers = process.run, process.home, begun.optimizers
+    kept: dict[str, dict[str, Tensor]] = {"model": {}, "frozen": {}}
+    for name, x, entry in begun.plan.tensors():
+        kept["model" if entry.trains or entry.role == "buffer" else "frozen"][name] = x
     progress = State(stage=state.stage + 1, global_step=state.global_step, not_finite=state.not_finite) if ended else state
-    adapters = {part: lora.model_dump(mode="json") for part, lora in adapters_of(stage).items()}
-    store.save(
-        home.checkpoints,
-        run=home.id,
-        step=state.global_step,
-        files={
-            "model": {name: tensor for name, tensor in tensors.items() if name in learns},
-            "frozen": {name: tensor for name, tensor in tensors.items() if name not in learns},
-            "optimizer": {} if ended else state_tensors(optimizers),
-        },
-        state={
-            "stage": progress.stage,
-            "global_step": state.global_step,
-            "lora": adapters,
-            "trained": trained_in_full(run.stages[: state.stage + 1]),
-            "expert_biases": bool(biases),
-            "without_state": [] if ended else without_state(optimizers),
-            "progress": vars(progress),
-        },
-        save_total_limit=run.save_total_limit,
-        best=best,
-        fixed={"frozen": f"stage {state.stage} of {home.id}"},
-    )
+    process.show.status("saving a checkpoint")
+    with process.clock.spending("checkpoint"), fitting(f"the checkpoint of step {state.global_step}"):
+        store.save(
+            home.checkpoints,
+            run=home.id,
+            step=state.global_step,
+            files={name: whole(tensors) for name, tensors in {**kept, "optimizer": {} if ended else state_tensors(optimizers)}.items()},
+            state={
+                "stage": progress.stage,
+                "global_step": state.global_step,
+                "lora": {part: lora.model_dump(mode="json") for part, lora in adapters_of(begun.stage).items()},
+                "trained": trained_in_full(run.stages[: state.stage + 1]),
+                "expert_biases": begun.plan.biased,
+                "without_state": [] if ended else without_state(optimizers),
+                "progress": vars(progress),
+            },
+            save_total_limit=run.save_total_limit,
+            best=best,
+            fixed={"frozen": f"stage {state.stage} of {home.id}"},
+        )
 
 
 def keep_evidence(home: Home, state: State, report: Report, micro_batches: tuple[Batch, ...]) -> None:

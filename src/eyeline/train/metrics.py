@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from eyeline.core.facts import Part
 from eyeline.core.files import append_line
+from eyeline.core.plan import Part
 from eyeline.models.flops import Flops
 from eyeline.train.step import Report
 

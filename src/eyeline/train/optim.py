@@ -1,14 +1,14 @@
 """Optimizers: settings, which parameter goes where, and the learning rate of each part."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, assert_never
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from eyeline.checkpoint.tensors import misfits, refuse_misfits
-from eyeline.core.facts import Facts, Part, matches, part_of
+from eyeline.core.plan import Entry, Part, Plan
 from eyeline.core.settings import PositiveFloat, Settings, Share
 
 
@@ -39,29 +39,29 @@ class Muon(Settings):
 Optimizer = Annotated[AdamW | Muon, Field(discriminator="kind")]
 
 
-def make_optimizers(model: nn.Module, facts: Facts, settings: Optimizer) -> list[torch.optim.Optimizer]:
+def make_optimizers(plan: Plan[Any], settings: Optimizer) -> list[torch.optim.Optimizer]:
     """Optimizers over every trainable parameter, none twice and none left out. A group of nothing does not exist.
 
     Each group says its `part` and `ratio`: `set_learning_rates` gives it rate(part) × ratio. Groups lie in a fixed order,
     so that a saved state finds its parameters again.
     """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trainable = [(name, x, entry) for name, x, entry in plan.tensors() if entry.trains]
     match settings:
         case AdamW():
-            return [_adamw(settings, _groups(model, facts, trainable, settings.weight_decay, ratio=1.0))]
+            return [_adamw(settings, _groups(trainable, settings.weight_decay, ratio=1.0))]
         case Muon():
-            matrices = {n: p for n, p in trainable.items() if is_matrix(facts, n)}
-            rest = {n: p for n, p in trainable.items() if n not in matrices}
+            matrices = [one for one in trainable if one[2].muon]
+            rest = [one for one in trainable if not one[2].muon]
             optimizers: list[torch.optim.Optimizer] = []
             if matrices:
-                groups = _groups(model, facts, matrices, settings.weight_decay, ratio=1.0)
+                groups = _groups(matrices, settings.weight_decay, ratio=1.0)
                 optimizers.append(
                     torch.optim.Muon(
                         groups, lr=0.0, momentum=settings.momentum, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
                     )
                 )
             if rest:
-                optimizers.append(_adamw(settings, _groups(model, facts, rest, settings.weight_decay, settings.adamw_lr_ratio)))
+                optimizers.append(_adamw(settings, _groups(rest, settings.weight_decay, settings.adamw_lr_ratio)))
             return optimizers
         case _:
             assert_never(settings)
@@ -74,28 +74,12 @@ def set_learning_rates(optimizers: list[torch.optim.Optimizer], rates: Mapping[P
             group["lr"] = rates[group["part"]] * group["ratio"] * factor
 
 
-def is_matrix(facts: Facts, name: str) -> bool:
-    """Whether a parameter is the weight of one of the linear layers that the facts name: Muon's share."""
-    module, _, leaf = name.rpartition(".")
-    patterns = facts.linears.get(part_of(facts, name), {}).values()
-    return leaf == "weight" and any(matches(pattern, module) for pattern in patterns)
-
-
-def decays(model: nn.Module, name: str) -> bool:
-    """Whether weight decay applies: to matrices, never to norms, biases or embeddings (position tables are such)."""
-    module = model.get_submodule(name.rpartition(".")[0])
-    return model.get_parameter(name).ndim >= 2 and not isinstance(module, nn.Embedding)
-
-
-def _groups(
-    model: nn.Module, facts: Facts, parameters: Mapping[str, nn.Parameter], weight_decay: float, ratio: float
-) -> list[dict[str, Any]]:
+def _groups(trainable: Iterable[tuple[str, Tensor, Entry]], weight_decay: float, ratio: float) -> list[dict[str, Any]]:
     """Parameter groups by (part, decayed or not), in order of first appearance, each with the names it holds."""
     groups: dict[tuple[Part, bool], dict[str, Any]] = {}
-    for name, parameter in parameters.items():
-        part, decayed = part_of(facts, name), decays(model, name)
-        new = {"params": [], "names": [], "part": part, "ratio": ratio, "weight_decay": weight_decay if decayed else 0.0}
-        group = groups.setdefault((part, decayed), new)
+    for name, parameter, entry in trainable:
+        new = {"params": [], "names": [], "part": entry.part, "ratio": ratio, "weight_decay": weight_decay if entry.decays else 0.0}
+        group = groups.setdefault((entry.part, entry.decays), new)
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())

@@ -11,7 +11,7 @@ from eyeline.data.prepare import pack_offline
 from eyeline.data.prepared.packed import MANIFEST, TOKENIZER
 from eyeline.data.reader import reader_of
 from eyeline.data.text.tokenizer import save_tokenizer
-from eyeline.models import facts as facts_of
+from eyeline.models import spec as spec_of
 from eyeline.train.run import Run
 from eyeline.train.start import description
 from eyeline.train.stop import sole_owner
@@ -32,11 +32,11 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
     if strangers:
         raise Refused(f"{folder} holds {', '.join(strangers[:5])}, which `eyeline prepare` did not write. Choose another folder")
     bundle = description(run)
-    facts = facts_of(bundle.config)
+    spec = spec_of(bundle.config)
     make_folder(folder)
     with sole_owner(folder):
         data = chosen.data.model_copy(update={"cache": chosen.data.cache or str(folder / INDEXES)})
-        reader = reader_of(data, bundle.encoder(), facts.image, seed_for(run.seed, "stage", number), longest=facts.max_positions)
+        reader = reader_of(data, bundle.encoder(), spec.image, seed_for(run.seed, "stage", number), longest=spec.max_positions)
         packs = chosen.steps * chosen.batch.packs_per_step if chosen.steps is not None and data.mix == "interleave" else None
         if run.model.config is not None and run.model.tokenizer is None:
             save_tokenizer(bundle.tokenizer, folder / TOKENIZER)

@@ -6,12 +6,13 @@ Nothing here is derived or looked up: `recipes/read.py` makes a Run, `recipes/ch
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.facts import Part
 from eyeline.core.files import make_folder, write_atomically
+from eyeline.core.plan import Part
 from eyeline.core.problems import lines_of
 from eyeline.core.settings import NotNegative, NotNegativeFloat, PathText, Positive, PositiveFloat, Settings
 from eyeline.core.user_code import anchored, content_of, digest_of, files_of, is_code, with_files
@@ -24,6 +25,8 @@ from eyeline.models.lora import LoRA
 from eyeline.models.moe import Balance
 from eyeline.train.optim import AdamW, Optimizer
 from eyeline.train.schedule import WSD, Cosine, Schedule
+
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}  # precision -> dtype of activations and products
 
 
 class Full(Settings):
@@ -94,12 +97,16 @@ class Stage(Settings):
 
 
 class Model(Settings):
-    """The model to start from: a folder that `eyeline import` or `export` made, or a fresh one of the given shape."""
+    """The model to start from: a folder that `eyeline import` or `export` made, a run, or one of the given shape."""
 
     path: PathText | None = None
+    fresh: tuple[Part, ...] = ()  # parts of the model in path that start from random weights all the same
     config: Config | None = None
-    template: str | None = None  # chat template of a fresh model; a folder brings its own
-    tokenizer: PathText | None = None  # folder of a fresh model's tokenizer; without one, a BPE is trained on the recipe's texts
+    weights: dict[Part, PathText] = Field(
+        default_factory=dict
+    )  # with config: part -> the model folder or run that it starts from; others are random
+    template: str | None = None  # chat template of a model of the given shape; a folder (path, or weights.language) brings its own
+    tokenizer: PathText | None = None  # folder of its tokenizer; without one, weights.language's, or a BPE trained on the recipe's texts
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":
@@ -111,8 +118,12 @@ class Model(Settings):
             )
         if self.path is not None and (self.template is not None or self.tokenizer is not None):
             raise ValueError("template and tokenizer belong to a new model; the folder in path has its own. Leave them out")
-        if self.config is not None and self.template is None:
+        if self.config is not None and self.template is None and "language" not in self.weights:
             raise ValueError("a new model needs a chat template: template: plain, or template: qwen2.5")
+        if self.fresh and self.path is None:
+            raise ValueError("fresh names parts of the model in path, and there is no path. Remove it: parts that weights lacks are random")
+        if self.weights and self.config is None:
+            raise ValueError("weights belongs to a new model (config); the folder in path has weights for every part. Leave it out")
         return self
 
 

@@ -10,36 +10,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from eyeline import models
-from eyeline.bundle.bundle import Bundle, describe, load_checkpoint, open_bundle, read_description, refuse_other_version
+from eyeline.bundle.bundle import Bundle, Opened, describe, open_bundle, read_description, refuse_other_version
+from eyeline.bundle.fill import Seed, Source, refuse_other_parts
 from eyeline.bundle.folders import warn_of_others
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Facts, Part
 from eyeline.core.files import read_json, read_lines, read_object, write_json
 from eyeline.core.locations import Remote
-from eyeline.core.randomness import torch_rng_for
+from eyeline.core.plan import Part
 from eyeline.data.prepared.packed import TOKENIZER
 from eyeline.data.reader import Reader, changes
 from eyeline.data.sets import training_texts
 from eyeline.data.sources.folders import named
-from eyeline.data.text.templates import template_named
+from eyeline.data.text.templates import VIDEO, template_named
 from eyeline.data.text.tokenizer import Encoder, add_tokens, load_tokenizer, train_bpe
-from eyeline.models import Model
-from eyeline.models.lora import LoRA
-from eyeline.models.moe import Forced, biases_of
+from eyeline.models.moe import Forced
+from eyeline.models.shape import shape
 from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
 from eyeline.train.environment import environment
 from eyeline.train.run import CODE, Full, Run, differences, from_yaml, write_recipe
-from eyeline.train.trainable import checkpointed, halved
+from eyeline.train.trainable import checkpointed
 
 # What a start that was killed leaves beside the files that it was writing. Reports and evaluations are others' to clear away.
 _LEFTOVER = re.compile(r"\.(recipe\.yaml|env\.json|model)\.[0-9a-f]{8}\.tmp")
-
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -188,8 +183,8 @@ def onward(run: Run, folder: Path) -> str:
 def smaller(run: Run, home: Home, number: int) -> str:
     """What to do about too little memory in a stage."""
     stage = run.stages[number]
-    facts = models.facts(home.bundle.config)
-    parts = set(facts.blocks) - set(checkpointed(stage, facts))
+    blocks = shape(home.bundle.config, trains={}).blocks
+    parts = set(blocks) - set(checkpointed(stage, blocks))
     setting = f"stages.{stage.name}.gradient_checkpointing=true"
     again = f"To keep less in memory, add {setting} to the same command" if parts else ""
     saved = home.checkpoints.is_dir() and any(home.checkpoints.glob("step-*"))
@@ -204,9 +199,26 @@ def smaller(run: Run, home: Home, number: int) -> str:
 def description(run: Run) -> Bundle:
     """The bundle of a fresh run: read from the model folder, or made from the recipe, its tokenizer trained if need be."""
     if run.model.path is not None:
-        return open_bundle(Path(run.model.path)).bundle
-    config, template = run.model.config, template_named(run.model.template or "")
+        bundle = open_bundle(Path(run.model.path)).bundle
+        parts = models.spec(bundle.config).parts
+        if strange := [part for part in run.model.fresh if part not in parts]:
+            raise Refused(f"fresh names {', '.join(strange)}, and the model in {run.model.path} has {', '.join(parts)}")
+        return bundle
+    config = run.model.config
     assert config is not None, "Model has path or config"
+    plan = shape(config, trains={})
+    for part, folder in run.model.weights.items():
+        if part not in plan.spec.parts:
+            raise Refused(f"weights names {part}, and the model has {', '.join(plan.spec.parts)}")
+        refuse_other_parts(plan, config, open_bundle(Path(folder)), [part])
+    language = run.model.weights.get("language")
+    given = None if language is None else open_bundle(Path(language)).bundle
+    template = template_named(run.model.template or (given.template if given else ""))
+    image = models.spec(config).image
+    if given is not None and run.model.tokenizer is None:
+        added = add_tokens(given.tokenizer, template, image.marks if image else None)
+        learned = [token for token in added if token not in (template.image, VIDEO)]  # an image's features take its token's place
+        return replace(given, config=config, template=template.name, untrained=(*given.untrained, *learned))
     prepared = next((stage.data.prepared for stage in run.stages if stage.data.prepared is not None), None)
     if run.model.tokenizer is not None:
         tokenizer = load_tokenizer(Path(run.model.tokenizer))
@@ -219,9 +231,8 @@ def description(run: Run) -> Bundle:
         tokenizer = load_tokenizer(folder / TOKENIZER)
     else:
         texts = (text for stage in run.stages for text in training_texts(stage.data))
-        facts = models.facts(config)
-        marks = facts.image.marks if facts.image else ()
-        tokenizer = train_bpe(texts, facts.vocab_size - len(marks), template)
+        marks = image.marks if image else ()
+        tokenizer = train_bpe(texts, config.language.vocab_size - len(marks), template)
         add_tokens(tokenizer, template, marks)
     return Bundle(config, tokenizer, template.name)
 
@@ -233,26 +244,14 @@ def _described(run: Run) -> Bundle:
     return replace(bundle, untrained=()) if full else bundle
 
 
-def build(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> tuple[Model, Facts, Mapping[Part, LoRA]]:
-    """The model as the checkpoint has it, with its adapters; without a checkpoint, as the recipe's model begins. What a bf16 run
-    never trains in full is bfloat16 from the beginning: a large model that is only adapted is never whole in float32."""
-    config = home.bundle.config
-    path = None if checkpoint is not None or run.model.path is None else open_bundle(Path(run.model.path))
-    exact = checkpoint is None and (path is None or path.form is None)  # fresh weights are drawn, and adapters merged, in float32
-    model = models.build(config, here.device, compute_dtype=COMPUTE[run.precision], half=() if exact else halved(run))
-    facts = models.facts(config)
+def sources_of(run: Run, home: Home, checkpoint: store.Checkpoint | None) -> Mapping[Part, Source]:
+    """Where each part's weights come from: the run's checkpoint, or what the recipe's model begins with."""
+    parts = models.spec(home.bundle.config).parts
     if checkpoint is not None:
-        load_checkpoint(model, config, checkpoint)
-        return model, facts, {part: LoRA(**settings) for part, settings in checkpoint.state["lora"].items()}
-    if path is not None:
-        path.load(model)
-    else:
-        model.initialise(torch_rng_for(run.seed, "weights"))
-    return model, facts, {}
-
-
-def tensors_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Every parameter by name, a tied one once, and the biases that balance experts: what a checkpoint holds."""
-    biases = biases_of(model)
-    assert biases.keys() == dict(model.named_buffers()).keys(), "another buffer would be missing in checkpoints"
-    return dict(model.named_parameters()) | biases
+        return dict.fromkeys(parts, Opened(home.folder, home.bundle, None, checkpoint))
+    fresh = Seed(run.seed)
+    if run.model.path is not None:
+        whole = open_bundle(Path(run.model.path))
+        return {part: fresh if part in run.model.fresh else whole for part in parts}
+    opened = {folder: open_bundle(Path(folder)) for folder in run.model.weights.values()}
+    return {part: opened[run.model.weights[part]] if part in run.model.weights else fresh for part in parts}

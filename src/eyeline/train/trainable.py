@@ -1,21 +1,19 @@
 """What learns in a stage: freezing by subtree, LoRA, precision, and the table that says so."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
-from eyeline.core.facts import PARTS, Facts, Part, part_of
-from eyeline.core.randomness import torch_rng_for
-from eyeline.models import Model
-from eyeline.models.lora import LoRA, merge, wrap
-from eyeline.models.moe import set_balance
-from eyeline.train.run import Adapted, Full, Run, Stage
+from eyeline.core.plan import PARTS, Part, Plan
+from eyeline.models import Config, Model
+from eyeline.models.lora import LoRA
+from eyeline.models.shape import shape
+from eyeline.train.run import COMPUTE, Adapted, Full, Run, Stage
 
 
 @dataclass(frozen=True)
@@ -46,65 +44,48 @@ def rates(stage: Stage) -> dict[Part, float]:
     return {part: trained.lr for part, trained in stage.trains.items()}
 
 
-def wrap_all(model: nn.Module, facts: Facts, adapters: Mapping[Part, LoRA], seed: int) -> None:
-    """Put adapters of the given shape on the model, freshly initialised."""
-    for part, lora in adapters.items():
-        wrap(model, facts, part, lora, torch_rng_for(seed, f"lora {part}"))
-
-
 def halved(run: Run, index: int = 0) -> set[Part]:
-    """Parts that no stage from `index` on trains in full, of a bf16 run: what is frozen of them is bfloat16."""
-    full = {part for stage in run.stages[index:] for part, trained in stage.trains.items() if isinstance(trained, Full)}
+    """Parts that no stage from `index` on trains in full, of a bf16 run: what is frozen of them is bfloat16, since its values came from
+    such a checkpoint or are never updated again."""
+    full = set(trained_in_full(run.stages[index:]))
     return set(PARTS) - full if run.precision == "bf16" else set()
 
 
-def checkpointed(stage: Stage, facts: Facts) -> tuple[Part, ...]:
-    """The parts whose activations are recomputed in the backward pass."""
+def checkpointed(stage: Stage, blocks: Collection[Part]) -> tuple[Part, ...]:
+    """The parts whose activations are recomputed in the backward pass; `blocks` are those that have blocks."""
     wanted = stage.gradient_checkpointing
     if isinstance(wanted, bool):
-        return tuple(facts.blocks) if wanted else ()
+        return tuple(blocks) if wanted else ()
     return wanted
 
 
-def prepare(model: Model, facts: Facts, run: Run, index: int, adapters: Mapping[Part, LoRA]) -> list[Row]:
-    """Make stage `index`'s parameters trainable and all others not, set which blocks are recomputed, and return the table.
-    `adapters` are those on the model now.
-
-    Adapters that the stage does not continue are merged into the weights first. In a bf16 run what is frozen now and never
-    trained in full by a later stage is kept in bf16: its values came from such a checkpoint or are never updated again.
-    """
+def plan_of(run: Run, index: int, config: Config, biased: bool = False) -> Plan[Model]:
+    """The model of a stage, on the meta device: with its adapters, frozen and stored as the stage wants it. `biased`: its weights come
+    with biases that balance experts."""
     stage = run.stages[index]
-    wanted = adapters_of(stage)
-    if dict(adapters) != wanted:
-        merge(model)
-        wrap_all(model, facts, wanted, run.seed)
+    plan = shape(
+        config,
+        trains={part: "full" if isinstance(trained, Full) else "adapters" for part, trained in stage.trains.items()},
+        adapters=adapters_of(stage),
+        compute_dtype=COMPUTE[run.precision],
+        narrow=halved(run, index),
+        balance=stage.experts,
+        biased=biased,
+    )
+    plan.model.recompute(checkpointed(stage, plan.blocks))
+    return plan
 
-    half = halved(run, index)
-    for name, parameter in model.named_parameters():
-        part = part_of(facts, name)
-        match stage.trains.get(part):
-            case None:
-                learns = False
-            case Full():
-                learns = not any(name.startswith(root + ".") for root in facts.unused)
-            case Adapted():
-                learns = name.rpartition(".")[2] in ("lora_A", "lora_B")
-        parameter.requires_grad_(learns)
-        # norms, biases and a memory's rates of forgetting are few numbers, which some checkpoints keep in float32
-        if not learns and part in half and parameter.ndim > 1:
-            parameter.data = parameter.data.to(torch.bfloat16)
 
-    model.recompute(checkpointed(stage, facts))
-    set_balance(model, stage.experts)
-
-    rows = [_row(model, facts, stage, part) for part in PARTS if part in facts.parts]
+def rows_of(plan: Plan[Model], stage: Stage) -> list[Row]:
+    """The table of what trains, a row per part."""
+    rows = [_row(plan, stage, part) for part in plan.spec.parts]
     for row in rows:
         assert (row.trained > 0) == (row.part in stage.trains), f"{row.part}: {row.trained} parameters train, contrary to the recipe"
     return rows
 
 
-def _row(model: nn.Module, facts: Facts, stage: Stage, part: Part) -> Row:
-    parameters = [p for name, p in model.named_parameters() if part_of(facts, name) == part]
+def _row(plan: Plan[Model], stage: Stage, part: Part) -> Row:
+    sizes = [(math.prod(entry.shape), entry.trains) for _, _, entry in plan.tensors() if entry.part == part and entry.role != "buffer"]
     trained = stage.trains.get(part)
     match trained:
         case None:
@@ -114,13 +95,7 @@ def _row(model: nn.Module, facts: Facts, stage: Stage, part: Part) -> Row:
         case Adapted():
             targets = trained.targets if isinstance(trained.targets, str) else " ".join(trained.targets)
             how = f"LoRA r {trained.rank}, α {trained.alpha:g} on {targets}"
-    return Row(
-        part,
-        sum(p.numel() for p in parameters),
-        sum(p.numel() for p in parameters if p.requires_grad),
-        how,
-        trained.lr if trained else None,
-    )
+    return Row(part, sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains), how, trained.lr if trained else None)
 
 
 def table(stage: Stage, rows: list[Row], width: int) -> Table | Text:

@@ -44,6 +44,7 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
     return Batch(
         tokens_T=_long(tokens_T),
         positions_T3=_long(positions_T3),
+        real_T=torch.arange(slots) < real,
         cu_S1=torch.from_numpy(bounds),
         longest=int(spans.max(initial=0)),
         rows_L=_long(rows_L),

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyeline.core.batch import Budget, Sample
+from eyeline.core.cost import Cost
 from eyeline.core.errors import BadSample
-from eyeline.core.facts import Cost
 from eyeline.core.recent import Recent
 from eyeline.data.images.patches import units_of
 from eyeline.data.plan.index import KEPT_OPEN, Index

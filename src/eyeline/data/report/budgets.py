@@ -7,8 +7,8 @@ from itertools import count
 import numpy as np
 
 from eyeline.core.batch import Budget
+from eyeline.core.cost import Cost
 from eyeline.core.errors import Refused
-from eyeline.core.facts import Cost
 from eyeline.data.plan.blend import Cursor, Pool, blended_window, window_of
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.packing import OPEN_BINS

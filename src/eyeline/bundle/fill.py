@@ -1,0 +1,174 @@
+"""Filling a placed model: each part from a folder, from a run's checkpoint, or from a seed.
+
+Adapters of a run are merged into its weights on the way, one layer at a time: the sum is made in float32 and rounded once, to what the
+plan stores.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyeline.bundle.bundle import Opened
+from eyeline.bundle.places import named, places, stream_place
+from eyeline.checkpoint.tensors import misfits, refuse_misfits
+from eyeline.core.errors import Refused
+from eyeline.core.plan import PARTS, Part, Plan, tensor_of
+from eyeline.core.randomness import torch_rng_for
+from eyeline.models import Config, Model
+from eyeline.models.lora import LoRA, adapters, merged
+from eyeline.models.shape import shape
+from eyeline.parallel.place import place
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Weights from scratch."""
+
+    seed: int
+
+
+Source = Opened | Seed
+
+
+@torch.no_grad()
+def fill(plan: Plan[Model], config: Config, sources: Mapping[Part, Source], keep_adapters: bool = False, seed: int = 0) -> None:
+    """Fill every tensor of a placed model of this config, each part from its own source, cast to what the plan stores.
+
+    Adapters of a checkpoint are merged, or kept where the plan has the same ones and `keep_adapters` says so; others in the plan start
+    from `seed`. Raises Refused where a source does not fit.
+    """
+    done: set[str] = set()
+    for source, parts in _by_source(sources):
+        if isinstance(source, Seed):
+            rng = torch_rng_for(source.seed, "weights")
+            for part in parts:
+                plan.model.get_submodule(part).initialise(rng)  # type: ignore[operator]  # every part has it
+            done |= {name for name, entry in plan.table.items() if entry.part in parts and entry.role == "weight"}
+        else:
+            if source.bundle.config != config:
+                refuse_other_parts(plan, config, source, parts)
+            done |= _from_folder(plan, source, parts) if source.form is not None else _from_checkpoint(plan, source, parts, keep_adapters)
+    done |= _fresh_adapters(plan, done, seed)
+    for name, x, entry in plan.tensors():
+        if entry.role == "buffer" and name not in done:
+            x.zero_()
+            done.add(name)
+        assert name in done, f"{name} was filled from nowhere"
+
+
+def load(
+    opened: Opened,
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.float32,
+    narrow: Collection[Part] = (),
+    keep_adapters: bool = False,
+) -> Plan[Model]:
+    """A model that is opened, on one device. Adapters of a run are merged into its weights, or stay with `keep_adapters`."""
+    config, state = opened.bundle.config, {} if opened.checkpoint is None else opened.checkpoint.state
+    plan = shape(
+        config,
+        trains={},
+        adapters=lora_of(state) if keep_adapters else {},
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        narrow=narrow,
+        biased=bool(state.get("expert_biases")),
+    )
+    place(plan, device)
+    fill(plan, config, dict.fromkeys(plan.spec.parts, opened), keep_adapters)
+    return plan
+
+
+def answering(opened: Opened, device: torch.device, compute_dtype: torch.dtype) -> Model:
+    """The model to generate with. Weights are cast to the dtype that they compute in here, once, and not at every token: in
+    bfloat16 it needs half the memory. Raises Refused."""
+    return load(opened, device, compute_dtype=compute_dtype, narrow=PARTS).model.eval()
+
+
+def lora_of(state: Mapping[str, Any]) -> dict[Part, LoRA]:
+    """The adapters that a checkpoint holds, by its state."""
+    return {part: LoRA(**settings) for part, settings in state.get("lora", {}).items()}
+
+
+def _by_source(sources: Mapping[Part, Source]) -> list[tuple[Source, list[Part]]]:
+    """Each source once, with its parts in their order."""
+    found: list[tuple[Source, list[Part]]] = []
+    for part in sorted(sources, key=PARTS.index):
+        known = next((parts for source, parts in found if source is sources[part]), None)
+        if known is None:
+            found.append((sources[part], [part]))
+        else:
+            known.append(part)
+    return found
+
+
+def refuse_other_parts(plan: Plan[Model], config: Config, source: Opened, parts: Collection[Part]) -> None:
+    """Raise Refused where parts of the source are not what they are in the model: another setting of a part, or another shape."""
+    theirs = source.bundle.config
+    there = shape(theirs, trains={}).table
+    for part in parts:
+        if part not in {entry.part for entry in there.values()}:
+            raise Refused(f"{source.folder} has no {part} to take weights from: it is a model of family {theirs.family}.")
+        ours, other = (c.model_dump() if (c := getattr(whole, part, None)) is not None else {} for whole in (config, theirs))
+        differ = [
+            f"{name} is {other.get(name)} there and {ours.get(name)} here" for name in ours | other if ours.get(name) != other.get(name)
+        ]
+        shapes = {name: entry.shape for name, entry in plan.table.items() if entry.part == part and entry.role == "weight"}
+        if not differ and shapes != {name: entry.shape for name, entry in there.items() if entry.part == part}:
+            differ = ["its tensors have other names or shapes"]
+        if differ:
+            raise Refused(f"the {part} of {source.folder} is not the {part} of this model: {'; '.join(differ)}.")
+
+
+def _from_folder(plan: Plan[Model], source: Opened, parts: Collection[Part]) -> set[str]:
+    """Fill parts from a folder of transformers' or of parts; the names that were filled."""
+    assert source.form is not None
+    config, done = source.bundle.config, set()
+    like = named(shape(config).model)
+    for at in places(config, source.form):
+        for name, value in stream_place(like, config, source.form, at, source.folder / at, lambda name: name.partition(".")[0] in parts):
+            tensor_of(plan.model, name).copy_(value)
+            done.add(name)
+    return done
+
+
+def _from_checkpoint(plan: Plan[Model], source: Opened, parts: Collection[Part], keep_adapters: bool) -> set[str]:
+    """Fill parts from a run's checkpoint, its adapters kept or merged; the names that were filled."""
+    assert source.checkpoint is not None
+    state, done = source.checkpoint.state, set()
+    before = lora_of(state)
+    like = shape(source.bundle.config, trains={}, adapters=before, biased=bool(state.get("expert_biases")))
+    with source.checkpoint.reading("model", "frozen") as stored:
+        refuse_misfits(str(source.checkpoint.folder), misfits(stored.like, {name: x for name, x, _ in like.tensors()}, "any"))
+        layers = adapters(like.model)
+        assert not keep_adapters or layers.keys() == adapters(plan.model).keys(), "adapters are kept where the plan has the same ones"
+        for name, x, entry in plan.tensors():
+            if entry.part not in parts or name not in stored or (entry.role == "adapter" and not keep_adapters):
+                continue
+            value: Tensor = stored.read(name)
+            layer = layers.get(name.removesuffix(".weight"))
+            if layer is not None and not keep_adapters:
+                path = name.removesuffix(".weight")
+                a_rI, b_Or = (stored.read(f"{path}.{leaf}").to(x.device) for leaf in ("lora_A", "lora_B"))
+                value = merged(value.to(x.device), a_rI, b_Or, layer.scale)
+            x.copy_(value)
+            done.add(name)
+    return done
+
+
+def _fresh_adapters(plan: Plan[Model], filled: Collection[str], seed: int) -> set[str]:
+    """Adapters that came from nowhere start from the seed."""
+    done: set[str] = set()
+    new = {name: layer for name, layer in adapters(plan.model).items() if f"{name}.lora_A" not in filled}
+    for part in plan.spec.parts:
+        rng = torch_rng_for(seed, f"lora {part}")
+        for name, layer in new.items():
+            if name.startswith(part + "."):
+                layer.initialise_adapter(rng)
+                done |= {f"{name}.lora_A", f"{name}.lora_B"}
+    return done

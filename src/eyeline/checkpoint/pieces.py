@@ -1,0 +1,126 @@
+"""Tensors in pieces: each writer puts into a file of its own what it holds, and any box of a tensor is read out of all files.
+
+Who writes and who reads need have nothing in common: boxes are cut out of boxes. One process writes whole tensors, one piece each, into
+one file; there is no second format. Where a piece is less than its tensor, the file's header says where it begins, as PyTorch's
+`HuggingFaceStorageWriter(save_distributed=True)` says it.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from eyeline.checkpoint.tensors import NAMED_DTYPES, entries_of
+
+OFFSETS = "DCP_SHARDING_INFO"  # {name: {"saved_offsets": [...]}}
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offset: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.lengths)
+
+    def common(self, other: "Box") -> "Box | None":
+        """What is in both; None where nothing is."""
+        start = tuple(map(max, self.offset, other.offset))
+        end = tuple(min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
+        return (
+            None
+            if any(a >= b for a, b in zip(start, end, strict=True))
+            else Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
+        )
+
+    def within(self, outer: "Box") -> tuple[slice, ...]:
+        """Where this lies in an outer box."""
+        return tuple(slice(a - o, a - o + n) for a, n, o in zip(*self, outer.offset, strict=True))
+
+
+class Piece(NamedTuple):
+    """What one writer holds of a tensor."""
+
+    name: str
+    local: Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # where in the whole this begins
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.local.shape))
+
+
+def whole(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """Tensors that one writer holds whole."""
+    return [Piece(name, x, tuple(x.shape), (0,) * x.ndim) for name, x in tensors.items()]
+
+
+def offsets_of(pieces: Iterable[Piece]) -> dict[str, str] | None:
+    """The metadata of a file of these pieces; None where each is a whole tensor."""
+    pieces = list(pieces)
+    if all(piece.shape == tuple(piece.local.shape) for piece in pieces):
+        return None
+    return {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps({p.name: {"saved_offsets": list(p.offset)} for p in pieces})}
+
+
+def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether every element of a tensor is in exactly one of these boxes."""
+    if any(a.common(b) for a, b in combinations(boxes, 2)):
+        return False
+    return sum(box.size for box in boxes) == math.prod(shape)
+
+
+class Stored:
+    """The tensors of one or more files, read where they are asked for."""
+
+    def __init__(self, files: Mapping[Path, Any]):
+        self._pieces: dict[str, list[tuple[Any, Box]]] = {}
+        self.like: dict[str, Tensor] = {}  # name -> its shape and dtype, on the meta device
+        dtypes: dict[str, torch.dtype] = {}
+        for path, opened in files.items():
+            offsets = json.loads((opened.metadata() or {}).get(OFFSETS, "{}"))
+            for name, entry in entries_of(path).items():
+                offset = tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(entry.shape)
+                self._pieces.setdefault(name, []).append((opened, Box(offset, entry.shape)))
+                dtypes[name] = NAMED_DTYPES[entry.dtype]
+        for name, pieces in self._pieces.items():
+            ends = [[a + n for a, n in zip(*box, strict=True)] for _, box in pieces]
+            self.like[name] = torch.empty([max(end) for end in zip(*ends, strict=True)], dtype=dtypes[name], device="meta")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.like
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A tensor on the host, or a box of it."""
+        shape = tuple(self.like[name].shape)
+        box = box or Box((0,) * len(shape), shape)
+        for opened, held in self._pieces[name]:
+            if held == box:
+                return opened.get_tensor(name)
+        out = torch.empty(box.lengths, dtype=self.like[name].dtype)
+        filled = 0
+        for opened, held in self._pieces[name]:
+            if common := box.common(held):
+                out[common.within(box)] = opened.get_slice(name)[common.within(held)]
+                filled += common.size
+        assert filled == box.size, f"{name}: {filled:,} of {box.size:,} numbers are stored"
+        return out
+
+
+@contextmanager
+def reading(files: Sequence[Path]) -> Iterator[Stored]:
+    """The tensors of these files, as long as this lasts. Raises Refused for a file that is not whole."""
+    with ExitStack() as stack:
+        for path in files:
+            entries_of(path)  # refuses what is not a safetensors file
+        yield Stored({path: stack.enter_context(safe_open(path, framework="pt")) for path in files})

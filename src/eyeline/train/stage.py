@@ -1,0 +1,137 @@
+"""A stage made ready: its model planned, placed and filled, its optimizers as they were, its data found again."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from eyeline.bundle.computing import choose_kernels
+from eyeline.bundle.fill import fill, lora_of
+from eyeline.checkpoint import store
+from eyeline.core.errors import Refused, fitting
+from eyeline.core.plan import Plan
+from eyeline.core.randomness import seed_for
+from eyeline.core.step import Step
+from eyeline.data.counts import count_steps
+from eyeline.data.index_progress import index_first
+from eyeline.data.loader import training_steps
+from eyeline.data.reader import Reader, reader_of
+from eyeline.models import Model, flops
+from eyeline.parallel.launch import Machine
+from eyeline.parallel.place import place
+from eyeline.train import metrics
+from eyeline.train.display import Display
+from eyeline.train.metrics import Clock
+from eyeline.train.optim import load_state_tensors, make_optimizers
+from eyeline.train.run import COMPUTE, Run, Stage
+from eyeline.train.start import Home, refuse_changed_data, sources_of
+from eyeline.train.stop import StopSignal
+from eyeline.train.summary import Tally, stage_lines, stage_record
+from eyeline.train.trainable import adapters_of, plan_of, rows_of, table
+
+
+@dataclass(frozen=True)
+class Process:
+    """What lasts as long as the process that trains: the run, its folder, the machine, the clock, and who is told."""
+
+    run: Run
+    home: Home
+    here: Machine
+    clock: Clock
+    console: Console
+    show: Display
+    tally: Tally
+    stop: StopSignal
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands, beside its tensors. Plain values: this is `state.json` of a checkpoint."""
+
+    stage: int = 0
+    step: int = 0  # steps done in the stage
+    global_step: int = 0  # steps done in all
+    data: dict[str, Any] | None = None  # the reader's own state; None at the start of a stage
+    not_finite: int = 0  # steps dropped so far
+    best: float | None = None  # lowest validation loss of this stage
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A stage that is ready for its next step."""
+
+    stage: Stage
+    plan: Plan[Model]
+    optimizers: list[torch.optim.Optimizer]
+    reader: Reader
+    steps: int  # of the whole stage
+    arithmetic: flops.Arithmetic
+    peak: float | None  # FLOPs a second that the device is made for, at this precision; None where that is not known
+
+    def steps_from(self, state: State) -> Iterator[Step]:
+        """The steps that are left, each with its micro-batches."""
+        batch = self.stage.batch
+        return training_steps(self.reader, batch.budget, batch.packs_per_step, self.stage.epochs, state.data)
+
+
+def model_of(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None, index: int) -> Plan[Model]:
+    """The model of stage `index`: planned, placed, and filled. Adapters that the stage does not continue are merged on the way."""
+    saved = {} if checkpoint is None else checkpoint.state
+    plan = plan_of(run, index, home.bundle.config, biased=bool(saved.get("expert_biases")))
+    place(plan, here.device)
+    continued = checkpoint is not None and lora_of(saved) == adapters_of(run.stages[index])
+    fill(plan, home.bundle.config, sources_of(run, home, checkpoint), keep_adapters=continued, seed=run.seed)
+    return plan
+
+
+def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: State) -> Begun:
+    """Make the stage ready that `state` stands in, and say what it trains and from what.
+
+    A stage border is a checkpoint and a rebuild: going on to the next stage and resuming a run are this same code.
+    """
+    run, home, here = process.run, process.home, process.here
+    stage, saved = run.stages[state.stage], {} if checkpoint is None else checkpoint.state
+    with process.clock.spending("startup"), fitting("the model with its optimizer's state"):
+        plan = model_of(run, home, here, checkpoint, state.stage)
+        choose_kernels(plan.model, here, COMPUTE[run.precision], trains=True)
+        arithmetic = flops.count(plan.model, plan.spec.image)
+        optimizers = make_optimizers(plan, stage.optimizer)
+        if checkpoint and state.step > 0:
+            load_state_tensors(optimizers, checkpoint.load("optimizer"), saved["without_state"], str(checkpoint.folder))
+        reader = reader_of(
+            stage.data,
+            home.encoder,
+            plan.spec.image,
+            seed_for(run.seed, "stage", state.stage),
+            home.folder,
+            plan.spec.max_positions,
+            arithmetic.cost(),
+            notify=process.show.status,
+        )
+        steps = stage.steps or count_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
+        if state.step >= steps:
+            raise Refused(f"stage {stage.name} has {steps} steps and has already done {state.step}; raise steps, or leave it unchanged")
+        if checkpoint:
+            refuse_changed_data(run, home.folder, reader, checkpoint.state)
+    peak = flops.peak_of(here.name) if run.precision == "bf16" else None
+    begun = Begun(stage, plan, optimizers, reader, steps, arithmetic, peak)
+    _announce(process, begun, state)
+    plan.model.train()
+    return begun
+
+
+def _announce(process: Process, begun: Begun, state: State) -> None:
+    """Print what the stage trains and from what, write it to metrics.jsonl, and index what its first steps read."""
+    home, show = process.home, process.show
+    rows = rows_of(begun.plan, begun.stage)
+    process.console.print(table(begun.stage, rows, process.console.width))
+    show.status("first step: reading and indexing data")
+    with process.clock.spending("data_wait"):
+        index_first(begun.reader, begun.stage.batch.budget, state.data)
+    record = stage_record(process.run, state.stage, begun.steps, rows, begun.reader, home.bundle)
+    metrics.write(home.folder, record | {"global_step": state.global_step}, home.attempt)
+    for line in stage_lines(record):
+        show.note(line)
+    show.status("first step: decoding images")

@@ -1,0 +1,132 @@
+"""Where a model's weights come from: each part from its own source, and adapters merged on the way, rounded once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import eyeline.train.loop as loop
+from eyeline.bundle.bundle import open_bundle
+from eyeline.bundle.fill import load
+from eyeline.checkpoint import store
+from eyeline.core.errors import Refused
+from eyeline.core.randomness import torch_rng_for
+from eyeline.models.shape import build
+from eyeline.parallel.launch import machine
+from eyeline.train.run import Run
+from eyeline.train.stage import model_of
+from eyeline.train.start import begin, description
+from tests.train.recipe import tiny_run
+
+LORA = "{how: lora, lr: 0.02, rank: 2, alpha: 4, targets: all-linear}"
+OTHER = "{how: lora, lr: 0.02, rank: 3, alpha: 4, targets: all-linear}"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps of everything, in float32."""
+    folder = tmp_path_factory.mktemp("start")
+    loop.train(tiny_run(folder, "stages.whole.steps=2", "stages.adapt.steps=1"))
+    return folder
+
+
+def began(run: Run, folder: Path, checkpoint: store.Checkpoint | None = None, stage: int = 0) -> dict[str, torch.Tensor]:
+    """Every parameter of the model that a stage begins with."""
+    folder.mkdir(exist_ok=True)
+    plan = model_of(run, begin(run, folder), machine("cpu", 1), checkpoint, stage)
+    return {name: x.detach() for name, x, _ in plan.tensors()}
+
+
+@pytest.mark.parametrize(("later", "stored"), [(OTHER, torch.bfloat16), ("{how: full, lr: 0.01}", torch.float32)])
+def test_a_border_in_bf16_rounds_the_merged_weight_once(start: Path, tmp_path: Path, later: str, stored: torch.dtype) -> None:
+    """W + α/r·B·A in float32, of what the checkpoint holds; then bfloat16 where the language model stays frozen, and float32 where the
+    next stage trains it."""
+    run = tiny_run(
+        start,
+        f"model={{path: {start / 'run'}}}",
+        f"out={tmp_path / 'run'}",
+        "precision=bf16",
+        f"stages.whole.trains={{language: {LORA}}}",
+        "stages.whole.steps=2",
+        f"stages.adapt.trains={{language: {later}}}",
+        "save_total_limit=9",
+    )
+    loop.train(run)
+    first = store.verify(min((tmp_path / "run" / "checkpoints").iterdir()))
+    held = first.load("model", "frozen")
+    got = began(run, tmp_path / "run", first, 1)
+    adapted = [name.removesuffix(".lora_A") for name in held if name.endswith(".lora_A")]
+    assert adapted
+    for name in adapted:
+        weight, a, b = (held[f"{name}.{leaf}"] for leaf in ("weight", "lora_A", "lora_B"))
+        assert b.any(), "the adapter has learned something"
+        want = (weight.float() + 2.0 * (b @ a)).to(stored)
+        assert got[f"{name}.weight"].dtype == stored
+        assert torch.equal(got[f"{name}.weight"], want), name
+    for name, x in held.items():
+        if name.rpartition(".")[0] not in adapted:
+            assert torch.equal(got[name].float(), x.float()), name
+
+
+def test_parts_of_a_folder_may_start_from_random_weights(start: Path, tmp_path: Path) -> None:
+    run = tiny_run(start, f"model={{path: {start / 'run'}, fresh: [projector]}}", f"out={tmp_path / 'run'}", "seed=5")
+    got = began(run, tmp_path / "run")
+    whole = dict(load(open_bundle(start / "run"), "cpu").model.named_parameters())
+    fresh = build(open_bundle(start / "run").bundle.config, "cpu").projector
+    fresh.initialise(torch_rng_for(5, "weights"))
+    drawn = {f"projector.{name}": x for name, x in fresh.named_parameters()}
+    weights = {name: x for name, x in got.items() if "lora_" not in name}
+    assert weights.keys() == whole.keys()
+    for name, x in weights.items():
+        assert torch.equal(x, drawn.get(name, whole[name])), name
+    assert not torch.equal(drawn["projector.up.weight"], whole["projector.up.weight"])
+
+
+def test_each_part_starts_from_its_own_folder(start: Path, tmp_path: Path) -> None:
+    """A language model of one run under a tower of another; the projector is random, the tokenizer and template are the language's."""
+    other = tiny_run(tmp_path, f"out={tmp_path / 'other'}", "seed=9", "stages.whole.steps=2", "stages.adapt.steps=1")
+    loop.train(other)
+    own = tiny_run(start)
+    update = {"weights": {"language": str(start / "run"), "vision": str(tmp_path / "other")}, "template": None, "tokenizer": None}
+    run = own.model_copy(update={"model": own.model.model_copy(update=update), "out": str(tmp_path / "run")})
+    got = began(run, tmp_path / "run")
+    language, vision = (dict(load(open_bundle(folder), "cpu").model.named_parameters()) for folder in (start / "run", tmp_path / "other"))
+    for name, x in got.items():
+        if name.startswith("language."):
+            assert torch.equal(x, language[name]), name
+        if name.startswith("vision."):
+            assert torch.equal(x, vision[name]), name
+    assert not torch.equal(got["projector.up.weight"], language["projector.up.weight"])
+    made, theirs = description(run), open_bundle(start / "run").bundle
+    assert made.template == theirs.template
+    assert made.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()
+    loop.train(run)
+
+
+def test_weights_that_do_not_fit_are_refused_before_a_run_begins(start: Path, tmp_path: Path) -> None:
+    own = tiny_run(start)
+    assert own.model.config is not None
+    vision = own.model.config.vision.model_copy(update={"layers": own.model.config.vision.layers + 1})
+    config = own.model.config.model_copy(update={"vision": vision})
+    weights = {"vision": str(start / "run")}
+    run = own.model_copy(update={"model": own.model.model_copy(update={"config": config, "weights": weights})})
+    layers = own.model.config.vision.layers
+    with pytest.raises(
+        Refused, match=rf"the vision of .*run is not the vision of this model: layers is {layers} there and {layers + 1} here"
+    ):
+        description(run)
+    gone = run.model_copy(update={"model": own.model.model_copy(update={"weights": {"language": str(tmp_path / "nothing")}})})
+    with pytest.raises(Refused, match="nothing"):
+        description(gone)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.fresh=[projector]", "fresh names parts of the model in path, and there is no path"),
+        ("model={path: x, weights: {language: y}}", "weights belongs to a new model"),
+    ],
+)
+def test_settings_that_contradict_are_refused(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        tiny_run(tmp_path, override)
