@@ -15,13 +15,14 @@ from eyeline.core.randomness import torch_rng_for
 from eyeline.core.step import Step, step_alone, step_of
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models import FAMILIES
-from eyeline.models.lora import LoRA, wrap
+from eyeline.models.lora import LoRA
 from eyeline.models.moe import Aux, Balance, Bias, biases_of, set_balance
 from eyeline.parallel.ranks import ONE_DEVICE, Ranks
 from eyeline.train.step import Report, update, validate
 from tests.models import parity
 from tests.models.cases import ALL
 from tests.models.parity import Case
+from tests.planned import adapt
 from tests.train.fake_ranks import FakeRanks
 
 BY_NAME = {(case.config.family, case.id): case for case in ALL}
@@ -76,7 +77,7 @@ def model_of(case: Case, by: Balance | None) -> nn.Module:
     """Everything trains, and adapters with dropout are everywhere."""
     made, spec = parity.randomised(case), FAMILIES[case.config.family].spec(case.config)
     for part in spec.parts:
-        wrap(made, spec, part, LoRA(rank=2, alpha=2, dropout=0.3, targets="all-linear"), torch_rng_for(0, part))
+        adapt(made, spec, part, LoRA(rank=2, alpha=2, dropout=0.3, targets="all-linear"), torch_rng_for(0, part))
     with torch.no_grad():
         for name, p in made.named_parameters():
             if name.endswith("lora_B"):
