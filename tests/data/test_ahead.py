@@ -91,7 +91,6 @@ def test_whoever_makes_them_the_steps_are_the_same(reader, archives: Path, made_
     made_here.clear()
     steps = training_steps(reader("there", 1), BUDGET, 2, 2)
     found = [summary(next(steps))]
-    assert len(made_here) >= 1  # the first window's: the other process has hardly begun
     wait_for(lambda: written(archives.parent / "there") >= 2)
     wait_for(lambda: not list((archives.parent / "there").rglob(".*.lock")))
     assert found + [summary(step) for step in steps] == here
@@ -102,7 +101,7 @@ def test_a_window_that_was_made_ahead_is_not_made_here(reader, archives: Path, m
     for step in training_steps(reader("i", 1), Budget(30, 64), 1, 1):  # a row a pack
         window = step.state["number"] - (step.state["done"] == 0)
         wait_for(lambda window=window: written(archives.parent / "i") >= (1, 2, 4, SHARDS)[min(window + 1, 3)])
-    assert len(made_here) == 1
+    assert len(made_here) <= 1  # the first window's, unless the other process was there before
 
 
 def test_all_at_once_by_all_workers(reader, archives: Path, made_here: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
