@@ -86,10 +86,6 @@ def model_of(case: Case, by: Balance | None) -> nn.Module:
     return made.train()
 
 
-def optimizer_of(made: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(made.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
-
-
 class Compared:
     """A model on one rank and its copies on two, updated with the same packs and compared after every step."""
 
