@@ -299,6 +299,7 @@ QWEN3_5_VL = (
     "partial_rotary_factor: 1, mrope_section: [2, 1, 1], delta: {key_heads: 1, value_heads: 2, key_dim: 8, value_dim: 8}, "
     "intermediate_size: 24, tie_embeddings: true}}",
 )
+FOUR_STEPS = ("stages.0.steps=4",)  # for what two do not show
 QWEN_VISION: dict[str, Any] = {
     "patch": 8, "temporal_patch": 1, "merge": 1, "hidden_size": 8, "layers": 2, "heads": 1, "intermediate_size": 16,
     "position_grid": 4, "deepstack_layers": [], "min_pixels": 500,
@@ -316,7 +317,7 @@ CASES: dict[str, Case] = {
     "model.config<llava>.vision.patch": turned("model.config.vision.patch=8"),
     "model.config<llava>.vision.hidden_size": turned("model.config.vision.hidden_size=8"),
     "model.config<llava>.vision.layers": turned("model.config.vision.layers=2"),
-    "model.config<llava>.vision.heads": turned("model.config.vision.heads=1"),
+    "model.config<llava>.vision.heads": turned("model.config.vision.heads=1", base=FOUR_STEPS),
     "model.config<llava>.vision.intermediate_size": turned("model.config.vision.intermediate_size=16"),
     "model.config<llava>.vision.eps": turned("model.config.vision.eps=0.1"),
     "model.config<llava>.vision.mean": turned("model.config.vision.mean=[0.4, 0.5, 0.5]"),
@@ -368,7 +369,9 @@ CASES: dict[str, Case] = {
     "model.config<text>.family": turned("model.config.family=other", see=refusal, base=TEXT),
     "model.config<qwen3_vl>.family": turned("model.config.family=other", see=refusal, base=QWEN3_VL),
     **{
-        f"model.config<qwen3_vl>.vision.{leaf}": turned(f"model.config.vision.{leaf}={value}", base=QWEN3_VL)
+        f"model.config<qwen3_vl>.vision.{leaf}": turned(
+            f"model.config.vision.{leaf}={value}", base=QWEN3_VL + (FOUR_STEPS if leaf == "heads" else ())
+        )
         for leaf, value in QWEN_VISION.items()
     },
     "model.config<qwen3_vl>.vision.video_min_pixels": turned("model.config.vision.video_min_pixels=9000", see=video, base=QWEN3_VL),
@@ -434,7 +437,7 @@ CASES: dict[str, Case] = {
     "stages[].optimizer<Muon>.kind": turned("stages.0.optimizer={kind: adamw}"),
     "stages[].optimizer<Muon>.momentum": turned("stages.0.optimizer.momentum=0.5"),
     "stages[].optimizer<Muon>.adamw_lr_ratio": turned("stages.0.optimizer.adamw_lr_ratio=3"),
-    "stages[].optimizer<Muon>.betas": turned("stages.0.optimizer.betas=[0.5, 0.6]"),
+    "stages[].optimizer<Muon>.betas": turned("stages.0.optimizer.betas=[0.5, 0.6]", base=FOUR_STEPS),
     "stages[].optimizer<Muon>.eps": turned("stages.0.optimizer.eps=0.1"),
     "stages[].optimizer<Muon>.weight_decay": turned("stages.0.optimizer.weight_decay=5"),
     "stages[].schedule<Constant>.kind": turned("stages.0.schedule.kind=linear", base=schedule("constant")),
@@ -535,7 +538,7 @@ def placed(text: str, folder: Path) -> str:
 def recipe_of(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     base = tiny_recipe(folder)
     base["stages"] = base["stages"][:1]
-    return override(base, ["stages.0.steps=4", "logging_steps=100", *(placed(text, folder) for text in overrides)])
+    return override(base, ["stages.0.steps=2", "logging_steps=100", *(placed(text, folder) for text in overrides)])
 
 
 def test_every_setting_has_a_case() -> None:
