@@ -15,6 +15,7 @@ from eyeline.recipes.read import read_recipe
 from eyeline.study.evaluate import evaluate
 from eyeline.study.report import write_report
 from eyeline.train.loop import train
+from eyeline.train.prepare import prepare_stage
 from eyeline.train.run import Run
 from tests.train.recipe import tiny_recipe
 
@@ -98,6 +99,19 @@ def test_a_changed_layout_is_refused_on_resume_and_a_changed_metric_is_told(
         train(read_recipe(str(recipe)))
     kept = [path for path in (tmp_path / "run" / "code").glob("rows-*.py") if path.read_text() == ROWS]
     assert len(kept) == 1  # what would have to be restored
+
+
+def test_prepared_data_of_a_function_are_trained_on_alike(recipe: Path, tmp_path: Path) -> None:
+    """The sources need not be there, and the file may be in another folder: its name and the folder's identity tell it."""
+    run = read_recipe(str(recipe))
+    train(run)
+    prepare_stage(run, None, tmp_path / "prepared", epochs=1, quality=None)
+    (tmp_path / "code of mine").rename(tmp_path / "elsewhere")
+    recipe.write_text(recipe.read_text().replace("code of mine", "elsewhere"))
+    shutil.rmtree(tmp_path / "data" / "pictures")
+    again = read_recipe(str(recipe), [f"out={tmp_path / 'again'}", f"stages.0.data.prepared={tmp_path / 'prepared'}"])
+    train(again)
+    assert losses(again) == losses(run) and len(losses(run)) == 2
 
 
 def test_check_tells_every_fault_of_code_with_its_line(recipe: Path, tmp_path: Path) -> None:
