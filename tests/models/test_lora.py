@@ -1,5 +1,7 @@
 """LoRA against PEFT on the same weights; merging; where adapters go and where they do not."""
 
+from dataclasses import replace
+
 import peft
 import pytest
 import torch
@@ -183,7 +185,7 @@ def test_layers_and_packs_drop_differently_and_rows_of_a_cut_alike():
     lora = LoRA(rank=C.language.hidden_size, alpha=1, dropout=0.5, targets=("q_proj", "k_proj"))
     model = wrapped(lora).train()
     layers = [model.get_submodule(f"language.blocks.{i}.attn.{name}") for i in range(2) for name in "qk"]
-    batches = [batch().with_draws(0, step, pack) for step, pack in ((0, 0), (0, 1), (1, 0))]
+    batches = [replace(batch(), pack=pack).with_draws(0, step) for step, pack in ((0, 0), (0, 1), (1, 0))]
     ones_TD = torch.ones(len(batches[0].tokens_T), C.language.hidden_size)
     kept = set()
     with torch.no_grad():
@@ -208,7 +210,7 @@ def test_every_adapter_is_given_draws_of_its_rows(case: Case):
     met = {}
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: met.setdefault(name, args))
-    one = parity.batch_of(case.documents, None).with_draws(0, 0, 0)
+    one = parity.batch_of(case.documents, None).with_draws(0, 0)
     model.train()(one).out.backward()
     assert met.keys() == set(names)
     assert one.draws_T2 is not None and one.draws_P2 is not None
@@ -221,7 +223,7 @@ def test_every_adapter_is_given_draws_of_its_rows(case: Case):
 
 def test_compiled_blocks_with_adapters_of_other_names_are_one_graph():
     model = wrapped(LoRA(rank=2, alpha=2, dropout=0.5, targets="all-linear")).train()
-    one = batch().with_draws(0, 0, 0)
+    one = batch().with_draws(0, 0)
     want = model(one).out
     torch._dynamo.reset()
     graphs = []
@@ -242,7 +244,7 @@ def test_recomputing_draws_the_same_dropout():
     for recompute in (False, True):
         model = wrapped(LoRA(rank=2, alpha=2, dropout=0.5, targets=("q_proj", "v_proj"))).train()
         model.language.recompute = recompute
-        model(batch().with_draws(0, 0, 0)).out.backward()
+        model(batch().with_draws(0, 0)).out.backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert all(torch.equal(gradients[0][n], gradients[1][n]) for n in gradients[0])
 
