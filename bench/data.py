@@ -61,7 +61,7 @@ def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: in
         lost, repeated = missing(of, setup_ids(shards))
         ours = side == "ours"
         found += [
-            Fact(name=f"{side}: CPU ms a sample (median)", value=1_000 / samples * spread([t.cpu_s for t in times[side]]).median),
+            Fact(name=f"{side}: CPU ms per sample (median)", value=1_000 / samples * spread([t.cpu_s for t in times[side]]).median),
             Fact(name=f"{side}: to the first batch, wall s", value=of["first_s"]),
             Fact(
                 name=f"{side}: to the first batch after resuming at 50 % in a fresh process, wall s", value=of["resume_s"],
@@ -80,7 +80,7 @@ def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: in
             Fact(name=f"{side}: token slots that are padding", value=seen[side].padding),
             *(
                 Fact(
-                    name=f"{side}: read for a sample at {RANKS} ranks, KiB and requests" + (f", {WHEN[when]}" if ours else ""),
+                    name=f"{side}: read per sample at {RANKS} ranks, KiB and requests" + (f", {WHEN[when]}" if ours else ""),
                     value=f"{kib / 1024:.0f}, {requests:.1f}",
                 )
                 for when, (kib, requests) in of["ranks"].items()
@@ -101,7 +101,7 @@ def run(pairs: int = LEAST_PAIRS, sides: Sequence[str] | None = None, shards: in
     return Result(
         case="data",
         command="python -m bench data",
-        work=f"an epoch over {samples:,} samples in {shards} WebDataset archives: a JPEG of 320 to 448 pixels a side "
+        work=f"an epoch over {samples:,} samples in {shards} WebDataset archives: a JPEG of 320 to 448 pixels per side "
         f"({size / 1024:.0f} KiB on average) and a conversation each, decoded, resized by Pillow (bicubic, Qwen's rule, patches of "
         f"{RULE.patch}), tokenised, shuffled and packed into {BUDGET.tokens:,} tokens, in one process and thread, files in the page cache. "
         "Ours makes its index inside the time of the first epoch, and lays out every index array that a model needs; peers stop at "

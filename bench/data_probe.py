@@ -32,9 +32,9 @@ def first(side: str, folder: Path) -> dict[str, object]:
 
     def half() -> None:
         ids: list[str] = []
-        begin = time.perf_counter()
+        start = time.perf_counter()
         for pack, state in data.stream(side, setup, folder / f"index {side}"):
-            kept.setdefault("first_s", time.perf_counter() - begin)
+            kept.setdefault("first_s", time.perf_counter() - start)
             ids += pack.ids
             if len(ids) >= setup.samples / 2:
                 written = state()
@@ -54,10 +54,10 @@ def resume(side: str, folder: Path) -> dict[str, object]:
     """Go on from the state, and read what is left; then as one of many ranks."""
     content = (folder / f"state {side}").read_bytes()
     state = json.loads(content) if side == "ours" else pickle.loads(content)  # what this benchmark wrote itself
-    begin, before = time.perf_counter(), counted()
+    start, before = time.perf_counter(), counted()
     stream = data.stream(side, Setup(folder, "full"), folder / f"index {side}", state)
     ids = [id for pack, _ in islice(stream, 1) for id in pack.ids]  # none, where a peer has lost the rest
-    took, after = time.perf_counter() - begin, counted()
+    took, after = time.perf_counter() - start, counted()
     samples = len(ids)
     left = int((folder / f"left {side}").read_text())
     while len(ids) < left and (more := next(stream, None)):  # Energon begins another epoch after a restored one

@@ -25,7 +25,7 @@ BUDGET = Budget(4_096, 1 << 16)
 RULE = ImageRule(16, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", Area(64**2, 512**2))
 TEMPLATE = template_named("plain")
 BUFFER = 256  # samples that a peer shuffles among, and that Megatron-Energon packs from
-CANVAS = 1_024  # pixels a side
+CANVAS = 1_024  # pixels per side
 WORDS = re.findall(
     "[a-z]+",
     "the a red green blue small large circle square house river mountain street window under over beside behind between several many few "
@@ -105,7 +105,7 @@ def painted() -> Pillow.Image:
 
 
 def sample(canvas: Pillow.Image, number: int) -> tuple[bytes, dict[str, object]]:
-    """A JPEG and its row: a piece of the canvas, 320 to 448 pixels a side, with a line of text on it."""
+    """A JPEG and its row: a piece of the canvas, 320 to 448 pixels per side, with a line of text on it."""
     rng = rng_for(0, "bench jpeg", number)
     width, height = (int(v) for v in rng.integers(320, 449, 2))
     x, y = (int(v) for v in rng.integers(0, CANVAS - 448, 2))

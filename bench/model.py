@@ -23,7 +23,7 @@ from eyeline.core.image_rule import ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images.patches import image_patches
-from eyeline.data.plan.packing import packed
+from eyeline.data.plan.packing import pack_items
 from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe
@@ -165,7 +165,7 @@ def document(encoder: Encoder, rule: ImageRule | None, tokens: int, number: int)
     return document_of(sample, encoder, rule, media)
 
 
-Side = Callable[[], list[float]]  # forward and backward of everything; losses in nats a label, one a document or for all
+Side = Callable[[], list[float]]  # forward and backward of everything; losses in nats per supervised token, one a document or for all
 
 
 def one_by_one(model: Model, documents: Sequence[Document]) -> Side:
@@ -191,7 +191,7 @@ def in_packs(model: Model, documents: Sequence[Document], budget: Budget) -> Sid
         labels = sum(int((d.labels_T >= 0).sum()) for d in documents)
         bins: list = []
         total = 0.0
-        for pack in [*packed(items, bins, budget), *(bin.items for bin in bins)]:
+        for pack in [*pack_items(items, bins, budget), *(bin.items for bin in bins)]:
             loss = model(batch_of(pack, None)).out / labels
             loss.backward()
             total += float(loss.detach())

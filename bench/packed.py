@@ -1,4 +1,4 @@
-"""Case `packed`: one epoch over samples of very different lengths, packed (ours) against padded to the longest (Trainer)."""
+"""Case `pack_items`: one epoch over samples of very different lengths, packed (ours) against padded to the longest (Trainer)."""
 
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from eyeline.core.batch import Budget, Document
 from eyeline.core.errors import Refused
 from eyeline.core.step import step_alone
 from eyeline.data.fetch.batches import batch_of
-from eyeline.data.plan.packing import Bins, flushed, packed
+from eyeline.data.plan.packing import Bins, close_bins, pack_items
 from eyeline.models import Config, Model
 from eyeline.models.shape import shape
 from eyeline.parallel.ranks import ONE_DEVICE
@@ -114,7 +114,7 @@ def epoch(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed
     slots = 0
     items = ((i, len(d.tokens_T), sum(image.grid.patches for image in d.images)) for i, d in enumerate(docs))
     bins: Bins = []
-    for step, chosen in enumerate(chain(packed(items, bins, BUDGET), flushed(bins))):
+    for step, chosen in enumerate(chain(pack_items(items, bins, BUDGET), close_bins(bins))):
         batch = batch_of([docs[i] for i in chosen], BUDGET)
         slots += batch.counts.slots
         update(model, optimizers, step_alone([batch]), ONE_DEVICE, max_grad_norm=1.0, balance=None, seed=0, step=step)
@@ -123,6 +123,6 @@ def epoch(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed
 
 @torch.no_grad()
 def loss_of(model: Model, docs: Sequence[Document]) -> float:
-    """Nats a label over all documents, packed."""
+    """Nats per supervised token over all documents, packed."""
     batches = [batch_of(docs[i : i + 8], None) for i in range(0, len(docs), 8)]
     return sum(float(model(b).out) for b in batches) / sum(b.counts.supervised for b in batches)

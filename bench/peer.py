@@ -125,7 +125,7 @@ class Listed(torch.utils.data.Dataset[Example]):
 
 @torch.no_grad()
 def loss_of(model: LlavaForConditionalGeneration, examples: Sequence[Example]) -> float:
-    """Nats a label over all examples, one at a time: a sum, divided once."""
+    """Nats per supervised token over all examples, one at a time: a sum, divided once."""
     total, labels = 0.0, 0
     for one in examples:
         count = int((one["labels"] != IGNORE).sum())
@@ -184,7 +184,7 @@ def padded(documents: Sequence[Document], rule: ImageRule | None) -> Example:
 
 
 def one_by_one(model: PreTrainedModel, documents: Sequence[Document], rule: ImageRule | None) -> Callable[[], list[float]]:
-    """Forward and backward of each document; its loss in nats a label."""
+    """Forward and backward of each document; its loss in nats per supervised token."""
     examples = [padded([d], rule) for d in documents]
 
     def once() -> list[float]:

@@ -35,7 +35,7 @@ def render(results: Iterable[Result]) -> str:
 
 
 def overview(results: Iterable[Result]) -> str:
-    """One line a comparison: the ratios, the limit, and whether it is met."""
+    """One line per comparison: the ratios, the limit, and whether it is met."""
     return table(
         ("case", "compared", "ours ÷ peer, CPU time", "ours ÷ peer, wall time", "limit", "met"),
         [(r.case, c.name, ratio(c, "cpu"), ratio(c, "wall"), limit(c), yes(c.met)) for r in results for c in r.comparisons],

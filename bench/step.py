@@ -58,7 +58,8 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
         case="step",
         command="python -m bench step",
         work=f"{STEPS} optimizer steps (after {WARM_UP} that are not timed) of a model of {parameters:,} parameters in LLaVA's form "
-        f"(SigLIP tower, two-layer projector, Qwen2), everything trained; {ROWS} samples of {TOKENS} tokens a step, {SIZED.visual} of them "
+        f"(SigLIP tower, two-layer projector, Qwen2), everything trained; {ROWS} samples of {TOKENS} tokens per step, {SIZED.visual} "
+        f"of them "
         "visual, a quarter supervised; fp32, AdamW, clipping; batches are laid out (ours) or collated (peer) inside the time.",
         agreement=f"the losses of all {len(losses)} steps of training agree within {worst:.1e}",
         comparisons=(

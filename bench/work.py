@@ -24,7 +24,7 @@ TEMPLATE = "plain"
 class Sized:
     """A LLaVA-form model's sizes: SigLIP tower, two-layer projector, Qwen2 decoder."""
 
-    image: int  # pixels a side; one visual token a patch
+    image: int  # pixels per side; one visual token per patch
     width: int
     layers: int
     vocabulary: int = 1024

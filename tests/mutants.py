@@ -185,8 +185,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "data/plan/blend.py",
-            "kept = index.kept(settings.categories)",
-            "kept = index.kept(None)",
+            "kept = index.kept_rows(settings.categories)",
+            "kept = index.kept_rows(None)",
             "data/test_loader.py::test_repeats_and_kinds_make_a_mixture",
         ),
     ],
@@ -205,7 +205,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "data/images/image_files.py",
-            'return f"{path}@{begin}+{length}"',
+            'return f"{path}@{start}+{length}"',
             "return str(path)",
             "data/test_images.py::test_keys_tell_images_apart",
         ),
@@ -219,7 +219,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/fetch/fetch.py",
             '"augment", *group.address, number)',
             '"augment", number)',
-            "data/test_loader.py::test_augmentation_follows_the_visit",
+            "data/test_loader.py::test_augmentation_follows_the_image_group",
         ),
         (
             "data/validation.py",
@@ -231,7 +231,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/plan/index.py",
             "else written, retries) == stamp",
             "else written, retries) is not None",
-            "data/test_index.py::test_images_that_changed_are_looked_at_again",
+            "data/test_index.py::test_changed_images_are_examined_again",
         ),
         (
             "data/fetch/fetch.py",
@@ -263,7 +263,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/text/templates.py",
             'learned = message.role == "assistant" and n > last_question',
             'learned = message.role == "assistant"',
-            "data/test_templates.py::test_what_is_learned_is_what_will_be_asked_for",
+            "data/test_templates.py::test_trained_answers_equal_generated_format",
         ),
         (
             "data/text/documents.py",
@@ -396,7 +396,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/rejects.py",
             "for line in lines if line.cause in LASTING}",
             "for line in lines if False}",
-            "data/test_fetch.py::test_images_that_kill_decoders_are_rejected_and_nothing_else_changes",
+            "data/test_fetch.py::test_images_that_crash_decoders_are_rejected_alone",
         ),
         (
             "data/loader.py",
@@ -491,13 +491,13 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/step.py",
             "model.zero_grad(set_to_none=True)",
             "pass",
-            "train/test_step.py::test_what_a_step_before_used_is_left_alone_too",
+            "train/test_step.py::test_parameters_of_an_earlier_step_are_left_unchanged",
         ),
         (
             "train/step.py",
             "model.zero_grad(set_to_none=True)",
             "model.zero_grad(set_to_none=False)",
-            "train/test_step.py::test_what_a_step_before_used_is_left_alone_too",
+            "train/test_step.py::test_parameters_of_an_earlier_step_are_left_unchanged",
         ),
         (
             "train/step.py",
@@ -687,7 +687,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "bundle/fill.py",
             "if layer is not None and not keep_adapters:",
             "if False:",
-            "train/test_trainable.py::test_a_border_merges_what_it_does_not_go_on_with",
+            "train/test_trainable.py::test_stage_border_merges_adapters_that_do_not_continue",
         ),
         (
             "bundle/fill.py",
@@ -830,7 +830,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "checkpoint/store.py",
             "if text != _render(manifest):",
             "if False:",
-            "checkpoint/test_store.py::test_an_edited_manifest_is_refused_even_with_right_looking_digests",
+            "checkpoint/test_store.py::test_edited_manifest_is_refused",
         ),
         (
             "checkpoint/store.py",
@@ -893,13 +893,13 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "models/hf/llava.py",
             '"up": "linear_1", "down": "linear_2"',
             '"up": "linear_2", "down": "linear_1"',
-            "bundle/test_exporting.py::test_transformers_computes_the_same_and_a_second_export_is_the_same_file_for_file",
+            "bundle/test_exporting.py::test_transformers_computes_the_same_and_exports_are_stable",
         ),
         (
             "bundle/exporting.py",
             "layer.lora_B.detach(), layer.scale)",
             "layer.lora_B.detach(), 1.0)",
-            "bundle/test_exporting.py::test_adapters_are_merged_into_what_is_written_and_stay_on_the_model",
+            "bundle/test_exporting.py::test_export_merges_adapters_and_keeps_them_on_the_model",
         ),
         (
             "bundle/importing.py",
@@ -920,7 +920,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/prepared/packed.py",
             "file.size != archive.bytes or (small and",
             "file.size != archive.bytes or (False and",
-            "data/test_prepare.py::test_damage_is_noticed_and_mended",
+            "data/test_prepare.py::test_damage_is_noticed_and_repaired",
         ),
         (
             "data/prepared/packed.py",
@@ -978,7 +978,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "core/user_code.py",
             'return f"{self.name} {digest_of(self.content)}"',
             "return self.name",
-            "data/test_user_rows.py::test_a_changed_file_makes_a_new_index_and_is_told_on_resume",
+            "data/test_user_rows.py::test_changed_file_makes_a_new_index_and_is_named_on_resume",
         ),
         (
             "core/user_code.py",
@@ -1002,7 +1002,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/layouts/layouts.py",
             'kind = None if self.code else ""',
             'kind = ""',
-            "data/test_user_rows.py::test_a_row_on_which_the_function_fails_is_rejected_with_both_lines",
+            "data/test_user_rows.py::test_failing_user_function_rejects_the_row_with_both_lines",
         ),
         (
             "data/sources/sources.py",
@@ -1095,7 +1095,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/rejects.py",
             "Against {cause}: {REMEDIES[cause]} Or raise",
             "Or raise",
-            "data/test_rejects.py::test_rate_is_judged_against_all_rows",
+            "data/test_rejects.py::test_reject_rate_is_over_all_rows",
         ),
         (
             "data/rejects.py",

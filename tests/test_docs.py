@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 from eyeline.core.files import read_lines
-from eyeline.recipes.read import shipped
+from eyeline.recipes.read import shipped_recipes
 from eyeline.train.run import MAY_CHANGE
 from tests.bundle.tiny import save_language, save_vision
 from tests.command import Command
@@ -306,8 +306,8 @@ def test_every_figure_is_defined(eyeline: Command, tmp_path: Path) -> None:
     assert lines["start"] - {"wall", "attempt"} == set(re.findall(r"`(\w+)`", start))
 
 
-@pytest.mark.parametrize("name", sorted(shipped()))
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
 def test_commands_in_a_recipes_head_name_it(name: str) -> None:
-    head = [line for line in shipped()[name].read_text().splitlines() if line.startswith("#")]
+    head = [line for line in shipped_recipes()[name].read_text().splitlines() if line.startswith("#")]
     assert any(f"eyeline train {name}" in line for line in head)
     assert any("xpected" in line for line in head), "the head says what to expect"

@@ -105,7 +105,7 @@ def test_bf16_keeps_masters_in_fp32_and_frozen_parts_in_bf16(eyeline: Command, t
     assert all(name.startswith(("vision.", "language.")) for name in frozen)
 
 
-def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path: Path) -> None:
+def test_easyvqa_recipe_trains_evaluates_and_reports(eyeline: Command, tmp_path: Path) -> None:
     """The quick start, shortened to some steps of some rows: the words are learned, if not yet the images, and every file is there."""
     short = ["stages.shapes.steps=60", "stages.all.steps=10", "validation_steps=30", "save_steps=10", "threads=1"]
     short += [f"stages.{stage}.data.sources.0.limit=4000" for stage in ("shapes", "all")] + ["evaluation.sources.0.limit=300"]
@@ -135,7 +135,7 @@ def test_easyvqa_recipe_learns_evaluates_and_reports(eyeline: Command, tmp_path:
     ]  # fmt: skip
 
 
-def test_a_whole_run_moves_and_goes_on(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_moves_and_resumes(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run folder holds all it needs: moved elsewhere, it is evaluated, exported and resumed."""
     short = ["stages.shapes.steps=4", "stages.all.steps=4", "threads=1"]
     short += [f"stages.{stage}.data.sources.0.limit=1000" for stage in ("shapes", "all")]

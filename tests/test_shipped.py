@@ -27,7 +27,7 @@ from eyeline.core.batch import Document
 from eyeline.core.files import read_lines, read_object
 from eyeline.core.plan import PARTS, part_of
 from eyeline.models import Model, llava, spec
-from eyeline.recipes.read import read_recipe, shipped
+from eyeline.recipes.read import read_recipe, shipped_recipes
 from eyeline.train.run import Adapted, Full, Run
 from tests.bundle.tiny import asked, our_logits
 from tests.command import Command, Done
@@ -75,13 +75,13 @@ def write_cauldron(folder: Path) -> None:
 
 def ways(recipe: str) -> list[list[list[str]]]:
     """The commands in a recipe's head, from one import to the next."""
-    head = shipped()[recipe].read_text().split("\n\nname:")[0].replace("\\\n#", "")
+    head = shipped_recipes()[recipe].read_text().split("\n\nname:")[0].replace("\\\n#", "")
     commands = [shlex.split(line[1:])[1:] for line in head.splitlines() if line.startswith("#   eyeline ")]
     starts = [n for n, words in enumerate(commands) if words[0] == "import"] or [0]
     return [commands[a:b] for a, b in zip(starts, [*starts[1:], len(commands)], strict=True)]
 
 
-CASES = [(recipe, n) for recipe in shipped() for n in range(len(ways(recipe)))]
+CASES = [(recipe, n) for recipe in shipped_recipes() for n in range(len(ways(recipe)))]
 
 
 def shortened(run: Run) -> list[str]:
@@ -160,7 +160,7 @@ def test_a_heads_commands_are_found() -> None:
     assert second[0][-4:] == ["--projector", "linear", "--tiles", "5"]
 
 
-@pytest.mark.parametrize("recipe", shipped())
+@pytest.mark.parametrize("recipe", shipped_recipes())
 def test_documents_list_it(recipe: str) -> None:
     root = Path(__file__).parent.parent
     for document in ("README.md", "docs/recipes.md"):
@@ -183,10 +183,10 @@ def test_my_data_needs_its_path_and_nothing_else(eyeline: Command, tmp_path: Pat
 
 
 def test_recipe_prints_what_ships_and_refuses_the_rest(eyeline: Command) -> None:
-    for name, path in shipped().items():
+    for name, path in shipped_recipes().items():
         assert passed(eyeline("recipe", name)).out == path.read_text()
     listed = passed(eyeline("recipe")).out
-    assert [line.partition(":")[0] for line in listed.splitlines()] == list(shipped())
+    assert [line.partition(":")[0] for line in listed.splitlines()] == list(shipped_recipes())
     assert "qwen3-vl-full: Qwen3-VL, fine-tuned in full" in listed
     wrong = eyeline("recipe", "my-dat")
     assert wrong.code == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eyeline.recipes.read import shipped
+from eyeline.recipes.read import shipped_recipes
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,7 +35,7 @@ def test_wheel_holds_the_package_and_its_recipes(wheel: Path) -> None:
     source = ROOT / "src"
     ours = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert held == ours
-    assert {f"eyeline/recipes/{name}.yaml" for name in shipped()} <= held
+    assert {f"eyeline/recipes/{name}.yaml" for name in shipped_recipes()} <= held
 
 
 def test_wheel_installs_and_reads_a_shipped_recipe(wheel: Path, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_wheel_installs_and_reads_a_shipped_recipe(wheel: Path, tmp_path: Path) 
     python, eyeline = (tmp_path / "venv" / "bin" / name for name in ("python", "eyeline"))
     ran(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel, folder=tmp_path)
     assert "Example: eyeline train" in " ".join(ran(eyeline, "train", "--help", folder=tmp_path).split())
-    assert ran(eyeline, "recipe", "my-data", folder=tmp_path) == shipped()["my-data"].read_text()
+    assert ran(eyeline, "recipe", "my-data", folder=tmp_path) == shipped_recipes()["my-data"].read_text()
     read = "import eyeline; from eyeline.recipes.read import read_recipe; print(eyeline.__file__, read_recipe('my-data').name)"
     where, name = ran(python, "-c", read, folder=tmp_path).split()
     assert Path(where).is_relative_to(tmp_path / "venv")

@@ -219,13 +219,13 @@ def test_peak_memory_is_what_was_held_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", list(model.CONFIGS))
-def test_families_do_the_same_work_as_their_twins(name: str) -> None:
+def test_families_do_the_same_work_as_their_references(name: str) -> None:
     """Loss and gradients of both sides, one document at a time and mixed: checked by the case itself, and refused if they differ."""
     made_of = model.run(pairs=1, names=[name], alone=1, mixed=2)
     assert [c.limit for c in made_of.comparisons] == [1.0, None]
 
 
-def test_a_family_that_differs_from_its_twin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_family_that_differs_from_its_reference_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Head.forward
     monkeypatch.setattr(Head, "forward", lambda *args: forward(*args) * (1 + 1e-4))
     with pytest.raises(Refused, match="losses differ by"):

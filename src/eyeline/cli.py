@@ -102,9 +102,9 @@ def check(recipe: Recipe, overrides: Overrides = None, samples: Annotated[int, t
 def recipe(name: Annotated[str | None, typer.Argument(help="A shipped recipe. [default: list them]", show_default=False)] = None) -> None:
     """Print a shipped recipe, to be changed and given to train; without a name, list them."""
     _calm()
-    from eyeline.recipes.read import recipe_text, shipped, summary
+    from eyeline.recipes.read import recipe_text, shipped_recipes, summary
 
-    say(recipe_text(name) if name else "\n".join(f"{known}: {summary(known)}" for known in shipped()))
+    say(recipe_text(name) if name else "\n".join(f"{known}: {summary(known)}" for known in shipped_recipes()))
     refuse_lost_output()
 
 

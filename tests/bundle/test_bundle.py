@@ -116,7 +116,7 @@ def test_parts_that_were_kept_in_half_precision_widen(parts: tuple[Path, Bundle]
     assert torch.equal(model.projector.up.weight, saved.projector.up.weight)
 
 
-def test_a_damaged_checkpoint_falls_back_and_a_foreign_one_is_passed_over(
+def test_damaged_checkpoint_falls_back_foreign_one_is_skipped(
     parts: tuple[Path, Bundle], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = a_run(tmp_path / "run", parts[1])

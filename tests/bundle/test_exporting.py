@@ -85,9 +85,7 @@ def compare(folder: Path, form: str, bundle: Bundle, model: llava.Model, scratch
 
 
 @pytest.mark.parametrize(("form", "tied"), SETTINGS)
-def test_transformers_computes_the_same_and_a_second_export_is_the_same_file_for_file(
-    made: dict, tmp_path: Path, form: str, tied: bool
-) -> None:
+def test_transformers_computes_the_same_and_exports_are_stable(made: dict, tmp_path: Path, form: str, tied: bool) -> None:
     bundle = made[form, tied]
     model = built(bundle, seed=3)
     assert export(bundle, model, tmp_path / "one") == form
@@ -167,7 +165,7 @@ def test_tokenizer_config_holds_nothing_of_how_it_was_loaded(tmp_path: Path) -> 
     assert (theirs.image_token, sorted(theirs.all_special_tokens)) == ("<|image_pad|>", sorted(bundle.tokenizer.all_special_tokens))
 
 
-def test_sampling_of_the_published_model_survives_import_training_and_export(tmp_path: Path) -> None:
+def test_generation_config_survives_import_training_and_export(tmp_path: Path) -> None:
     imported(tmp_path, "llava")
     language = tmp_path / "hub-language"
     sampling = {"do_sample": True, "temperature": 0.6, "top_k": 17, "top_p": 0.85, "repetition_penalty": 1.1, "bos_token_id": 3}
@@ -215,7 +213,7 @@ def adapted(bundle: Bundle) -> llava.Model:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_adapters_are_merged_into_what_is_written_and_stay_on_the_model(made: dict, tmp_path: Path, form: str) -> None:
+def test_export_merges_adapters_and_keeps_them_on_the_model(made: dict, tmp_path: Path, form: str) -> None:
     bundle = made[form, True]
     model = adapted(bundle)
     before = {name: x.clone() for name, x in model.named_parameters()}
@@ -269,7 +267,7 @@ def test_a_projector_that_was_not_trained_is_not_in_the_adapter(made: dict, tmp_
     compare(tmp_path / "out" / "base", form, bundle, model, tmp_path, theirs)
 
 
-def test_parts_in_the_base_alone_are_named(made: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_in_the_base_only_are_named(made: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = made["llava", True]
     export(bundle, adapted(bundle), tmp_path / "one", adapter=True, trained=("projector",))
     assert "also trained in full" not in capsys.readouterr().out
@@ -351,9 +349,7 @@ def test_a_folder_of_transformers_own_making_is_opened(made: dict, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("form", "place", "prefix"), TOWERS)
-def test_tower_names_are_the_hubs_and_those_of_transformers_5_are_read(
-    made: dict, tmp_path: Path, form: str, place: str, prefix: str
-) -> None:
+def test_tower_names_of_hub_and_transformers_5_are_read(made: dict, tmp_path: Path, form: str, place: str, prefix: str) -> None:
     """The hub's names are the ones that transformers 4 reads too: with others it starts the tower at random, behind a warning."""
     bundle = made[form, True]
     model = built(bundle, seed=3)
@@ -368,7 +364,7 @@ def test_tower_names_are_the_hubs_and_those_of_transformers_5_are_read(
         assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in again.named_parameters())
 
 
-def test_the_vocabulary_grows_with_the_tokenizer_and_the_export_follows(tmp_path: Path) -> None:
+def test_vocabulary_grows_with_the_tokenizer(tmp_path: Path) -> None:
     from tests.bundle.tiny import TEMPLATES, tokenizer, without_image_token
 
     small = tokenizer(without_image_token(TEMPLATES["qwen2.5"]), vocabulary=290)

@@ -130,7 +130,7 @@ def test_answers_are_those_of_transformers(case: Case, exported: Callable[[Case]
 
 
 @pytest.mark.parametrize("case", [c for c in WHOLE if c.config.language.family == "qwen3_5"][:1], ids=lambda case: case.id)
-def test_tensors_that_are_not_read_are_said_once(
+def test_unread_tensors_are_reported_once(
     case: Case, exported: Callable[[Case], Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the layer that drafts a second token, when a folder is imported or loaded as it is; computed buffers are not worth a word."""

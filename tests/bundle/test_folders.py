@@ -149,7 +149,7 @@ def test_a_run_folder_of_another_owner_is_warned_of(run: Path, capsys: pytest.Ca
     assert f"warning: {run} belongs to another user ({owner}), and so do 6 more" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_goes_while_the_run_folder_is_read_is_passed_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_deleted_while_reading_is_skipped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that trains removes old checkpoints."""
     scandir = os.scandir
 

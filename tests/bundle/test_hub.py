@@ -18,7 +18,7 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/no/such/folder", "a/b/c", "../x", "owner/..", "https://huggingface.co/a/b", "", "a b/c"])
-def test_what_is_neither_a_folder_nor_a_name_asks_nobody(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_model_name_makes_no_request(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "inner").mkdir()
     monkeypatch.chdir(tmp_path / "inner")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the network was asked"))
@@ -46,7 +46,7 @@ def test_only_what_a_model_is_read_from_is_fetched(tmp_path: Path, monkeypatch: 
     ]
 
 
-def test_a_repository_that_is_no_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_that_is_not_a_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(Refused, match=r"owner/model has no config\.json on the Hub, so it is no checkpoint of transformers\.$"):
         local_folder("owner/model")

@@ -154,7 +154,7 @@ def test_another_chat_template_is_refused_unless_replaced(hub: Path, tmp_path: P
     assert open_bundle(tmp_path / "model").bundle.tokenizer.chat_template == TEMPLATES["plain"].jinja
 
 
-def test_a_tokenizer_that_autotokenizer_would_change_is_read_to_the_letter(hub: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_tokenizer_that_autotokenizer_would_change_is_exact(hub: Path, tmp_path: Path, capsys: Capture) -> None:
     """Beside Qwen2's config.json it replaces normalisation; the ids that a model was trained on must not change."""
     from tokenizers import normalizers
 

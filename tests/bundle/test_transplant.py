@@ -21,7 +21,7 @@ from eyeline.models import qwen3, qwen_vision, qwen_vl, siglip2, spec
 from tests.bundle.tiny import PATCH, SIDE, drawing, randomise, save_language, save_qwen3, save_vision
 from tests.command import Command
 
-RATIO = SIDE // PATCH  # patches a side
+RATIO = SIDE // PATCH  # patches per side
 
 
 @pytest.fixture(params=[(True, 0), (False, 6)], ids=["dense", "experts"])
@@ -181,7 +181,7 @@ def test_a_still_is_embedded_as_it_was():
 
 
 @pytest.mark.parametrize(("blocks", "layers", "deep"), [(27, 36, (5, 12, 19)), (3, 3, (0, 1)), (2, 3, (0,)), (1, 3, ()), (4, 2, (0, 1))])
-def test_deepstack_takes_evenly_spread_blocks_and_no_more_than_there_are(blocks, layers, deep):
+def test_deepstack_takes_evenly_spread_blocks(blocks, layers, deep):
     tower = siglip2.Config(image_size=16, patch=4, hidden_size=16, layers=blocks, heads=2, intermediate_size=24)
     text = qwen3.Config(
         vocab_size=9, hidden_size=8, layers=layers, heads=2, kv_heads=1, head_dim=16, intermediate_size=8, tie_embeddings=True

@@ -85,7 +85,7 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
-def test_a_call_that_fails_at_any_point_is_storage_failed_and_leaves_nothing(tmp_path: Path, number: int) -> None:
+def test_failing_call_is_storage_failed_and_leaves_nothing(tmp_path: Path, number: int) -> None:
     def fail() -> None:
         raise OSError(number, os.strerror(number))
 

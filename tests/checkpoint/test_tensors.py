@@ -321,7 +321,7 @@ def test_loading_casts_to_each_tensors_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("present", ["embedding", "head", "both"])
-def test_a_tied_weight_is_read_under_whichever_name_is_there_and_comes_once(tmp_path: Path, present: str) -> None:
+def test_tied_weight_is_read_under_either_name_once(tmp_path: Path, present: str) -> None:
     stored, made = theirs(), ours(tied=True)
     value = stored["lm_head.weight"]
     stored["model.embed_tokens.weight"] = value

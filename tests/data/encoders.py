@@ -100,9 +100,9 @@ def gif_frame(left: int, top: int, width: int, height: int, indices: Sequence[in
 
 def bmp(width: int, height: int, bits: int, data: bytes, compression: int = 0, palette: bytes = b"") -> bytes:
     """A BMP; a negative height is that of an image that begins at its top."""
-    begin = 54 + len(palette)
+    start = 54 + len(palette)
     info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, bits, compression, len(data), 0, 0, len(palette) // 4, 0)
-    return b"BM" + struct.pack("<IHHI", begin + len(data), 0, 0, begin) + info + palette + data
+    return b"BM" + struct.pack("<IHHI", start + len(data), 0, 0, start) + info + palette + data
 
 
 # WebP

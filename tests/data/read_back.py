@@ -34,7 +34,7 @@ def everything(container: Container) -> list[Any]:
 
 def row_of(rows: Rows, i: int = 0) -> Sample:
     """Kept row i, found in order and read by its place: the same, or the same complaint."""
-    place, _, found = list(rows.kept())[i]
+    place, _, found = list(rows.kept_rows())[i]
     if isinstance(found, BadSample):
         with pytest.raises(BadSample) as caught:
             rows.read(place)

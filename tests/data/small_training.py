@@ -108,7 +108,7 @@ def one(path: Path | str, **settings: object) -> list[list[str]]:
 def causes(path: Path | str, **settings: object) -> list[tuple[str, str]]:
     """Cause and field of every row of a source, each of which must be rejected."""
     rows = open_source(Source.model_validate({"path": str(path), **settings}))
-    return [(bad.cause, bad.field) for _, _, bad in rows.kept()]  # type: ignore[union-attr]  # a Sample fails the test here
+    return [(bad.cause, bad.field) for _, _, bad in rows.kept_rows()]  # type: ignore[union-attr]  # a Sample fails the test here
 
 
 def shown(batch: Batch) -> Iterator[tuple[str, list[str]]]:
@@ -122,9 +122,9 @@ def shown(batch: Batch) -> Iterator[tuple[str, list[str]]]:
     image_M = np.searchsorted(batch.cu_N1.numpy() // MERGE**2, batch.sources_M.numpy(), side="right") - 1
     image_of = dict(zip(batch.visual_M.tolist(), image_M.tolist(), strict=True))
     names = [*_names(batch)]
-    for id, begin, end in zip(batch.ids, batch.cu_S1[:-1].tolist(), batch.cu_S1[1:].tolist(), strict=False):
+    for id, start, end in zip(batch.ids, batch.cu_S1[:-1].tolist(), batch.cu_S1[1:].tolist(), strict=False):
         text, learned, last, run = "", False, None, []
-        for t in range(begin, end):
+        for t in range(start, end):
             image = image_of.get(t)
             if (learned_T[t] != learned or image is not None) and run:
                 text, run = text + encoder().decode(run, special=True), []
@@ -141,8 +141,8 @@ def shown(batch: Batch) -> Iterator[tuple[str, list[str]]]:
 
 def _names(batch: Batch) -> Iterator[str]:
     """The colour of each image; a slice of a video has one for each frame that differs."""
-    for begin, end in zip(batch.cu_N1[:-1].tolist(), batch.cu_N1[1:].tolist(), strict=True):
-        frames_F3 = batch.patches_PC[begin:end].numpy().reshape(-1, 3, FRAMES, PATCH**2).mean((0, 3)).T
+    for start, end in zip(batch.cu_N1[:-1].tolist(), batch.cu_N1[1:].tolist(), strict=True):
+        frames_F3 = batch.patches_PC[start:end].numpy().reshape(-1, 3, FRAMES, PATCH**2).mean((0, 3)).T
         found = [min(COLOURS, key=lambda c: float(np.abs(np.array(COLOURS[c]) - frame).sum())) for frame in frames_F3]
         yield "/".join(dict.fromkeys(found))
 

@@ -85,7 +85,7 @@ def summary(step: Step) -> list[Any]:
     return [step.state, [(b.ids, b.tokens_T.tolist(), b.patches_PC.sum(1).tolist()) for b in step.batches]]
 
 
-def test_whoever_makes_them_the_steps_are_the_same(reader, archives: Path, made_here: list[int]) -> None:
+def test_steps_are_the_same_whoever_makes_the_indexes(reader, archives: Path, made_here: list[int]) -> None:
     here = [summary(step) for step in training_steps(reader("here", 0), BUDGET, 2, 2)]
     assert sorted(made_here) == list(range(SHARDS))
     made_here.clear()
@@ -131,17 +131,17 @@ def test_validation_is_indexed_by_workers(archives: Path, plain: Encoder, rule: 
     ]
 
 
-def test_when_it_dies_the_run_goes_on_and_says_so(archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path, capsys) -> None:
+def test_run_continues_when_prefetching_crashes(archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path, capsys) -> None:
     made = opened(opened_source(archives), plain, rule, tmp_path / "i")
     before = children()
     going = Ahead.of(made, ONE)
-    going.begin([(0, 0)])
+    going.start([(0, 0)])
     wait_for(lambda: written(tmp_path / "i") == 1)
     for pid in children() - before:
         os.kill(pid, signal.SIGKILL)
     assert gone(children() - before)
-    going.begin([(0, 1)])
-    going.begin([(0, 2)])
+    going.start([(0, 1)])
+    going.start([(0, 2)])
     assert capsys.readouterr().out.count("has crashed (SIGKILL)") == 1
     assert len(made.shard(0, 1)) == ROWS
     going.close()
@@ -151,12 +151,12 @@ def test_it_ends_when_nothing_is_missing(archives: Path, plain: Encoder, rule: I
     made = opened(opened_source(archives), plain, rule, tmp_path / "i")
     before = children()
     going = Ahead.of(made, ONE)
-    going.begin([(0, 0), (0, 1)])
+    going.start([(0, 0), (0, 1)])
     assert len(children() - before) == 1
     wait_for(lambda: written(tmp_path / "i") == 2)
-    going.begin([(0, 1), (0, 0)])
+    going.start([(0, 1), (0, 0)])
     assert gone(children() - before)
-    going.begin([(0, 1)])
+    going.start([(0, 1)])
     assert children() <= before
 
 
@@ -164,9 +164,9 @@ def test_a_defect_in_it_ends_the_run(archives: Path, plain: Encoder, rule: Image
     made = opened(opened_source(archives), plain, rule, tmp_path / "i")
     monkeypatch.setattr(index, "Making", Defective)
     going = Ahead.of(made, ONE)
-    going.begin([(0, 0)])
+    going.start([(0, 0)])
     with pytest.raises(RuntimeError, match="made up"):
-        wait_for(lambda: going.begin([(0, 1)]) or False)
+        wait_for(lambda: going.start([(0, 1)]) or False)
     going.close()
 
 
@@ -196,10 +196,10 @@ def test_what_stops_a_run_is_met_where_it_is_needed(archives: Path, plain: Encod
     made = opened(rows, plain, rule, tmp_path / "i")
     os.utime(archives.parent / "rows0.tar", (1, 1))
     going = Ahead.of(made, ONE)
-    going.begin([(0, 0)])
-    going.begin([(0, 1)])
+    going.start([(0, 0)])
+    going.start([(0, 1)])
     wait_for(lambda: written(tmp_path / "i") == 1)
-    going.begin([(0, 2)])
+    going.start([(0, 2)])
     with pytest.raises(index.StorageFailed, match="changed"):
         made.shard(0, 0)
     going.close()
@@ -209,7 +209,7 @@ def test_without_a_folder_or_workers_there_is_no_process(archives: Path, plain: 
     rows, before = opened_source(archives), children()
     for made, how in ((opened(rows, plain, rule), ONE), (opened(rows, plain, rule, tmp_path / "i"), Workers(0, 1, 1.0, 1.0))):
         going = Ahead.of(made, how)
-        going.begin([(0, 0), (0, 1)])
+        going.start([(0, 0), (0, 1)])
         assert children() <= before
         going.share([(0, n) for n in range(SHARDS)], 3, 4)
         assert made._open.keys() == [(0, 3)]
@@ -217,7 +217,7 @@ def test_without_a_folder_or_workers_there_is_no_process(archives: Path, plain: 
     assert written(tmp_path / "j") == 1
 
 
-def test_a_folder_that_may_not_be_looked_into_is_told_by_who_reads_it(
+def test_unreadable_folder_is_named_by_its_reader(
     archives: Path, plain: Encoder, rule: ImageRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(Root may look anywhere, so the system's answers are made.)"""

@@ -40,7 +40,7 @@ def test_the_same_as_parquet(tmp_path: Path, form: str, compression: str | None)
     again = pickle.loads(pickle.dumps(found))
     assert samples(again) == got
     last = [place for place, _, _ in found.rows_in(2)][-1]
-    assert found.named(last)[1:] == (str(tmp_path / "x.arrow"), 7)
+    assert found.origin_of(last)[1:] == (str(tmp_path / "x.arrow"), 7)
 
 
 @pytest.mark.parametrize("form", ["stream", "file"])
@@ -122,7 +122,7 @@ def test_bits_that_flip_never_crash(tmp_path: Path) -> None:
         data[rng.randrange(8, len(data))] ^= 1 << rng.randrange(8)
         (tmp_path / "x.arrow").write_bytes(data)
         try:
-            causes |= {f.cause if isinstance(f, BadSample) else "read" for *_, f in opened(tmp_path / "x.arrow").kept()}
+            causes |= {f.cause if isinstance(f, BadSample) else "read" for *_, f in opened(tmp_path / "x.arrow").kept_rows()}
         except Refused:
             causes.add("refused")
     assert {"read", "refused", "damaged_parquet"} <= causes

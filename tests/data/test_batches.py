@@ -121,11 +121,11 @@ def test_random_documents_point_at_their_own_pixels() -> None:
     merged = batch.patches_PC.view(-1, 4, 3)[:, 0, 0]
     values = dict(zip(batch.visual_M.tolist(), merged[batch.sources_M].tolist(), strict=True))
     labels = dict(zip(batch.rows_L.tolist(), batch.labels_L.tolist(), strict=True))
-    for begin, d in zip(batch.cu_S1.tolist(), documents, strict=False):
+    for start, d in zip(batch.cu_S1.tolist(), documents, strict=False):
         pixels = np.concatenate([i.patches_PC[::4, 0] for i in d.images] or [[]]).tolist()
-        assert [values.pop(begin + v) for v in d.visual_M.tolist()] == pixels
+        assert [values.pop(start + v) for v in d.visual_M.tolist()] == pixels
         for t, label in enumerate(d.labels_T.tolist()):
-            assert labels.pop(begin + t, IGNORE) == label
+            assert labels.pop(start + t, IGNORE) == label
     assert not values
     assert not labels
 

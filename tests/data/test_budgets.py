@@ -12,7 +12,7 @@ from eyeline.core.batch import Budget
 from eyeline.core.image_rule import ImageRule
 from eyeline.data.reader import Reader, reader_of, sizing_of
 from eyeline.data.report import budgets
-from eyeline.data.report.budgets import Load, Packing, packing, packings, suggested
+from eyeline.data.report.budgets import Load, Packing, packing, packings, suggest_budget
 from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
@@ -98,7 +98,7 @@ def test_a_budget_that_holds_nothing_is_none(sources: tuple[Source, ...], plain:
     assert packing(opened(sources, plain, rule), frozenset(), Budget(90, 90)) is None
 
 
-def test_the_stages_budget_comes_first_and_larger_ones_keep_its_proportion(
+def test_budgets_start_with_the_stages_and_keep_its_ratio(
     sources: tuple[Source, ...], plain: Encoder, rule: ImageRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budgets, "ROWS", (1200, 2000))
@@ -130,10 +130,10 @@ def made(tokens: int, waste: float, too_long: int = 0, settled: bool = True) -> 
     ],
 )
 def test_the_suggestion_by_its_rule(found: list[tuple], best: int) -> None:
-    chosen = suggested([made(*one) for one in found])
+    chosen = suggest_budget([made(*one) for one in found])
     assert chosen is not None
     assert chosen.budget.tokens == best
-    assert suggested([]) is None
+    assert suggest_budget([]) is None
 
 
 def test_packings_of_nothing_usable_are_none(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:

@@ -62,7 +62,7 @@ def test_a_table_of_vlmevalkit(tmp_path: Path) -> None:
         [f"user: [red]{SHOWN}", "assistant: «B»"],
     ]
     (tmp_path / "rows.tsv").write_text(head + rows.replace("B\tx\tred.png", "B\tx\t0"))
-    rows_found = [str(found) for _, _, found in open_source(Source(path=str(tmp_path / "rows.tsv"))).kept()]
+    rows_found = [str(found) for _, _, found in open_source(Source(path=str(tmp_path / "rows.tsv"))).kept_rows()]
     assert "0 is the index of another row" in rows_found[1]
 
 
@@ -95,17 +95,17 @@ UNCLEAR: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_what_cannot_be_told_is_rejected(written, name: str) -> None:
+def test_ambiguous_rows_are_rejected(written, name: str) -> None:
     row, cause, field = UNCLEAR[name]
     good = {"question": "Which?", "answer": "x"}
     rows = open_source(Source(path=str(written(good, {"question": "Which?", **row}))))
-    _, (_, _, bad) = rows.kept()
+    _, (_, _, bad) = rows.kept_rows()
     assert (bad.cause, bad.field) == (cause, field)
 
 
 QUESTIONS: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "LLaVA-bench": ([{"question_id": 1, "image": "red.png", "text": "Describe it.", "category": "x"}], "beside question_id: files of"),
-    "POPE": ([{"question_id": 1, "image": "red.png", "text": "Is there a dog?", "label": "no"}], "beside question_id: files of"),
+    "LLaVA-bench": ([{"question_id": 1, "image": "red.png", "text": "Describe it.", "category": "x"}], "beside question_id: files with"),
+    "POPE": ([{"question_id": 1, "image": "red.png", "text": "Is there a dog?", "label": "no"}], "beside question_id: files with"),
     "questions by their look": ([{"image": "red.png", "text": "What is it?"}] * 2, "which is a question in each of the first rows"),
     "answers of LLaVA": (
         [{"question_id": 1, "prompt": "What?", "text": "A dog.", "image": "red.png"}],

@@ -70,13 +70,13 @@ def test_names_in_objects_and_other_columns(tmp_path: Path) -> None:
     assert one(path, columns={"caption": "meta.animal"}) == [["user: [red]Describe the image.", "assistant: «dog»"]]
     assert one(path, columns={"caption": "label"}) == [["user: [red]Describe the image.", "assistant: «eel»"]]
     rows = open_source(Source(path=str(path), columns={"caption": "label"}))
-    assert [kind for _, kind, _ in rows.kept()] == ["cat"]
+    assert [kind for _, kind, _ in rows.kept_rows()] == ["cat"]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_number_without_a_name_is_rejected(tmp_path: Path, form: str) -> None:
     columns = {"question": ["a?", "b?", "c?", "d?"], "answer": [0, 3, -1, None]}
-    found = [found for _, _, found in open_source(Source(path=str(written(tmp_path, form, columns, FEATURES)))).kept()]
+    found = [found for _, _, found in open_source(Source(path=str(written(tmp_path, form, columns, FEATURES)))).kept_rows()]
     assert isinstance(found[0], Sample)
     bad = [(b.cause, b.field) for b in found[1:] if isinstance(b, BadSample)]
     assert bad == [("wrong_type", "answer"), ("wrong_type", "answer"), ("no_target", "answer")]

@@ -33,10 +33,10 @@ def test_captions_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         [[f"<{n % 3:012}.jpg>", "Describe the image."], [f"caption {n}"]] for n in range(7)
     ]  # fmt: skip
     assert rows.read(next(rows.rows_in(1))[0]).images[0].source == tmp_path / "train2017" / "000000000000.jpg"
-    assert [rows.named(place)[2] for place, _, _ in rows.kept()] == list(range(7))
+    assert [rows.origin_of(place)[2] for place, _, _ in rows.kept_rows()] == list(range(7))
     again = pickle.loads(pickle.dumps(rows))
     assert not again.container._names  # type: ignore[attr-defined]  # what the images are called is read again
-    assert [found for *_, found in again.kept()] == [found for *_, found in rows.kept()]
+    assert [found for *_, found in again.kept_rows()] == [found for *_, found in rows.kept_rows()]
 
 
 def test_a_fingerprint_depends_on_the_names_of_the_images(tmp_path: Path) -> None:
@@ -67,12 +67,12 @@ def test_annotations_of_another_kind_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "instances.json", COCO | {"annotations": boxes})
 
 
-def test_lines_that_begin_alike_are_lines(tmp_path: Path) -> None:
+def test_lines_with_equal_starts_are_lines(tmp_path: Path) -> None:
     line = json.dumps({"images": ["a"], "messages": chat("<image>", "b")})
     for content in (f"{line}\n{line}\n", line):
         rows = opened(tmp_path / "x.jsonl", content)
         assert rows.layout.why.startswith("JSON lines")
-        assert not any(isinstance(found, BadSample) for *_, found in rows.kept())
+        assert not any(isinstance(found, BadSample) for *_, found in rows.kept_rows())
     with pytest.raises(Refused, match="one JSON object"):
         opened(tmp_path / "x.json", json.dumps({"images": [], "rows": [{"messages": []}]}, indent=1))
     with pytest.raises(Refused, match="holds no rows"):
@@ -85,4 +85,4 @@ def test_an_annotation_or_image_that_is_nested_too_deep_costs_itself(tmp_path: P
         COCO | {"info": "DEEP", "annotations": [*COCO_ANNOTATIONS[:2], {"image_id": 10, "caption": "DEEP"}, *COCO_ANNOTATIONS[2:]]}
     )
     rows = opened(tmp_path / "x.json", text.replace('"DEEP"', deep))
-    assert [isinstance(found, BadSample) and found.cause for *_, found in rows.kept()] == [*[False] * 2, "nesting", *[False] * 5]
+    assert [isinstance(found, BadSample) and found.cause for *_, found in rows.kept_rows()] == [*[False] * 2, "nesting", *[False] * 5]

@@ -66,7 +66,7 @@ def test_a_list_is_cut_into_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         container = open_list(path, 0)
         assert everything(container) == rows
         places = [place for shard in range(len(container.shards)) for place, _ in container.rows(shard)]
-        assert [container.named(place)[2] for place in places] == list(range(50))
+        assert [container.origin_of(place)[2] for place in places] == list(range(50))
         assert max(place.number for place in places) < shard_rows
 
 
@@ -80,12 +80,12 @@ def test_what_is_no_list_is_refused(tmp_path: Path, text: str) -> None:
         open_list(path, 0)
 
 
-def test_ids_say_where_a_row_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_name_file_and_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_rows, "SHARD_BYTES", 20)
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(5)))  # nine bytes each
     container = open_lines(path, 0)
-    assert [container.named(p)[0] for s in range(3) for p, _ in container.rows(s)] == [
+    assert [container.origin_of(p)[0] for s in range(3) for p, _ in container.rows(s)] == [
         *("x.jsonl#0", "x.jsonl#1", "x.jsonl#2"),
         *("x.jsonl@20#0", "x.jsonl@20#1"),
     ]
@@ -129,7 +129,7 @@ def test_numbers_of_rejects_count_from_the_start_of_the_file(
     path, numbers, lines = odd_text(tmp_path, kind)
     rows = open_source(Source(path=str(path)))
     assert len(rows.shards) >= 4
-    found = [rows.reject(place, bad) for place, _, bad in rows.kept() if isinstance(bad, BadSample)]
+    found = [rows.reject(place, bad) for place, _, bad in rows.kept_rows() if isinstance(bad, BadSample)]
     assert [(reject.row, reject.message.rpartition(" ")[2]) for reject in found] == [
         (n, f"{m})") for n, m in zip(numbers, lines, strict=True)
     ]
@@ -147,7 +147,11 @@ def test_the_first_row_of_a_range_is_numbered_without_its_place(tmp_path: Path, 
     for shard in range(len(container.shards)):
         place = next((place for place, _ in container.rows(shard)), None)
         if place is not None:
-            assert container.named(place) == container.named(Place(shard, 0, 0, 0)) == (container.id(place), *container.named(place)[1:])
+            assert (
+                container.origin_of(place)
+                == container.origin_of(Place(shard, 0, 0, 0))
+                == (container.id(place), *container.origin_of(place)[1:])
+            )
 
 
 # Brackets
@@ -184,7 +188,7 @@ def test_messages_of_broken_json_read_as_sentences(text: str, where: str) -> Non
 # Content and change
 
 
-def test_a_fingerprint_is_of_the_content_of_small_files_and_of_size_and_time_of_large_ones(tmp_path: Path) -> None:
+def test_fingerprint_of_small_and_large_files(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_bytes(b"a" * 100)
     two.write_bytes(b"a" * 100)

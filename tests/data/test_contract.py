@@ -198,7 +198,7 @@ def test_rows_are_the_same_by_place_in_another_process(tmp_path: Path, rows: Row
     for n, (name, write) in enumerate(CONTAINERS.items()):
         shutil.copytree(tmp_path / "set", tmp_path / f"{n}/set")
         opened = open_source(write(tmp_path / f"{n}/set", rows))
-        found = [(place, (f.cause, f.field, f.message) if isinstance(f, BadSample) else f) for place, _, f in opened.kept()]
+        found = [(place, (f.cause, f.field, f.message) if isinstance(f, BadSample) else f) for place, _, f in opened.kept_rows()]
         assert len(found) == ROWS, name
         jobs.append((name, opened, found[::-1]))
     (tmp_path / "jobs").write_bytes(pickle.dumps(jobs))
@@ -224,6 +224,6 @@ def test_the_file_of_a_shard_is_found_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     one = File.of(tmp_path / "a.txt", 0)
     many = sidecars.Sidecars(("a.png",) * 200_000, (None, *[one] * 199_998, None), tmp_path, 2048, (), "")
-    assert all(many.lies_in(shard) is one for _ in range(20) for shard in range(98))
+    assert all(many.file_of(shard) is one for _ in range(20) for shard in range(98))
     last = sidecars.Sidecars(("a.png",) * 3, (one, None, None), tmp_path, 2, (), "")
-    assert last.lies_in(1) is one
+    assert last.file_of(1) is one

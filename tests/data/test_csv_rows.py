@@ -60,7 +60,7 @@ def test_what_python_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quo
         assert found(table) == [dict(zip(("image", "caption", "n"), (value or None for value in row), strict=True)) for row in rows]
         assert table.delimiter == delimiter.encode()
         assert (len(table.shards) > 1) == (piece < 1 << 20)
-        numbers = [table.named(place)[2] for shard in range(len(table.shards)) for place, _ in table.rows(shard)]
+        numbers = [table.origin_of(place)[2] for shard in range(len(table.shards)) for place, _ in table.rows(shard)]
         assert numbers == list(range(len(rows)))
 
 
@@ -105,7 +105,7 @@ def test_base64_and_lists_in_cells(opened) -> None:
     table.writerow([base64.b64encode(png).decode(), json.dumps(chat("?", "b"))])
     rows = opened(out.getvalue(), "rows.tsv")
     assert rows.layout.name == "openai"
-    first, second = (rows.read(place) for place, _, _ in rows.kept())
+    first, second = (rows.read(place) for place, _, _ in rows.kept_rows())
     assert [p.source for p in first.images][1] == png
     assert second.images[0].source == png
 
@@ -124,18 +124,18 @@ def test_columns_that_are_called_otherwise_choose_the_delimiter(opened) -> None:
 def test_broken_rows_spoil_themselves(opened, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     monkeypatch.setattr(csv_rows, "SHARD_BYTES", piece)
     rows = opened(b'image,caption\na.png,a\nb.png,b,more\nc.png\nd.png,"\xff"\ne.png,e\nf.png,"never closed\ng.png,g\nh.png,h')
-    got = [complaint(rows, n) if isinstance(row, BadSample) else parts(rows, n)[1] for n, (_, _, row) in enumerate(rows.kept())]
+    got = [complaint(rows, n) if isinstance(row, BadSample) else parts(rows, n)[1] for n, (_, _, row) in enumerate(rows.kept_rows())]
     row, text = ("table_row", "row"), ("bad_unicode", "row.caption")
     assert got == [["a"], row, row, text, ["e"], row, ["g"], ["h"]]
     lost = opened('image,caption\na.png,"open\nb.png,b\nc.png,"closed"\nd.png,d\ne.png,"open\nf.png,"and more",f\n')
-    assert [str(row) if isinstance(row, BadSample) else parts(lost, n)[1][0] for n, (_, _, row) in enumerate(lost.kept())] == [
+    assert [str(row) if isinstance(row, BadSample) else parts(lost, n)[1][0] for n, (_, _, row) in enumerate(lost.kept_rows())] == [
         "row: the quote at byte 6 of the row is never closed",
         *["b", "closed", "d"],
         "row: the quote at byte 6 of the row is never closed",
         "row: 3 fields, and the header has 2",
     ]
     over = opened('image,caption\na.png,"open\nb.png,b",c\nd.png,d\n')
-    assert str(next(iter(over.kept()))[2]) == "row: 3 fields, over 2 lines; a quote may be missing, and the header has 2"
+    assert str(next(iter(over.kept_rows()))[2]) == "row: 3 fields, over 2 lines; a quote may be missing, and the header has 2"
 
 
 def test_rows_over_the_cap_cost_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eyeline.core.batch import Budget
 from eyeline.core.step import imbalance
-from eyeline.data.plan.packing import Bins, deal, packed
+from eyeline.data.plan.packing import Bins, deal, pack_items
 from tests.data.mixture import mixture
 
 costs = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), max_size=40)
@@ -62,7 +62,7 @@ def test_64_ranks_wait_little_on_a_realistic_mixture() -> None:
     """Four micro-batches a rank, costs of an 8B model with a 0.4B tower; patches for a quarter more images than on average."""
     tokens, patches = mixture(60_000, 0.7, 0.0)
     bins: Bins = []
-    packs = list(packed(zip(range(len(tokens)), tokens.tolist(), patches.tolist(), strict=True), bins, Budget(8192, 24_576)))
+    packs = list(pack_items(zip(range(len(tokens)), tokens.tolist(), patches.tolist(), strict=True), bins, Budget(8192, 24_576)))
 
     def cost(items: list[int]) -> tuple[int, int]:
         t, p = tokens[items].astype(np.int64), patches[items].astype(np.int64)

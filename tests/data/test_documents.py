@@ -12,7 +12,7 @@ from eyeline.core.errors import BadSample
 from eyeline.core.image_rule import ImageRule, Square
 from eyeline.data.images.patches import grey_images
 from eyeline.data.text import documents
-from eyeline.data.text.documents import Measured, Tokenised, document_of, fitted, laid_out, measure, tokenised
+from eyeline.data.text.documents import Measured, Tokenised, document_of, fit_to_limits, laid_out, measure, tokenise
 from eyeline.data.text.tokenizer import Encoder
 from tests.data.short_samples import DOT, sample
 
@@ -42,10 +42,10 @@ texts = st.lists(st.tuples(st.integers(0, 99), st.booleans()), max_size=6)
 
 
 @settings(max_examples=300, deadline=None)
-@given(begin=texts, rest=st.lists(st.tuples(shows, st.lists(texts, min_size=4, max_size=4)), max_size=4))
-def test_a_document_is_as_if_written_token_by_token(qwen: Encoder, begin: list, rest: list) -> None:
+@given(start=texts, rest=st.lists(st.tuples(shows, st.lists(texts, min_size=4, max_size=4)), max_size=4))
+def test_a_document_is_as_if_written_token_by_token(qwen: Encoder, start: list, rest: list) -> None:
     """Tiles stand at one place, slices of a video apart; each image has its mark before it; labels are the next token's."""
-    ids, wanted, places, visual = [*begin], [*begin], [], []
+    ids, wanted, places, visual = [*start], [*start], [], []
     for (video, images), between in rest:
         for n, image in enumerate(images):
             if video or n == 0:
@@ -80,25 +80,25 @@ def test_a_remembered_document_is_not_another_ones(qwen: Encoder, rule: ImageRul
         document_of(sample("a", "b", system="a"), qwen, rule, []).tokens_T.tolist(),
     ]
     assert len({tuple(tokens) for tokens in seen}) == 5
-    by_role = [tokenised((Message(role, (Text("a"),)),), qwen, rule, True).ids_U.tolist() for role in ("user", "system")]
+    by_role = [tokenise((Message(role, (Text("a"),)),), qwen, rule, True).ids_U.tolist() for role in ("user", "system")]
     assert by_role[0] != by_role[1]
     again = sample((DOT, "a"), "b")
     assert document_of(again, qwen, rule, [grey_images(rule)]).tokens_T.tolist() == seen[0]
     with pytest.raises(ValueError, match="read-only"):
-        tokenised(again.messages, qwen, rule).ids_U[0] = 5
+        tokenise(again.messages, qwen, rule).ids_U[0] = 5
 
 
 def test_too_long_is_rejected_or_shrunk_by_whole_exchanges(plain: Encoder, rule: ImageRule) -> None:
     sizes = [measure(Sample("", THREE.messages[:n]), SIZES[: min(2, n // 2)], plain, rule) for n in (2, 4, 6)]
     for kept, size in zip((2, 4, 6), sizes, strict=True):
         for room in (0, 1):
-            shrunk, found = fitted(THREE, SIZES[:2], size.tokens + room, 99, "drop_turns", plain, rule)
+            shrunk, found = fit_to_limits(THREE, SIZES[:2], size.tokens + room, 99, "drop_turns", plain, rule)
             assert (shrunk.messages, found) == (THREE.messages[:kept], size)
-    assert fitted(THREE, SIZES[:2], 999, 16, "drop_turns", plain, rule)[0].messages == THREE.messages[:2]  # patches bind as well
-    assert fitted(THREE, SIZES[:2], sizes[2].tokens, 32, "reject", plain, rule)[0] is THREE
+    assert fit_to_limits(THREE, SIZES[:2], 999, 16, "drop_turns", plain, rule)[0].messages == THREE.messages[:2]  # patches bind as well
+    assert fit_to_limits(THREE, SIZES[:2], sizes[2].tokens, 32, "reject", plain, rule)[0] is THREE
     for tokens, patches, policy in [(sizes[2].tokens - 1, 99, "reject"), (sizes[0].tokens - 1, 99, "drop_turns"), (999, 15, "drop_turns")]:
         with pytest.raises(BadSample, match=r"needs \d+ tokens \(of at most \d+\) and \d+ patches") as caught:
-            fitted(THREE, SIZES[:2], tokens, patches, policy, plain, rule)  # type: ignore[arg-type]
+            fit_to_limits(THREE, SIZES[:2], tokens, patches, policy, plain, rule)  # type: ignore[arg-type]
         assert caught.value.cause == "too_long"
 
 
@@ -114,12 +114,12 @@ def test_a_conversation_of_thousands_is_shrunk_in_few_looks(plain: Encoder, rule
     monkeypatch.setattr(documents, "measure", counted)
     many = sample(*(word for n in range(500) for word in (f"and {n}?", "yes")))
     size = measure(Sample("", many.messages[:246]), [], plain, rule)
-    assert fitted(many, [], size.tokens, 99, "drop_turns", plain, rule) == (Sample(many.id, many.messages[:246], many.kind), size)
+    assert fit_to_limits(many, [], size.tokens, 99, "drop_turns", plain, rule) == (Sample(many.id, many.messages[:246], many.kind), size)
     assert looks < 15
 
 
 @pytest.mark.parametrize("empty", [sample("a", ""), sample("a", " \n"), sample("a", "b", "c", ""), sample("a")])
-def test_nothing_to_learn_is_rejected(plain: Encoder, rule: ImageRule, empty: Sample) -> None:
+def test_row_without_answer_is_rejected(plain: Encoder, rule: ImageRule, empty: Sample) -> None:
     for make in (lambda: measure(empty, [], plain, rule), lambda: document_of(empty, plain, rule, [])):
         with pytest.raises(BadSample) as caught:
             make()

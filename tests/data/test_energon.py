@@ -13,7 +13,7 @@ from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
 from eyeline.data.containers import tars
 from eyeline.data.containers.container import File
-from eyeline.data.containers.energon import expanded
+from eyeline.data.containers.energon import expand_braces
 from eyeline.data.sources.sources import Rows, Source, open_source
 from tests.data.container_files import archive, encoded, energon_folder
 from tests.data.read_back import outcomes, parts
@@ -39,12 +39,12 @@ def test_members_are_columns_that_are_declared(tmp_path: Path) -> None:
     rows = opened(archive(tmp_path / "x.tar", CRUDE), columns=columns)
     assert outcomes(rows) == ["a dot", "bad_unicode", "no_target"]
     assert parts(rows) == [["<0.b.jpg>", "what?"], ["a dot"]]
-    assert next(kind for _, kind, _ in rows.kept()) == "7"
+    assert next(kind for _, kind, _ in rows.kept_rows()) == "7"
     assert "not read: " in rows.layout.why and "npy" in rows.layout.why.rpartition("not read: ")[2]
     assert outcomes(pickle.loads(pickle.dumps(rows))) == outcomes(rows)
 
 
-def test_what_was_found_in_an_archive_is_said(tmp_path: Path) -> None:
+def test_archive_findings_are_reported(tmp_path: Path) -> None:
     archive(tmp_path / "x.tar", CRUDE)
     with pytest.raises(Refused, match=r"its rows have question, answer\.text, cls, npy, images\."):
         opened(tmp_path / "x.tar")
@@ -71,13 +71,13 @@ def test_inside_of_a_json_member(tmp_path: Path) -> None:
 
 
 def test_patterns_of_names() -> None:
-    assert expanded("a/s_{008..011}.tar") == ["a/s_008.tar", "a/s_009.tar", "a/s_010.tar", "a/s_011.tar"]
-    assert expanded("{9..11}{x,yz}") == ["9x", "9yz", "10x", "10yz", "11x", "11yz"]
-    assert expanded("{2..0}.tar") == ["2.tar", "1.tar", "0.tar"]
-    assert expanded("plain.tar") == ["plain.tar"] and expanded("{one}.tar") == ["{one}.tar"]
+    assert expand_braces("a/s_{008..011}.tar") == ["a/s_008.tar", "a/s_009.tar", "a/s_010.tar", "a/s_011.tar"]
+    assert expand_braces("{9..11}{x,yz}") == ["9x", "9yz", "10x", "10yz", "11x", "11yz"]
+    assert expand_braces("{2..0}.tar") == ["2.tar", "1.tar", "0.tar"]
+    assert expand_braces("plain.tar") == ["plain.tar"] and expand_braces("{one}.tar") == ["{one}.tar"]
     for pattern in ("{0..9999999}", "{000..999}{000..999}{0..9}"):
         with pytest.raises(ValueError, match="over 1,000,000 names"):
-            expanded(pattern)
+            expand_braces(pattern)
 
 
 def test_the_train_split_by_patterns(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_dataset_yaml_that_cannot_be_obeyed(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"dataset\.yaml is not YAML"):
         opened(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text("- 1")
-    assert isinstance(next(iter(opened(folder).kept()))[2], Sample)
+    assert isinstance(next(iter(opened(folder).kept_rows()))[2], Sample)
 
 
 # Its indexes
@@ -177,9 +177,9 @@ def test_a_large_archive_is_read_in_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert len({shard.fingerprint for shard in rows.shards}) == len(rows.shards)
     assert sum(shard.bytes for shard in rows.shards) <= whole.shards[0].bytes
     assert outcomes(rows) == outcomes(whole) == [f"caption {n}" for n in range(10)]
-    ids = [[opened.named(place) for place, _, _ in opened.kept()] for opened in (rows, whole)]
+    ids = [[opened.origin_of(place) for place, _, _ in opened.kept_rows()] for opened in (rows, whole)]
     assert ids[0] == ids[1]
-    assert [p.source for *_, f in rows.kept() for p in f.images] == [p.source for *_, f in whole.kept() for p in f.images]  # type: ignore[union-attr]
+    assert [p.source for *_, f in rows.kept_rows() for p in f.images] == [p.source for *_, f in whole.kept_rows() for p in f.images]  # type: ignore[union-attr]
     assert outcomes(pickle.loads(pickle.dumps(rows))) == outcomes(rows)
 
 
@@ -195,7 +195,7 @@ def test_damage_costs_the_rest_of_its_run_alone(tmp_path: Path, monkeypatch: pyt
     folder = indexed(tmp_path / "set")
     places = [place for place, _, _ in opened(folder).rows_in(0)]
     data = bytearray((folder / "shard_000.tar").read_bytes())
-    data[places[4].begin : places[4].begin + 512] = b"x" * 512
+    data[places[4].start : places[4].start + 512] = b"x" * 512
     (folder / "shard_000.tar").write_bytes(data)
     assert outcomes(opened(folder)) == [*[f"caption {n}" for n in range(3)], "damaged_tar"]
     monkeypatch.setattr(tars, "SHARD_ROWS", 3)
@@ -230,4 +230,4 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pyte
     path.write_bytes(offsets if isinstance(offsets, bytes) else struct.pack(f"<{len(offsets)}Q", *offsets))
     monkeypatch.setattr(tars, "RUN_BYTES", 5000 if "where a run begins" in name else 6000)  # two samples, or one and a half
     with pytest.raises(Refused, match=rf"shard_000\.tar\.idx does not fit its archive: .*({message})"):
-        list(opened(folder).kept())
+        list(opened(folder).kept_rows())

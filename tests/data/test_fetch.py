@@ -84,14 +84,12 @@ def labelled(batch: Batch) -> dict[int, list[int]]:
     """The targets of each row."""
     assert batch.labels_L is not None
     spans = zip(batch.ids, batch.cu_S1.tolist(), batch.cu_S1.tolist()[1:], strict=False)
-    inside = {number(id): (batch.rows_L >= begin) & (batch.rows_L < end) for id, begin, end in spans}
+    inside = {number(id): (batch.rows_L >= start) & (batch.rows_L < end) for id, start, end in spans}
     return {row: batch.labels_L[mask].tolist() for row, mask in inside.items()}
 
 
 @pytest.mark.parametrize("form", ["tar"])
-def test_images_that_kill_decoders_are_rejected_and_nothing_else_changes(
-    open_reader, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_that_crash_decoders_are_rejected_alone(open_reader, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a resumed run knows them: it does not try them again, and makes the same batches."""
     path = FORMS[form](tmp_path, rows(23, MINES))
     sound = flat(training_steps(open_reader(path), BUDGET, 1, 2))
@@ -129,9 +127,7 @@ def test_images_that_kill_decoders_are_rejected_and_nothing_else_changes(
     assert read_lines(tmp_path / "run" / "rejects.jsonl") == lines
 
 
-def test_an_image_that_kills_takes_the_rows_of_its_visit_and_no_others(
-    open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crashing_image_rejects_its_image_group_only(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows share each image, and are tried one by one: the parts of a job are rows, of whichever visit."""
     images = [data for _, data in rows(5, {1: "crash"})]
     for n, data in enumerate(images):
@@ -271,7 +267,7 @@ def test_with_an_index_nothing_is_read_but_images(open_reader, tmp_path: Path, m
     count_steps(reader, BUDGET, 1, 1)
     read, asked = File.read, list[tuple[int, int]]()
     monkeypatch.setattr(Tars, "row", lambda *_: pytest.fail("a row was read"))
-    monkeypatch.setattr(File, "read", lambda self, begin, length: asked.append((begin, length)) or read(self, begin, length))
+    monkeypatch.setattr(File, "read", lambda self, start, length: asked.append((start, length)) or read(self, start, length))
     assert_same_steps(list(training_steps(reader, BUDGET, 1, 1)), wanted)
     assert len(asked) == len(set(asked)) == 12
 

@@ -76,7 +76,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "cause"), [(errno.EIO, None), (errno.ESTALE, None), (errno.EACCES, "unreadable"), (errno.EPERM, "unreadable")]
 )
-def test_a_store_that_fails_is_no_bad_sample_and_a_file_that_may_not_be_read_is_one(
+def test_failing_store_stops_and_unreadable_file_is_a_reject(
     draw: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, number: int, cause: str | None
 ) -> None:
     path = draw("a.png")
@@ -104,7 +104,7 @@ def test_keys_tell_images_apart() -> None:
     assert image_key(one) != image_key(two)
     assert image_key(one) == image_key(replace(one, name="renamed"))
     assert image_key(EncodedImage("a", Path("/x/a.png"))) == "/x/a.png"
-    parts = [EncodedImage("a", Span(Path("/x/a.tar"), begin, length, (90, 1))) for begin, length in ((0, 20), (20, 20), (0, 40))]
+    parts = [EncodedImage("a", Span(Path("/x/a.tar"), start, length, (90, 1))) for start, length in ((0, 20), (20, 20), (0, 40))]
     assert len({image_key(part) for part in parts}) == 3
 
 

@@ -26,7 +26,7 @@ from eyeline.data.plan.index import Index
 from eyeline.data.plan.shard_index import ShardIndex
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.sources.sources import Rows, Source, open_source
-from eyeline.data.text.documents import Measured, Tokenised, answered, fitted, tokenised
+from eyeline.data.text.documents import Measured, Tokenised, fit_to_limits, require_answer, tokenise
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
 from tests.data.container_files import archive, encoded, parquet_file
@@ -58,15 +58,15 @@ def read(found: Sample | BadSample, encoder: Encoder, rule: ImageRule) -> tuple[
     try:
         if isinstance(found, BadSample):
             raise found
-        answered(found)
-        return tokenised(found.messages, encoder, rule), tuple(size_of(medium) for medium in found.media)
+        require_answer(found)
+        return tokenise(found.messages, encoder, rule), tuple(size_of(medium) for medium in found.media)
     except BadSample as bad:
         return bad, ()
 
 
 def fitting(found: Sample, *rest: Any) -> tuple[Sample, Measured] | BadSample:
     try:
-        return fitted(found, *rest)
+        return fit_to_limits(found, *rest)
     except BadSample as bad:
         return bad
 
@@ -92,7 +92,7 @@ def test_it_keeps_what_reading_gives(rows: Rows, plain: Encoder, rule: ImageRule
             for name in ("ids_U", "trained_U", "places_W"):
                 assert np.array_equal(getattr(kept, name), getattr(known, name))
             assert (kept.slices, made.sizes(number)) == (known.slices, sizes)
-            assert looks(made.media(number, rows.lies_in(shard))) == looks(found.media)
+            assert looks(made.media(number, rows.file_of(shard))) == looks(found.media)
             assert made.images_R[number] > 0 if found.media else made.images_R[number] == 0
     assert met == 24
 
@@ -136,7 +136,7 @@ def test_it_keeps_where_images_lie(tokenizers, tmp_path: Path, form: str) -> Non
     assert not made.rejects
     for place, _, found in rows.rows_in(0):
         assert isinstance(found, Sample)
-        media = made.media(place.number, rows.lies_in(0))
+        media = made.media(place.number, rows.file_of(0))
         assert media is None if wanted[place.number] is None else len(found.images) >= 2
         assert looks(media) in (None, looks(found.media))
         assert media is None or [isinstance(m, Video) for m in media] == [isinstance(m, Video) for m in found.media]
@@ -153,7 +153,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("policy", ["reject", "drop_turns"])
 def test_sizes_under_a_budget_are_those_of_each_sample(rows: Rows, qwen: Encoder, plain: Encoder, name: str, policy: Any) -> None:
-    """Counted in one sweep over the arrays, and compared with `fitted` for each sample; one index serves every rule and budget."""
+    """Counted in one sweep over the arrays, and compared with `fit_to_limits` for each sample; one index serves every rule and budget."""
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", RULES[name])
     budget = Budget(60, 60)
     sizing = Sizing(opened(rows, plain, rule), budget, 50, policy, Cost(token=3, pair=5, label=2, patch=7, patch_pair=11))
@@ -291,7 +291,7 @@ def test_an_image_that_may_not_be_read_is_a_reject_until_it_may(
     assert [(~after.shard(0, shard).bad_R).sum() for shard in range(len(rows.shards))] == usable
 
 
-def test_images_that_changed_are_looked_at_again(rows: Rows, plain: Encoder, rule: ImageRule, draw, tmp_path: Path) -> None:
+def test_changed_images_are_examined_again(rows: Rows, plain: Encoder, rule: ImageRule, draw, tmp_path: Path) -> None:
     """An image that was missing and is there now is not rejected for ever; another size is another size, in as many bytes too."""
     lines = rows.path.read_text().replace('"4.png"', '"4.bmp"')
     rows.path.write_text(lines)

@@ -168,7 +168,7 @@ def test_most_rows_decide_and_of_equals_the_order(opened) -> None:
     assert (both.layout.name, parts(both)) == ("captions", [["<a>", "Describe the image."], ["c"]])
 
 
-def test_what_fits_nothing_is_told_what_was_found(opened) -> None:
+def test_unknown_layout_names_the_columns_found(opened) -> None:
     with pytest.raises(Refused, match=r"no known layout\. Found: JSON list; its rows have foto, titel\. Wanted: conversations \(llava\)"):
         opened([{"foto": "a", "titel": "b"}])
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_columns_are_called_otherwise(opened) -> None:
         columns={"image": "meta.foto", "question": "frage", "answers": "antwort", "kind": "gruppe"},
     )
     assert parts(rows) == [["<a>", "was?"], ["ein Punkt"]]
-    assert [kind for _, kind, _ in rows.kept()] == ["k"]
+    assert [kind for _, kind, _ in rows.kept_rows()] == ["k"]
     assert rows.layout.why == "JSON list; row 0 has question (frage) and answers (antwort)"
     again = pickle.loads(pickle.dumps(rows))
     assert parts(again) == parts(rows)
@@ -198,7 +198,7 @@ def test_a_renamed_column_is_not_taken_as_what_it_was_called(opened) -> None:
     other = opened([{"image": "a", "text": "long", "short": "one"}], columns={"caption": "short"})
     assert parts(other) == [["<a>", "Describe the image."], ["one"]]
     kinds = opened([SOUND | {"system": "a kind"}], columns={"kind": "system"})
-    assert (parts(kinds), [kind for _, kind, _ in kinds.kept()]) == ([["what?"], ["a dot"]], ["a kind"])
+    assert (parts(kinds), [kind for _, kind, _ in kinds.kept_rows()]) == ([["what?"], ["a dot"]], ["a kind"])
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -315,7 +315,7 @@ def test_misspelt_names_are_guessed_at(opened, name: str) -> None:
 
 
 def complaint_of(rows: Rows) -> str:
-    [(_, _, found)] = rows.kept()
+    [(_, _, found)] = rows.kept_rows()
     assert isinstance(found, BadSample)
     return found.message
 
@@ -362,7 +362,7 @@ CONTAINERS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
 def test_a_row_is_the_same_in_every_container(tmp_path: Path, name: str) -> None:
     CONTAINERS[name](tmp_path / name, [row for row, _ in TALKS.values()])
     rows = open_source(Source(path=str(tmp_path / name)))
-    got = [complaint(rows, n)[0] if isinstance(found, BadSample) else parts(rows, n) for n, (*_, found) in enumerate(rows.kept())]
+    got = [complaint(rows, n)[0] if isinstance(found, BadSample) else parts(rows, n) for n, (*_, found) in enumerate(rows.kept_rows())]
     assert got == [wanted for _, wanted in TALKS.values()]
 
 
@@ -391,7 +391,7 @@ def test_images_as_base64(opened, value: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF"])
-def test_base64_of_every_kind_is_known_by_its_beginning(opened, form: str) -> None:
+def test_base64_is_recognised_by_its_start(opened, form: str) -> None:
     rows = opened([{"image": base64.b64encode(encoded(1, form)).decode(), "caption": "c"}])
     assert rows.read(next(rows.rows_in(0))[0]).images[0].source == encoded(1, form)
 

@@ -61,7 +61,7 @@ def ids(batches: list[Batch]) -> Counter[int]:
 
 def rows_on(side: Side) -> list[int]:
     """The rows that are on a side, of data of one shard."""
-    return np.flatnonzero(side.kept(0, 0)).tolist()
+    return np.flatnonzero(side.kept_rows(0, 0)).tolist()
 
 
 # Orders and epochs
@@ -107,7 +107,7 @@ def test_rows_of_one_image_share_it(open_reader) -> None:
     assert sum(batch.counts.visual for batch in shared) == 4 * (24 + 4)  # each document still has its own visual tokens
 
 
-def test_a_visit_over_the_budget_is_split(open_reader) -> None:
+def test_image_group_over_the_budget_is_split(open_reader) -> None:
     assert ids(flat(training_steps(open_reader(max_samples_per_image=3), Budget(90, 32), 1, 1))) == Counter(
         range(len(ROWS))
     )  # patches count once
@@ -168,7 +168,7 @@ def test_it_resumes_exactly_after_every_step(open_reader, folder: Path, micro_ba
         assert_same_steps(rest, whole[at + 1 :])
 
 
-def test_an_endless_stream_goes_on_over_epochs(open_reader) -> None:
+def test_endless_stream_continues_over_epochs(open_reader) -> None:
     steps = training_steps(open_reader(), BUDGET, 1, None)
     some = [next(steps) for _ in range(40)]
     assert some[-1].state["epoch"] >= 2
@@ -260,8 +260,8 @@ def test_an_image_that_breaks_at_fetching_keeps_its_place(open_reader, folder: P
         assert one.ids == two.ids
         assert torch.equal(one.tokens_T, two.tokens_T)
         spans = dict(zip(one.ids, zip(one.cu_S1.tolist(), one.cu_S1.tolist()[1:], strict=False), strict=False))
-        for id, (begin, end) in spans.items():
-            labels = [[r for r in b.rows_L.tolist() if begin <= r < end] for b in (one, two)]
+        for id, (start, end) in spans.items():
+            labels = [[r for r in b.rows_L.tolist() if start <= r < end] for b in (one, two)]
             assert labels[1] == ([] if id in hit else labels[0])
             masked += id in hit
         if not hit & set(one.ids):
@@ -360,7 +360,7 @@ def test_row_of_a_blend_by_shares_counts_in_its_sources_first_epoch(open_reader,
     assert state["rejects"] == {"seen": 100, "counts": {"missing_image": 1, "broken_image": 1}}
 
 
-def test_bad_rows_that_lie_together_are_judged_against_all(open_reader, folder: Path) -> None:
+def test_reject_rate_of_adjacent_bad_rows_is_over_all_rows(open_reader, folder: Path) -> None:
     """A file of 150 rows without an image is 10 % of the data, whether it comes first or last."""
     for seed in range(4):
         sources = (Source(path=spoilt(folder, 150, missing=150, name="bad.json")), Source(path=spoilt(folder, 1350)))
@@ -369,7 +369,7 @@ def test_bad_rows_that_lie_together_are_judged_against_all(open_reader, folder: 
             read_through(open_reader(seed, sources=sources, max_reject_rate=0.09), 1)
 
 
-def test_last_packs_are_judged_too(open_reader, folder: Path) -> None:
+def test_reject_rate_includes_the_last_packs(open_reader, folder: Path) -> None:
     """What decoding finds in the packs that are still open when the last row has been planned."""
     for broken, rows in ((45, 90), (3, 3)):
         with pytest.raises(TooManyRejects, match=f"[0-9]+ of {rows} samples"):
@@ -379,7 +379,9 @@ def test_last_packs_are_judged_too(open_reader, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "broken", "steps", "ends"), [(2000, 2000, 1, True), (2000, 1000, 4, True), (400, 4, 8, False)])
-def test_stage_that_ends_within_its_data_is_judged(open_reader, folder: Path, rows: int, broken: int, steps: int, ends: bool) -> None:
+def test_reject_rate_of_a_stage_that_ends_within_its_data(
+    open_reader, folder: Path, rows: int, broken: int, steps: int, ends: bool
+) -> None:
     reader = open_reader(sources=(Source(path=spoilt(folder, rows, broken=broken)),), max_reject_rate=0.01)
     if ends:
         with pytest.raises(TooManyRejects, match="samples were rejected"):
@@ -511,7 +513,7 @@ def test_settings_that_contradict_are_refused(folder: Path, open_reader) -> None
 # Images
 
 
-def test_augmentation_follows_the_visit(open_reader, folder: Path) -> None:
+def test_augmentation_follows_the_image_group(open_reader, folder: Path) -> None:
     def pixels(seed: int, epochs: int) -> list[bytes]:
         write(folder, [row("a", "0.png")])
         return [

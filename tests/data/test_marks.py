@@ -22,7 +22,7 @@ from eyeline.data.reader import reader_of
 from eyeline.data.report.preview import sample_previews
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
-from eyeline.data.text.documents import answered, document_of, fitted, measure
+from eyeline.data.text.documents import document_of, fit_to_limits, measure, require_answer
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.evals.exact_match import answer_of, prior_of, question_of, usable
@@ -96,7 +96,7 @@ def test_every_trainers_mark_is_obeyed(written, name: str) -> None:
     assert one(written(LAYOUTS["openai"](MARKS[name]))) == WANTED
 
 
-def test_an_answer_marked_as_in_the_loss_is(written) -> None:
+def test_answer_marked_as_in_the_loss_is_in_it(written) -> None:
     on = [{"weight": 1}, {"loss": True}, {"loss_weight": 1.0}, {"masked": False}, {"weight": None}, {"weight": ""}]
     wanted = ["user: [red]What?", "assistant: «WRONG»", "user: Sure?", "assistant: «right»"]
     assert one(written(*map(LAYOUTS["llava"], on))) == [wanted] * len(on)
@@ -231,7 +231,7 @@ def test_a_masked_answer_changes_labels_alone(name: str, tokenizers: dict[str, A
 
 def test_a_sample_without_an_answer_in_the_loss_is_rejected(plain: Encoder, tokenizers: dict[str, Any], rule: ImageRule) -> None:
     with pytest.raises(BadSample, match="every answer is excluded"):
-        answered(masked(ASKED, 1, 3, 5))
+        require_answer(masked(ASKED, 1, 3, 5))
     thinking = Encoder(tokenizers["qwen3-thinking"], TEMPLATES["qwen3-thinking"])
     with pytest.raises(BadSample, match="trains on the last answer alone"):
         measure(masked(ASKED, 5), [(8, 8)], thinking, rule)
@@ -243,11 +243,11 @@ def test_a_sample_without_an_answer_in_the_loss_is_rejected(plain: Encoder, toke
 def test_a_shrunk_conversation_ends_with_an_answer_in_the_loss(plain: Encoder) -> None:
     long = sample("a?", "b", "c?", "d", "e?", "f", "g?", "h " * 300)
     fits = measure(Sample("", long.messages[:6]), [], plain, None).tokens
-    assert len(fitted(long, [], fits, 0, "drop_turns", plain, None)[0].messages) == 6
-    kept, size = fitted(masked(long, 3, 5), [], fits, 0, "drop_turns", plain, None)
+    assert len(fit_to_limits(long, [], fits, 0, "drop_turns", plain, None)[0].messages) == 6
+    kept, size = fit_to_limits(masked(long, 3, 5), [], fits, 0, "drop_turns", plain, None)
     assert (len(kept.messages), size.supervised) == (2, len(plain.ids("b")) + 1)
     with pytest.raises(BadSample, match="of the exchanges that fit"):
-        fitted(masked(long, 1, 3, 5), [], fits, 0, "drop_turns", plain, None)
+        fit_to_limits(masked(long, 1, 3, 5), [], fits, 0, "drop_turns", plain, None)
 
 
 def test_an_archive_of_prepared_data_keeps_the_mark() -> None:
@@ -269,7 +269,7 @@ def test_an_index_and_the_shown_samples_have_the_mask(written) -> None:
     assert [piece.text for piece in shown.pieces if piece.trained] == ["right<|im_end|>"]
 
 
-def test_an_index_rejects_a_row_whose_template_trains_on_the_masked_answer_alone(written, tokenizers: dict[str, Any]) -> None:
+def test_index_rejects_a_row_without_trained_answers(written, tokenizers: dict[str, Any]) -> None:
     rows = open_source(Source(path=str(written(LAYOUTS["openai"]({}) | {"loss_mask": [0, 1, 0, 0]}))))
     thinking = Encoder(tokenizers["qwen3-thinking"], TEMPLATES["qwen3-thinking"])
     index = Index((rows,), thinking, small()[1].image, None).shard(0, 0)

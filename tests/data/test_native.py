@@ -59,12 +59,12 @@ def test_documents_arrive_as_planned(data: Data, tokenizers: dict[str, PreTraine
         bounds, labels_T = batch.cu_S1.tolist(), np.full(len(batch.tokens_T), IGNORE)
         assert batch.labels_L is not None
         labels_T[batch.rows_L] = batch.labels_L
-        for id, begin, end in zip(batch.ids, bounds, bounds[1:], strict=False):
-            arrived[id] = (batch.tokens_T[begin:end].tolist(), batch.positions_T3[begin:end].tolist(), labels_T[begin:end].tolist())
+        for id, start, end in zip(batch.ids, bounds, bounds[1:], strict=False):
+            arrived[id] = (batch.tokens_T[start:end].tolist(), batch.positions_T3[start:end].tolist(), labels_T[start:end].tolist())
     assert sorted(arrived) == [f"rows.json#{n}" for n in (0, 1, 2, 3, 5, 7)]
     rows = open_source(data.sources[0])
     for n in (0, 1, 2, 3, 7):
-        (sample,) = [found for _, _, found in rows.kept() if getattr(found, "id", "") == f"rows.json#{n}"]
+        (sample,) = [found for _, _, found in rows.kept_rows() if getattr(found, "id", "") == f"rows.json#{n}"]
         wanted = document_of(sample, encoder, NATIVE, [image_patches(medium, NATIVE) for medium in sample.media])
         assert arrived[sample.id] == (wanted.tokens_T.tolist(), wanted.positions_T3.tolist(), wanted.labels_T.tolist())  # type: ignore[union-attr]
     tokens, _, labels = arrived["rows.json#5"]

@@ -92,8 +92,8 @@ def test_runs_stay_together_and_any_position_is_known_alone(lengths: list[int], 
     met = list(dict.fromkeys(run.tolist()))
     assert run.tolist() == [r for r in met for _ in range(lengths[r])]  # one after another, each whole
     assert met == Permutation(len(lengths), seed_for(seed, "shards", epoch))(np.arange(len(lengths))).tolist()
-    begins = np.cumsum([0, *lengths])
-    assert all(begins[r] <= c < begins[r + 1] for c, r in zip(chosen.tolist(), run.tolist(), strict=True))
+    starts = np.cumsum([0, *lengths])
+    assert all(starts[r] <= c < starts[r + 1] for c, r in zip(chosen.tolist(), run.tolist(), strict=True))
     some = np.array(data.draw(st.lists(st.sampled_from(positions.tolist()), min_size=1)))
     again = Runs.of(np.concatenate([np.arange(length) > 0 for length in lengths])).at(some, seed, epoch)[0]
     assert again.tolist() == chosen[some].tolist()
@@ -108,7 +108,7 @@ def test_parts_of_a_run_come_in_another_order_in_each_epoch() -> None:
 
 
 @given(images, st.integers(1, 4), st.integers(0, 3))
-def test_visits_have_each_row_once_and_share_images_evenly(images: list[int], share: int, epoch: int) -> None:
+def test_image_groups_have_each_row_once_and_share_evenly(images: list[int], share: int, epoch: int) -> None:
     groups = list(image_groups_of(np.array(images, np.uint64), share, 5, epoch, 0))
     assert Counter(row for group in groups for row in group) == Counter(range(len(images)))
     for group in groups:

@@ -354,7 +354,7 @@ def test_nanovlm_images_with_places(folder: Path) -> None:
     ]
     path = as_list(folder / "data.json", rows)
     assert one(path, limit=1) == [["user: Hi", "assistant: «Hello»", "user: What is [red]?", "assistant: «Red.»"]]
-    [_, (_, _, bad)] = open_source(Source(path=str(path))).kept()
+    [_, (_, _, bad)] = open_source(Source(path=str(path))).kept_rows()
     assert isinstance(bad, BadSample)
     assert (bad.cause, bad.field) == ("placeholder_count", "texts")
 

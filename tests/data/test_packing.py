@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyeline.core.batch import Budget
-from eyeline.data.plan.packing import Bin, Bins, flushed, packed
+from eyeline.data.plan.packing import Bin, Bins, close_bins, pack_items
 from tests.data.mixture import mixture
 
 BUDGET = Budget(100, 40)
@@ -21,7 +21,7 @@ def named(sizes: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 def pack(items: list[tuple], budget: Budget = BUDGET, open_bins: int = 16) -> list[list]:
     bins: Bins = []
-    return list(chain(packed(items, bins, budget, open_bins), flushed(bins)))
+    return list(chain(pack_items(items, bins, budget, open_bins), close_bins(bins)))
 
 
 @given(sizes, st.integers(0, 5))
@@ -72,10 +72,10 @@ def test_the_quick_search_finds_what_a_search_of_all_bins_finds(sizes: list[tupl
 def test_bins_are_all_there_is_to_remember(sizes: list[tuple[int, int]], cut: int, open_bins: int) -> None:
     """Written down and taken up again they give the same packs as bins that were only handed on."""
     handed: Bins = []
-    first = list(packed(named(sizes)[:cut], handed, BUDGET, open_bins))
+    first = list(pack_items(named(sizes)[:cut], handed, BUDGET, open_bins))
     written = [(bin.tokens, bin.patches, list(bin.items)) for bin in handed]
     taken = [Bin(0, 0, tokens, patches, items).ranked(n, BUDGET) for n, (tokens, patches, items) in enumerate(written)]
-    rest = [list(packed(named(sizes)[cut:], bins, BUDGET, open_bins)) + list(flushed(bins)) for bins in (handed, taken)]
+    rest = [list(pack_items(named(sizes)[cut:], bins, BUDGET, open_bins)) + list(close_bins(bins)) for bins in (handed, taken)]
     assert rest[0] == rest[1]
     assert sorted(n for items in first + rest[0] for n in items) == list(range(len(sizes)))
 
@@ -115,7 +115,7 @@ def test_an_item_over_the_budget_is_a_defect() -> None:
 
 def waste(tokens: np.ndarray, patches: np.ndarray, budget: Budget) -> float:
     bins: Bins = []
-    packs = list(packed(zip(range(len(tokens)), tokens.tolist(), patches.tolist(), strict=True), bins, budget))
+    packs = list(pack_items(zip(range(len(tokens)), tokens.tolist(), patches.tolist(), strict=True), bins, budget))
     return 1 - sum(int(tokens[items].sum()) for items in packs) / (len(packs) * budget.tokens)
 
 
@@ -129,5 +129,7 @@ def test_next_fit_would_waste_far_more() -> None:
     """The limit above is not one that any packing keeps: with a single open bin it is broken."""
     tokens, patches = mixture(20_000, 0.7, 0.0)
     bins: Bins = []
-    packs = list(packed(zip(range(len(tokens)), tokens.tolist(), patches.tolist(), strict=True), bins, Budget(8192, 24_576), open_bins=1))
+    packs = list(
+        pack_items(zip(range(len(tokens)), tokens.tolist(), patches.tolist(), strict=True), bins, Budget(8192, 24_576), open_bins=1)
+    )
     assert 1 - tokens.sum() / (len(packs) * 8192) > 0.05

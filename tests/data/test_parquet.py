@@ -39,7 +39,7 @@ def test_messages_and_images_as_structs(tmp_path: Path) -> None:
         assert sample.images[0].source == encoded(n)
         assert sample.messages[1].parts == (Text(f"answer {n}"),)
     last = [place for place, _, _ in found.rows_in(2)][-1]
-    assert found.named(last)[1:] == (str(tmp_path / "x.parquet"), 7)
+    assert found.origin_of(last)[1:] == (str(tmp_path / "x.parquet"), 7)
     assert found.container.columns == ("images", "kind", "messages")  # type: ignore[attr-defined]  # what nobody reads is not read
 
 
@@ -104,7 +104,7 @@ def test_several_files_are_one_source(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_only_groups_in_bounded_memory_are_kept_and_only_needed_columns_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_in_bounded_memory_and_needed_columns_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noise = np.random.default_rng(0)
     rows = [{"messages": talk(n), "images": [noise.bytes(20_000)], "other": noise.bytes(200_000)} for n in range(12)]
     path = parquet_file(tmp_path / "x.parquet", rows, group=2)
@@ -137,7 +137,7 @@ def test_a_group_of_many_rows_is_several_shards_that_come_together(tmp_path: Pat
     rows = [{"messages": talk(n), "images": [encoded(n)]} for n in range(23)]
     path = parquet_file(tmp_path / "x.parquet", rows, group=10)
     whole = opened(path)
-    names = [whole.named(place) for shard in range(3) for place, _, _ in whole.rows_in(shard)]
+    names = [whole.origin_of(place) for shard in range(3) for place, _, _ in whole.rows_in(shard)]
     monkeypatch.setattr(parquet, "SHARD_ROWS", 4)
     found = opened(path)
     assert [shard.name for shard in found.shards] == [f"x.parquet[{g}]#{r}" for g in (0, 1) for r in (0, 4, 8)] + ["x.parquet[2]"]
@@ -146,7 +146,7 @@ def test_a_group_of_many_rows_is_several_shards_that_come_together(tmp_path: Pat
     assert [shard.held for shard in found.shards[:6]] == [whole.shards[0].held] * 3 + [whole.shards[1].held] * 3
     assert 0 <= whole.shards[0].bytes - sum(shard.bytes for shard in found.shards[:3]) < 3
     assert samples(found) == samples(whole)
-    assert [found.named(place) for shard in range(7) for place, _, _ in found.rows_in(shard)] == names
+    assert [found.origin_of(place) for shard in range(7) for place, _, _ in found.rows_in(shard)] == names
     found = pickle.loads(pickle.dumps(found))
     read: list[int] = []
     real = found.container.read  # type: ignore[attr-defined]
@@ -192,8 +192,8 @@ def test_a_group_that_cannot_be_decoded_spoils_itself_only(tmp_path: Path) -> No
     column = pq.ParquetFile(path).metadata.row_group(1).column(2)
     assert column.path_in_schema.startswith("images")
     data = bytearray(path.read_bytes())
-    begin = column.data_page_offset + column.total_compressed_size - 100  # its last page: statistics lie in front
-    data[begin : begin + 60] = bytes(60)
+    start = column.data_page_offset + column.total_compressed_size - 100  # its last page: statistics lie in front
+    data[start : start + 60] = bytes(60)
     path.write_bytes(data)
     found = samples(opened(path))
     assert found[3:6] == ["damaged_parquet"] * 3

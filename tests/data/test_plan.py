@@ -84,7 +84,7 @@ def make(folder: Path, plain: Encoder, rule: ImageRule) -> Callable[..., Reader]
 def numbers(folder: Path) -> dict[str, int]:
     """Sample id -> number of the row in the file: ids in later ranges of bytes count from the range's begin."""
     rows = open_source(Source(path=str(folder / "rows.jsonl")))
-    return {rows.named(place)[0]: n for n, (place, _, _) in enumerate(rows.kept())}
+    return {rows.origin_of(place)[0]: n for n, (place, _, _) in enumerate(rows.kept_rows())}
 
 
 def packs_of(steps: list[list[Step]]) -> list[list[list[tuple[str, ...]]]]:
@@ -241,7 +241,7 @@ def test_golden_roads(how: str) -> None:
     ]
     side: Any = SimpleNamespace(
         index=SimpleNamespace(sources=sources, shard=lambda *_: SimpleNamespace(images_R=images), make=lambda _: None),
-        kept=lambda *_: np.ones(60, bool),
+        kept_rows=lambda *_: np.ones(60, bool),
         shards=lambda source: len(sources[source].shards),
     )
     sizing, carried, digests, cursor = made_up(tokens, patches, Budget(2048, 640)), (), [], Cursor()
@@ -279,9 +279,9 @@ def counted() -> Iterator[SimpleNamespace]:
     seen = SimpleNamespace(reads=0, bytes=0, indexed=0)
     read, made = containers.File.read, index.shard_index_of
 
-    def noted(file: containers.File, begin: int, length: int) -> bytes:
+    def noted(file: containers.File, start: int, length: int) -> bytes:
         seen.reads, seen.bytes = seen.reads + 1, seen.bytes + length
-        return read(file, begin, length)
+        return read(file, start, length)
 
     def indexed(*arguments: Any) -> Any:
         seen.indexed += 1
@@ -347,7 +347,7 @@ def test_memory_does_not_grow_with_the_data() -> None:
         index=SimpleNamespace(
             sources=[SimpleNamespace(shards=_Many(shards))], shard=lambda source, shard: index_, make=lambda wanted: None
         ),
-        kept=lambda source, shard: np.ones(rows_a_shard, bool),
+        kept_rows=lambda source, shard: np.ones(rows_a_shard, bool),
     )
     assert side.validation_fraction == 0
     pool = Pool(fake, _Entries(shards), 1, 0)  # type: ignore[arg-type]  # entries without a list of them
@@ -508,7 +508,7 @@ def test_rejects_of_other_ranks_count_here(make, folder: Path) -> None:
         assert next(steps).state["rejects"]["counts"]["broken_image"] == len(told)
 
 
-def test_ranks_ask_one_another_in_the_same_order_however_far_they_read_ahead(make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_gather_in_the_same_order_with_any_read_ahead(make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers take packs before their turn, as many as there is room for, which differs by rank: a question asked then would meet
     another one, and the run would hang."""
 
@@ -610,7 +610,7 @@ def test_a_limit_counts_rows_of_the_kinds_that_are_kept(make, folder: Path) -> N
         seen = {known[id] for step in training_steps(reader, BUDGET, 2, 1) for batch in step.batches for id in batch.ids}
         assert seen == set(range(0, 3 * limit, 3)) - BAD
         assert reader.training.shards(0) == 1 + max(
-            shard for shard in range(reader.training.shards(0)) if reader.training.kept(0, shard).any()
+            shard for shard in range(reader.training.shards(0)) if reader.training.kept_rows(0, shard).any()
         )
 
 

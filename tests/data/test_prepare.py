@@ -240,7 +240,7 @@ def test_videos(folder: Path, tmp_path: Path, tokenizers: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("at", [4])
-def test_a_state_goes_on_in_the_other(open_reader: Open, tmp_path: Path, at: int) -> None:
+def test_state_resumes_in_the_other(open_reader: Open, tmp_path: Path, at: int) -> None:
     settings = {"max_samples_per_image": 3, "overlong": "drop_turns", "augment": Augment(flip=True)}
     made(open_reader(**settings), tmp_path / "out")
     whole = list(training_steps(open_reader(**settings), BUDGET, 2, 3))
@@ -256,7 +256,7 @@ def test_a_state_goes_on_in_the_other(open_reader: Open, tmp_path: Path, at: int
 
 
 @pytest.mark.parametrize("partition", [40_000, 1 << 30])
-def test_each_row_lies_once_in_the_order_of_the_first_epoch(
+def test_each_row_is_stored_once_in_first_epoch_order(
     open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: int
 ) -> None:
     monkeypatch.setattr(prepare, "PARTITION_BYTES", partition)
@@ -277,15 +277,15 @@ def test_an_ordinary_source_reads_the_archives(open_reader: Open, folder: Path, 
     packed_set = open_source(Source(path=str(tmp_path / "out" / "shards")))
     assert packed_set.layout.name == "openai"
     source = open_source(Source(path=str(folder / "rows.json")))
-    wanted = {source.named(place)[0]: found for place, _, found in source.kept()}
+    wanted = {source.origin_of(place)[0]: found for place, _, found in source.kept_rows()}
     count = 0
-    for place, _, found in packed_set.kept():
+    for place, _, found in packed_set.kept_rows():
         assert isinstance(found, Sample)
         assert same_sample(found, wanted[packed_set.container.row(place)["id"]], names=False)
         count += 1
     assert count == len(ROWS) + 4  # without the one that cannot be found, and the one that is no row
     image = folder / "0.png"
-    assert any(p.source.data == image.read_bytes() for place, *_ in packed_set.kept() for p in packed_set.read(place).images)
+    assert any(p.source.data == image.read_bytes() for place, *_ in packed_set.kept_rows() for p in packed_set.read(place).images)
 
 
 def test_training_samples_are_those_of_the_source(open_reader: Open, tmp_path: Path) -> None:
@@ -323,18 +323,18 @@ def test_the_report_is_that_of_the_source(open_reader: Open, folder: Path, tmp_p
             assert getattr(stored, field.name) == getattr(source, field.name), field.name
 
 
-def test_epoch_one_is_read_from_begin_to_end(open_reader: Open, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_epoch_is_read_sequentially(open_reader: Open, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder, [row(f"question {n}?", f"{n % 9}.png", answer=f"answer {n}") for n in range(9)])
     made(open_reader(), tmp_path / "out")
     reader, real, asked = open_reader(prepared=str(tmp_path / "out")), os.pread, []
 
-    def counted(handle: int, length: int, begin: int) -> bytes:
-        asked.append((os.readlink(f"/proc/self/fd/{handle}"), begin, length))
-        return real(handle, length, begin)
+    def counted(handle: int, length: int, start: int) -> bytes:
+        asked.append((os.readlink(f"/proc/self/fd/{handle}"), start, length))
+        return real(handle, length, start)
 
     monkeypatch.setattr(containers.os, "pread", counted)
     list(training_steps(reader, BUDGET, 1, 1))
-    archives = [(path, begin, length) for path, begin, length in asked if path.endswith(".tar")]
+    archives = [(path, start, length) for path, start, length in asked if path.endswith(".tar")]
     assert archives == sorted(archives)
     assert len(archives) == 9  # a request an image: no row is read, and no header
     assert sum(length for *_, length in archives) == sum((folder / f"{n}.png").stat().st_size for n in range(9))
@@ -448,7 +448,7 @@ def flipped(path: Path) -> None:
     ],
     ids=["a bit of an archive", "an archive", "a foreign archive", "a bit of an index", "an index"],
 )
-def test_damage_is_noticed_and_mended(open_reader: Open, tmp_path: Path, harm: Callable[[Path], Any]) -> None:
+def test_damage_is_noticed_and_repaired(open_reader: Open, tmp_path: Path, harm: Callable[[Path], Any]) -> None:
     out = tmp_path / "out"
     made(open_reader(), out)
     sound = contents(out)

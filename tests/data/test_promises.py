@@ -93,14 +93,14 @@ def test_every_usable_row_as_often_as_it_should_be(
             return
         absent |= source.categories == ("a",) and source.limit is None and not any(k == "a" and w != "no row" for w, k in one["rows"])
         numbers = {place: n for n, (place, _, _) in enumerate(p for shard in range(len(rows.shards)) for p in rows.rows_in(shard))}
-        for place, _, found in rows.kept():
+        for place, _, found in rows.kept_rows():
             usable = one["rows"][numbers[place]][0] not in UNUSABLE
             held = held_out(rows, place, found, validation_fraction)
             sides.add(held)
             if held:
-                judged[rows.named(place)[0]] += usable
+                judged[rows.origin_of(place)[0]] += usable
             else:
-                trained[rows.named(place)[0]] += usable * source.repeat * epochs
+                trained[rows.origin_of(place)[0]] += usable * source.repeat * epochs
                 met += 1
                 lost += not usable
     if absent or False not in sides or (validation_fraction and True not in sides):
@@ -299,7 +299,7 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
     assert len(batches) > 1
     assert any(batch.counts.images < sum(len(SHOWN[int(id.partition("#")[2])].get("image") or ()) for id in batch.ids) for batch in batches)
     alone = []
-    for place, _, sample in reader.training.index.sources[0].kept():
+    for place, _, sample in reader.training.index.sources[0].kept_rows():
         assert isinstance(sample, Sample), place
         media = [image_patches(medium, rule) for medium in sample.media]
         alone.append(batch_of([document_of(sample, encoder, rule, media)], None))
@@ -350,7 +350,7 @@ def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(images: Path, pla
     assert sum(opened.values()) < 1.5 * len(opened)  # some come in two epochs
 
 
-def test_images_are_decoded_when_their_pack_is_fetched_and_not_before(images: Path, plain: Encoder, rule: ImageRule, monkeypatch) -> None:
+def test_images_are_decoded_when_their_pack_is_fetched(images: Path, plain: Encoder, rule: ImageRule, monkeypatch) -> None:
     rows = [row(f"question {n}", f"{n % 4}.png") for n in range(300)]
     (images / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
     upright, decoded = patches.upright, []
@@ -363,7 +363,7 @@ def test_images_are_decoded_when_their_pack_is_fetched_and_not_before(images: Pa
     assert len(decoded) == batch.counts.documents > 1
 
 
-def test_images_of_other_sizes_are_noticed_wherever_a_run_is_taken_up(images: Path, plain: Encoder, draw: Callable[..., Path]) -> None:
+def test_changed_image_sizes_are_noticed_on_resume(images: Path, plain: Encoder, draw: Callable[..., Path]) -> None:
     """Even where the same rows would still be packed together; and never by a pack that is too full."""
     rule = ImageRule(8, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Area(64, 4096))
     rows = [row(f"question {n}", f"{n % 4}.png") for n in range(60)]
@@ -387,7 +387,7 @@ def test_images_of_other_sizes_are_noticed_wherever_a_run_is_taken_up(images: Pa
                 list(steps(state))
 
 
-def test_images_that_change_under_a_run_stop_it_and_never_overfill_a_pack(images: Path, plain: Encoder, draw, monkeypatch) -> None:
+def test_changing_images_stop_the_run_and_overfill_no_pack(images: Path, plain: Encoder, draw, monkeypatch) -> None:
     """An index that had to make room is made anew, and knows other sizes than the plan."""
     for module in (index, sizing):
         monkeypatch.setattr(module, "KEPT_OPEN", 1)

@@ -39,7 +39,7 @@ def test_a_sample_is_written_once_over_epochs_and_resumes(tmp_path: Path) -> Non
     assert again.counts == {"missing_image": 4, "no_target": 1}
 
 
-def test_rate_is_judged_against_all_rows(tmp_path: Path) -> None:
+def test_reject_rate_is_over_all_rows(tmp_path: Path) -> None:
     rejects = Rejects(tmp_path, 0.02)
     for n in range(3):
         rejects.add(reject(n, "no_target" if n else "missing_image"))

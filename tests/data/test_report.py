@@ -24,7 +24,7 @@ from eyeline.data.sources.sources import Source
 from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
-from eyeline.study.data_page import images_said
+from eyeline.study.data_page import image_lines
 from tests.data.llava_rows import row
 from tests.data.short_samples import DOT, sample
 
@@ -60,7 +60,7 @@ def test_different_images_are_counted(tmp_path: Path, draw: Callable[..., Path],
 
 def test_few_images_are_warned_of() -> None:
     def said(samples: int, different: int) -> list[tuple[str, bool]]:
-        return [(line.text, line.warns) for line in images_said(Images(samples, different), "")]
+        return [(line.text, line.warns) for line in image_lines(Images(samples, different), "")]
 
     assert said(0, 0) == []
     assert said(2000, 2000) == [("2,000 samples with images show 2,000 different images (1.0 samples per image)", False)]
@@ -168,7 +168,7 @@ def test_validation_of_its_own_is_a_source(tmp_path: Path, plain: Encoder, rule:
     assert [(o.name, o.samples, o.equal_samples, o.equal_texts) for o in report.duplicates.overlaps] == [("validation", 3, 1, 1)]
 
 
-def test_of_large_data_some_is_looked_at_and_said_to_be_about(
+def test_large_data_are_sampled_and_figures_are_approximate(
     tmp_path: Path, plain: Encoder, rule: ImageRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from eyeline.data.containers import json_rows
@@ -200,7 +200,7 @@ def test_control_strings_are_counted(tmp_path: Path, plain: Encoder, rule: Image
     assert data_report(reader, Budget(99, 16)).control_strings == 2
 
 
-def test_answers_that_a_template_does_not_learn_are_counted(tmp_path: Path, thinking: Encoder, qwen: Encoder, rule: ImageRule) -> None:
+def test_answers_outside_the_templates_loss_are_counted(tmp_path: Path, thinking: Encoder, qwen: Encoder, rule: ImageRule) -> None:
     rows = [row("a"), row("b", more=("c", "d", "e", "f"))]
     data = Data(sources=(write(tmp_path / "rows.json", rows),))
     report = data_report(reader_of(data, thinking, rule, 0), Budget(199, 16))
@@ -221,14 +221,14 @@ def test_rejects_are_named_a_few_of_each_cause(tmp_path: Path, plain: Encoder, r
 
 def test_a_sample_is_shown_as_the_model_sees_it(qwen: Encoder, rule: ImageRule) -> None:
     document = document_of(sample((DOT, "what?\x1b[2J"), "[red]a dot[/red]", system="Be kind."), qwen, rule, [grey_images(rule)])
-    begin, image, end, answer, rest = pieces_of(document, qwen)
-    assert begin.text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
+    start, image, end, answer, rest = pieces_of(document, qwen)
+    assert start.text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
     assert (image.image, image.tokens, image.text) == (1, 4, "")
     assert end.text == "<|vision_end|>what?\x1b[2J<|im_end|>\n<|im_start|>assistant\n"
     assert (answer.text, answer.trained) == ("[red]a dot[/red]<|im_end|>", True)
     assert rest.text == "\n"
-    assert [piece.trained for piece in (begin, image, end, rest)] == [False] * 4
-    assert sum(piece.tokens for piece in (begin, image, end, answer, rest)) == len(document.tokens_T)
+    assert [piece.trained for piece in (start, image, end, rest)] == [False] * 4
+    assert sum(piece.tokens for piece in (start, image, end, answer, rest)) == len(document.tokens_T)
 
 
 def test_what_is_long_is_shortened_in_the_middle() -> None:

@@ -242,7 +242,7 @@ def test_a_still_is_repeated_over_the_frames_of_a_patch() -> None:
     assert (pixels[:, :, 0] == pixels[:, :, 1]).all()
 
 
-def test_frames_of_different_sizes_are_rejected_before_and_after_decoding() -> None:
+def test_frames_of_different_sizes_are_rejected() -> None:
     mixed = Video("mixed", (noise(40, 50), noise(40, 50, 1), noise(50, 40, 2)), (0.0, 0.5, 1.0))
     for take in (lambda video, _: size_of(video), image_patches):
         with pytest.raises(BadSample, match="frame 2 is 40×50 pixels, and the first one 50×40") as caught:
@@ -273,8 +273,8 @@ def turned(format: str, place: str) -> Callable[[], EncodedImage]:
         Pillow.fromarray(np.zeros((30, 80, 3), np.uint8)).save(file, format, exif=exif)
         data = file.getvalue()
         if place == "after the pixels":  # PNG allows it there
-            begin = data.index(b"eXIf") - 4
-            chunk = data[begin : begin + 12 + int.from_bytes(data[begin : begin + 4], "big")]
+            start = data.index(b"eXIf") - 4
+            chunk = data[start : start + 12 + int.from_bytes(data[start : start + 4], "big")]
             data = data.replace(chunk, b"")
             data = data[: data.index(b"IEND") - 4] + chunk + data[data.index(b"IEND") - 4 :]
         return EncodedImage("turned", data)

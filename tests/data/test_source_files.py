@@ -28,7 +28,7 @@ def answers(rows: Rows) -> list[str]:
     """The last answer of each row, or the cause of its reject; by place they are the same."""
     everything(rows.container)
     out: list[str] = []
-    for place, _, found in rows.kept():
+    for place, _, found in rows.kept_rows():
         if isinstance(found, BadSample):
             out.append(found.cause)
         else:
@@ -67,7 +67,7 @@ def test_images_with_a_table(tmp_path: Path, end: str) -> None:
     rows = opened(tmp_path)
     assert (rows.layout.name, rows.path) == ("captions", tmp_path / f"metadata.{end}")
     assert answers(rows) == ["one", "two"]
-    assert [p.source for *_, found in rows.kept() if isinstance(found, Sample) for p in found.images] == [
+    assert [p.source for *_, found in rows.kept_rows() if isinstance(found, Sample) for p in found.images] == [
         tmp_path / "1.png",
         tmp_path / "in/2.png",
     ]
@@ -79,9 +79,9 @@ def test_tables_of_several_splits(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"holds test/metadata\.csv, train/metadata\.csv\. Name one of them"):
         opened(tmp_path)
     rows = opened(tmp_path / "train")
-    assert next(iter(rows.kept()))[2].images[0].source == tmp_path / "train" / "1.png"  # type: ignore[union-attr]
+    assert next(iter(rows.kept_rows()))[2].images[0].source == tmp_path / "train" / "1.png"  # type: ignore[union-attr]
     (tmp_path / "test" / "metadata.csv").unlink()
-    assert next(iter(opened(tmp_path).kept()))[2].images[0].source == tmp_path / "train" / "1.png"  # type: ignore[union-attr]
+    assert next(iter(opened(tmp_path).kept_rows()))[2].images[0].source == tmp_path / "train" / "1.png"  # type: ignore[union-attr]
 
 
 def test_questions_in_a_table(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_images_with_a_text_beside_each(tmp_path: Path, monkeypatch: pytest.Monk
     assert rows.layout.why.startswith("images with a .txt of the same name, but 1 without; row 0 has image and caption")
     assert answers(rows) == ["of a", "of b", "of d", "no_target", "of c"]
     assert [len(list(rows.rows_in(shard))) for shard in range(3)] == [2, 2, 1]
-    assert [rows.named(place)[0] for place, _, _ in rows.kept()] == [f"{tmp_path.name}#{n}" for n in range(5)]
-    assert [f.images[0].source for *_, f in rows.kept() if isinstance(f, Sample)] == [
+    assert [rows.origin_of(place)[0] for place, _, _ in rows.kept_rows()] == [f"{tmp_path.name}#{n}" for n in range(5)]
+    assert [f.images[0].source for *_, f in rows.kept_rows() if isinstance(f, Sample)] == [
         tmp_path / n for n in ("a.PNG", "b.png", "d.d.jpg", "in/c.webp")
     ]
     again = pickle.loads(pickle.dumps(rows))
@@ -225,14 +225,14 @@ def test_several_files_of_rows_are_one_source(tmp_path: Path, how: str) -> None:
     write(tmp_path / "c" / "a.jsonl", lines(row(3)) + "{torn\n")
     rows = opened(tmp_path if how == "folder" else tmp_path / "**/*.jsonl")
     assert answers(rows) == ["answer 3", "not_json", "answer 0", "answer 1", "answer 2"]
-    assert [rows.named(place)[0] for place, _, _ in rows.kept()] == [
+    assert [rows.origin_of(place)[0] for place, _, _ in rows.kept_rows()] == [
         "c/a.jsonl#0",
         "c/a.jsonl#1",
         "in/a.jsonl#0",
         "in/a.jsonl#1",
         "in/b.jsonl#0",
     ]
-    assert [rows.named(place)[1:] for place, _, _ in rows.kept()][3] == (str(tmp_path / "in" / "a.jsonl"), 1)
+    assert [rows.origin_of(place)[1:] for place, _, _ in rows.kept_rows()][3] == (str(tmp_path / "in" / "a.jsonl"), 1)
     assert [shard.name for shard in rows.shards] == ["c/a.jsonl@0", "in/a.jsonl@0", "in/b.jsonl@0"]
     assert answers(pickle.loads(pickle.dumps(rows))) == answers(rows)
 
@@ -329,7 +329,7 @@ def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
     assert answers(opened(tmp_path / "door")) == ["three", "two", "four", "one"]
 
 
-def test_a_pattern_meets_each_file_once_where_links_go_in_circles(tmp_path: Path) -> None:
+def test_pattern_finds_each_file_once_with_circular_links(tmp_path: Path) -> None:
     for name in ("in/a", "b"):
         write(tmp_path / f"{name}.jsonl", lines({"messages": chat("?", name)}))
     (tmp_path / "in/up").symlink_to(tmp_path)
@@ -337,7 +337,7 @@ def test_a_pattern_meets_each_file_once_where_links_go_in_circles(tmp_path: Path
     assert answers(opened(tmp_path / "**/*.jsonl")) == ["b", "in/a", "b"]
 
 
-def test_hidden_backup_and_system_files_are_skipped_and_that_is_said(tmp_path: Path) -> None:
+def test_hidden_backup_and_system_files_are_skipped(tmp_path: Path) -> None:
     pair(tmp_path, "one")
     folders = [".ipynb_checkpoints", ".git", "__MACOSX", ".cache/huggingface", ".Trash", "@eaDir", "__pycache__", "in/.hidden"]
     for folder in folders:

@@ -36,7 +36,7 @@ def opened(tmp_path: Path) -> Callable[..., Rows]:
 
 
 def count(rows: Rows) -> int:
-    return sum(1 for _ in rows.kept())
+    return sum(1 for _ in rows.kept_rows())
 
 
 # LLaVA
@@ -248,7 +248,7 @@ REFUSED = {
     "written by Python's print": (b"[{'a': 1}]", "at byte 2, in line 1: JSON has double quotes"),
     "list nested too deep": (b"[" * 100_000, "nested too deep"),
     "empty": (b"", "is empty"),
-    "blank": (b" \n ", "begins with|is empty"),
+    "blank": (b" \n ", "starts with|is empty"),
     "no rows": (b"[]", "holds no rows"),
     "Parquet": (b"PAR1xxxx", "is not a complete Parquet file"),
     "gzip": (b"\x1f\x8bxxxx", "gzip"),
@@ -310,7 +310,7 @@ def test_the_folder_of_the_images_can_be_another(opened, tmp_path: Path, monkeyp
 
 def test_easy_vqa_as_its_package_has_it() -> None:
     rows = open_source(Source(path="package:easy_vqa/data/train"))
-    kept = list(rows.kept())
+    kept = list(rows.kept_rows())
     assert (rows.layout.name, len(kept)) == ("easy-vqa", 38575)
     place, _, first = kept[0]
     assert isinstance(first, Sample) and rows.read(place) == first
@@ -322,7 +322,7 @@ def test_easy_vqa_as_its_package_has_it() -> None:
     assert kinds.count("yes/no") == 28407  # as the package's README says
     assert set(kinds) == {"yes/no", "shape", "color"}
     tested = open_source(Source(path="package:easy_vqa/data/test"))
-    assert Counter(kind == "yes/no" for _, kind, _ in tested.kept()) == {True: 7136, False: 9673 - 7136}
+    assert Counter(kind == "yes/no" for _, kind, _ in tested.kept_rows()) == {True: 7136, False: 9673 - 7136}
 
 
 def test_bad_easy_vqa_rows(opened) -> None:
@@ -332,9 +332,9 @@ def test_bad_easy_vqa_rows(opened) -> None:
 
 def test_kinds_and_limits(opened) -> None:
     rows = opened([{"messages": chat("a", str(n)), "kind": "odd" if n % 2 else "even"} for n in range(10)], categories=("odd",), limit=3)
-    assert [rows.named(place)[0] for place, _, _ in rows.kept()] == ["rows.json#1", "rows.json#3", "rows.json#5"]
+    assert [rows.origin_of(place)[0] for place, _, _ in rows.kept_rows()] == ["rows.json#1", "rows.json#3", "rows.json#5"]
     assert parts(rows, 2) == [["a"], ["5"]]
-    assert [rows.named(place)[2] for place, _, _ in rows.kept()] == [1, 3, 5]
+    assert [rows.origin_of(place)[2] for place, _, _ in rows.kept_rows()] == [1, 3, 5]
 
 
 def test_places_that_do_not_exist(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from eyeline.data.report.preview import sample_previews
 from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.sets import Data
 from eyeline.data.sources import folders
-from eyeline.data.sources.folders import files_below, located, matching
+from eyeline.data.sources.folders import files_below, matching, resolve_location
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.tokenizer import Encoder
 from tests.command import Command
@@ -69,7 +69,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         "s3://bucket/ä b%20c#d.json": "s3://bucket/ä b%20c#d.json",
     }.items(),
 )
-def test_a_url_names_what_lies_in_a_store(url: str, written: str) -> None:
+def test_url_names_objects_of_a_store(url: str, written: str) -> None:
     found = stores.remote(url)
     assert str(found) == written
     assert location(written) == found == pickle.loads(pickle.dumps(found))
@@ -124,7 +124,7 @@ def test_other_urls_are_refused_without_their_secrets(url: str, says: str) -> No
         "a/../../x/b",
     ],
 )
-def test_a_name_leads_to_the_same_place_below_a_folder_and_below_a_key(name: str, tmp_path: Path) -> None:
+def test_names_resolve_alike_below_folders_and_keys(name: str, tmp_path: Path) -> None:
     here, there = tmp_path / "x", Remote("s3://bucket", "p/x")
     local, remote = inside(here, name), inside(there, name)
     assert (local is None) == (remote is None)
@@ -178,8 +178,8 @@ def test_folders_and_patterns_have_the_files_that_they_have_here(store: Store, t
     assert matching(f"{there}/d/x[1].tar", 0) is None  # it is called so
     assert matching(f"{there}/d/x.tar", 0) is None
     for name in ("t", "t/", "t/d", ""):
-        assert folders.is_folder(located(f"{store.url}/{name}", 0))
-    assert not folders.is_folder(located(f"{store.url}/t/a.tar", 0))
+        assert folders.is_folder(resolve_location(f"{store.url}/{name}", 0))
+    assert not folders.is_folder(resolve_location(f"{store.url}/t/a.tar", 0))
 
 
 # Reading
@@ -225,9 +225,9 @@ def test_reading_on_takes_few_requests_and_a_part_takes_one(store: Store) -> Non
     store.asked.clear()
     rng = random.Random(1)
     places = [(rng.randrange(19 << 20), rng.randrange(1, 100_000)) for _ in range(30)]
-    for begin, length in places:
-        if begin:
-            assert file.read(begin, length) == data[begin : begin + length]
+    for start, length in places:
+        if start:
+            assert file.read(start, length) == data[start : start + length]
     assert len(store.asked) == 30
     kept = stores._process().recent
     assert sum(len(piece.data) for piece in kept.values()) <= stores.KEPT_BYTES
@@ -330,9 +330,7 @@ NOT_PASSING: dict[str, tuple[Fault, str]] = {
 
 
 @pytest.mark.parametrize(("fault", "says"), NOT_PASSING.values(), ids=NOT_PASSING)
-def test_what_does_not_pass_is_refused_at_the_start_and_stops_the_run_later(
-    store: Store, waits: list[float], fault: Fault, says: str
-) -> None:
+def test_failed_self_test_is_refused_at_start_and_stops_later(store: Store, waits: list[float], fault: Fault, says: str) -> None:
     rows = "\n".join(json.dumps(row("q")) for _ in range(4)).encode()
     store.put("x.jsonl", rows)
     opened = open_source(Source(path=f"{store.url}/x.jsonl"))
@@ -398,7 +396,7 @@ def test_without_obstore_a_url_is_refused_and_says_how_to_get_it(store: Store, m
         open_source(Source(path=f"{store.url}/x"))
 
 
-def test_indexes_lie_on_this_machine() -> None:
+def test_indexes_are_stored_locally() -> None:
     with pytest.raises(ValueError, match="in a local folder"):
         Data(sources=(Source(path="s3://bucket/x"),), cache="s3://bucket/indexes")
 
@@ -423,7 +421,7 @@ def test_an_image_is_an_object(store: Store) -> None:
     assert in_memory(EncodedImage("large", Remote(store.url, "p/large.bmp"))) == EncodedImage("large", large)
 
 
-def test_a_missing_or_huge_object_spoils_its_sample_and_a_failing_store_does_not(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_huge_object_is_a_reject_failing_store_is_not(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put("a.png", encoded(0))
     there = EncodedImage("a.png", Remote(store.url, "a.png"))
     for read in (width_and_height, decode, in_memory):
@@ -465,7 +463,7 @@ def test_other_stores_are_asked_in_their_own_words(store: Store, monkeypatch: py
     store.put("box/x/rows.json", json.dumps(rows[:1]).encode())
     stores._process().recent.clear()
     with pytest.raises(StorageFailed, match=r"rows\.json has changed"):
-        opened.container.lies_in(0).read(0, 100)
+        opened.container.file_of(0).read(0, 100)
 
 
 # Training
@@ -533,9 +531,7 @@ def test_workers_read_a_store_that_fails_now_and_then(folder: Path, store: Store
 
 
 @pytest.mark.fresh_workers
-def test_what_lies_in_a_store_is_prepared_and_read_from_there(
-    folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path
-) -> None:
+def test_data_in_a_store_are_prepared_and_read_there(folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
     """From a store, into a folder, and that into a store: the batches are those of files."""
     wanted = list(training_steps(reader(f"{folder}/rows.json", plain, rule), BUDGET, 2, 2))
     store.put_folder(folder, "set")
@@ -569,7 +565,7 @@ def test_a_sample_of_an_archive_costs_one_request(
     list(training_steps(again, BUDGET, 2, 1))
     assert len(store.asked) == 18
     spans = [n.removeprefix("bytes=").split("-") for n in store.of(".tar")]
-    assert sum(int(end) + 1 - int(begin) for begin, end in spans) == sum(len(encoded(n)) for n in range(18))
+    assert sum(int(end) + 1 - int(start) for start, end in spans) == sum(len(encoded(n)) for n in range(18))
 
 
 def test_a_set_of_many_archives_is_opened_by_a_few_requests(
@@ -601,7 +597,7 @@ def test_indexing_a_large_archive_takes_few_requests(store: Store, tmp_path: Pat
     assert len(store.asked) <= 10
 
 
-def test_images_of_rows_lie_in_a_store_and_rows_here(folder: Path, store: Store, plain: Encoder, rule: ImageRule) -> None:
+def test_images_in_a_store_and_rows_on_disk(folder: Path, store: Store, plain: Encoder, rule: ImageRule) -> None:
     for n in range(9):
         store.put(f"p/{n}.png", (folder / f"{n}.png").read_bytes())
     whole = [json.loads(json.dumps(r).replace('.png"', '.png"')) for r in ROWS]
@@ -644,7 +640,7 @@ def test_images_are_asked_for_together(
     assert len(there.training.index.shard(0, 0).files) == 9
 
 
-def test_an_absent_image_is_asked_for_again_and_a_changed_one_stops_the_run(
+def test_absent_image_is_asked_for_again_changed_one_stops(
     folder: Path, store: Store, plain: Encoder, rule: ImageRule, tmp_path: Path
 ) -> None:
     store.put_folder(folder, "set")
@@ -661,7 +657,7 @@ def test_an_absent_image_is_asked_for_again_and_a_changed_one_stops_the_run(
         list(training_steps(second, BUDGET, 1, 1))
 
 
-def test_an_image_of_a_row_may_not_lie_elsewhere(folder: Path, store: Store) -> None:
+def test_image_of_a_row_must_be_below_the_root(folder: Path, store: Store) -> None:
     names = ["../secret.png", "/etc/passwd", "s3://other/a.png", f"{store.url}/else/a.png", "https://x.org/a.png?sig=canary"]
     store.put("set/x.jsonl", "\n".join(json.dumps(row("q", name)) for name in names).encode())
     found = [found for *_, found in open_source(Source(path=f"{store.url}/set/x.jsonl")).rows_in(0)]

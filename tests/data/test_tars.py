@@ -40,7 +40,7 @@ def test_plain_archives(tmp_path: Path, form: int) -> None:
     assert outcomes(rows) == ["a dot"] * len(names)
     for n, (place, _, sample) in enumerate(rows.rows_in(0)):
         assert not isinstance(sample, BadSample)
-        assert rows.named(place) == (f"x.tar#{n}", str(tmp_path / "x.tar"), n)
+        assert rows.origin_of(place) == (f"x.tar#{n}", str(tmp_path / "x.tar"), n)
         [lazy], [held] = sample.images, rows.read(place).images
         assert isinstance(lazy.source, Span) and lazy.source.data == encoded(n)[:HEADER_BYTES]
         assert isinstance(held.source, Span) and held.source.data == encoded(n)
@@ -188,7 +188,7 @@ def told(n: int) -> dict[str, Any]:
 def shown(rows: Rows) -> list[Any]:
     """Answer and images of each row, or its cause."""
     outcomes(rows)  # the same by place
-    found = [found for _, _, found in rows.kept()]
+    found = [found for _, _, found in rows.kept_rows()]
     return [f.cause if isinstance(f, BadSample) else (f.messages[-1].parts[0].text, [p.name for p in f.images]) for f in found]  # type: ignore[union-attr]
 
 
@@ -262,7 +262,7 @@ def test_keys_with_dots_are_samples_of_their_own(tmp_path: Path, name: str) -> N
 
 def test_two_members_that_would_be_one_are_both_named(tmp_path: Path) -> None:
     archive(tmp_path / "x.tar", [*DOTS["two texts"][0], ("z.jpg", encoded(0)), ("z.txt", "z")])
-    [bad] = [found.message for _, _, found in opened(tmp_path / "x.tar").kept() if isinstance(found, BadSample)]
+    [bad] = [found.message for _, _, found in opened(tmp_path / "x.tar").kept_rows() if isinstance(found, BadSample)]
     assert "'a.0.json' and 'a.1.json' have one key" in bad and "without dots" in bad
 
 
@@ -295,7 +295,7 @@ def test_too_many_small_members_are_refused_by_name(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(tars, "MAX_MEMBERS", 100)
     monkeypatch.setattr(tars, "MAX_TOGETHER", 50)
     path = archive(tmp_path / "x.tar", [("k.jpg", encoded(0)), ("k.txt", "x"), *[(name.format(n=n), b"") for n in range(98)]])
-    found = [found.cause for _, _, found in opened(path).kept() if isinstance(found, BadSample)]
+    found = [found.cause for _, _, found in opened(path).kept_rows() if isinstance(found, BadSample)]
     assert found == (["tar_key"] if name[0] == "a" else ["no_target"] * 98)
     archive(path, [("k.jpg", encoded(0)), ("k.txt", "x"), *[(name.format(n=n), b"") for n in range(99)]])
     with pytest.raises(Refused, match=r"x\.tar has more than 100 members, most empty or small"):
@@ -368,7 +368,7 @@ def test_an_archive_cut_anywhere_keeps_what_is_whole(tmp_path: Path, at: int) ->
     path = archive(tmp_path / "x.tar", members)
     data = path.read_bytes()
     with tarfile.open(path) as whole:
-        begins = [m.offset for m in whole][2::2]  # of the second sample and those after it
+        starts = [m.offset for m in whole][2::2]  # of the second sample and those after it
         end = max(m.offset_data + m.size for m in whole)
     path.write_bytes(data[:at])
     archive(tmp_path / "a.tar", [("k.jpg", encoded(0)), ("k.json", TALK)])
@@ -376,16 +376,16 @@ def test_an_archive_cut_anywhere_keeps_what_is_whole(tmp_path: Path, at: int) ->
     if at >= end + 512:
         assert found == ["a dot"] * 4
     else:
-        assert found == ["a dot"] * sum(begin + 512 <= at for begin in begins) + ["damaged_tar"]
+        assert found == ["a dot"] * sum(start + 512 <= at for start in starts) + ["damaged_tar"]
 
 
 def test_a_header_that_is_none_does_not_end_an_archive_in_silence(tmp_path: Path) -> None:
     members = [(f"{n}.{e}", encoded(n) if e == "jpg" else TALK) for n in range(4) for e in ("jpg", "json")]
     path = archive(tmp_path / "x.tar", members)
     with tarfile.open(path) as whole:
-        begin = whole.getmembers()[4].offset
+        start = whole.getmembers()[4].offset
     data = bytearray(path.read_bytes())
-    data[begin : begin + 512] = b"\x7f" * 512
+    data[start : start + 512] = b"\x7f" * 512
     path.write_bytes(data)
     assert outcomes(opened(path)) == ["a dot", "damaged_tar"]  # whether the second one had more members was told there
 
@@ -436,13 +436,13 @@ def test_an_archive_that_changes_stops_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", [[(f"{n}.txt", "a dot") for n in range(30)], [("metadata.csv", "file_name,caption\n0.jpg,a dot\n")]])
-def test_an_archive_of_images_first_is_told_how_samples_lie(tmp_path: Path, last: list[tuple[str, str]]) -> None:
+def test_archive_of_images_first_explains_sample_order(tmp_path: Path, last: list[tuple[str, str]]) -> None:
     members = [(f"{n}.jpg", encoded(n)) for n in range(30)]
     with pytest.raises(Refused, match=r"a sample's text follows its image.* If it is a folder that was packed up, unpack it"):
         open_source(Source(path=str(archive(tmp_path / "x.tar", [*members, *last]))))
 
 
-def test_what_is_declared_is_not_blamed_for_rows_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_rows_are_named_not_the_declared_layout(tmp_path: Path) -> None:
     members = [("0.left.png", b"a"), ("0.right.png", b"b"), ("0.said.txt", "what?"), ("0.json", {"image": "other.png"})]
     path = archive(tmp_path / "x.tar", members)
     with pytest.raises(

@@ -20,7 +20,7 @@ from eyeline.core.batch import IGNORE, EncodedImage, Message, Sample, Text, Vide
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.image_rule import Area, ImageRule, Square
 from eyeline.data.images.patches import grey_images
-from eyeline.data.text.documents import document_of, prompt_of, tokenised
+from eyeline.data.text.documents import document_of, prompt_of, tokenise
 from eyeline.data.text.templates import TEMPLATES, template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe
 from tests.data.conftest import WORDS
@@ -54,7 +54,7 @@ RULE = ImageRule(8, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", Square(32))
 
 
 def ours(encoder: Encoder, messages: tuple[Message, ...], prompt: bool) -> list[int]:
-    return tokenised(messages, encoder, RULE, prompt).ids_U.tolist()
+    return tokenise(messages, encoder, RULE, prompt).ids_U.tolist()
 
 
 CONVERSATIONS = {
@@ -131,7 +131,7 @@ def test_videos_are_slices_with_times(name: str, parts: tuple, tokenizers: Token
     messages = said(parts, "a", "b", THOUGHT + "c")
     rule = replace(RULE, frames=2)
     for prompt in (False, True):
-        found = tokenised(messages[: -1 if prompt else None], encoder, rule, prompt)
+        found = tokenise(messages[: -1 if prompt else None], encoder, rule, prompt)
         wanted = theirs(tokenizers, name, messages[: -1 if prompt else None], prompt, encoder.template.jinja)
         assert found.ids_U.tolist() == wanted
         assert found.slices == tuple(3 if isinstance(part, Video) else 1 for part in parts if not isinstance(part, str))
@@ -140,7 +140,7 @@ def test_videos_are_slices_with_times(name: str, parts: tuple, tokenizers: Token
 
 def test_a_template_without_videos_rejects_them(plain: Encoder) -> None:
     with pytest.raises(BadSample, match="does not support videos"):
-        tokenised(said((VIDEO, "what?"), "a"), plain, replace(RULE, frames=2))
+        tokenise(said((VIDEO, "what?"), "a"), plain, replace(RULE, frames=2))
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -248,7 +248,7 @@ LEARNED = {  # of answers without thoughts, and with them
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_what_is_learned_is_what_will_be_asked_for(name: str, tokenizers: Tokenizers) -> None:
+def test_trained_answers_equal_generated_format(name: str, tokenizers: Tokenizers) -> None:
     """Every answer with its end. Where answers follow thoughts, the last one alone: the others are shown without theirs."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     assert learned(encoder, sample((DOT, "one?"), "A.", "two?", "B.")) == LEARNED[name][0]
@@ -257,7 +257,7 @@ def test_what_is_learned_is_what_will_be_asked_for(name: str, tokenizers: Tokeni
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_a_prompt_begins_every_document(name: str, tokenizers: Tokenizers) -> None:
+def test_prompt_starts_every_document(name: str, tokenizers: Tokenizers) -> None:
     """What is learned last begins where the prompt ends: training and use look the same."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     asked = sample((DOT, "what?"), "red", "sure?", THOUGHT + "yes", system="Be brief.")
@@ -336,7 +336,7 @@ def test_control_strings_in_data_stay_text(name: str, tokenizers: Tokenizers) ->
             assert controls(letter + text, answer) == wanted, letter + text
 
 
-def test_a_pasted_transcript_is_not_learned(qwen: Encoder, rule: ImageRule) -> None:
+def test_pasted_transcript_is_not_in_the_loss(qwen: Encoder, rule: ImageRule) -> None:
     """A user's line that begins with the word assistant is the user's."""
     document = document_of(sample("assistant\nGive me the key.\nuser\nno", "I will not."), qwen, rule, [])
     assert qwen.decode([t for t in document.labels_T.tolist() if t != IGNORE], special=True) == "I will not.<|im_end|>"
@@ -347,7 +347,7 @@ def test_an_unknown_template_is_refused_with_the_known_ones() -> None:
         template_named("qwen2.4")
 
 
-def test_the_manual_lists_every_template_and_what_it_learns() -> None:
+def test_docs_list_every_template_and_its_loss() -> None:
     manual = Path(__file__).parents[2].joinpath("docs/data.md").read_text()
     rows = re.findall(r"^\| `([\w.-]+)` \| .* \| (every answer|the last answer)\b.* \|$", manual, re.MULTILINE)
     assert dict(rows) == {name: template.learns for name, template in TEMPLATES.items()}

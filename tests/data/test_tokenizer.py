@@ -96,7 +96,7 @@ def test_settings_of_padding_and_cutting_are_not_inherited() -> None:
     assert len(encoder.ids("a")) == 1
 
 
-def test_a_tokenizer_whose_own_pieces_are_control_strings_rejects_the_sample() -> None:
+def test_tokenizer_with_control_strings_as_pieces_rejects() -> None:
     """Some keep control strings among their pieces; a text that hits one is rejected rather than trained on."""
     vocabulary = {"[unknown]": 0, "hello": 1, "<|endoftext|>": 2, "<|image_pad|>": 3}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[unknown]"))

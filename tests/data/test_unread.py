@@ -166,7 +166,7 @@ def test_an_answer_may_write_html(folder: Path) -> None:
     assert "has <IMG_CONTEXT> (12 of 12 rows" in str(looked(folder, lambda n: row).refusal)
 
 
-def test_placeholders_without_images_are_refused_and_with_them_warned_of(folder: Path) -> None:
+def test_unknown_placeholders_refused_or_warned_of(folder: Path) -> None:
     found = looked(folder, lambda n: asked("<image_0>\nWhat is it?"))
     assert "The text has <image_0> (12 of 12 rows looked at, first in row 0)" in str(found.refusal)
     part = {"type": "image", "image": "photos/0.png"}
@@ -222,10 +222,10 @@ def test_the_remedy_works(folder: Path) -> None:
         folder, lambda n: QUESTION | {"meta": {"photo": f"{n}.png"}}, columns={"image": "meta.photo"}, images=str(folder / "photos")
     )
     assert unread(rows) == Unread()
-    assert all(isinstance(found, Sample) and len(found.images) == 1 for _, _, found in rows.kept())
+    assert all(isinstance(found, Sample) and len(found.images) == 1 for _, _, found in rows.kept_rows())
 
 
-def test_of_large_data_a_part_is_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_data_are_sampled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of later shards, too: what comes first may be text."""
     monkeypatch.setattr("eyeline.data.containers.json_rows.SHARD_BYTES", 1 << 14)
     text, seen = json.dumps(QUESTION), json.dumps({"photo": "photos/0.png", **QUESTION})
@@ -283,7 +283,7 @@ def test_a_table_has_columns_too(folder: Path) -> None:
 def test_a_row_of_text_may_not_show_an_image(folder: Path) -> None:
     """images: ignore says that the rows are text: an image is neither shown nor dropped without a word."""
     rows = rows_of(folder, lambda n: QUESTION | ({"image": "photos/0.png"} if n else {}), count=2, images="ignore")
-    (place, _, first), (other, _, bad) = rows.kept()
+    (place, _, first), (other, _, bad) = rows.kept_rows()
     assert isinstance(first, Sample)
     assert rows.read(place) == first
     assert isinstance(bad, BadSample)

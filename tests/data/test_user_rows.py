@@ -44,7 +44,7 @@ def written(folder: Path, rows: list[Any], code: str = READ, **settings: Any) ->
 
 
 def said(rows: Rows) -> list[tuple[str | None, Any]]:
-    return [(kind, getattr(found, "messages", found)) for _, kind, found in rows.kept()]
+    return [(kind, getattr(found, "messages", found)) for _, kind, found in rows.kept_rows()]
 
 
 def test_rows_are_those_of_the_same_messages_in_a_file(source: Source, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_categories_choose_among_those_that_the_function_gives(source: Source) -
     assert [kind for kind, _ in said(open_source(source.model_copy(update={"categories": ("text", "colour")})))] == ["text", "colour"]
 
 
-def test_a_list_of_messages_alone_will_do(tmp_path: Path) -> None:
+def test_row_may_be_a_list_of_messages(tmp_path: Path) -> None:
     code = 'def read(row): return [{"role": "user", "content": row[0]}, {"role": "assistant", "content": row[1]}]'
     assert len(said(open_source(written(tmp_path, [["q", "a"], ["q", "b"]], code)))) == 2
 
@@ -79,9 +79,9 @@ def test_every_column_of_a_table_is_given(tmp_path: Path) -> None:
         assert set(next(rows.container.rows(0))[1]) == {"q", "a", "topic", "odd one"}
 
 
-def test_a_row_on_which_the_function_fails_is_rejected_with_both_lines(source: Source, tmp_path: Path) -> None:
+def test_failing_user_function_rejects_the_row_with_both_lines(source: Source, tmp_path: Path) -> None:
     rows = open_source(written(tmp_path, [ROWS[0], {"topic": "x"}, {"q": "?", "a": "b", "topic": 3, "photo": 0}], categories=("shape",)))
-    found = list(rows.kept())
+    found = list(rows.kept_rows())
     assert [(kind, getattr(bad, "cause", "")) for _, kind, bad in found] == [("shape", ""), (None, "user_code")]
     place, _, bad = found[1]
     assert rows.reject(place, bad).message == f"{tmp_path}/mine.py:3: KeyError: 'q' (line 1)"
@@ -107,7 +107,7 @@ def test_other_names_of_layouts_are_refused(text: str) -> None:
         Source(path="x", layout=text)
 
 
-def test_a_changed_file_makes_a_new_index_and_is_told_on_resume(source: Source, tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
+def test_changed_file_makes_a_new_index_and_is_named_on_resume(source: Source, tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
     budget, data = Budget(64, 64), Data(sources=(source,))
 
     def reader():

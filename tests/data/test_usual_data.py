@@ -54,7 +54,7 @@ def test_ids_of_64_and_128_bits_are_numbers_like_others(written, id: int, name: 
 
 def test_a_number_of_41_digits_is_rejected(written) -> None:
     rows = open_source(Source(path=str(written(ASKED | {"id": 10**40 - 1}, ASKED | {"id": 10**40}))))
-    sound, broken = (found for _, _, found in rows.kept())
+    sound, broken = (found for _, _, found in rows.kept_rows())
     assert isinstance(sound, Sample)
     assert isinstance(broken, BadSample)
     assert (broken.cause, broken.field) == ("huge_number", "id")
@@ -156,7 +156,7 @@ def test_a_number_is_the_text_that_json_has_for_it(written, text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_true_and_false_are_rejected_since_their_words_are_not_known(written, value: bool) -> None:
+def test_true_and_false_as_texts_are_rejected(written, value: bool) -> None:
     row = {"conversations": [*turns("a"), {"from": "gpt", "value": value}]}
     assert causes(written(row)) == [("wrong_type", "conversations[1].value")]
     assert causes(written({"question": "q", "answer": value})) == [("wrong_type", "answer")]
@@ -166,7 +166,7 @@ def test_true_and_false_are_rejected_since_their_words_are_not_known(written, va
 def test_a_missing_number_of_pandas_is_no_answer(tmp_path: Path) -> None:
     pq.write_table(arrow.table({"question": ["a", "b"], "answer": [6.5, float("nan")]}), tmp_path / "rows.parquet")
     rows = open_source(Source(path=str(tmp_path / "rows.parquet")))
-    found = [bad for _, _, bad in rows.kept()]
+    found = [bad for _, _, bad in rows.kept_rows()]
     assert "stands for a missing value" in str(found[1])
 
 
@@ -208,13 +208,13 @@ PAGE = "# Title\n\n![Figure 3](<image>)\n\nEnd."
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations", "conversation"])
-def test_a_placeholder_in_an_answer_is_text_where_the_questions_have_all(written, column: str) -> None:
+def test_placeholder_in_an_answer_is_text_if_questions_have_all(written, column: str) -> None:
     talk = turns("<image>\nParse.", PAGE) if column == "conversations" else chat("<image>\nParse.", PAGE)
     wanted = ["user: [red]Parse.", f"assistant: «{PAGE}»"]
     assert one(written({"images": [RED], column: talk})) == [wanted]
 
 
-def test_a_placeholder_in_an_answer_is_text_without_images_and_beside_implied_ones(written) -> None:
+def test_placeholder_in_an_answer_is_text_without_images(written) -> None:
     assert one(written({"conversations": turns("How do I write one?", "As <image> or <video>.")})) == [
         ["user: How do I write one?", "assistant: «As <image> or <video>.»"]
     ]
@@ -227,12 +227,12 @@ def test_a_placeholder_in_an_answer_is_text_without_images_and_beside_implied_on
     assert one(written({"image": RED, "caption": "An <image>."})) == [["user: [red]Describe the image.", "assistant: «An <image>.»"]]
 
 
-def test_a_placeholder_in_an_answer_that_an_image_would_fill_is_rejected(written) -> None:
+def test_image_placeholder_in_an_answer_is_rejected(written) -> None:
     assert causes(written({"image": RED, "conversations": turns("Draw.", "<image>")})) == [("image_in_answer", "conversations[1].value")]
     assert causes(written({"images": [RED, "blue.png"], "messages": chat("<image>?", "As <image>.")})) == [
         ("image_in_answer", "messages[1].content")
     ]
-    [(_, _, bad)] = open_source(Source(path=str(written({"image": RED, "conversations": turns("Draw.", "<image>")})))).kept()
+    [(_, _, bad)] = open_source(Source(path=str(written({"image": RED, "conversations": turns("Draw.", "<image>")})))).kept_rows()
     assert r"or as \<image> where it is text" in str(bad)
 
 
@@ -290,7 +290,9 @@ def test_one_line_that_is_a_list_of_turns(tmp_path: Path) -> None:
 def test_lists_in_lines_keep_their_rejects_apart(tmp_path: Path) -> None:
     rows = [chat("Hi", "Ho"), chat("Hi"), [], ["Hi"], chat("Hi", "Ho")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n[torn\n")
-    found = [bad.cause if isinstance(bad, Exception) else "" for _, _, bad in open_source(Source(path=str(tmp_path / "rows.jsonl"))).kept()]
+    found = [
+        bad.cause if isinstance(bad, Exception) else "" for _, _, bad in open_source(Source(path=str(tmp_path / "rows.jsonl"))).kept_rows()
+    ]
     assert found == ["", "no_target", "wrong_type", "wrong_type", "", "not_json"]
 
 

@@ -42,7 +42,7 @@ def test_a_column_of_frames_is_one_video(opened, tmp_path: Path) -> None:
     video, text = row_of(rows).messages[0].parts
     assert isinstance(video, Video)
     assert video.frames == tuple(EncodedImage(name, tmp_path / name) for name in FRAMES)
-    assert video.seconds == (0.0, 0.5, 1.0)  # two frames a second, where nothing is said
+    assert video.seconds == (0.0, 0.5, 1.0)  # two frames per second, where nothing is said
     assert text == Text("what happens?")
     assert row_of(rows).images == video.frames
     assert [image_key(p) for p in row_of(rows).images] == [str(tmp_path / name) for name in FRAMES]

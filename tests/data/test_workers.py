@@ -209,17 +209,17 @@ def test_signals_for_the_run_do_not_reach_its_workers() -> None:
 MAIN = """
 import sys
 from eyeline.data import workers
-from tests.data.test_workers import begin
+from tests.data.test_workers import start
 from tests.forked import forked_worker
 
 if sys.argv[1] == "copies":
     workers.new_process = forked_worker
-results = begin(sys.argv[2], 1)
+results = start(sys.argv[2], 1)
 exec(sys.argv[3])
 """
 
 
-def begin(what: str, out: int) -> Iterator[Any]:
+def start(what: str, out: int) -> Iterator[Any]:
     """Two workers, one of them at this; their numbers are written to a file."""
     results = in_order(((n, Job(n, (what if n else "fine",))) for n in range(100)), Work(), settings(2, decode=1000.0, read=1000.0))
     next(results)
@@ -248,7 +248,7 @@ def test_workers_end_with_a_main_process_that_says_nothing(how: str) -> None:
     read, write = os.pipe()
 
     def main() -> None:
-        results = begin("hang", write)
+        results = start("hang", write)
         time.sleep(1000 if how == "shot" else 0)
         os._exit(results is None)
 

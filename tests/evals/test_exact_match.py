@@ -23,7 +23,7 @@ from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe
 from eyeline.evals import exact_match as module
 from eyeline.evals.exact_match import Prior, exact_match, prior_of, rounds, thumbnail, usable
-from eyeline.evals.metric import normalised
+from eyeline.evals.metric import normalise_answer
 from eyeline.evals.result import read_result, write_result
 from eyeline.generate.generate import Answer
 from eyeline.generate.prompts import Prompts
@@ -83,7 +83,7 @@ def answering(encoder: Encoder, said: Mapping[str, str]) -> Callable[..., list[A
     [("Yes", " yes. ", True), ("a  red\ncircle", "A red circle!", True), ("yes", "yes no", False), ("2.5", "2 5", False), ("", ".", True)],
 )
 def test_what_counts_of_an_answer(one: str, other: str, equal: bool) -> None:
-    assert (normalised(one) == normalised(other)) == equal
+    assert (normalise_answer(one) == normalise_answer(other)) == equal
 
 
 def test_the_scores_are_the_hand_counted_ones(
@@ -171,7 +171,7 @@ def test_an_image_is_decoded_once_for_all_its_questions(
     assert sorted(opened) == [f"images/{n}.png" for n in range(3)]
 
 
-def test_what_cannot_be_asked_is_counted_and_nothing_at_all_is_refused(tmp_path: Path, made: tuple[llava.Model, Spec, Encoder]) -> None:
+def test_unaskable_questions_are_counted_none_left_is_refused(tmp_path: Path, made: tuple[llava.Model, Spec, Encoder]) -> None:
     model, spec, encoder = made
     source = easy_vqa(tmp_path / "test", [("é" * 40, "x", 0), ("q", "x", 7), ("q", "x", 8)])
     with pytest.raises(Refused, match=r"{'missing_image': 2, 'too_long': 1}"):
@@ -242,7 +242,7 @@ def test_a_reader_of_easy_vqa_who_never_looks_reaches_67_percent() -> None:
     rejected: Counter[str] = Counter()
     prior = prior_of(question.sample for question in usable([train], rejected))
     asked = [question.sample for question in usable([test], rejected)]
-    right = sum(prior.guess(module.question_of(s)) == normalised(module.answer_of(s)) for s in asked)
+    right = sum(prior.guess(module.question_of(s)) == normalise_answer(module.answer_of(s)) for s in asked)
     assert (len(asked), not rejected) == (9673, True)
     assert round(100 * right / 9673, 1) == 67.0
     assert round(100 * sum(module.answer_of(s) == prior.default for s in asked) / 9673, 1) == 37.3

@@ -106,7 +106,7 @@ def test_a_new_conversation_remembers_nothing(talk: Talk, image: Path) -> None:
     assert "A new conversation: the model no longer sees the previous one." in written
 
 
-def test_what_cannot_be_used_is_said_and_forgotten(talk: Talk, image: Path, tmp_path: Path) -> None:
+def test_unusable_image_is_reported_and_dropped(talk: Talk, image: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(image.read_bytes()[:60])
     (tmp_path / "page.png").write_text("<html>")
     lines = [
@@ -170,7 +170,7 @@ def exchanges(talk: Talk) -> list[str]:
     return ["".join(part.text for part in m.parts if isinstance(part, Text)) for m in talk.messages if m.role == "user"]
 
 
-def test_full_context_leaves_out_the_oldest_messages_and_says_so_once(talk: Talk) -> None:
+def test_full_context_drops_oldest_messages_with_one_warning(talk: Talk) -> None:
     """Every message is answered, however many there were: what the model sees is the newest that fit, with room for an answer."""
     asked = [f"what is it, {n}?" for n in range(8)]
     written = said(talk, *asked)
@@ -197,7 +197,7 @@ def test_image_that_is_left_out_is_named(talk: Talk, image: Path) -> None:
     assert written.count(f"(The model no longer sees {image}. /image {image} shows it again.)") == 1
 
 
-def test_message_that_alone_is_too_long_is_refused_each_time_with_its_size(talk: Talk, image: Path) -> None:
+def test_too_long_message_is_refused_with_its_size(talk: Talk, image: Path) -> None:
     long = "a red circle " * 30
     written = said(talk, long, f"/image {image}", long, "/new", "what is it?")
     first, second = (line for line in written.splitlines() if "this message alone has" in line)

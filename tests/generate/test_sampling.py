@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eyeline.generate.generate import pieces
-from eyeline.generate.sampling import Sampling, filtered, next_tokens
+from eyeline.generate.sampling import Sampling, filter_logits, next_tokens
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -22,7 +22,7 @@ def test_filters_equal_those_of_transformers(temperature: float, top_k: int, top
         expected_BV = TopKLogitsWarper(top_k)(None, expected_BV)  # type: ignore[arg-type]
     if top_p < 1:
         expected_BV = TopPLogitsWarper(top_p)(None, expected_BV)  # type: ignore[arg-type]
-    assert_close(filtered(logits_BV, Sampling(temperature=temperature, top_k=top_k, top_p=top_p)), expected_BV, rtol=0, atol=0)
+    assert_close(filter_logits(logits_BV, Sampling(temperature=temperature, top_k=top_k, top_p=top_p)), expected_BV, rtol=0, atol=0)
 
 
 def test_drawn_tokens_have_the_probabilities_of_the_logits() -> None:

@@ -46,7 +46,7 @@ def test_each_wrong_gradient_is_named_alone(monkeypatch: pytest.MonkeyPatch, nam
     assert fault(gradients=False) is None, "nothing is trained, so nothing of it is asked"
 
 
-def test_wrong_memory_is_named_where_answers_go_on_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_recurrent_state_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, kernel(state_by=1.1))
     assert fault(gradients=False) == "the state after each document is off by 10%"
     assert fault() is None

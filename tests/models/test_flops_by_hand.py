@@ -1,4 +1,4 @@
-"""The cases that docs/flops.md writes out, one a family: numbers derived by hand there, and what the code counts."""
+"""The cases that docs/flops.md writes out, one per family: numbers derived by hand there, and what the code counts."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -22,7 +22,7 @@ def test_every_parameter_belongs_to_exactly_one_part(case: Case):
 
 @each_case
 @pytest.mark.parametrize("way", WAYS)
-def test_frozen_is_bit_equal_after_a_step_and_all_that_trains_has_moved(case: Case, way: str):
+def test_frozen_is_bit_equal_and_trained_moves(case: Case, way: str):
     model, spec = parity.randomised(case), case.spec
     trains = ready(model, spec, WAYS[way])
     if not trains:

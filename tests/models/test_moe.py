@@ -58,7 +58,7 @@ def test_balance_loss_is_transformers(case: Case, recompute: tuple[str, ...]):
     parity.all_close({n: ours[n] for n in theirs}, theirs, tolerance=2e-4)
 
 
-def test_an_even_choice_has_a_balance_loss_of_the_experts_a_token_uses():
+def test_balance_loss_of_even_routing():
     model = parity.randomised(SPARSE)
     with torch.no_grad():
         for router in routers(model):
@@ -105,7 +105,7 @@ def test_biases_bring_loads_to_the_mean():
     assert min(history[-5:]) < 1.2, history
 
 
-def test_a_bias_changes_the_choice_for_all_that_follows_and_a_loss_takes_its_place():
+def test_router_bias_changes_choices_and_aux_loss_replaces_it():
     model, batch = parity.randomised(SPARSE), batch_of(SPARSE.documents, None)
     plain = model(batch).out
     set_balance(model, Bias())

@@ -63,7 +63,7 @@ def test_one_copy_stream_serves_every_step(streams: Streams) -> None:
     assert streams.made == 2, "another device has its own"
 
 
-def test_each_copy_is_waited_for_and_recorded_where_it_is_computed_with(streams: Streams) -> None:
+def test_copies_are_waited_for_and_recorded_on_compute_stream(streams: Streams) -> None:
     arriving = copies.on_device(iter([one_token_each([n], [n]) for n in range(2)]), Device())
     first = next(arriving)
     copied = [line for line in streams.log if line.startswith("copied")]

@@ -104,7 +104,7 @@ def test_operator_without_a_deterministic_version_is_named(tmp_path, monkeypatch
         loop.train(tiny_run(tmp_path))
 
 
-def test_segments_that_grow_are_asked_for_unless_the_user_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_unless_the_user_set_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "platform", "linux")

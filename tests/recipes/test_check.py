@@ -32,7 +32,7 @@ def problems(folder: Path, *overrides: str) -> str:
     return "\n".join(settings_problems(tiny_run(folder, *overrides)))
 
 
-def test_an_evaluation_on_what_is_learned_is_warned_of(tmp_path: Path) -> None:
+def test_evaluation_on_training_questions_is_warned_of(tmp_path: Path) -> None:
     warned = list(evaluation_warnings(tiny_run(tmp_path)))
     assert len(warned) == 1
     assert "data.json is trained on in whole and adapt" in warned[0]
@@ -68,7 +68,7 @@ def test_check_names_the_control_tokens_that_nothing_has_trained(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("template", "words"), [("qwen3-thinking", "of earlier answers"), ("qwen3.5", "of all answers"), ("qwen3", None)])
-def test_reasoning_that_a_template_leaves_out_is_said_once(eyeline: Command, tmp_path: Path, template: str, words: str | None) -> None:
+def test_reasoning_dropped_by_a_template_is_warned_of_once(eyeline: Command, tmp_path: Path, template: str, words: str | None) -> None:
     """In check, and where training starts: not for each row."""
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
@@ -137,7 +137,7 @@ def test_a_problem_is_named(tmp_path: Path, change: str, words: list[str]) -> No
         assert word in found
 
 
-def test_text_alone_teaches_the_language_model_only(tmp_path: Path) -> None:
+def test_text_batch_trains_the_language_model_only(tmp_path: Path) -> None:
     """A tower that is to learn from text would stay as it is, without a word."""
     assert problems(tmp_path) == ""
     rows = [{"id": f"t{n}", "conversations": [{"from": "human", "value": "say"}, {"from": "gpt", "value": f"{n}"}]} for n in range(20)]
@@ -159,7 +159,7 @@ PHOTO = {"photo": "pictures/0.png", "question": "which colour?", "answer": "red"
 TEXT_ALONE = "stages.0.trains={language: {how: lora, lr: 0.01, rank: 2, alpha: 4, targets: [q_proj]}}"
 
 
-def test_images_that_nothing_reads_are_a_problem_where_the_vision_side_is_frozen(tmp_path: Path) -> None:
+def test_unread_images_are_a_problem_with_a_frozen_tower(tmp_path: Path) -> None:
     """As in the LoRA recipes: nothing else would say that a vision-language model is trained on the text alone."""
     tiny_run(tmp_path)
     source = unread_rows(tmp_path, PHOTO)
@@ -177,7 +177,7 @@ def test_images_that_nothing_reads_are_a_problem_where_the_vision_side_is_frozen
     assert problems(tmp_path, asked).startswith("evaluation: ")
 
 
-def test_warnings_of_a_source_are_said_by_check_data_and_at_the_start(tmp_path: Path) -> None:
+def test_source_warnings_in_check_data_and_at_start(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     row = {"image": "pictures/0.png", "photo": "pictures/1.png", "conversations": [{"from": "human", "value": "<image><IMG_CONTEXT>?"}]}
     row["conversations"].append({"from": "gpt", "value": "a"})
@@ -374,9 +374,7 @@ def test_errors_are_one_message_and_a_code(eyeline: Command, arguments: list[str
     "words",
     [("check", "{}/r.yaml"), ("data", "easyvqa-tiny", "--out", "{}/d.html"), ("eval", "{}"), ("report", "{}"), ("export", "{}", "x")],
 )
-def test_a_folder_that_may_not_be_looked_into_is_told(
-    eyeline: Command, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_folder_is_named(eyeline: Command, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever verb it is given to. (Root may look anywhere, so the system's answers are made.)"""
     closed, stat = str(tmp_path / "closed"), os.stat
 
@@ -403,7 +401,7 @@ def test_torchrun_is_refused_for_now(eyeline: Command, tmp_path: Path, monkeypat
     assert "without torchrun" in done.err
 
 
-def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path) -> None:
+def test_data_problem_is_reported_once(tmp_path: Path) -> None:
     """A fresh model's tokenizer reads the same sources, and stumbles over the same thing."""
     found = problems(tmp_path, "stages.0.data.sources.0.path=nowhere.json")
     assert found.count("does not exist") == 1

@@ -95,18 +95,18 @@ def test_a_cpu_has_one_kernel_and_says_nothing() -> None:
         (EXPERTS, (7, 0), FP32, None, "experts: one at a time"),
     ],
 )
-def test_each_gpu_is_told_what_computes(config, capability, dtype, line, warning) -> None:
+def test_kernels_are_reported_for_each_gpu(config, capability, dtype, line, warning) -> None:
     lines, warnings = chosen(config, capability, dtype)
     assert line is None or line in lines
     assert warning in warnings if warning else not warnings
 
 
-def test_experts_of_odd_widths_are_said() -> None:
+def test_experts_of_odd_widths_are_reported() -> None:
     odd = EXPERTS | {"language": EXPERTS["language"] | {"experts": SPARSE | {"intermediate_size": 12}}}
     assert "widths that are multiples of 8, and these are [16, 12]" in chosen(odd, (9, 0))[1]
 
 
-def test_missing_fla_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fla_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "installed", lambda: False)
     warnings = chosen(HYBRID, (9, 0))[1]
     assert "because fla is not installed" in warnings
@@ -122,7 +122,7 @@ def test_fla_is_not_tried_where_it_cannot_compute(monkeypatch: pytest.MonkeyPatc
     assert not calls
 
 
-def test_fault_of_fla_is_said_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_fla_is_reported_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "_version", {"flash-linear-attention": "0.4.2", "triton": "3.6.0"}.get)
     install(monkeypatch, kernel(gradient_by={"decay": 1.5, "beta": 0.5}))
     warnings = chosen(HYBRID, (9, 0))[1]

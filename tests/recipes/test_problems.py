@@ -79,7 +79,7 @@ def test_no_wrong_value_of_any_setting_gets_a_foreign_word(recipe: dict[str, Any
 
 
 @pytest.mark.parametrize("recipe", recipes(), ids=["easyvqa-tiny", "qwen3-vl-full"])
-def test_no_number_is_taken_for_a_boolean_or_a_text_and_none_of_them_for_a_number(recipe: dict[str, Any]) -> None:
+def test_numbers_booleans_and_texts_are_not_converted(recipe: dict[str, Any]) -> None:
     numbers = [(path, value) for path, value in leaves(recipe) if isinstance(value, int | float)]
     assert len(numbers) > 30
     for path, value in numbers:
@@ -137,7 +137,7 @@ def test_an_empty_override_is_not_null(text: str) -> None:
         read_recipe("easyvqa-tiny", [text])
 
 
-def test_data_or_a_run_folder_given_as_a_recipe_are_called_what_they_are(tmp_path: Path) -> None:
+def test_data_or_run_folder_given_as_recipe_is_named(tmp_path: Path) -> None:
     (tmp_path / "llava.json").write_text("[]")
     with pytest.raises(Refused, match=r"llava.json is a file, and its name does not end in \.yaml: is it data\?"):
         find_recipe(str(tmp_path / "llava.json"))
@@ -148,7 +148,7 @@ def test_data_or_a_run_folder_given_as_a_recipe_are_called_what_they_are(tmp_pat
         find_recipe(str(tmp_path))
 
 
-def test_the_home_folder_is_meant_by_a_tilde_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     run = read_recipe("easyvqa-tiny", ["out=~/runs/x", "model.tokenizer=~/tok"])
     assert (run.out, run.model.tokenizer) == (f"{tmp_path}/runs/x", f"{tmp_path}/tok")

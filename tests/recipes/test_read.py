@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from eyeline.core.errors import Refused
-from eyeline.recipes.read import find_recipe, load_yaml, override, read_recipe, run_of, shipped
+from eyeline.recipes.read import find_recipe, load_yaml, override, read_recipe, run_of, shipped_recipes
 from eyeline.train.run import Run, differences, from_yaml, to_yaml
 
 
@@ -16,7 +16,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", sorted(shipped()))
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
 def test_a_shipped_recipe_survives_being_written_and_read(name: str) -> None:
     run = read_recipe(name)
     assert from_yaml(to_yaml(run)) == run

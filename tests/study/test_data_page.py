@@ -303,7 +303,7 @@ def test_a_page_stays_small_whatever_the_data(mixed: Run, tmp_path: Path, monkey
         (["stages.0.data.sources.0.path=nowhere.json"], "nowhere.json does not exist"),
     ],
 )
-def test_what_cannot_be_looked_at_is_refused(eyeline: Command, tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_unusable_arguments_are_refused(eyeline: Command, tmp_path: Path, arguments: list[str], words: str) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
     done = eyeline("data", "tiny.yaml", *arguments)
     assert (done.code, words in done.err) == (2, True), done.err

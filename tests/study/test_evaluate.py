@@ -23,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_questions_that_are_learned_from_are_counted(run: Path) -> None:
+def test_evaluation_questions_trained_on_are_counted(run: Path) -> None:
     rows = json.loads((run.parent / "data" / "data.json").read_text())
     learned = {sample.id for sample in training_samples(tiny_run(run.parent).stages[0].data)}
     found = evaluate(run)

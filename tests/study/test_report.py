@@ -16,7 +16,7 @@ from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.evals.result import Asked, Blind, Result, Score, write_result
 from eyeline.study import plots
 from eyeline.study.history import LINE_LIMIT, read_history, read_rejects
-from eyeline.study.plots import Curve, plot, smoothed, thin, together
+from eyeline.study.plots import Curve, plot, smooth, thin, together
 from eyeline.study.report import write_report
 
 PNG = "data:image/png;base64," + base64.b64encode(b"\x89PNG made up").decode()
@@ -92,7 +92,7 @@ def report(run: Path) -> Page:
     return Page(write_report(run).read_text("utf-8"))
 
 
-def test_a_resume_replaces_steps_and_its_lost_work_stays_in_the_ledger(tmp_path: Path) -> None:
+def test_resume_replaces_steps_and_keeps_lost_work_in_ledger(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     again = [step_line(2, loss=7.0, attempt=2), step_line(3, attempt=2)]
     write_lines(path, [{"kind": "start"}, step_line(1), step_line(2), step_line(3), {"kind": "start"}, *again])
@@ -184,7 +184,7 @@ def test_the_figures_are_the_hand_computed_ones(run: Path) -> None:
     assert rows[at : at + 3] == ["data wait", "1.5 s", "25.0%"]
 
 
-def test_the_headline_is_of_the_last_stage_even_where_an_earlier_one_has_a_lower_loss(run: Path) -> None:
+def test_headline_is_of_the_last_stage(run: Path) -> None:
     """0.25 of another stage, with other data, is not the loss of the model that came out; nor is the best of a stage its last."""
     with open(run / "metrics.jsonl", "a") as file:
         for step, stage, loss in ((2, "align", 0.25), (3, "align", 0.5), (4, "tune", 1.25)):
@@ -216,7 +216,7 @@ def test_curves_are_broken_between_stages(run: Path, monkeypatch: pytest.MonkeyP
     assert all(len(of) == 2 for of in pieces.values())
 
 
-def test_an_evaluation_of_an_earlier_checkpoint_is_said_to_be_one(run: Path) -> None:
+def test_evaluation_of_an_earlier_checkpoint_is_marked(run: Path) -> None:
     write_result(run / "eval.json", result(stamps={"checkpoint": "step-00000003-0a1b"}))
     assert "The evaluation is of the checkpoint after step 3, and the run has 6 steps." in report(run).text
     write_result(run / "eval.json", result(stamps={"checkpoint": "step-00000006-0a1b"}))
@@ -286,7 +286,7 @@ def test_skipped_samples_are_counted_and_explained(run: Path) -> None:
     assert "no 19" in rows and "no 20" not in rows
 
 
-def test_wrong_answers_come_before_right_ones_and_the_environment_comes_last(run: Path) -> None:
+def test_report_order_wrong_answers_first_environment_last(run: Path) -> None:
     def asked(id: str, correct: bool) -> Asked:
         return Asked(id=id, kind="k", question="q", answer="a", prediction="a" if correct else "b", correct=correct, images=())
 
@@ -312,7 +312,7 @@ def test_equal_curves_are_one_under_all_their_names() -> None:
 def test_smoothing_weighs_by_tokens_and_starts_anew_in_each_stage() -> None:
     """(1·10 + 4·30) / 40, then 4 and 2 over 30 and 10; a gap stays one, and the first of the next stage stands alone."""
     curve = Curve("loss", [1, 2, 3, 4, 5], [1.0, 4.0, None, 2.0, 9.0], weight=[10, 30, 99, 10, 1], piece=["a", "a", "a", "a", "b"])
-    assert smoothed(curve, 2).y == [1.0, 3.25, None, 3.5, 9.0]
+    assert smooth(curve, 2).y == [1.0, 3.25, None, 3.5, 9.0]
 
 
 def test_plots_over_the_same_steps_stand_exactly_one_below_the_other() -> None:
@@ -362,7 +362,7 @@ def test_markup_in_any_file_is_shown_as_text(tmp_path: Path) -> None:
     assert page.text.count(evil) >= 15
 
 
-def test_what_is_missing_or_broken_is_said_and_the_rest_is_shown(run: Path) -> None:
+def test_missing_or_broken_files_are_named_and_the_rest_is_shown(run: Path) -> None:
     (run / "eval.json").write_text('{"version": 1}')
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(step_line(7, loss=None, grad_norm=None, applied=False)) + "\n" + json.dumps({"kind": "start"}) + "\n{\n{torn")

@@ -20,7 +20,7 @@ def figures(step: int, seconds: float, steps: int = 100) -> Any:
     return SimpleNamespace(step=step, steps=steps, seconds={"step": seconds + 7, "startup": 1, "validation": 2, "checkpoint": 4})
 
 
-def test_the_time_left_is_told_from_the_second_step_on() -> None:
+def test_eta_is_shown_from_the_second_step_on() -> None:
     """Of a stage or of what goes on: the first step that is seen waits for workers, and nothing is known of the others."""
     for begin in (1, 40):
         pace = Pace()
@@ -29,7 +29,7 @@ def test_the_time_left_is_told_from_the_second_step_on() -> None:
         assert pace.left(figures(begin + 2, 2.0)) == f"{(98 - begin) * 2 // 60}:{(98 - begin) * 2 % 60:02d}"  # the median of 90, 2, 2
 
 
-def test_the_next_stage_begins_anew() -> None:
+def test_next_stage_starts_anew() -> None:
     pace = Pace()
     assert [pace.left(figures(step, 2.0, 2)) for step in (1, 2)] == ["–", "0:00"]
     assert [pace.left(figures(step, 60.0, 200)) for step in (1, 2)] == ["–", "3:18:00"]
@@ -127,7 +127,7 @@ def test_a_terminal_shows_no_bar_before_the_first_step() -> None:
     assert out.getvalue() == "stage a\n"
 
 
-def test_a_stop_is_said_at_once_where_nothing_is_painted(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stop_is_printed_at_once_without_live_display(capfd: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
     shown = Terminal(Console(file=out, force_terminal=True, width=80), 10)
     shown.stopping("stopping")
@@ -139,7 +139,7 @@ def test_a_stop_is_said_at_once_where_nothing_is_painted(capfd: pytest.CaptureFi
     assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).rstrip().endswith("\nstopping now")
 
 
-def test_what_the_run_does_is_said_until_the_next_step() -> None:
+def test_status_is_shown_until_the_next_step() -> None:
     """Before the first step with the time that it has taken. An alert stays through steps."""
     view = View()
 

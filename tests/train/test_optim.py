@@ -105,7 +105,7 @@ def test_adamw_is_torchs_with_a_rate_a_part() -> None:
 
 
 @pytest.mark.parametrize("settings", [AdamW(weight_decay=0.1), Muon(weight_decay=0.1)])
-def test_a_saved_state_goes_on_bit_for_bit(settings) -> None:
+def test_saved_state_resumes_bit_for_bit(settings) -> None:
     whole, first, second = model(), model(), model()
 
     def go(made, optimizers, seeds) -> None:

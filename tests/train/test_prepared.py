@@ -46,7 +46,7 @@ def test_training_without_the_source_ends_in_the_same_weights(prepared: tuple[Pa
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_run_goes_on_with_the_other(
+def test_run_resumes_with_the_other(
     prepared: tuple[Path, str, dict[int, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     folder, wanted, lost = prepared

@@ -53,7 +53,7 @@ def test_run_whose_every_step_had_no_labels_ends_with_code_3(tmp_path: Path, eye
     assert "done:" not in done.out and not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-def test_step_without_labels_has_no_loss_in_metrics_display_and_report(tmp_path: Path, eyeline: Command) -> None:
+def test_step_without_labels_has_no_loss_anywhere(tmp_path: Path, eyeline: Command) -> None:
     """20 of 24 rows break, which the limit allows: some packs have no label."""
     arguments = command(
         tmp_path, "stages.whole.data.max_reject_rate=0.9", "logging_steps=1", "stages.whole.batch.packs_per_step=1", "stages.whole.steps=8"

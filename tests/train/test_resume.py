@@ -513,7 +513,7 @@ def test_a_longer_length_for_a_stage_that_has_ended_is_refused(uninterrupted) ->
     assert end_of(tiny_run(folder)) == whole
 
 
-def test_a_validation_loss_that_is_not_finite_is_no_best_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_validation_loss_is_not_best_and_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures of four validations: NaN, 2, infinity, 3. The second one is the best."""
     figures = iter([float("nan"), 2.0, float("inf"), 3.0, float("inf")])
     monkeypatch.setattr(loop, "validate", lambda *_: (next(figures), 7))
@@ -751,7 +751,7 @@ def test_a_run_without_a_step_may_have_another_recipe(tmp_path: Path) -> None:
         loop.train(tiny_run(tmp_path, "model.config.language.hidden_size=8"))
 
 
-def test_what_has_changed_since_is_said(
+def test_changes_since_the_last_attempt_are_reported(
     uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An override that is left out of the same command goes back to what the recipe says, and is not silent about it."""

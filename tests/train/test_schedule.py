@@ -43,6 +43,6 @@ def test_no_step_is_wasted_or_overshoots(schedule, steps: int) -> None:
     assert all(0 < value <= 1 for value in every(schedule, steps))
 
 
-def test_wsd_refuses_a_decay_that_begins_in_the_warmup() -> None:
+def test_wsd_refuses_a_decay_that_starts_in_the_warmup() -> None:
     with pytest.raises(ValueError, match="add up to more than 1"):
         WSD(warmup_ratio=0.5, decay_ratio=0.6)

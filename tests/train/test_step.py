@@ -131,7 +131,7 @@ def test_dropout_is_addressed_by_step_and_pack() -> None:
 
 
 @pytest.mark.parametrize("with_image", [[], [document(3, 9, 0)]])  # or one that has no label
-def test_what_a_step_before_used_is_left_alone_too(with_image: list[Document]) -> None:
+def test_parameters_of_an_earlier_step_are_left_unchanged(with_image: list[Document]) -> None:
     """Gradients are gone after a step, not zero: else momentum and decay would go on moving a tower that text does not use."""
     made = model()
     optimizers = make_optimizers(plan_around(made, CONFIG), AdamW(weight_decay=0.5))
@@ -167,7 +167,7 @@ def test_validation_is_the_mean_over_all_labels_without_dropout() -> None:
 
 
 @pytest.mark.parametrize("part", ["vision", "projector"])
-def test_text_alone_is_passed_over_by_parts_that_only_images_reach(part: str) -> None:
+def test_text_batch_skips_parts_that_only_images_reach(part: str) -> None:
     """Nothing of a text's loss depends on a projector or tower that learns alone; its labels count in the step's mean."""
     text, image = document(4, 20, 14, images=0), document(1, 12, 5)
 

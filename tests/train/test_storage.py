@@ -71,7 +71,7 @@ def test_a_disk_that_fills_up_at_any_moment_of_a_run(tmp_path: Path) -> None:
         ("read", errno.EIO, r": Input/output error\. Check its store, then start again\.$"),
     ],
 )
-def test_what_fails_is_told_with_its_own_remedy(tmp_path: Path, verb: str, number: int, words: str) -> None:
+def test_failures_are_reported_with_their_remedy(tmp_path: Path, verb: str, number: int, words: str) -> None:
     error = OSError(number, os.strerror(number))
     assert re.search(words, str(storage_failed(verb, tmp_path / "x", error, 7 if verb == "write" else None)))
 

@@ -81,7 +81,7 @@ def test_all_that_trains_changes_and_nothing_else(start: Path, tmp_path: Path, w
         assert tensor.dtype == first[name].dtype == second[name].dtype
 
 
-def test_a_border_merges_what_it_does_not_go_on_with(start: Path, tmp_path: Path) -> None:
+def test_stage_border_merges_adapters_that_do_not_continue(start: Path, tmp_path: Path) -> None:
     """LoRA, the same LoRA, LoRA of another rank, full training: each stage begins with what the one before it ended with."""
     run = from_start(start, tmp_path / "run", (LORA, FULL, LORA), "save_total_limit=9")
     first = run.stages[0]
@@ -182,7 +182,7 @@ def test_a_model_that_is_only_adapted_is_never_whole_in_fp32(start: Path, tmp_pa
 
 @pytest.mark.parametrize("ways", [(FULL, FULL, FULL), (LORA, FULL, LORA), (None, None, LORA)], ids=names)
 @torch.no_grad()
-def test_model_that_answers_holds_its_weights_in_the_dtype_that_it_computes_in(start: Path, tmp_path: Path, ways) -> None:
+def test_generating_model_stores_weights_in_compute_dtype(start: Path, tmp_path: Path, ways) -> None:
     """Cast once where it is loaded, after adapters were merged in float32: what is held is what each use would have made of it."""
     for precision in ("fp32", "bf16"):
         loop.train(from_start(start, tmp_path / precision, ways, f"precision={precision}"))

@@ -82,9 +82,7 @@ def test_a_run_folder_has_its_code_and_can_be_moved(recipe: Path, tmp_path: Path
     assert "resumed from step 1" in capsys.readouterr().out
 
 
-def test_a_changed_layout_is_refused_on_resume_and_a_changed_metric_is_told(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_layout_is_refused_changed_metric_is_reported(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(read_recipe(str(recipe)))
     (tmp_path / "metric.py").write_text(SCORE.replace("0.25", "0.5"))
     (tmp_path / "code of mine").rename(tmp_path / "elsewhere")

@@ -55,7 +55,7 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a model is, without its weights."""
+    """The description of a model, without its weights."""
 
     config: Config
     tokenizer: "PreTrainedTokenizerBase"
@@ -87,7 +87,7 @@ class Opened:
     checkpoint: store.Checkpoint | None = None  # of a run
 
     def in_bf16(self) -> bool:
-        """Whether a folder holds bfloat16 and nothing else, which a model of that dtype takes as it is. No run does."""
+        """Return whether a folder holds bfloat16 and nothing else, which a model of that dtype takes as it is. No run does."""
         if self.form is None:
             return False
         held = (entries_in(self.folder / place) for place in places(self.bundle.config, self.form))

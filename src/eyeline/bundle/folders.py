@@ -143,13 +143,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_preprocessor(folder: Path) -> dict[str, Any] | None:
-    """How images are prepared, if the folder says: preprocessor_config.json, or that part of processor_config.json, where
+    """The image preprocessing that the folder states, if any: preprocessor_config.json, or that part of processor_config.json, where
     transformers 5 puts it when a whole processor is saved."""
     return _processor(folder, "preprocessor_config.json", "image_processor")
 
 
 def read_video_preprocessor(folder: Path) -> dict[str, Any] | None:
-    """The same of videos."""
+    """The video preprocessing that the folder states, if any."""
     return _processor(folder, "video_preprocessor_config.json", "video_processor")
 
 

@@ -33,7 +33,7 @@ class Unbounded(Exception):
 
 
 def rendered(jinja: str, conversations: list[Messages], variables: dict[str, Any]) -> list[str] | None:
-    """What a template of unknown origin writes for each conversation; None for one that does not take them, or is no template.
+    """The text that a template of unknown origin renders for each conversation; None for one that does not take them, or is no template.
     Raises Unbounded."""
     if len(jinja) > LONGEST:
         raise Unbounded(f"has {len(jinja):,} characters, over {LONGEST:,}")
@@ -83,7 +83,7 @@ def serve() -> None:
 
 
 def render(jinja: str, messages: Messages, variables: dict[str, Any]) -> str:
-    """What a template writes, in this process: as `apply_chat_template` of transformers, with the prompt of an answer at the end."""
+    """Render a template in this process, as `apply_chat_template` of transformers, with the prompt of an answer at the end."""
     template = _environment().from_string(jinja)
     pieces: list[str] = []
     length = 0

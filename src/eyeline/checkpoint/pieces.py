@@ -74,7 +74,7 @@ def offsets_of(pieces: Iterable[Piece]) -> dict[str, str] | None:
 
 
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether every element of a tensor is in exactly one of these boxes."""
+    """Return whether every element of a tensor is in exactly one of these boxes."""
     if any(a.common(b) for a, b in combinations(boxes, 2)):
         return False
     return sum(box.size for box in boxes) == math.prod(shape)

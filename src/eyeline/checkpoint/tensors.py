@@ -52,7 +52,7 @@ _FLOATS = {"F64", "F32", "BF16", "F16"}
 
 @dataclass(frozen=True)
 class Written:
-    """What a manifest says about a file."""
+    """The record of a file in a manifest."""
 
     size: int
     sha256: str
@@ -486,7 +486,7 @@ def _refuse_differences(
     entries: Mapping[str, Entry],
     dropped: Sequence[str],
 ) -> dict[tuple[str, ...], list[Key]]:
-    """Of what is wanted, the keys that a folder has. Raises Refused with everything in which its headers differ from that."""
+    """The wanted keys that a folder has. Raises Refused with everything in which its headers differ from that."""
     there: dict[tuple[str, ...], list[Key]] = {}
     missing: list[str] = []
     wrong: list[str] = []

@@ -1,6 +1,6 @@
 """The records that join the pillars: Sample -> Document -> Batch. Nothing else crosses from data to a model.
 
-Dims: T tokens (all documents end to end)  S documents  N images  P patches  C numbers a patch  M visual tokens  L labelled rows
+Dims: T tokens (all documents end to end)  S documents  N images  P patches  C numbers per patch  M visual tokens  L labelled rows
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -31,7 +31,7 @@ class Span:
     """A part of a file: a member of an archive. `data` are its first bytes, or all, where they came along with something else."""
 
     path: Location
-    begin: int
+    start: int
     length: int
     stamp: Stamp  # of the whole file when it was opened
     data: bytes = field(default=b"", repr=False, compare=False)
@@ -133,7 +133,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Counts:
-    """What is in a batch, as host integers: every rate is computed from these."""
+    """The contents of a batch, as host integers: every rate is computed from these."""
 
     slots: int  # T: tokens with padding
     real: int  # tokens that are not padding = visual + text

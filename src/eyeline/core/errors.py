@@ -1,4 +1,4 @@
-"""What may go wrong on purpose, each with its exit code.
+"""The expected failures, each with its exit code.
 
 Every message has four parts: what is wrong, what was got, what was wanted, and the remedy. An exception that is not one
 of these is a defect of Eyeline and exits with code 1 and a traceback.
@@ -92,7 +92,8 @@ _NO_MEMORY = (  # how torch and CUDA say it in a RuntimeError; torch.OutOfMemory
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What an error says, in a line, where it means that memory was too small: of the host (MemoryError, or a RuntimeError of torch's CPU
+    """The message of an error, in one line, if it means that memory was too small: of the host (MemoryError, or a RuntimeError of
+    torch's CPU
     allocator) or of a device. None where it means something else."""
     text = str(error).strip()
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)):

@@ -40,7 +40,7 @@ def write_atomically(path: Path, data: bytes | str, durable: bool = True) -> Non
 
 @contextmanager
 def claimed(path: Path, wait: bool) -> Iterator[bool]:
-    """Whether this process is the one to make `path` now. While another one is, it waits, or is told no.
+    """Return whether this process is the one to make `path` now. While another one is, it waits, or is told no.
 
     The system frees the claim when its process ends, however that ends. Where a file system has no locks every process is told yes, so
     what is made must stand being made twice.

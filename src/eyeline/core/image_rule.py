@@ -1,4 +1,4 @@
-"""How an image or a video becomes patches, for each way of resizing that a model may state: sizes and grids, before a pixel is read."""
+"""The geometry of images and videos, for each way of resizing that a model may state: sizes and grids, before a pixel is read."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Resample = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 class Square:
     """Every image is squeezed into one square. Pixels beyond the last whole patch are not looked at."""
 
-    size: int  # pixels a side
+    size: int  # pixels per side
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Patches:
 class Tiles:
     """The image squeezed into a square, and, when it is large or long, again in tiles of that square's size."""
 
-    size: int  # pixels a side
+    size: int  # pixels per side
     most: int = 5  # images of one image: the whole, and the tiles
 
 
@@ -45,7 +45,7 @@ Resize = Square | Area | Patches | Tiles
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """How videos are taken: the shape is nearly kept, and all frames together have `least` to `most` pixels (Qwen3-VL)."""
+    """The size limits of videos: the shape is nearly kept, and all frames together have `least` to `most` pixels (Qwen3-VL)."""
 
     least: int
     most: int
@@ -69,9 +69,9 @@ ASPECT = 200  # longer images are refused (transformers 5.24, models/qwen2_vl/im
 
 @dataclass(frozen=True)
 class ImageRule:
-    """How an image becomes patches: stated by the model, obeyed by `data/images/patches.py`, saved with every export."""
+    """The rule that turns an image into patches: stated by the model, obeyed by `data/images/patches.py`, saved with every export."""
 
-    patch: int  # pixels a side of a patch
+    patch: int  # pixels per side of a patch
     merge: int  # r: r×r patches become one visual token
     mean: tuple[float, float, float]
     std: tuple[float, float, float]

@@ -1,4 +1,4 @@
-"""Where data lies: a path of this machine, or a key of an object store. Nothing here looks at either."""
+"""Locations of data: a local path, or a key of an object store. Nothing here looks at either."""
 
 import os
 import re
@@ -53,7 +53,7 @@ Location = Path | Remote
 
 
 def location(written: str) -> Location:
-    """What `str` made of one."""
+    """The location that `str` turned into this text."""
     scheme, found, rest = written.partition("://")
     if not found or "/" in scheme:
         return Path(written)
@@ -68,7 +68,7 @@ def below(folder: Location, found: Location) -> str:
 
 
 def inside(root: Location, name: str) -> Location | None:
-    """What a name in the data stands for, from `root` on. None for what leads out of it."""
+    """The location that a name in the data stands for, relative to `root`. None for what leads out of it."""
     if isinstance(root, Path):
         found = Path(os.path.normpath(os.path.join(root, name)))
     else:

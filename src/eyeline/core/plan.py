@@ -60,7 +60,7 @@ class Spec:
         return PARTS if self.vision is not None else ("language",)
 
     def uses(self, name: str) -> bool:
-        """Whether some output depends on a module or tensor."""
+        """Return whether some output depends on a module or tensor."""
         return not any(name == root or name.startswith(root + ".") for root in self.unused)
 
 
@@ -140,7 +140,7 @@ class Plan(Generic[M]):
 
     @property
     def biased(self) -> bool:
-        """Whether routers have biases that balance their experts."""
+        """Return whether routers have biases that balance their experts."""
         return any(entry.role == "buffer" for entry in self.table.values())
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with settings, in words: pydantic's errors as one line each, with the place as a recipe writes it."""
+"""Problems of settings as text: pydantic's errors as one line each, with the location as a recipe writes it."""
 
 import re
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a problem is: how a recipe writes it, the type that is wanted there, and the record that it belongs to."""
+    """The location of a problem: how a recipe writes it, the type that is wanted there, and the record that it belongs to."""
 
     path: tuple[str, ...]
     wanted: Any
@@ -108,7 +108,7 @@ def _unknown(place: _Place, recipe: Any, root: Any) -> str:
 
 
 def _renamed(place: _Place, siblings: list[str], root: Any) -> str | None:
-    """What is said of a setting that is called by another name here; None if it is not one that is known."""
+    """The message for a setting that has another name here; None if it is not one that is known."""
     alias = ALIASES.get(".".join(place.path[-2:])) or ALIASES.get(place.path[-1])
     if alias is None:
         return None
@@ -176,19 +176,19 @@ def _placed(record: Any, values: Any, loc: tuple[Any, ...]) -> _Place:
 
 
 def _name_of(values: Any, index: int) -> str:
-    """How a recipe calls an item of a list: by its name where it has one, else by its number."""
+    """The name of a list item in a recipe: by its name where it has one, else by its number."""
     item = values[index] if isinstance(values, list | tuple) and index < len(values) else None
     name = item.get("name") if isinstance(item, dict) else None
     return name if isinstance(name, str) and name else str(index)
 
 
 def _has_tag(record: type[BaseModel], tag: Any) -> bool:
-    """Whether this record of a union is the one that pydantic calls by this tag."""
+    """Return whether this record of a union is the one that pydantic calls by this tag."""
     return any(get_origin(field.annotation) is Literal and tag in get_args(field.annotation) for field in record.model_fields.values())
 
 
 def _is_label(piece: Any, options: list[Any]) -> bool:
-    """Whether a piece of a location only says which type of a union was tried: `tuple[str, ...]`, `literal['all-linear']`."""
+    """Return whether a piece of a location only says which type of a union was tried: `tuple[str, ...]`, `literal['all-linear']`."""
     return len(options) > 1 and isinstance(piece, str) and not piece.isidentifier()
 
 
@@ -202,7 +202,7 @@ def _options(annotation: Any) -> list[Any]:
 
 
 def _words(annotation: Any) -> str:
-    """What a setting takes, in words of YAML."""
+    """The values that a setting takes, in words of YAML."""
     words: dict[str, None] = {}
     for option in _options(annotation):
         match get_origin(option) or option:
@@ -267,7 +267,7 @@ def _shown(got: Any) -> str:
 
 
 def _hint(place: _Place, got: Any) -> str:
-    """Why text that looks like another value is text, or which word is meant."""
+    """A hint why text that looks like another value is text, or which word is probably meant."""
     options = _options(place.wanted)
     numbers = int in options or float in options
     if numbers and isinstance(got, str):
@@ -294,7 +294,7 @@ def _fields(record: type[BaseModel] | None) -> list[str]:
 
 
 def _paths(value: Any, name: str, above: str = "") -> Iterator[str]:
-    """Where in a recipe settings of this name stand, as an override would say it."""
+    """The paths of all settings of this name in a recipe, as an override writes them."""
     match value:
         case dict():
             for key, child in value.items():

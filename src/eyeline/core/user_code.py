@@ -45,7 +45,7 @@ class UserFunction:
         return argument in inspect.signature(_loaded(self)).parameters
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """What it returns. CodeFailed, with the line, where it raises an error; StorageFailed where it cannot read a file: that is no
+        """Call the function. CodeFailed, with the line, where it raises an error; StorageFailed where it cannot read a file: that is no
         fault of the row, which must not be dropped for it."""
         function = _loaded(self)
         try:
@@ -64,7 +64,7 @@ class UserFunction:
 
 
 def is_code(value: Any) -> bool:
-    """Whether a setting names a function of a file."""
+    """Return whether a setting names a function of a file."""
     return isinstance(value, str) and _NAMED.fullmatch(value) is not None
 
 
@@ -85,7 +85,7 @@ def user_function(named: str, arguments: Sequence[str], optional: Sequence[str] 
 
 
 def digest_of(content: bytes) -> str:
-    """What names a version of a file."""
+    """The digest that identifies a version of a file."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -70,7 +70,7 @@ def write_yaml(value: Any) -> str:
 
 
 def _fault(error: Exception) -> str:
-    """What is wrong, in one line, with the line number where YAML's reader knows it."""
+    """The YAML error in one line, with the line number where YAML's reader knows it."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None)
     if isinstance(error, RecursionError):

@@ -1,4 +1,4 @@
-"""How many steps so many epochs are, and how many samples each source has."""
+"""The number of steps of some epochs, and of samples of each source."""
 
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ COUNTED_SHARDS = 32  # of a source, at most, when its samples are counted
 
 
 def count_steps(reader: Reader, budget: Budget, micro_batches: int, epochs: int) -> int:
-    """How many steps so many epochs are. Every row is indexed for it, behind a bar when that takes long. The number is kept beside
+    """The number of steps of some epochs. Every row is indexed for it, behind a bar when that takes long. The number is kept beside
     the indexes, so that a run counts once however often it resumes."""
     kept = count_file(reader, budget, micro_batches, epochs)
     known = _count_in(kept) if kept is not None else None
@@ -45,13 +45,13 @@ def forget_step_count(reader: Reader, budget: Budget, micro_batches: int, epochs
 
 
 def count_file(reader: Reader, budget: Budget, micro_batches: int, epochs: int) -> Path | None:
-    """Where the number of steps is kept."""
+    """The file that keeps the number of steps."""
     folder = reader.training.index.folder
     return folder / "counts" / f"{short_hash([identity_of_plan(reader, budget), micro_batches, epochs])}.json" if folder else None
 
 
 def _count_in(file: Path) -> int | None:
-    """What was counted; None where there is nothing, or nothing valid."""
+    """The number in the file; None if there is none, or none that is valid."""
     try:
         count = read_json(file)
     except (FileNotFoundError, ValueError):
@@ -62,14 +62,14 @@ def _count_in(file: Path) -> int | None:
 
 
 class Count(NamedTuple):
-    """How many samples a source has."""
+    """The number of samples of a source."""
 
     samples: int | None  # None: not known yet
     exact: bool
 
 
 def sample_counts(side: Side) -> list[Count]:
-    """How many samples each source has on a side, as far as its indexes are made. Where some are not, the number follows from
+    """The number of samples of each source on a side, as far as its indexes are made. Where some are not, the number follows from
     the bytes of those that are."""
     return [_count_of(side, source) for source in range(len(side.index.sources))]
 
@@ -79,7 +79,7 @@ def _count_of(side: Side, source: int) -> Count:
     whole = range(side.shards(source))
     there = (n for n in whole if index.shelf is not None or not index.absent(source, n))
     chosen = list(islice(there, COUNTED_SHARDS))
-    found = sum(int(side.kept(source, n).sum()) for n in chosen)
+    found = sum(int(side.kept_rows(source, n).sum()) for n in chosen)
     if len(chosen) == len(whole):
         return Count(found, True)
     share = sum(shards[n].bytes for n in chosen) / max(sum(shards[n].bytes for n in whole), 1)

@@ -60,13 +60,13 @@ def training_steps(
     reader.rejects.restore(state["rejects"] if state else {"seen": 0, "counts": {}})
     sizing, start = sizing_of(reader, budget), start_of(reader, state)
     with closing(Ahead.of(reader.training.index, reader.data.fetching)) as ahead:
-        ahead.begin(entries_of(training_pools(reader), start.cursors))
+        ahead.start(entries_of(training_pools(reader), start.cursors))
         steps = planned_steps(planned_windows(reader, sizing, epochs, start), micro_batches, ahead)
         yield from fetched_steps(reader, steps, sizing, rank, ranks, identity_of_plan(reader, budget))
 
 
 def start_of(reader: Reader, state: dict[str, Any] | None) -> Position:
-    """Where a plan resumes after a state, or starts."""
+    """The position at which a plan resumes after a state, or starts."""
     return Position.of(state) if state else Position(tuple(Cursor() for _ in training_pools(reader)))
 
 
@@ -88,7 +88,7 @@ class PlannedWindow:
 
     @property
     def packs(self) -> Iterator[Pack]:
-        """Those that were not given before."""
+        """The packs that were not given before."""
         return map(self.plan.pack, range(self.done, len(self.plan.packs)))
 
     def epoch(self, packs: int) -> float | None:
@@ -149,7 +149,7 @@ def rows_of_window(reader: Reader, pools: tuple[Pool, ...], at: Position, sizing
 def changed_window(reader: Reader, at: Position, ordered: Ordered, made: Plan) -> Refused:
     """The error that names the files of a window that is not planned as it was."""
     shards = np.unique(ordered.row_R5[:, 2:4], axis=0).tolist()
-    files = sorted({str(reader.training.index.sources[source].lies_in(shard).path) for source, shard in shards})
+    files = sorted({str(reader.training.index.sources[source].file_of(shard).path) for source, shard in shards})
     more = f" and {len(files) - NAMED} more files" if len(files) > NAMED else ""
     return Refused(
         f"the rows of window {at.number} are no longer those that were planned (plan {made.digest}, saved with {at.digest}): "
@@ -194,7 +194,7 @@ def planned_steps(windows: Iterator[PlannedWindow], packs: int, ahead: Ahead) ->
 
     for window in windows:
         if window.coming:
-            ahead.begin(window.coming)
+            ahead.start(window.coming)
         parts = len(window.plan.packs) + 1
         for n, pack in enumerate(window.packs, window.done):
             ahead.share(window.coming, n, parts)
@@ -256,16 +256,16 @@ def packs_to_read(
 def pack_to_read(pack: Pack, sizing: Sizing) -> tuple[GroupToRead, ...]:
     """StorageFailed where a row is no longer what was planned: an index that was made anew since has seen other images."""
     if cost_of(pack.groups, sizing) != pack.cost:
-        files = {str(sizing.index.sources[source].lies_in(shard).path) for group in pack.groups for source, shard, _ in group.rows}
+        files = {str(sizing.index.sources[source].file_of(shard).path) for group in pack.groups for source, shard, _ in group.rows}
         raise StorageFailed(f"{', '.join(sorted(files))}: images of its rows have changed since they were planned. Restore them")
     return tuple(group_to_read(group, sizing) for group in pack.groups)
 
 
 def group_to_read(group: ImageGroup, sizing: Sizing) -> GroupToRead:
-    """What a worker needs to make the documents of an image group."""
+    """The input of a worker that makes the documents of an image group."""
     source, shard, number = group.rows[0]
     index = sizing.index.shard(source, shard)
-    media = index.media(number, sizing.index.sources[source].lies_in(shard))
+    media = index.media(number, sizing.index.sources[source].file_of(shard))
     again = bool(index.showing_R[number] > len(group.rows))
     return GroupToRead((group.epoch, group.window, *group.rows[0]), tuple(row_to_read(row, sizing) for row in group.rows), media, again)
 
@@ -335,7 +335,7 @@ def check_rejects_at_end(reader: Reader, state: dict[str, Any]) -> None:
 
 
 def rows_about(reader: Reader, cursors: Sequence[Cursor]) -> int:
-    """How many different rows there are to learn from, as far as it can be told where the plan stands."""
+    """The number of different rows to train on, as far as it is known where the plan stands."""
     return sum(pool.rows_about(cursor) for pool, cursor in zip(training_pools(reader), cursors, strict=True))
 
 

@@ -88,7 +88,7 @@ class PackingJob:
 
 
 class Entries(NamedTuple):
-    """What one archive holds."""
+    """The contents of one archive."""
 
     job: str  # digest of the job that it belongs to
     bytes: int
@@ -98,7 +98,7 @@ class Entries(NamedTuple):
 
     @property
     def packed(self) -> "PackedEntries":
-        """The same as arrays, a tenth as large."""
+        """The entries as arrays, a tenth of the size."""
         keys_N = np.array([image[0] for image in self.images], "S32")
         lies_N4 = np.array([image[1:] for image in self.images], np.int64).reshape(-1, 4)
         return PackedEntries(self.bytes, self.sha256, np.array(self.rows, np.int64).reshape(-1, 3), keys_N, lies_N4)
@@ -134,7 +134,7 @@ def pack_offline(
         left.unlink()
     order = packing_order(reader, budget, packs)
     job = job_of(reader, budget, folder, order, quality)
-    known = [_known(job, number) for number in range(len(job))]
+    known = [_existing_entries(job, number) for number in range(len(job))]
     _refuse_small_disk(job, [number for number, one in enumerate(known) if one is None])
     entries: list[PackedEntries] = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -147,15 +147,15 @@ def pack_offline(
                 one = made.packed
             entries.append(one)
             bar.advance(task, int(job.bytes_K[number]))
-    write_indexes(reader, job, where_written(job, entries))
+    write_indexes(reader, job, positions_written(job, entries))
     draft = Manifest(
         data=choice(reader.data),
         identity={},
         tokens=budget.tokens,
         patches=budget.patches,
         quality=quality,
-        sources=tuple(_stored(rows, job, reader) for rows in job.sources[0]),
-        validation=tuple(_stored(rows, job, reader) for rows in job.sources[1]),
+        sources=tuple(_stored_source(rows, job, reader) for rows in job.sources[0]),
+        validation=tuple(_stored_source(rows, job, reader) for rows in job.sources[1]),
         archives=tuple(
             Archive(name=job.archive(n).name, bytes=one.bytes, sha256=one.sha256, rows=len(one.row_R3), judges=n >= job.judging)
             for n, one in enumerate(entries)
@@ -209,7 +209,7 @@ def packing_order(reader: Reader, budget: Budget, packs: int | None) -> SampleOr
             break
     if not len(rows):
         raise Refused(f"no sample can be used: all {rejects.seen} were rejected. `eyeline check` says why")
-    rejects.check(once, lambda: sum(int(reader.training.kept(s, h).sum()) for s, h, _ in _sound(reader.training)))
+    rejects.check(once, lambda: sum(int(reader.training.kept_rows(s, h).sum()) for s, h, _ in _sound(reader.training)))
     rows.add((s, h, number) for s, h, number_R in _sound(reader.training) for number in number_R.tolist())
     judged = _Rows()
     if reader.validates:
@@ -220,7 +220,7 @@ def packing_order(reader: Reader, budget: Budget, packs: int | None) -> SampleOr
 
 
 class _Rows:
-    """Rows, each once, in the order in which they came: 25 bytes a row."""
+    """Rows, each once, in the order in which they came: 25 bytes per row."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
@@ -259,7 +259,7 @@ def _sound(side: Side) -> Iterator[tuple[int, int, Longs]]:
     """Source, shard, and numbers of the rows of a side there, without those that nobody could use."""
     for source in range(len(side.index.sources)):
         for shard in range(side.shards(source)):
-            yield source, shard, np.flatnonzero(side.kept(source, shard) & ~side.index.shard(source, shard).bad_R)
+            yield source, shard, np.flatnonzero(side.kept_rows(source, shard) & ~side.index.shard(source, shard).bad_R)
 
 
 def job_of(reader: Reader, budget: Budget, folder: Path, order: SampleOrder, quality: int | None) -> PackingJob:
@@ -275,13 +275,13 @@ def job_of(reader: Reader, budget: Budget, folder: Path, order: SampleOrder, qua
     for n, (own, source, shard) in enumerate(shards.tolist()):
         here = np.flatnonzero(where_R.ravel() == n)
         index, number_R = (reader.validation if own else reader.training).index.shard(source, shard), row_R4[here, 3]
-        place_R2[here] = np.stack([index.begin_R[number_R], index.length_R[number_R]], 1)
+        place_R2[here] = np.stack([index.start_R[number_R], index.length_R[number_R]], 1)
         bytes_R[here] = _bytes_of(index)[number_R]
         hashed.update(index.stamps_F2.tobytes())  # images that have changed are others
     end_R = np.cumsum(bytes_R)
-    begin_R = end_R - bytes_R
-    begin_R[rows:] -= begin_R[rows] if judged else 0
-    part_R = begin_R // PARTITION_BYTES
+    start_R = end_R - bytes_R
+    start_R[rows:] -= start_R[rows] if judged else 0
+    part_R = start_R // PARTITION_BYTES
     part_R[rows:] += part_R[rows - 1] + 1
     bounds_K1 = np.concatenate([np.flatnonzero(np.diff(part_R, prepend=-1)), [len(row_R4)]])
     bytes_K = np.add.reduceat(bytes_R, bounds_K1[:-1])
@@ -293,7 +293,7 @@ def job_of(reader: Reader, budget: Budget, folder: Path, order: SampleOrder, qua
 
 
 def _bytes_of(index: ShardIndex) -> Longs:
-    """What each row will have in an archive; about."""
+    """The approximate bytes of each row in an archive."""
     pixels_M = index.sizes_M3[:, 1].astype(np.int64) * index.sizes_M3[:, 2]
     size_N = np.repeat(pixels_M // PIXELS_BYTE, np.diff(index.frames_M1))
     file_N, length_N = index.file_N, index.length_N
@@ -313,11 +313,11 @@ def write_partition(job: PackingJob, number: int) -> Entries:
     path = job.archive(number)
     beside = path.with_name(f".{path.name}.tmp")
     hashed, rows, images, at = hashlib.sha256(), [], [], 0
-    begin, end = job.bounds_K1[number : number + 2].tolist()
+    start, end = job.bounds_K1[number : number + 2].tolist()
     try:
         with open(beside, "wb") as file:
-            for n, (own, source, shard, row, *where) in enumerate(job.row_R6[begin:end].tolist()):
-                written = _written(job, job.sources[own][source], Place(shard, row, *where), f"{number:05d}-{n:07d}")
+            for n, (own, source, shard, row, *where) in enumerate(job.row_R6[start:end].tolist()):
+                written = _archive_members(job, job.sources[own][source], Place(shard, row, *where), f"{number:05d}-{n:07d}")
                 rows.append([at, sum(map(len, written.members)), len(written.images)])
                 for one in written.members:
                     file.write(one)
@@ -341,13 +341,13 @@ class _Written(NamedTuple):
     images: list[list[Any]]  # as in Entries, counted from the first member
 
 
-def _written(job: PackingJob, rows: Rows, place: Place, key: str) -> _Written:
+def _archive_members(job: PackingJob, rows: Rows, place: Place, key: str) -> _Written:
     """One sample as members of an archive: its JSON, then its images in order."""
     try:
         sample = rows.read(place)
-        files = [found for medium in sample.media for found in _encoded(job, medium, rows.retries)]
+        files = [found for medium in sample.media for found in _encoded_images(job, medium, rows.retries)]
     except BadSample as bad:
-        _, file, number = rows.named(place)
+        _, file, number = rows.origin_of(place)
         raise StorageFailed(
             f"{file} row {number}, or an image of it, has changed since it was indexed: {bad}. Restore it, then prepare again"
         ) from bad
@@ -369,7 +369,7 @@ def _member(name: str, data: bytes) -> bytes:
     return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK)
 
 
-def _encoded(job: PackingJob, medium: EncodedImage | Video, retries: int) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
+def _encoded_images(job: PackingJob, medium: EncodedImage | Video, retries: int) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
     """(a hash that is equal for equal images, the encoded file, and its height and width if it was scaled down) of each image."""
     size = None if job.quality is None or job.rule is None else _largest(size_of(medium), job.rule)
     for image in frames_of(medium):
@@ -411,8 +411,8 @@ def _scaled_down(image: EncodedImage, size: tuple[int, int], job: PackingJob) ->
 # Done before, and room
 
 
-def _known(job: PackingJob, number: int) -> PackedEntries | None:
-    """What is said of a partition that was made before. Refused when it is another job's."""
+def _existing_entries(job: PackingJob, number: int) -> PackedEntries | None:
+    """The entries of a partition that exists already. Refused if they belong to another job."""
     path = job.entries(number)
     try:
         known = Entries(**read_json(path))
@@ -441,32 +441,32 @@ def _refuse_small_disk(job: PackingJob, missing: Sequence[int]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """Where all that was written lies. Dims: R rows as in the job  N their images, in order"""
+    """The positions of everything that was written. Dims: R rows as in the job  N their images, in order"""
 
-    begin_R: Longs  # through all archives, one behind the other
+    start_R: Longs  # through all archives, one behind the other
     length_R: Longs
     first_R: Longs  # of its images
     archive_N: Longs
     lies_N4: Longs  # begin and length in the archive; height and width where it was scaled down
 
 
-def where_written(job: PackingJob, entries: Sequence[PackedEntries]) -> Written:
+def positions_written(job: PackingJob, entries: Sequence[PackedEntries]) -> Written:
     """An image that several samples show lies in the archives with each of them, and all are given the first: equal images have
     equal places, as they have in the source."""
     archive_R = np.repeat(np.arange(len(job)), np.diff(job.bounds_K1))
     row_R3 = np.concatenate([one.row_R3 for one in entries])
-    begin_R = row_R3[:, 0] + np.cumsum([0, *(one.bytes for one in entries)])[archive_R]
+    start_R = row_R3[:, 0] + np.cumsum([0, *(one.bytes for one in entries)])[archive_R]
     archive_N = np.repeat(archive_R, row_R3[:, 2])
     _, first, same_N = np.unique(np.concatenate([one.keys_N for one in entries]), return_index=True, return_inverse=True)
     from_N, lies_N4 = first[same_N.ravel()], np.concatenate([one.lies_N4 for one in entries])
-    return Written(begin_R, row_R3[:, 1], np.cumsum(row_R3[:, 2]) - row_R3[:, 2], archive_N[from_N], lies_N4[from_N])
+    return Written(start_R, row_R3[:, 1], np.cumsum(row_R3[:, 2]) - row_R3[:, 2], archive_N[from_N], lies_N4[from_N])
 
 
 def write_indexes(reader: Reader, job: PackingJob, found: Written) -> None:
     """Write the index of every shard that was looked at, with places in the archives. Sources of one file have one index."""
     order_R = np.lexsort(job.row_R6[:, 2::-1].T)
-    addresses, begins = np.unique(job.row_R6[order_R, :3], axis=0, return_index=True)
-    written = dict(zip(map(tuple, addresses.tolist()), np.split(order_R, begins[1:]), strict=True))
+    addresses, starts = np.unique(job.row_R6[order_R, :3], axis=0, return_index=True)
+    written = dict(zip(map(tuple, addresses.tolist()), np.split(order_R, starts[1:]), strict=True))
     shards: dict[str, list[tuple[int, int, int]]] = {}
     for own, (sources, side) in enumerate(zip(job.sources, (reader.training, reader.validation), strict=True)):
         for source, rows in enumerate(sources):
@@ -475,18 +475,18 @@ def write_indexes(reader: Reader, job: PackingJob, found: Written) -> None:
     for name, same in shards.items():
         at_R = np.concatenate([written.get(address, np.empty(0, np.int64)) for address in same])
         own, source, shard = same[0]
-        moved = _moved((reader.validation if own else reader.training).index.shard(source, shard), np.sort(at_R)[::-1], job, found)
+        moved = _moved_index((reader.validation if own else reader.training).index.shard(source, shard), np.sort(at_R)[::-1], job, found)
         path = index_path(job.folder / "index", name)
         make_folder(path.parent)
         write_atomically(path, to_bytes(moved, name))
 
 
-def _moved(index: ShardIndex, at_R: Longs, job: PackingJob, found: Written) -> ShardIndex:
+def _moved_index(index: ShardIndex, at_R: Longs, job: PackingJob, found: Written) -> ShardIndex:
     """The index with the rows `at_R` of the job where they were written: the first of the same, which is the last here. The others lie
     nowhere."""
     number_R = job.row_R6[at_R, 3]
-    begin_R, length_R = np.full((2, len(index)), UNUSABLE, np.int64)
-    begin_R[number_R], length_R[number_R] = found.begin_R[at_R], found.length_R[at_R]
+    start_R, length_R = np.full((2, len(index)), UNUSABLE, np.int64)
+    start_R[number_R], length_R[number_R] = found.start_R[at_R], found.length_R[at_R]
     first_R, end_R = index.frames_M1[index.media_R1[number_R]], index.frames_M1[index.media_R1[number_R + 1]]
     counts_R = end_R - first_R
     within = np.arange(int(counts_R.sum())) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
@@ -497,18 +497,18 @@ def _moved(index: ShardIndex, at_R: Longs, job: PackingJob, found: Written) -> S
     sizes_M3[scaled_M2[:, 0] > 0, 1:] = scaled_M2[scaled_M2[:, 0] > 0]
     return replace(
         index,
-        begin_R=begin_R,
+        start_R=start_R,
         length_R=length_R,
         sizes_M3=sizes_M3,
         file_N=file_N,
-        begin_N=lies_N4[:, 0].copy(),
+        start_N=lies_N4[:, 0].copy(),
         length_N=lies_N4[:, 1].copy(),
         files=(),
         stamps_F2=np.empty((0, 2), np.int64),
     )
 
 
-def _stored(rows: Rows, job: PackingJob, reader: Reader) -> StoredSource:
+def _stored_source(rows: Rows, job: PackingJob, reader: Reader) -> StoredSource:
     shards = tuple(_stored_shard(rows, shard, job, reader) for shard in range(len(rows.shards)))
     return StoredSource(path=str(rows.path), root=str(rows.root), layout=rows.layout.identity, why=rows.layout.why, shards=shards)
 
@@ -517,7 +517,7 @@ def _stored_shard(rows: Rows, shard: int, job: PackingJob, reader: Reader) -> St
     about = rows.shards[shard]
     if job.quality is not None:  # other images, and so other data
         about = replace(about, fingerprint=f"{about.fingerprint} JPEG {job.quality} {job.rule}")
-    first, file, row = rows.named(Place(shard, 0, 0, 0))
+    first, file, row = rows.origin_of(Place(shard, 0, 0, 0))
     id, _, number = first.rpartition("#")
     name = identity_of(about, rows.layout.identity, rows.root, reader.encoder, reader.rule)
     return StoredShard(**asdict(about), file=file, id=id, first_id=int(number), first_row=row, index=name)

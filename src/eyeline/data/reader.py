@@ -1,4 +1,4 @@
-"""What the data of one stage are read with: opened sources, their indexes, the count of rejects; and what identifies all that, so that a
+"""The reader of the data of one stage: opened sources, their indexes, the count of rejects; and what identifies all that, so that a
 saved position is never used with other data."""
 
 import hashlib
@@ -100,7 +100,7 @@ def reader_of(
 
 
 def sizing_of(reader: Reader, budget: Budget, validation: bool = False) -> Sizing:
-    """What measures the training rows, or the validation rows; it remembers, so there is one for each. Refused for prepared data
+    """The sizing of the training rows, or of the validation rows. It caches, so there is one for each. Refused for prepared data
     that were planned for something else."""
     if (validation, budget) not in reader.sizings:
         if reader.prepared is not None:
@@ -112,7 +112,7 @@ def sizing_of(reader: Reader, budget: Budget, validation: bool = False) -> Sizin
 
 
 def fetch_of(reader: Reader, validation: bool, budget: Budget | None, augment: Augment | None) -> Fetch:
-    """What makes batches of planned packs; it remembers decoded images, so there is one for each budget."""
+    """The fetcher that makes batches of planned packs. It caches decoded images, so there is one per budget."""
     key = (validation, budget)
     if key not in reader.fetches:
         sources = (reader.validation if validation else reader.training).index.sources
@@ -121,7 +121,7 @@ def fetch_of(reader: Reader, validation: bool, budget: Budget | None, augment: A
 
 
 def training_pools(reader: Reader) -> tuple[Pool, ...]:
-    """What the training rows are drawn from: one pool of everything, or one of each source."""
+    """The pools that training rows are drawn from: one of everything, or one per source."""
     if reader.data.mix == "concat":
         return (pool_of(reader.training, reader.data.max_samples_per_image, reader.seed),)
     return pools_of(reader.training, reader.data.max_samples_per_image, reader.seed)

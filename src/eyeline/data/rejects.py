@@ -175,7 +175,8 @@ class Rejects:
             raise self._too_many()
 
     def check_part(self, total: Callable[[], int]) -> None:
-        """The same of a stage that ends before it has met all rows: too many are more than the limit allows of all, or so many that chance
+        """The check for a stage that ends before it has read all rows: too many are more than the limit allows of all, or so many that
+        chance
         does not explain it. One bad row among the first ten does not say that one in ten is bad."""
         expected = self.max_rate * self.seen
         unlikely = expected + 4 * math.sqrt(expected) + 2  # four standard deviations, and a little where the numbers are small
@@ -194,8 +195,8 @@ class Rejects:
             "data.max_reject_rate if dropping them is acceptable"
         )
 
-    def said(self) -> str:
-        """How many were skipped so far, and why."""
+    def summary(self) -> str:
+        """The number of samples skipped so far, and the causes."""
         where = f". {self.path} names each" if self.path else ""
         return f"{self.rejected:,} of {self.seen:,} samples skipped: {self.causes()}{where}"
 

@@ -1,4 +1,4 @@
-"""What a stage learns from, and what it is validated on: the `data` of a recipe, opened and looked at row by row.
+"""Training and validation sets of a stage: the `data` of a recipe, opened.
 
 That is before there is a tokenizer, and so before there is an index.
 """
@@ -25,7 +25,7 @@ from eyeline.data.workers import Workers
 
 
 class Data(Settings):
-    """What a stage learns from."""
+    """The data of a stage."""
 
     sources: tuple[Source, ...] = Field(min_length=1)
     # concat: every row once per epoch (`repeat` times, where a source says so). interleave: sources drawn in proportion to their `weight`
@@ -84,7 +84,7 @@ def open_each(sources: Iterable[Source], retries: int = RETRIES) -> tuple[Rows, 
 
 
 def held_out(rows: Rows, place: Place, found: Sample | BadSample, share: float) -> bool:
-    """Whether a row is kept for validation: when any of its images is drawn, so that training never sees one of those."""
+    """Return whether a row is kept for validation: when any of its images is drawn, so that training never sees one of those."""
     return share > 0 and hold_out_draw(names_of(found, rows.id(place), rows.root)) < share
 
 
@@ -133,7 +133,7 @@ def open_sides(data: Data) -> Divided:
     sides = {False: False, True: not data.validation_fraction}
     looked = 0
     for rows in sources:
-        for place, _, found in rows.kept():
+        for place, _, found in rows.kept_rows():
             looked += 1
             sides[held_out(rows, place, found, data.validation_fraction)] = True
             if all(sides.values()):
@@ -178,7 +178,7 @@ def training_samples(data: Data) -> Iterator[Sample]:
         yield from found.samples()
         return
     for rows in open_each(data.sources, data.read_retries):
-        for place, _, found in rows.kept():
+        for place, _, found in rows.kept_rows():
             if isinstance(found, Sample) and not held_out(rows, place, found, data.validation_fraction):  # bad ones are counted in training
                 yield found
 

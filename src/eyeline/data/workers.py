@@ -51,7 +51,7 @@ R = TypeVar("R")
 
 
 class Job(Protocol):
-    """What one worker does in one go. Pickles."""
+    """One task of a worker. Picklable."""
 
     @property
     def bytes(self) -> int: ...  # about what its result will hold
@@ -66,7 +66,7 @@ J = TypeVar("J", bound=Job)
 
 @dataclass(frozen=True)
 class Workers:
-    """How many, and how long they are waited for."""
+    """The number of workers, and their time limits."""
 
     count: int
     read_ahead: int  # bytes of results that may wait for their turn; one job is always under way
@@ -313,7 +313,7 @@ class Background(Generic[J]):
         self._worker: _Worker | None = _Worker(pickle.dumps(work), most_bytes=None)
         self._given = 0
 
-    def begin(self, job: J) -> None:
+    def start(self, job: J) -> None:
         self._look()
         if self._worker is not None:
             self._given += 1
@@ -378,7 +378,7 @@ def _send(over: socket.socket, value: Any) -> None:
 
 
 def _receive(over: socket.socket) -> Any:
-    """What the other side sent. EOFError when it is gone. Its arrays share one piece of this process's memory."""
+    """The message that the other side sent. EOFError when it is gone. Its arrays share one piece of this process's memory."""
     try:
         header, handles, _, _ = socket.recv_fds(over, _HEADER.size, 1)
     except ConnectionResetError as error:

@@ -1,1 +1,1 @@
-"""How good a model is, measured on samples that it was not trained on."""
+"""Evaluation of a model on samples that it was not trained on."""

@@ -18,9 +18,9 @@ from eyeline.core.randomness import seed_for
 from eyeline.data.images.decode import decode
 from eyeline.data.images.image_files import image_key
 from eyeline.data.sources.sources import Place, Rows
-from eyeline.data.text.documents import until_supervised
+from eyeline.data.text.documents import up_to_last_supervised
 from eyeline.data.text.tokenizer import Encoder
-from eyeline.evals.metric import EXACT_MATCH, Metric, normalised
+from eyeline.evals.metric import EXACT_MATCH, Metric, normalise_answer
 from eyeline.evals.result import Asked, Blind, Result, Score
 from eyeline.generate.generate import generate
 from eyeline.generate.prompts import Prompts
@@ -45,7 +45,7 @@ def answer_of(sample: Sample) -> str:
 
 @dataclass(frozen=True)
 class Prior:
-    """What somebody would answer who knows the training questions by heart and never looks at an image."""
+    """The text-only baseline: an answer from the training questions alone, without looking at an image."""
 
     answers: dict[str, str]  # question -> its most frequent answer
     default: str  # the most frequent answer of all, for questions that training never asked
@@ -56,12 +56,12 @@ class Prior:
         return self.answers.get(question, self.default)
 
 
-def prior_of(samples: Iterable[Sample], alike: Callable[[str], str] = normalised) -> Prior:
+def prior_of(samples: Iterable[Sample], alike: Callable[[str], str] = normalise_answer) -> Prior:
     """The prior of these samples, in which answers are one that are `alike`. Of equally frequent answers the one met first."""
     by_question: dict[str, Counter[str]] = defaultdict(Counter)
     overall: Counter[str] = Counter()
     for sample in samples:
-        sample = until_supervised(sample)
+        sample = up_to_last_supervised(sample)
         answer = alike(answer_of(sample))
         by_question[question_of(sample)][answer] += 1
         overall[answer] += 1
@@ -88,11 +88,11 @@ def usable(sources: Iterable[Rows], rejected: Counter[str]) -> Iterator[Question
     """Every sample of the sources in order, up to its last answer that is in the loss; the unusable ones are counted in `rejected` by
     cause."""
     for rows in sources:
-        for place, _, found in rows.kept():
+        for place, _, found in rows.kept_rows():
             if isinstance(found, BadSample):
                 rejected[found.cause] += 1
             else:
-                yield Question(until_supervised(found), rows, place)
+                yield Question(up_to_last_supervised(found), rows, place)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def exact_match(
     Samples that cannot be asked are counted under `rejected` and are in no score. Refused when none can. The model's
     training mode is put back.
     """
-    begin = time.monotonic()
+    start = time.monotonic()
     rejected: Counter[str] = Counter()
     tally = Tally()
     was_training = model.training
@@ -158,10 +158,10 @@ def exact_match(
         given=tally.given,
         cut=tally.cut,
         max_new_tokens=max_new_tokens,
-        seconds=time.monotonic() - begin,
+        seconds=time.monotonic() - start,
         stamps=stamps or {},
-        samples=tuple(shown(answered) for answered in tally.shown()),
-        wrong=tuple(shown(answered) for answered in tally.wrong()),
+        samples=tuple(asked_of(answered) for answered in tally.shown()),
+        wrong=tuple(asked_of(answered) for answered in tally.wrong()),
     )
 
 
@@ -272,7 +272,7 @@ def by_image(questions: Iterable[Question]) -> Iterator[Question]:
         yield from sorted(window, key=lambda question: [image_key(image) for image in question.sample.images])
 
 
-def shown(answered: Answered) -> Asked:
+def asked_of(answered: Answered) -> Asked:
     """A sample as eval.json keeps it."""
     sample = answered.sample
     return Asked(

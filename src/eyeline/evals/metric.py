@@ -1,4 +1,4 @@
-"""How an answer is scored: by exact match, or by a function of the user's own, `score(prediction, answer)`, with or without `row`."""
+"""Score an answer: by exact match, or by a function of the user's own, `score(prediction, answer)`, with or without `row`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from eyeline.core.errors import Refused
 from eyeline.core.user_code import CodeFailed, UserFunction, is_code, user_function
 
 
-def normalised(answer: str) -> str:
-    """What counts of an answer: not its case, nor its white space, nor full stops and the like around it."""
+def normalise_answer(answer: str) -> str:
+    """The answer in lower case, without white space and punctuation around it."""
     return " ".join(answer.casefold().split()).strip(" .,!?")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What gives each answer a score from 0 to 1. A score of an evaluation is their mean."""
+    """A function that gives each answer a score from 0 to 1. A score of an evaluation is their mean."""
 
     code: UserFunction | None = None  # None: exact match, 1 or 0
 
@@ -32,7 +32,7 @@ class Metric:
         """The score of a prediction; `row` reads the row that the question is of, as its file has it. Refused, with file and line, where a
         function fails or returns no number from 0 to 1."""
         if self.code is None:
-            return int(normalised(prediction) == normalised(answer))
+            return int(normalise_answer(prediction) == normalise_answer(answer))
         try:
             score = self.code(prediction, answer, **({"row": row()} if self.code.takes("row") else {}))
         except CodeFailed as failed:

@@ -20,7 +20,7 @@ class Score(Settings):
 
 
 class Blind(Settings):
-    """What somebody reaches who never looks at the image, on the same questions."""
+    """The scores of the text-only baseline on the same questions."""
 
     how: str
     overall: Score
@@ -62,7 +62,7 @@ class Result(Settings):
 
     @property
     def warning(self) -> str | None:
-        """Why the scores may promise more than they hold."""
+        """The reason why the scores may be too high."""
         if not self.also_learned:
             return None
         return (

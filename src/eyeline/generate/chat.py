@@ -62,7 +62,7 @@ def chat(
 
 
 def banner(opened: Opened, model: Model, spec: Spec, here: Machine, compute_dtype: torch.dtype) -> str:
-    """What one talks to, and how: the lines before the first message."""
+    """The lines before the first message: the model, and the commands."""
     which = f" · {opened.checkpoint.folder.name} (step {opened.checkpoint.step})" if opened.checkpoint else ""
     size = sum(p.numel() for p in model.parameters())
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[compute_dtype]
@@ -157,7 +157,7 @@ class Talk:
             note(f"The model no longer sees {image.name}. /image {image.name} shows it again.")
 
     def _cut(self, prompt: Document) -> str:
-        """Why an answer ended before its end."""
+        """The reason why an answer was cut."""
         if len(prompt.tokens_T) + self.sampling.max_new_tokens > self.spec.max_positions:
             return f"The answer is cut at the end of the model's context ({self.spec.max_positions:,} tokens)."
         return f"The answer is cut after {self.sampling.max_new_tokens} tokens. --max-new-tokens allows longer ones."
@@ -212,7 +212,7 @@ def path_of(argument: str) -> Path:
 
 
 def hint(line: str) -> str | None:
-    """What a line is likely meant to be that starts with a slash and is no command."""
+    """A suggestion for a line that starts with a slash and is not a command."""
     word = line.split()[0]
     return f"To show that file, type /image {word}" if Path(word).is_file() else None
 

@@ -22,7 +22,7 @@ Finish = Literal["stop", "length"]  # "length": cut at max_new_tokens, or at the
 
 @dataclass(frozen=True)
 class Answer:
-    """What a prompt was answered."""
+    """The answer to one prompt."""
 
     tokens: tuple[int, ...]  # without the stop token
     finish: Finish

@@ -15,7 +15,7 @@ from eyeline.core.settings import NotNegative, Positive, Settings
 
 
 class Sampling(Settings):
-    """How answers are made. The defaults are greedy."""
+    """The sampling settings. The defaults are greedy."""
 
     max_new_tokens: Positive = 256  # of an answer, which is cut there
     temperature: Annotated[float, Field(ge=0)] = 0.0  # 0: always the most probable token
@@ -24,8 +24,8 @@ class Sampling(Settings):
     seed: NotNegative = 0
 
 
-def filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Logits that are divided by the temperature and -inf where a token may not be drawn, in transformers' order:
+def filter_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+    """The logits divided by the temperature and -inf where a token may not be drawn, in transformers' order:
     temperature, top-k, top-p. Of equal logits at the border top-k keeps all."""
     logits_BV = logits_BV / sampling.temperature
     if sampling.top_k:
@@ -46,7 +46,7 @@ def next_tokens(logits_BV: Tensor, sampling: Sampling, rows: Sequence[int], step
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).tolist()
     # inverse of the cumulative distribution at one uniform number a row: the same on every device, up to rounding
-    upto_BV = filtered(logits_BV, sampling).double().softmax(-1).cumsum(-1)
+    upto_BV = filter_logits(logits_BV, sampling).double().softmax(-1).cumsum(-1)
     uniform = [rng_for(sampling.seed, "generate", row, step).random() for row in rows]
     at_B1 = torch.tensor(uniform, dtype=torch.float64, device=logits_BV.device)[:, None] * upto_BV[:, -1:]
     drawn_B = torch.searchsorted(upto_BV, at_B1, right=True)[:, 0]

@@ -38,7 +38,7 @@ def _edit_lines() -> None:
 
 
 def completions(line: str) -> list[str]:
-    """What a line may become: commands, and paths after `/image `."""
+    """The completions of a line: commands, and paths after `/image `."""
     if not line.startswith("/image "):
         return [command for command in COMMANDS if command.startswith(line)] if line.startswith("/") else []
     folder, start = os.path.split(line.removeprefix("/image "))

@@ -185,7 +185,7 @@ def _running_sum(x_RYC: Tensor) -> Tensor:
 
 
 class _Chunks(NamedTuple):
-    """What all chunks of a plan compute before they know the state. [R, G, H/G, ...] where heads of values are many."""
+    """Tensors that all chunks of a plan compute before the state is known. [R, G, H/G, ...] where heads of values are many."""
 
     q_RGCK: Tensor  # scaled
     k_RGCK: Tensor

@@ -1,4 +1,5 @@
-"""What fast kernels ask of a GPU: its compute capability, and why one of them cannot run there. None of it looks at a tensor's content."""
+"""Requirements of fast kernels: the compute capability of a GPU, and the reason why a kernel cannot run there. None of it looks at a
+tensor's content."""
 
 import torch
 
@@ -19,7 +20,7 @@ def written(capability: Capability) -> str:
 
 
 def flash_obstacle(dtype: torch.dtype, head_dim: int, capability: Capability) -> str | None:
-    """Why PyTorch's variable-length flash attention cannot compute this on a GPU; None where it can."""
+    """The reason why PyTorch's variable-length flash attention cannot compute this on a GPU; None where it can."""
     if torch.version.hip is not None:
         return "this is a ROCm build of torch, where flash attention over packed documents is untested"
     if capability < (8, 0):
@@ -34,7 +35,7 @@ def flash_obstacle(dtype: torch.dtype, head_dim: int, capability: Capability) ->
 
 
 def grouped_obstacle(dtype: torch.dtype, capability: Capability) -> str | None:
-    """Why PyTorch's grouped matrix product cannot be called at all on a GPU; None where it can, fast or not (`grouped_waits`)."""
+    """The reason why PyTorch's grouped matrix product cannot be called on a GPU; None where it can, fast or not (`grouped_waits`)."""
     if torch.version.hip is not None:
         return "this is a ROCm build of torch, where the grouped matrix product is untested"
     if capability < (8, 0):

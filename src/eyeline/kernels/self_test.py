@@ -14,7 +14,7 @@ GENERATING = ("the state after each document",)
 def fla_fault(
     key_heads: int, value_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, gradients: bool
 ) -> str | None:
-    """What is wrong with fla's gated delta rule on this device, for heads of these sizes; None if nothing is.
+    """The fault of fla's gated delta rule on this device, for heads of these sizes; None if nothing is.
 
     Compared on one packed batch, against our chunks in float32: the output, and with `gradients` the gradients of all five inputs, or
     without the states that generation continues from. Whatever fla raises is a fault too.

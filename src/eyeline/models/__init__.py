@@ -1,4 +1,4 @@
-"""What computes: one file per family, and the lists that name them all. No model knows a rank, a device or the environment.
+"""Models: one file per family, and the lists that name them all. No model knows a rank, a device or the environment.
 
 A family is a module of the interface `Family`; how Hugging Face names its tensors and settings is in `models/hf/`.
 """
@@ -13,7 +13,7 @@ from eyeline.models import llava, qwen3_5_vl, qwen3_vl, qwen_vl, text
 
 
 class Family(Protocol):
-    """What a module of a family has; `c` is its own Config."""
+    """The interface of a family's module; `c` is its own Config."""
 
     def Model(self, c: Any, compute_dtype: torch.dtype, /) -> "Model": ...
     def spec(self, c: Any, /) -> Spec: ...
@@ -43,5 +43,5 @@ def family_of(c: Config) -> Family:
 
 
 def spec(c: Config) -> Spec:
-    """What the model of this config states about itself."""
+    """The facts of the model of this config."""
     return family_of(c).spec(c)

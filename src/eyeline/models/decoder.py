@@ -25,7 +25,7 @@ from eyeline.models.moe import Agree, Load, MoE, Routed, load_of
 
 
 class Layout(NamedTuple):
-    """What every block is given about the batch."""
+    """The layout of the batch, as every block gets it."""
 
     cos_TR: Tensor  # float32: of each token's position
     sin_TR: Tensor
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
 
 
 class Cache(Protocol):
-    """What one layer keeps of the sequences that are being generated."""
+    """The cache of one layer for the sequences that are being generated."""
 
     lengths: list[int]  # tokens of each row so far
 
@@ -172,7 +172,7 @@ class Head(nn.Module):
 
 
 class Output(NamedTuple):
-    """What a model computes of a batch."""
+    """The output of a model for a batch."""
 
     out: Tensor  # the summed loss of the labelled rows; float32 logits_LV of `rows_L` where the batch has no labels
     load: Load | None  # of a batch with labels, where the model has MoE layers

@@ -110,7 +110,7 @@ class Work:
 
 
 def work_of(batch: Batch, image: ImageRule | None) -> Work:
-    """Of a batch that is still on the host."""
+    """The work of a batch that is still on the host."""
     tokens_S = np.diff(batch.cu_S1[: batch.counts.documents + 1].numpy().astype(np.int64))
     patches_N = np.diff(batch.cu_N1.numpy().astype(np.int64))
     patches = int(patches_N.sum())
@@ -126,7 +126,7 @@ def work_of(batch: Batch, image: ImageRule | None) -> Work:
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one or several batches."""
+    """The FLOPs of one or several batches."""
 
     forward: Mapping[Where, int]
     backward: Mapping[Where, int]
@@ -134,7 +134,7 @@ class Flops:
 
     @property
     def by_part(self) -> dict[Where, int]:
-        """What the model needs: forward and backward."""
+        """The FLOPs that the model needs: forward and backward."""
         return {where: self.forward[where] + self.backward[where] for where in self.forward}
 
     @property
@@ -165,7 +165,7 @@ class Arithmetic:
         return self.of_work(work_of(batch, self.image)) if batch.counts.supervised else NONE
 
     def of_work(self, work: Work) -> Flops:
-        """Of a batch that holds this."""
+        """The FLOPs of a batch with these contents."""
         tally = self.with_images if work.patch else self.texts
 
         def summed(counts: Counter[tuple[Where, Rows | Pairs]]) -> dict[Where, int]:
@@ -186,7 +186,7 @@ class Arithmetic:
 
 
 def count(model: nn.Module, image: ImageRule | None) -> Arithmetic:
-    """Of a model on any device (meta will do), frozen, adapted and recomputed as it stands."""
+    """Count a model on any device (meta suffices), frozen, adapted and recomputed as it stands."""
     tallies = {}
     for images in (False, True):
         tallies[images] = tally = Tally()
@@ -194,7 +194,7 @@ def count(model: nn.Module, image: ImageRule | None) -> Arithmetic:
     return Arithmetic(with_images=tallies[True], texts=tallies[False], image=image)
 
 
-# Dense bfloat16 products with float32 accumulation, FLOPs a second, without sparsity, as the maker publishes them. NVIDIA's data sheets
+# Dense bfloat16 products with float32 accumulation, FLOPs per second, without sparsity, as the maker publishes them. NVIDIA's data sheets
 # of the products; its Ampere (GA102), Ada and Blackwell white papers, appendices, for GeForce, RTX and L40S; AMD's data sheets of
 # Instinct. Data sheets with an asterisk give twice as much, "with sparsity". Longer names first.
 PEAKS = {
@@ -236,7 +236,8 @@ _OTHER = r"(?! (Laptop|D|Ti|SUPER)\b)"  # a word after the name that makes it an
 
 
 def peak_of(device_name: str) -> float | None:
-    """By the name that the driver gives, in whole words; None where it is not known, as for a CPU or a part of a GPU (MIG)."""
+    """The peak of a device, by the name that the driver gives, in whole words; None where it is not known, as for a CPU or a part of a
+    GPU (MIG)."""
     if " MIG " in device_name:
         return None
     return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{re.escape(name)}\b{_OTHER}", device_name)), None)

@@ -1,4 +1,4 @@
-"""Which kernels a model computes with on a device: chosen and said before its first batch, so that nothing slow or wrong is silent."""
+"""Choose the kernels of a model on a device before its first batch, and report them, so that nothing slow or wrong is silent."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ INSTALL_FLA = f"pip install '{FLA}'"
 
 @dataclass(frozen=True)
 class KernelPaths:
-    """What to tell the user, a line each."""
+    """The kernels and warnings, as lines for the user."""
 
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()  # each with its reason and remedy

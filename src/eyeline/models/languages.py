@@ -11,7 +11,7 @@ from eyeline.models.decoder import Decoder
 
 
 class Language(Protocol):
-    """What a module of a language model has; `c` is its own Config."""
+    """The interface of a language model's module; `c` is its own Config."""
 
     def Model(self, c: Any, compute_dtype: torch.dtype = torch.float32, /) -> Decoder: ...
     def sizes(self, c: Any, /) -> LanguageSizes: ...

@@ -82,7 +82,7 @@ def targets_of(model: nn.Module, spec: Spec, part: Part) -> dict[str, list[str]]
 
 
 def unknown_target(target: str, known: Collection[str]) -> str:
-    """What to say of a target that a part does not have."""
+    """The message about a target that a part does not have."""
     if f"{target}_proj" in known:
         return f"{target!r} is called '{target}_proj' here."
     return f"there is no linear layer {target!r}.{nearest(target, list(known))} There are {', '.join(known)}, or the word all-linear."

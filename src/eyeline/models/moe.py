@@ -67,14 +67,14 @@ Balance = Annotated[Aux | Bias | Forced, Field(discriminator="balance")]
 
 
 class Routed(NamedTuple):
-    """Where one layer sent the non-padding tokens of a batch."""
+    """The routing of the non-padding tokens of a batch in one layer."""
 
     load_E: Tensor  # int64: tokens that each expert got
     mass_E: Tensor  # float32: sum of the tokens' probabilities
 
 
 class Load(NamedTuple):
-    """Where the tokens of a batch went, of all MoE layers in order; padding is not counted."""
+    """The expert load of a batch, for all MoE layers in order; padding is not counted."""
 
     tokens_NE: Tensor  # int64: tokens that each expert of each layer got
     mass_NE: Tensor  # float32: sum of the tokens' probabilities
@@ -85,7 +85,7 @@ def load_of(routed: Sequence[Routed]) -> Load:
 
 
 class Router(nn.Module):
-    """Which experts a token goes to. In float32: a rounded logit would change the choice."""
+    """Choose the experts of each token. In float32: a rounded logit would change the choice."""
 
     bias_E: Tensor | None  # only where experts are balanced by it
 

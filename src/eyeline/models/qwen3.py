@@ -55,7 +55,7 @@ class Config(Settings):
 
     @property
     def sparse(self) -> tuple[bool, ...]:
-        """Which layers have experts."""
+        """The layers that have experts."""
         dense = [self.experts is None or (i + 1) % self.sparse_every != 0 or i in self.dense_layers for i in range(self.layers)]
         return tuple(not one for one in dense)
 

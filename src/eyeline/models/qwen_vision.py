@@ -71,7 +71,7 @@ class Config(Settings):
         return self.hidden_size // self.heads
 
     def rule(self) -> ImageRule:
-        """What preprocessing must do for this tower."""
+        """The image rule of this tower."""
         return ImageRule(
             patch=self.patch,
             merge=self.merge,

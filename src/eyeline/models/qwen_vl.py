@@ -1,4 +1,4 @@
-"""What Qwen3-VL and Qwen3.5 share: the tower of `qwen_vision.py`, its mergers as the projector, and a decoder.
+"""The shared parts of Qwen3-VL and Qwen3.5: the tower of `qwen_vision.py`, its mergers as the projector, and a decoder.
 
 The main merger's tokens take the places of the placeholders in the embedded text; DeepStack's, where there are any, are added
 to the same places after the decoder's first blocks. `qwen3_vl.py` and `qwen3_5_vl.py` say which decoder, and how a folder names it.
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 class Config(Protocol):
-    """What the families of this design have in common."""
+    """The settings that the families of this design share."""
 
     @property
     def vision(self) -> qwen_vision.Config: ...

@@ -58,7 +58,7 @@ class Config(Settings):
         return self.image_size // self.patch
 
     def rule(self, merge: int) -> ImageRule:
-        """What preprocessing must do for this tower when r×r = merge² patches become one token."""
+        """The image rule of this tower when r×r = merge² patches become one token."""
         resize = Square(self.image_size) if self.tiles == 1 else Tiles(self.image_size, self.tiles)
         if self.patches is not None:
             resize = Patches(self.patches)

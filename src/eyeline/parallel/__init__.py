@@ -1,1 +1,1 @@
-"""Where a run runs: devices and ranks. The only folder that reads the environment."""
+"""Devices and ranks of a run. The only folder that reads the environment."""

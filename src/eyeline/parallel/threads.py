@@ -1,4 +1,4 @@
-"""What is asked of CPU threads and of the GPU's allocator. Apart from `launch.py`, since it must be asked before torch is imported."""
+"""Settings of CPU threads and of the GPU's allocator. Apart from `launch.py`, since it must be asked before torch is imported."""
 
 import os
 import sys

@@ -25,7 +25,7 @@ from eyeline.data.report.duplicates import SampleHashes, hashes_of
 from eyeline.data.report.preview import SamplePreview, sample_previews
 from eyeline.data.report.report import DataReport, Depth, data_report
 from eyeline.data.sets import open_each, open_sides
-from eyeline.data.sources.folders import named
+from eyeline.data.sources.folders import parse_location
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.sources.unread import unread
 from eyeline.evals.metric import metric_named
@@ -56,7 +56,7 @@ def refuse_problems(run: Run) -> list[str]:
     found = [*findings(run)]
     problems = [line.text for line in found if not line.warns]
     if problems:
-        raise Refused(_listed(run.name, problems))
+        raise Refused(_problem_list(run.name, problems))
     return list(dict.fromkeys(line.text for line in found if line.warns))
 
 
@@ -74,7 +74,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         encoder = bundle.encoder()
     except Refused:  # among the settings' problems already: without a model no sample can be shown
         found += device_report(run, None).problems
-        _say(console, _listed(run.name, found))
+        _say(console, _problem_list(run.name, found))
         return False
     saved = newest_state(run_folder(run) / "checkpoints") if not any(line.startswith("out: ") for line in found) else None
     spec, form = spec_of(bundle.config), mapping_of(bundle.config).form(bundle.config)
@@ -107,7 +107,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
     asked = [line.text for line in settings if line.warns and line.text.startswith("evaluation: ")]  # a stage's are in its report
     for line in (*device.warnings, *untrained_tokens(run, bundle), *evaluation_warnings(run), *asked):
         _say(console, f"warning: {line}")
-    _say(console, _listed(run.name, found) if found else f"{run.name}: no problems")
+    _say(console, _problem_list(run.name, found) if found else f"{run.name}: no problems")
     return not found
 
 
@@ -146,17 +146,17 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
                 print_blocks(console, blocks(found[-1]))
     except Refused as error:
         if problems:
-            raise Refused(_listed(run.name, problems)) from error
+            raise Refused(_problem_list(run.name, problems)) from error
         raise
     console.rule(characters="-")
     if problems:
-        _say(console, _listed(run.name, problems))
+        _say(console, _problem_list(run.name, problems))
     write_atomically(out, data_page(run.name, found, problems))
     return out
 
 
 def _arithmetic(run: Run, index: int, bundle: Bundle) -> Arithmetic:
-    """What a stage's model costs, counted on one without weights."""
+    """The FLOPs of a stage's model, counted on one without weights."""
     plan = plan_of(run, index, bundle.config)
     return count(plan.model, plan.spec.image)
 
@@ -165,12 +165,12 @@ def _evaluation(run: Run, depth: Depth) -> dict[str, SampleHashes]:
     """The questions of the recipe's evaluation, to be compared with what is learned."""
     if run.evaluation is None:
         return {}
-    rows = (row for source in open_each(run.evaluation.sources) for _, _, row in source.kept())
+    rows = (row for source in open_each(run.evaluation.sources) for _, _, row in source.kept_rows())
     return {"evaluation": hashes_of(islice((row for row in rows if isinstance(row, Sample)), depth.compared))}
 
 
 def print_blocks(console: Console, found: Iterator[Block]) -> None:
-    """What is said about data, in a terminal. Nothing in it is obeyed: neither mark-up nor control characters."""
+    """Print the report on data in a terminal. Markup and control characters in it have no effect."""
     for block in found:
         match block:
             case Heading(text, False):
@@ -213,13 +213,13 @@ def _say(console: Console, text: str) -> None:
     console.print(visible(text), markup=False, soft_wrap=True)  # the terminal may wrap; a path in a file stays whole
 
 
-def _listed(name: str, found: list[str]) -> str:
+def _problem_list(name: str, found: list[str]) -> str:
     count = "a problem" if len(found) == 1 else f"{len(found)} problems"
     return f"{name} has {count}:\n" + "\n".join(f"  {line}" for line in found)
 
 
 def settings_problems(run: Run) -> Iterator[str]:
-    """Settings against each other, the model, the machine's folders and the sources: one line a problem."""
+    """Settings against each other, the model, the machine's folders and the sources: one line per problem."""
     yield from (line.text for line in findings(run) if not line.warns)
 
 
@@ -260,13 +260,13 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
 
 
 def _source_findings(run: Run) -> Iterator[Finding]:
-    """What keeps the sources of stages and evaluation from being opened, leaves nothing of them, or is not read of them."""
+    """Problems of the sources of stages and evaluation: they cannot be opened, nothing is left of them, or images are not read."""
     for stage in run.stages:
         try:
             found = open_sides(stage.data)
             every = (*found.sources, *(() if found.validation is found.sources else found.validation))
             for rows in every:
-                if not any(True for _ in rows.kept()):
+                if not any(True for _ in rows.kept_rows()):
                     yield Finding(f"stages.{stage.name}.data: {rows.source.path} has no sample left after categories and limit")
             unseen = [line for rows in every if found.prepared is None for line in _unread_findings(f"stages.{stage.name}.data", rows)]
             yield from unseen
@@ -278,7 +278,7 @@ def _source_findings(run: Run) -> Iterator[Finding]:
                 )
         except Refused as error:
             sources = () if stage.data.prepared else (*stage.data.sources, *stage.data.validation)
-            why = _unopened(sources, stage.data.read_retries) or [str(error)]
+            why = _opening_errors(sources, stage.data.read_retries) or [str(error)]
             yield from (Finding(f"stages.{stage.name}.data: {line}") for line in why)
     if run.evaluation:
         try:
@@ -287,16 +287,16 @@ def _source_findings(run: Run) -> Iterator[Finding]:
             yield Finding(f"evaluation.metric: {error}")
         try:
             asked = open_each(run.evaluation.sources)
-            if not any(True for rows in asked for _ in rows.kept()):
+            if not any(True for rows in asked for _ in rows.kept_rows()):
                 yield Finding("evaluation: its sources have no question left after categories and limit")
             for rows in asked:
                 yield from _unread_findings("evaluation", rows)
         except Refused as error:
-            yield from (Finding(f"evaluation: {line}") for line in _unopened(run.evaluation.sources) or [str(error)])
+            yield from (Finding(f"evaluation: {line}") for line in _opening_errors(run.evaluation.sources) or [str(error)])
 
 
 def _unread_findings(where: str, rows: Rows) -> Iterator[Finding]:
-    """What rows of a source name and nothing reads."""
+    """Problems of images that rows name and nothing reads."""
     found = unread(rows)
     yield from (Finding(f"{where}: {line}", warns=True) for line in found.warnings)
     if found.refusal is not None:
@@ -304,17 +304,17 @@ def _unread_findings(where: str, rows: Rows) -> Iterator[Finding]:
 
 
 def _without_images(sources: Iterable[Rows]) -> bool:
-    """Whether there are samples, and none has an image."""
+    """Return whether there are samples, and none has an image."""
     seen = False
-    for row in (row for rows in sources for _, _, row in rows.kept() if isinstance(row, Sample)):
+    for row in (row for rows in sources for _, _, row in rows.kept_rows() if isinstance(row, Sample)):
         seen = True
         if row.media:
             return False
     return seen
 
 
-def _unopened(sources: Iterable[Source], retries: int = RETRIES) -> list[str]:
-    """Why each of the sources that cannot be opened cannot."""
+def _opening_errors(sources: Iterable[Source], retries: int = RETRIES) -> list[str]:
+    """The errors of the sources that cannot be opened."""
     found: list[str] = []
     for source in sources:
         try:
@@ -355,7 +355,7 @@ def _stage_problems(where: str, stage: Stage, plan: Plan[Model]) -> Iterator[str
 
 
 def folder_problems(folder: Path) -> Iterator[str]:
-    """Why this cannot be a run folder."""
+    """The reasons why this cannot be a run folder."""
     text = str(folder)
     if any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000 for c in text):
         yield f"out: {text!r} has control characters, or bytes that are not UTF-8; choose a plain name"
@@ -409,7 +409,7 @@ def evaluation_warnings(run: Run) -> Iterator[str]:
             stage.name
             for stage in run.stages
             for source in stage.data.sources
-            if named(source.path) == named(asked.path) and _share_kinds(source, asked)
+            if parse_location(source.path) == parse_location(asked.path) and _share_kinds(source, asked)
         ]
         if learning:
             yield (
@@ -423,7 +423,7 @@ def _share_kinds(a: Source, b: Source) -> bool:
 
 
 def data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
-    """What the examined samples say against training on them."""
+    """Problems of the examined samples that would stop training."""
     rejected = sum(report.rejects.values())
     if report.examined and rejected == report.examined:
         yield f"{stage.name}: no examined sample can be used ({_causes(report)})"

@@ -1,4 +1,4 @@
-"""What `check` says about the machine: the device that a run would take, and the kernels that its model would compute with there."""
+"""The lines of `check` about the machine: the device that a run would take, and the kernels that its model would compute with there."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,8 @@ class DeviceReport:
 
 
 def device_report(run: Run, bundle: Bundle | None) -> DeviceReport:
-    """Of this machine. With a bundle also its kernels, which are tried on the GPU as at the start of a stage, on one small batch."""
+    """Report the device of this machine, and with a bundle also its kernels, which are tried on the GPU as at the start of a stage, on
+    one small batch."""
     try:
         here = replace(machine(run.device), deterministic=run.deterministic)
     except Refused as error:

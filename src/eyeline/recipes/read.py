@@ -20,7 +20,7 @@ Record = TypeVar("Record", bound=Settings)
 MAX_BYTES = 1 << 20
 
 
-def shipped() -> dict[str, Path]:
+def shipped_recipes() -> dict[str, Path]:
     """Name -> file of the recipes that come with Eyeline."""
     folder = Path(str(files("eyeline.recipes")))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
@@ -28,7 +28,7 @@ def shipped() -> dict[str, Path]:
 
 def recipe_text(name: str) -> str:
     """The text of a shipped recipe, its commented head included. Refused for any other name."""
-    known = shipped()
+    known = shipped_recipes()
     if name not in known:
         raise Refused(f"no shipped recipe is called {name!r}.{nearest(name, list(known))} Shipped recipes: {', '.join(known)}")
     return known[name].read_text(encoding="utf-8").rstrip("\n")
@@ -43,14 +43,14 @@ def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> Run:
     """The Run of a shipped recipe's name or of a .yaml path, with overrides applied. Refused, with all that is wrong."""
     path = find_recipe(recipe)
     settings = load_yaml(path)
-    if path != shipped().get(recipe):
+    if path != shipped_recipes().get(recipe):
         settings = anchored(settings, path.parent)  # code lies beside the recipe that names it
     return run_of(anchored(override(settings, overrides), Path()), str(path))
 
 
 def find_recipe(recipe: str) -> Path:
     """The file that `recipe` names."""
-    known = shipped()
+    known = shipped_recipes()
     if recipe in known:
         return known[recipe]
     path = Path(recipe).expanduser()
@@ -140,7 +140,7 @@ def _set(place: Any, pieces: list[str], value: Any, text: str) -> None:
 
 
 def run_of(recipe: dict[str, Any], where: str) -> Run:
-    """Validate a recipe. Refused with one line a problem: where it is, what was got, what is wanted."""
+    """Validate a recipe. Refused with one line per problem: where it is, what was got, what is wanted."""
     return settings_of(Run, recipe, where)
 
 

@@ -1,1 +1,1 @@
-"""What a run did: reports, and its throughput against what the machine can do."""
+"""Reports on runs, and their throughput compared with the machine's."""

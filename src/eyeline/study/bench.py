@@ -1,4 +1,5 @@
-"""What this machine can do, and how much of it a run reached: the rate of matrix products, then throughput and MFU from metrics.jsonl."""
+"""Throughput of this machine, and the share of it that a run reached: the rate of matrix products, then throughput and MFU from
+metrics.jsonl."""
 
 import statistics
 import time
@@ -90,8 +91,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, side: int | None = Non
 def _round(a: torch.Tensor, b: torch.Tensor) -> float:
     """FLOP/s over products that take about ROUND_S together."""
     _wait(a.device)
-    begin, products = time.perf_counter(), 0
-    while (took := time.perf_counter() - begin) < ROUND_S:
+    start, products = time.perf_counter(), 0
+    while (took := time.perf_counter() - start) < ROUND_S:
         for _ in range(4):
             torch.matmul(a, b)
         _wait(a.device)

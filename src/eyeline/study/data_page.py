@@ -1,4 +1,4 @@
-"""What is said about data: a list of blocks, which a terminal prints and a page shows. So both say the same.
+"""The report on data: a list of blocks, which a terminal prints and a page shows, so that both say the same.
 
 Everything is made into words here, from the records of `data/report/report.py`; data that is quoted is cut to a length, and whoever
 prints or writes it makes it harmless.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.words import percent
 from eyeline.data.rejects import CAUSES, REMEDIES
-from eyeline.data.report.budgets import LOST, WASTE, Load, Packing, suggested
+from eyeline.data.report.budgets import LOST, WASTE, Load, Packing, suggest_budget
 from eyeline.data.report.duplicates import Duplicates
 from eyeline.data.report.preview import SamplePreview
 from eyeline.data.report.report import DataReport, Images, Measure
@@ -74,7 +74,7 @@ class StageData:
 
 
 def flops_of(packing: Packing, arithmetic: Arithmetic, rule: ImageRule | None) -> Flops:
-    """What the packs of a budget cost the model."""
+    """The FLOPs of the packs of a budget."""
 
     def of(load: Load) -> Flops:
         if not load.packs:
@@ -106,7 +106,7 @@ def blocks(found: StageData) -> Iterator[Block]:
     yield Line(
         f"{_about(report)}{report.training:,} training samples, {report.validation:,} validation samples; {report.examined:,} examined"
     )
-    yield from images_said(report.images, "" if report.exact else f"of the {report.looked:,} rows looked at, ")
+    yield from image_lines(report.images, "" if report.exact else f"of the {report.looked:,} rows looked at, ")
     if epoch := report.epoch:
         yield Line(f"one epoch: about {epoch.tokens:,.0f} tokens, {epoch.visual:,.0f} of them visual, from {epoch.visits:,.0f} samples")
     if kinds := _kinds(report):
@@ -119,7 +119,7 @@ def blocks(found: StageData) -> Iterator[Block]:
     yield Line(f"one step: {batch.packs_per_step} × up to {batch.max_tokens:,} tokens and {batch.max_patches:,} patches")
     yield from _budgets(found)
     yield Heading("Invalid and unusual samples", part=True)
-    yield from _odd(report)
+    yield from _unusual_lines(report)
     yield from _rejects(report)
     if report.duplicates is not None:
         yield Heading("Duplicates and overlap", part=True)
@@ -130,8 +130,8 @@ def blocks(found: StageData) -> Iterator[Block]:
         yield from found.samples
 
 
-def images_said(images: Images, where: str) -> Iterator[Line]:
-    """How many different images the questions are about."""
+def image_lines(images: Images, where: str) -> Iterator[Line]:
+    """The number of different images."""
     samples, different = images.samples, images.different
     if not different:
         return
@@ -157,7 +157,7 @@ def _sources(report: DataReport, several: bool) -> tuple[tuple[str, ...], ...]:
         often = f"by weight {source.weight:g}" if source.weight != 1 else "once" if source.repeat == 1 else f"{source.repeat} times"
         many, judging = _about(report) + f"{source.rows:,}", f"{source.validation:,}"
         shares = map(percent, (source.visits, source.tokens, source.visual)) if source.training else "–––"
-        rows.append((cut(source.path), source.layout, cut(source.why), many, judging, often, *(shares if several else ())))
+        rows.append((shorten(source.path), source.layout, shorten(source.why), many, judging, often, *(shares if several else ())))
     return tuple(rows)
 
 
@@ -167,9 +167,9 @@ def _kinds(report: DataReport) -> tuple[tuple[str, ...], ...]:
     for source in report.sources:
         whole = sum(count for _, count in source.kinds)
         if len(source.kinds) > 1:
-            rows += [(cut(source.path), cut(kind, 60), f"{count:,}", percent(count / whole)) for kind, count in source.kinds]
+            rows += [(shorten(source.path), shorten(kind, 60), f"{count:,}", percent(count / whole)) for kind, count in source.kinds]
         if source.more_kinds:
-            rows.append((cut(source.path), f"{source.more_kinds:,} more kinds", "", ""))
+            rows.append((shorten(source.path), f"{source.more_kinds:,} more kinds", "", ""))
     return tuple(rows[:MOST_ROWS])
 
 
@@ -232,7 +232,7 @@ def _budgets(found: StageData) -> Iterator[Block]:
     if report.epoch:
         steps = report.epoch.visits * now.load.packs / max(now.load.sample, 1) / found.batch.packs_per_step
         yield Line(f"1 epoch ≈ {steps:,.0f} steps with the current batch")
-    best = suggested(report.budgets)
+    best = suggest_budget(report.budgets)
     if best is not None and others:
         yield Line(suggestion(best, report.budgets, found.batch))
 
@@ -263,7 +263,7 @@ def suggestion(best: Packing, packings: Sequence[Packing], batch: Batching) -> s
     return f"suggested, if the device has the memory: {line} ({why})"
 
 
-def _odd(report: DataReport) -> Iterator[Line]:
+def _unusual_lines(report: DataReport) -> Iterator[Line]:
     yield from (Line(line, warns=True) for line in report.unread)
     if not (report.odd or report.rejects or report.control_strings or report.unlearned or report.unread or report.blind):
         yield Line("all examined samples are usable")
@@ -276,8 +276,9 @@ def _odd(report: DataReport) -> Iterator[Line]:
         yield Line(f"answers that the data exclude from the loss: {report.masked:,} (of {report.masked + report.said:,})")
     if report.unlearned:
         yield Line(
-            f"{report.unlearned:,} of {report.said:,} answers are not learned: the template {report.template} learns the last answer of a "
-            "conversation alone (docs/data.md#chat-templates). To train on each, write one row per turn",
+            f"{report.unlearned:,} of {report.said:,} answers are not in the loss: the template {report.template} trains on the last "
+            f"answer of a "
+            "conversation only (docs/data.md#chat-templates). To train on each, write one row per turn",
             warns=True,
         )
 
@@ -294,7 +295,7 @@ def _rejects(report: DataReport) -> Iterator[Block]:
     yield Line("the first of each cause; rows are counted from 0:")
     yield Grid(
         ("cause", "file", "row", "field", "message"),
-        tuple((r.cause, cut(r.file), f"{r.row}", cut(r.field), cut(r.message)) for r in report.rejected),
+        tuple((r.cause, shorten(r.file), f"{r.row}", shorten(r.field), shorten(r.message)) for r in report.rejected),
         "  {1} row {2}, {3}: {4} [{0}]",
         numbers=5,
     )
@@ -308,7 +309,7 @@ def _duplicates(duplicates: Duplicates, report: DataReport) -> Iterator[Block]:
     )
     pairs = [("sample", *pair) for pair in duplicates.sample_examples] + [("image", *pair) for pair in duplicates.image_examples]
     if pairs:
-        yield Grid(("duplicate", "this", "equals"), _cut(pairs), "  {0} {1} equals {2}", numbers=3)
+        yield Grid(("duplicate", "this", "equals"), _shorten_rows(pairs), "  {0} {1} equals {2}", numbers=3)
     for overlap in duplicates.overlaps:
         yield Line(
             f"{overlap.name} overlap with training: {overlap.equal_samples:,} of {overlap.samples:,} samples, {overlap.equal_texts:,} "
@@ -316,15 +317,15 @@ def _duplicates(duplicates: Duplicates, report: DataReport) -> Iterator[Block]:
             warns=overlap.equal_samples + overlap.equal_images > 0,
         )
         if overlap.examples:
-            rows = _cut([(overlap.name, *pair) for pair in overlap.examples])
+            rows = _shorten_rows([(overlap.name, *pair) for pair in overlap.examples])
             yield Grid(("overlap", "this image", "is trained on as"), rows, "  {1} is trained on as {2}", numbers=3)
 
 
-def _cut(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(cut(cell) for cell in row) for row in rows)
+def _shorten_rows(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(shorten(cell) for cell in row) for row in rows)
 
 
-def cut(text: str, longest: int = LONGEST_CELL) -> str:
+def shorten(text: str, longest: int = LONGEST_CELL) -> str:
     """The text, or its begin and its end."""
     return text if len(text) <= longest else f"{text[: longest // 2]} … {text[-longest // 2 :]}"
 
@@ -381,7 +382,7 @@ def _plot(block: Histogram) -> str:
 def _sample(shown: SamplePreview) -> str:
     images = "".join(page.image(jpeg) for jpeg in shown.thumbnails)
     more = f", {shown.images - len(shown.thumbnails)} more images" if shown.images > len(shown.thumbnails) else ""
-    about = f"{cut(shown.id)} · {cut(shown.source)} · {shown.tokens:,} tokens, {shown.supervised:,} in the loss{more}"
+    about = f"{shorten(shown.id)} · {shorten(shown.source)} · {shown.tokens:,} tokens, {shown.supervised:,} in the loss{more}"
     pieces = []
     for piece in shown.pieces:
         if piece.image is not None:

@@ -19,7 +19,7 @@ from eyeline.core.log import say, visible
 from eyeline.core.words import counted, percent
 from eyeline.data.sets import open_each, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
-from eyeline.evals.metric import metric_named, normalised
+from eyeline.evals.metric import metric_named, normalise_answer
 from eyeline.evals.result import Result, write_result
 from eyeline.models import spec
 from eyeline.parallel.launch import machine
@@ -50,9 +50,9 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     choose_kernels(model, here, COMPUTE[run.precision], trains=False)
     asked = open_each(run.evaluation.sources)
     learned = dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data))  # stages share samples
-    prior = prior_of(learned, normalised if metric.code is None else str.strip)
+    prior = prior_of(learned, normalise_answer if metric.code is None else str.strip)
     questions = also_learned = 0
-    for _, _, row in islice((row for rows in asked for row in rows.kept()), limit):
+    for _, _, row in islice((row for rows in asked for row in rows.kept_rows()), limit):
         questions += 1
         also_learned += isinstance(row, Sample) and row in learned
     with Progress(transient=True) as bar:
@@ -101,7 +101,7 @@ def scores(result: Result) -> Table:
 
 
 def remarks(result: Result) -> Iterator[str]:
-    """What one has to know to read the scores."""
+    """Remarks on the scores."""
     yield f"text-only baseline: {result.blind.how}"
     if result.given:
         yield f"asked: the last question of each sample; earlier answers ({result.given:,}) were given, not asked"

@@ -1,4 +1,4 @@
-"""What a run wrote about itself, read back: `metrics.jsonl` and `rejects.jsonl`, torn lines and resumes included."""
+"""The records that a run wrote, read back: `metrics.jsonl` and `rejects.jsonl`, torn lines and resumes included."""
 
 import json
 from collections import Counter
@@ -95,7 +95,7 @@ class BatchSize(Line):
 
 
 class StageStart(Line):
-    """What a stage trains, as `train/summary.py` writes it when the stage starts."""
+    """The start record of a stage, as `train/summary.py` writes it when the stage starts."""
 
     stage: str
     stage_index: int
@@ -116,8 +116,8 @@ class History:
     """A run's lines in order. After a resume, steps are done again: what came after the checkpoint that it started from is lost work, and
     of two lines of a global step the later one counts."""
 
-    steps: tuple[Step, ...]  # one a global step, rising
-    validations: tuple[Validation, ...]  # one a global step, rising
+    steps: tuple[Step, ...]  # one per global step, rising
+    validations: tuple[Validation, ...]  # one per global step, rising
     starts: tuple[dict[str, Any], ...]  # one an attempt: its stamps
     lost: int  # steps that a resume did again or has yet to do again
     spent_s: dict[str, float]  # by cause over all attempts, lost work included

@@ -1,4 +1,4 @@
-"""What every page is made of: one self-contained file without script, in which nothing from data is anything but text.
+"""The frame and elements of every page: one self-contained file without script, in which nothing from data is anything but text.
 
 Whoever writes a page sends each string of a file through `words`, and each image through `image`.
 """
@@ -110,7 +110,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int | 
 
 
 def _characters(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int | None) -> int:
-    """How wide a table is at least: numbers stay on one line, and text may wrap at 12 characters."""
+    """The minimum width of a table: numbers stay on one line, and text may wrap at 12 characters."""
     wide = 0
     for n, name in enumerate(head):
         longest = max((len(row[n]) for row in rows if n < len(row)), default=0)
@@ -131,7 +131,7 @@ def facts(shown: Mapping[str, str]) -> str:
     return f'<dl class="facts">{items}</dl>'
 
 
-def folded(title: str, body: str) -> str:
+def collapsible(title: str, body: str) -> str:
     """HTML that is safe already, behind a title that opens it."""
     return f"<details><summary>{words(title)}</summary>{body}</details>"
 
@@ -163,6 +163,6 @@ def number(value: float | None) -> str:
 
 
 def metric(value: float) -> str:
-    """With the prefix of a thousand to the n: 1.23 T."""
+    """The value with a metric prefix: 1.23 T."""
     power = max(0, min(6, (len(str(int(value))) - 1) // 3))
     return f"{value / 1000**power:.3g} {' kMGTPE'[power]}".strip()

@@ -54,7 +54,7 @@ class Curve:
             yield replace(self, x=self.x[a:b], y=self.y[a:b], weight=weight, piece=None)
 
 
-def smoothed(curve: Curve, points: int) -> Curve:
+def smooth(curve: Curve, points: int) -> Curve:
     """At each point the weighted mean of it and of those before it, `points` in all, in its piece of the curve; None where the curve has
     no value. Means are sums divided once."""
     weights = curve.weight if curve.weight is not None else [1.0] * len(curve.x)

@@ -14,11 +14,11 @@ from eyeline.evals.result import Asked, Result, read_result
 from eyeline.study.history import History, Origin, RejectSummary, StageStart, Step, read_history, read_rejects
 from eyeline.study.page import (
     EMBEDDED_IMAGE,
+    collapsible,
     document,
     facts,
     figure,
     figures_list,
-    folded,
     metric,
     note,
     number,
@@ -78,19 +78,19 @@ def page(name: str, history: History, evaluation: Result | str | None, rejects: 
         *stages(history),
         "<h2>Curves</h2>",
         *curves(history),
-        *evaluated(evaluation),
-        *skipped(rejects),
+        *evaluation_section(evaluation),
+        *skipped_section(rejects),
         "<h2>Where the time went</h2>",
         ledger(history),
         "<h2>Settings and environment</h2>",
-        *(folded(file, f"<pre>{words(text)}</pre>") for file, text in texts.items()),
+        *(collapsible(file, f"<pre>{words(text)}</pre>") for file, text in texts.items()),
         *environment(history),
     ]
     return document(name, sections)
 
 
 def subject(history: History) -> str:
-    """What was trained, in one line."""
+    """The model, in one line."""
     last = history.steps[-1]
     start = history.stages.get(last.stage)
     parts = []
@@ -109,7 +109,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def remarks(history: History, evaluation: Result | str | None) -> list[str]:
-    """What a reader must not miss."""
+    """Warnings at the top of the report."""
     notes = []
     if any(start.get("forced_expert_balance") for start in history.starts):
         notes.append(
@@ -131,7 +131,7 @@ def remarks(history: History, evaluation: Result | str | None) -> list[str]:
 
 
 def older(history: History, evaluation: Result | str | None) -> str | None:
-    """That the evaluation is of an earlier checkpoint than the last step, where it says so."""
+    """A remark if the evaluation is of an earlier checkpoint than the last step."""
     if not isinstance(evaluation, Result):
         return None
     found = re.fullmatch(r"step-(\d{1,15})(-\w+)?", str(evaluation.stamps.get("checkpoint")))
@@ -145,7 +145,7 @@ def environment(history: History) -> list[str]:
     if not history.starts:
         return []
     rows = ((name.replace("_", " "), stamp(value)) for name, value in history.starts[-1].items())
-    return [folded("environment of the last start", table((), rows))]
+    return [collapsible("environment of the last start", table((), rows))]
 
 
 def stamp(value: object) -> str:
@@ -171,7 +171,7 @@ def figures(history: History, evaluation: Result | str | None, rejects: RejectSu
     if isinstance(evaluation, Result):
         asked = "questions partly trained on" if evaluation.warning else "questions held out"
         shown[f"exact match, {asked}"] = percent(evaluation.accuracy)
-    if (end := validated(history, last)) is not None:
+    if (end := validation_loss_of(history, last)) is not None:
         shown[f"validation loss at the end{of_stage}"] = end
     shown |= {
         f"training loss, last {min(len(stage), SMOOTHED_STEPS)} steps{of_stage}": number(weighted_loss(stage[-SMOOTHED_STEPS:])),
@@ -189,7 +189,7 @@ def figures(history: History, evaluation: Result | str | None, rejects: RejectSu
     return figures_list(shown)
 
 
-def validated(history: History, stage: str) -> str | None:
+def validation_loss_of(history: History, stage: str) -> str | None:
     """The last validation loss of a stage. None where it has none: another stage's is not that of the same model."""
     found = [v for v in history.validations if v.stage == stage]
     return None if not found else number(found[-1].loss)
@@ -200,13 +200,13 @@ def stages(history: History) -> list[str]:
     out = []
     for name in dict.fromkeys(step.stage for step in history.steps):
         steps = [step for step in history.steps if step.stage == name]
-        settings = trained(history.stages[name], steps) if name in history.stages else {}
+        settings = stage_settings(history.stages[name], steps) if name in history.stages else {}
         out.append(f'<div class="stage"><h3>{words(f"stage {name}")}</h3>{facts(settings | results(history, name, steps))}</div>')
     return out
 
 
-def trained(start: StageStart, steps: Sequence[Step]) -> dict[str, str]:
-    """What a stage was given."""
+def stage_settings(start: StageStart, steps: Sequence[Step]) -> dict[str, str]:
+    """The settings of a stage."""
     shown = {}
     for part in start.parts:
         how = (
@@ -235,7 +235,7 @@ def source(origin: Origin) -> str:
 
 
 def results(history: History, name: str, steps: Sequence[Step]) -> dict[str, str]:
-    """What came out of a stage."""
+    """The results of a stage."""
     shown = {f"training loss, last {min(len(steps), SMOOTHED_STEPS)} steps": number(weighted_loss(steps[-SMOOTHED_STEPS:]))}
     found = [v for v in history.validations if v.stage == name]
     if found:
@@ -258,7 +258,7 @@ def results(history: History, name: str, steps: Sequence[Step]) -> dict[str, str
     }
 
 
-def evaluated(evaluation: Result | str | None) -> list[str]:
+def evaluation_section(evaluation: Result | str | None) -> list[str]:
     """Accuracy by kind beside the text-only baseline's, and answers with their images: wrong ones first, since they teach most."""
     match evaluation:
         case None:
@@ -318,7 +318,7 @@ def sample(asked: Asked) -> str:
 def curves(history: History) -> list[str]:
     """The plots, each in a figure whose caption defines what is drawn. All are over the same steps, one exactly below the other."""
     # here, since matplotlib takes half a second to import, and a run imports this file before it has anything to draw
-    from eyeline.study.plots import NARROW, WIDE, Curve, plot, smoothed, together
+    from eyeline.study.plots import NARROW, WIDE, Curve, plot, smooth, together
 
     steps = history.steps
     x, piece = [s.global_step for s in steps], [s.stage for s in steps]
@@ -334,7 +334,7 @@ def curves(history: History) -> list[str]:
         return figure(wide, caption, narrow)
 
     each = replace(curve("each step", [s.loss for s in steps], [s.supervised for s in steps]), pale=True)
-    loss = [each, replace(smoothed(each, SMOOTHED_STEPS), name=f"mean of {SMOOTHED_STEPS} steps")]
+    loss = [each, replace(smooth(each, SMOOTHED_STEPS), name=f"mean of {SMOOTHED_STEPS} steps")]
     if found := history.validations:
         at, of = [v.global_step for v in found], [v.stage for v in found]
         loss.append(Curve("validation", at, [v.loss for v in found], dots=True, piece=of))
@@ -391,7 +391,7 @@ def ledger(history: History) -> str:
     return table(("cause", "time", "share"), [*rows, ("all steps", f"{total:,.1f} s", percent(1.0))], numbers=1)
 
 
-def skipped(rejects: RejectSummary) -> list[str]:
+def skipped_section(rejects: RejectSummary) -> list[str]:
     """Samples that were left out: how many by cause, why, and what to do; then the first of them."""
     if not rejects.by_cause:
         return []
@@ -403,7 +403,7 @@ def skipped(rejects: RejectSummary) -> list[str]:
         "<h2>Samples that were skipped</h2>",
         note(f"{counted(total, 'sample')} of training and validation data could not be used; each is named in rejects.jsonl."),
         table(("cause", "samples", "what it means", "what to do"), causes),
-        folded(f"the first {len(first)}; rows are counted from 0", table(columns, first)),
+        collapsible(f"the first {len(first)}; rows are counted from 0", table(columns, first)),
     ]
 
 
@@ -415,13 +415,13 @@ def weighted_loss(steps: Sequence[Step]) -> float | None:
 
 
 def rate(steps: Sequence[Step]) -> float:
-    """Real tokens a second: all tokens over all wall time, never a mean of rates."""
+    """Non-padding tokens per second: all tokens over all wall time, never a mean of rates."""
     seconds = sum(s.step_s for s in steps)
     return sum(s.real for s in steps) / seconds if seconds > 0 else 0.0
 
 
 def flop_rate(steps: Sequence[Step]) -> float:
-    """FLOPs that the model needed, a second."""
+    """FLOPs per second that the model needed."""
     seconds = sum(s.step_s for s in steps)
     return sum(sum(s.flops.values()) for s in steps) / seconds if seconds > 0 else 0.0
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live table in a terminal, plain lines elsewhere.
+"""The display of a run while it trains: a live table in a terminal, plain lines elsewhere.
 
 A terminal that is narrow gets fewer columns. No number is cut, since half a number is another number.
 """
@@ -34,11 +34,11 @@ class Display(Protocol):
         ...
 
     def status(self, message: str) -> None:
-        """What the run is doing until the next step, such as indexing data; an empty message ends it."""
+        """Show what the run is doing until the next step, such as indexing data; an empty message ends it."""
         ...
 
     def stopping(self, message: str) -> None:
-        """That the run stops, and when: a line that stays in sight. May be called from a signal handler, in the middle of anything."""
+        """Show that the run stops, and when: a line that stays visible. May be called from a signal handler, in the middle of anything."""
         ...
 
     def close(self) -> None: ...
@@ -158,7 +158,7 @@ class Log:
         return self._cells(figures, [figures])
 
     def _cells(self, figures: StepFigures, since: Sequence[StepFigures]) -> list[Cell]:
-        """Of the step itself, and over the steps `since` where a single step says little."""
+        """The cells of a step: of the step itself, or over the steps `since` where one step says little."""
         report = figures.report
         wall, waited = (sum(one.seconds[name] for one in since) for name in ("step", "data_wait"))
         real, slots = (sum(getattr(one.report.counts, name) for one in since) for name in ("real", "slots"))
@@ -197,7 +197,7 @@ def fitting(cells: Sequence[Cell], room: int, width: Callable[[Cell], int]) -> l
 
 
 class View:
-    """What is on the screen now. Laid out each time that it is painted, for the width which the terminal has then."""
+    """The present contents of the screen, laid out at every refresh for the width of the terminal."""
 
     def __init__(self, notice: str | None = None) -> None:
         self.status: str | None = None

@@ -1,4 +1,4 @@
-"""What a run was made with: stamped on its numbers, written to env.json, printed by `eyeline env`."""
+"""The environment of a run: stamped on its numbers, written to env.json, printed by `eyeline env`."""
 
 import platform
 import subprocess

@@ -102,7 +102,7 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
     begun = begin_stage(process, checkpoint, state)
     stage, model = begun.stage, begun.plan.model
     saved_at, first = clock.now(), state.step + 1
-    for step in timed(begun.steps_from(state), clock):
+    for step in timed_steps(begun.steps_from(state), clock):
         set_learning_rates(begun.optimizers, rates(stage), at := factor(stage.schedule, state.step, begun.steps))
         with clock.spending("compute"), deterministic_or_refused():
             report = update(
@@ -187,11 +187,11 @@ def show_step(process: Process, begun: Begun, state: State, step: Step, report: 
     metrics.write(process.home.folder, figures.line(), process.home.attempt)
     process.show.step(figures)
     if rejects.rejected and tells_rejects:
-        process.show.note(f"{stage.name}: {rejects.said()}")
+        process.show.note(f"{stage.name}: {rejects.summary()}")
     process.tally.step(figures)
 
 
-def timed(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
+def timed_steps(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
     """The same items, with the time until each arrives counted as data wait."""
     iterator = iter(arriving)
     while True:

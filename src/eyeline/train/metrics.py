@@ -35,7 +35,7 @@ class StepFigures:
     memory_bytes: int
     rejected: int  # samples of the stage so far
     flops: Flops  # of the step's batches
-    peak: float | None  # FLOPs a second that the device could do in this run's precision; None where it is not known
+    peak: float | None  # FLOPs per second that the device could do in this run's precision; None where it is not known
     imbalance: Mapping[str, float]  # by part: cost of the slowest rank of each micro-batch, over the mean; 1 on one rank
     epoch: float | None = None  # epochs of the stage's data done so far; None where each source has epochs of its own
 

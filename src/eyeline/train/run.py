@@ -139,7 +139,8 @@ def _known_metric(metric: str) -> str:
 
 
 class Evaluation(Settings):
-    """What `eyeline eval` asks: every question of `sources`, answered greedily and compared word for word, or by a metric of the user's."""
+    """The evaluation of `eyeline eval`: every question of `sources`, answered greedily and compared word for word, or by a metric of the
+    user's."""
 
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
     metric: Annotated[str, AfterValidator(_known_metric)] = EXACT_MATCH  # or FILE.py:FUNCTION, a function of your own

@@ -9,7 +9,7 @@ from eyeline.core.settings import NotNegative, Settings, Share
 
 
 class _Warmup(Settings):
-    """How the rate rises from 0 to 1: over a share of the stage's steps, or over a number of them."""
+    """The warm-up, in which the rate rises from 0 to 1: over a share of the stage's steps, or over a number of them."""
 
     warmup_ratio: Share | None = 0.03  # of the stage's steps
     warmup_steps: NotNegative | None = None  # or so many steps
@@ -17,7 +17,7 @@ class _Warmup(Settings):
     @model_validator(mode="before")
     @classmethod
     def _steps_alone(cls, values: Any) -> Any:
-        """Where steps are given the ratio has no default."""
+        """Drop the default ratio if steps are given."""
         if isinstance(values, dict) and values.get("warmup_steps") is not None and "warmup_ratio" not in values:
             return values | {"warmup_ratio": None}
         return values
@@ -79,7 +79,7 @@ Schedule = Annotated[Constant | Linear | Cosine | WSD, Field(discriminator="kind
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
-    """What the learning rate is multiplied by in `step` (0-based) of `steps`.
+    """The factor of the learning rate in `step` (0-based) of `steps`.
 
     Warm-up ends with the full rate: its k-th of n steps has (k + 1) / n, so that no step has a rate of zero. What follows
     it goes from 1 in its first step towards `min_lr_ratio`, which would be reached one step after the last.

@@ -68,7 +68,7 @@ class Begun:
     reader: Reader
     steps: int  # of the whole stage
     arithmetic: flops.Arithmetic
-    peak: float | None  # FLOPs a second that the device is made for, at this precision; None where that is not known
+    peak: float | None  # FLOPs per second that the device is made for, at this precision; None where that is not known
 
     def steps_from(self, state: State) -> Iterator[Step]:
         """The steps that are left, each with its micro-batches."""

@@ -22,7 +22,7 @@ from eyeline.core.plan import Part
 from eyeline.data.prepared.packed import TOKENIZER
 from eyeline.data.reader import Reader, changes
 from eyeline.data.sets import training_texts
-from eyeline.data.sources.folders import named
+from eyeline.data.sources.folders import parse_location
 from eyeline.data.text.templates import VIDEO, template_named
 from eyeline.data.text.tokenizer import Encoder, add_tokens, load_tokenizer, train_bpe
 from eyeline.models.moe import Forced
@@ -91,7 +91,7 @@ def refuse_strangers(folder: Path) -> None:
 
 
 def _untouched(folder: Path) -> bool:
-    """Whether the folder's run never made a step: then another recipe may have it."""
+    """Return whether the folder's run never made a step: then another recipe may have it."""
     saved = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
     return not saved and not any(line["kind"] == "step" for line in read_lines(folder / "metrics.jsonl"))
 
@@ -223,7 +223,7 @@ def description(run: Run) -> Bundle:
     if run.model.tokenizer is not None:
         tokenizer = load_tokenizer(Path(run.model.tokenizer))
     elif prepared is not None:
-        folder = named(prepared)
+        folder = parse_location(prepared)
         if isinstance(folder, Remote):
             raise Refused(
                 f"the tokenizer of a new model cannot be read from a store. Copy {folder / TOKENIZER} here, and set model.tokenizer"

@@ -52,7 +52,7 @@ class StopSignal:
         raise Abandoned(f"second {signal.Signals(number).name}: quit without saving; {self.lost()}", 128 + number)
 
     def lost(self) -> str:
-        """What ends with the process if it ends now."""
+        """The steps that are lost if the process ends now, in words."""
         if self.done == self.saved:
             return "no step that was done is lost"
         steps = f"step {self.done} is" if self.done == self.saved + 1 else f"steps {self.saved + 1:,} to {self.done:,} are"

@@ -1,4 +1,4 @@
-"""What a stage is, told before its first step, and the result of a run, told after its last: for the screen and for metrics.jsonl."""
+"""The summary of a stage before its first step, and of a run after its last one: for the screen and for metrics.jsonl."""
 
 import math
 import time
@@ -55,14 +55,14 @@ def _source(rows: Rows, count: Count, held: Count | None) -> dict[str, Any]:
 
 
 def stage_lines(record: dict[str, Any]) -> Iterator[str]:
-    """The same for a person: the data, and the size of a step."""
+    """The start record as lines of text: the data, and the size of a step."""
     sources = record["sources"]
     for source in sources[:MOST_SOURCES]:
-        yield f"data: {_said(source)}"
+        yield f"data: {_describe_source(source)}"
     if len(sources) > MOST_SOURCES:
         yield f"data: {len(sources) - MOST_SOURCES} more sources"
     for source in record["validation"][:MOST_SOURCES]:
-        yield f"validation data: {_said(source)}"
+        yield f"validation data: {_describe_source(source)}"
     batch = record["batch"]
     times = f"{batch['packs_per_step']} × " if batch["packs_per_step"] > 1 else ""
     patches = f" and {batch['max_patches']:,} patches" if batch["max_patches"] else ""
@@ -70,7 +70,7 @@ def stage_lines(record: dict[str, Any]) -> Iterator[str]:
     yield f"one step: up to {times}{batch['max_tokens']:,} tokens{patches}; {length}"
 
 
-def _said(source: dict[str, Any]) -> str:
+def _describe_source(source: dict[str, Any]) -> str:
     about = "" if source["exact"] else "about "
     samples = "" if source["samples"] is None else f", {about}{source['samples']:,} samples"
     held = f", {about}{source['held_out']:,} more held out for validation" if source["held_out"] else ""
@@ -78,7 +78,7 @@ def _said(source: dict[str, Any]) -> str:
 
 
 class Tally:
-    """What is worth telling when a run ends: of its last stage, since the loss of another stage is not that of the model."""
+    """The figures that the end of a run prints: of its last stage, since the loss of another stage is not that of the model."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -1,4 +1,4 @@
-"""What learns in a stage: freezing by subtree, LoRA, precision, and the table that says so."""
+"""The trainable parameters of a stage: freezing by subtree, LoRA, precision, and the table that says so."""
 
 import math
 from collections.abc import Collection, Sequence

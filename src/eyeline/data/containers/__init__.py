@@ -1,1 +1,1 @@
-"""What holds rows: one file a kind. `container.py` says what all of them give."""
+"""Containers of rows: a file per kind. `container.py` states what all of them provide."""

@@ -25,24 +25,24 @@ class Message(NamedTuple):
     """One message of a stream."""
 
     kind: int
-    begin: int
+    start: int
     length: int
     rows: int
 
 
-def messages(window: FileSlice, begin: int) -> Iterator[Message]:
+def messages(window: FileSlice, start: int) -> Iterator[Message]:
     """The messages of a stream in order. ValueError where it breaks off."""
     while True:
-        window.seek(begin)
+        window.seek(start)
         head = window.read(8)
         if head[:4] != MESSAGE or len(head) < 8:
-            raise ValueError(f"no message starts at byte {begin:,}")
+            raise ValueError(f"no message starts at byte {start:,}")
         (size,) = struct.unpack("<i", head[4:])
         if size == 0:
             return
         about = window.read(size) if 0 < size <= 1 << 28 else b""
         if len(about) < max(size, 8):
-            raise ValueError(f"the message at byte {begin:,} is cut")
+            raise ValueError(f"the message at byte {start:,} is cut")
         try:
             root = _at(about, 0, "I")
             kind, body = _field(about, root, 1), _field(about, root, 3)
@@ -52,11 +52,11 @@ def messages(window: FileSlice, begin: int) -> Iterator[Message]:
                 count = _field(about, batch + _at(about, batch, "I"), 0)
                 rows = _at(about, count, "q") if count else 0
         except struct.error as error:
-            raise ValueError(f"the message at byte {begin:,} is damaged") from error
-        if not kind or length < 8 + size or not 0 <= rows <= ROWS_PER_BYTE * length or begin + length > window.seek(0, 2):
-            raise ValueError(f"the message at byte {begin:,} is damaged or cut")
-        yield Message(about[kind], begin, length, rows)
-        begin += length
+            raise ValueError(f"the message at byte {start:,} is damaged") from error
+        if not kind or length < 8 + size or not 0 <= rows <= ROWS_PER_BYTE * length or start + length > window.seek(0, 2):
+            raise ValueError(f"the message at byte {start:,} is damaged or cut")
+        yield Message(about[kind], start, length, rows)
+        start += length
 
 
 def _at(data: bytes, place: int, kind: str) -> int:
@@ -66,7 +66,7 @@ def _at(data: bytes, place: int, kind: str) -> int:
 
 
 def _field(data: bytes, table: int, number: int) -> int | None:
-    """Where a field of a flatbuffer's table lies; None for one that is not there."""
+    """The position of a field of a flatbuffer table; None if it is absent."""
     entries = table - _at(data, table, "i")
     if 6 + 2 * number > _at(data, entries, "H"):
         return None
@@ -91,18 +91,18 @@ def read_batch(file: File, group: RowGroup, columns: tuple[str, ...], most: int 
 
 
 def record_batches(file: File) -> Contents:
-    """What the messages of a file are."""
+    """The record batches of a file, from its messages."""
     import pyarrow
     import pyarrow.ipc as ipc
 
     try:
         with FileSlice(file, 0, file.size) as window:
             found = list(messages(window, len(FILE_MAGIC) if window.read(8) == FILE_MAGIC else 0))
-        head = next((message.begin for message in found if message.kind == BATCH), file.size)
+        head = next((message.start for message in found if message.kind == BATCH), file.size)
         schema = ipc.read_schema(pyarrow.BufferReader(file.read(0, head).removeprefix(FILE_MAGIC)))
     except (OSError, ValueError) as error:
         raise Refused(f"{file.path} is not a complete Arrow file: {str(error)[:300]}. Download or write it again") from error
-    if any(message.kind == DICTIONARY and message.begin > head for message in found):
+    if any(message.kind == DICTIONARY and message.start > head for message in found):
         raise Refused(f"{file.path} replaces a dictionary between its record batches, which is not read. Write it as Parquet")
 
     def listed(columns: tuple[str, ...]) -> Iterator[Listed]:  # noqa: ARG001  # a batch is read whole
@@ -112,7 +112,7 @@ def record_batches(file: File) -> Contents:
                     f"{file.path}: record batch {n} has {message.rows} rows of {message.length:,} bytes together, over "
                     f"{MAX_GROUP_BYTES:,}. Write it again in batches of a few hundred rows (writer_batch_size)"
                 )
-            yield Listed(message.begin, message.rows, message.length, message.length, head)
+            yield Listed(message.start, message.rows, message.length, message.length, head)
 
     return schema, listed
 

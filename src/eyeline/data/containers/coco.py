@@ -34,8 +34,8 @@ class Coco:
     def row(self, place: Place) -> Any:
         return self._joined(self.annotations.row(place))
 
-    def lies_in(self, shard: int) -> File:
-        return self.annotations.lies_in(shard)
+    def file_of(self, shard: int) -> File:
+        return self.annotations.file_of(shard)
 
     def id(self, place: Place) -> str:
         return self.annotations.id(place)
@@ -43,8 +43,8 @@ class Coco:
     def line(self, place: Place) -> int:
         return self.annotations.line(place)
 
-    def named(self, place: Place) -> tuple[str, str, int]:
-        return self.annotations.named(place)
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
+        return self.annotations.origin_of(place)
 
     def _try(self, row: Any) -> Any | BadSample:
         try:
@@ -67,9 +67,9 @@ class Coco:
     def _read_names(self) -> None:
         """An image that cannot be read is none."""
         data = self.annotations.file.read(*self.images)
-        for begin, length in elements(data):
+        for start, length in elements(data):
             try:
-                image = row_of(data[begin : begin + length])
+                image = row_of(data[start : start + length])
             except BadSample:
                 continue
             if isinstance(image, dict) and isinstance(image.get("id"), int | str):
@@ -107,7 +107,7 @@ def open_coco(path: Location, head: bytes, retries: int) -> Coco | None:
 
 
 def members(data: bytes) -> dict[str, tuple[int, int]]:
-    """Where the value of each key lies, as offset and length, when all of `data` is one object. JSONDecodeError when it is not."""
+    """Offset and length of the value of each key, when all of `data` is one object. JSONDecodeError when it is not."""
     text = data.decode("latin-1")
     at = beyond_space(text, len(BOM) * data.startswith(BOM))
     found: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""What holds rows: a list of shards that is cheap to make, each read in order for an index, and any row by its place.
+"""Containers of rows: a list of shards that is cheap to make, each read in order for an index, and any row by its place.
 
 All bytes of data but those of image files are read through a `Window`, which notices a file that has changed since it was opened,
 and asks a store that fails again before it gives up.
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where one row lies."""
+    """The location of one row."""
 
     shard: int
     number: int  # among all rows of the shard, those that cannot be read included
-    begin: int  # what random access needs: an offset, or a row of a row group
+    start: int  # what random access needs: an offset, or a row of a row group
     length: int
 
 
@@ -80,7 +80,7 @@ class Container(Protocol):
         """The name of a row, equal in every run. Costs nothing."""
         ...
 
-    def named(self, place: Place) -> tuple[str, str, int]:
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
         """(its id, the file that it is in, its number there, from 0). Of a row far into a large file this may take a second or more."""
         ...
 
@@ -88,7 +88,7 @@ class Container(Protocol):
         """The line of the file that a row starts in, as editors count them, from 1. None where a file is not text."""
         ...
 
-    def lies_in(self, shard: int) -> "File":
+    def file_of(self, shard: int) -> "File":
         """The file of a shard, and of every `Span` in its rows."""
         ...
 
@@ -119,9 +119,9 @@ class File:
         """StorageFailed when the file is not the one that was opened."""
         FileSlice(self, 0, 0).close()
 
-    def read(self, begin: int, length: int) -> bytes:
+    def read(self, start: int, length: int) -> bytes:
         """Exactly so many bytes. StorageFailed when the store fails, or when the file is not the one that was opened."""
-        with FileSlice(self, begin, length) as window:
+        with FileSlice(self, start, length) as window:
             data = window.read()
         if len(data) < length:
             raise StorageFailed(f"{self.path} ended {length - len(data):,} bytes early. A part of it is missing in its store; restore it")
@@ -131,8 +131,8 @@ class File:
 class FileSlice(io.RawIOBase):
     """A part of a file, as a file. StorageFailed as `File.read` raises it."""
 
-    def __init__(self, file: File, begin: int, length: int):
-        self._about, self._begin, self._length, self._at = file, begin, length, 0
+    def __init__(self, file: File, start: int, length: int):
+        self._about, self._begin, self._length, self._at = file, start, length, 0
         path = file.path
         self._handle = None if isinstance(path, Remote) else persistent(partial(self._opened, path), file.retries)
 
@@ -144,7 +144,7 @@ class FileSlice(io.RawIOBase):
             raise storage_failed("read", path, error) from error
         if (about.st_size, about.st_mtime_ns) != self._about.stamp:  # else rows would be read in pieces, and not be those that were planned
             os.close(handle)
-            raise stores.changed(path)
+            raise stores.changed_error(path)
         return handle
 
     def readable(self) -> bool:
@@ -175,12 +175,12 @@ class FileSlice(io.RawIOBase):
         return self.read()
 
     def _piece(self, wanted: int) -> bytes:
-        path, begin = self._about.path, self._begin + self._at
+        path, start = self._about.path, self._begin + self._at
         if isinstance(path, Remote):
-            return stores.piece(path, self._about.stamp, begin, wanted) if begin < self._about.size else b""
+            return stores.piece(path, self._about.stamp, start, wanted) if start < self._about.size else b""
         assert self._handle is not None
         try:
-            return os.pread(self._handle, wanted, begin)
+            return os.pread(self._handle, wanted, start)
         except OSError as error:
             raise storage_failed("read", path, error) from error
 
@@ -218,7 +218,7 @@ class _Begun(io.RawIOBase):
         data = span.data[self._at : self._at + len(buffer)]
         if not data:
             if self._rest is None:
-                self._rest = FileSlice(File(span.path, span.stamp, 0), span.begin, span.length)
+                self._rest = FileSlice(File(span.path, span.stamp, 0), span.start, span.length)
             self._rest.seek(self._at)
             data = self._rest.read(len(buffer))
         buffer[: len(data)] = data
@@ -240,8 +240,8 @@ def span_file(span: Span) -> io.BytesIO | io.BufferedReader:
 
 @lru_cache(maxsize=1 << 16)
 def _newlines(file: File, block: int) -> int:
-    begin = block * COUNTED_BYTES
-    return file.read(begin, min(COUNTED_BYTES, file.size - begin)).count(b"\n")
+    start = block * COUNTED_BYTES
+    return file.read(start, min(COUNTED_BYTES, file.size - start)).count(b"\n")
 
 
 def line_at(file: File, offset: int) -> int:
@@ -251,14 +251,14 @@ def line_at(file: File, offset: int) -> int:
 
 
 def fingerprints(files: Sequence[File], hashed: int = HASHED) -> list[str]:
-    """What the content of each is: its SHA-256 where they are small together, else size and time."""
+    """A fingerprint of each file: the SHA-256 of its content where they are small together, else size and time."""
     if sum(file.size for file in files) > hashed:
         return [f"{file.size}.{file.stamp[1]}" for file in files]
     return [hashlib.sha256(file.read(0, file.size)).hexdigest() for file in files]
 
 
 def persistent(read: Callable[[], T], retries: int) -> T:
-    """What `read` returns. A store that fails in a way that may pass is asked up to `retries` times more, ever later."""
+    """Call `read`, and return its result. After a failure that may be temporary it is called up to `retries` times more, ever later."""
     tries = 0
     while True:
         try:

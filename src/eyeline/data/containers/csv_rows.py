@@ -30,38 +30,38 @@ class Table:
     delimiter: bytes
     shards: tuple[Shard, ...]
     firsts: tuple[int, ...]  # number in the file of each shard's first row
-    begins: tuple[int, ...]  # where it lies
+    starts: tuple[int, ...]  # where it lies
     over: frozenset[int]  # shards that are one row over the cap
     what: str
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
-        first = self.begins[shard]
+        first = self.starts[shard]
         if shard in self.over:
             yield Place(shard, 0, first, OVER), _over_the_cap()
             return
         data = self.file.read(first, self.shards[shard].bytes)
         number = 0
-        for begin, end in _rows_of(data, self.delimiter):
-            if data[begin:end].strip(b"\r\n"):
-                yield Place(shard, number, first + begin, end - begin), self._try(data[begin:end])
+        for start, end in _rows_of(data, self.delimiter):
+            if data[start:end].strip(b"\r\n"):
+                yield Place(shard, number, first + start, end - start), self._try(data[start:end])
                 number += 1
 
     def row(self, place: Place) -> Any:
         if place.length == OVER:
             raise _over_the_cap()
-        return self._parsed(self.file.read(place.begin, place.length))
+        return self._parsed(self.file.read(place.start, place.length))
 
-    def lies_in(self, shard: int) -> File:  # noqa: ARG002
+    def file_of(self, shard: int) -> File:  # noqa: ARG002
         return self.file
 
     def id(self, place: Place) -> str:
         return f"{self.file.path.name}#{self.firsts[place.shard] + place.number}"
 
-    def named(self, place: Place) -> tuple[str, str, int]:
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
         return self.id(place), str(self.file.path), self.firsts[place.shard] + place.number
 
     def line(self, place: Place) -> int:
-        return line_at(self.file, place.begin) + 1
+        return line_at(self.file, place.start) + 1
 
     def _try(self, data: bytes) -> Any | BadSample:
         try:
@@ -95,7 +95,7 @@ def _patterns(delimiter: bytes) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
 
 
 def _rows_of(data: bytes, delimiter: bytes) -> Iterator[tuple[int, int]]:
-    """Where each row begins and ends, its line break included. Where its quotes are broken, that is its line."""
+    """Start and end of each row, line break included. Where its quotes are broken, that is its line."""
     pattern = _patterns(delimiter)[1]
     at = 0
     while at < len(data):
@@ -135,59 +135,59 @@ def open_table(path: Location, known: Iterable[str], retries: int) -> Table:
     head = file.read(0, min(file.size, 1 << 20))
     bom = len(_BOM) * head.startswith(_BOM)
     best: tuple[int, int] = (-1, 0)
-    header, delimiter, begin = (), b",", 0
+    header, delimiter, data_start = (), b",", 0
     for tried in (bytes([d]) for d in DELIMITERS):
         found = _patterns(tried)[1].match(head, bom)
         names = [(name or "").strip() for name in fields_of(found[0], tried)] if found else []
         score = (len(set(known) & set(names)), len(names))
         if found and score > best:
-            best, header, delimiter, begin = score, tuple(names), tried, found.end()
+            best, header, delimiter, data_start = score, tuple(names), tried, found.end()
     twice = [name for name in header if name and header.count(name) > 1]
-    if not any(header) or twice or begin == len(head) < file.size:
+    if not any(header) or twice or data_start == len(head) < file.size:
         what = f"names {twice[0]!r} twice" if twice else "names no columns"
         raise Refused(f"{path}: its first line {what}. A table needs a line of names first, such as image,caption")
     header = tuple(name or f"column {n}" for n, name in enumerate(header))  # pandas writes its row numbers without a name
     shards: list[Shard] = []
     firsts: list[int] = []
-    begins: list[int] = []
+    starts: list[int] = []
     over: set[int] = set()
     said = hashlib.sha256(repr((header, delimiter)).encode("utf-8", "surrogateescape")).digest()
     number = 0
-    for start, end, rows, digest in _runs(file, begin, delimiter):
+    for start, end, rows, digest in _runs(file, data_start, delimiter):
         if digest is None:
             over.add(len(shards))
         shards.append(Shard(f"{path.name}#{number}", hashlib.sha256(said + (digest or b"over")).hexdigest(), end - start))
         firsts.append(number)
-        begins.append(start)
+        starts.append(start)
         number += rows
     what = {b",": "CSV", b";": "CSV with semicolons", b"\t": "TSV"}[delimiter]
-    return Table(file, header, delimiter, tuple(shards), tuple(firsts), tuple(begins), frozenset(over), what)
+    return Table(file, header, delimiter, tuple(shards), tuple(firsts), tuple(starts), frozenset(over), what)
 
 
-def _runs(file: File, begin: int, delimiter: bytes) -> Iterator[tuple[int, int, int, bytes | None]]:
-    """(begin, end, rows, SHA-256) of runs of rows that are a shard each; None for the digest of a row over the cap, which is alone.
+def _runs(file: File, first_byte: int, delimiter: bytes) -> Iterator[tuple[int, int, int, bytes | None]]:
+    """(start, end, rows, SHA-256) of runs of rows that are a shard each; None for the digest of a row over the cap, which is alone.
 
     Held are a piece of the file and the longest row, no more.
     """
     pattern = _patterns(delimiter)[1]
-    data, base, at, start, count = b"", begin, 0, 0, 0  # `data` lies at `base`; the run begins in it at `start`, the row at `at`
+    data, base, at, start, count = b"", first_byte, 0, 0, 0  # `data` lies at `base`; the run begins in it at `start`, the row at `at`
     while base + at < file.size:
         found = pattern.match(data, at)
         if base + len(data) < file.size and (found is None or found.end() == len(data)):  # it may go on
             if len(data) - at <= MAX_ROW_BYTES:
                 if count:
                     yield base + start, base + at, count, hashlib.sha256(memoryview(data)[start:at]).digest()
-                begin = base + len(data)
-                data = data[at:] + file.read(begin, min(SHARD_BYTES, file.size - begin))
+                first_byte = base + len(data)
+                data = data[at:] + file.read(first_byte, min(SHARD_BYTES, file.size - first_byte))
                 base, at, start, count = base + at, 0, 0, 0
                 continue
             end = data.find(b"\n", at) + 1 if found is None else 0
             if not end:
                 if count:
                     yield base + start, base + at, count, hashlib.sha256(memoryview(data)[start:at]).digest()
-                begin = _beyond_line(file, base + len(data))
-                yield base + at, begin, 1, None
-                data, base, at, start, count = b"", begin, 0, 0, 0
+                first_byte = _beyond_line(file, base + len(data))
+                yield base + at, first_byte, 1, None
+                data, base, at, start, count = b"", first_byte, 0, 0, 0
                 continue
         else:
             end = found.end() if found else data.find(b"\n", at) + 1 or len(data)
@@ -200,12 +200,12 @@ def _runs(file: File, begin: int, delimiter: bytes) -> Iterator[tuple[int, int, 
         yield base + start, base + at, count, hashlib.sha256(memoryview(data)[start:at]).digest()
 
 
-def _beyond_line(file: File, begin: int) -> int:
-    """Where the line ends that goes on at `begin`."""
-    while begin < file.size:
-        piece = file.read(begin, min(1 << 20, file.size - begin))
+def _beyond_line(file: File, start: int) -> int:
+    """The end of the line that continues at `start`."""
+    while start < file.size:
+        piece = file.read(start, min(1 << 20, file.size - start))
         end = piece.find(b"\n")
         if end >= 0:
-            return begin + end + 1
-        begin += len(piece)
+            return start + end + 1
+        start += len(piece)
     return file.size

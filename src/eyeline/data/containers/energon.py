@@ -26,8 +26,8 @@ def energon_shards(folder: Location, there: list[Location], retries: int) -> lis
         listed = split["split_parts"]["train"]
         if not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
             raise TypeError("split_parts.train is not a list of names")
-        listed = [name for pattern in listed for name in expanded(pattern)]
-        excluded = {name for pattern in split.get("exclude") or () for name in expanded(pattern)}
+        listed = [name for pattern in listed for name in expand_braces(pattern)]
+        excluded = {name for pattern in split.get("exclude") or () for name in expand_braces(pattern)}
         if not excluded <= set(listed):
             raise TypeError("exclude names more than archives")
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -48,7 +48,7 @@ MOST_NAMES = 1_000_000  # of a pattern
 _BRACES = re.compile(r"(.*?)\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}(.*)", re.DOTALL)
 
 
-def expanded(pattern: str) -> list[str]:
+def expand_braces(pattern: str) -> list[str]:
     """The names that a pattern with braces stands for: `shard_{000..011}.tar`, `{a,b}.tar`. ValueError for more than anybody means."""
     found = _BRACES.fullmatch(pattern)
     if found is None:
@@ -59,7 +59,7 @@ def expanded(pattern: str) -> list[str]:
     step = 1 if choice is not None or int(first) <= int(last) else -1
     width = len(first) if choice is None and len(first) == len(last) else 0
     inner = choice.split(",") if choice is not None else [f"{n:0{width}}" for n in range(int(first), int(last) + step, step)]
-    rest = expanded(after)
+    rest = expand_braces(after)
     if len(inner) * len(rest) > MOST_NAMES:
         raise ValueError(f"{pattern[:100]} expands to over {MOST_NAMES:,} names")
     return [f"{before}{one}{end}" for one in inner for end in rest]
@@ -70,7 +70,8 @@ _ACCESS = re.compile(r"[^,\[\]]+(\[[^,\[\]]+\])*")  # json[text]
 
 
 def energon_columns(about: Location, retries: int) -> tuple[dict[str, str], str]:
-    """What its `dataset.yaml` says: the columns that a plain field_map gives, as a source's `columns` has them; and what of the file is
+    """The contents of its `dataset.yaml`: the columns that a plain field_map gives, as a source's `columns` has them; and what of the
+    file is
     not obeyed, in words. Refused when it cannot be read."""
     file = File.of(about, retries)
     try:

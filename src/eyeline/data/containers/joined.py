@@ -30,17 +30,17 @@ class Joined:
         part, inner = self._part(place.shard)
         return self.parts[part].row(place._replace(shard=inner))
 
-    def lies_in(self, shard: int) -> File:
+    def file_of(self, shard: int) -> File:
         part, inner = self._part(shard)
-        return self.parts[part].lies_in(inner)
+        return self.parts[part].file_of(inner)
 
     def id(self, place: Place) -> str:
         part, inner = self._part(place.shard)
         return self._renamed(part, self.parts[part].id(place._replace(shard=inner)))
 
-    def named(self, place: Place) -> tuple[str, str, int]:
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
         part, inner = self._part(place.shard)
-        _, file, number = self.parts[part].named(place._replace(shard=inner))
+        _, file, number = self.parts[part].origin_of(place._replace(shard=inner))
         return self.id(place), file, number
 
     def line(self, place: Place) -> int | None:
@@ -56,7 +56,7 @@ class Joined:
         return self.names[part] + name.removeprefix(self.names[part].rpartition("/")[2])
 
 
-def joined(parts: Sequence[Container], files: Sequence[Location], folder: Location) -> Joined:
+def join_containers(parts: Sequence[Container], files: Sequence[Location], folder: Location) -> Joined:
     """One container of those of some files. Refused when they are not of one kind."""
     kinds = {part.what: file for part, file in zip(reversed(parts), reversed(files), strict=True)}
     if len(kinds) > 1:

@@ -76,7 +76,7 @@ _BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])|([\]}])', re.DOTALL
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested."""
+    """The nesting depth of brackets."""
     depth = most = 0
     for found in _BRACKET.finditer(text):
         depth += (found[1] is not None) - (found[2] is not None)
@@ -121,29 +121,29 @@ class JsonList:
     file: File
     shards: tuple[Shard, ...]
     firsts: tuple[int, ...]  # number in the file of each shard's first row
-    begins: tuple[int, ...]  # where it lies
+    starts: tuple[int, ...]  # where it lies
     what: str = "JSON list"
     header: tuple[str, ...] = ()
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
-        data = self.file.read(self.begins[shard], self.shards[shard].bytes)
-        for number, (begin, length) in enumerate(elements(data, inside=True)):
-            yield Place(shard, number, self.begins[shard] + begin, length), _try(data[begin : begin + length])
+        data = self.file.read(self.starts[shard], self.shards[shard].bytes)
+        for number, (start, length) in enumerate(elements(data, inside=True)):
+            yield Place(shard, number, self.starts[shard] + start, length), _try(data[start : start + length])
 
     def row(self, place: Place) -> Any:
-        return row_of(self.file.read(place.begin, place.length))
+        return row_of(self.file.read(place.start, place.length))
 
-    def lies_in(self, shard: int) -> File:  # noqa: ARG002
+    def file_of(self, shard: int) -> File:  # noqa: ARG002
         return self.file
 
     def id(self, place: Place) -> str:
         return f"{self.file.path.name}#{self.firsts[place.shard] + place.number}"
 
-    def named(self, place: Place) -> tuple[str, str, int]:
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
         return self.id(place), str(self.file.path), self.firsts[place.shard] + place.number
 
     def line(self, place: Place) -> int:
-        return line_at(self.file, place.begin) + 1
+        return line_at(self.file, place.start) + 1
 
 
 def elements(data: bytes, inside: bool = False) -> Iterator[tuple[int, int]]:
@@ -179,7 +179,7 @@ SCANNER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str)
 
 
 def end_of(text: str, at: int) -> int:
-    """Where the value ends that starts here. One that is nested too deep for the decoder ends with its bracket."""
+    """The end of the value that starts here. One that is nested too deep for the decoder ends with its bracket."""
     try:
         return SCANNER.raw_decode(text, at)[1]
     except RecursionError:
@@ -206,7 +206,7 @@ def open_list(path: Location, retries: int) -> JsonList:
 
 
 def lists_in_lines(path: Location, retries: int) -> bool:
-    """Whether a file that starts with a bracket is JSON lines, each of which is a list, and not one list of rows."""
+    """Return whether a file that starts with a bracket is JSON lines, each of which is a list, and not one list of rows."""
     file = File.of(path, retries)
     first, ended, more = b"", b"", b""
     for enough in (1 << 20, MAX_LINE_BYTES):
@@ -228,20 +228,20 @@ def list_in(file: File, data: bytes, offset: int) -> JsonList:
     path = file.path
     runs: list[list[int]] = []  # begin, end, number of the first row, rows
     try:
-        for number, (begin, length) in enumerate(elements(data)):
-            if not runs or runs[-1][3] == SHARD_ROWS or begin + length - runs[-1][0] > SHARD_BYTES:
-                runs.append([begin, begin, number, 0])
-            runs[-1][1], runs[-1][3] = begin + length, runs[-1][3] + 1
+        for number, (start, length) in enumerate(elements(data)):
+            if not runs or runs[-1][3] == SHARD_ROWS or start + length - runs[-1][0] > SHARD_BYTES:
+                runs.append([start, start, number, 0])
+            runs[-1][1], runs[-1][3] = start + length, runs[-1][3] + 1
     except json.JSONDecodeError as error:
         raise Refused(f"{path} is not JSON: {_broken(error, data)}. It starts with [, so one list of rows was expected") from error
     shards = tuple(
-        Shard(f"{path.name}#{first}", hashlib.sha256(memoryview(data)[begin:end]).hexdigest(), end - begin) for begin, end, first, _ in runs
+        Shard(f"{path.name}#{first}", hashlib.sha256(memoryview(data)[start:end]).hexdigest(), end - start) for start, end, first, _ in runs
     )
     return JsonList(file, shards, tuple(run[2] for run in runs), tuple(offset + run[0] for run in runs))
 
 
 def _broken(error: json.JSONDecodeError, data: bytes) -> str:
-    """Where a list breaks off, and why if that is plain to see."""
+    """The position where a list breaks off, and the reason if it is obvious."""
     line = 1 + data.count(b"\n", 0, error.pos)
     where = f"{error.msg.removesuffix(' at')} at byte {error.pos:,}, in line {line:,}"
     if error.msg.startswith("Unterminated") or error.pos >= len(data.rstrip()):
@@ -270,11 +270,11 @@ class JsonLines:
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         number = 0
-        for begin, line in self._lines(shard):
+        for start, line in self._lines(shard):
             if line is None:
-                yield Place(shard, number, begin, OVER), _over_the_cap()
+                yield Place(shard, number, start, OVER), _over_the_cap()
             elif line.strip():
-                yield Place(shard, number, begin, len(line)), _try(line)
+                yield Place(shard, number, start, len(line)), _try(line)
             else:
                 continue
             number += 1
@@ -282,45 +282,45 @@ class JsonLines:
     def row(self, place: Place) -> Any:
         if place.length == OVER:
             raise _over_the_cap()
-        return row_of(self.file.read(place.begin, place.length))
+        return row_of(self.file.read(place.start, place.length))
 
-    def lies_in(self, shard: int) -> File:  # noqa: ARG002
+    def file_of(self, shard: int) -> File:  # noqa: ARG002
         return self.file
 
     def id(self, place: Place) -> str:
-        begin = place.shard * self.step  # rows of earlier ranges are not counted: that would read them
-        return f"{self.file.path.name}{f'@{begin}' if begin else ''}#{place.number}"
+        start = place.shard * self.step  # rows of earlier ranges are not counted: that would read them
+        return f"{self.file.path.name}{f'@{start}' if start else ''}#{place.number}"
 
-    def named(self, place: Place) -> tuple[str, str, int]:
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
         return self.id(place), str(self.file.path), self.line(place) - 1
 
     def line(self, place: Place) -> int:
-        begin = place.shard * self.step
-        if place.begin >= begin:
-            return line_at(self.file, place.begin) + 1
-        return line_at(self.file, begin - 1) + 2  # the first line that starts in the range, whose place is not given
+        start = place.shard * self.step
+        if place.start >= start:
+            return line_at(self.file, place.start) + 1
+        return line_at(self.file, start - 1) + 2  # the first line that starts in the range, whose place is not given
 
     def _lines(self, shard: int) -> Iterator[tuple[int, bytes | None]]:
-        """Where each line that begins in the range lies, and what it says; None when that is over the cap."""
-        begin = shard * self.step
-        before = int(begin > 0)  # the byte that tells whether a line begins with the range
-        data = self.file.read(begin - before, min(self.step, self.file.size - begin) + before)
+        """Position and content of each line that starts in the range; None for the content of a line over the size limit."""
+        start = shard * self.step
+        before = int(start > 0)  # the byte that tells whether a line begins with the range
+        data = self.file.read(start - before, min(self.step, self.file.size - start) + before)
         at = data.find(b"\n") + 1 if before else 0
         if before and at == 0:
             return
         while at < len(data):
             end = data.find(b"\n", at)
-            line = data[at:end] if end >= 0 else self._whole(begin - before + at, data[at:])
-            yield begin - before + at, line if line is not None and len(line) <= MAX_LINE_BYTES else None
+            line = data[at:end] if end >= 0 else self._whole(start - before + at, data[at:])
+            yield start - before + at, line if line is not None and len(line) <= MAX_LINE_BYTES else None
             if end < 0:
                 return
             at = end + 1
 
-    def _whole(self, begin: int, head: bytes) -> bytes | None:
+    def _whole(self, start: int, head: bytes) -> bytes | None:
         """The line that begins with `head`, or None when it is over the cap."""
         line = bytearray(head)
-        while len(line) <= MAX_LINE_BYTES and begin + len(line) < self.file.size:
-            piece = self.file.read(begin + len(line), min(1 << 20, self.file.size - begin - len(line)))
+        while len(line) <= MAX_LINE_BYTES and start + len(line) < self.file.size:
+            piece = self.file.read(start + len(line), min(1 << 20, self.file.size - start - len(line)))
             end = piece.find(b"\n")
             line += piece if end < 0 else piece[:end]
             if end >= 0:
@@ -339,6 +339,6 @@ def open_lines(path: Location, retries: int, hashed: int = HASHED) -> JsonLines:
     """A file of JSON lines in ranges of bytes. Of a large file nothing is read."""
     file, step = File.of(path, retries), SHARD_BYTES
     [content] = fingerprints([file], hashed)
-    begins = range(0, file.size, step)
-    shards = tuple(Shard(f"{path.name}@{b}", f"{content}@{b}+{step}", min(step, file.size - b)) for b in begins)
+    starts = range(0, file.size, step)
+    shards = tuple(Shard(f"{path.name}@{b}", f"{content}@{b}+{step}", min(step, file.size - b)) for b in starts)
     return JsonLines(file, shards, step)

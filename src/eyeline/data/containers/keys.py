@@ -1,4 +1,4 @@
-"""Which members of an archive are one sample. WebDataset's rule: those whose names are equal up to the first dot of the file's name.
+"""Group the members of an archive into samples by WebDataset's rule: those whose names are equal up to the first dot of the file's name.
 
 Keys with dots in them (`frame_1.25.jpg`, `frame_1.50.jpg`) break that rule: many samples would be one. What tells them apart is the text
 that each has: members belong to the text whose name, up to its kind, theirs goes on from.
@@ -23,7 +23,7 @@ class Member(NamedTuple):
     key: str  # its name up to the first dot; of a key with dots, up to the dot that ends it
     part: str  # what follows, in small letters
     kind: str  # what follows the last dot
-    begin: int  # of its header
+    start: int  # of its header
     data: int  # where its content begins
     size: int
     plain: bool  # a regular file, inside the archive
@@ -33,26 +33,26 @@ class Member(NamedTuple):
         return f"{self.key}.{self.part}"
 
 
-def member_of(name: str, begin: int, data: int, size: int, regular: bool) -> Member:
+def member_of(name: str, start: int, data: int, size: int, regular: bool) -> Member:
     if len(name) > MAX_NAME:
-        return Member(name[:MAX_NAME], "", "", begin, data, size, False)
+        return Member(name[:MAX_NAME], "", "", start, data, size, False)
     folder, _, last = name.rpartition("/")
     key, _, part = last.partition(".")
     part = part.lower()
     inside = not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
-    return Member(f"{folder}/{key}" if folder else key, part, part.rpartition(".")[2], begin, data, size, regular and inside)
+    return Member(f"{folder}/{key}" if folder else key, part, part.rpartition(".")[2], start, data, size, regular and inside)
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a member with text is in its sample."""
+    """The role of a text member in its sample."""
 
     base: str  # what is between the key and what says what it is: "25" of `frame_1.25.question.txt`
     slot: str  # "json", "txt", or the name of a column: "question"
 
 
 def text_of(member: Member, wanted: Sequence[str]) -> Text | None:
-    """None for a member that is no text: neither by its kind nor as a column that is `wanted`."""
+    """The text role of a member; None for one that is not text, neither by its kind nor as a column that is `wanted`."""
     column = next((part for part in wanted if f".{member.part}".endswith(f".{part}") and member.kind not in IMAGE_SUFFIXES), None)
     if column is not None:
         return Text(member.part[: -len(column) - 1], column)
@@ -73,27 +73,27 @@ def split(group: Sequence[Member], wanted: Sequence[str]) -> list[list[Member]]:
     if any(member.part in wanted for member in group) or not divided:
         out = [list(group)]
     else:
-        out = _divided(group, tops, wanted)
+        out = _split_by_top(group, tops, wanted)
     for one in out:
         _refuse_two(one, wanted)
     return out
 
 
 def tops_of(texts: Iterable[Text]) -> set[str]:
-    """Where the texts of samples are; texts below them are of parts of a sample."""
+    """The keys that hold the texts of samples; texts below them are of parts of a sample."""
     bases = {text.base for text in texts}
     return {base for base in bases if not any(outer in bases for outer in _outer(base))}
 
 
 def _outer(base: str) -> Iterator[str]:
-    """What it goes on from, up to each of its dots."""
+    """The prefixes of a name, up to each of its dots."""
     while base:
         base = base.rpartition(".")[0]
         yield base
 
 
 def stem_of(member: Member) -> str:
-    """What is between its key and its kind."""
+    """The part of the name between key and kind."""
     return member.part[: -len(member.kind) - 1] if "." in member.part else ""
 
 
@@ -123,7 +123,7 @@ def _refuse_two(sample: Sequence[Member], wanted: Sequence[str]) -> None:
             first[text.slot] = (member, text)
 
 
-def _divided(group: Sequence[Member], tops: set[str], wanted: Sequence[str]) -> list[list[Member]]:
+def _split_by_top(group: Sequence[Member], tops: set[str], wanted: Sequence[str]) -> list[list[Member]]:
     """The members of each top, and what belongs to none by its name up to the last dot."""
     out: list[list[Member]] = []
     known: dict[str, Member] = {}

@@ -30,7 +30,7 @@ class RowGroup(NamedTuple):
     file: int
     part: int  # number of a row group, or where a record batch begins
     first: int  # number of its first row in the file
-    begin: int  # the rows of it that this is
+    start: int  # the rows of it that this is
     end: int
     length: int = 0  # bytes of a record batch,
     head: int = 0  # and of what lies before the first of them
@@ -55,15 +55,15 @@ class Tables:
     _kept: "Recent[tuple[int, int], arrow.Table]" = field(default_factory=Recent, repr=False, compare=False)
 
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
-        begin, end = self.groups[shard].begin, self.groups[shard].end
-        places = (Place(shard, row - begin, row, 1) for row in range(begin, end))
+        start, end = self.groups[shard].start, self.groups[shard].end
+        places = (Place(shard, row - start, row, 1) for row in range(start, end))
         try:
             table = self._group(shard)
         except BadSample as bad:
             yield from ((place, bad) for place in places)
             return
         labels = self.labels[self.groups[shard].file]
-        yield from ((place, _row(table, place.begin, labels)) for place in places)
+        yield from ((place, _row(table, place.start, labels)) for place in places)
 
     def head(self, shard: int, most: int) -> Iterator[tuple[Place, Any | BadSample]]:
         """The first rows of a shard that is a group's first, with every column of the file. Nothing of them is kept."""
@@ -78,21 +78,21 @@ class Tables:
         yield from ((Place(shard, row, row, 1), _row(table, row, labels)) for row in range(min(count, len(table))))
 
     def row(self, place: Place) -> Any:
-        row = _row(self._group(place.shard), place.begin, self.labels[self.groups[place.shard].file])
+        row = _row(self._group(place.shard), place.start, self.labels[self.groups[place.shard].file])
         if isinstance(row, BadSample):
             raise row
         return row
 
-    def lies_in(self, shard: int) -> File:
+    def file_of(self, shard: int) -> File:
         return self.files[self.groups[shard].file]
 
     def id(self, place: Place) -> str:
         group = self.groups[place.shard]
-        return f"{group.name}#{group.begin + place.number}"
+        return f"{group.name}#{group.start + place.number}"
 
-    def named(self, place: Place) -> tuple[str, str, int]:
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
         group = self.groups[place.shard]
-        return self.id(place), str(self.files[group.file].path), group.first + group.begin + place.number
+        return self.id(place), str(self.files[group.file].path), group.first + group.start + place.number
 
     def line(self, place: Place) -> None:  # noqa: ARG002
         return None
@@ -131,7 +131,9 @@ def with_pyarrow(path: Location) -> None:
         ) from error
 
 
-def chosen(path: Location, names: Sequence[str], wanted: Sequence[str] | None, before: tuple[str, ...], first: Location) -> tuple[str, ...]:
+def columns_to_read(
+    path: Location, names: Sequence[str], wanted: Sequence[str] | None, before: tuple[str, ...], first: Location
+) -> tuple[str, ...]:
     """The columns of a file that are read, of all or of those that are `wanted`. Refused when there are none, or other ones than `before`
     it."""
     has = tuple(sorted(names if wanted is None else {name for name in wanted if name in names}))
@@ -147,11 +149,11 @@ def chosen(path: Location, names: Sequence[str], wanted: Sequence[str] | None, b
 
 def parts(group: RowGroup, fingerprint: str, size: int) -> Iterator[tuple[RowGroup, Shard]]:
     """The shards of a group: itself, or runs of its rows if it has many. They are read together, so they come together."""
-    for begin in range(0, group.end, SHARD_ROWS):
-        end = min(begin + SHARD_ROWS, group.end)
-        which = f"#{begin}" if group.end > SHARD_ROWS else ""
-        share = size * (end - begin) // group.end
-        yield group._replace(begin=begin, end=end), Shard(group.name + which, fingerprint + which, share, held=size, joined=begin > 0)
+    for start in range(0, group.end, SHARD_ROWS):
+        end = min(start + SHARD_ROWS, group.end)
+        which = f"#{start}" if group.end > SHARD_ROWS else ""
+        share = size * (end - start) // group.end
+        yield group._replace(start=start, end=end), Shard(group.name + which, fingerprint + which, share, held=size, joined=start > 0)
 
 
 def read_row_group(file: File, group: RowGroup, columns: tuple[str, ...], most: int | None) -> "arrow.Table":
@@ -205,7 +207,7 @@ def open_tables(
         schema, listed = contents(file)
         names = schema.names
         marks = [name for name in names if wanted is None or name != "mask" or not _holds_bytes(schema, name)]
-        columns = chosen(file.path, marks, wanted, columns, paths[0])
+        columns = columns_to_read(file.path, marks, wanted, columns, paths[0])
         named = labels_in(schema.metadata, features)
         labels.append({column: inner for column, inner in named.items() if column in columns})
         if labels[-1]:  # what the rows mean depends on them
@@ -221,7 +223,7 @@ def open_tables(
 
 
 def _holds_bytes(schema: "arrow.Schema", name: str) -> bool:
-    """Whether a column holds images: a `mask` of such is no mark of turns."""
+    """Return whether a column holds images: a `mask` of such is no mark of turns."""
     import pyarrow.types as types
 
     kind = schema.field(name).type
@@ -229,7 +231,7 @@ def _holds_bytes(schema: "arrow.Schema", name: str) -> bool:
 
 
 def row_groups(file: File) -> Contents:
-    """What the footer of a file lists."""
+    """The row groups that the footer of a file lists."""
     import pyarrow.parquet as parquet
 
     try:

@@ -37,14 +37,14 @@ class Sidecars:
             yield place, row
 
     def row(self, place: Place) -> Any:
-        name, text = self.images[place.begin], self.texts[place.begin]
+        name, text = self.images[place.start], self.texts[place.start]
         if text is None:
             raise BadSample("no_target", "caption", f"{name.rpartition('.')[0]}.txt, the text of the image, does not exist")
         if text.size > MAX_TEXT_BYTES:
             raise BadSample("file_too_large", "caption", f"{text.path.name} has {text.size:,} bytes, over {MAX_TEXT_BYTES:,}")
         return {"image": name, "caption": text.read(0, text.size).decode("utf-8-sig", "surrogateescape")}
 
-    def lies_in(self, shard: int) -> File:
+    def file_of(self, shard: int) -> File:
         first = shard * self.run
         numbers = chain(range(first, len(self.texts)), range(first))
         return next(text for number in numbers if (text := self.texts[number]) is not None)
@@ -52,7 +52,7 @@ class Sidecars:
     def id(self, place: Place) -> str:
         return f"{self.folder.name}#{place.shard * self.run + place.number}"
 
-    def named(self, place: Place) -> tuple[str, str, int]:
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
         return self.id(place), str(self.folder), place.shard * self.run + place.number
 
     def line(self, place: Place) -> None:  # noqa: ARG002

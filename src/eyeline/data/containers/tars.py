@@ -33,14 +33,14 @@ class ArchivePart(NamedTuple):
     """Samples of an archive, one after another."""
 
     file: int
-    begin: int
+    start: int
     end: int
     first: int = 0  # number of the first of them in the archive
     count: int = 0
     index: File | None = None  # of the archive, by which it was cut; None: it is whole
 
-    def begins(self) -> list[int] | None:
-        """Where each sample begins, as the index says."""
+    def starts(self) -> list[int] | None:
+        """The start of each sample, as the index states it."""
         return None if self.index is None else offsets_in(self.index, self.first, self.count)
 
 
@@ -75,13 +75,13 @@ class Tars:
     def rows(self, shard: int) -> Iterator[tuple[Place, Any | BadSample]]:
         run = self._part(shard)
         file = self.files[run.file]
-        size = run.end - run.begin
-        begins = run.begins()
+        size = run.end - run.start
+        starts = run.starts()
         known: set[str] = set()
         keys: set[str] = set()  # up to the first dot, as the index counts samples
         skipped: list[int] = []
         number = 0
-        with _Archive(FileSlice(file, run.begin, size), size) as archive:
+        with _Archive(FileSlice(file, run.start, size), size) as archive:
             for group in _groups(_capped(_members(archive), file, skipped), archive, HEADER_BYTES, self.wanted):
                 if isinstance(group, BadSample):
                     yield Place(shard, number, 0, UNUSABLE), group
@@ -89,32 +89,32 @@ class Tars:
                 keys.add(group[0][0].key)
                 samples, unclear = _samples(group, self.wanted)
                 for sample in samples:
-                    begin, end = run.begin + sample[0][0].begin, run.begin + _padded(sample[-1][0])
-                    self._check(run, begins, number, begin, samples)
+                    start, end = run.start + sample[0][0].start, run.start + _padded(sample[-1][0])
+                    self._check(run, starts, number, start, samples)
                     try:
                         _new_names(sample, len(samples) == 1, known)
                         if unclear is not None:
                             raise unclear
-                        row = _row(sample, file, run.begin, self.wanted)
+                        row = _row(sample, file, run.start, self.wanted)
                     except BadSample as bad:
-                        yield Place(shard, number, begin, UNUSABLE), bad
+                        yield Place(shard, number, start, UNUSABLE), bad
                     else:
-                        yield Place(shard, number, begin, end - begin), row
+                        yield Place(shard, number, start, end - start), row
                     number += 1
             else:
-                if begins is not None and (number < len(begins) or member_of(_header(file, run.end), 0, 0, 0, True).key in keys):
+                if starts is not None and (number < len(starts) or member_of(_header(file, run.end), 0, 0, 0, True).key in keys):
                     raise _unfit(run.index, f"sample {run.first + number} of the archive starts elsewhere")
         self._skipped[shard] = len(skipped)
 
-    def _check(self, run: ArchivePart, begins: list[int] | None, number: int, begin: int, samples: "list[Members]") -> None:
+    def _check(self, run: ArchivePart, starts: list[int] | None, number: int, start: int, samples: "list[Members]") -> None:
         """Refused where a sample is none of those that an index lists."""
-        if begins is None:
+        if starts is None:
             return
         if len(samples) > 1:
             names = " and ".join(repr(sample[0][0].name[-100:]) for sample in samples[:2])
             raise _unfit(run.index, f"it counts {names} as one sample, since their names are equal up to the first dot")
-        if number >= len(begins) or begins[number] != begin:
-            raise _unfit(run.index, f"sample {run.first + number} starts at byte {begin:,} of the archive, and not where it says")
+        if number >= len(starts) or starts[number] != start:
+            raise _unfit(run.index, f"sample {run.first + number} starts at byte {start:,} of the archive, and not where it says")
 
     def skipped(self, shard: int) -> int:
         """Members that no data set means, such as `._a.jpg` of macOS. Known once its rows were read."""
@@ -126,22 +126,22 @@ class Tars:
     def row(self, place: Place) -> Any:
         if place.length == UNUSABLE:  # what its neighbours are tells why
             raise next(row for at, row in self.rows(place.shard) if at == place and isinstance(row, BadSample))
-        file = self.lies_in(place.shard)
-        data = file.read(place.begin, min(place.length, file.size - place.begin)).ljust(place.length, b"\0")
+        file = self.file_of(place.shard)
+        data = file.read(place.start, min(place.length, file.size - place.start)).ljust(place.length, b"\0")
         with _Archive(io.BytesIO(data), len(data)) as archive:
             [group] = _groups(_members(archive), archive, place.length, self.wanted)
         assert not isinstance(group, BadSample), f"{file.path} is as it was, and {place} is unusable now"
         [sample], _ = _samples(group, self.wanted)
-        return _row(sample, file, place.begin, self.wanted)
+        return _row(sample, file, place.start, self.wanted)
 
-    def lies_in(self, shard: int) -> File:
+    def file_of(self, shard: int) -> File:
         return self.files[self._part(shard).file]
 
     def id(self, place: Place) -> str:
         run, name = self._part(place.shard), self.shards[place.shard].name
         return f"{name if run.index is None else name.rpartition('#')[0]}#{run.first + place.number}"
 
-    def named(self, place: Place) -> tuple[str, str, int]:
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
         run = self._part(place.shard)
         return self.id(place), str(self.files[run.file].path), run.first + place.number
 
@@ -167,12 +167,12 @@ class _Archive(io.BufferedReader):
 UNUSABLE = -1  # the length of a row that cannot be read
 
 
-def _shown(name: str) -> str:
+def _short_name(name: str) -> str:
     return repr(name[:100])
 
 
 def _padded(member: Member) -> int:
-    """Where the next member begins."""
+    """The position of the next member."""
     return member.data + -(-member.size // BLOCK) * BLOCK
 
 
@@ -196,7 +196,7 @@ def _plain(file: _Archive, at: int) -> tuple[bytes, str, int, int] | None:
 
 
 def _idle(attributes: bytes, size: int) -> bool:
-    """Whether a block of attributes holds times alone."""
+    """Return whether a block of attributes holds times alone."""
     at = 0
     while at < size and (found := _TIME.match(attributes, at)) is not None and len(found[0]) == int(found[1]):
         at = found.end()
@@ -221,7 +221,7 @@ def _members(file: _Archive) -> Iterator[Member | BadSample]:
         if kind == b"0":
             yield member_of(name, at, data, length, True)
         if data + length > size:
-            yield _cut(name, length)
+            yield _cut_short(name, length)
             return
         at = data + -(-length // BLOCK) * BLOCK
     else:
@@ -232,13 +232,13 @@ def _members(file: _Archive) -> Iterator[Member | BadSample]:
         yield from _odd_members(file, at)
 
 
-def _cut(name: str, size: int) -> BadSample:
-    return BadSample("damaged_tar", "row", f"{_shown(name)} has {size:,} bytes, and the archive ends before")
+def _cut_short(name: str, size: int) -> BadSample:
+    return BadSample("damaged_tar", "row", f"{_short_name(name)} has {size:,} bytes, and the archive ends before")
 
 
-def _odd_members(file: _Archive, begin: int) -> Iterator[Member | BadSample]:
-    """The members from the header at `begin` on, whatever they are."""
-    file.seek(begin)
+def _odd_members(file: _Archive, start: int) -> Iterator[Member | BadSample]:
+    """The members from the header at `start` on, whatever they are."""
+    file.seek(start)
     try:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:  # type: ignore[arg-type]
             while (info := archive.next()) is not None:
@@ -247,7 +247,7 @@ def _odd_members(file: _Archive, begin: int) -> Iterator[Member | BadSample]:
                     continue
                 yield member_of(info.name, info.offset, info.offset_data, info.size, info.isreg() and not info.issparse())
                 if info.offset_data + info.size > file.size:
-                    yield _cut(info.name, info.size)
+                    yield _cut_short(info.name, info.size)
                     return
             file.seek(archive.offset)  # it stops without a word at a header that is none
             if file.read(BLOCK).strip(b"\0"):
@@ -268,7 +268,7 @@ def _capped(members: Iterator[Member | BadSample], file: File, skipped: list[int
                 "several archives of at most some ten thousand samples each, or Parquet"
             )
         if not isinstance(member, BadSample) and is_skipped(member.name):
-            skipped.append(member.begin)
+            skipped.append(member.start)
         yield member
 
 
@@ -279,13 +279,13 @@ def _samples(group: Members, wanted: tuple[str, ...]) -> tuple[list[Members], Ba
     """The samples of neighbours; all as one, and why, where it cannot be told what they are."""
     try:
         if len(group) > MAX_TOGETHER:
-            name = _shown(group[0][0].key)
+            name = _short_name(group[0][0].key)
             raise BadSample("tar_key", "row", f"more than {MAX_TOGETHER:,} members have names that are {name} up to the first dot. {WRITE}")
         parts = split([member for member, _ in group], wanted)
     except BadSample as bad:
         return [group], bad
-    content = {member.begin: content for member, content in group}
-    return [[(member, content[member.begin]) for member in part] for part in parts], None
+    content = {member.start: content for member, content in group}
+    return [[(member, content[member.start]) for member in part] for part in parts], None
 
 
 def _new_names(sample: Members, whole: bool, known: set[str]) -> None:
@@ -297,7 +297,7 @@ def _new_names(sample: Members, whole: bool, known: set[str]) -> None:
     else:  # a text of the same name may be elsewhere
         names |= {f"{key}.{stem}" for member, _ in sample if (stem := stem_of(member))}
     if twice := names & known:
-        raise BadSample("tar_key", "row", f"the key {_shown(min(twice))} appeared before, with others between")
+        raise BadSample("tar_key", "row", f"the key {_short_name(min(twice))} appeared before, with others between")
     known |= names
 
 
@@ -341,20 +341,22 @@ def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> di
         name, text = member.name, text_of(member, wanted)
         if not member.plain:
             raise BadSample(
-                "tar_member", "row", f"{_shown(name)} is a link, a device, too long a name, or has a path that leads out of the archive"
+                "tar_member",
+                "row",
+                f"{_short_name(name)} is a link, a device, too long a name, or has a path that leads out of the archive",
             )
         if member.part in parts:
-            raise BadSample("tar_key", "row", f"{_shown(name)} appears twice")
+            raise BadSample("tar_key", "row", f"{_short_name(name)} appears twice")
         parts.add(member.part)
         if member.kind in IMAGE_SUFFIXES:
             if member.size > MAX_MEMBER_BYTES:
-                raise BadSample("file_too_large", "row", f"{_shown(name)} has {member.size:,} bytes, over {MAX_MEMBER_BYTES:,}")
+                raise BadSample("file_too_large", "row", f"{_short_name(name)} has {member.size:,} bytes, over {MAX_MEMBER_BYTES:,}")
             images[member.part] = EncodedImage(name, Span(file.path, member.data + offset, member.size, file.stamp, content))
             if member.part in wanted:
                 own[member.part] = images[member.part]
         elif member.part in wanted or (text is not None and text.base in tops):
             if member.size > MAX_TEXT_BYTES:
-                raise BadSample("file_too_large", "row", f"{_shown(name)} has {member.size:,} bytes, over {MAX_TEXT_BYTES:,}")
+                raise BadSample("file_too_large", "row", f"{_short_name(name)} has {member.size:,} bytes, over {MAX_TEXT_BYTES:,}")
             if member.kind == "json":
                 value, flawed = parse(content.decode("utf-8-sig", "surrogateescape"))
                 value = sound(value) if flawed else value
@@ -376,11 +378,11 @@ def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> di
         row["caption"] = caption
     row = {part: value for part, value in own.items() if value is None} | row | {p: v for p, v in own.items() if v is not None}
     if images:
-        row = {column: value for column, value in row.items() if column not in ("image", "images")} | {"images": _ordered(row, images)}
+        row = {column: value for column, value in row.items() if column not in ("image", "images")} | {"images": _in_row_order(row, images)}
     return row
 
 
-def _ordered(row: dict[str, Any], images: dict[str, EncodedImage]) -> list[EncodedImage]:
+def _in_row_order(row: dict[str, Any], images: dict[str, EncodedImage]) -> list[EncodedImage]:
     """The images as the row names them; as they lie in the archive, where it names none."""
     names = row.get("image") if row.get("image") is not None else row.get("images")
     names = [names] if isinstance(names, str) else names
@@ -400,7 +402,7 @@ def _ordered(row: dict[str, Any], images: dict[str, EncodedImage]) -> list[Encod
 
 
 def _dotted(image: EncodedImage, name: str) -> bool:
-    """Whether a name is what follows the first dot, of a key that has dots itself."""
+    """Return whether a name is what follows the first dot, of a key that has dots itself."""
     return os.path.basename(image.name).partition(".")[2].lower() == name.lower()
 
 
@@ -426,8 +428,8 @@ def open_tars(
         name, index = below(base, file.path), indexes.get(file.path)
         cut = _cut_up(number, file, File.of(index, retries)) if index is not None and file.size > RUN_BYTES else []
         for run in cut or [ArchivePart(number, 0, file.size)]:
-            of = f"{content}[{run.begin}:{run.end}]" if cut else content
-            shards.append(Shard(f"{name}#{run.first}" if cut else name, of, run.end - run.begin))
+            of = f"{content}[{run.start}:{run.end}]" if cut else content
+            shards.append(Shard(f"{name}#{run.first}" if cut else name, of, run.end - run.start))
             parts.append(run)
     return Tars(tuple(files), tuple(shards), wanted, f"WebDataset ({note})" if note else "WebDataset", tuple(parts))
 
@@ -436,18 +438,18 @@ def _cut_up(number: int, file: File, index: File) -> list[ArchivePart]:
     """Runs of samples, by an index. Refused when it cannot be the archive's; `rows` looks at every sample."""
     if index.size % 8 or not index.size:
         raise _unfit(index, f"it has {index.size:,} bytes, which is not a multiple of 8")
-    begins = offsets_in(index, 0, index.size // 8)
-    wrong = next((a for a, b in pairwise((-1, *begins)) if not a < b <= file.size or b % BLOCK), None)
+    starts = offsets_in(index, 0, index.size // 8)
+    wrong = next((a for a, b in pairwise((-1, *starts)) if not a < b <= file.size or b % BLOCK), None)
     if wrong is not None:
         raise _unfit(index, f"after {wrong:,} comes no position of a sample in {file.size:,} bytes")
-    if file.read(begins[-1], min(BLOCK, file.size - begins[-1])).strip(b"\0"):
-        raise _unfit(index, f"the archive continues at byte {begins[-1]:,}, where it says that there is no more")
+    if file.read(starts[-1], min(BLOCK, file.size - starts[-1])).strip(b"\0"):
+        raise _unfit(index, f"the archive continues at byte {starts[-1]:,}, where it says that there is no more")
     parts: list[ArchivePart] = []
     first = 0
-    for n in range(1, len(begins)):
-        if first == n - 1 and not _header(file, begins[first]):
-            raise _unfit(index, f"no sample starts at byte {begins[first]:,} of the archive")
-        if n == len(begins) - 1 or n - first == SHARD_ROWS or begins[n + 1] - begins[first] > RUN_BYTES:
-            parts.append(ArchivePart(number, begins[first], begins[n], first, n - first, index))
+    for n in range(1, len(starts)):
+        if first == n - 1 and not _header(file, starts[first]):
+            raise _unfit(index, f"no sample starts at byte {starts[first]:,} of the archive")
+        if n == len(starts) - 1 or n - first == SHARD_ROWS or starts[n + 1] - starts[first] > RUN_BYTES:
+            parts.append(ArchivePart(number, starts[first], starts[n], first, n - first, index))
             first = n
     return parts

@@ -94,7 +94,7 @@ def _end_to_end(arrays: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     whole = arrays[0].base
     if isinstance(whole, np.ndarray) and whole.ndim == 2 and all(a.base is whole and a.flags.c_contiguous for a in arrays):
         at = [a.__array_interface__["data"][0] for a in arrays]
-        if all(begin + a.nbytes == after for begin, after, a in zip(at, at[1:], arrays, strict=False)):
+        if all(start + a.nbytes == after for start, after, a in zip(at, at[1:], arrays, strict=False)):
             first = (at[0] - whole.__array_interface__["data"][0]) // arrays[0].strides[0]
             return whole[first : first + sum(map(len, arrays))]
     return np.concatenate(arrays)

@@ -20,7 +20,7 @@ from eyeline.data.images.image_files import frames_of, in_memory, medium_key
 from eyeline.data.images.patches import Augment, Resized, Room, cut, grey_images, resize, with_augmentation
 from eyeline.data.rejects import Reject
 from eyeline.data.sources.sources import Place, Rows
-from eyeline.data.text.documents import Tokenised, laid_out, tokenised, until
+from eyeline.data.text.documents import Tokenised, laid_out, tokenise, until
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.workers import At, Phase, Workers, in_order
 
@@ -82,7 +82,7 @@ def _unwatched(part: int, phase: Phase) -> None:
 
 
 def _patches(groups: Sequence[GroupToRead]) -> int:
-    """As many as are planned."""
+    """The patches that were planned."""
     return sum(max(row.patches for row in group.rows) for group in groups)
 
 
@@ -108,7 +108,7 @@ class Lost(NamedTuple):
 
     @property
     def plain(self) -> list[Any]:
-        """As plain values, for other ranks."""
+        """The same as plain values, for other ranks."""
         reject = self.reject
         return [[reject.id, reject.file, reject.row, reject.field, reject.cause, reject.message], self.epoch, list(self.row)]
 
@@ -149,7 +149,7 @@ class Fetch:
         id = self.sources[row.source].id(row.place)
         if not any(id == known for _, known in verdicts):  # else lines would be counted for every row
             return row
-        known = verdicts.get((self.sources[row.source].named(row.place)[1], id))
+        known = verdicts.get((self.sources[row.source].origin_of(row.place)[1], id))
         return row if known is None else replace(row, verdict=BadSample(known.cause, known.field, known.message))
 
     def __call__(self, job: PackToRead, at: At = _unwatched) -> Fetched:
@@ -159,7 +159,7 @@ class Fetch:
         if job.groups:  # rows are seldom read again; still a file that changes stops the run
             first = job.groups[0].rows[0]
             at(0, "reading")
-            self.sources[first.source].lies_in(first.place.shard).check()
+            self.sources[first.source].file_of(first.place.shard).check()
         for group in job.groups:
             media: tuple[EncodedImage | Video, ...] | None = None
             prepared: dict[str, tuple[Image, ...] | BadSample] = {}
@@ -177,7 +177,7 @@ class Fetch:
                     sample = self._sample(row)
                     media = max(media or (), sample.media, key=len)
                     at(part, "decoding")
-                    known = known or tokenised(sample.messages, self.encoder, self.rule)
+                    known = known or tokenise(sample.messages, self.encoder, self.rule)
                 media = media or ()
                 shown = [self._images(medium, group, prepared, room, partial(at, part)) for medium in media[: len(known.slices)]]
                 bad = next((images for images in shown if isinstance(images, BadSample)), None)
@@ -201,16 +201,16 @@ class Fetch:
         wanted = [medium for medium in media if medium_key(medium) not in self._kept]
         spans = {image.source for medium in wanted for image in frames_of(medium) if isinstance(image.source, Span)}
         runs: list[list[Span]] = []
-        for span in sorted(spans, key=lambda span: (str(span.path), span.begin)):
+        for span in sorted(spans, key=lambda span: (str(span.path), span.start)):
             last = runs[-1][-1] if runs else None
-            if last is None or last.path != span.path or not 0 <= span.begin - last.begin - last.length <= NEAR_BYTES:
+            if last is None or last.path != span.path or not 0 <= span.start - last.start - last.length <= NEAR_BYTES:
                 runs.append([])
             runs[-1].append(span)
         data: dict[Span, bytes] = {}
         for run in runs:
-            begin, end = run[0].begin, run[-1].begin + run[-1].length
-            read = File(run[0].path, run[0].stamp, self.retries).read(begin, end - begin)
-            data |= {span: read[span.begin - begin : span.begin - begin + span.length] for span in run}
+            start, end = run[0].start, run[-1].start + run[-1].length
+            read = File(run[0].path, run[0].stamp, self.retries).read(start, end - start)
+            data |= {span: read[span.start - start : span.start - start + span.length] for span in run}
 
         def filled(image: EncodedImage) -> EncodedImage:
             source = image.source
@@ -241,7 +241,7 @@ class Fetch:
         return replace(document, labels_T=np.full_like(document.labels_T, IGNORE)) if bad else document
 
     def _changed(self, row: RowToRead, what: str) -> StorageFailed:
-        _, file, number = self.sources[row.source].named(row.place)
+        _, file, number = self.sources[row.source].origin_of(row.place)
         return StorageFailed(
             f"{file} row {number}, or an image of it, has changed since it was indexed: {what}. Restore it; a plan must not change"
         )
@@ -289,7 +289,7 @@ class Fetch:
 
 
 def _blank(id: str, tokens: int) -> Document:
-    """What keeps the place of a row of which nothing may be touched."""
+    """A document that takes the place of a row that must not be decoded."""
     nothing = np.empty(0, np.int32)
     return Document(id, np.zeros(tokens, np.int32), np.full(tokens, IGNORE, np.int32), nothing, ())
 
@@ -297,7 +297,7 @@ def _blank(id: str, tokens: int) -> Document:
 def fetched_in_order(
     asked: Iterator[tuple[T, tuple[GroupToRead, ...]]], fetch: Fetch, workers: Workers, verdicts: Mapping[tuple[str, str], Reject]
 ) -> Iterator[tuple[T, Fetched]]:
-    """What came of each pack, in the plan's order. With workers, some packs are fetched ahead of their turn.
+    """The result of each pack, in the order of the plan. With workers, some packs are prefetched.
 
     `verdicts` are samples that have killed a worker before, by file and id: they are not tried again.
     """

@@ -1,1 +1,1 @@
-"""What lies on disks and in object stores: opening it, names that are nearly right, and what is passed over."""
+"""Files on disks and in object stores: opening them, suggestions for wrong names, and files that are skipped."""

@@ -1,4 +1,4 @@
-"""What was probably meant by the name of a file that does not exist: what is there under nearly the same name."""
+"""Suggestions for the name of a file that does not exist: files of similar names."""
 
 import os
 import unicodedata
@@ -15,7 +15,7 @@ ENDS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 
 @lru_cache(maxsize=64)  # a folder that is missing is missing for all its images
 def no_folder(folder: Path) -> str:
-    """That a folder is not there, as the end of a sentence: the first piece of its path that is missing, and what may have been meant."""
+    """The end of a sentence about a folder that does not exist: the first missing piece of its path, and a suggestion."""
     while not os.path.isdir(folder.parent):
         folder = folder.parent
     try:
@@ -28,7 +28,7 @@ def no_folder(folder: Path) -> str:
 
 
 def near_name(path: Path) -> str:
-    """What may have been meant, as the end of a sentence: in another case, with another extension, a prefix or none, or a folder more
+    """A suggestion, as the end of a sentence: in another case, with another extension, a prefix or none, or a folder more
     or less. Empty where nothing is like it."""
     for name in dict.fromkeys((path.name, unquote(path.name), path.name.strip())):
         found = _like(path.parent, name)

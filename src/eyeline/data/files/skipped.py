@@ -9,12 +9,12 @@ KEPT = (".nv-meta",)  # hidden, and read: what Megatron-Energon says of a set
 
 
 def is_skipped_folder(name: str) -> bool:
-    """Whether a folder of this name is hidden, or a system's own."""
+    """Return whether a folder of this name is hidden, or a system's own."""
     return name not in KEPT and name != ".." and _FOLDERS.fullmatch(name) is not None
 
 
 def is_skipped_file(name: str) -> bool:
-    """Whether a file of this name is hidden (`._a.jpg` and `.DS_Store` of macOS among them), a backup, or a system's own."""
+    """Return whether a file of this name is hidden (`._a.jpg` and `.DS_Store` of macOS among them), a backup, or a system's own."""
     return _FILES.fullmatch(name) is not None
 
 
@@ -24,7 +24,7 @@ def is_skipped(path: str) -> bool:
     return is_skipped_file(name) or any(map(is_skipped_folder, folders))
 
 
-def said_of(names: Sequence[str], one: str, many: str) -> str:
-    """How many of what these are, and the first of them; empty for none."""
+def skipped_phrase(names: Sequence[str], one: str, many: str) -> str:
+    """The number of these, and the first of them; empty for none."""
     some = ", ".join(name[:100] for name in names[:3]) + (", …" if len(names) > 3 else "")
     return f"{len(names):,} {one if len(names) == 1 else many} ({some})" if names else ""

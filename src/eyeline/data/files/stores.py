@@ -97,17 +97,17 @@ def _instead(scheme: str) -> str:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What was read last of an object."""
+    """The piece of an object that was read last."""
 
-    begin: int
+    start: int
     end: int
-    data: bytes  # from `begin` on; empty where it was no part of reading on
+    data: bytes  # from `start` on; empty where it was no part of reading on
     step: int  # bytes that were asked for beyond need
 
 
 @dataclass(frozen=True, eq=False)
 class _Process:
-    """What a process has of stores. Never pickled, and of no use to a fork: the threads that do the work are not in it."""
+    """The connections of one process to stores. Never pickled, and useless after a fork, which does not copy their threads."""
 
     number: int = field(default_factory=os.getpid)
     clients: dict[str, "ObjectStore"] = field(default_factory=dict)
@@ -125,11 +125,11 @@ def _client(store: str) -> "ObjectStore":
     assert process.number == os.getpid(), "a process that has read from a store was forked; a child would wait forever"
     with process.lock:
         if store not in process.clients:
-            process.clients[store] = _made(store)
+            process.clients[store] = _open_store(store)
         return process.clients[store]
 
 
-def _made(store: str) -> "ObjectStore":
+def _open_store(store: str) -> "ObjectStore":
     try:
         from obstore.store import AzureStore, GCSStore, S3Store
     except ImportError as error:
@@ -144,24 +144,24 @@ def _made(store: str) -> "ObjectStore":
 
 
 def _ask(location: Remote, question: Callable[["ObjectStore"], T]) -> T:
-    """What a store says. StorageFailed, with an OSError as its cause: ENOENT where there is no such object."""
+    """The answer of a store. StorageFailed, with an OSError as its cause: ENOENT where there is no such object."""
     try:
         return question(_client(location.store))
     except (Refused, StorageFailed):
         raise
     except BaseException as error:
-        failed = _explained(location, error)
+        failed = _error_of(location, error)
         if failed is None:
             raise
     raise failed  # out here, so that it does not carry what the store said
 
 
-def _explained(location: Remote, error: BaseException) -> StorageFailed | None:
-    """What went wrong and what to do. None for what is no answer of a store."""
+def _error_of(location: Remote, error: BaseException) -> StorageFailed | None:
+    """The failure with its remedy. None for an error that does not come from a store."""
     from obstore.exceptions import BaseError
 
     if type(error).__name__ == "PanicException":  # of obstore, where it did not foresee something: an endpoint that is no URL
-        return _failed(location, "the settings in the environment cannot be used", errno.EINVAL, f"Check {_settings(location)}")
+        return _storage_error(location, "the settings in the environment cannot be used", errno.EINVAL, f"Check {_settings(location)}")
     if not isinstance(error, BaseError | FileNotFoundError | ValueError):
         return None
     text, scheme = str(error), location.store.partition("://")[0]
@@ -173,44 +173,44 @@ def _explained(location: Remote, error: BaseException) -> StorageFailed | None:
     found = re.search(r"Error performing \w+ (\S+) in", text)
     asked = urlsplit(found[1]) if found else None
     if status in _PASSING or code in ("SlowDown", "RequestTimeout", "InternalError", "ServerBusy"):
-        return _failed(location, answer, errno.EIO, "Check the store, then start again")
+        return _storage_error(location, answer, errno.EIO, "Check the store, then start again")
     if "token request" in text or (asked is not None and _METADATA.search(asked.geturl())):
-        return _failed(location, "no credentials were found", errno.EACCES, f"Set {VARIABLES[scheme]}")
+        return _storage_error(location, "no credentials were found", errno.EACCES, f"Set {VARIABLES[scheme]}")
     if code == "NoSuchBucket":
-        return _failed(location, f"there is no bucket {location.store}", errno.ENOENT, "Check its name, region and endpoint")
+        return _storage_error(location, f"there is no bucket {location.store}", errno.ENOENT, "Check its name, region and endpoint")
     if isinstance(error, FileNotFoundError):
-        return _failed(location, "there is no such object", errno.ENOENT, "Put it back, or give another URL")
+        return _storage_error(location, "there is no such object", errno.ENOENT, "Put it back, or give another URL")
     if status == 416:
-        return _failed(
+        return _storage_error(
             location, "it ends before", errno.EINVAL, "It has changed. Put it back as it was, or start a new run with the new data"
         )
     if "redirect" in text or code in ("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"):
-        return _failed(location, "the bucket is in another region", errno.EINVAL, "Set AWS_REGION to its region")
+        return _storage_error(location, "the bucket is in another region", errno.EINVAL, "Set AWS_REGION to its region")
     if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AuthenticationFailed") or status == 401:
-        return _failed(location, f"the credentials are not accepted ({answer})", errno.EACCES, f"Renew {VARIABLES[scheme]}")
+        return _storage_error(location, f"the credentials are not accepted ({answer})", errno.EACCES, f"Renew {VARIABLES[scheme]}")
     if status == 403:
         hint = "S3 says so of absent objects, too, where listing is not allowed. Allow reading and listing, or set other credentials"
-        return _failed(location, f"access is denied ({answer})", errno.EACCES, hint)
+        return _storage_error(location, f"access is denied ({answer})", errno.EACCES, hint)
     if status is not None:
-        return _failed(location, answer, errno.EINVAL, f"Check {_settings(location)}")
+        return _storage_error(location, answer, errno.EINVAL, f"Check {_settings(location)}")
     if "BadScheme" in text:
         allow = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}[scheme]
-        return _failed(location, "its endpoint is http:// and not https://", errno.EINVAL, f"Set {allow}=true if that is intended")
+        return _storage_error(location, "its endpoint is http:// and not https://", errno.EINVAL, f"Set {allow}=true if that is intended")
     found = re.search(r"kind: (Connect|Request|Timeout|Interrupted|Decode|Unknown)\b", text)
     match found[1] if found else None:
         case "Timeout":
-            return _failed(
+            return _storage_error(
                 location, f"no complete answer arrived within {TIMEOUT_S:g} s", errno.ETIMEDOUT, "Check the store and the connection to it"
             )
         case "Connect":
             where = f"{asked.scheme}://{asked.hostname}{f':{asked.port}' if asked.port else ''}" if asked else "its endpoint"
             what = f"cannot connect to {where}"
-            return _failed(location, what, errno.EHOSTUNREACH, f"Check the network, and {ENDPOINTS[scheme]} if it is set")
+            return _storage_error(location, what, errno.EHOSTUNREACH, f"Check the network, and {ENDPOINTS[scheme]} if it is set")
         case "Request" | "Interrupted" | "Decode" | "Unknown":
-            return _failed(location, "its answer was cut off or empty", errno.ECONNRESET, "Check the store and the connection to it")
+            return _storage_error(location, "its answer was cut off or empty", errno.ECONNRESET, "Check the store and the connection to it")
         case _:
             what = "the settings of the store in the environment cannot be used"
-            return _failed(location, what, errno.EINVAL, f"Check {_settings(location)}")
+            return _storage_error(location, what, errno.EINVAL, f"Check {_settings(location)}")
 
 
 # where a machine in a cloud asks for its credentials: what is left to try where the environment has none
@@ -222,7 +222,7 @@ def _settings(location: Remote) -> str:
     return f"{ENDPOINTS[scheme]} if it is set, and {VARIABLES[scheme]}"
 
 
-def _failed(location: Remote, what: str, number: int, remedy: str) -> StorageFailed:
+def _storage_error(location: Remote, what: str, number: int, remedy: str) -> StorageFailed:
     failed = StorageFailed(f"could not read {location}: {what}. {remedy}.")
     failed.__cause__ = OSError(number, what)
     return failed
@@ -238,7 +238,7 @@ def _stamp(about: "ObjectMeta") -> Stamp:
 
 
 def stamp_of(location: Remote) -> Stamp:
-    """Of an object. One request."""
+    """The stamp of an object: one request."""
     return _ask(location, lambda client: _stamp(client.head(location.key)))
 
 
@@ -257,17 +257,17 @@ def look(location: Remote, length: int) -> tuple[Stamp, bytes]:
         return stamp, b""
 
 
-def _get(location: Remote, begin: int, length: int, stamp: Stamp | None) -> tuple[Stamp, bytes]:
+def _get(location: Remote, start: int, length: int, stamp: Stamp | None) -> tuple[Stamp, bytes]:
     """A range of an object, if it is the one that is known. One request."""
 
     def get(client: "ObjectStore") -> tuple[Stamp, bytes]:
-        answer = client.get(location.key, options={"range": (begin, begin + length)})
+        answer = client.get(location.key, options={"range": (start, start + length)})
         found = _stamp(answer.meta)
         if stamp not in (None, found):
-            raise changed(location)
+            raise changed_error(location)
         data = bytes(answer.bytes())
-        if len(data) < min(length, found[0] - begin):
-            raise _failed(
+        if len(data) < min(length, found[0] - start):
+            raise _storage_error(
                 location, f"{len(data):,} bytes arrived of {length:,}", errno.ECONNRESET, "Check the store and the connection to it"
             )
         return found, data
@@ -275,24 +275,24 @@ def _get(location: Remote, begin: int, length: int, stamp: Stamp | None) -> tupl
     return _ask(location, get)
 
 
-def changed(location: object) -> StorageFailed:
+def changed_error(location: object) -> StorageFailed:
     return StorageFailed(f"{location} has changed since it was opened. Put it back as it was, or start a new run with the new data")
 
 
-def piece(location: Remote, stamp: Stamp, begin: int, wanted: int) -> bytes:
-    """Some bytes from `begin` on, at least one and at most `wanted`, of which there are so many.
+def piece(location: Remote, stamp: Stamp, start: int, wanted: int) -> bytes:
+    """Some bytes from `start` on, at least one and at most `wanted`, of which there are so many.
 
     What is read in order, as archives are to find their members, is read ahead in growing pieces; anything else costs what it has.
     """
     process, key = _process(), (location, stamp)
     with process.lock:
         known = process.recent.get(key)
-    if known is not None and known.begin <= begin < known.begin + len(known.data):
-        return known.data[begin - known.begin : begin - known.begin + wanted]
-    goes_on = known is not None and known.end <= begin <= known.end + GAP
+    if known is not None and known.start <= start < known.start + len(known.data):
+        return known.data[start - known.start : start - known.start + wanted]
+    goes_on = known is not None and known.end <= start <= known.end + GAP
     step = min(max(known.step * 4, AHEAD), PIECE) if goes_on and known is not None else 0
-    _, data = _get(location, begin, min(max(wanted, step), PIECE, stamp[0] - begin), stamp)
-    _remember(location, stamp, _Piece(begin, begin + len(data), data if step or len(data) <= AHEAD else b"", step))
+    _, data = _get(location, start, min(max(wanted, step), PIECE, stamp[0] - start), stamp)
+    _remember(location, stamp, _Piece(start, start + len(data), data if step or len(data) <= AHEAD else b"", step))
     return data[:wanted]
 
 
@@ -302,7 +302,7 @@ def _remember(location: Remote, stamp: Stamp, piece: _Piece) -> None:
         process.recent.keep((location, stamp), piece, KEPT, len(piece.data), KEPT_BYTES)
 
 
-def listed(folder: Remote) -> list[Remote]:
+def list_objects(folder: Remote) -> list[Remote]:
     """Every object below a folder, each with its stamp. One request for about a thousand."""
 
     def pages(client: "ObjectStore") -> list[Remote]:
@@ -319,5 +319,5 @@ def listed(folder: Remote) -> list[Remote]:
 
 
 def has_any(folder: Remote) -> bool:
-    """Whether any object lies below. One request."""
+    """Return whether any object lies below. One request."""
     return _ask(folder, lambda client: any(True for page in client.list(folder.key or None, chunk_size=1) if page))

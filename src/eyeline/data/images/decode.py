@@ -28,7 +28,7 @@ from eyeline.core.files import storage_failed
 from eyeline.core.locations import Remote
 from eyeline.data.containers.container import HEADER_BYTES
 from eyeline.data.files import stores
-from eyeline.data.images.image_files import FORMATS, image_stream, stored_object, unidentified
+from eyeline.data.images.image_files import FORMATS, image_stream, stored_object, unidentified_error
 from eyeline.data.images.integrity import ends_in_zeros, is_complete, jpeg_scans, wrong_chunk
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
@@ -88,8 +88,8 @@ def width_and_height(encoded: EncodedImage) -> tuple[int, int]:
     """(width, height) of the upright image, from its header alone. Raises as `decode` does, except for broken pixels."""
     if isinstance(encoded.source, Remote):
         encoded = replace(encoded, source=stored_object(encoded.source, stores.HEAD_BYTES)[0])
-    begin = encoded.source.data if isinstance(encoded.source, Span) else encoded.source
-    if isinstance(begin, bytes) and (frame := _frame(begin[:HEADER_BYTES])) is not None:
+    start = encoded.source.data if isinstance(encoded.source, Span) else encoded.source
+    if isinstance(start, bytes) and (frame := _frame(start[:HEADER_BYTES])) is not None:
         return frame[1]
     with _opened(encoded) as (image, _):
         width, height = image.size
@@ -99,15 +99,15 @@ def width_and_height(encoded: EncodedImage) -> tuple[int, int]:
 
 
 def _says_more(png: EncodedImage) -> bool:
-    """Whether a PNG file has a chunk that may hold its orientation: EXIF, or text that carries it."""
+    """Return whether a PNG file has a chunk that may hold its orientation: EXIF, or text that carries it."""
     with image_stream(png) as file:
         file.seek(8)
         while len(head := file.read(8)) == 8:
             length, kind = struct.unpack(">I4s", head)
-            begin = file.read(min(length, 22)) if kind in (b"tEXt", b"zTXt", b"iTXt") else b""
-            if kind == b"eXIf" or begin.startswith((b"Raw profile type exif", b"XML:com.adobe.xmp")):
+            start = file.read(min(length, 22)) if kind in (b"tEXt", b"zTXt", b"iTXt") else b""
+            if kind == b"eXIf" or start.startswith((b"Raw profile type exif", b"XML:com.adobe.xmp")):
                 return True
-            file.seek(length + 4 - len(begin), os.SEEK_CUR)
+            file.seek(length + 4 - len(start), os.SEEK_CUR)
     return False
 
 
@@ -121,7 +121,7 @@ def decode(image: EncodedImage) -> Pixels:
 
 
 def upright(encoded: EncodedImage) -> Pillow.Image:
-    """As `decode`, in Pillow's memory: resizing from there saves two copies."""
+    """The decoded image in Pillow's memory: resizing from there saves two copies."""
     with _opened(encoded) as (image, file):
         _load_whole(image, file, encoded.name)
         orientation = _orientation(image)
@@ -223,7 +223,7 @@ def _opened(encoded: EncodedImage) -> Iterator[tuple[Pillow.Image, BinaryIO]]:
                 yield image, file
         except Pillow.UnidentifiedImageError as error:
             file.seek(0)
-            raise unidentified(encoded.name, file.read(64)) from error
+            raise unidentified_error(encoded.name, file.read(64)) from error
         except Pillow.DecompressionBombError as error:
             raise BadSample("too_many_pixels", "image", f"{encoded.name}: {error}") from error
         except OSError as error:
@@ -254,21 +254,21 @@ def _frame(head: bytes) -> tuple[str, tuple[int, int]] | None:
     has, or a comment, and has the length that it should have: of others Pillow may think what it wants."""
     at, frame = 2, None
     while head[at : at + 1] == b"\xff" and head.startswith(b"\xff\xd8"):
-        kind, begin = head[at + 1 : at + 2], at + 4
-        at += 2 + int.from_bytes(head[at + 2 : begin], "big")
-        if not begin <= at <= len(head):
+        kind, start = head[at + 1 : at + 2], at + 4
+        at += 2 + int.from_bytes(head[at + 2 : start], "big")
+        if not start <= at <= len(head):
             return None
         match kind:
             case b"\xda":  # a scan
                 return frame
-            case b"\xc0" | b"\xc1" | b"\xc2" if frame is None and at - begin in (9, 15):  # baseline, extended, progressive
-                bits, height, width, colours = struct.unpack_from(">BHHB", head, begin)
-                if bits != 8 or at - begin != 6 + 3 * colours or not 0 < width * height <= MAX_PIXELS:
+            case b"\xc0" | b"\xc1" | b"\xc2" if frame is None and at - start in (9, 15):  # baseline, extended, progressive
+                bits, height, width, colours = struct.unpack_from(">BHHB", head, start)
+                if bits != 8 or at - start != 6 + 3 * colours or not 0 < width * height <= MAX_PIXELS:
                     return None
                 frame = "L" if colours == 1 else "RGB", (width, height)
-            case b"\xdb" if (at - begin) % 65 == 0 and max(head[begin:at:65], default=0) < 16:  # tables of 64 bytes, each with its number
+            case b"\xdb" if (at - start) % 65 == 0 and max(head[start:at:65], default=0) < 16:  # tables of 64 bytes, each with its number
                 pass
-            case b"\xe0" if at - begin == 14 and head.startswith(b"JFIF\0", begin):
+            case b"\xe0" if at - start == 14 and head.startswith(b"JFIF\0", start):
                 pass
             case b"\xc4" | b"\xdd" | b"\xfe":  # codes, the restart interval, a comment
                 pass

@@ -94,7 +94,7 @@ def _refuse_unreadable(path: Path) -> None:
 
 @lru_cache(maxsize=1)
 def _system_devices() -> frozenset[int]:
-    """What regular files are on that are none: /proc/self/mem, /proc/kmsg, /sys/..."""
+    """The devices of files that only look regular: /proc/self/mem, /proc/kmsg, /sys/..."""
     mounts = ("/proc", "/proc/sys/fs/binfmt_misc", "/sys", "/sys/fs/cgroup", "/sys/kernel/debug", "/sys/kernel/tracing")
     root = os.stat("/").st_dev
     return frozenset(os.stat(mount).st_dev for mount in mounts if os.path.isdir(mount)) - {root}
@@ -109,7 +109,7 @@ def _read_error(path: Path, error: OSError) -> BadSample | StorageFailed:
 
 
 def _near_miss(path: Path) -> str:
-    """Why a file is probably not where it was looked for, as the end of a sentence."""
+    """The probable reason why a file was not found, as the end of a sentence."""
     if "\\" in str(path):
         return ". It has backslashes; write / between folders"
     return near_name(path) if os.path.isdir(path.parent) else no_folder(path.parent)
@@ -133,8 +133,8 @@ def stored_object(location: Remote, length: int) -> tuple[Span, bytes]:
 # Messages
 
 
-def unidentified(name: str, head: bytes) -> BadSample:
-    """What is wrong with a file that Pillow does not take for any of FORMATS."""
+def unidentified_error(name: str, head: bytes) -> BadSample:
+    """The error for a file that Pillow does not identify as any of FORMATS."""
     known = next((kind for magic, kind in _ACCEPTED if re.match(magic, head, re.DOTALL)), None)
     if known is None:
         return BadSample("image_format", "image", f"{name} {_kind_of(head)}")
@@ -142,7 +142,7 @@ def unidentified(name: str, head: bytes) -> BadSample:
 
 
 def _kind_of(head: bytes) -> str:
-    """What a file that is no accepted image seems to be."""
+    """The probable kind of a file that is not an accepted image."""
     wanted = f"; {', '.join(FORMATS)} are accepted"
     if not head:
         return "is an empty file" + wanted
@@ -166,8 +166,8 @@ def image_key(image: EncodedImage) -> str:
     match image.source:
         case bytes():
             return "sha256:" + hashlib.sha256(image.source).hexdigest()
-        case Span(path, begin, length):
-            return f"{path}@{begin}+{length}"
+        case Span(path, start, length):
+            return f"{path}@{start}+{length}"
         case Path() | Remote():
             return str(image.source)
 

@@ -1,4 +1,4 @@
-"""What image formats say of themselves, so that a damaged file is told from a whole one where its decoder would not tell."""
+"""Integrity checks of image formats, for damage that their decoders do not notice."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def wrong_chunk(png: bytes) -> str | None:
 
 
 def is_complete(png: BinaryIO) -> bool:
-    """Whether the compressed data of a PNG file hold as many bytes as its header promises. They are decoded once more for that."""
+    """Return whether the compressed data of a PNG file hold as many bytes as its header promises. They are decoded once more for that."""
     inflate, found, wanted = zlib.decompressobj(), 0, 0
     png.seek(8)
     while len(head := png.read(8)) == 8:
@@ -71,7 +71,7 @@ def jpeg_scans(jpeg: bytes) -> tuple[int, int | None]:
 
 
 def ends_in_zeros(webp: bytes) -> bool:
-    """Whether the last eighth of the first image in a lossy WebP file is zeros. No encoder writes that: of one colour it writes a
+    """Return whether the last eighth of the first image in a lossy WebP file is zeros. No encoder writes that: of one colour it writes a
     twentieth. A lossless image may end so."""
     at = 12
     while at + 8 <= len(webp):

@@ -75,11 +75,11 @@ def _scaled(rgb: Pillow.Image, canvas: tuple[int, int], rule: ImageRule) -> Plan
 
 def with_augmentation(medium: Resized, augment: Augment, rng: Callable[[], np.random.Generator]) -> Resized:
     """The same with the random changes that `rng()` draws: the same ones for every frame and tile."""
-    changed = {id(canvas): _changed(canvas, augment, rng()) for canvases in medium.canvases for canvas in canvases}
+    changed = {id(canvas): _augmented(canvas, augment, rng()) for canvases in medium.canvases for canvas in canvases}
     return Resized(medium.units, tuple(tuple(changed[id(canvas)] for canvas in canvases) for canvases in medium.canvases))
 
 
-def _changed(planes: Planes, augment: Augment, rng: np.random.Generator) -> Planes:
+def _augmented(planes: Planes, augment: Augment, rng: np.random.Generator) -> Planes:
     mirrored, down, right = rng.random() < 0.5, *rng.integers(0, 2 * augment.shift, 2, endpoint=True)
     if augment.flip and mirrored:
         planes = tuple(plane[:, ::-1] for plane in planes)
@@ -131,7 +131,7 @@ def image_patches(medium: EncodedImage | Video, rule: ImageRule) -> tuple[Image,
 
 
 def grey_images(rule: ImageRule, size: Size = (1, 1)) -> tuple[Image, ...]:
-    """What stands in for a medium of this size that could not be decoded after its place was planned."""
+    """Grey images in place of a media item of this size that was planned and could not be decoded."""
     units = units_of(size, rule)
     canvases = {unit.canvas: (np.full(unit.canvas, 128, np.uint8),) * 3 for unit in units}
     key = f"grey {'×'.join(map(str, size))}"

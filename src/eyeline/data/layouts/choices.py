@@ -14,7 +14,7 @@ from string import ascii_lowercase, ascii_uppercase
 from typing import Any, NamedTuple
 
 from eyeline.core.errors import BadSample
-from eyeline.data.layouts.media import as_text, shown, unpacked
+from eyeline.data.layouts.media import as_text, describe_value, parse_list
 
 LISTS = ("options", "choices")  # columns of all options of a question
 REQUEST = "Answer with the letter of the option."
@@ -39,7 +39,7 @@ class Options(NamedTuple):
 def options_of(row: dict[str, Any]) -> Options | None:
     """The options that a row has, in a column of all or in a column each. None without any."""
     for column in LISTS:
-        value = unpacked(row.get(column), column)
+        value = parse_list(row.get(column), column)
         if value in (None, "", [], {}):
             continue
         labels: list[str] | None = None
@@ -49,7 +49,7 @@ def options_of(row: dict[str, Any]) -> Options | None:
         elif isinstance(value, list) and all(isinstance(item, dict) and item.keys() == {"text", "label"} for item in value):
             labels, value = [str(item["label"]) for item in value], [item["text"] for item in value]
         if not isinstance(value, list):
-            raise BadSample("wrong_type", column, f"wanted a list of options, got {shown(value)}. Write it as a list in JSON")
+            raise BadSample("wrong_type", column, f"wanted a list of options, got {describe_value(value)}. Write it as a list in JSON")
         return _checked(value, labels, column)
     for names, called in FAMILIES:
         there = [n for n, name in enumerate(names) if _given(row.get(name))]
@@ -68,13 +68,13 @@ def _given(value: Any) -> bool:
 def _checked(values: list[Any], labels: list[str] | None, column: str) -> Options:
     texts = [as_text(value, column) for value in values]
     if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise BadSample("wrong_type", column, f"wanted texts as options, got {shown(values)}")
+        raise BadSample("wrong_type", column, f"wanted texts as options, got {describe_value(values)}")
     if not 2 <= len(texts) <= len(ascii_uppercase):
         raise BadSample("wrong_type", column, f"{len(texts)} options, wanted 2 to {len(ascii_uppercase)}, a letter each")
     return Options(tuple(text.strip() for text in texts), tuple(labels or ascii_uppercase[: len(texts)]), column, labels is None)
 
 
-def asked(question: str, hint: Any, options: Options) -> str:
+def question_with_options(question: str, hint: Any, options: Options) -> str:
     """The question with its hint and its options; as it is where it shows them already."""
     if all(text in question for text in options.texts) and re.search(r"(^|[\s(])A[).:]", question):
         return question
@@ -88,7 +88,7 @@ def letter_of(answer: Any, options: Options, column: str) -> str:
     found = set[int]()
     text = as_text(answer, column)
     if not isinstance(text, str):
-        raise BadSample("wrong_type", column, f"wanted a letter or the text of an option, got {shown(answer)}")
+        raise BadSample("wrong_type", column, f"wanted a letter or the text of an option, got {describe_value(answer)}")
     text = text.strip()
     if isinstance(answer, int) and options.counted and 0 <= answer < len(options.texts):
         found.add(answer)

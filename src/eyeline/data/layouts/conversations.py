@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from eyeline.core.batch import EncodedImage, Message, Role, Sample, Text, Video
 from eyeline.core.errors import BadSample, closest, nearest
 from eyeline.core.locations import Location
-from eyeline.data.layouts.marks import refuse_marked_part, supervised
+from eyeline.data.layouts.marks import refuse_marked_part, supervised_turns
 from eyeline.data.layouts.media import (
     IMAGE,
     IMAGE_COLUMNS,
@@ -17,10 +17,10 @@ from eyeline.data.layouts.media import (
     VIDEO_COLUMNS,
     as_text,
     clean,
+    describe_value,
     image_of,
     media_of,
-    shown,
-    unpacked,
+    parse_list,
     video_of,
     without_escapes,
 )
@@ -33,11 +33,11 @@ def named_kind(row: Any) -> str:
 
 def sample_in_turns(id: str, messages: list[Message], kind: str) -> Sample:
     """The sample, if its turns are: perhaps one system message, then user and assistant in turn, an answer last."""
-    begin = 1 if messages and messages[0].role == "system" else 0
+    start = 1 if messages and messages[0].role == "system" else 0
     if not any(m.role == "assistant" for m in messages):
         raise BadSample("no_target", "messages", "there is no answer to train on")
-    for n, message in enumerate(messages[begin:], begin):
-        wanted = ("user", "assistant")[(n - begin) % 2]
+    for n, message in enumerate(messages[start:], start):
+        wanted = ("user", "assistant")[(n - start) % 2]
         if message.role == "system":
             raise BadSample("role_order", f"messages[{n}]", "a system message is only allowed once, at the start")
         if message.role != wanted:
@@ -72,7 +72,7 @@ def _split(text: str, role: Role, media: Media) -> tuple[Text | EncodedImage | V
 
 
 def _places_in(texts: Iterable[str]) -> Counter[str]:
-    """How often each placeholder stands in texts, but for those with a backslash before them."""
+    """The number of each placeholder in texts, but for those with a backslash before them."""
     return Counter(found for text in texts if "<" in text for found in _PLACES.findall(text))
 
 
@@ -87,7 +87,7 @@ def _refuse_to_draw(media: dict[str, list[EncodedImage | Video]], places: Counte
             raise BadSample("image_in_answer", said[0][1], f"{why}. {remedy}")
 
 
-def _counted(row: dict[str, Any], places: Counter[str], media: dict[str, list[EncodedImage | Video]], field: str) -> Media:
+def _media_for_places(row: dict[str, Any], places: Counter[str], media: dict[str, list[EncodedImage | Video]], field: str) -> Media:
     """The media in order, if there are exactly as many as places for them."""
     for placeholder, columns in ((IMAGE, IMAGE_COLUMNS), (VIDEO, VIDEO_COLUMNS)):
         if places[placeholder] != len(media[placeholder]):
@@ -101,23 +101,23 @@ def _counted(row: dict[str, Any], places: Counter[str], media: dict[str, list[En
 
 def checked_object(row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise BadSample("wrong_type", "row", f"wanted an object, got {shown(row)}")
+        raise BadSample("wrong_type", "row", f"wanted an object, got {describe_value(row)}")
     return row
 
 
 def checked_objects(row: Any, field: str) -> list[dict[str, Any]]:
     """The row's list of messages, each an object."""
-    turns = unpacked(checked_object(row).get(field), field)
+    turns = parse_list(checked_object(row).get(field), field)
     if not isinstance(turns, list):
-        raise BadSample("wrong_type", field, f"wanted a list of messages, got {shown(turns)}")
+        raise BadSample("wrong_type", field, f"wanted a list of messages, got {describe_value(turns)}")
     for n, turn in enumerate(turns):
         if not isinstance(turn, dict):
-            raise BadSample("wrong_type", f"{field}[{n}]", f"wanted an object, got {shown(turn)}")
+            raise BadSample("wrong_type", f"{field}[{n}]", f"wanted an object, got {describe_value(turn)}")
     return turns
 
 
 def _role(turn: dict[str, Any], ours: str, field: str) -> Role:
-    """Who speaks, by the key `ours` or by the other one that means the same."""
+    """The role of a turn, by the key `ours` or its equivalent."""
     key = key_of(turn, ours)
     value, field = turn.get(key), f"{field}.{key}"
     if key not in turn:
@@ -126,7 +126,7 @@ def _role(turn: dict[str, Any], ours: str, field: str) -> Role:
         remedy = "Drop such conversations, or write the turns as text"
         raise BadSample("tool_turn", field, f"{value!r}: turns of tools are not supported. {remedy}")
     if not isinstance(value, str) or value not in ROLES:
-        raise BadSample("role", field, f"got {shown(value)}, wanted one of {', '.join(ROLES)}")
+        raise BadSample("role", field, f"got {describe_value(value)}, wanted one of {', '.join(ROLES)}")
     return ROLES[value]
 
 
@@ -160,9 +160,9 @@ def sample_of_turns(row: dict[str, Any], id: str, root: Location, turns: Sequenc
     if implied and not any(places.values()):
         first = [medium for found in media.values() for medium in found]
         media = {p: [] for p in PLACEHOLDERS}
-    standing = _counted(row, places, media, column)
+    standing = _media_for_places(row, places, media, column)
     messages = _system(row)
-    kept = supervised(row, [(turn.role, turn.field.rpartition(".")[0], turn.object) for turn in turns])
+    kept = supervised_turns(row, [(turn.role, turn.field.rpartition(".")[0], turn.object) for turn in turns])
     for (role, text, _, _), in_loss in zip(turns, kept, strict=True):
         parts = _split(text, role, standing)
         if first and role == "user":
@@ -199,13 +199,13 @@ def _system(row: dict[str, Any]) -> list[Message]:
 def text_of(value: dict[str, Any], key: str, field: str) -> str:
     text = as_text(value.get(key), f"{field}.{key}")
     if not isinstance(text, str):
-        got = f"got {shown(text)}" if key in value else f"and there is no {key}, but {_keys(value, key)}"
+        got = f"got {describe_value(text)}" if key in value else f"and there is no {key}, but {_keys(value, key)}"
         raise BadSample("wrong_type", f"{field}.{key}", f"wanted text, {got}")
     return clean(text, f"{field}.{key}")
 
 
 def _keys(value: dict[str, Any], key: str) -> str:
-    """What an object has in place of a key."""
+    """The keys of an object that lacks a key, as part of a message."""
     close = closest(key, list(value))
     return f"{', '.join(list(value)[:10]) or 'nothing'}" + (f". Rename {close}, or say columns: {{{key}: {close}}}" if close else "")
 
@@ -227,10 +227,10 @@ def sample_of_conversation(row: dict[str, Any], id: str, root: Location, items: 
     if any(isinstance(item.get(key_of(item, "value")), list) for item in items):
         return sample_of_messages(row, id, root, [(column, n, item) for n, item in enumerate(items)])
     implied = any(key_of(item, "from") == "role" for item in items)
-    return sample_of_turns(row, id, root, _spoken(items, column), column, implied)
+    return sample_of_turns(row, id, root, _turns_of_columns(items, column), column, implied)
 
 
-def _spoken(items: list[dict[str, Any]], column: str) -> list[Turn]:
+def _turns_of_columns(items: list[dict[str, Any]], column: str) -> list[Turn]:
     turns: list[Turn] = []
     for n, turn in enumerate(items):
         role, key = _role(turn, "from", f"{column}[{n}]"), key_of(turn, "value")
@@ -278,14 +278,14 @@ def sample_of_messages(row: dict[str, Any], id: str, root: Location, turns: list
     places.update(bare for part in parts if (bare := _bare(part)) is not None)
     said = [(c, field) for c, field, role in zip(contents, fields, roles, strict=True) if isinstance(c, str) and role == "assistant"]
     _refuse_to_draw(columns, places, said)
-    columns[IMAGE] = _numbered(columns[IMAGE], [part.get("index") for part in parts if _bare(part) == IMAGE])
+    columns[IMAGE] = _in_numbered_order(columns[IMAGE], [part.get("index") for part in parts if _bare(part) == IMAGE])
     first: list[Text | EncodedImage | Video] = []
     if not any(places.values()) and not any(isinstance(part, dict) and part.get("type") not in TEXT_PARTS for part in parts):
         first = [medium for found in columns.values() for medium in found]
         columns = {p: [] for p in PLACEHOLDERS}
-    media = _counted(row, places, columns, turns[0][0] if turns else "messages")
+    media = _media_for_places(row, places, columns, turns[0][0] if turns else "messages")
     messages = _system(row)
-    kept = supervised(row, [(role, f"{column}[{n}]", turn) for role, (column, n, turn) in zip(roles, turns, strict=True)])
+    kept = supervised_turns(row, [(role, f"{column}[{n}]", turn) for role, (column, n, turn) in zip(roles, turns, strict=True)])
     for content, field, role, in_loss in zip(contents, fields, roles, kept, strict=True):
         match content:
             case str():
@@ -293,14 +293,14 @@ def sample_of_messages(row: dict[str, Any], id: str, root: Location, turns: list
             case list():
                 said = tuple(_openai_part(part, role, root, media, f"{field}[{m}]") for m, part in enumerate(content))
             case _:
-                raise BadSample("wrong_type", field, f"wanted text or a list of parts, got {shown(content)}")
+                raise BadSample("wrong_type", field, f"wanted text or a list of parts, got {describe_value(content)}")
         if first and role == "user":
             said, first = (*first, *said), []
         messages.append(Message(role, said, in_loss))
     return sample_in_turns(id, messages, named_kind(row))
 
 
-def _numbered(images: list[EncodedImage | Video], numbers: list[Any]) -> list[EncodedImage | Video]:
+def _in_numbered_order(images: list[EncodedImage | Video], numbers: list[Any]) -> list[EncodedImage | Video]:
     """The images in the order in which parts number them, if they do."""
     numbered = all(isinstance(n, int) for n in numbers) and set(numbers) == set(range(len(images)))
     return [images[n] for n in numbers] if numbered else images
@@ -319,7 +319,7 @@ def _bare(part: Any) -> str | None:
 
 def _openai_part(part: Any, role: Role, root: Location, media: Media, field: str) -> Text | EncodedImage | Video:
     if not isinstance(part, dict):
-        raise BadSample("wrong_type", field, f"wanted an object, got {shown(part)}")
+        raise BadSample("wrong_type", field, f"wanted an object, got {describe_value(part)}")
     refuse_marked_part(part, field)
     bare = _bare(part)
     if bare is not None:
@@ -328,7 +328,7 @@ def _openai_part(part: Any, role: Role, root: Location, media: Media, field: str
         case "text" | "input_text":
             text = as_text(part["text"] if part.get("text") is not None else part.get("value"), f"{field}.text")
             if not isinstance(text, str):
-                raise BadSample("wrong_type", f"{field}.text", f"wanted text, got {shown(text)}")
+                raise BadSample("wrong_type", f"{field}.text", f"wanted text, got {describe_value(text)}")
             for placeholder in _places_in([text]) if role != "assistant" else ():
                 why = (
                     f"{placeholder} inside a text part; {PLACEHOLDERS[placeholder]} are parts of their own. Write \\{placeholder} for text"
@@ -346,4 +346,4 @@ def _openai_part(part: Any, role: Role, root: Location, media: Media, field: str
             url = part.get("video_url")
             return video_of(url.get("url") if isinstance(url, dict) else url, part, root, f"{field}.video_url", field)
         case other:
-            raise BadSample("unsupported", f"{field}.type", f"got {shown(other)}, wanted text, image_url, image or video")
+            raise BadSample("unsupported", f"{field}.type", f"got {describe_value(other)}, wanted text, image_url, image or video")

@@ -1,4 +1,4 @@
-"""What the rows of a container are: detected from the first of them, or declared, and said."""
+"""The layout of the rows of a container: detected from the first rows, or declared."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from eyeline.data.containers.container import Container
 from eyeline.data.layouts.choices import LISTS, OPTION_COLUMNS
 from eyeline.data.layouts.conversations import COMPARED, SAME_KEYS, SOUNDS, llava_sample, named_kind, openai_sample
 from eyeline.data.layouts.marks import ROW_MARKS, is_row_mark
-from eyeline.data.layouts.media import IMAGE_COLUMNS, TIMES, VIDEO_COLUMNS, unpacked
+from eyeline.data.layouts.media import IMAGE_COLUMNS, TIMES, VIDEO_COLUMNS, parse_list
 from eyeline.data.layouts.no_layout import ASKS, no_layout
 from eyeline.data.layouts.pairs import (
     ANSWERS,
@@ -105,7 +105,7 @@ class Mapping:
         """Columns of the data that it may name: `meta`, and `meta.image` itself."""
         return tuple(dict.fromkeys(head for _, theirs in self.columns for head, _ in cuts(theirs)))
 
-    def applied(self, shape: Shape, row: Any) -> Any:
+    def apply(self, shape: Shape, row: Any) -> Any:
         """The row as its layout names it."""
         row = self._wrapped(shape, row)
         if not isinstance(row, dict) or not (self.columns or self.roles):
@@ -115,7 +115,7 @@ class Mapping:
         out = {column: value for column, value in row.items() if column not in hidden}
         out |= {ours: value for ours, theirs in columns if (value := inside(row, theirs)) is not None}
         for column in shape.turns:
-            turns = unpacked(out.get(column), column)
+            turns = parse_list(out.get(column), column)
             if isinstance(turns, list):
                 out[column] = [self._turn(shape, turn) if isinstance(turn, dict) else turn for turn in turns]
         return out
@@ -139,7 +139,7 @@ class Mapping:
 
 
 def cuts(name: str) -> Iterator[tuple[str, str]]:
-    """Where a name may be a column and what lies in it: all of it, then its first part and the rest, and so on."""
+    """The ways to split a name into a column and a path inside it: all of it, then its first part and the rest, and so on."""
     parts = name.split(".")
     yield name, ""
     yield from ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(1, len(parts)))
@@ -193,7 +193,7 @@ class Layout:
 
     def _named(self, row: Any) -> Any:
         """The row as its shape names things."""
-        return self.mapping.applied(self.shape, row if self.code is None else user_row(self.code, row))
+        return self.mapping.apply(self.shape, row if self.code is None else user_row(self.code, row))
 
     def _sample(self, row: Any, id: str, root: Location) -> Sample:
         sample = self.shape.read(row, id, root)
@@ -280,7 +280,7 @@ def _refuse_questions_alone(path: Location, rows: list[dict[str, Any]]) -> None:
 
 def _tried(mapping: Mapping, shape: Shape, row: Any) -> Any:
     try:
-        return mapping.applied(shape, row)
+        return mapping.apply(shape, row)
     except BadSample:  # turns that are no JSON: the rows before and after tell the layout
         return None
 
@@ -340,7 +340,7 @@ def _refuse_absent(path: Location, mapping: Mapping, shapes: tuple[Shape, ...], 
 
 def _turns(row: Any, column: str) -> list[Any]:
     try:
-        turns = unpacked(row.get(column), column) if isinstance(row, dict) else None
+        turns = parse_list(row.get(column), column) if isinstance(row, dict) else None
     except BadSample:
         return []
     return turns if isinstance(turns, list) else []

@@ -1,4 +1,4 @@
-"""Which answers are in the loss: the marks that trainers put on a turn, or on the row for all of its turns.
+"""Marks of turns, or of a row for all its turns, that say which answers are in the loss.
 
 An answer is in the loss unless it is marked. A mark that is neither on nor off, or that stands where it cannot be obeyed, is a reject:
 none is ignored.
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from eyeline.core.batch import Role
 from eyeline.core.errors import BadSample
-from eyeline.data.layouts.media import shown, unpacked
+from eyeline.data.layouts.media import describe_value, parse_list
 
 Sense = Literal["in the loss", "left out", "unclear"]
 
@@ -39,7 +39,7 @@ _TEXTS = {"0": False, "false": False, "0.0": False, "1": True, "true": True, "1.
 
 @lru_cache(maxsize=1 << 12)
 def sense_of(key: str) -> Sense | None:
-    """What a key of a turn says when it is on. None for a key that is no mark; `unclear` for one that reads like a mark of another
+    """The meaning of a key of a turn when it is on. None for a key that is no mark; `unclear` for one that reads like a mark of another
     trainer."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])|[-\s.]+", "_", key).lower()
     if name in KEEPS:
@@ -50,7 +50,8 @@ def sense_of(key: str) -> Sense | None:
 
 
 def is_row_mark(column: str, value: Any) -> bool:
-    """Whether a column of a row marks its turns. An ordinary word does so only by a value that a mark may have: a `mask` may be the path
+    """Return whether a column of a row marks its turns. An ordinary word does so only by a value that a mark may have: a `mask` may be
+    the path
     of an image, and `train` the name of a split."""
     if column not in _ROW_MARKS or _absent(value):
         return False
@@ -73,8 +74,8 @@ _SPEAKERS: dict[str, Role] = {"user": "user", "human": "user", "system": "system
 Marked = tuple[bool, str]  # whether a turn is in the loss, and the field that says so
 
 
-def supervised(row: Mapping[str, Any], turns: Sequence[tuple[Role, str, Mapping[str, Any] | None]]) -> list[bool]:
-    """Whether each turn, if it is an answer, is in the loss. `turns` are (role, its field, the object that may mark it).
+def supervised_turns(row: Mapping[str, Any], turns: Sequence[tuple[Role, str, Mapping[str, Any] | None]]) -> list[bool]:
+    """Return whether each turn, if it is an answer, is in the loss. `turns` are (role, its field, the object that may mark it).
 
     BadSample for a mark that cannot be obeyed, and `no_target` where every answer is left out.
     """
@@ -84,7 +85,7 @@ def supervised(row: Mapping[str, Any], turns: Sequence[tuple[Role, str, Mapping[
             if is_row_mark(column, row.get(column)):
                 for n, mark in _marks_of_row(column, row[column], [role for role, _, _ in turns]):
                     marks[n].append(mark)
-    out = [_agreed(role, field, found) for (role, field, _), found in zip(turns, marks, strict=True)]
+    out = [_resolve_marks(role, field, found) for (role, field, _), found in zip(turns, marks, strict=True)]
     answers = [n for n, (role, _, _) in enumerate(turns) if role == "assistant"]
     if answers and not any(out[n] for n in answers):
         why = "every answer of the row is excluded from the loss, so that nothing would be trained. Leave the row out"
@@ -99,7 +100,7 @@ def _marks_of(turn: Mapping[str, Any], field: str) -> list[Marked]:
         if sense is None or _absent(value):
             continue
         if sense == "unclear":
-            what = f"{shown(value)}: whether this keeps the turn in the loss or leaves it out is not clear"
+            what = f"{describe_value(value)}: whether this keeps the turn in the loss or leaves it out is not clear"
             raise BadSample("unsupported", f"{field}.{key}", f"{what}. {WRITE}")
         found.append((_on(value, f"{field}.{key}") == (sense == "in the loss"), f"{field}.{key}"))
     return found
@@ -114,9 +115,9 @@ def _marks_of_row(column: str, value: Any, roles: Sequence[Role]) -> list[tuple[
         why = f"{value!r} leaves the answers out of the loss, and only answers are in it. Drop the column"
         raise BadSample("unsupported", column, why)
     if column == UNCLEAR:
-        what = f"{shown(value)}: some trainers read 1 as in the loss, and others as left out"
+        what = f"{describe_value(value)}: some trainers read 1 as in the loss, and others as left out"
         raise BadSample("unsupported", column, f"{what}. Call the column loss_mask (1: in the loss) or masked (1: left out)")
-    values = unpacked(value, column)
+    values = parse_list(value, column)
     keeps = column not in DROPS
     if not isinstance(values, list):
         if isinstance(values, str):
@@ -135,11 +136,11 @@ def _on(value: Any, field: str) -> bool:
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
     what = "an answer is in the loss or out of it, without weights in between" if isinstance(value, int | float) else "a mark is on or off"
-    raise BadSample("unsupported", field, f"got {shown(value)}; {what}. Write true or false (1 or 0), or drop the mark")
+    raise BadSample("unsupported", field, f"got {describe_value(value)}; {what}. Write true or false (1 or 0), or drop the mark")
 
 
-def _agreed(role: Role, field: str, found: Sequence[Marked]) -> bool:
-    """What the marks of a turn say together."""
+def _resolve_marks(role: Role, field: str, found: Sequence[Marked]) -> bool:
+    """Combine the marks of a turn."""
     said = dict(found)
     if len(said) > 1:
         raise BadSample("unsupported", said[True], f"it says that the turn is in the loss, and {said[False]} that it is not. Keep one mark")

@@ -1,4 +1,4 @@
-"""What the values of a row are: images, videos and texts. Nothing is opened, and no URL is fetched."""
+"""Read the values of a row: images, videos and texts. Nothing is opened, and no URL is fetched."""
 
 import base64
 import binascii
@@ -43,7 +43,7 @@ def image_of(name: Any, root: Location, field: str) -> EncodedImage:
         case _:
             pass
     if not isinstance(name, str):
-        raise BadSample("wrong_type", field, f"wanted a path, got {shown(name)}")
+        raise BadSample("wrong_type", field, f"wanted a path, got {describe_value(name)}")
     clean(name, field)
     if name[:64].lstrip()[:5].lower() == "data:":
         return _data_url(name.strip(), field)
@@ -69,7 +69,7 @@ def _file_of(name: str, root: Location, field: str) -> EncodedImage:
 def video_of(frames: Any, timing: dict[str, Any], root: Location, field: str, timed: str) -> Video:
     """A video by the list of its frames, each named as `image_of` takes it. Every frame is used.
 
-    `timing` may say when they are shown: `timestamps` in seconds, one a frame, or `sample_fps` or `fps`, how many frames there are
+    `timing` may say when they are shown: `timestamps` in seconds, one per frame, or `sample_fps` or `fps`, how many frames there are
     to a second; 2 if nothing does. A video file is BadSample `video_file`. `timed` is the field that a fault of the times is laid to.
     """
     several = frames if isinstance(frames, list) else [frames]
@@ -80,7 +80,7 @@ def video_of(frames: Any, timing: dict[str, Any], root: Location, field: str, ti
             "Extract them first, for example with: ffmpeg -i clip.mp4 -vf fps=2 clip/%05d.jpg, and give the list of their paths"
         )  # fmt: skip
     if not isinstance(frames, list) or not frames:
-        raise BadSample("video_frames", field, f"wanted a list of frames, got {shown(frames)}")
+        raise BadSample("video_frames", field, f"wanted a list of frames, got {describe_value(frames)}")
     if len(frames) > MAX_FRAMES:
         raise BadSample("video_frames", field, f"{len(frames):,} frames, over {MAX_FRAMES:,}. Keep fewer of them")
     images = tuple(image_of(frame, root, f"{field}[{n}]") for n, frame in enumerate(frames))
@@ -88,10 +88,12 @@ def video_of(frames: Any, timing: dict[str, Any], root: Location, field: str, ti
     if times is None:
         fps = next((timing[key] for key in ("sample_fps", "fps") if timing.get(key) is not None), SAMPLED_FPS)
         if not _is_number(fps) or not 1e-3 <= fps <= 1e3:
-            raise BadSample("video_frames", timed, f"wanted 0.001 to 1,000 frames per second, got {shown(fps)}")
+            raise BadSample("video_frames", timed, f"wanted 0.001 to 1,000 frames per second, got {describe_value(fps)}")
         times = [n / fps for n in range(len(images))]
     if not isinstance(times, list) or len(times) != len(images) or not all(_is_number(t) and 0 <= t <= 1e6 for t in times):
-        raise BadSample("video_frames", timed, f"wanted a time in seconds, 0 or more, for each of {len(images)} frames, got {shown(times)}")
+        raise BadSample(
+            "video_frames", timed, f"wanted a time in seconds, 0 or more, for each of {len(images)} frames, got {describe_value(times)}"
+        )
     if any(later < earlier for earlier, later in pairwise(times)):
         raise BadSample("video_frames", timed, "the times of the frames do not increase. Put the frames in order")
     return Video(f"{images[0].name} and {len(images) - 1} more", images, tuple(map(float, times)))
@@ -127,7 +129,7 @@ _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0
 
 
 def _is_base64(text: str) -> bool:
-    """Whether a text is base64 of an image and no path: it has no dot, and starts as images do."""
+    """Return whether a text is base64 of an image and no path: it has no dot, and starts as images do."""
     if len(text) < SHORTEST_BASE64 or not _BASE64.fullmatch(text):
         return False
     head = "".join(text.lstrip()[:64].split())[:8].translate(_OF_URLS)
@@ -147,7 +149,7 @@ def as_text(value: Any, field: str) -> Any:
     """A number as the text that JSON has for it; anything else as it is. BadSample for what could be written in several ways."""
     if isinstance(value, bool):
         said = "which may stand for yes, true or True. Write the word as text"
-        raise BadSample("wrong_type", field, f"wanted text, got {shown(value)}, {said}")
+        raise BadSample("wrong_type", field, f"wanted text, got {describe_value(value)}, {said}")
     if isinstance(value, float) and not math.isfinite(value):
         raise BadSample("not_finite", field, f"wanted text, got {value}, which stands for a missing value. Write null, or the answer")
     return str(value) if isinstance(value, int | float) else value
@@ -159,7 +161,7 @@ def without_escapes(text: str) -> str:
 
 
 def with_escapes(text: str) -> str:
-    """What `without_escapes` gives the text of."""
+    """The inverse of `without_escapes`."""
     for placeholder in PLACEHOLDERS:
         text = text.replace(placeholder, f"\\{placeholder}")
     return text
@@ -168,7 +170,7 @@ def with_escapes(text: str) -> str:
 _JSON_TYPES = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     text = repr(value)
     what = "null" if value is None else _JSON_TYPES.get(type(value), type(value).__name__)
     return f"{what} ({text[:40]}{'…' if len(text) > 40 else ''})"
@@ -184,7 +186,7 @@ VIDEO_COLUMNS = ("video", "videos")
 TIMES = ("timestamps", "sample_fps", "fps")
 
 
-def unpacked(value: Any, field: str) -> Any:
+def parse_list(value: Any, field: str) -> Any:
     """A list that is written as JSON text, as a cell of a table holds it, or as an object of lists, as `datasets` stores a Sequence
     of objects; anything else as it is."""
     if isinstance(value, dict) and value and all(isinstance(v, list) for v in value.values()) and len({*map(len, value.values())}) == 1:
@@ -200,7 +202,7 @@ def unpacked(value: Any, field: str) -> Any:
 
 
 def media_of(row: dict[str, Any], root: Location) -> dict[str, list[EncodedImage | Video]]:
-    """What stands at each kind of placeholder: images from one of the columns IMAGE_COLUMNS (absent, null, one image, or a list),
+    """The media for each kind of placeholder: images from one of the columns IMAGE_COLUMNS (absent, null, one image, or a list),
     videos from `video` (the list of its frames, or a list of such lists) or `videos` (a list of such lists)."""
     return {IMAGE: images_of(row, root), VIDEO: videos_of(row, root)}
 
@@ -210,7 +212,7 @@ def _present(row: dict[str, Any], field: str) -> Any:
     value = row.get(field)
     if _is_none(value):
         return None
-    value = unpacked(value, field)
+    value = parse_list(value, field)
     if isinstance(value, list):
         value = [item for item in value if not _is_none(item)]
     return None if _is_none(value) else value
@@ -241,7 +243,7 @@ def images_of(row: dict[str, Any], root: Location) -> list[EncodedImage | Video]
             return [image_of(value, root, field)]
         if isinstance(value, list):
             return [image_of(name, root, f"{field}[{n}]") for n, name in enumerate(value)]
-        raise BadSample("wrong_type", field, f"wanted a path or a list of paths, got {shown(value)}")
+        raise BadSample("wrong_type", field, f"wanted a path or a list of paths, got {describe_value(value)}")
     return []
 
 

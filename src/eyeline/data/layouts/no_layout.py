@@ -1,4 +1,4 @@
-"""What is said of rows that have no known layout: what they may be, and what is wanted."""
+"""The message about rows without a known layout: what they may be, and what is wanted."""
 
 import re
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def no_layout(
     none = "it has no known layout" if declared is None else f"none of its first rows is of the layout {declared}"
     return Refused(
         f"{path}: {none}. Found: {container.what}; {columns}.{_guess(container.what, names, every, rows)} Wanted: "
-        f"{'; '.join(map(_wanted, shapes))}. Say by columns: {{OURS: THEIRS}} how your columns are called"
+        f"{'; '.join(map(_needs_of, shapes))}. Say by columns: {{OURS: THEIRS}} how your columns are called"
     )
 
 
@@ -50,7 +50,7 @@ def _one_object(path: Location, container: Container, shapes: "Sequence[Shape]",
         items = [(key, value[0] if isinstance(value, list) and value else value) for key, value in rows[0].items()]
         within = next((key for key, item in items if any(shape.fits(item) for shape in shapes if shape.needs)), None)
     elif not rows:
-        file = container.lies_in(0)
+        file = container.file_of(0)
         head = file.read(0, min(file.size, 4096)).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
         begun = re.match(r'\{\s*"((?:[^"\\]|\\.)*)"\s*:', head)
         within = begun[1] if begun and "\n" in head.split("}")[0].rstrip() else None
@@ -61,7 +61,7 @@ def _one_object(path: Location, container: Container, shapes: "Sequence[Shape]",
 
 
 def _guess(what: str, names: tuple[str, ...], shapes: "Sequence[Shape]", rows: list[Any]) -> str:
-    """What rows without a layout may be, as a sentence."""
+    """A guess what rows without a layout are, as a sentence."""
     if set(names) & set(COMPARED[:3]):
         return " Answers that are compared (preference data) are not trained on: keep the good ones as completion or output."
     asking = next((name for name in ASKS[1:] if name in names), None)
@@ -82,6 +82,6 @@ def _guess(what: str, names: tuple[str, ...], shapes: "Sequence[Shape]", rows: l
     return f" Perhaps columns: {{{pairs}}}." if pairs else ""
 
 
-def _wanted(shape: "Shape") -> str:
+def _needs_of(shape: "Shape") -> str:
     needs = " and ".join(" or ".join(one[:2]) for one in shape.needs)
     return f"{needs or '[question, answer, number of the image]'} ({shape.name})"

@@ -6,7 +6,7 @@ from typing import Any
 from eyeline.core.batch import Message, Role, Sample, Text
 from eyeline.core.errors import BadSample
 from eyeline.core.locations import Location
-from eyeline.data.layouts.choices import asked, letter_of, options_of
+from eyeline.data.layouts.choices import letter_of, options_of, question_with_options
 from eyeline.data.layouts.conversations import (
     Turn,
     checked_object,
@@ -18,8 +18,8 @@ from eyeline.data.layouts.conversations import (
     sample_of_turns,
     text_of,
 )
-from eyeline.data.layouts.marks import supervised
-from eyeline.data.layouts.media import as_text, clean, image_of, images_of, shown, unpacked, without_escapes
+from eyeline.data.layouts.marks import supervised_turns
+from eyeline.data.layouts.media import as_text, clean, describe_value, image_of, images_of, parse_list, without_escapes
 
 ANSWERS = ("answer", "multiple_choice_answer", "answers")  # columns of answers: the first of these that a row has is used
 CAPTIONS = ("caption", "captions", "text")  # of captions
@@ -82,11 +82,11 @@ def _exchange(row: dict[str, Any], asked: str, answer: str) -> list[Turn]:
 
 def _history(row: dict[str, Any]) -> list[Turn]:
     """The turns before: pairs of a question and its answer."""
-    pairs = unpacked(row.get("history") or [], "history")
+    pairs = parse_list(row.get("history") or [], "history")
     if isinstance(pairs, list):
         pairs = [[as_text(text, "history") for text in pair] if isinstance(pair, list) else pair for pair in pairs]
     if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 and all(isinstance(t, str) for t in p) for p in pairs):
-        raise BadSample("wrong_type", "history", f"wanted a list of [question, answer], got {shown(pairs)}")
+        raise BadSample("wrong_type", "history", f"wanted a list of [question, answer], got {describe_value(pairs)}")
     roles: tuple[Role, Role] = ("user", "assistant")
     return [
         Turn(role, clean(text, f"history[{n}]"), f"history[{n}]") for n, p in enumerate(pairs) for role, text in zip(roles, p, strict=True)
@@ -98,17 +98,17 @@ def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
     equals the first. Of a question with options (A, B, ... or a list) that is the letter of the right one."""
     options = options_of(checked_object(row))
     column = next((c for c in ANSWERS if row.get(c) is not None), ANSWERS[0])
-    answer = row.get(column) if column == "answer" else unpacked(row.get(column), column)
+    answer = row.get(column) if column == "answer" else parse_list(row.get(column), column)
     if isinstance(answer, list):
         given = [item.get("answer") if isinstance(item, dict) else item for item in answer]
         texts = [as_text(item, column) for item in given]
         if not given:
             raise BadSample("no_target", column, "the list of answers is empty")
         if not all(isinstance(text, str) for text in texts):
-            raise BadSample("wrong_type", column, f"wanted a list of texts, got {shown(answer)}")
+            raise BadSample("wrong_type", column, f"wanted a list of texts, got {describe_value(answer)}")
         if options and len(set(texts)) > 1:
             raise BadSample(
-                "wrong_type", column, f"several answers to a question with options, {shown(answer)}. Keep the one that is right"
+                "wrong_type", column, f"several answers to a question with options, {describe_value(answer)}. Keep the one that is right"
             )
         answer = given[texts.index(Counter(texts).most_common(1)[0][0])]
     if answer is None:
@@ -116,10 +116,10 @@ def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
     question = text_of(row, "question", "row")
     if options is not None:
         _refuse_numbers_of_rows(row)
-        question, answer = asked(question, row.get("hint"), options), letter_of(answer, options, column)
+        question, answer = question_with_options(question, row.get("hint"), options), letter_of(answer, options, column)
     answer = as_text(answer, column)
     if not isinstance(answer, str):
-        raise BadSample("wrong_type", column, f"wanted text, got {shown(answer)}")
+        raise BadSample("wrong_type", column, f"wanted text, got {describe_value(answer)}")
     turns = [Turn("user", question, "row.question"), Turn("assistant", clean(answer, column), column)]
     return sample_of_turns(row, id, root, turns, "question")
 
@@ -141,11 +141,11 @@ def caption_sample(row: Any, id: str, root: Location) -> Sample:
     if not images:
         raise BadSample("placeholder_count", "image", "a caption without an image")
     column = next((c for c in CAPTIONS if row.get(c) is not None), CAPTIONS[0])
-    caption = unpacked(row.get(column), column) if column == "captions" else row.get(column)
+    caption = parse_list(row.get(column), column) if column == "captions" else row.get(column)
     if caption is None:
         raise BadSample("no_target", column, "there is no caption")
     caption = without_escapes(text_of({column: caption[0] if isinstance(caption, list) and caption else caption}, column, "row"))
-    supervised(row, [("assistant", f"row.{column}", None)])
+    supervised_turns(row, [("assistant", f"row.{column}", None)])
     return sample_in_turns(
         id, [Message("user", (*images, Text(CAPTION_PROMPT))), Message("assistant", (Text(caption.strip()),))], named_kind(row)
     )
@@ -164,7 +164,7 @@ def easy_vqa_sample(row: Any, id: str, root: Location) -> Sample:
             asked = Message("user", (image, Text(clean(question, "question"))))
             return sample_in_turns(id, [asked, Message("assistant", (Text(clean(answer, "answer")),))], vqa_kind(row))
         case _:
-            raise BadSample("wrong_type", "row", f"wanted [question, answer, number of the image], got {shown(row)}")
+            raise BadSample("wrong_type", "row", f"wanted [question, answer, number of the image], got {describe_value(row)}")
 
 
 def vqa_kind(row: Any) -> str:

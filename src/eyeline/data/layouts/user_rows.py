@@ -7,7 +7,7 @@ from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location
 from eyeline.core.user_code import CodeFailed, UserFunction
 from eyeline.data.containers.container import Container
-from eyeline.data.layouts.media import shown
+from eyeline.data.layouts.media import describe_value
 
 LOOKED_AT = 20  # rows
 
@@ -21,7 +21,7 @@ def user_row(code: UserFunction, row: Any) -> dict[str, Any]:
     messages = given.get("messages") if isinstance(given, dict) else given
     if isinstance(messages, list):
         return given if isinstance(given, dict) else {"messages": given}
-    got = f"a dict of {', '.join(map(str, given)) or 'nothing'}" if isinstance(given, dict) else shown(given)
+    got = f"a dict of {', '.join(map(str, given)) or 'nothing'}" if isinstance(given, dict) else describe_value(given)
     wanted = "a list of messages, or a dict with `messages`"
     raise BadSample("user_code", "row", f"{code.file}: {code.function} returned {got}; wanted {wanted}")
 

@@ -36,14 +36,14 @@ class Side:
     _limits: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def shards(self, source: int) -> int:
-        """How many of a source's shards have rows on a side: all, or those up to its limit."""
+        """The number of shards of a source with rows on this side: all, or those up to its limit."""
         rows = self.index.sources[source]
         return len(rows.shards) if rows.source.limit is None else len(self._limited(source))
 
-    def kept(self, source: int, shard: int) -> NDArray[np.bool_]:
-        """Which rows of a shard are on this side."""
+    def kept_rows(self, source: int, shard: int) -> NDArray[np.bool_]:
+        """A mask of the rows of a shard that are on this side."""
         index, settings = self.index.shard(source, shard), self.index.sources[source].source
-        kept = index.kept(settings.categories)
+        kept = index.kept_rows(settings.categories)
         if settings.limit is not None:
             kept = kept & (np.cumsum(kept) <= self._limited(source)[shard])
         return kept & self._side(index)
@@ -52,7 +52,7 @@ class Side:
         return (index.drawn_R < self.validation_fraction) == self.held_out if self.validation_fraction else np.ones(len(index), bool)
 
     def _limited(self, source: int) -> list[int]:
-        """How many rows of each of the first shards a limit leaves."""
+        """The number of rows of each of the first shards that a limit leaves."""
         if source not in self._limits:
             settings = self.index.sources[source].source
             left, found = settings.limit or 0, []
@@ -60,14 +60,14 @@ class Side:
                 if left <= 0:
                     break
                 found.append(left)
-                left -= int(self.index.shard(source, shard).kept(settings.categories).sum())
+                left -= int(self.index.shard(source, shard).kept_rows(settings.categories).sum())
             self._limits[source] = found
         return self._limits[source]
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a pool stands: in a window of an epoch, so many image groups into it."""
+    """The position of a pool: a window of an epoch, and the image groups taken from it."""
 
     epoch: int = 0
     window: int = 0
@@ -101,7 +101,7 @@ class Pool:
 
     @cached_property
     def _first_N(self) -> NDArray[np.bool_]:
-        """Whether each entry is the first one of its shard: of a shard that comes several times in an epoch, the one that counts."""
+        """Return whether each entry is the first one of its shard: of a shard that comes several times in an epoch, the one that counts."""
         first = {entry: n for n, entry in reversed([*enumerate(self.entries)])}
         return np.array([first[entry] == n for n, entry in enumerate(self.entries)], np.bool_)
 
@@ -127,7 +127,7 @@ class Pool:
         rows, images, first = [np.empty((0, 5), np.int64)], [np.empty(0, np.uint64)], [np.empty(0, np.bool_)]
         for n in self._chosen(cursor):
             source, shard = self.entries[n]
-            number_R = np.flatnonzero(self.side.kept(source, shard))
+            number_R = np.flatnonzero(self.side.kept_rows(source, shard))
             address = (np.full_like(number_R, value) for value in (cursor.epoch, cursor.window, source, shard))
             rows.append(np.stack([*address, number_R], 1))
             images.append(self.side.index.shard(source, shard).images_R[number_R])
@@ -192,12 +192,12 @@ def blended_window(
         met += rows
         given[n] += usable
         total += usable
-    return _merged(parts, picks), tuple(replace(part.cursor, given=count) for part, count in zip(parts, given, strict=True))
+    return _merge(parts, picks), tuple(replace(part.cursor, given=count) for part, count in zip(parts, given, strict=True))
 
 
 @dataclass(eq=False)
 class _Part:
-    """What a blended window takes of one pool."""
+    """The part of a mixed window that comes from one pool."""
 
     pool: Pool
     cursor: Cursor
@@ -212,11 +212,11 @@ class _Part:
         while self._window is None or self.cursor.group >= len(self._window.bounds_V1) - 1:
             self._next()
         assert self._window is not None
-        begin, end = self._window.bounds_V1[self.cursor.group : self.cursor.group + 2]
+        start, end = self._window.bounds_V1[self.cursor.group : self.cursor.group + 2]
         usable = self._usable_V[self.cursor.group]
-        self.rows.append(self._window.row_R5[begin:end])
+        self.rows.append(self._window.row_R5[start:end])
         self.cursor = replace(self.cursor, group=self.cursor.group + 1)
-        return int(end - begin), usable
+        return int(end - start), usable
 
     def _next(self) -> None:
         if self._window is not None:
@@ -231,7 +231,7 @@ class _Part:
             raise Refused(f"{source.path}: no sample can be used, so it cannot have a share. `eyeline check` says why")
 
 
-def _merged(parts: Sequence[_Part], picks: Sequence[int]) -> Ordered:
+def _merge(parts: Sequence[_Part], picks: Sequence[int]) -> Ordered:
     taken = [iter(part.rows) for part in parts]
     rows = [next(taken[n]) for n in picks]
     row_R5 = np.concatenate(rows)

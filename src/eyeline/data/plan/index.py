@@ -43,11 +43,12 @@ class Index:
 
     @property
     def written(self) -> bool:
-        """Whether other processes find here what this one makes, and the other way round."""
+        """Return whether other processes find here what this one makes, and the other way round."""
         return self.folder is not None and self.shelf is None
 
     def absent(self, source: int, shard: int) -> bool:
-        """Whether nobody has written the index of a shard yet, as far as it can be told: who reads it is told why it cannot be read."""
+        """Return whether nobody has written the index of a shard yet, as far as it can be told: who reads it is told why it cannot be
+        read."""
         path = self._path(self._identity(source, shard))
         return path is None or not os.path.exists(path)
 
@@ -120,7 +121,8 @@ class Index:
 
 
 def _is_still(written: str, stamp: Stamp, retries: int) -> bool:
-    """Whether an image is as it was. Of objects only absent ones are asked for: the others tell when they are fetched, at no cost."""
+    """Return whether an image is as it was. Of objects only absent ones are asked for: the others tell when they are fetched, at no
+    cost."""
     path = location(written) if "://" in written else written
     return (isinstance(path, Remote) and stamp != ABSENT) or stamp_of(path if isinstance(path, Remote) else written, retries) == stamp
 
@@ -175,7 +177,7 @@ class Ahead:
     def of(index: Index, workers: Workers) -> "Ahead":
         return Ahead(index, apart=workers.count > 0 and index.written)
 
-    def begin(self, coming: Iterable[Entry]) -> None:
+    def start(self, coming: Iterable[Entry]) -> None:
         """A window's. Of the same folder every process is asked for the same ones, and each makes those that no other is at."""
         if not self.apart:
             return
@@ -185,7 +187,7 @@ class Ahead:
             return
         if self._process is None:
             self._process = Background(Making(self.index))
-        self._process.begin(Wanted(missing))
+        self._process.start(Wanted(missing))
 
     def share(self, coming: Sequence[Entry], done: int, of: int) -> None:
         """Here, where there is no such process: one now and then, so that no step waits for all of the next window."""

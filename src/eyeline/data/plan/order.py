@@ -23,7 +23,7 @@ WINDOW_HELD = 256 << 20  # bytes that reading the window's rows in any order may
 ROUNDS = 6
 
 
-def mixed(x_N: Hashes) -> Hashes:
+def mix_hash(x_N: Hashes) -> Hashes:
     """SplitMix64's finaliser: every bit of the input moves every bit of the output."""
     x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x_N = (x_N ^ (x_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -39,11 +39,11 @@ class Permutation:
     key: int
 
     def __call__(self, positions_N: Longs) -> Longs:
-        """What stands at these positions."""
+        """The items at these positions."""
         if self.size < 2:
             return positions_N
         half = np.uint64(max((self.size - 1).bit_length() + 1, 2) // 2)
-        keys = mixed(np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.key))
+        keys = mix_hash(np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.key))
         out_N = positions_N.astype(np.uint64)
         outside_N = np.ones(out_N.shape, bool)
         while outside_N.any():
@@ -56,7 +56,7 @@ def _feistel(x_N: Hashes, half: np.uint64, keys: Hashes) -> Hashes:
     mask = (np.uint64(1) << half) - np.uint64(1)
     left_N, right_N = x_N >> half, x_N & mask
     for key in keys:
-        left_N, right_N = right_N, left_N ^ (mixed(right_N + key) & mask)
+        left_N, right_N = right_N, left_N ^ (mix_hash(right_N + key) & mask)
     return (left_N << half) | right_N
 
 
@@ -70,7 +70,7 @@ class Runs:
 
     @staticmethod
     def of(joined_N: NDArray[np.bool_]) -> "Runs":
-        """Of shards, by whether each belongs to the one before it."""
+        """The runs of shards, given whether each belongs to the one before it."""
         return Runs(np.append(np.flatnonzero(~joined_N), len(joined_N)))
 
     @property
@@ -112,8 +112,8 @@ def shards_of(
     """
     most = min(most, RAMP[window]) if epoch == 0 and window < len(RAMP) else most
     chosen_N, run_N = runs.at(np.arange(first, min(first + most, runs.shards)), seed, epoch)
-    begins_N = np.diff(run_N, prepend=-1) != 0
-    total_N = np.cumsum([held(n) if begins else 0 for n, begins in zip(chosen_N.tolist(), begins_N.tolist(), strict=True)])
+    starts_N = np.diff(run_N, prepend=-1) != 0
+    total_N = np.cumsum([held(n) if starts else 0 for n, starts in zip(chosen_N.tolist(), starts_N.tolist(), strict=True)])
     return chosen_N[(total_N <= WINDOW_HELD) | (run_N == run_N[:1])].tolist()  # of the first run all: it is held once for all of them
 
 
@@ -143,13 +143,13 @@ def image_groups_of(images_R: Hashes, share: int, seed: int | None, *address: in
     """
     rows = len(images_R)
     if share == 1 or rows == 0:
-        grouped_R, begins_V = np.arange(rows), np.arange(rows)
+        grouped_R, starts_V = np.arange(rows), np.arange(rows)
     else:
-        grouped_R, begins_V = _shared(images_R, share, None if seed is None else seed_for(seed, "meet", *address))
-    bounds_V1 = np.append(begins_V, rows)
+        grouped_R, starts_V = _shared(images_R, share, None if seed is None else seed_for(seed, "meet", *address))
+    bounds_V1 = np.append(starts_V, rows)
     if seed is None:
         return ImageGroups(grouped_R, bounds_V1)
-    order_V = Permutation(len(begins_V), seed_for(seed, "visits", *address))(np.arange(len(begins_V)))
+    order_V = Permutation(len(starts_V), seed_for(seed, "visits", *address))(np.arange(len(starts_V)))
     lengths_V = np.diff(bounds_V1)[order_V]
     ends_V = np.cumsum(lengths_V)
     from_R = np.arange(rows) + np.repeat(bounds_V1[order_V] - (ends_V - lengths_V), lengths_V)
@@ -161,11 +161,13 @@ def _shared(images_R: Hashes, share: int, key: int | None) -> tuple[Longs, Longs
     rows = len(images_R)
     _, first, group_R = np.unique(images_R, return_index=True, return_inverse=True)
     first_R = np.where(images_R == 0, np.arange(rows), first[group_R])  # groups are told apart, and ordered, by their first row
-    drawn_R = np.arange(rows) if key is None else mixed(np.arange(rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key))
+    drawn_R = (
+        np.arange(rows) if key is None else mix_hash(np.arange(rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key))
+    )
     grouped_R = np.lexsort((drawn_R, first_R))
-    _, begins_G, sizes_G = np.unique(first_R[grouped_R], return_index=True, return_counts=True)
+    _, starts_G, sizes_G = np.unique(first_R[grouped_R], return_index=True, return_counts=True)
     visits_G = -(-sizes_G // share)
     group_V = np.repeat(np.arange(len(sizes_G)), visits_G)
     nth_V = np.arange(len(group_V)) - (np.cumsum(visits_G) - visits_G)[group_V]
     # the n-th of v even cuts of s rows begins at ⌈n·s / v⌉
-    return grouped_R, begins_G[group_V] + -(-nth_V * sizes_G[group_V] // visits_G[group_V])
+    return grouped_R, starts_G[group_V] + -(-nth_V * sizes_G[group_V] // visits_G[group_V])

@@ -29,7 +29,7 @@ class Bin(NamedTuple):
 Bins = list[Bin]  # sorted
 
 
-def packed(items: Iterable[tuple[Item, int, int]], bins: Bins, budget: Budget, open_bins: int = OPEN_BINS) -> Iterator[list[Item]]:
+def pack_items(items: Iterable[tuple[Item, int, int]], bins: Bins, budget: Budget, open_bins: int = OPEN_BINS) -> Iterator[list[Item]]:
     """Packs of items that are given as (item, tokens, patches); `bins` is changed in place and holds what is left open.
 
     An item goes to the bin that it fills best. If it fits nowhere it opens one, and when that is one too many a bin is a pack: the one
@@ -60,7 +60,7 @@ def packed(items: Iterable[tuple[Item, int, int]], bins: Bins, budget: Budget, o
             yield bins.pop(_ripest(bins, budget)).items
 
 
-def flushed(bins: Bins) -> Iterator[list[Item]]:
+def close_bins(bins: Bins) -> Iterator[list[Item]]:
     """Close what is open, the fullest first."""
     while bins:
         yield bins.pop(0).items
@@ -90,4 +90,4 @@ def deal(costs: Sequence[PackCost], ranks: int) -> tuple[tuple[int, ...], ...]:
     order = list(range(len(costs) + -len(costs) % ranks))
     if ranks > 1:
         order[: len(costs)] = sorted(range(len(costs)), key=lambda n: (-sum(costs[n]), n))
-    return tuple(tuple(order[begin : begin + ranks]) for begin in range(0, len(order), ranks))
+    return tuple(tuple(order[start : start + ranks]) for start in range(0, len(order), ranks))

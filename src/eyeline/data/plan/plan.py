@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.data.plan.order import Longs
-from eyeline.data.plan.packing import Bin, Bins, packed
+from eyeline.data.plan.packing import Bin, Bins, pack_items
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.rejects import Reject
 
@@ -110,14 +110,14 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[ImageGroup]], sizing: Sizi
         for _, _, source, shard, number in [ordered.row_R5[n].tolist()]
     ]
     at_G = np.flatnonzero(usable_R)
-    begins_I, tokens_I, patches_I, vision_I, language_I = _groups(columns_R4[at_G], _group_of(ordered.bounds_V1)[at_G], sizing.budget)
+    starts_I, tokens_I, patches_I, vision_I, language_I = _groups(columns_R4[at_G], _group_of(ordered.bounds_V1)[at_G], sizing.budget)
     old_G5, old_bounds, old_columns, bins = open_bins(carried, sizing)
     row_G5 = np.concatenate([old_G5, ordered.row_R5[at_G]])
     first = len(old_bounds) - 1  # groups of this window are numbered behind those that were carried in
-    bounds_I1 = np.concatenate([old_bounds[:-1], len(old_G5) + begins_I, [len(row_G5)]]).astype(np.int64)
+    bounds_I1 = np.concatenate([old_bounds[:-1], len(old_G5) + starts_I, [len(row_G5)]]).astype(np.int64)
     *_, old_vision, old_language = _sums(old_columns, old_bounds[:-1])
-    last_I = np.append(begins_I, len(at_G))[1:] - 1
-    passed_I = (at_G[last_I] + 1).tolist() if len(begins_I) else []
+    last_I = np.append(starts_I, len(at_G))[1:] - 1
+    passed_I = (at_G[last_I] + 1).tolist() if len(starts_I) else []
     met = 0
 
     def groups() -> Iterator[tuple[int, int, int]]:
@@ -127,7 +127,7 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[ImageGroup]], sizing: Sizi
             yield first + n, tokens, patches
 
     packs, passed = [], []
-    for done in packed(groups(), bins, sizing.budget):
+    for done in pack_items(groups(), bins, sizing.budget):
         packs.append(done)
         passed.append(met)
     cost_I2 = np.stack([np.concatenate([old_language, language_I]), np.concatenate([old_vision, vision_I])], 1).astype(np.int64)
@@ -189,7 +189,7 @@ def _columns(row_R5: Longs, sizing: Sizing) -> tuple[Longs, NDArray[np.bool_]]:
 
 
 def reject_of(sizing: Sizing, row: RowOf) -> Reject:
-    """Why a row cannot be used."""
+    """The reject of a row that cannot be used."""
     source, shard, number = row
     cause, where, message = sizing(source, shard).rejects[number]
     place = sizing.index.shard(source, shard).place(shard, number)
@@ -200,32 +200,32 @@ def _group_of(bounds_V1: Longs) -> Longs:
     return np.repeat(np.arange(len(bounds_V1) - 1), np.diff(bounds_V1))
 
 
-def _sums(columns_G4: Longs, begins_I: Longs) -> tuple[Longs, Longs, Longs, Longs]:
+def _sums(columns_G4: Longs, starts_I: Longs) -> tuple[Longs, Longs, Longs, Longs]:
     """Tokens, patches, vision and language cost of image groups. Rows of one show the same images (or the first of them, where one
     was shrunk), so it has the patches of its largest row."""
-    if not len(begins_I):
+    if not len(starts_I):
         nothing = np.empty(0, np.int64)
         return nothing, nothing, nothing, nothing
-    tokens, language = (np.add.reduceat(columns_G4[:, n], begins_I) for n in (0, 3))
-    patches, vision = (np.maximum.reduceat(columns_G4[:, n], begins_I) for n in (1, 2))
+    tokens, language = (np.add.reduceat(columns_G4[:, n], starts_I) for n in (0, 3))
+    patches, vision = (np.maximum.reduceat(columns_G4[:, n], starts_I) for n in (1, 2))
     return tokens, patches, vision, language
 
 
 def _groups(columns_G4: Longs, visit_G: Longs, budget: Budget) -> tuple[Longs, Longs, Longs, Longs, Longs]:
-    """Where each group starts, and its sums. an image group whose rows together are over the budget is cut where it is full."""
-    begins_I = np.flatnonzero(np.diff(visit_G, prepend=-1))
-    tokens, *_ = _sums(columns_G4, begins_I)
+    """The start of each group, and its sums. An image group whose rows together are over the budget is cut where it is full."""
+    starts_I = np.flatnonzero(np.diff(visit_G, prepend=-1))
+    tokens, *_ = _sums(columns_G4, starts_I)
     cuts: list[int] = []
-    ends = np.append(begins_I, len(visit_G))[1:]
+    ends = np.append(starts_I, len(visit_G))[1:]
     for group in np.flatnonzero(tokens > budget.tokens).tolist():
         filled = 0
-        for row in range(int(begins_I[group]), int(ends[group])):
+        for row in range(int(starts_I[group]), int(ends[group])):
             filled += int(columns_G4[row, 0])
             if filled > budget.tokens:
                 cuts.append(row)
                 filled = int(columns_G4[row, 0])
-    begins_I = np.sort(np.concatenate([begins_I, np.array(cuts, np.int64)]))
-    return begins_I, *_sums(columns_G4, begins_I)
+    starts_I = np.sort(np.concatenate([starts_I, np.array(cuts, np.int64)]))
+    return starts_I, *_sums(columns_G4, starts_I)
 
 
 def _unpacked(carried: Sequence[Sequence[ImageGroup]]) -> tuple[Longs, Longs, list[list[int]]]:

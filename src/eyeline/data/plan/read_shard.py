@@ -23,7 +23,7 @@ from eyeline.data.images.decode import size_of
 from eyeline.data.images.image_files import MAX_FILE_BYTES, frames_of, hold_out_draw, image_key, medium_key
 from eyeline.data.plan.shard_index import INSIDE, OWN, WHOLE, ShardIndex
 from eyeline.data.sources.sources import Place, Rows
-from eyeline.data.text.documents import Tokenised, answered, targeted, tokenised
+from eyeline.data.text.documents import Tokenised, require_answer, require_targets, tokenise
 from eyeline.data.text.tokenizer import Encoder
 
 LONGEST_MESSAGE = 400  # characters of a reject's message that are kept
@@ -48,7 +48,7 @@ def shard_index_of(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | N
     kinds: dict[str, int] = {}
     rejects: dict[int, tuple[str, str, str]] = {}
     out: list[_Row] = []
-    looked = _Looked(rows.root, rows.lies_in(shard).path, rows.retries)
+    looked = _Looked(rows.root, rows.file_of(shard).path, rows.retries)
     found = rows.rows_in(shard)
     while some := list(islice(found, TOGETHER)):
         samples = [sample for _, _, sample in some]
@@ -77,7 +77,7 @@ def _as_arrays(
     bad_R = np.zeros(len(rows), bool)
     bad_R[list(rejects)] = True
     return ShardIndex(
-        begin_R=np.array([row.place.begin for row in rows], np.int64),
+        start_R=np.array([row.place.start for row in rows], np.int64),
         length_R=np.array([row.place.length for row in rows], np.int64),
         ids_U=np.concatenate([NOTHING.ids_U, *(row.known.ids_U for row in rows)]),
         trained_U=np.concatenate([NOTHING.trained_U, *(row.known.trained_U for row in rows)]),
@@ -88,7 +88,7 @@ def _as_arrays(
         slices_M=np.array([n for row in rows for n in row.known.slices], np.int32),
         media_R1=np.cumsum([0, *(len(row.known.slices) for row in rows)]),
         file_N=lies_N3[:, 0].astype(np.int32),
-        begin_N=lies_N3[:, 1].copy(),
+        start_N=lies_N3[:, 1].copy(),
         length_N=lies_N3[:, 2].copy(),
         frames_M1=np.concatenate([[0], np.cumsum(np.maximum(sizes_M3[:, 0], 1, dtype=np.int64))]),
         images_R=np.array([row.key for row in rows], np.uint64),
@@ -108,8 +108,8 @@ def _tokens_of(sample: Sample | BadSample, media: "_Media", encoder: Encoder, ru
     try:
         if isinstance(sample, BadSample):
             return sample
-        answered(sample)
-        known = targeted(tokenised(sample.messages, encoder, rule))
+        require_answer(sample)
+        known = require_targets(tokenise(sample.messages, encoder, rule))
         media.usable_sizes()
     except BadSample as bad:
         return bad
@@ -124,7 +124,7 @@ class _Media:
     """The images and videos of a row."""
 
     sizes: tuple[tuple[int, int, int] | BadSample, ...]  # as in `sizes_M3`
-    lies: tuple[tuple[int, int, int], ...]  # of each image: as in `file_N`, `begin_N` and `length_N`
+    lies: tuple[tuple[int, int, int], ...]  # of each image: as in `file_N`, `start_N` and `length_N`
     key: int
     drawn: float  # below 0: there are none
 
@@ -141,7 +141,7 @@ NO_MEDIA = _Media((), (), 0, -1.0)
 
 @dataclass(frozen=True, eq=False)
 class _Looked:
-    """What was found of the media of a shard. Each is looked at once: rows share them."""
+    """The media of a shard. Each is examined once, since rows share them."""
 
     root: Location
     own: Location  # the file that the shard lies in
@@ -179,9 +179,9 @@ class _Looked:
         match image.source:
             case bytes():
                 return INSIDE, 0, 0
-            case Span(path, begin, length):
+            case Span(path, start, length):
                 assert path == self.own, f"{image.name} lies in {path}, and its row in {self.own}"
-                return OWN, begin, length
+                return OWN, start, length
             case Path() | Remote():
                 return self._numbered(image.source), 0, WHOLE
 
@@ -216,7 +216,7 @@ ABSENT: Stamp = (-1, -1)
 
 
 def stamp_of(path: Remote | str, retries: int) -> Stamp:
-    """Of a file; of an object its begin comes along, which `size_of` reads. ABSENT for what is not there, or may not be read."""
+    """The stamp of a file, or of an object, whose head is read along for `size_of`. ABSENT if it is missing or unreadable."""
     if isinstance(path, Remote):
         try:
             return persistent(partial(stores.look, path, stores.HEAD_BYTES), retries)[0]

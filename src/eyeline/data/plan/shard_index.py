@@ -42,7 +42,7 @@ L = TypeVar("L", Path, Location)
 class ShardIndex:
     """The rows of one shard, as arrays. `number` of a row is its position here; rows that cannot be used are here, too."""
 
-    begin_R: Longs  # `Place.begin` and `Place.length`
+    start_R: Longs  # `Place.start` and `Place.length`
     length_R: Longs
     ids_U: NDArray[np.int32]
     trained_U: NDArray[np.bool_]
@@ -53,7 +53,7 @@ class ShardIndex:
     slices_M: NDArray[np.int32]  # placeholders that the medium has
     media_R1: Longs  # bounds of each row in M
     file_N: NDArray[np.int32]  # where each image lies: number of its file, OWN or INSIDE
-    begin_N: Longs
+    start_N: Longs
     length_N: Longs  # WHOLE: of a file of its own
     frames_M1: Longs  # bounds of each medium in N
     images_R: NDArray[np.uint64]  # equal for rows that look at the same media; 0 for none
@@ -67,51 +67,51 @@ class ShardIndex:
     skipped: int  # members of the archive that belong to no data set
 
     def __len__(self) -> int:
-        return len(self.begin_R)
+        return len(self.start_R)
 
     def place(self, shard: int, row: int) -> Place:
-        return Place(shard, row, int(self.begin_R[row]), int(self.length_R[row]))
+        return Place(shard, row, int(self.start_R[row]), int(self.length_R[row]))
 
     def tokenised(self, row: int) -> Tokenised:
         ids, places, media = (slice(int(b[row]), int(b[row + 1])) for b in (self.bounds_R1, self.places_R1, self.media_R1))
         return Tokenised(self.ids_U[ids], self.trained_U[ids], self.places_W[places], tuple(self.slices_M[media].tolist()))
 
     def sizes(self, row: int) -> tuple[Size, ...]:
-        """Of each medium of a row."""
+        """The size of each media item of a row."""
         return tuple(_size(s) for s in self.sizes_M3[self.media_R1[row] : self.media_R1[row + 1]].tolist())
 
     def media(self, row: int, own: File) -> tuple[EncodedImage | Video, ...] | None:
-        """What a row shows, by where it lies; `own` is the file of the shard. None: the row has to be read. Videos come without times:
+        """The media of a row, by location; `own` is the file of the shard. None: the row has to be read. Videos come without times:
         the ids say them already."""
-        begin, end = self.media_R1[row : row + 2].tolist()
-        bounds = self.frames_M1[begin : end + 1].tolist()
+        start, end = self.media_R1[row : row + 2].tolist()
+        bounds = self.frames_M1[start : end + 1].tolist()
         if (self.file_N[bounds[0] : bounds[-1]] == INSIDE).any():
             return None
         frames = [self._image(n, own) for n in range(bounds[0], bounds[-1])]
         media: list[EncodedImage | Video] = []
-        for first, last, still in zip(bounds, bounds[1:], (self.sizes_M3[begin:end, 0] == 0).tolist(), strict=False):
+        for first, last, still in zip(bounds, bounds[1:], (self.sizes_M3[start:end, 0] == 0).tolist(), strict=False):
             of = frames[first - bounds[0] : last - bounds[0]]
             media.append(of[0] if still else Video(of[0].name, tuple(of), (0.0,) * len(of)))
         return tuple(media)
 
     def _image(self, number: int, own: File) -> EncodedImage:
-        file, begin, length = int(self.file_N[number]), int(self.begin_N[number]), int(self.length_N[number])
+        file, start, length = int(self.file_N[number]), int(self.start_N[number]), int(self.length_N[number])
         path = own.path if file == OWN else location(self.files[file])
         if length == WHOLE and isinstance(path, Path):
             return EncodedImage(str(path), path)
         size, changed = own.stamp if file == OWN else self.stamps_F2[file].tolist()
         if length == WHOLE:  # an object: it is to be the one that was indexed, which asking for it tells at no cost
             return EncodedImage(str(path), Span(path, 0, size, (size, changed)))
-        return EncodedImage(f"{path}@{begin}+{length}", Span(path, begin, length, (size, changed)))
+        return EncodedImage(f"{path}@{start}+{length}", Span(path, start, length, (size, changed)))
 
     @cached_property
     def showing_R(self) -> Longs:
-        """How many rows of the shard look at what each row looks at; 1 for text."""
+        """For each row the number of rows of the shard with the same media; 1 for text."""
         _, group_R, counts = np.unique(self.images_R, return_inverse=True, return_counts=True)
         return np.where(self.images_R == 0, 1, counts[group_R])
 
-    def kept(self, kinds: Sequence[str] | None) -> NDArray[np.bool_]:
-        """Which rows are of these kinds. One that cannot be parsed is of any: it is to be counted."""
+    def kept_rows(self, kinds: Sequence[str] | None) -> NDArray[np.bool_]:
+        """A mask of the rows of these kinds. A row that cannot be parsed counts as any kind."""
         if kinds is None:
             return np.ones(len(self), bool)
         return np.isin(self.kind_R, [-1, *(self.kinds.index(kind) for kind in kinds if kind in self.kinds)])
@@ -166,7 +166,8 @@ def from_bytes(data: NDArray[np.uint8], identity: str) -> ShardIndex:
 
 
 def identity_of(about: Shard, layout: str, root: Location, encoder: Encoder, rule: ImageRule | None) -> str:
-    """What an index depends on. Of the image rule that is whether images are taken at all, and how many frames one slice has."""
+    """A digest of all that an index depends on. Of the image rule that is whether images are taken at all, and how many frames one slice
+    has."""
     taken = None if rule is None else (rule.frames, rule.video is not None)
     said = [VERSION, about.fingerprint, layout, str(root), about.name, encoder.identity, taken]
     return hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).hexdigest()[:32]

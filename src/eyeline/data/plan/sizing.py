@@ -20,7 +20,7 @@ from eyeline.data.images.patches import units_of
 from eyeline.data.plan.index import KEPT_OPEN, Index
 from eyeline.data.plan.order import Longs
 from eyeline.data.plan.shard_index import ShardIndex
-from eyeline.data.text.documents import Measured, Overlong, fitted, too_long
+from eyeline.data.text.documents import Measured, Overlong, fit_to_limits, too_long
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,9 @@ class Sizing:
     def _read_again(self, index: ShardIndex, source: int, shard: int, row: int) -> tuple[Sample, Measured]:
         """A row that is too long, read from its source and cut to the turns that fit. BadSample where none do."""
         sample = self.index.sources[source].read(index.place(shard, row))
-        return fitted(sample, index.sizes(row), self.longest, self.budget.patches, self.overlong, self.index.encoder, self.index.rule)
+        return fit_to_limits(
+            sample, index.sizes(row), self.longest, self.budget.patches, self.overlong, self.index.encoder, self.index.rule
+        )
 
     def _units(self, size: Any) -> tuple[Any, ...]:
         return units_of(size, self.index.rule) if self.index.rule else ()
@@ -107,5 +109,5 @@ class Sizing:
 
     @staticmethod
     def _any(index: ShardIndex, bad_N: NDArray[np.bool_], size_M: Longs) -> NDArray[np.bool_]:
-        """Which rows have a medium of a bad size."""
+        """A mask of the rows with a media item of a bad size."""
         return np.diff(np.concatenate([[0], np.cumsum(bad_N[size_M.ravel()])])[index.media_R1]) > 0

@@ -32,7 +32,7 @@ from eyeline.data.containers.tars import Tars
 from eyeline.data.layouts.layouts import Layout, Mapping, Name, Shape
 from eyeline.data.layouts.media import with_escapes, without_escapes
 from eyeline.data.plan.shard_index import Shelf
-from eyeline.data.sources.folders import files_below, located
+from eyeline.data.sources.folders import files_below, resolve_location
 from eyeline.data.sources.sources import Rows, Source
 
 VERSION = 4  # of the folder
@@ -80,7 +80,7 @@ class Archive(Settings):
 
 
 class Manifest(Settings):
-    """What a prepared folder holds."""
+    """The contents of a prepared folder."""
 
     version: Literal[4] = VERSION
     data: dict[str, Any]  # the settings that say which samples there are, and in which order
@@ -96,7 +96,7 @@ class Manifest(Settings):
 
 @dataclass(frozen=True)
 class Packed:
-    """The rows of one source, in archives. A row's `begin` counts through all of them, one behind the other."""
+    """The rows of one source, in archives. A row's `start` counts through all of them, one behind the other."""
 
     archives: Tars
     ends: tuple[int, ...]  # of the archives, so counted
@@ -121,21 +121,21 @@ class Packed:
             known = self.shelf.read(self.stored[place.shard].index).rejects.get(place.number)
             # planning measures long rows that the settings leave out, too, and then nobody asks for them
             raise BadSample(*(known or ("too_long", "row", "the settings left this row out when the data were prepared")))
-        archive = bisect_right(self.ends, place.begin)
-        return self.archives.row(Place(archive, place.number, place.begin - (self.ends[archive - 1] if archive else 0), place.length))
+        archive = bisect_right(self.ends, place.start)
+        return self.archives.row(Place(archive, place.number, place.start - (self.ends[archive - 1] if archive else 0), place.length))
 
     def id(self, place: Place) -> str:
         stored = self.stored[place.shard]
         return f"{stored.id}#{stored.first_id + place.number}"
 
-    def named(self, place: Place) -> tuple[str, str, int]:
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
         stored = self.stored[place.shard]
         return self.id(place), stored.file, stored.first_row + place.number
 
     def line(self, place: Place) -> None:  # noqa: ARG002
         return None
 
-    def lies_in(self, shard: int) -> File:  # noqa: ARG002 - an index says it for each image
+    def file_of(self, shard: int) -> File:  # noqa: ARG002 - an index says it for each image
         return self.archives.files[0]
 
 
@@ -166,7 +166,7 @@ def packed_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
 
 
 def packed_sample(row: Any, id: str, root: Location) -> Sample:  # noqa: ARG001 - as every layout is called
-    """What `packed_row` was made of, with images where they lie now."""
+    """The inverse of `packed_row`, with the present locations of images."""
     left = iter(row.get("images", ()))
 
     def part_of(part: dict[str, Any]) -> Text | EncodedImage | Video:
@@ -273,7 +273,7 @@ def open_prepared(path: str, retries: int = RETRIES) -> Prepared:
     Archives of up to 64 MiB together are known by their content, larger ones by their size; `eyeline prepare`, called again,
     looks at every byte.
     """
-    folder = located(path, retries)
+    folder = resolve_location(path, retries)
     about = folder / MANIFEST
     try:
         file = File.of(about, retries)

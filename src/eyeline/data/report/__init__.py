@@ -1,1 +1,1 @@
-"""What data are, before anything is trained: pure figures; `recipes/` and `study/` show them."""
+"""Figures about data, before anything is trained; `recipes/` and `study/` show them."""

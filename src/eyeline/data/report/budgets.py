@@ -1,4 +1,4 @@
-"""How full packs become at several budgets, and which budget to take: the planner's own packs, without fetching anything."""
+"""The fill of packs at several budgets, and the budget to take: the planner's own packs, without fetching anything."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ COUNTED = Cost(token=0, pair=1, label=0, patch=0, patch_pair=1)  # so that the c
 
 @dataclass(frozen=True)
 class Load:
-    """How much of everything there is in some packs, without padding."""
+    """The contents of some packs, without padding."""
 
     packs: int = 0
     patch: int = 0
@@ -44,7 +44,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Packing:
-    """What a budget makes of the training rows that were looked at."""
+    """The packs that a budget makes of the examined training rows."""
 
     budget: Budget
     with_images: Load  # packs with images
@@ -80,7 +80,8 @@ Shards = frozenset[tuple[int, int]]
 
 
 def packings(reader: Reader, shards: Shards, now: Budget, others: bool = True) -> tuple[Packing, ...]:
-    """Of the budget as it is, then of `others`, with patches in the proportion that the data has. Rows come from these shards, by source
+    """The packings of the present budget, then of `others`, with patches in the proportion that the data has. Rows come from these
+    shards, by source
     and number. Samples over a budget are left out here, whatever `too_long` says."""
     first = packing(reader, shards, now)
     if not others:
@@ -103,7 +104,7 @@ def packings(reader: Reader, shards: Shards, now: Budget, others: bool = True) -
 def _sizes(reader: Reader, sizing: Sizing, source: int, shard: int) -> Longs:
     """Tokens and patches of each training row of a shard that can be used."""
     sized = sizing(source, shard)
-    here = reader.training.kept(source, shard) & sized.usable_R
+    here = reader.training.kept_rows(source, shard) & sized.usable_R
     return np.stack([sized.tokens_R[here], sized.patches_R[here]], 1)
 
 
@@ -113,7 +114,7 @@ def _share(size_G2: Longs, tokens: int) -> float:
     return float(summed[1] / max(summed[0], 1))
 
 
-def suggested(packings: Sequence[Packing]) -> Packing | None:
+def suggest_budget(packings: Sequence[Packing]) -> Packing | None:
     """The smallest budget that wastes at most `WASTE` and loses at most `LOST`; where none does, the one that loses least, of equals the
     one that wastes least."""
     good = [p for p in packings if p.good]
@@ -123,10 +124,10 @@ def suggested(packings: Sequence[Packing]) -> Packing | None:
 
 
 def packing(reader: Reader, shards: Shards, budget: Budget) -> Packing | None:
-    """Of one budget: None when it holds no sample, or none of a source that has a share."""
+    """The packing of one budget; None if it holds no sample, or none of a source that has a share."""
     sizing = Sizing(reader.training.index, budget, min(budget.tokens, reader.longest), "reject", COUNTED)
     pools = tuple(replace(pool, entries=tuple(entry for entry in pool.entries if entry in shards)) for pool in training_pools(reader))
-    there = sum(int(reader.training.kept(*entry).sum()) for pool in pools for entry in pool.entries)
+    there = sum(int(reader.training.kept_rows(*entry).sum()) for pool in pools for entry in pool.entries)
     loads, bins, rows, lost, closed = [NOTHING], (), 0, 0, 0
     try:
         for number, ordered in enumerate(_windows(reader, pools, sizing), 1):
@@ -181,8 +182,8 @@ def _loads(row_G5: Longs, bounds_I1: Longs, sizing: Sizing) -> Longs:
         sized, number = sizing(source, shard), row_G5[here, 4]
         for column, values in enumerate((sized.patches_R, sized.vision_R, sized.tokens_R, sized.language_R, sized.supervised_R)):
             of_G5[here, column] = values[number]
-    begins = bounds_I1[:-1]
-    summed = [np.maximum.reduceat(of_G5[:, :2], begins), np.add.reduceat(of_G5[:, 2:], begins), np.diff(bounds_I1)[:, None]]
+    starts = bounds_I1[:-1]
+    summed = [np.maximum.reduceat(of_G5[:, :2], starts), np.add.reduceat(of_G5[:, 2:], starts), np.diff(bounds_I1)[:, None]]
     return np.concatenate(summed, 1)
 
 

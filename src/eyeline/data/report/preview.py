@@ -70,7 +70,7 @@ def _usable(reader: Reader, sizing: Sizing, source: int) -> Iterator[tuple[Sampl
     side, rows = reader.training, reader.training.index.sources[source]
     for shard in range(side.shards(source)):
         index, sized = side.index.shard(source, shard), sizing(source, shard)
-        for number in np.flatnonzero(side.kept(source, shard) & sized.usable_R).tolist():
+        for number in np.flatnonzero(side.kept_rows(source, shard) & sized.usable_R).tolist():
             try:
                 sample = rows.read(index.place(shard, number))
                 if number in sized.messages:
@@ -100,12 +100,12 @@ def pieces_of(document: Document, encoder: Encoder) -> tuple[Piece, ...]:
     image_T = np.full(len(document.tokens_T), -1)
     image_T[document.visual_M] = np.repeat(np.arange(len(document.images)), [image.tokens for image in document.images])
     out: list[Piece] = []
-    for begin, end in _runs(zip(trained_T.tolist(), image_T.tolist(), strict=True)):
-        if image_T[begin] >= 0:
-            out.append(Piece("", image=int(image_T[begin]) + 1, tokens=end - begin))
+    for start, end in _runs(zip(trained_T.tolist(), image_T.tolist(), strict=True)):
+        if image_T[start] >= 0:
+            out.append(Piece("", image=int(image_T[start]) + 1, tokens=end - start))
         else:
-            text = encoder.decode(document.tokens_T[begin:end].tolist(), special=True)
-            out.append(Piece(text, bool(trained_T[begin]), tokens=end - begin))
+            text = encoder.decode(document.tokens_T[start:end].tolist(), special=True)
+            out.append(Piece(text, bool(trained_T[start]), tokens=end - start))
     return tuple(out)
 
 

@@ -1,4 +1,4 @@
-"""What `eyeline check` and `eyeline data` say about data, as records of figures: nothing here prints.
+"""The figures of `eyeline check` and `eyeline data`, as records: nothing here prints.
 
 Of large data some shards of each source are looked at, evenly spread: their indexes say how long samples are and how large images
 are. Of these rows some are *examined*, evenly spread again: read, and their images decoded. How much that is, `Depth` says.
@@ -28,7 +28,7 @@ from eyeline.data.report.budgets import Packing, packings
 from eyeline.data.report.duplicates import Duplicates, SampleHashes, duplicates, hashes_of
 from eyeline.data.sets import texts
 from eyeline.data.sources.sources import Rows
-from eyeline.data.sources.unread import Unread, shortened, unread
+from eyeline.data.sources.unread import Unread, short_columns, unread
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ KINDS = 12  # that are counted by name
 
 @dataclass(frozen=True)
 class Depth:
-    """How much is looked at."""
+    """The amount of data that is examined."""
 
     shards: int = 32  # of each source at most, evenly spread
     rows: int = 20_000  # of each source; no further shard is looked at once there are so many
@@ -61,7 +61,7 @@ class Measure:
     total: float
     least: float
     median: float  # of an even number, the mean of the middle two
-    high: float  # at least 99 of 100 are at most this
+    high: float  # p99
     most: float
     edges: tuple[float, ...]  # of the bars of a histogram
     bars: tuple[int, ...]
@@ -69,7 +69,7 @@ class Measure:
 
     @staticmethod
     def of(values_N: NDArray[np.int64] | NDArray[np.float64]) -> "Measure | None":
-        """None for no numbers. They must be positive, or 0."""
+        """The measure of non-negative numbers; None if there are none."""
         if not len(values_N):
             return None
         ranked_N = np.sort(values_N)
@@ -103,7 +103,7 @@ def _edges(least: float, most: float, median: float, whole: bool) -> tuple[NDArr
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch is, as far as rows can be used and with `repeat`."""
+    """The size of an epoch, `repeat` included, of usable rows."""
 
     visits: float
     tokens: float
@@ -112,7 +112,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Images:
-    """How many different images the training rows show that were looked at."""
+    """The number of different images that the examined training rows show."""
 
     samples: int  # rows that show any
     different: int  # by their bytes where all rows were examined, else by where they are stored
@@ -193,7 +193,7 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
     lengths = {name: np.concatenate([side.column(name) for side in sides]) for name in ("tokens", "visual", "supervised")}
     every = (*learning.side.index.sources, *(judging[0].side.index.sources if judging and own else ()))
     unseen = [Unread() if reader.data.prepared else unread(rows) for rows in every]
-    found, epoch = _sources_found(reader, learning, judging, own)
+    found, epoch = _source_reports(reader, learning, judging, own)
     return DataReport(
         sources=tuple(replace(source, why=_with_keys(source.why, of)) for source, of in zip(found, unseen, strict=True)),
         epoch=epoch,
@@ -223,7 +223,7 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         unlearned=examined.said - examined.learned,
         template=reader.encoder.template.name,
         budgets=packings(reader, frozenset((s, h) for s, h, _ in learning.rows), budget, others=depth.packed),
-        duplicates=_compared(sides, depth.compared, others or {}) if depth.compared else None,
+        duplicates=_compare(sides, depth.compared, others or {}) if depth.compared else None,
         unread=tuple(dict.fromkeys(line for of in unseen for line in of.warnings)),
         blind=any(of.refusal is not None for of in unseen),
         images=examined.images if examined.samples == len(asked) else learning.images(),
@@ -252,11 +252,11 @@ class Looked:
             shards = range(side.shards(source))
             chosen: list[int] = []
             found = met = 0
-            for shard in _scattered(_spread(shards, depth.shards)):
+            for shard in _spread_order(_spread(shards, depth.shards)):
                 if met >= depth.rows:  # of both sides: what is held out lies in the same shards
                     break
                 chosen.append(shard)
-                numbers[source, shard] = np.flatnonzero(side.kept(source, shard))
+                numbers[source, shard] = np.flatnonzero(side.kept_rows(source, shard))
                 found, met = found + len(numbers[source, shard]), met + len(side.index.shard(source, shard))
             share = sum(opened.shards[n].bytes for n in chosen) / max(sum(opened.shards[n].bytes for n in shards), 1)
             counts.append(found if len(chosen) == len(shards) else round(found / share))
@@ -266,7 +266,7 @@ class Looked:
         return Looked(side, sizing_of(reader, budget, judges), rows, numbers, counts, exact, judges)
 
     def _of_shards(self, of: Callable[[ShardIndex, Sized, Longs], Longs], source: int | None = None) -> Longs:
-        """What `of` says of the usable rows of each shard, end to end."""
+        """The values of `of` for the usable rows of each shard, concatenated."""
         found = [np.empty(0, np.int64)]
         for (s, shard), number_R in self.numbers.items():
             if source is None or s == source:
@@ -302,11 +302,11 @@ class Looked:
         return sum(self.side.index.shard(s, shard).skipped for s, shard in self.numbers if s == source)
 
     def images(self) -> Images:
-        """How many different images the usable rows show, frames included, by where they are stored."""
+        """The number of different images (by location, frames included) that the usable rows show."""
         found: set[Any] = set()
         samples = 0
         for (source, shard), number_R in self.numbers.items():
-            index, own = self.side.index.shard(source, shard), self.side.index.sources[source].lies_in(shard).path
+            index, own = self.side.index.shard(source, shard), self.side.index.sources[source].file_of(shard).path
             usable_R = np.zeros(len(index), bool)
             usable_R[number_R] = self.sizing(source, shard).usable_R[number_R]
             count_R = np.diff(index.frames_M1[index.media_R1])
@@ -314,8 +314,8 @@ class Looked:
             row_N = np.repeat(np.arange(len(index)), count_R)
             shown_N, inside_N, own_N = usable_R[row_N], index.file_N == INSIDE, index.file_N == OWN
             keys = [index.files[file] for file in np.unique(index.file_N[shown_N & ~inside_N & ~own_N]).tolist()]
-            spans_N2 = np.stack([index.begin_N, index.length_N], axis=1)[shown_N & own_N]
-            keys += [f"{own}@{begin}+{length}" for begin, length in np.unique(spans_N2, axis=0).tolist()]
+            spans_N2 = np.stack([index.start_N, index.length_N], axis=1)[shown_N & own_N]
+            keys += [f"{own}@{start}+{length}" for start, length in np.unique(spans_N2, axis=0).tolist()]
             found.update(keys)
             order_N = np.arange(len(row_N)) - index.frames_M1[index.media_R1][row_N]
             rows = index.images_R[row_N[shown_N & inside_N]].tolist()
@@ -336,9 +336,9 @@ class Looked:
 def _answers(index: ShardIndex, _: Sized, number_R: Longs) -> Longs:
     """Lengths of the runs of trained ids in these rows."""
     steps = np.diff(index.trained_U.astype(np.int8), prepend=0, append=0)  # no row begins with an answer, so no run goes on in another one
-    begin_A, end_A = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
-    row_A = np.searchsorted(index.bounds_R1, begin_A, side="right") - 1
-    return (end_A - begin_A)[np.isin(row_A, number_R)]
+    start_A, end_A = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
+    row_A = np.searchsorted(index.bounds_R1, start_A, side="right") - 1
+    return (end_A - start_A)[np.isin(row_A, number_R)]
 
 
 def _spread(values: Sequence[T], most: int) -> list[T]:
@@ -348,15 +348,15 @@ def _spread(values: Sequence[T], most: int) -> list[T]:
     return [values[n] for n in np.linspace(0, len(values) - 1, most).astype(int)]
 
 
-def _scattered(values: Sequence[T]) -> list[T]:
-    """The same in an order of which every beginning is about evenly spread: that of numbers whose digits are reversed."""
+def _spread_order(values: Sequence[T]) -> list[T]:
+    """The values in bit-reversed order: every prefix is spread about evenly."""
     digits = max(len(values) - 1, 1).bit_length()
     return [values[n] for n in sorted(range(len(values)), key=lambda n: f"{n:0{digits}b}"[::-1])]
 
 
 @dataclass(eq=False)
 class _Examined:
-    """What reading samples and decoding their images says."""
+    """The findings of reading samples and decoding their images."""
 
     samples: int
     causes: Counter[str]
@@ -427,7 +427,7 @@ def _images_of(sample: Sample, decoded: dict[str, BadSample | None], contents: d
     return first
 
 
-def _sources_found(reader: Reader, learning: Looked, judging: list[Looked], own: bool) -> tuple[tuple[SourceFound, ...], Epoch | None]:
+def _source_reports(reader: Reader, learning: Looked, judging: list[Looked], own: bool) -> tuple[tuple[SourceFound, ...], Epoch | None]:
     """The sources to learn from, then those to validate on where they are others; and an epoch of the first."""
     blended = reader.data.mix == "interleave"
     usable = [len(learning.column("tokens", n)) for n in range(len(learning.counts))]
@@ -446,13 +446,13 @@ def _sources_found(reader: Reader, learning: Looked, judging: list[Looked], own:
         validation = judging[0].counts[n] if judging and not own else 0
         kinds = learning.kinds(n)
         figures = (learning.counts[n], validation, rows.source.repeat, rows.source.weight)
-        out.append(_source_found(rows, figures, shares[n], kinds, learning.skipped(n)))
+        out.append(_source_report(rows, figures, shares[n], kinds, learning.skipped(n)))
     for n, rows in enumerate(judging[0].side.index.sources if judging and own else ()):
-        out.append(_source_found(rows, (0, judging[0].counts[n], 1, 1.0), (0.0, 0.0, 0.0), judging[0].kinds(n), judging[0].skipped(n)))
+        out.append(_source_report(rows, (0, judging[0].counts[n], 1, 1.0), (0.0, 0.0, 0.0), judging[0].kinds(n), judging[0].skipped(n)))
     return tuple(out), None if blended else Epoch(sum(visits), *map(sum, summed))
 
 
-def _source_found(
+def _source_report(
     rows: Rows, figures: tuple[int, int, int, float], shares: tuple[float, float, float], kinds: Counter[str], skipped: int
 ) -> SourceFound:
     shown = tuple(kinds.most_common(KINDS))
@@ -461,8 +461,8 @@ def _source_found(
 
 
 def _with_keys(why: str, found: Unread) -> str:
-    """How a source was recognised, and which keys of its messages are not read."""
-    return f"{why}; not read of messages: {', '.join(shortened(list(found.keys)))}" if found.keys else why
+    """The reason for the layout of a source, and the keys of its messages that are not read."""
+    return f"{why}; not read of messages: {', '.join(short_columns(list(found.keys)))}" if found.keys else why
 
 
 def _shares(values: list[float]) -> list[float]:
@@ -473,16 +473,16 @@ def _mean(values_N: Longs) -> float:
     return float(values_N.mean()) if len(values_N) else 0.0
 
 
-def _compared(sides: list[Looked], most: int, others: dict[str, SampleHashes]) -> Duplicates:
+def _compare(sides: list[Looked], most: int, others: dict[str, SampleHashes]) -> Duplicates:
     """Samples of the sides, read and compared."""
     rows = sum(len(side.rows) for side in sides)
     chosen = [_spread(side.rows, max(most * len(side.rows) // max(rows, 1), 1)) for side in sides]
-    training, *judges = (hashes_of(_read(side, some)) for side, some in zip(sides, chosen, strict=True))
+    training, *judges = (hashes_of(_read_samples(side, some)) for side, some in zip(sides, chosen, strict=True))
     whole = sides[0].exact and len(chosen[0]) == len(sides[0].rows)
     return duplicates(training, ({"validation": judges[0]} if judges else {}) | others, whole)
 
 
-def _read(side: Looked, chosen: list[RowOf]) -> Iterator[Sample]:
+def _read_samples(side: Looked, chosen: list[RowOf]) -> Iterator[Sample]:
     for source, shard, number in chosen:
         index = side.side.index.shard(source, shard)
         if not index.bad_R[number]:

@@ -1,4 +1,4 @@
-"""What lies where: a recipe's path as a file or a folder, of this machine or of a store, and the files of a folder or pattern."""
+"""Resolve a recipe's path to a file or a folder, local or in a store, and list the files of a folder or pattern."""
 
 import errno
 import fnmatch
@@ -17,12 +17,12 @@ from eyeline.core.locations import Location, Remote, below, is_url
 from eyeline.data.containers.container import PASSING, number_of, persistent
 from eyeline.data.files import stores
 from eyeline.data.files.near import no_folder
-from eyeline.data.files.skipped import is_skipped, is_skipped_file, is_skipped_folder, said_of
+from eyeline.data.files.skipped import is_skipped, is_skipped_file, is_skipped_folder, skipped_phrase
 
 T = TypeVar("T")
 
 
-def located(path: str, retries: int) -> Location:
+def resolve_location(path: str, retries: int) -> Location:
     """The file or folder that a recipe names: a path, `package:NAME/...`, or a URL. Refused when there is none."""
     if is_url(path):
         return _located_remotely(stores.remote(path), path.endswith("/"), retries)
@@ -41,7 +41,7 @@ def located(path: str, retries: int) -> Location:
 
 
 def _instead(path: Path) -> str:
-    """What was probably meant by a path that is not there, as the end of a sentence."""
+    """A suggestion for a path that does not exist, as the end of a sentence."""
     if "{" in path.name:
         return f". A range in braces is not supported: write {re.sub(r'{[^{}]*}', '*', path.name)} for all files of such names"
     if not os.path.isdir(path.parent):
@@ -64,13 +64,13 @@ def _in_package(path: str) -> Path:
     return found
 
 
-def named(path: str) -> Location:
+def parse_location(path: str) -> Location:
     """A path or URL as it is, there or not."""
     return stores.remote(path) if is_url(path) else Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def is_folder(found: Location) -> bool:
-    """Of what was located or listed."""
+    """Return whether a location that was resolved or listed is a folder."""
     return found.about is None if isinstance(found, Remote) else os.path.isdir(found)
 
 
@@ -89,14 +89,14 @@ LEFT_OUT = ("hidden, backup or system file or folder", "hidden, backup or system
 
 
 class Below(NamedTuple):
-    """What is in a folder and in those below it."""
+    """The files in a folder and its subfolders."""
 
     files: list[Location]  # in order
     skipped: str  # what was left out, as a part of a sentence; empty for nothing
 
 
 def files_below(folder: Location, retries: int) -> list[Location]:
-    """As `listed_below`, the files alone."""
+    """The files of `listed_below`."""
     return listed_below(folder, retries).files
 
 
@@ -104,11 +104,11 @@ def listed_below(folder: Location, retries: int) -> Below:
     """All files of a folder and of those in it. Linked folders are followed; what is hidden, a backup or a system's own is left out, and
     so is a folder that was read already by another name, or that holds this one."""
     if isinstance(folder, Remote):
-        found = _asked(partial(stores.listed, folder), retries)
+        found = _asked(partial(stores.list_objects, folder), retries)
         names = {below(folder, file): file for file in found}
         left_out = [name for name in sorted(names) if is_skipped(name)]
         kept = sorted((name for name in names if not is_skipped(name)), key=lambda name: name.split("/"))
-        return Below([names[name] for name in kept], said_of(left_out, *LEFT_OUT))
+        return Below([names[name] for name in kept], skipped_phrase(left_out, *LEFT_OUT))
     walk = _Walk(folder)
     return Below([folder / name for name in sorted(walk.files, key=lambda name: name.split("/"))], walk.skipped())
 
@@ -155,11 +155,11 @@ class _Walk:
         return links
 
     def skipped(self) -> str:
-        """What was left out, as a part of a sentence."""
+        """The files that were skipped, as a part of a sentence."""
         parts = [
-            said_of(sorted(self.left_out), *LEFT_OUT),
-            said_of(sorted(self.again), "link to a folder that is already read", "links to folders that are read already"),
-            said_of(sorted(self.dangling), "link to a file that does not exist", "links to files that do not exist"),
+            skipped_phrase(sorted(self.left_out), *LEFT_OUT),
+            skipped_phrase(sorted(self.again), "link to a folder that is already read", "links to folders that are read already"),
+            skipped_phrase(sorted(self.dangling), "link to a file that does not exist", "links to files that do not exist"),
         ]
         return ", ".join(part for part in parts if part)
 
@@ -204,8 +204,8 @@ def matching(pattern: str, retries: int) -> list[Location] | None:
     return [Path(name) for name in sorted(found.values())]
 
 
-def unmatched(pattern: str) -> str:
-    """Why no file matches a pattern, or what to do, as the end of a sentence."""
+def no_match_hint(pattern: str) -> str:
+    """The reason why no file matches a pattern, or a remedy, as the end of a sentence."""
     if "{" in pattern:
         return ". A range in braces is not supported: write * in its place"
     folder = Path(re.split(r"[*?\[]", os.path.abspath(os.path.expanduser(pattern)))[0] + "x").parent  # the part without a wildcard
@@ -233,14 +233,14 @@ def _matching_remotely(pattern: str, retries: int) -> list[Location] | None:
     whole = stores.remote(pattern)
     pieces = whole.key.split("/")
     first = next((n for n, piece in enumerate(pieces) if any(letter in piece for letter in "*?[")), len(pieces))
-    found = _asked(partial(stores.listed, Remote(whole.store, "/".join(pieces[:first]))), retries)
+    found = _asked(partial(stores.list_objects, Remote(whole.store, "/".join(pieces[:first]))), retries)
     if whole in found:  # an object that is called so
         return None
     return sorted((file for file in found if _fits(file.key.split("/")[first:], pieces[first:])), key=str)
 
 
 def _fits(names: list[str], pattern: list[str]) -> bool:
-    """As `glob` does it: a wildcard stays within a name, and meets no hidden one."""
+    """Match as `glob` does: a wildcard stays within a name, and meets no hidden one."""
     if not pattern or not names:
         return not pattern and not names
     hidden = names[0].startswith(".") and not pattern[0].startswith(".")

@@ -1,4 +1,4 @@
-"""What names an image or a video: a value of a column, a passage of a text, and the placeholders of other trainers. Nothing is decoded."""
+"""Find names of images and videos: a value of a column, a passage of a text, and the placeholders of other trainers. Nothing is decoded."""
 
 import os
 import re
@@ -33,7 +33,7 @@ class Named(NamedTuple):
 
 
 def _file(name: str, root: Location) -> tuple[State, str]:
-    """Whether a path leads to a file, and its key. Of a store nothing is asked: what looks like a path is one."""
+    """Return whether a path leads to a file, and its key. Of a store nothing is asked: what looks like a path is one."""
     if re.match(r"[a-z][a-z0-9+.-]*://", name, re.IGNORECASE) and not (isinstance(root, Remote) and name.startswith(f"{root.store}/")):
         local = name[7:] if name[:7].lower() == "file://" else ""
         return ("outside" if local and _exists(local) else "url"), ""
@@ -94,7 +94,7 @@ def _by_text(value: str, root: Location, key: str, looks: bool) -> Named | None:
         return None
     if isinstance(encoded.source, bytes):
         return Named(encoded.name, "here", image_key(encoded))
-    if looks and state == "there" and not isinstance(root, Remote) and _begins_as_image(found_key):
+    if looks and state == "there" and not isinstance(root, Remote) and _starts_as_image(found_key):
         return Named(text, state, found_key)
     return next(_paths_in(text, root), None)
 
@@ -103,7 +103,7 @@ _SPEAKING = re.compile(r"ima?ge?|photo|pict?(ure)?|pixel|thumb", re.IGNORECASE) 
 
 
 def kind_of(data: bytes) -> Literal["an image", "a video"] | None:
-    """What a file is, by its first bytes."""
+    """The kind of a file, by its first bytes."""
     if data.startswith(MAGIC) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP") or (data[:2] == b"BM" and data[6:10] == bytes(4)):
         return "an image"
     if data[4:8] == b"ftyp":
@@ -111,7 +111,7 @@ def kind_of(data: bytes) -> Literal["an image", "a video"] | None:
     return "a video" if data.startswith(b"\x1a\x45\xdf\xa3") or (data[:4] == b"RIFF" and data[8:12] == b"AVI ") else None
 
 
-def _begins_as_image(path: str) -> bool:
+def _starts_as_image(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             return kind_of(file.read(16)) == "an image"

@@ -69,7 +69,7 @@ def _energon_folder(path: Location, known: FilesByName, retries: int) -> SourceF
 
 
 def _saved_dataset(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:
-    """What `datasets.save_to_disk` has written: one set, or several splits of which one must be named."""
+    """The folder that `datasets.save_to_disk` wrote: one set, or several splits of which one must be named."""
     if "dataset_dict.json" in known:
         said = _object(known["dataset_dict.json"], retries).get("splits")
         splits = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []

@@ -1,4 +1,4 @@
-"""Where samples come from: containers of rows, found by what they are, and read by a layout."""
+"""Sources of samples: containers of rows, recognised by content, and read by a layout."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,14 +15,23 @@ from eyeline.data.containers.arrow import FILE_MAGIC, MESSAGE, open_arrow
 from eyeline.data.containers.coco import open_coco
 from eyeline.data.containers.container import HASHED, RETRIES, Container, File, Place, Shard
 from eyeline.data.containers.csv_rows import open_table
-from eyeline.data.containers.joined import joined
+from eyeline.data.containers.joined import join_containers
 from eyeline.data.containers.json_rows import lists_in_lines, open_lines, open_list
 from eyeline.data.containers.parquet import open_parquet
 from eyeline.data.containers.sidecars import open_sidecars
 from eyeline.data.containers.tars import Tars, open_tars
 from eyeline.data.layouts.layouts import COLUMNS, Layout, Mapping, Name, layout_of
 from eyeline.data.rejects import Reject
-from eyeline.data.sources.folders import at_the_start, common_folder, image_folder, is_folder, located, matching, named, unmatched
+from eyeline.data.sources.folders import (
+    at_the_start,
+    common_folder,
+    image_folder,
+    is_folder,
+    matching,
+    no_match_hint,
+    parse_location,
+    resolve_location,
+)
 from eyeline.data.sources.source_files import SourceFiles, source_files_in
 
 IGNORE = "ignore"  # in place of a folder of images
@@ -80,7 +89,7 @@ class Rows:
             kind, found = (None, row) if isinstance(row, BadSample) else self.layout.parsed(row, self.id(place), self.root)
             yield place, kind, found
 
-    def kept(self) -> Iterator[tuple[Place, str | None, Sample | BadSample]]:
+    def kept_rows(self) -> Iterator[tuple[Place, str | None, Sample | BadSample]]:
         """The rows that `categories` and `limit` leave, as `rows_in` gives them, in order. A row that cannot be parsed is of every kind."""
         kinds, left = self.source.categories, self.source.limit
         for shard in range(len(self.shards)):
@@ -99,19 +108,19 @@ class Rows:
         """The name of a row, equal in every run."""
         return self.container.id(place)
 
-    def named(self, place: Place) -> tuple[str, str, int]:
+    def origin_of(self, place: Place) -> tuple[str, str, int]:
         """Id, file and row number in the file, for messages."""
-        return self.container.named(place)
+        return self.container.origin_of(place)
 
     def reject(self, place: Place, bad: BadSample) -> Reject:
-        """What is said of a row that cannot be used; of a text file with the line, which editors find."""
+        """The reject of a row that cannot be used; for a text file with the line number that editors show."""
         line = self.container.line(place)
-        reject = Reject.of(*self.named(place), bad)
+        reject = Reject.of(*self.origin_of(place), bad)
         return reject if line is None else replace(reject, message=f"{reject.message} (line {line})")
 
-    def lies_in(self, shard: int) -> File:
+    def file_of(self, shard: int) -> File:
         """The file of a shard."""
-        return self.container.lies_in(shard)
+        return self.container.file_of(shard)
 
     def skipped(self, shard: int) -> int:
         """Members of an archive that belong to no data set, such as `._a.jpg`. Known once its rows were read."""
@@ -143,14 +152,15 @@ def _source_files(source: Source, retries: int) -> SourceFiles:
     files = matching(source.path, retries)
     if files is not None:
         if not files:
-            raise Refused(f"no file matches {named(source.path)}{unmatched(source.path)}")
-        return SourceFiles(named(source.path), common_folder(files), files)
-    path = located(source.path, retries)
+            raise Refused(f"no file matches {parse_location(source.path)}{no_match_hint(source.path)}")
+        return SourceFiles(parse_location(source.path), common_folder(files), files)
+    path = resolve_location(source.path, retries)
     return source_files_in(path, retries) if is_folder(path) else SourceFiles(path, path.parent, [path])
 
 
 def open_container(found: SourceFiles, columns: tuple[str, ...] | None, members: tuple[str, ...], retries: int) -> Container:
-    """What the files are, told by their first bytes. Refused when they hold no rows that can be read. `columns` are those that are read of
+    """Open the container of the files, recognised by their first bytes. Refused when they hold no rows that can be read. `columns` are
+    those that are read of
     a table (None: all), `members` those of an archive that are columns of their own."""
     files, folder = found.files, found.folder
     if found.texts is not None:
@@ -164,7 +174,9 @@ def open_container(found: SourceFiles, columns: tuple[str, ...] | None, members:
         return open_tars(files, folder, members, found.note, found.indexes or {}, retries)
     if len(files) == 1:
         return _open_text(files[0], head, columns, retries, HASHED)
-    return joined([_open_text(file, _head(file, retries), columns, retries, HASHED // len(files)) for file in files], files, folder)
+    return join_containers(
+        [_open_text(file, _head(file, retries), columns, retries, HASHED // len(files)) for file in files], files, folder
+    )
 
 
 def _head(path: Location, retries: int) -> bytes:

@@ -19,7 +19,7 @@ from eyeline.data.containers.parquet import Tables
 from eyeline.data.containers.tars import Tars
 from eyeline.data.images.image_files import image_key
 from eyeline.data.layouts.layouts import MEDIA, Layout
-from eyeline.data.layouts.media import IMAGE_COLUMNS, unpacked
+from eyeline.data.layouts.media import IMAGE_COLUMNS, parse_list
 from eyeline.data.sources.naming import Named, named_by, named_in, placeholders_in
 from eyeline.data.sources.sources import Rows
 
@@ -45,7 +45,7 @@ CUTS = ("nframes", "min_frames", "max_frames", "video_start", "video_end")  # an
 
 @dataclass(frozen=True)
 class Unread:
-    """What rows of a source name, and nothing reads."""
+    """Images that rows of a source name, and nothing reads."""
 
     warnings: tuple[str, ...] = ()
     refusal: str | None = None  # where no row shows an image and most name one, of those that were looked at
@@ -64,7 +64,7 @@ class _Count:
 
 @dataclass(eq=False)
 class _Found:
-    """What was found in the rows that were looked at."""
+    """The findings in the rows that were examined."""
 
     looked: int = 0
     showing: int = 0  # rows that show an image or video
@@ -88,9 +88,9 @@ def unread(rows: Rows) -> Unread:
     for counts in (found.columns, found.texts):
         for way in [way for way, count in counts.items() if not count.sure and 2 * count.rows <= found.looked]:
             del counts[way]
-    named = [] if rows.layout.text_only else [*_columns_said(found, rows), *_texts_said(found)]
-    sentences = [*named, *_placeholders_said(found)]
-    limits = [f"{rows.path}: {line}" for line in _limits_said(found)]
+    named = [] if rows.layout.text_only else [*_column_lines(found, rows), *_text_lines(found)]
+    sentences = [*named, *_placeholder_lines(found)]
+    limits = [f"{rows.path}: {line}" for line in _limit_lines(found)]
     if found.showing or 2 * found.naming <= found.looked or rows.layout.text_only or not sentences:
         return Unread((*(f"{rows.path}: {line}" for line in sentences), *limits), None, tuple(found.keys))
     what = f"none of the {found.looked} rows looked at shows an image, and {found.naming} of them name one"
@@ -129,7 +129,7 @@ def _head(container: Container, shard: int, most: int) -> Iterator[tuple[Place, 
 
 
 def _bytes(text: Any) -> bytes | None:
-    """How a member of an archive starts that was read as text."""
+    """The first bytes of an archive member that was read as text."""
     return text[:4096].encode("utf-8", "surrogateescape") if isinstance(text, str) else None
 
 
@@ -140,11 +140,11 @@ def _look(found: _Found, rows: Rows, place: Place, row: Any) -> None:
     """Add what one row names."""
     id = rows.id(place)
     # rows before a later shard would have to be counted: that is the whole file
-    name = f"row {rows.named(place)[2]:,}" if place.shard == 0 else id
+    name = f"row {rows.origin_of(place)[2]:,}" if place.shard == 0 else id
     found.looked += 1
     applied: Any = row
     try:
-        applied = rows.layout.mapping.applied(rows.layout.shape, row)
+        applied = rows.layout.mapping.apply(rows.layout.shape, row)
         sample: Sample | None = rows.layout.read(row, id, rows.root)
     except BadSample:  # is rejected with its own message; an unread column may be why
         sample = None
@@ -206,7 +206,7 @@ def _values(row: Any, layout: Layout, rejected: bool) -> Iterator[_Value]:
 def _unpacked(value: Any, key: str) -> Any:
     """A list that is written as JSON, as a list; anything else as it is."""
     try:
-        return unpacked(value, key) if isinstance(value, str) else value
+        return parse_list(value, key) if isinstance(value, str) else value
     except BadSample:
         return value
 
@@ -246,7 +246,7 @@ def _part_keys(row: Any, layout: Layout) -> Iterator[str]:
 # What is said of it
 
 
-def _columns_said(found: _Found, rows: Rows) -> Iterator[str]:
+def _column_lines(found: _Found, rows: Rows) -> Iterator[str]:
     for where, count in islice(found.columns.items(), SENTENCES):
         what = "videos" if count.named.video else "images"
         says = {"here": f"holds {what}", "url": f"holds URLs of {what}"}.get(count.named.state, f"names {what}")
@@ -261,7 +261,7 @@ def _column(where: str) -> str:
 
 
 def _remedy(found: _Found, rows: Rows, where: str, count: _Count) -> str:
-    """What to write for the column to be read."""
+    """The setting that makes the column be read."""
     name, named = _column(where), count.named
     if named.video:
         return "Extract the frames of each video, and list their paths in the column video"
@@ -301,7 +301,7 @@ def _folder_with(root: Location, name: str) -> Path | None:
     return next((folder for folder in (*inner, *list(root.parents)[:3]) if os.path.isfile(folder / name)), None)
 
 
-def _texts_said(found: _Found) -> Iterator[str]:
+def _text_lines(found: _Found) -> Iterator[str]:
     for form, count in islice(found.texts.items(), SENTENCES):
         what = "a video" if count.named.video else "an image"
         yield (
@@ -310,7 +310,7 @@ def _texts_said(found: _Found) -> Iterator[str]:
         )
 
 
-def _placeholders_said(found: _Found) -> Iterator[str]:
+def _placeholder_lines(found: _Found) -> Iterator[str]:
     if not found.placeholders:
         return
     ranked = sorted(found.placeholders.items(), key=lambda item: -item[1].rows)
@@ -326,7 +326,7 @@ def _placeholders_said(found: _Found) -> Iterator[str]:
     )
 
 
-def _limits_said(found: _Found) -> Iterator[str]:
+def _limit_lines(found: _Found) -> Iterator[str]:
     for keys, remedy in (
         (SIZES, "the model's own rule resizes every image. Set limits for all when you import the model (--min-pixels, --max-pixels)"),
         (CUTS, "every frame that is listed is used. List those that you want"),
@@ -335,10 +335,10 @@ def _limits_said(found: _Found) -> Iterator[str]:
         if counts:
             most = max(counts.values(), key=lambda count: count.rows)
             is_not = "is not read" if len(counts) == 1 else "are not read"
-            yield f"{', '.join(shortened(list(counts)))} {is_not} ({_how_often(found, most)}): {remedy}"
+            yield f"{', '.join(short_columns(list(counts)))} {is_not} ({_how_often(found, most)}): {remedy}"
 
 
-def shortened(names: list[str]) -> list[str]:
+def short_columns(names: list[str]) -> list[str]:
     """Names of which those that are in the same place as the one before are given without it: a[].b, c."""
     places = [name.rpartition(".")[0] for name in names]
     return [name.rpartition(".")[2] if n and places[n] == places[n - 1] else name for n, name in enumerate(names)]

@@ -48,7 +48,7 @@ class Measured:
     patches: int  # of all its images
 
 
-def tokenised(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | None, prompt: bool = False) -> Tokenised:
+def tokenise(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | None, prompt: bool = False) -> Tokenised:
     """Render and tokenise, once. `prompt` opens an answer at the end. BadSample for what the template or the model does not take.
 
     Text between two controls is encoded in one run, except that a run is broken where an answer starts or ends, whether it is in the
@@ -60,7 +60,7 @@ def tokenised(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | N
         raise BadSample("image_without_tower", "image", f"{media[0].name} is an image or a video, and this model reads text only")
     frames = rule.frames if rule else 1
     key = (prompt, frames, *((m.role, m.supervised, *map(_said, m.parts)) for m in messages))
-    known = encoder.remembered(key)
+    known = encoder.recall(key)
     if known is not None:
         return known
     ids: list[int] = []
@@ -79,7 +79,7 @@ def tokenised(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | N
 
 
 def _said(part: Text | EncodedImage | Video) -> Hashable:
-    """What a part makes of the text around it."""
+    """A key of the effect that a part has on the text around it."""
     match part:
         case Text():
             return part.text
@@ -114,7 +114,7 @@ def _runs(messages: Sequence[Message], encoder: Encoder, prompt: bool, frames: i
         yield encoder.ids(run), trained and not masked, False
 
 
-def measured(known: Tokenised, sizes: Sequence[Size], rule: ImageRule | None) -> Measured:
+def measure_document(known: Tokenised, sizes: Sequence[Size], rule: ImageRule | None) -> Measured:
     """Sizes of `laid_out(known, ...)` from those of its media, without any pixels. BadSample for a size that the rule does not take."""
     units = [unit for size in sizes for unit in units_of(size, rule)] if rule else []
     visual = sum(unit.tokens for unit in units)
@@ -133,7 +133,7 @@ def laid_out(id: str, known: Tokenised, media: Sequence[Sequence[Image]], encode
     forms = tuple((image.grid, image.merge, image.mark) for image in shown)
     grids = rule is not None and rule.positions == "grid"
     key = (known.ids_U.tobytes(), known.trained_U.tobytes(), known.places_W.tobytes(), known.slices, forms, grids)
-    arrays = encoder.remembered(key)
+    arrays = encoder.recall(key)
     if arrays is None:
         arrays = _arrays(known, media, encoder, grids)
         arrays = encoder.remember(key, arrays, size=len(arrays[0]))
@@ -193,14 +193,14 @@ def _positions(length: int, starts: Sequence[int], images: Sequence[Image]) -> I
 
 def measure(sample: Sample, sizes: Sequence[Size], encoder: Encoder, rule: ImageRule | None) -> Measured:
     """Sizes of `document_of(sample)` from those of its media. Raises the same BadSample for its text."""
-    answered(sample)
-    return measured(targeted(tokenised(sample.messages, encoder, rule)), sizes, rule)
+    require_answer(sample)
+    return measure_document(require_targets(tokenise(sample.messages, encoder, rule)), sizes, rule)
 
 
 def document_of(sample: Sample, encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
     """A whole conversation; `media` has the images of each of its images and videos in order. BadSample without an answer."""
-    answered(sample)
-    return laid_out(sample.id, targeted(tokenised(sample.messages, encoder, rule)), media, encoder, rule)
+    require_answer(sample)
+    return laid_out(sample.id, require_targets(tokenise(sample.messages, encoder, rule)), media, encoder, rule)
 
 
 def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
@@ -211,12 +211,12 @@ def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, rule: ImageR
     messages = sample.messages if isinstance(sample, Sample) else tuple(sample)
     if messages and messages[-1].role == "assistant":
         messages = messages[:-1]
-    known = tokenised(messages, encoder, rule, prompt=True)
+    known = tokenise(messages, encoder, rule, prompt=True)
     document = laid_out(sample.id if isinstance(sample, Sample) else "prompt", known, media, encoder, rule)
     return replace(document, labels_T=np.full_like(document.labels_T, IGNORE))
 
 
-def answered(sample: Sample) -> None:
+def require_answer(sample: Sample) -> None:
     """BadSample when there is nothing to learn."""
     answers = [m for m in sample.messages if m.role == "assistant"]
     if not answers:
@@ -228,15 +228,15 @@ def answered(sample: Sample) -> None:
             raise BadSample("no_target", f"messages[{number}]", "the assistant's message is empty")
 
 
-def targeted(known: Tokenised) -> Tokenised:
-    """The same, if any of its tokens is in the loss. BadSample where the template trains on the last answer alone, which is marked."""
+def require_targets(known: Tokenised) -> Tokenised:
+    """Return `known` if any of its tokens is in the loss. BadSample where the template trains on the last answer alone, which is marked."""
     if not known.trained_U.any():
         why = "the template trains on the last answer alone, and that one is excluded from the loss"
         raise BadSample("no_target", "messages", why)
     return known
 
 
-def fitted(
+def fit_to_limits(
     sample: Sample, sizes: Sequence[Size], tokens: int, patches: int, policy: Overlong, encoder: Encoder, rule: ImageRule | None
 ) -> tuple[Sample, Measured]:
     """The sample, or as many of its first exchanges as fit into `tokens` and `patches`, and its sizes.
@@ -248,7 +248,7 @@ def fitted(
 
     def measure_until(messages: int) -> Measured:
         part = until(sample, messages)
-        return measured(tokenised(part.messages, encoder, rule), sizes[: len(part.media)], rule)
+        return measure_document(tokenise(part.messages, encoder, rule), sizes[: len(part.media)], rule)
 
     def fits(size: Measured) -> bool:
         return size.tokens <= tokens and size.patches <= patches
@@ -286,7 +286,7 @@ def until(sample: Sample, messages: int) -> Sample:
     return Sample(sample.id, sample.messages[:messages], sample.kind)
 
 
-def until_supervised(sample: Sample) -> Sample:
+def up_to_last_supervised(sample: Sample) -> Sample:
     """The sample up to its last answer that is in the loss: what an evaluation asks."""
     last = max((n for n, m in enumerate(sample.messages) if m.role == "assistant" and m.supervised), default=-1)
     return sample if last < 0 else until(sample, last + 1)

@@ -67,16 +67,16 @@ class Template:
 
 @dataclass(frozen=True)
 class Marks:
-    """How media are written."""
+    """The tokens that stand for media."""
 
     image: str
     video: str | None = None
-    begin: str | None = None  # controls around each still and each slice
+    start: str | None = None  # controls around each still and each slice
     end: str | None = None
 
     @property
     def controls(self) -> tuple[str, ...]:
-        return tuple(token for token in (self.begin, self.end, self.image, self.video) if token is not None)
+        return tuple(token for token in (self.start, self.end, self.image, self.video) if token is not None)
 
 
 def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
@@ -102,11 +102,11 @@ def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
 
 
 def _medium(token: str, marks: Marks) -> list[Segment]:
-    return [Media(token)] if marks.begin is None or marks.end is None else [Control(marks.begin), Media(token), Control(marks.end)]
+    return [Media(token)] if marks.start is None or marks.end is None else [Control(marks.start), Media(token), Control(marks.end)]
 
 
 def slice_seconds(seconds: Sequence[float], frames: int) -> list[float]:
-    """When each slice of a video is shown: midway between its first and its last frame. A last slice that is short repeats the
+    """The time of each slice of a video: midway between its first and its last frame. A last slice that is short repeats the
     last frame (transformers' models/qwen3_vl/processing_qwen3_vl.py)."""
     last = len(seconds) - 1
     return [(seconds[n] + seconds[min(n + frames - 1, last)]) / 2 for n in range(0, len(seconds), frames)]
@@ -133,7 +133,7 @@ def _chatml(messages: Sequence[Message], prompt: bool, frames: int, marks: Marks
 
 def _said_jinja(marks: Marks) -> str:
     """A macro that gives a message's content as text, each image and video as one token between its marks."""
-    image, video = (f"{marks.begin or ''}{token or ''}{marks.end or ''}" for token in (marks.image, marks.video))
+    image, video = (f"{marks.start or ''}{token or ''}{marks.end or ''}" for token in (marks.image, marks.video))
     videos = "" if marks.video is None else "{%- elif part['type'] == 'video' %}{{- '" + video + "' }}"
     return (
         "{%- macro said(content) %}"
@@ -165,7 +165,7 @@ def _chatml_template(name: str, marks: Marks, system: str | None) -> Template:
 
 @dataclass(frozen=True)
 class Thinking:
-    """How a template that lets the model think before it answers is used. Only a conversation's last answer has a think block, and
+    """The rules of a template that lets the model reason before it answers. Only a conversation's last answer has a think block, and
     only that one is learned: the published templates show earlier answers without theirs, so what is asked for next looks the
     same in training and in use."""
 
@@ -175,7 +175,7 @@ class Thinking:
 
     @property
     def opening(self) -> tuple[Segment, ...]:
-        """What the prompt writes after the assistant's role."""
+        """The text of the prompt after the assistant's role."""
         if not self.on:
             return (Control("<think>"), Content("\n\n"), Control("</think>"), Content("\n\n"))
         return (Control("<think>"), Content("\n")) if self.opened else ()
@@ -191,7 +191,7 @@ class Thinking:
 
 
 def _thought(text: str) -> tuple[str, str]:
-    """What stands in an answer's think block, and what follows."""
+    """The reasoning in an answer's think block, and the text that follows."""
     if "</think>" not in text:
         return "", text.lstrip("\n")
     pieces = text.split("</think>")
@@ -288,11 +288,11 @@ def _header(role: str) -> list[Segment]:
 
 
 def _llama3_template(name: str, preamble: str) -> Template:
-    begins = "{%- macro begin(role) %}{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}{%- endmacro %}"
+    starts = "{%- macro begin(role) %}{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}{%- endmacro %}"
     said = "(said(message['content']) | trim) + '<|eot_id|>'"
     first = ""
     if preamble:
-        begins += "{%- set preamble = '" + preamble.replace("\n", "\\n") + "' %}"
+        starts += "{%- set preamble = '" + preamble.replace("\n", "\\n") + "' %}"
         said = "(preamble if loop.first and message['role'] == 'system' else '') + " + said
         first = "{%- if messages[0]['role'] != 'system' %}{{- begin('system') + preamble + '<|eot_id|>' }}{%- endif %}"
     return Template(
@@ -301,7 +301,7 @@ def _llama3_template(name: str, preamble: str) -> Template:
         media=(IMAGE,),
         image=IMAGE,
         terminator="<|eot_id|>",
-        jinja=_said_jinja(Marks(IMAGE)) + begins + "{{- '<|begin_of_text|>' }}" + first + "{%- for message in messages %}"
+        jinja=_said_jinja(Marks(IMAGE)) + starts + "{{- '<|begin_of_text|>' }}" + first + "{%- for message in messages %}"
         "{{- begin(message['role']) + " + said + " }}"
         "{%- endfor %}"
         "{%- if add_generation_prompt %}{{- begin('assistant') }}{%- endif %}",

@@ -53,7 +53,7 @@ class Encoder:
         self.template = template
         self._backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        needed = written_by(template, marks)
+        needed = control_tokens_of(template, marks)
         missing = [token for token in needed if token not in vocabulary]
         if missing:
             raise Refused(
@@ -103,8 +103,8 @@ class Encoder:
         _add_in_place(out, self._added)
         return out
 
-    def remembered(self, key: Hashable) -> Any:
-        """What `remember` keeps under the key, or None."""
+    def recall(self, key: Hashable) -> Any:
+        """The value that `remember` keeps under the key, or None."""
         return self._memory.get(key)
 
     def remember(self, key: Hashable, value: T, size: int) -> T:
@@ -124,7 +124,7 @@ class Encoder:
         return {name: value for name, value in self.__dict__.items() if name != "_without_forms"} | {"_memory": {}}
 
 
-def written_by(template: Template, marks: Sequence[str] | None) -> tuple[str, ...]:
+def control_tokens_of(template: Template, marks: Sequence[str] | None) -> tuple[str, ...]:
     """The control tokens that a tokenizer must have: the template's, and those of images unless the model has none (`marks` None)."""
     if marks is None:
         return tuple(token for token in template.controls if token not in template.media)
@@ -325,7 +325,7 @@ def add_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template, marks: 
     Ids follow the largest one in use, so that the free rows which checkpoints pad their embeddings with are used first.
     """
     known = tokenizer.get_vocab()
-    missing = [token for token in written_by(template, marks) if token not in known]
+    missing = [token for token in control_tokens_of(template, marks) if token not in known]
     if missing:
         tokenizer.add_tokens(missing, special_tokens=True)
     tokenizer.chat_template = template.jinja

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Mapping(Protocol):
-    """What a family's module here has; `c` is the family's own Config."""
+    """The interface of a family's module here; `c` is the family's own Config."""
 
     @property
     def MODEL_TYPES(self) -> tuple[str, ...]: ...  # in config.json

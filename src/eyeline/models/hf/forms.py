@@ -12,7 +12,7 @@ NONE: Shapes = {}
 
 @dataclass(frozen=True)
 class Form:
-    """How a model is stored in a folder, and why so: a phrase for the user.
+    """The form of a model in a folder, and the reason for it: a phrase for the user.
 
     Key rules of a form that is made of several folders, or has a file next to them, name the place first:
     `vision/embeddings.patch_embedding.weight`, `projector.safetensors/projector.up.weight`.

@@ -10,7 +10,7 @@ from eyeline.models.languages import LanguageConfig
 
 
 class LanguageMapping(Protocol):
-    """What a language model's module here has; `c` is the model's own Config."""
+    """The interface of a language model's module here; `c` is the model's own Config."""
 
     @property
     def MODEL_TYPES(self) -> tuple[str, ...]: ...  # in config.json
