@@ -908,6 +908,20 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "bundle/test_importing.py::test_a_vocabulary_without_free_rows_grows_by_means",
         ),
     ],
+    "contract": [
+        (
+            "data/files/stores.py",
+            "return known.data[begin - known.begin : begin - known.begin + wanted]",
+            "return known.data[:wanted]",
+            "data/test_contract.py::test_data_in_a_store_are_the_same",
+        ),
+        (
+            "data/workers.py",
+            "number, self.taken = self.taken, self.taken + 1",
+            "number, self.taken = min(self.taken ^ 1, self.submitted - 1), self.taken + 1",
+            "data/test_contract.py::test_workers_and_indexes_change_nothing",
+        ),
+    ],
     "prepared": [
         ("data/prepared/packed.py", 'm.get("loss", True)', "True", "data/test_marks.py::test_an_archive_of_prepared_data_keeps_the_mark"),
         (
