@@ -201,7 +201,7 @@ def test_too_long_message_is_refused_with_its_size(talk: Talk, image: Path) -> N
     long = "a red circle " * 30
     written = said(talk, long, f"/image {image}", long, "/new", "what is it?")
     first, second = (line for line in written.splitlines() if "this message alone has" in line)
-    assert first.endswith(" tokens, and the model's context holds 64 with the answer. Shorten it.")
+    assert first.endswith(" tokens, and the model's context holds 64, answer included. Shorten it.")
     assert second.endswith("Shorten it, or show fewer or smaller images (/new forgets those that wait).")
     assert exchanges(talk) == ["what is it?"]
 

@@ -11,6 +11,7 @@ from torch import nn
 from eyeline.core.batch import Budget
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models.moe import routers
+from eyeline.models.shape import build
 from tests.models import parity
 from tests.models.cases import each_case, each_case_with_images
 from tests.models.parity import Case, close, run, same
@@ -191,7 +192,7 @@ def test_frozen_parts_may_be_bfloat16(case: Case):
     batch = batch_of(case.documents, None)
     outputs = []
     for dtype in (torch.float32, torch.bfloat16):
-        half = parity.built(case, torch.bfloat16, dtype=dtype)
+        half = build(case.config, "cpu", dtype, torch.bfloat16)
         half.load_state_dict({n: x.bfloat16() for n, x in model.state_dict().items()})
         outputs.append(parity.logits_of(half, batch).detach())
     assert torch.equal(*outputs)

@@ -8,7 +8,6 @@ from eyeline.data.fetch.batches import batch_of
 from eyeline.models import (
     Config,
     Model,
-    build,
     flops,
     llava,
     qwen2,
@@ -23,6 +22,7 @@ from eyeline.models import (
 )
 from eyeline.models.lora import LoRA, wrap
 from eyeline.models.moe import Experts
+from eyeline.models.shape import build
 from tests.models.parity import document, image
 
 DOCS = (Path(__file__).parents[2] / "docs" / "flops.md").read_text("utf-8")

@@ -67,7 +67,7 @@ def test_packed_batch_equals_the_reference_one_by_one(case: Case, tmp_path):
     theirs = parity.gradients_of(case, twin, tmp_path / "b")
     unreached = theirs.keys() - gradients.keys()
     assert all(not case.spec.uses(n) for n in unreached), unreached
-    parity.all_close(gradients | {n: torch.zeros_like(theirs[n]) for n in unreached}, theirs)
+    parity.all_close(gradients | {n: torch.zeros_like(theirs[n]) for n in unreached}, theirs, parity.tolerance_of(case, ours, batch))
     # softmax does not see a bias of all keys, where positions do not turn it
     silent = {n for n, x in theirs.items() if not x.any()} - unreached
     assert all(n.endswith("attn.k.bias") for n in silent), f"no gradient reaches {silent}: nothing was compared"

@@ -31,13 +31,12 @@ from eyeline.data.report.preview import sample_previews
 from eyeline.data.report.report import QUICK, THOROUGH, Depth, data_report
 from eyeline.models import spec
 from eyeline.models.flops import NONE, count
-from eyeline.models.shape import build
 from eyeline.recipes.check import look, print_blocks
 from eyeline.study.data_page import LARGEST_PAGE, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, suggestion
 from eyeline.study.page import table
 from eyeline.train.run import Batching, Run
 from eyeline.train.start import description
-from eyeline.train.trainable import prepare
+from eyeline.train.trainable import plan_of
 
 VOID = {"meta", "img"}
 ELEMENTS = {
@@ -127,9 +126,7 @@ def stage_data(run: Run, index: int = 0, depth: Depth = THOROUGH) -> tuple[Stage
     stage, stated = run.stages[index], spec(bundle.config)
     reader = reader_of(stage.data, bundle.encoder(), stated.image, seed_for(run.seed, "stage", index))
     report = data_report(reader, stage.batch.budget, depth)
-    model = build(bundle.config, "meta")
-    prepare(model, stated, run, index, {})
-    arithmetic = count(model, stated)
+    arithmetic = count(plan_of(run, index, bundle.config).model, stated.image)
     flops = tuple(flops_of(packing, arithmetic, stated.image) for packing in report.budgets)
     return StageData(stage.name, stage.batch, report, tuple(sample_previews(reader, stage.batch.budget, 3, thumbnails=True)), flops), reader
 
@@ -199,9 +196,7 @@ def test_arithmetic_is_that_of_the_batches_that_training_gets(tmp_path: Path, in
     found, reader = stage_data(run, index)
     bundle = description(run)
     stated = spec(bundle.config)
-    model = build(bundle.config, "cpu")
-    prepare(model, stated, run, index, {})
-    arithmetic = count(model, stated)
+    arithmetic = count(plan_of(run, index, bundle.config).model, stated.image)
     assert len(found.flops) == len(found.report.budgets) > 1
     monkeypatch.setattr(budgets, "WINDOWS", 60)
     monkeypatch.setattr(budgets, "ROWS", (900, 900))
