@@ -135,7 +135,7 @@ def made(c: Config, encoder: Encoder, folder: Path) -> Model:
     model = random_model(c)
     mapping = mapping_of(c)
     form = mapping.form(c)
-    write_folder(folder, renamed(weights(model, merge=True, dtype=torch.float32), mapping.keys(c, form)))
+    write_folder(folder, renamed(weights(model, with_updates=True, dtype=torch.float32), mapping.keys(c, form)))
     controls = encoder.controls
     tokens = MediaTokens(
         encoder.image_token, encoder.template.image, controls["<|video_pad|>"], controls["<|vision_start|>"], controls["<|vision_end|>"]

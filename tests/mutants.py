@@ -412,8 +412,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/loop.py",
-            "factor(stage.schedule, state.step, begun.steps)",
-            "factor(stage.schedule, state.step + 1, begun.steps)",
+            "factor(stage.schedule, state.step, running.steps)",
+            "factor(stage.schedule, state.step + 1, running.steps)",
             "train/test_metrics.py::test_each_step_has_its_rates_and_its_address",
         ),
         (
@@ -481,7 +481,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/loop.py",
-            "            check_rejects_at_end(begun.reader, step.state)",
+            "            check_rejects_at_end(running.reader, step.state)",
             "            pass",
             "train/test_rejects.py::test_run_whose_every_step_had_no_labels_ends_with_code_3",
         ),
@@ -908,10 +908,10 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "bundle/test_importing.py::test_a_vocabulary_without_free_rows_grows_by_means",
         ),
     ],
-    "contract": [
+    "prepared": [
         (
             "data/files/stores.py",
-            "return known.data[begin - known.begin : begin - known.begin + wanted]",
+            "return known.data[start - known.start : start - known.start + wanted]",
             "return known.data[:wanted]",
             "data/test_contract.py::test_data_in_a_store_are_the_same",
         ),
@@ -921,8 +921,6 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "number, self.taken = min(self.taken ^ 1, self.submitted - 1), self.taken + 1",
             "data/test_contract.py::test_workers_and_indexes_change_nothing",
         ),
-    ],
-    "prepared": [
         ("data/prepared/packed.py", 'm.get("loss", True)', "True", "data/test_marks.py::test_an_archive_of_prepared_data_keeps_the_mark"),
         (
             "data/prepared/packed.py",

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "eyeline"
 MODULES, OF_DATA = 40, 29  # wanted: 32 and 18
 LINES, FUNCTION_LINES = 350, 60
-LONGER_FUNCTIONS = {"cli.py: import_model"}  # wanted: none
 
 
 @pytest.fixture(scope="module")
@@ -60,4 +59,4 @@ def test_functions_have_at_most_60_lines() -> None:
                 if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > FUNCTION_LINES:
                     yield f"{path.relative_to(PACKAGE)}: {node.name}"
 
-    assert set(longer()) == LONGER_FUNCTIONS
+    assert not list(longer())

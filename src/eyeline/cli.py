@@ -194,43 +194,44 @@ def chat(
     refuse_lost_output()
 
 
+VisionEncoder = Annotated[str | None, typer.Option(help="A SigLIP or SigLIP 2 vision encoder to join with --language.", show_default=False)]
+FeatureLayer = Annotated[int, typer.Option(help="Which hidden state of the vision encoder to use; -1 is the output of its last block.")]
+Transplant = Annotated[
+    bool,
+    typer.Option("--transplant", help="Build a model with Qwen3-VL's architecture from the vision encoder and a Qwen3, with new mergers."),
+]
+Tiles = Annotated[
+    int, typer.Option(help="Cut large images into tiles: the maximum number of tiles per image, counting the whole image (at most 5).")
+]
+MinPixels = Annotated[
+    int | None,
+    typer.Option(min=1, help="With --model, for models that take any image size: smaller images are enlarged to this many pixels."),
+]
+MaxPixels = Annotated[
+    int | None,
+    typer.Option(min=1, help="With --model, for models that take any image size: larger images are reduced to this many pixels."),
+]
+TemplateName = Annotated[str | None, typer.Option(help="Name of the chat template. [default: the tokenizer's own, if it is a known one]")]
+
+
 @app.command(name="import", epilog=IMPORT_EXAMPLE)
 def import_model(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", parser=_path, help="The new model folder.", show_default=False)],
     model: Annotated[str | None, typer.Option(help="A complete model: a folder, or its name on the Hub.", show_default=False)] = None,
-    vision: Annotated[
-        str | None, typer.Option(help="A SigLIP or SigLIP 2 vision encoder to join with --language.", show_default=False)
-    ] = None,
+    vision: VisionEncoder = None,
     language: Annotated[str | None, typer.Option(help="A language model to join with --vision.", show_default=False)] = None,
     projector: Annotated[str, typer.Option(help="Type of the projector: mlp or linear.")] = "mlp",
     projector_width: Annotated[int | None, typer.Option(help="Hidden size of an mlp projector. [default: the language model's]")] = None,
     shuffle: Annotated[int, typer.Option(help="Pixel shuffle: R×R patches become one token.")] = 1,
     norm: Annotated[bool, typer.Option(help="Put a LayerNorm before the projector.")] = False,
-    feature_layer: Annotated[
-        int, typer.Option(help="Which hidden state of the vision encoder to use; -1 is the output of its last block.")
-    ] = -1,
+    feature_layer: FeatureLayer = -1,
     feature_norm: Annotated[bool, typer.Option(help="Apply the vision encoder's final norm.")] = True,
-    transplant: Annotated[
-        bool,
-        typer.Option(
-            "--transplant", help="Build a model with Qwen3-VL's architecture from the vision encoder and a Qwen3, with new mergers."
-        ),
-    ] = False,
-    tiles: Annotated[
-        int, typer.Option(help="Cut large images into tiles: the maximum number of tiles per image, counting the whole image (at most 5).")
-    ] = 1,
-    min_pixels: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --model, for models that take any image size: smaller images are enlarged to this many pixels."),
-    ] = None,
-    max_pixels: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --model, for models that take any image size: larger images are reduced to this many pixels."),
-    ] = None,
-    template: Annotated[
-        str | None, typer.Option(help="Name of the chat template. [default: the tokenizer's own, if it is a known one]")
-    ] = None,
+    transplant: Transplant = False,
+    tiles: Tiles = 1,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    template: TemplateName = None,
     seed: Annotated[int, typer.Option(help="Random seed of the new projector or mergers.")] = 0,
     download_only: Annotated[bool, typer.Option("--download-only", help="Only download the models into FOLDER.")] = False,
 ) -> None:

@@ -37,10 +37,10 @@ def cut(tensors: dict[str, Tensor], writers: int, dim: int) -> list[list[Piece]]
 
 
 def saved(folder: Path, held: list[list[Piece]]) -> store.Checkpoint:
-    begun = store.draft(folder, "r", 1)
-    shares = [store.write(begun, {"model": pieces}, writer, len(held)) for writer, pieces in enumerate(held)]
-    store.commit(begun, shares, {})
-    return store.verify(begun.target)
+    draft = store.start_draft(folder, "r", 1)
+    shares = [store.write(draft, {"model": pieces}, writer, len(held)) for writer, pieces in enumerate(held)]
+    store.commit(draft, shares, {})
+    return store.verify(draft.target)
 
 
 @pytest.mark.parametrize(("writers", "dim"), [(1, 0), (2, 0), (3, 0), (3, 1)])

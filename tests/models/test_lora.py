@@ -158,7 +158,7 @@ def test_the_sum_of_a_merge_is_made_in_float32():
     layer = wrapped(LoRA(rank=2, alpha=2, targets=("q_proj",))).get_submodule("language.blocks.0.attn.q")
     weight_OI, a_rI, b_Or = (x.detach().bfloat16() for x in (layer.weight, layer.lora_A, layer.lora_B * 1e-4))
     want_OI = weight_OI.double() + layer.scale * b_Or.double() @ a_rI.double()
-    got_OI = lora.merged(weight_OI, a_rI, b_Or, layer.scale)
+    got_OI = lora.merge(weight_OI, a_rI, b_Or, layer.scale)
     assert got_OI.dtype == torch.float32
     torch.testing.assert_close(got_OI.double(), want_OI, atol=1e-7, rtol=0)
 

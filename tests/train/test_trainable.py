@@ -14,9 +14,11 @@ from eyeline.bundle.fill import answering, load
 from eyeline.checkpoint import store
 from eyeline.core.plan import PARTS
 from eyeline.parallel.launch import machine
+from eyeline.train.optim import AdamW, Muon
 from eyeline.train.run import Run
 from eyeline.train.stage import model_of
 from eyeline.train.start import begin
+from eyeline.train.trainable import Memory, memory_of, plan_of
 from tests.train.recipe import tiny_run
 
 FULL = "{how: full, lr: 0.01}"
@@ -206,3 +208,16 @@ def test_model_that_answers_from_a_folder_is_cast_once_too(start: Path, tmp_path
     model = answering(open_bundle(tmp_path / "folder"), torch.device("cpu"), torch.bfloat16)
     assert model.language.blocks[0].attn.q.weight.dtype == torch.bfloat16
     assert torch.equal(model.language.blocks[0].attn.q.weight, whole.language.blocks[0].attn.q.weight.bfloat16())
+
+
+def test_memory_of_a_stage_by_hand(start: Path, tmp_path: Path) -> None:
+    """Frozen matrices in bfloat16, 2 bytes; what trains in float32 with its gradient, and two moments of AdamW or one of Muon."""
+    run = from_start(start, tmp_path, (None, FULL, LORA), "precision=bf16")
+    plan = plan_of(run, 0, open_bundle(start / "run").bundle.config)
+    sizes = {name: (x.numel(), x.ndim > 1 and "positions" not in name) for name, x, _ in plan.tensors()}
+    trained = sum(n for name, (n, _) in sizes.items() if name.startswith("projector.") or "lora_" in name)
+    matrices = sum(n for name, (n, m) in sizes.items() if name.startswith("projector.") and name.endswith(".weight"))
+    frozen = sum(n * (2 if m else 4) for name, (n, m) in sizes.items() if not name.startswith("projector.") and "lora_" not in name)
+    assert memory_of(plan, AdamW()) == Memory(frozen + 4 * trained, 4 * trained, 8 * trained)
+    assert memory_of(plan, Muon()) == Memory(frozen + 4 * trained, 4 * trained, 8 * trained - 4 * matrices)
+    assert str(Memory(3 << 30, 1 << 29, 1 << 40)) == "weights 3.00 GiB, gradients 0.50 GiB, optimizer state 1,024.00 GiB"

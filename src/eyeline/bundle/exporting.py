@@ -19,7 +19,7 @@ from eyeline.core.plan import PARTS, Part
 from eyeline.models import Config, Model, spec
 from eyeline.models.hf import mapping_of
 from eyeline.models.hf.forms import Form
-from eyeline.models.lora import LoRALinear, merged
+from eyeline.models.lora import LoRALinear, merge
 from eyeline.models.moe import biases_of
 
 Dtype = Literal["fp32", "bf16"]
@@ -92,7 +92,7 @@ def chosen_form(config: Config, asked: Literal["auto", "parts"]) -> Form:
     return mapping.PARTS
 
 
-def weights(model: torch.nn.Module, merge: bool, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def weights(model: torch.nn.Module, with_updates: bool, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a plain model, one at a time: with the updates of adapters added in float32, or without them."""
     for name, x in model.named_parameters():
         path, _, leaf = name.rpartition(".")
@@ -100,8 +100,8 @@ def weights(model: torch.nn.Module, merge: bool, dtype: torch.dtype) -> Iterator
         if isinstance(layer, LoRALinear) and leaf in ("lora_A", "lora_B"):
             continue
         x = x.detach()
-        if merge and isinstance(layer, LoRALinear) and leaf == "weight":
-            x = merged(x, layer.lora_A.detach(), layer.lora_B.detach(), layer.scale)
+        if with_updates and isinstance(layer, LoRALinear) and leaf == "weight":
+            x = merge(x, layer.lora_A.detach(), layer.lora_B.detach(), layer.scale)
         yield name, x.to(dtype)
 
 

@@ -18,7 +18,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.plan import PARTS, Part, Plan, tensor_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.models import Config, Model
-from eyeline.models.lora import LoRA, adapters, merged
+from eyeline.models.lora import LoRA, adapters, merge
 from eyeline.models.shape import shape
 from eyeline.parallel.place import place
 
@@ -144,7 +144,7 @@ def _from_checkpoint(plan: Plan[Model], source: Opened, parts: Collection[Part],
     before = lora_of(state)
     like = shape(source.bundle.config, trains={}, adapters=before, biased=bool(state.get("expert_biases")))
     with source.checkpoint.reading("model", "frozen") as stored:
-        refuse_misfits(str(source.checkpoint.folder), misfits(stored.like, {name: x for name, x, _ in like.tensors()}, "any"))
+        refuse_misfits(str(source.checkpoint.folder), misfits(stored.meta, {name: x for name, x, _ in like.tensors()}, "any"))
         layers = adapters(like.model)
         assert not keep_adapters or layers.keys() == adapters(plan.model).keys(), "adapters are kept where the plan has the same ones"
         for name, x, entry in plan.tensors():
@@ -155,7 +155,7 @@ def _from_checkpoint(plan: Plan[Model], source: Opened, parts: Collection[Part],
             if layer is not None and not keep_adapters:
                 path = name.removesuffix(".weight")
                 a_rI, b_Or = (stored.read(f"{path}.{leaf}").to(x.device) for leaf in ("lora_A", "lora_B"))
-                value = merged(value.to(x.device), a_rI, b_Or, layer.scale)
+                value = merge(value.to(x.device), a_rI, b_Or, layer.scale)
             x.copy_(value)
             done.add(name)
     return done

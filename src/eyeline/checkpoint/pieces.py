@@ -80,12 +80,12 @@ def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     return sum(box.size for box in boxes) == math.prod(shape)
 
 
-class Stored:
+class TensorFiles:
     """The tensors of one or more files, read where they are asked for."""
 
     def __init__(self, files: Mapping[Path, Any]):
         self._pieces: dict[str, list[tuple[Any, Box]]] = {}
-        self.like: dict[str, Tensor] = {}  # name -> its shape and dtype, on the meta device
+        self.meta: dict[str, Tensor] = {}  # name -> its shape and dtype, on the meta device
         dtypes: dict[str, torch.dtype] = {}
         for path, opened in files.items():
             offsets = json.loads((opened.metadata() or {}).get(OFFSETS, "{}"))
@@ -95,19 +95,19 @@ class Stored:
                 dtypes[name] = NAMED_DTYPES[entry.dtype]
         for name, pieces in self._pieces.items():
             ends = [[a + n for a, n in zip(*box, strict=True)] for _, box in pieces]
-            self.like[name] = torch.empty([max(end) for end in zip(*ends, strict=True)], dtype=dtypes[name], device="meta")
+            self.meta[name] = torch.empty([max(end) for end in zip(*ends, strict=True)], dtype=dtypes[name], device="meta")
 
     def __contains__(self, name: str) -> bool:
-        return name in self.like
+        return name in self.meta
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A tensor on the host, or a box of it."""
-        shape = tuple(self.like[name].shape)
+        shape = tuple(self.meta[name].shape)
         box = box or Box((0,) * len(shape), shape)
         for opened, held in self._pieces[name]:
             if held == box:
                 return opened.get_tensor(name)
-        out = torch.empty(box.lengths, dtype=self.like[name].dtype)
+        out = torch.empty(box.lengths, dtype=self.meta[name].dtype)
         filled = 0
         for opened, held in self._pieces[name]:
             if common := box.common(held):
@@ -118,9 +118,9 @@ class Stored:
 
 
 @contextmanager
-def reading(files: Sequence[Path]) -> Iterator[Stored]:
+def reading(files: Sequence[Path]) -> Iterator[TensorFiles]:
     """The tensors of these files, as long as this lasts. Raises Refused for a file that is not whole."""
     with ExitStack() as stack:
         for path in files:
             entries_of(path)  # refuses what is not a safetensors file
-        yield Stored({path: stack.enter_context(safe_open(path, framework="pt")) for path in files})
+        yield TensorFiles({path: stack.enter_context(safe_open(path, framework="pt")) for path in files})

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from eyeline.checkpoint.pieces import Box, Piece, Stored, covers, offsets_of, reading
+from eyeline.checkpoint.pieces import Box, Piece, TensorFiles, covers, offsets_of, reading
 from eyeline.checkpoint.tensors import Written, header_of, write_file
 from eyeline.core.errors import Refused
 from eyeline.core.files import sha256_of, storage_failed, sync_folder
@@ -72,7 +72,7 @@ class Checkpoint:
         return tuple(dict.fromkeys(found.group(1) for name in self.manifest.files if (found := _SET.fullmatch(name))))
 
     @contextmanager
-    def reading(self, *names: str) -> Iterator[Stored]:
+    def reading(self, *names: str) -> Iterator[TensorFiles]:
         """The tensors of these sets, read where they are asked for, as long as this lasts."""
         files = [file for file in self.manifest.files if (found := _SET.fullmatch(file)) and found.group(1) in names]
         with reading([self.folder / file for file in files]) as stored:
@@ -81,7 +81,7 @@ class Checkpoint:
     def load(self, *names: str) -> dict[str, Tensor]:
         """All tensors of these sets, on the host."""
         with self.reading(*names) as stored:
-            return {name: stored.read(name) for name in stored.like}
+            return {name: stored.read(name) for name in stored.meta}
 
 
 # ---- saving
@@ -133,55 +133,55 @@ def save(
     JSON. `best` says that this is the best model so far. `fixed` names sets that cannot change while a word stays the same
     ({"frozen": "stage 1"}): such a set is written once and hard-linked by later saves.
 
-    This is what one writer does. Several make one `draft`, each does its `write`, and one of them the `commit`.
+    This is what one writer does. Several make one `start_draft`, each does its `write`, and one of them the `commit`.
 
     Raises StorageFailed, and leaves nothing of the attempt behind.
     """
     assert save_total_limit >= 1, "a store that keeps nothing is not asked to save"
-    begun = draft(folder, run, step, fixed)
+    draft = start_draft(folder, run, step, fixed)
     try:
-        share = write(begun, files)
-        commit(begun, [share], state, best)
+        share = write(draft, files)
+        commit(draft, [share], state, best)
     finally:
-        shutil.rmtree(begun.beside, ignore_errors=True)  # gone already, unless something above failed
-    prune(folder, run, save_total_limit, known_good=begun.target)
-    return begun.target
+        shutil.rmtree(draft.beside, ignore_errors=True)  # gone already, unless something above failed
+    prune(folder, run, save_total_limit, known_good=draft.target)
+    return draft.target
 
 
-def draft(folder: Path, run: str, step: int, fixed: Mapping[str, str] | None = None) -> Draft:
+def start_draft(folder: Path, run: str, step: int, fixed: Mapping[str, str] | None = None) -> Draft:
     """Make the folder of a new checkpoint. See `save`. Raises StorageFailed."""
-    begun = Draft(folder, run, step, uuid.uuid4().hex[:8], _manifests(folder, run), dict(fixed or {}))
+    draft = Draft(folder, run, step, uuid.uuid4().hex[:8], _manifests(folder, run), dict(fixed or {}))
     try:
         folder.mkdir(exist_ok=True)  # not the run's folder above it: without the rest of a run nobody could use what is saved
-        begun.beside.mkdir()
+        draft.beside.mkdir()
     except OSError as error:
-        raise storage_failed("create", begun.beside, error) from error
-    return begun
+        raise storage_failed("create", draft.beside, error) from error
+    return draft
 
 
-def write(begun: Draft, files: Mapping[str, Sequence[Piece]], writer: int = 0, writers: int = 1) -> Share:
+def write(draft: Draft, files: Mapping[str, Sequence[Piece]], writer: int = 0, writers: int = 1) -> Share:
     """Write what one of several writers holds of each set, flushed to disk, in files of its own. Raises StorageFailed."""
-    assert begun.words.keys() <= files.keys(), f"fixed sets {sorted(begun.words)} are not all among {sorted(files)}"
+    assert draft.words.keys() <= files.keys(), f"fixed sets {sorted(draft.words)} are not all among {sorted(files)}"
     links, headers, local = {}, {}, {}
     for name, pieces in files.items():
         file = f"{name}.safetensors" if writers == 1 else f"{name}-{writer + 1:05d}-of-{writers:05d}.safetensors"
         local[file] = {piece.name: piece.local for piece in pieces}
         assert len(local[file]) == len(pieces), f"{name}: one writer holds one piece of a tensor"
         headers[file] = offsets_of(pieces)
-        if name in begun.words:
-            source = _same_file(file, begun.words[name], header_of(local[file], headers[file]), begun.earlier)
+        if name in draft.words:
+            source = _same_file(file, draft.words[name], header_of(local[file], headers[file]), draft.earlier)
             links |= {} if source is None else {file: source}
     new = [len(header_of(local[file], headers[file])) + sum(x.nbytes for x in local[file].values()) for file in local if file not in links]
-    _refuse_if_full(begun.folder, sum(new))
+    _refuse_if_full(draft.folder, sum(new))
     written = {
-        file: _linked(links[file], begun.beside / file) if file in links else write_file(begun.beside / file, tensors, headers[file])
+        file: _linked(links[file], draft.beside / file) if file in links else write_file(draft.beside / file, tensors, headers[file])
         for file, tensors in local.items()
     }
-    words = {file: begun.words[name] for file, name in zip(local, files, strict=True) if name in begun.words}
+    words = {file: draft.words[name] for file, name in zip(local, files, strict=True) if name in draft.words}
     return Share(written, words, [(piece.name, piece.shape, piece.box) for pieces in files.values() for piece in pieces])
 
 
-def commit(begun: Draft, shares: Sequence[Share], state: dict[str, Any], best: bool = False) -> None:
+def commit(draft: Draft, shares: Sequence[Share], state: dict[str, Any], best: bool = False) -> None:
     """Bind what all writers have written to one checkpoint. Raises StorageFailed."""
     boxes: dict[str, list[Box]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -193,16 +193,16 @@ def commit(begun: Draft, shares: Sequence[Share], state: dict[str, Any], best: b
     state_text = json.dumps(state, allow_nan=False, indent=1) + "\n"
     assert json.loads(state_text) == state, "state must be plain JSON: string keys, lists and no tuples"
     written = {file: one for share in shares for file, one in share.files.items()}
-    written[STATE] = _write_text(begun.beside / STATE, state_text)
-    order = 1 + max((manifest.order for _, manifest in begun.earlier), default=0)
+    written[STATE] = _write_text(draft.beside / STATE, state_text)
+    order = 1 + max((manifest.order for _, manifest in draft.earlier), default=0)
     words = {file: word for share in shares for file, word in share.fixed.items()}
-    _write_text(begun.beside / MANIFEST, _render(Manifest(VERSION, begun.run, begun.step, begun.save, order, best, written, words)))
+    _write_text(draft.beside / MANIFEST, _render(Manifest(VERSION, draft.run, draft.step, draft.save, order, best, written, words)))
     try:
-        sync_folder(begun.beside)
-        os.rename(begun.beside, begun.target)
-        sync_folder(begun.folder)
+        sync_folder(draft.beside)
+        os.rename(draft.beside, draft.target)
+        sync_folder(draft.folder)
     except OSError as error:
-        raise storage_failed("commit", begun.target, error) from error
+        raise storage_failed("commit", draft.target, error) from error
 
 
 def _same_file(file: str, word: str, header: bytes, earlier: Sequence[tuple[Path, Manifest]]) -> tuple[Path, Written] | None:

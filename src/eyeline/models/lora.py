@@ -111,6 +111,6 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def merged(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float) -> Tensor:
+def merge(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float) -> Tensor:
     """A weight with the update of its adapter added, in float32: whoever stores it rounds it, once."""
     return weight_OI.float() + scale * (b_Or.float() @ a_rI.float())

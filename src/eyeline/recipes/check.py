@@ -41,7 +41,7 @@ from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, Stage
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.start import description, refuse_another_recipe, refuse_changed_data
-from eyeline.train.trainable import checkpointed, plan_of
+from eyeline.train.trainable import checkpointed, memory_of, plan_of
 
 
 class Finding(NamedTuple):
@@ -86,6 +86,8 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
     found += device.problems
     if encoder.template.notice:
         _say(console, encoder.template.notice)
+    for line in _memory(run, bundle):
+        _say(console, line)
     for index, stage in enumerate(run.stages):
         try:
             reader = reader_of(stage.data, encoder, spec.image, seed_for(run.seed, "stage", index), longest=spec.max_positions)
@@ -109,6 +111,16 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         _say(console, f"warning: {line}")
     _say(console, _problem_list(run.name, found) if found else f"{run.name}: no problems")
     return not found
+
+
+def _memory(run: Run, bundle: Bundle) -> Iterator[str]:
+    """What the model of each stage needs on its device."""
+    for index, stage in enumerate(run.stages):
+        try:
+            needed = memory_of(plan_of(run, index, bundle.config), stage.optimizer)
+        except Refused:
+            continue  # among the settings' problems already
+        yield f"memory of stage {stage.name}: {needed}; activations come on top"
 
 
 def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | None = None) -> Path:

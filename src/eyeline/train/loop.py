@@ -28,7 +28,7 @@ from eyeline.train.metrics import Clock, StepFigures
 from eyeline.train.optim import set_learning_rates, state_tensors, without_state
 from eyeline.train.run import Run, Stage
 from eyeline.train.schedule import factor
-from eyeline.train.stage import Begun, Process, State, begin_stage
+from eyeline.train.stage import Process, StageRun, State, begin_stage
 from eyeline.train.start import Home, announce, begin, refuse_changed_past, refuse_strangers, smaller
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
@@ -99,15 +99,15 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
     """Train the stage that the checkpoint stands in to its end, or until a stop is asked."""
     run, home, clock, stop = process.run, process.home, process.clock, process.stop
     state = State(**checkpoint.state["progress"]) if checkpoint else State()
-    begun = begin_stage(process, checkpoint, state)
-    stage, model = begun.stage, begun.plan.model
+    running = begin_stage(process, checkpoint, state)
+    stage, model = running.stage, running.plan.model
     saved_at, first = clock.now(), state.step + 1
-    for step in timed_steps(begun.steps_from(state), clock):
-        set_learning_rates(begun.optimizers, rates(stage), at := factor(stage.schedule, state.step, begun.steps))
+    for step in timed_steps(running.steps_from(state), clock):
+        set_learning_rates(running.optimizers, rates(stage), at := factor(stage.schedule, state.step, running.steps))
         with clock.spending("compute"), deterministic_or_refused():
             report = update(
                 model,
-                begun.optimizers,
+                running.optimizers,
                 step,
                 ONE_DEVICE,
                 max_grad_norm=stage.max_grad_norm,
@@ -117,21 +117,21 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
             )
         if report.outcome == "not finite":
             keep_evidence(home, state, report, step.batches)
-        state = after(state, step, report)
+        state = next_state(state, step, report)
         stop.done = state.global_step
-        ended = state.step == begun.steps
+        ended = state.step == running.steps
         if ended:
-            check_rejects_at_end(begun.reader, step.state)  # before it is saved: a stage that must not end like this has not ended
+            check_rejects_at_end(running.reader, step.state)  # before it is saved: a stage that must not end like this has not ended
         better = False
-        if run.validation_steps and begun.reader.validates and (state.step % run.validation_steps == 0 or ended):
-            state, better = validated(process, begun, state)
+        if run.validation_steps and running.reader.validates and (state.step % run.validation_steps == 0 or ended):
+            state, better = run_validation(process, running, state)
         over = state.not_finite > run.max_nonfinite_steps
         leaving = ended or over or stop.asked is not None  # read once: a signal after this line is for the next step
         due = run.save_minutes is not None and clock.now() - saved_at >= 60 * run.save_minutes
         if leaving or better or due or (run.save_steps and state.step % run.save_steps == 0):
-            save(process, begun, state, ended=ended, best=better)
+            save(process, running, state, ended=ended, best=better)
             stop.saved, saved_at = state.global_step, clock.now()
-        show_step(process, begun, state, step, report, at, tells_rejects=ended or state.step == first)
+        show_step(process, running, state, step, report, at, tells_rejects=ended or state.step == first)
         if over:
             raise NotFinite(
                 f"{state.not_finite} steps had a loss or gradient that is not finite, more than "
@@ -140,47 +140,47 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
             )
         if leaving:
             return
-    forget_step_count(begun.reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
+    forget_step_count(running.reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
     raise StorageFailed(
-        f"the data of stage {stage.name} ended after {state.step} steps, but {begun.steps} were planned: files or images have changed "
+        f"the data of stage {stage.name} ended after {state.step} steps, but {running.steps} were planned: files or images have changed "
         "since. Restore them, and run the same command again: it resumes from the last checkpoint"
     )
 
 
-def after(state: State, step: Step, report: Report) -> State:
+def next_state(state: State, step: Step, report: Report) -> State:
     """The state once a step is done."""
     dropped = state.not_finite + (report.outcome == "not finite")
     return replace(state, step=state.step + 1, global_step=state.global_step + 1, data=step.state, not_finite=dropped)
 
 
-def validated(process: Process, begun: Begun, state: State) -> tuple[State, bool]:
+def run_validation(process: Process, running: StageRun, state: State) -> tuple[State, bool]:
     """Validate; the state with the best loss so far, and whether this one is it."""
     process.show.status("validating")
     with process.clock.spending("validation"):
-        loss, labels = validate(begun.plan.model, validation_batches(begun.reader, begun.stage.batch.budget), ONE_DEVICE)
+        loss, labels = validate(running.plan.model, validation_batches(running.reader, running.stage.batch.budget), ONE_DEVICE)
     better = math.isfinite(loss) and (state.best is None or loss < state.best)
     state = replace(state, best=loss if better else state.best)
-    write_validation(process.home, begun.stage, state, loss, labels, process.show)
-    process.tally.validated(begun.stage.name, state.step, loss, state.best)
+    write_validation(process.home, running.stage, state, loss, labels, process.show)
+    process.tally.validated(running.stage.name, state.step, loss, state.best)
     return state, better
 
 
-def show_step(process: Process, begun: Begun, state: State, step: Step, report: Report, at: float, *, tells_rejects: bool) -> None:
+def show_step(process: Process, running: StageRun, state: State, step: Step, report: Report, at: float, *, tells_rejects: bool) -> None:
     """The step's figures on the screen and in metrics.jsonl. `at`: the schedule's factor of the learning rates."""
-    stage, rejects = begun.stage, begun.reader.rejects
+    stage, rejects = running.stage, running.reader.rejects
     figures = StepFigures(
         stage=stage.name,
         stage_index=state.stage,
         step=state.step,
-        steps=begun.steps,
+        steps=running.steps,
         global_step=state.global_step,
         report=report,
         lr={part: rate * at for part, rate in rates(stage).items()},
         seconds=process.clock.lap(),
         memory_bytes=process.here.memory_bytes(),
         rejected=rejects.rejected,
-        flops=sum((begun.arithmetic.of(batch) for batch in step.batches), flops.NONE),
-        peak=begun.peak,
+        flops=sum((running.arithmetic.of(batch) for batch in step.batches), flops.NONE),
+        peak=running.peak,
         imbalance=step.imbalance,
         epoch=step.epoch,
     )
@@ -202,11 +202,11 @@ def timed_steps(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
         yield item
 
 
-def save(process: Process, begun: Begun, state: State, *, ended: bool, best: bool) -> None:
+def save(process: Process, running: StageRun, state: State, *, ended: bool, best: bool) -> None:
     """Write a checkpoint: after the last step of a stage it already stands at the start of the next one."""
-    run, home, optimizers = process.run, process.home, begun.optimizers
+    run, home, optimizers = process.run, process.home, running.optimizers
     kept: dict[str, dict[str, Tensor]] = {"model": {}, "frozen": {}}
-    for name, x, entry in begun.plan.tensors():
+    for name, x, entry in running.plan.tensors():
         kept["model" if entry.trains or entry.role == "buffer" else "frozen"][name] = x
     progress = State(stage=state.stage + 1, global_step=state.global_step, not_finite=state.not_finite) if ended else state
     process.show.status("saving a checkpoint")
@@ -219,9 +219,9 @@ def save(process: Process, begun: Begun, state: State, *, ended: bool, best: boo
             state={
                 "stage": progress.stage,
                 "global_step": state.global_step,
-                "lora": {part: lora.model_dump(mode="json") for part, lora in adapters_of(begun.stage).items()},
+                "lora": {part: lora.model_dump(mode="json") for part, lora in adapters_of(running.stage).items()},
                 "trained": trained_in_full(run.stages[: state.stage + 1]),
-                "expert_biases": begun.plan.biased,
+                "expert_biases": running.plan.biased,
                 "without_state": [] if ended else without_state(optimizers),
                 "progress": vars(progress),
             },

@@ -59,7 +59,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Begun:
+class StageRun:
     """A stage that is ready for its next step."""
 
     stage: Stage
@@ -86,7 +86,7 @@ def model_of(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint |
     return plan
 
 
-def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: State) -> Begun:
+def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: State) -> StageRun:
     """Make the stage ready that `state` stands in, and say what it trains and from what.
 
     A stage border is a checkpoint and a rebuild: going on to the next stage and resuming a run are this same code.
@@ -116,21 +116,21 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
         if checkpoint:
             refuse_changed_data(run, home.folder, reader, checkpoint.state)
     peak = flops.peak_of(here.name) if run.precision == "bf16" else None
-    begun = Begun(stage, plan, optimizers, reader, steps, arithmetic, peak)
-    _announce(process, begun, state)
+    running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, peak)
+    _announce(process, running, state)
     plan.model.train()
-    return begun
+    return running
 
 
-def _announce(process: Process, begun: Begun, state: State) -> None:
+def _announce(process: Process, running: StageRun, state: State) -> None:
     """Print what the stage trains and from what, write it to metrics.jsonl, and index what its first steps read."""
     home, show = process.home, process.show
-    rows = rows_of(begun.plan, begun.stage)
-    process.console.print(table(begun.stage, rows, process.console.width))
+    rows = rows_of(running.plan, running.stage)
+    process.console.print(table(running.stage, rows, process.console.width))
     show.status("first step: reading and indexing data")
     with process.clock.spending("data_wait"):
-        index_first(begun.reader, begun.stage.batch.budget, state.data)
-    record = stage_record(process.run, state.stage, begun.steps, rows, begun.reader, home.bundle)
+        index_first(running.reader, running.stage.batch.budget, state.data)
+    record = stage_record(process.run, state.stage, running.steps, rows, running.reader, home.bundle)
     metrics.write(home.folder, record | {"global_step": state.global_step}, home.attempt)
     for line in stage_lines(record):
         show.note(line)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -13,6 +14,7 @@ from eyeline.core.plan import PARTS, Part, Plan
 from eyeline.models import Config, Model
 from eyeline.models.lora import LoRA
 from eyeline.models.shape import shape
+from eyeline.train.optim import Muon, Optimizer
 from eyeline.train.run import COMPUTE, Adapted, Full, Run, Stage
 
 
@@ -25,6 +27,19 @@ class Row:
     trained: int
     how: str
     lr: float | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device for as long as a stage lasts. Activations come on top."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer}
+        return ", ".join(f"{name} {size / 2**30:,.2f} GiB" for name, size in parts.items())
 
 
 def trained_in_full(stages: Sequence[Stage]) -> list[Part]:
@@ -74,6 +89,18 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False) -> Plan[
     )
     plan.model.recompute(checkpointed(stage, plan.blocks))
     return plan
+
+
+def memory_of(plan: Plan[Any], optimizer: Optimizer) -> Memory:
+    """What a stage keeps of its model. A gradient has its weight's dtype, and so has each moment: two of AdamW, one of Muon."""
+    weights = gradients = moments = 0
+    for _, x, entry in plan.tensors():
+        size = x.numel() * entry.stored.itemsize
+        weights += size
+        if entry.trains:
+            gradients += size
+            moments += size * (1 if entry.muon and isinstance(optimizer, Muon) else 2)
+    return Memory(weights, gradients, moments)
 
 
 def rows_of(plan: Plan[Model], stage: Stage) -> list[Row]:
