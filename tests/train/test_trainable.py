@@ -10,7 +10,7 @@ import torch
 import eyeline.train.loop as loop
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export, weights
-from eyeline.bundle.fill import answering, load
+from eyeline.bundle.fill import load, load_for_generation
 from eyeline.checkpoint import store
 from eyeline.core.plan import PARTS
 from eyeline.parallel.launch import machine
@@ -191,7 +191,7 @@ def test_generating_model_stores_weights_in_compute_dtype(start: Path, tmp_path:
         opened = open_bundle(tmp_path / precision)
         whole = load(opened, "cpu").model
         for dtype in (torch.float32, torch.bfloat16):
-            model = answering(opened, torch.device("cpu"), dtype)
+            model = load_for_generation(opened, torch.device("cpu"), dtype)
             assert not model.training
             held = dict(model.named_parameters())
             assert held.keys() == dict(whole.named_parameters()).keys(), "adapters are merged"
@@ -205,7 +205,7 @@ def test_model_that_answers_from_a_folder_is_cast_once_too(start: Path, tmp_path
     opened = open_bundle(start / "run")
     whole = load(opened, "cpu").model
     export(opened.bundle, whole, tmp_path / "folder")
-    model = answering(open_bundle(tmp_path / "folder"), torch.device("cpu"), torch.bfloat16)
+    model = load_for_generation(open_bundle(tmp_path / "folder"), torch.device("cpu"), torch.bfloat16)
     assert model.language.blocks[0].attn.q.weight.dtype == torch.bfloat16
     assert torch.equal(model.language.blocks[0].attn.q.weight, whole.language.blocks[0].attn.q.weight.bfloat16())
 

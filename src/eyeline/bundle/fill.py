@@ -84,7 +84,7 @@ def load(
     return plan
 
 
-def answering(opened: Opened, device: torch.device, compute_dtype: torch.dtype) -> Model:
+def load_for_generation(opened: Opened, device: torch.device, compute_dtype: torch.dtype) -> Model:
     """The model to generate with. Weights are cast to the dtype that they compute in here, once, and not at every token: in
     bfloat16 it needs half the memory. Raises Refused."""
     return load(opened, device, compute_dtype=compute_dtype, narrow=PARTS).model.eval()

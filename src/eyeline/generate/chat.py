@@ -9,7 +9,7 @@ import torch
 
 from eyeline.bundle.bundle import Opened, open_bundle
 from eyeline.bundle.computing import choose_kernels
-from eyeline.bundle.fill import answering
+from eyeline.bundle.fill import load_for_generation
 from eyeline.core.batch import Document, EncodedImage, Message, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.log import warn
@@ -46,7 +46,7 @@ def chat(
     opened = open_bundle(folder, checkpoint)
     here = machine()
     compute_dtype = torch.bfloat16 if here.capability is not None and here.capability >= (8, 0) else torch.float32
-    model = answering(opened, here.device, compute_dtype)
+    model = load_for_generation(opened, here.device, compute_dtype)
     choose_kernels(model, here, compute_dtype, trains=False, quiet=True)
     spec = spec_of(opened.bundle.config)
     talk = Talk(model, spec, opened.bundle.encoder(), sampling)

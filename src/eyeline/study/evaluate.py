@@ -12,7 +12,7 @@ from rich.text import Text
 
 from eyeline.bundle.bundle import open_bundle, refuse_other_version
 from eyeline.bundle.computing import choose_kernels
-from eyeline.bundle.fill import answering
+from eyeline.bundle.fill import load_for_generation
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, visible
@@ -46,7 +46,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     here = machine(run.device, run.threads, run.deterministic)
     found = open_bundle(folder, checkpoint)
     assert found.checkpoint is not None, "a run has one"
-    model = answering(found, here.device, COMPUTE[run.precision])
+    model = load_for_generation(found, here.device, COMPUTE[run.precision])
     choose_kernels(model, here, COMPUTE[run.precision], trains=False)
     asked = open_each(run.evaluation.sources)
     learned = dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data))  # stages share samples
