@@ -11,7 +11,7 @@ JOBS ?= 2
 BIN := .venv/bin
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split('+')[0].split('.')[:2])) < (2, 11))
 
-.PHONY: demo test test-slow mutants test-transformers4 test-gpu check format bench sample-image clean
+.PHONY: demo test test-slow mutants test-transformers4 test-gpu check format bench docs sample-image clean
 
 demo: .venv/ready
 	$(BIN)/eyeline train easyvqa-tiny out=runs/demo
@@ -53,6 +53,12 @@ format: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python -m bench $(CASES)
+
+# The pages of docs/ as a site in build/site; a link or an anchor that leads nowhere fails it
+docs: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	@echo "build/site/index.html"
 
 sample-image: .venv/ready
 	$(BIN)/python docs/sample_image.py
