@@ -206,11 +206,10 @@ def description(run: Run) -> Bundle:
         return bundle
     config = run.model.config
     assert config is not None, "Model has path or config"
-    plan = shape(config, trains={})
     for part, folder in run.model.weights.items():
-        if part not in plan.spec.parts:
-            raise Refused(f"weights names {part}, and the model has {', '.join(plan.spec.parts)}")
-        refuse_other_parts(plan, config, open_bundle(Path(folder)), [part])
+        if part not in (parts := models.spec(config).parts):
+            raise Refused(f"weights names {part}, and the model has {', '.join(parts)}")
+        refuse_other_parts(shape(config, trains={}), config, open_bundle(Path(folder)), [part])
     language = run.model.weights.get("language")
     given = None if language is None else open_bundle(Path(language)).bundle
     template = template_named(run.model.template or (given.template if given else ""))
