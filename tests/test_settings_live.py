@@ -312,6 +312,8 @@ CASES: dict[str, Case] = {
     "out": turned("out=elsewhere", see=run_folders),
     "seed": turned("seed=1"),
     "model.path": turned("model={path: nowhere}", see=refusal),
+    "model.fresh": turned("model.fresh=[vision]", see=refusal),
+    "model.weights.*": turned("model.weights={vision: nowhere}", see=refusal),
     "model.config<llava>.family": turned("model.config.family=other", see=refusal),
     "model.config<llava>.vision.image_size": turned("model.config.vision.image_size=24"),
     "model.config<llava>.vision.patch": turned("model.config.vision.patch=8"),

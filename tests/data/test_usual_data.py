@@ -233,7 +233,7 @@ def test_image_placeholder_in_an_answer_is_rejected(written) -> None:
         ("image_in_answer", "messages[1].content")
     ]
     [(_, _, bad)] = open_source(Source(path=str(written({"image": RED, "conversations": turns("Draw.", "<image>")})))).kept_rows()
-    assert r"or as \<image> where it is text" in str(bad)
+    assert r"or write it as \<image> where it is text" in str(bad)
 
 
 ESCAPED = [

@@ -188,17 +188,22 @@ def all_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float 
         close(got[name], x, name, tolerance, floor)
 
 
-def tolerance_of(case: Case, model: nn.Module, batch: Batch) -> float:
-    """The tolerance of `all_close`; of a model with experts, twice what moving each weight by its last bit moves the gradients, where that
-    is more: a tiny one may be so badly conditioned that two right answers differ by more than rounding."""
-    if not case.spec.language.experts:
-        return 2e-5
+def last_bits_moved(model: nn.Module) -> nn.Module:
+    """A copy, each weight of which is the next larger or smaller float32."""
     moved = deepcopy(model)
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in moved.parameters():
             p.copy_(torch.nextafter(p, torch.where(torch.rand(p.shape, generator=rng) < 0.5, -torch.inf, torch.inf)))
-    before, after = run_batch(model, batch)[1], run_batch(moved, batch)[1]
+    return moved
+
+
+def tolerance_of(case: Case, model: nn.Module, batch: Batch) -> float:
+    """The tolerance of `all_close`; of a model with experts, twice what moving each weight by its last bit moves the gradients, where that
+    is more: a tiny one may be so badly conditioned that two right answers differ by more than rounding."""
+    if not case.spec.language.experts:
+        return 2e-5
+    before, after = run_batch(model, batch)[1], run_batch(last_bits_moved(model), batch)[1]
     floor = 0.01 * max(float(x.abs().max()) for x in before.values())
     return max(2e-5, 2 * max(float((after[n] - x).abs().max() / x.abs().max().clamp_min(floor)) for n, x in before.items()))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eyeline.core.errors import Refused
 from eyeline.core.image_rule import Resample
-from eyeline.core.key_rules import KeyRule
+from eyeline.core.key_rules import KeyRule, prefixed
 from eyeline.models.hf.config_json import (
     LAYERS,
     Json,
@@ -50,6 +50,7 @@ KEYS = (  # our tensors, and their names in a folder that `SiglipVisionModel.sav
     *(KeyRule(f"{ours}.{leaf}", f"{theirs}.{leaf}") for ours, theirs in _THEIRS.items() for leaf in ("weight", "bias")),
 )
 HUB_PREFIX = "vision_model."  # before each of those names in the hub's files, which hold a text model too
+HUB_KEYS = prefixed(KEYS, "", HUB_PREFIX)
 
 
 def _flat_channels_last(weight_DC: Tensor) -> Tensor:
