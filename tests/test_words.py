@@ -9,6 +9,9 @@ ROOT = Path(__file__).parent.parent
 BANNED = {  # a word -> the one to use
     r"(?:\b|_)pictures?(?:\b|_)": "image",
     r"(?:\b|_)films?(?:\b|_)": "video",
+    r"\bin vain\b": "unused",
+    r"\bseams?\b": "replaceable submodule",
+    r"\bmend(s|ed|ing)?\b": "fix, or repair",
 }
 ALLOWED = {  # file -> what it may hold all the same: names that others gave, or that something had
     "CHANGELOG.md": r"`film`|`picture_without_tower`",

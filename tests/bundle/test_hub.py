@@ -48,7 +48,7 @@ def test_only_what_a_model_is_read_from_is_fetched(tmp_path: Path, monkeypatch: 
 
 def test_repository_that_is_not_a_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
-    with pytest.raises(Refused, match=r"owner/model has no config\.json on the Hub, so it is no checkpoint of transformers\.$"):
+    with pytest.raises(Refused, match=r"owner/model has no config\.json on the Hub, so it is not a checkpoint of transformers\.$"):
         local_folder("owner/model")
     with pytest.raises(Refused, match="GGUF files hold quantised weights: take the model that they were made from"):
         local_folder("owner/Model-GGUF")

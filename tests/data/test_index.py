@@ -263,7 +263,7 @@ def test_a_damaged_file_is_made_anew(rows: Rows, plain: Encoder, rule: ImageRule
     assert same(opened(rows, plain, rule, tmp_path / "i").shard(0, 0), wanted)
     assert len(calls) == 1
     opened(rows, plain, rule, tmp_path / "i").shard(0, 0)
-    assert len(calls) == 1  # and it was mended
+    assert len(calls) == 1  # and it was repaired
 
 
 def test_an_image_that_may_not_be_read_is_a_reject_until_it_may(

@@ -741,7 +741,7 @@ def test_each_run_attempt_and_stage_is_known_by_itself(uninterrupted, tmp_path: 
 
 
 def test_a_run_without_a_step_may_have_another_recipe(tmp_path: Path) -> None:
-    """A start that was refused or failed before its first step does not hold the folder against the mended recipe."""
+    """A start that was refused or failed before its first step does not hold the folder against the corrected recipe."""
     with pytest.raises(TooManyRejects):
         loop.train(tiny_run(tmp_path, "stages.whole.batch.max_tokens=8", "model.config.language.hidden_size=8"))
     assert (tmp_path / "run" / "recipe.yaml").exists()

@@ -74,5 +74,5 @@ def _fetched(model: str, revision: str | None, into: Path | None) -> Path:
         raise storage_failed("download into", into or Path.home(), error) from error
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json", "model_index.json")):
         gguf = " GGUF files hold quantised weights: take the model that they were made from." if "gguf" in model.lower() else ""
-        raise Refused(f"{model} has no config.json on the Hub, so it is no checkpoint of transformers.{gguf}")
+        raise Refused(f"{model} has no config.json on the Hub, so it is not a checkpoint of transformers.{gguf}")
     return folder

@@ -33,7 +33,7 @@ class Unbounded(Exception):
 
 
 def rendered(jinja: str, conversations: list[Messages], variables: dict[str, Any]) -> list[str] | None:
-    """The text that a template of unknown origin renders for each conversation; None for one that does not take them, or is no template.
+    """The text that a template of unknown origin renders for each conversation; None for one that does not take them, or is not a template.
     Raises Unbounded."""
     if len(jinja) > LONGEST:
         raise Unbounded(f"has {len(jinja):,} characters, over {LONGEST:,}")

@@ -68,14 +68,14 @@ def keep_streams() -> None:
         if stream is not getattr(sys, f"__{name}__"):
             continue  # it was replaced, by a test say, and is not the process's own
         writer = io.BufferedWriter(Unfailing(number, "wb", closefd=False))
-        # a terminal without Unicode shows \\u2019, and is no reason to end
+        # a terminal without Unicode shows \\u2019, and is written to all the same
         how = (stream.encoding, stream.line_buffering, stream.write_through) if stream is not None else ("utf-8", False, False)
         setattr(sys, name, io.TextIOWrapper(writer, how[0], "backslashreplace", line_buffering=how[1], write_through=how[2]))
 
 
 def refuse_lost_output() -> None:
     """StorageFailed where the result of a command is what it prints, and that could not be written. A reader that has seen enough
-    (`| head`) is no failure."""
+    (`| head`) is not a failure."""
     sys.stdout.flush()
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     failed = raw.failed if isinstance(raw, Unfailing) else None

@@ -19,7 +19,7 @@ def line_reader() -> Read:
     """Reads lines from standard input. In a terminal the arrow keys edit the line and recall earlier ones, and Tab completes commands
     and paths, where this Python has readline. Keys that nobody edits with are not part of the line."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a byte that is no text is no reason to end
+        sys.stdin.reconfigure(errors="replace")  # a byte that is not text does not end the chat
     if sys.stdin.isatty():
         _edit_lines()
     return lambda prompt: without_keys(input(prompt))

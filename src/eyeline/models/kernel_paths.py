@@ -81,7 +81,7 @@ def _attention(model: nn.Module, capability: Capability, dtype: torch.dtype) -> 
 def _attending(model: nn.Module) -> dict[tuple[str, int], None]:
     """(part, head dim) of every kind of attention in the model, in order."""
     return {
-        (name.partition(".")[0], int(module.K)): None  # type: ignore[arg-type]  # every module with a seam `attend` has K
+        (name.partition(".")[0], int(module.K)): None  # type: ignore[arg-type]  # every module with an `attend` has K
         for name, module in model.named_modules()
         if isinstance(getattr(module, "attend", None), Attend)
     }

@@ -143,18 +143,18 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
         with TemporaryDirectory() as indexes:  # stages and budgets that look at the same rows index them once
             for index, stage in enumerate(run.stages):
                 data = stage.data if stage.data.cache else stage.data.model_copy(update={"cache": indexes})
-                twin = next((n for n, s in enumerate(run.stages[:index]) if (s.data, s.batch) == (stage.data, stage.batch)), None)
-                if twin is None:
-                    with console.status(f"looking at the data of stage {stage.name}"):  # says nothing where there is no terminal
+                same = next((n for n, s in enumerate(run.stages[:index]) if (s.data, s.batch) == (stage.data, stage.batch)), None)
+                if same is None:
+                    with console.status(f"looking at the data of stage {stage.name}"):  # prints nothing outside a terminal
                         reader = reader_of(data, encoder, spec.image, seed_for(run.seed, "stage", index), longest=spec.max_positions)
                         report = data_report(reader, stage.batch.budget, depth, asked)
                         shown = tuple(sample_previews(reader, stage.batch.budget, samples, thumbnails=True))
                     problems += data_problems(stage, report)
                 else:
-                    report, shown = found[twin].report, ()
+                    report, shown = found[same].report, ()
                 flops = _arithmetic(run, index, bundle)
                 counted = tuple(flops_of(packing, flops, spec.image) for packing in report.budgets)
-                found.append(StageData(stage.name, stage.batch, report, shown, counted, None if twin is None else run.stages[twin].name))
+                found.append(StageData(stage.name, stage.batch, report, shown, counted, None if same is None else run.stages[same].name))
                 print_blocks(console, blocks(found[-1]))
     except Refused as error:
         if problems:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-LINE_LIMIT = 1 << 20  # bytes; a longer line is no metrics line, and is skipped without being held in memory
+LINE_LIMIT = 1 << 20  # bytes; a longer line is not a metrics line, and is skipped without being held in memory
 
 
 class Line(BaseModel):

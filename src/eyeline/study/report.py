@@ -36,7 +36,7 @@ def write_report(run: Path) -> Path:
     """Write RUN/report.html and return its path.
 
     Reads metrics.jsonl (needed), eval.json, rejects.jsonl, recipe.yaml and env.json (each may be absent). Refused where
-    `run` is no run folder, or has no step yet.
+    `run` is not a run folder, or has no step yet.
     """
     metrics = run / "metrics.jsonl"
     if not metrics.is_file():

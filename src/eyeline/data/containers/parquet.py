@@ -223,7 +223,7 @@ def open_tables(
 
 
 def _holds_bytes(schema: "arrow.Schema", name: str) -> bool:
-    """Return whether a column holds images: a `mask` of such is no mark of turns."""
+    """Return whether a column holds images: a `mask` of such does not mark turns."""
     import pyarrow.types as types
 
     kind = schema.field(name).type

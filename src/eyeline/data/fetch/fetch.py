@@ -26,7 +26,7 @@ from eyeline.data.workers import At, Phase, Workers, in_order
 
 # resized images that a process remembers: those used last, of the ones that come again
 KEPT_IMAGES, KEPT_IMAGE_BYTES = 1 << 16, 128 << 20
-NEAR_BYTES = 64 << 10  # between two images in one file: so many are read in vain rather than asking twice
+NEAR_BYTES = 64 << 10  # between two images in one file: up to so many unused bytes are read rather than asking twice
 TOKEN_BYTES = 64  # of a token, in all index arrays of a batch together; about
 
 T = TypeVar("T")

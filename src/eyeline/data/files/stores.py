@@ -55,7 +55,7 @@ def without_secrets(url: str) -> str:
 
 
 def remote(url: str) -> Remote:
-    """The object or folder that a URL names, which may be a pattern. Refused for what is no store's."""
+    """The object or folder that a URL names, which may be a pattern. Refused for what is not a store's."""
     scheme, _, rest = url.partition("://")
     scheme, (store, _, key) = scheme.lower(), rest.partition("/")
     if "@" in store or re.search(r"\?[\w.-]*=", url):  # the variables come from the environment, where no copy of a recipe has them

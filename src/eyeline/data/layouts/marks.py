@@ -39,7 +39,7 @@ _TEXTS = {"0": False, "false": False, "0.0": False, "1": True, "true": True, "1.
 
 @lru_cache(maxsize=1 << 12)
 def sense_of(key: str) -> Sense | None:
-    """The meaning of a key of a turn when it is on. None for a key that is no mark; `unclear` for one that reads like a mark of another
+    """The meaning of a key of a turn when it is on. None for a key that is not a mark; `unclear` for one that reads like a mark of another
     trainer."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])|[-\s.]+", "_", key).lower()
     if name in KEEPS:

@@ -185,7 +185,7 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
     sources = len(reader.training.index.sources) + (len(reader.validation.index.sources) if own else 0)
     if reader.training.index.folder is None:  # then indexes are only remembered: no more than there is room for, so that none is made twice
         depth = replace(depth, shards=max(1, min(depth.shards, KEPT_OPEN // (sources + 1))))
-    sides = [Looked.of(reader, budget, judges, depth) for judges in ((False, True) if reader.validates else (False,))]
+    sides = [Looked.of(reader, budget, validates, depth) for validates in ((False, True) if reader.validates else (False,))]
     learning, judging = sides[0], sides[1:]
     asked = [(side, row) for side in sides for row in side.rows]
     examined = _Examined.of(reader, _spread(asked, depth.examined))
@@ -240,11 +240,11 @@ class Looked:
     numbers: dict[tuple[int, int], Longs]  # of each shard, in the same order
     counts: list[int]  # rows that each source has on this side
     exact: bool  # whether that was counted
-    judges: bool  # whether it is what is validated on
+    validates: bool  # whether it is the validation set
 
     @staticmethod
-    def of(reader: Reader, budget: Budget, judges: bool, depth: Depth) -> "Looked":
-        side = reader.validation if judges else reader.training
+    def of(reader: Reader, budget: Budget, validates: bool, depth: Depth) -> "Looked":
+        side = reader.validation if validates else reader.training
         numbers: dict[tuple[int, int], Longs] = {}
         counts: list[int] = []
         exact = True
@@ -263,7 +263,7 @@ class Looked:
             exact &= len(chosen) == len(shards)
         numbers = dict(sorted(numbers.items()))
         rows = [(source, shard, number) for (source, shard), of_shard in numbers.items() for number in of_shard.tolist()]
-        return Looked(side, sizing_of(reader, budget, judges), rows, numbers, counts, exact, judges)
+        return Looked(side, sizing_of(reader, budget, validates), rows, numbers, counts, exact, validates)
 
     def _of_shards(self, of: Callable[[ShardIndex, Sized, Longs], Longs], source: int | None = None) -> Longs:
         """The values of `of` for the usable rows of each shard, concatenated."""
@@ -395,7 +395,7 @@ class _Examined:
             if bad is not None:
                 out.trained_rejected += training
                 out._reject(rows.reject(place, bad))
-            elif not side.judges and sample.media:
+            elif not side.validates and sample.media:
                 out.showing += 1
                 out.shown |= {out.contents[image_key(image)] for image in sample.images}
         return out
@@ -477,9 +477,9 @@ def _compare(sides: list[Looked], most: int, others: dict[str, SampleHashes]) ->
     """Samples of the sides, read and compared."""
     rows = sum(len(side.rows) for side in sides)
     chosen = [_spread(side.rows, max(most * len(side.rows) // max(rows, 1), 1)) for side in sides]
-    training, *judges = (hashes_of(_read_samples(side, some)) for side, some in zip(sides, chosen, strict=True))
+    training, *validation = (hashes_of(_read_samples(side, some)) for side, some in zip(sides, chosen, strict=True))
     whole = sides[0].exact and len(chosen[0]) == len(sides[0].rows)
-    return duplicates(training, ({"validation": judges[0]} if judges else {}) | others, whole)
+    return duplicates(training, ({"validation": validation[0]} if validation else {}) | others, whole)
 
 
 def _read_samples(side: Looked, chosen: list[RowOf]) -> Iterator[Sample]:

@@ -191,7 +191,7 @@ def common_folder(files: Sequence[Location]) -> Location:
 
 
 def matching(pattern: str, retries: int) -> list[Location] | None:
-    """The files that a pattern (`*`, `?`, `[...]`, and `**` for any folders) stands for, in order. None for what is no pattern."""
+    """The files that a pattern (`*`, `?`, `[...]`, and `**` for any folders) stands for, in order. None for what is not a pattern."""
     if is_url(pattern):
         return _matching_remotely(pattern, retries) if any(letter in pattern for letter in "*?[") else None
     if not any(letter in pattern for letter in "*?[") or os.path.lexists(os.path.expanduser(pattern)):

@@ -27,7 +27,7 @@ class SourceFiles(NamedTuple):
 
 
 def source_files_in(path: Location, retries: int) -> SourceFiles:
-    """The data in a folder. Refused, with what is there, when it is no set or several."""
+    """The data in a folder. Refused, with what is there, when it is not a data set, or is several."""
     there = listed_below(path, retries)
     known = {below(path, file): file for file in there.files}
     for kind in (_easy_vqa, _saved_dataset, _energon_folder, _with_table, _of_one_kind, _json, _sidecars):

@@ -189,7 +189,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     owners = {i: piece for piece, i in pieces.items() if isinstance(i, int)} if isinstance(pieces, dict) else {}
     added = content.get("added_tokens") or ()
     if not isinstance(added, list | tuple) or not all(isinstance(token, dict) for token in added):
-        raise Refused(f"{folder / 'tokenizer.json'}: added_tokens is no list of objects. Download it again.")
+        raise Refused(f"{folder / 'tokenizer.json'}: added_tokens is not a list of objects. Download it again.")
     for token in added:
         text, number = token.get("content"), token.get("id")
         if owners.setdefault(number, text) != text:
