@@ -1,5 +1,6 @@
 """Where a model's weights come from: each part from its own source, and adapters merged on the way, rounded once."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from eyeline.core.errors import Refused
 from eyeline.core.randomness import torch_rng_for
 from eyeline.models.shape import build
 from eyeline.parallel.launch import machine
+from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run
 from eyeline.train.stage import model_of
-from eyeline.train.start import begin, description
-from tests.train.recipe import tiny_run
+from eyeline.train.start import begin, description, onward
+from tests.train.recipe import tiny_recipe, tiny_run
+from tests.train.test_experts import EXPERTS
 
 LORA = "{how: lora, lr: 0.02, rank: 2, alpha: 4, targets: all-linear}"
 OTHER = "{how: lora, lr: 0.02, rank: 3, alpha: 4, targets: all-linear}"
@@ -120,13 +123,53 @@ def test_weights_that_do_not_fit_are_refused_before_a_run_begins(start: Path, tm
         description(gone)
 
 
+def test_what_starts_from_a_run_of_its_own_goes_on_from_it(start: Path) -> None:
+    """The words of `onward` undo what says where the run's own weights came from: nothing is drawn or read anew."""
+    for origin in (f"model={{path: {start / 'run'}, fresh: [projector]}}", f"model.weights={{vision: {start / 'run'}}}"):
+        recipe = override(tiny_recipe(start), [origin])
+        words = onward(run_of(recipe, "tiny"), start / "run").rpartition(": ")[2]
+        model = run_of(override(recipe, shlex.split(words)), "tiny").model
+        assert (model.path, model.fresh, model.weights, model.config) == (str(start / "run"), (), {}, None)
+
+
+def test_biases_of_experts_come_with_the_language_model_of_a_run(tmp_path: Path) -> None:
+    loop.train(tiny_run(tmp_path, *EXPERTS, "stages.whole.steps=2", "stages.adapt.steps=1"))
+    source = open_bundle(tmp_path / "run").checkpoint
+    assert source is not None
+    biases = {name: x for name, x in source.load("model").items() if name.endswith("bias_E")}
+    assert any(x.any() for x in biases.values())
+    own = [*EXPERTS, "stages.whole.experts=null"]
+    for number, (origin, want) in enumerate(
+        [
+            (f"model={{path: {tmp_path / 'run'}}}", biases),
+            (f"model={{path: {tmp_path / 'run'}, fresh: [language]}}", {}),
+            (f"model.weights={{language: {tmp_path / 'run'}}}", biases),
+            (f"model.weights={{vision: {tmp_path / 'run'}}}", {}),
+        ]
+    ):
+        words = own if "weights" in origin else own[1:]
+        got = began(tiny_run(tmp_path, *words, origin, f"out={tmp_path / str(number)}"), tmp_path / str(number))
+        assert {name for name in got if name.endswith("bias_E")} == want.keys(), origin
+        assert all(torch.equal(got[name], x) for name, x in want.items())
+
+
+def test_a_setting_that_is_left_out_is_the_same_as_what_it_stands_for(start: Path, tmp_path: Path) -> None:
+    """An export states the projector's hidden width, which the recipe of its run leaves out."""
+    run = tiny_run(
+        start, f"model.weights={{projector: {start / 'run'}}}", f"out={tmp_path / 'run'}", "model.config.projector.hidden_size=16"
+    )
+    whole = dict(load(open_bundle(start / "run"), "cpu").model.named_parameters())
+    got = began(run, tmp_path / "run")
+    assert torch.equal(got["projector.up.weight"], whole["projector.up.weight"])
+
+
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("setting", "message"),
     [
         ("model.fresh=[projector]", "fresh names parts of the model in path, and there is no path"),
         ("model={path: x, weights: {language: y}}", "weights belongs to a new model"),
     ],
 )
-def test_settings_that_contradict_are_refused(tmp_path: Path, override: str, message: str) -> None:
+def test_settings_that_contradict_are_refused(tmp_path: Path, setting: str, message: str) -> None:
     with pytest.raises(Refused, match=message):
-        tiny_run(tmp_path, override)
+        tiny_run(tmp_path, setting)

@@ -77,7 +77,7 @@ def load(
         dtype=dtype,
         compute_dtype=compute_dtype,
         narrow=narrow,
-        biased=bool(state.get("expert_biases")),
+        biased=has_biases(opened),
     )
     place(plan, device)
     fill(plan, config, dict.fromkeys(plan.spec.parts, opened), keep_adapters)
@@ -95,6 +95,11 @@ def lora_of(state: Mapping[str, Any]) -> dict[Part, LoRA]:
     return {part: LoRA(**settings) for part, settings in state.get("lora", {}).items()}
 
 
+def has_biases(source: Source) -> bool:
+    """Return whether the language model of a source is a run's whose routers have biases that balance experts."""
+    return isinstance(source, Opened) and source.checkpoint is not None and bool(source.checkpoint.state.get("expert_biases"))
+
+
 def _by_source(sources: Mapping[Part, Source]) -> list[tuple[Source, list[Part]]]:
     """Each source once, with its parts in their order."""
     found: list[tuple[Source, list[Part]]] = []
@@ -107,6 +112,13 @@ def _by_source(sources: Mapping[Part, Source]) -> list[tuple[Source, list[Part]]
     return found
 
 
+SEEN_IN_SHAPES = (
+    "hidden_size",
+    "head_dim",
+    "layer_types",
+)  # settings that may be left out: tensors of the same names and shapes agree in them
+
+
 def refuse_other_parts(plan: Plan[Model], config: Config, source: Opened, parts: Collection[Part]) -> None:
     """Raise Refused where parts of the source are not what they are in the model: another setting of a part, or another shape."""
     theirs = source.bundle.config
@@ -115,11 +127,14 @@ def refuse_other_parts(plan: Plan[Model], config: Config, source: Opened, parts:
         if part not in {entry.part for entry in there.values()}:
             raise Refused(f"{source.folder} has no {part} to take weights from: it is a model of family {theirs.family}.")
         ours, other = (c.model_dump() if (c := getattr(whole, part, None)) is not None else {} for whole in (config, theirs))
-        differ = [
-            f"{name} is {other.get(name)} there and {ours.get(name)} here" for name in ours | other if ours.get(name) != other.get(name)
-        ]
         shapes = {name: entry.shape for name, entry in plan.table.items() if entry.part == part and entry.role == "weight"}
-        if not differ and shapes != {name: entry.shape for name, entry in there.items() if entry.part == part}:
+        alike = shapes == {name: entry.shape for name, entry in there.items() if entry.part == part}
+        differ = [
+            f"{name} is {other.get(name)} there and {ours.get(name)} here"
+            for name in ours | other
+            if ours.get(name) != other.get(name) and not (alike and name in SEEN_IN_SHAPES)
+        ]
+        if not differ and not alike:
             differ = ["its tensors have other names or shapes"]
         if differ:
             raise Refused(f"the {part} of {source.folder} is not the {part} of this model: {'; '.join(differ)}.")

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from eyeline.bundle.computing import choose_kernels
-from eyeline.bundle.fill import fill, lora_of
+from eyeline.bundle.fill import fill, has_biases, lora_of
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused, fitting
 from eyeline.core.plan import Plan
@@ -78,11 +78,11 @@ class StageRun:
 
 def model_of(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None, index: int) -> Plan[Model]:
     """The model of stage `index`: planned, placed, and filled. Adapters that the stage does not continue are merged on the way."""
-    saved = {} if checkpoint is None else checkpoint.state
-    plan = plan_of(run, index, home.bundle.config, biased=bool(saved.get("expert_biases")))
+    sources = sources_of(run, home, checkpoint)
+    plan = plan_of(run, index, home.bundle.config, biased=has_biases(sources["language"]))
     place(plan, here.device)
-    continued = checkpoint is not None and lora_of(saved) == adapters_of(run.stages[index])
-    fill(plan, home.bundle.config, sources_of(run, home, checkpoint), keep_adapters=continued, seed=run.seed)
+    continued = checkpoint is not None and lora_of(checkpoint.state) == adapters_of(run.stages[index])
+    fill(plan, home.bundle.config, sources, keep_adapters=continued, seed=run.seed)
     return plan
 
 

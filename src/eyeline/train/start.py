@@ -118,8 +118,8 @@ def refuse_changed_past(run: Run, home: Home, checkpoint: store.Checkpoint | Non
             was, wanted = getattr(old, length), getattr(new, length)
             if was != wanted:
                 raise Refused(
-                    f"stage {old.name} has ended, with {length}={was}; {length}={wanted} would change nothing. Leave it unchanged, "
-                    f"or start a new run from this one: model.path={home.folder}"
+                    f"stage {old.name} has ended, with {length}={was}; {length}={wanted} would change nothing. Leave it unchanged. "
+                    f"{onward(run, home.folder)}"
                 )
 
 
@@ -176,6 +176,7 @@ def onward(run: Run, folder: Path) -> str:
     number = next(n for n in itertools.count(2) if not folder.with_name(f"{folder.name}-{n}").exists())
     words = [f"out={folder.with_name(f'{folder.name}-{number}')}", f"model.path={folder}"]
     words += [f"model.{name}=null" for name in ("config", "template", "tokenizer") if getattr(run.model, name) is not None]
+    words += ["model.fresh=[]"] * bool(run.model.fresh) + ["model.weights={}"] * bool(run.model.weights)
     stages = " (after removing the stages that have ended from the recipe)" if len(run.stages) > 1 else ""
     return f"To start a new run from these weights, add to the command{stages}: {shlex.join(words)}"
 
