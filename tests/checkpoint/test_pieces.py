@@ -86,6 +86,27 @@ def test_a_piece_that_is_missing_or_written_twice_is_a_defect(tmp_path: Path) ->
     assert store.newest(tmp_path) is None, "nothing that is not whole is ever committed"
 
 
+def test_shares_of_some_writers_or_of_two_dtypes_are_a_defect(tmp_path: Path) -> None:
+    first, second = cut({"matrix": TENSORS["matrix"]}, 2, 0)
+    draft = store.start_draft(tmp_path / "some", "run", 1)
+    share = store.write(draft, {"model": whole({"vector": TENSORS["vector"]})}, 0, 2)
+    with pytest.raises(AssertionError, match="1 shares, which are not those of all writers"):
+        store.commit(draft, [share], {})
+    with pytest.raises(AssertionError, match="matrix has two shapes or dtypes"):
+        saved(tmp_path / "two", [first, [piece._replace(local=piece.local.bfloat16()) for piece in second]])
+
+
+def test_a_fixed_set_that_is_shared_out_anew_is_written_anew(tmp_path: Path) -> None:
+    """A run may be resumed on as many writers that hold other parts."""
+    for step, dim in enumerate((0, 0, 1)):
+        draft = store.start_draft(tmp_path, "run", step, {"frozen": "stage 0"})
+        held = cut({"matrix": TENSORS["matrix"]}, 2, dim)
+        store.commit(draft, [store.write(draft, {"frozen": pieces}, n, 2) for n, pieces in enumerate(held)], {})
+        assert torch.equal(store.verify(draft.target).load("frozen")["matrix"], TENSORS["matrix"])
+        links = {path.stat().st_nlink for path in draft.target.glob("frozen-*")}
+        assert links == ({2} if step == 1 else {1})
+
+
 def test_a_missing_file_of_one_writer_is_damage(tmp_path: Path) -> None:
     found = saved(tmp_path, cut(TENSORS, 2, 0))
     (found.folder / "model-00002-of-00002.safetensors").unlink()

@@ -104,6 +104,8 @@ def test_numbers_booleans_and_texts_are_not_converted(recipe: dict[str, Any]) ->
         ),
         (["stages.all.batch.max_token=8"], "stages.all.batch.max_token: there is no such setting. Did you mean 'max_tokens'?"),
         (["stages.all.schedule=cosine"], "stages.all.schedule: got 'cosine', wanted a mapping, such as {kind: cosine}"),
+        (["model.weights={vision: null}"], "model.weights.vision: got null, wanted text, such as runs/first"),
+        (["stages.all.trains.vision=null"], "stages.all.trains.vision: got null, wanted a mapping, such as {how: full, lr: 1.0e-3}"),
         (["stages.all.optimizer.betas=[0.9]"], "stages.all.optimizer.betas.1 is missing; wanted a number"),
         (["stages.all.optimizer.betas=[0.9, 0.9, 0.9]"], "stages.all.optimizer.betas: got 3 values, wanted 2"),
         (["stages.all.steps=null"], "stages.all: neither steps nor epochs is given. Give one of them, such as stages.all.steps=1000"),

@@ -14,6 +14,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.randomness import torch_rng_for
 from eyeline.models.shape import build
 from eyeline.parallel.launch import machine
+from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run
 from eyeline.train.stage import model_of
@@ -118,6 +119,9 @@ def test_weights_that_do_not_fit_are_refused_before_a_run_begins(start: Path, tm
         Refused, match=rf"the vision of .*run is not the vision of this model: layers is {layers} there and {layers + 1} here"
     ):
         description(run)
+    marked = tiny_run(start, f"model.weights={{language: {start / 'run'}}}", "model.template=qwen2.5")
+    (line,) = (line for line in settings_problems(marked) if "tokenizer" in line)
+    assert line.endswith("the language model has 300 rows; leave template out, or use the tokenizer that belongs to the model")
     gone = run.model_copy(update={"model": own.model.model_copy(update={"weights": {"language": str(tmp_path / "nothing")}})})
     with pytest.raises(Refused, match="nothing"):
         description(gone)

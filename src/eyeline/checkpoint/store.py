@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
 from eyeline.checkpoint.pieces import Box, Piece, TensorFiles, covers, offsets_of, reading
@@ -113,7 +114,8 @@ class Share:
 
     files: Mapping[str, Written]
     fixed: Mapping[str, str]  # file -> its word
-    boxes: Sequence[tuple[str, tuple[int, ...], Box]]  # of each piece: its tensor, the tensor's shape, and the part of it
+    boxes: Sequence[tuple[str, tuple[int, ...], torch.dtype, Box]]  # of each piece: its tensor, the tensor's shape, its dtype, and the part
+    writers: int = 1  # as many shares make the checkpoint
 
 
 def save(
@@ -178,17 +180,19 @@ def write(draft: Draft, files: Mapping[str, Sequence[Piece]], writer: int = 0, w
         for file, tensors in local.items()
     }
     words = {file: draft.words[name] for file, name in zip(local, files, strict=True) if name in draft.words}
-    return Share(written, words, [(piece.name, piece.shape, piece.box) for pieces in files.values() for piece in pieces])
+    boxes = [(piece.name, piece.shape, piece.local.dtype, piece.box) for pieces in files.values() for piece in pieces]
+    return Share(written, words, boxes, writers)
 
 
 def commit(draft: Draft, shares: Sequence[Share], state: dict[str, Any], best: bool = False) -> None:
     """Bind what all writers have written to one checkpoint. Raises StorageFailed."""
     boxes: dict[str, list[Box]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape, box in (one for share in shares for one in share.boxes):
-        assert shapes.setdefault(name, shape) == shape, f"{name} has two shapes"
+    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    assert {share.writers for share in shares} == {len(shares)}, f"{len(shares)} shares, which are not those of all writers"
+    for name, shape, dtype, box in (one for share in shares for one in share.boxes):
+        assert kinds.setdefault(name, (shape, dtype)) == (shape, dtype), f"{name} has two shapes or dtypes"
         boxes.setdefault(name, []).append(box)
-    for name, shape in shapes.items():
+    for name, (shape, _) in kinds.items():
         assert covers(shape, boxes[name]), f"{name}: not every number of it is in exactly one of {len(boxes[name])} pieces"
     state_text = json.dumps(state, allow_nan=False, indent=1) + "\n"
     assert json.loads(state_text) == state, "state must be plain JSON: string keys, lists and no tuples"
@@ -212,7 +216,9 @@ def _same_file(file: str, word: str, header: bytes, earlier: Sequence[tuple[Path
             continue
         try:
             with open(folder / file, "rb") as opened:
-                assert opened.read(len(header)) == header, f"{file} is fixed for {word!r}, but its names or shapes changed"
+                if opened.read(len(header)) != header:  # the same set, shared out among its writers in another way
+                    assert "-of-" in file, f"{file} is fixed for {word!r}, but its names or shapes changed"
+                    continue
             if sha256_of(folder / file) == manifest.files[file].sha256:
                 return folder / file, manifest.files[file]
         except OSError:

@@ -244,7 +244,8 @@ def _article(annotation: Any) -> str:
 
 def _such_as(place: _Place) -> str:
     *above, last = place.path or ("",)
-    example = "{path: my.json}" if above[-1:] == ["sources"] else _EXAMPLES.get(last)
+    of = {"sources": "{path: my.json}", "weights": "runs/first"}  # elements of these, whatever they are called
+    example = of.get(above[-1] if above else "", _EXAMPLES.get(last))
     return f", such as {example}" if example else ""
 
 

@@ -255,9 +255,12 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
         plan = shape(bundle.config, trains={})
         spec = plan.spec
         if encoder.vocabulary > spec.vocab_size:
+            raised = f"raise language.vocab_size to {encoder.vocabulary}, or "
+            if "language" in run.model.weights:  # whose embedding has the rows that it has
+                raised = "leave template out, or " if run.model.template is not None else ""
             yield (
                 f"model: the tokenizer gives ids up to {encoder.vocabulary - 1}, and the language model has {spec.vocab_size} rows; "
-                f"raise language.vocab_size to {encoder.vocabulary}, or use the tokenizer that belongs to the model"
+                f"{raised}use the tokenizer that belongs to the model"
             )
         for index, stage in enumerate(run.stages):
             yield from _stage_problems(f"stages.{stage.name}", stage, plan)
