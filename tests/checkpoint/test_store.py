@@ -334,9 +334,10 @@ def test_a_fixed_set_is_written_anew_when_its_word_or_run_changes(tmp_path: Path
     assert inode(third) != inode(second)
 
 
-def test_a_damaged_fixed_file_does_not_spread(tmp_path: Path, frozen: dict[str, Tensor], capsys: Capture) -> None:
+@pytest.mark.parametrize("where", [0.0, 0.9])
+def test_a_damaged_fixed_file_does_not_spread(tmp_path: Path, frozen: dict[str, Tensor], capsys: Capture, where: float) -> None:
     first = save_frozen(tmp_path, 1, frozen)
-    flip(0.9)(first / "frozen.safetensors")
+    flip(where)(first / "frozen.safetensors")
     second = save_frozen(tmp_path, 2, frozen)
     assert "frozen.safetensors is damaged or cannot be read; it is written anew" in capsys.readouterr().err
     assert torch.equal(store.verify(second).load("frozen")["tower"], frozen["tower"])

@@ -215,15 +215,17 @@ def _same_file(file: str, word: str, header: bytes, earlier: Sequence[tuple[Path
         if manifest.fixed.get(file) != word:
             continue
         try:
+            intact = sha256_of(folder / file) == manifest.files[file].sha256
             with open(folder / file, "rb") as opened:
-                if opened.read(len(header)) != header:  # the same set, shared out among its writers in another way
-                    assert "-of-" in file, f"{file} is fixed for {word!r}, but its names or shapes changed"
-                    continue
-            if sha256_of(folder / file) == manifest.files[file].sha256:
-                return folder / file, manifest.files[file]
+                alike = opened.read(len(header)) == header
         except OSError:
-            pass
-        warn(f"{folder / file} is damaged or cannot be read; it is written anew.")
+            intact = alike = False
+        if intact and alike:
+            return folder / file, manifest.files[file]
+        if not intact:
+            warn(f"{folder / file} is damaged or cannot be read; it is written anew.")
+        else:  # several writers may share out the same set in another way
+            assert "-of-" in file, f"{file} is fixed for {word!r}, but its names or shapes changed"
     return None
 
 
