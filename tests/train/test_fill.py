@@ -167,6 +167,11 @@ def test_a_setting_that_is_left_out_is_the_same_as_what_it_stands_for(start: Pat
     assert torch.equal(got["projector.up.weight"], whole["projector.up.weight"])
 
 
+def test_the_order_of_fresh_parts_is_no_difference(tmp_path: Path) -> None:
+    runs = [tiny_run(tmp_path, f"model={{path: x, fresh: {parts}}}") for parts in ("[projector, vision]", "[vision, projector, vision]")]
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

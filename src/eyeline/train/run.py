@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.files import make_folder, write_atomically
-from eyeline.core.plan import Part
+from eyeline.core.plan import PARTS, Part
 from eyeline.core.problems import lines_of
 from eyeline.core.settings import NotNegative, NotNegativeFloat, PathText, Positive, PositiveFloat, Settings
 from eyeline.core.user_code import anchored, content_of, digest_of, files_of, is_code, with_files
@@ -107,6 +107,11 @@ class Model(Settings):
     )  # with config: part -> the model folder or run that it starts from; others are random
     template: str | None = None  # chat template of a model of the given shape; a folder (path, or weights.language) brings its own
     tokenizer: PathText | None = None  # folder of its tokenizer; without one, weights.language's, or a BPE trained on the recipe's texts
+
+    @field_validator("fresh")
+    @classmethod
+    def _in_order(cls, value: tuple[Part, ...]) -> tuple[Part, ...]:
+        return tuple(part for part in PARTS if part in value)  # a set: another order is no other recipe
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":
