@@ -18,7 +18,16 @@ from eyeline.bundle.importing import import_model
 from eyeline.core.errors import Refused, TooManyRejects
 from eyeline.data.report.report import QUICK
 from eyeline.data.text.templates import TEMPLATES
-from eyeline.recipes.check import check, evaluation_warnings, folder_problems, look, refuse_problems, settings_problems, untrained_tokens
+from eyeline.recipes.check import (
+    check,
+    evaluation_warnings,
+    findings,
+    folder_problems,
+    look,
+    refuse_problems,
+    settings_problems,
+    untrained_tokens,
+)
 from eyeline.recipes.read import run_of
 from eyeline.train.loop import train
 from eyeline.train.run import to_yaml
@@ -452,3 +461,21 @@ def test_a_conversation_longer_than_the_models_positions_is_rejected(eyeline: Co
     assert "overlong: drop_turns" in done.out
     trained = eyeline("train", "tiny.yaml", *(f"stages.{n}.data.overlong=drop_turns" for n in (0, 1)))
     assert trained.code == 0, trained.err
+
+
+@pytest.mark.parametrize(
+    ("trains", "words"),
+    [
+        ("{language: {how: full, lr: 0.01}}", ["the vision starts from random weights and is never trained", "the projector starts"]),
+        (
+            "{vision: {how: lora, lr: 0.01, rank: 2, alpha: 2, targets: all-linear}, projector: {how: full, lr: 0.01}}",
+            ["the vision starts from random weights and is only adapted", "the language starts from random weights and is never trained"],
+        ),
+    ],
+)
+def test_a_random_part_that_no_stage_trains_is_warned_of(tmp_path: Path, trains: str, words: list[str]) -> None:
+    run = tiny_run(tmp_path, f"stages.0.trains={trains}", f"stages.1.trains={trains}")
+    said = [line.text for line in findings(run) if line.warns]
+    assert len(said) == len(words)
+    assert all(any(word in line for line in said) for word in words)
+    assert not [line for line in findings(tiny_run(tmp_path)) if line.warns]

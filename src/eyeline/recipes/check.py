@@ -41,7 +41,7 @@ from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, Stage
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.start import description, refuse_another_recipe, refuse_changed_data
-from eyeline.train.trainable import checkpointed, memory_of, plan_of
+from eyeline.train.trainable import checkpointed, memory_of, plan_of, trained_in_full
 
 
 class Finding(NamedTuple):
@@ -106,7 +106,9 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
         print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
         found += data_problems(stage, report)
     console.rule(characters="-")
-    asked = [line.text for line in settings if line.warns and line.text.startswith("evaluation: ")]  # a stage's are in its report
+    asked = [
+        line.text for line in settings if line.warns and line.text.startswith(("evaluation: ", "model: "))
+    ]  # a stage's are in its report
     for line in (*device.warnings, *untrained_tokens(run, bundle), *evaluation_warnings(run), *asked):
         _say(console, f"warning: {line}")
     _say(console, _problem_list(run.name, found) if found else f"{run.name}: no problems")
@@ -236,10 +238,24 @@ def settings_problems(run: Run) -> Iterator[str]:
 
 
 def findings(run: Run) -> Iterator[Finding]:
-    """The same, and what the sources are warned of."""
+    """The same, and what to warn of: of the model, and of the sources."""
+    yield from (Finding(line, warns=True) for line in _untrained_parts(run))
     of_sources = [*_source_findings(run)]
     yield from (line for line in of_sources if line.warns)
     yield from map(Finding, _settings_problems(run, [line.text for line in of_sources if not line.warns]))
+
+
+def _untrained_parts(run: Run) -> Iterator[str]:
+    """Parts that start from random weights and that no stage trains in full."""
+    if run.model.config is not None:
+        random = [part for part in spec_of(run.model.config).parts if part not in run.model.weights]
+    else:
+        random = list(run.model.fresh)
+    trained = trained_in_full(run.stages)
+    for part in random:
+        if part not in trained:
+            how = "is only adapted" if any(part in stage.trains for stage in run.stages) else "is never trained"
+            yield f"model: the {part} starts from random weights and {how}. Train it with how: full in a stage, or give it weights"
 
 
 def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:

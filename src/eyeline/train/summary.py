@@ -33,6 +33,8 @@ def stage_record(run: Run, index: int, steps: int, rows: Sequence[Row], reader: 
         "epochs": stage.epochs,
         "family": bundle.config.family,
         "model": run.model.path,
+        "fresh": list(run.model.fresh),
+        "weights": dict(run.model.weights),
         "template": bundle.template,
         "parts": [{"part": row.part, "parameters": row.parameters, "trained": row.trained, "how": row.how, "lr": row.lr} for row in rows],
         "sources": [_source(*one) for one in zip(reader.training.index.sources, training, held, strict=True)],
