@@ -846,8 +846,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "checkpoint/store.py",
-            "if sha256_of(folder / file) == manifest.files[file].sha256:",
-            "if True:",
+            "intact = sha256_of(folder / file) == manifest.files[file].sha256",
+            "intact = True",
             "checkpoint/test_store.py::test_a_damaged_fixed_file_does_not_spread",
         ),
         (

@@ -579,8 +579,11 @@ def piped_command(*arguments: str, session: bool = False) -> tuple[Forked, TextI
 
 
 def commands_of_children(process: int) -> list[str]:
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return [path.read_text() for child in children if (path := Path(f"/proc/{child}/cmdline")).exists()]
+    commands = []
+    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
+            commands.append(Path(f"/proc/{child}/cmdline").read_text())
+    return commands
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the worker's process there")
