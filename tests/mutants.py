@@ -675,7 +675,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "models/shape.py",
             "requires_grad=entry.trains",
             "requires_grad=True",
-            "train/test_trainable.py::test_all_that_trains_changes_and_nothing_else",
+            "models/test_shape.py::test_every_tensor_has_one_entry_that_fits_it",
         ),
         (
             "models/shape.py",
