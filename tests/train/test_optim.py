@@ -46,6 +46,7 @@ def test_decay_spares_norms_biases_and_embeddings() -> None:
     spared = {name for name, decays in decayed.items() if not decays}
     assert {"language.embed.weight", "vision.positions.weight"} < spared
     assert all(made.get_parameter(name).ndim == 1 for name in spared - {"language.embed.weight", "vision.positions.weight"})
+    assert {name for name in decayed if made.get_parameter(name).ndim == 1} < spared
     assert decayed["language.head.weight"]
     assert decayed["vision.embed.weight"]  # the patch embedding is a linear layer
 
