@@ -154,7 +154,7 @@ def start_draft(folder: Path, run: str, step: int, fixed: Mapping[str, str] | No
     """Make the folder of a new checkpoint. See `save`. Raises StorageFailed."""
     draft = Draft(folder, run, step, uuid.uuid4().hex[:8], _manifests(folder, run), dict(fixed or {}))
     try:
-        folder.mkdir(exist_ok=True)  # not the run's folder above it: without the rest of a run nobody could use what is saved
+        folder.mkdir(exist_ok=True)  # not the run's folder above it: without the rest of a run, what is saved is of no use
         draft.beside.mkdir()
     except OSError as error:
         raise storage_failed("create", draft.beside, error) from error

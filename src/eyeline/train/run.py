@@ -111,7 +111,7 @@ class Model(Settings):
     @field_validator("fresh")
     @classmethod
     def _in_order(cls, value: tuple[Part, ...]) -> tuple[Part, ...]:
-        return tuple(part for part in PARTS if part in value)  # a set: another order is no other recipe
+        return tuple(part for part in PARTS if part in value)  # a set: the recipe is the same in any order
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":

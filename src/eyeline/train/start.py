@@ -207,12 +207,12 @@ def description(run: Run) -> Bundle:
         return bundle
     config = run.model.config
     assert config is not None, "Model has path or config"
+    opened = {folder: open_bundle(Path(folder)) for folder in dict.fromkeys(run.model.weights.values())}
     for part, folder in run.model.weights.items():
         if part not in (parts := models.spec(config).parts):
             raise Refused(f"weights names {part}, and the model has {', '.join(parts)}")
-        refuse_other_parts(shape(config, trains={}), config, open_bundle(Path(folder)), [part])
-    language = run.model.weights.get("language")
-    given = None if language is None else open_bundle(Path(language)).bundle
+        refuse_other_parts(shape(config, trains={}), config, opened[folder], [part])
+    given = opened[run.model.weights["language"]].bundle if "language" in run.model.weights else None
     template = template_named(run.model.template or (given.template if given else ""))
     image = models.spec(config).image
     if given is not None and run.model.tokenizer is None:
