@@ -40,7 +40,11 @@ LANGUAGE = {
     **{"vocab_size": 512, "hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 64},
     **{"max_positions": 512, "tie_embeddings": True},
 }
-STAGE = {"name": "tune", "trains": {"projector": {"how": "full", "lr": 1e-3}}, "steps": 1, "batch": {"max_tokens": 512, "max_patches": 512}}
+PARTS = ("vision", "projector", "language")
+STAGE = {
+    **{"name": "tune", "steps": 1, "batch": {"max_tokens": 512, "max_patches": 512}},
+    "trains": {part: {"how": "full", "lr": 1e-3} for part in PARTS},
+}
 
 
 def main(target: Path) -> None:
