@@ -24,7 +24,7 @@ IMPORT_EXAMPLE = (
 
 app = typer.Typer(
     name="eyeline",
-    help="Trains vision-language models in plain PyTorch. With --debug, an error shows where it came from.",
+    help="Trains vision-language models in plain PyTorch. With --debug, an error prints its traceback.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -116,7 +116,7 @@ def prepare(
     stage: Annotated[
         str | None, typer.Option(help="The stage to prepare, by name or number; needed where the recipe has several.", show_default=False)
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs whose plan is stored; images and text are stored once.")] = 1,
+    epochs: Annotated[int, typer.Option(min=1, help="The number of epochs whose plan is stored; images and text are stored once.")] = 1,
     resize: Annotated[
         int | None,
         typer.Option(
@@ -374,11 +374,14 @@ def main() -> None:
         said = out_of_memory(error)
         if debug or said is None:
             raise
-        _end(f"this does not fit into memory ({said}). Use a machine with more of it, or a smaller model", OutOfMemory.code)
+        _end(f"this does not fit into memory ({said}). Use a machine with more memory, or a smaller model", OutOfMemory.code)
     except PermissionError as error:  # of a path that was given, by whatever looks at it first
         if debug:
             raise
-        _end(f"{error.filename}: {error.strerror}. Give whoever runs this the right to it, or give another path", StorageFailed.code)
+        _end(
+            f"{error.filename}: {error.strerror}. Give the user who runs this permission to use it, or give another path",
+            StorageFailed.code,
+        )
 
 
 def _end(message: str, code: int) -> None:

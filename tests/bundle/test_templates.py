@@ -136,7 +136,7 @@ def test_templates_are_found_wherever_a_folder_has_them(name: str, tmp_path: Pat
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(content | {"chat_template": value}))
     assert open_bundle(tmp_path / "m").bundle.template == "qwen2.5"
-    assert ("'chat' is taken (qwen2.5)" in capsys.readouterr().out) == ("unknown" in name)
+    assert ("'chat' is used (qwen2.5)" in capsys.readouterr().out) == ("unknown" in name)
 
 
 @pytest.mark.parametrize("file", ["chat_template.jinja", "additional_chat_templates/chat.jinja"])

@@ -155,7 +155,7 @@ def test_a_later_format_is_refused_and_not_skipped(tmp_path: Path, monkeypatch: 
     save(save_path, 2)
     monkeypatch.undo()
     shutil.move(next(save_path.iterdir()), tmp_path)
-    with pytest.raises(Refused, match="format version 2; this Eyeline knows 1"):
+    with pytest.raises(Refused, match="format version 2; this Eyeline reads 1"):
         store.newest(tmp_path)
 
 

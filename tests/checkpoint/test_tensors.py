@@ -350,8 +350,8 @@ def test_an_untied_model_refuses_a_checkpoint_without_a_head(tmp_path: Path) -> 
 MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (lambda t: t.pop("conv.weight"), r"missing: conv\.weight"),
     "block missing": (lambda t: t.pop("model.layers.11.self_attn.q_proj.weight"), r"missing: model\.layers\.11"),
-    "block too many": (lambda t: t.update({"model.layers.12.self_attn.q_proj.weight": torch.zeros(2, 2)}), r"not known: model\.layers\.12"),
-    "unknown": (lambda t: t.update({"vision.weight": torch.zeros(1)}), r"not known: vision\.weight"),
+    "block too many": (lambda t: t.update({"model.layers.12.self_attn.q_proj.weight": torch.zeros(2, 2)}), r"unknown: model\.layers\.12"),
+    "unknown": (lambda t: t.update({"vision.weight": torch.zeros(1)}), r"unknown: vision\.weight"),
     "near miss": (lambda t: t.update({"con.weight": t.pop("conv.weight")}), r"Did you mean 'con\.weight'"),
     "shape": (lambda t: t.update({"lm_head.weight": torch.zeros(4, 3)}), r"lm_head\.weight is \[4, 3\], wanted \[4, 2\]"),
     "their layout": (lambda t: t.update({"conv.weight": torch.zeros(5, 12)}), r"conv\.weight is \[5, 12\], wanted \[5, 3, 2, 2\]"),
@@ -378,7 +378,7 @@ def test_declared_leftovers_are_dropped_and_nothing_else(tmp_path: Path) -> None
     stored = theirs() | {"text.layers.0.weight": torch.zeros(1), "logit_scale": torch.zeros(())}
     write_folder(tmp_path, stored.items())
     load_into(ours(), tmp_path, RULES, dropped=("text.**", "logit_scale"))
-    with pytest.raises(Refused, match=r"not known: text\.layers\.0\.weight\. "):
+    with pytest.raises(Refused, match=r"unknown: text\.layers\.0\.weight\. "):
         load_into(ours(), tmp_path, RULES, dropped=("text.*", "logit_*"))
 
 
@@ -474,7 +474,7 @@ FUSED_MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "an expert too many": (
         lambda t: t.update({"layers.1.experts.3.down": torch.zeros(NARROW, WIDE)}),
-        r"not known: layers\.1\.experts\.3\.down\. ",
+        r"unknown: layers\.1\.experts\.3\.down\. ",
     ),
     "a fused tensor gone": (lambda t: t.pop("layers.10.qkv"), r"missing: layers\.10\.qkv\. "),
     "a fused tensor cut": (lambda t: t.update({"layers.0.qkv": torch.zeros(4, NARROW)}), r"layers\.0\.qkv is \[4, 4\], wanted \[8, 4\]"),

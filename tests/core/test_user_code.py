@@ -25,7 +25,7 @@ def test_only_a_file_and_a_function_name_code() -> None:
         ("import nowhere_at_all", 1, "ModuleNotFoundError: No module named 'nowhere_at_all'. Code .* imports installed packages alone"),
         ("\nimport sys\nsys.exit(3)", 3, "SystemExit: 3"),
         ("def help():\n    1 / 0\n\nhelp()", 2, "ZeroDivisionError: division by zero"),
-        ("\ndef read(row, more): ...", 2, r"read cannot be called as it will be: missing .* 'more'\. Wanted: def read\(row\)"),
+        ("\ndef read(row, more): ...", 2, r"read does not take the arguments that it gets: missing .* 'more'\. Wanted: def read\(row\)"),
     ],
 )  # fmt: skip
 def test_code_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, text: str, line: int, said: str) -> None:

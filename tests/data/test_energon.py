@@ -212,7 +212,7 @@ WRONG: dict[str, tuple[Callable[[list[int]], Any], str]] = {
     "the end is missing": (lambda o: o[:-1], "the archive continues at byte"),
     "a sample is missing": (
         lambda o: [*o[:3], *o[4:]],
-        "sample . (starts at byte .* and not where it|of the archive starts elsewhere)",
+        "sample . (starts at byte .* and not where the index|of the archive starts elsewhere)",
     ),
     "a sample too many": (lambda o: [*o[:3], o[3] - 512, *o[3:]], "sample 3 starts at byte"),
     "at the second member, inside of a run": (lambda o: [*o[:3], o[4] - 1024, *o[4:]], "sample 3 starts at byte"),

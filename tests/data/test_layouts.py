@@ -160,7 +160,7 @@ def test_most_rows_decide_and_of_equals_the_order(opened) -> None:
     assert rows.layout.name == "llava"
     assert (
         rows.layout.why
-        == "JSON list; row 1 has conversations; 2 of the first 3 rows do; captions would fit too: layout: NAME chooses; not read: caption"
+        == "JSON list; row 1 has conversations; 2 of the first 3 rows do; captions would fit too (set layout: NAME); not read: caption"
     )
     assert opened([caption, caption, talk]).layout.name == "captions"
     assert opened([talk | caption] * 2).layout.name == "llava"

@@ -133,7 +133,7 @@ def test_a_folder_that_energon_prepared(tmp_path: Path) -> None:
         "split_parts: {train: [../0.tar]}": "do not exist",
         "split_parts: {val: [0.tar]}": "does not list the archives to train on",
         "split_parts: {train: 0.tar}": "does not list",
-        "exclude: [0.tar/k]\nsplit_parts: {train: [0.tar]}": "exclude names more than archives",
+        "exclude: [0.tar/k]\nsplit_parts: {train: [0.tar]}": "exclude names files that split_parts does not list",
         "{": "does not list",
     }.items():
         (meta / "split.yaml").write_text(text)
@@ -263,7 +263,7 @@ def test_keys_with_dots_are_samples_of_their_own(tmp_path: Path, name: str) -> N
 def test_two_members_that_would_be_one_are_both_named(tmp_path: Path) -> None:
     archive(tmp_path / "x.tar", [*DOTS["two texts"][0], ("z.jpg", encoded(0)), ("z.txt", "z")])
     [bad] = [found.message for _, _, found in opened(tmp_path / "x.tar").kept_rows() if isinstance(found, BadSample)]
-    assert "'a.0.json' and 'a.1.json' have one key" in bad and "without dots" in bad
+    assert "'a.0.json' and 'a.1.json' have the same key" in bad and "without dots" in bad
 
 
 def test_columns_of_keys_with_dots(tmp_path: Path) -> None:

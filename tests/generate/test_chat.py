@@ -202,7 +202,7 @@ def test_too_long_message_is_refused_with_its_size(talk: Talk, image: Path) -> N
     written = said(talk, long, f"/image {image}", long, "/new", "what is it?")
     first, second = (line for line in written.splitlines() if "this message alone has" in line)
     assert first.endswith(" tokens, and the model's context holds 64, answer included. Shorten it.")
-    assert second.endswith("Shorten it, or show fewer or smaller images (/new forgets those that wait).")
+    assert second.endswith("Shorten it, or show fewer or smaller images (/new drops those that wait).")
     assert exchanges(talk) == ["what is it?"]
 
 
@@ -249,5 +249,5 @@ def test_path_in_place_of_a_command_is_explained(talk: Talk, image: Path) -> Non
 
 def test_checkpoint_is_of_runs_only(bundle: Bundle, model: llava.Model, tmp_path: Path) -> None:
     export(bundle, model, tmp_path / "out")
-    with pytest.raises(Refused, match="is not a run folder: it has no checkpoints to choose best of"):
+    with pytest.raises(Refused, match="is not a run folder, so it has no best checkpoint"):
         chat(tmp_path / "out", images=[], ask="what?", sampling=SAMPLING, checkpoint="best")

@@ -395,7 +395,7 @@ def test_unreadable_folder_is_named(eyeline: Command, tmp_path: Path, words: tup
     monkeypatch.setattr(os, "stat", refuse)
     done = eyeline(*(word.format(closed + "/in") for word in words))
     assert done.code == 5
-    assert re.fullmatch(rf"eyeline: {closed}/in.*: Permission denied\. Give whoever runs this the right to it, or .*\n", done.err)
+    assert re.fullmatch(rf"eyeline: {closed}/in.*: Permission denied\. Give the user who runs this permission to use it, or .*\n", done.err)
 
 
 def test_debug_shows_the_traceback(eyeline: Command) -> None:

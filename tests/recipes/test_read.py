@@ -80,7 +80,7 @@ def test_null_survives_too() -> None:
         ("stages.0.batch=5", ["stages.shapes.batch: got 5, wanted a mapping, such as {max_tokens: 8192, max_patches: 8192}"]),
         ("stages.0.data.sources=my.json", ["got 'my.json', wanted a list of mappings, such as [{path: my.json}]"]),
         ("stages.0.data.sources=[my.json]", ["stages.shapes.data.sources.0: got 'my.json', wanted a mapping, such as {path: my.json}"]),
-        ("epochs=3", ["epochs: there is no such setting here. It is a setting of another place: stages.NAME.epochs"]),
+        ("epochs=3", ["epochs: there is no such setting here. It belongs elsewhere: stages.NAME.epochs"]),
         ("steps=3", ["steps: there is no such setting here. Did you mean stages.shapes.steps or stages.all.steps?"]),
         ("data.workers=3", ["data: there is no such setting here. Did you mean stages.shapes.data or stages.all.data?"]),
         ("lr=1", ["Did you mean stages.shapes.trains.vision.lr or", "or another?"]),

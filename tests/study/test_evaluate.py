@@ -31,11 +31,11 @@ def test_evaluation_questions_trained_on_are_counted(run: Path) -> None:
     assert 0 < found.also_learned == len(learned) < len(rows)
     assert found.given == sum(len(row["conversations"]) == 4 for row in rows)
     said = "\n".join(remarks(found))
-    assert f"{found.also_learned} of {len(rows)} questions are trained on, too" in said
-    assert f"earlier answers ({found.given}) were given, not asked" in said
+    assert f"{found.also_learned} of {len(rows)} questions are also trained on" in said
+    assert f"{found.given} earlier answers were given as context" in said
     page = write_report(run).read_text()
     assert "exact match, questions partly trained on" in page
-    assert f"{found.also_learned} of {len(rows)} questions are trained on, too" in page
+    assert f"{found.also_learned} of {len(rows)} questions are also trained on" in page
 
 
 def test_a_run_of_an_earlier_format_is_refused_in_one_message(run: Path, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_pipe_whose_reader_ends_does_not_end_the_run(tmp_path: Path) -> None:
     ended = subprocess.run(command, env=env, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (ended.returncode, done_steps(tmp_path)) == (0, 8), ended.stderr
-    assert ended.stderr == "warning: standard output is lost (Broken pipe); the command continues without it\n"
+    assert ended.stderr == "warning: standard output cannot be written (Broken pipe); the command continues without it\n"
     assert (tmp_path / "run" / "report.html").exists()
 
 

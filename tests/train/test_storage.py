@@ -64,7 +64,11 @@ def test_a_disk_that_fills_up_at_any_moment_of_a_run(tmp_path: Path) -> None:
             errno.ENOSPC,
             r" \(7 bytes\): No space left on device; [\d,]+ bytes are free there\. Make room or choose another folder\.$",
         ),
-        ("write", errno.EACCES, r" \(7 bytes\): Permission denied\. Give whoever runs this the right to it, or choose another folder\.$"),
+        (
+            "write",
+            errno.EACCES,
+            r" \(7 bytes\): Permission denied\. Give the user who runs this permission to use it, or choose another folder\.$",
+        ),
         ("write", errno.ENOENT, r" \(7 bytes\): No such file or directory\. Choose another folder\.$"),
         ("read", errno.EMFILE, r": Too many open files\. Allow more open files: ulimit -n 4096\.$"),
         ("read", errno.ENOENT, r": No such file or directory\. Put it back, or give another path\.$"),

@@ -117,7 +117,7 @@ def test_check_tells_every_fault_of_code_with_its_line(recipe: Path, tmp_path: P
     (tmp_path / "metric.py").write_text("\ndef score(prediction): ...")
     said = [line.text for line in findings(read_recipe(str(recipe)))]
     rows = r"rows.py:read makes a sample of none of its first 20 rows. The first: .*rows\.py:2: KeyError: 'messages'"
-    assert [line for line in said if line.startswith("evaluation.metric: ") and "metric.py:2: score cannot be called" in line]
+    assert [line for line in said if line.startswith("evaluation.metric: ") and "metric.py:2: score does not take the arguments" in line]
     assert any(line.startswith("stages.whole.data: ") and re.search(rows, line) for line in said)
 
 
@@ -138,7 +138,7 @@ def test_a_metric_that_fails_stops_the_evaluation(recipe: Path, tmp_path: Path, 
 
 
 def test_two_files_of_one_name_are_refused(recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"are files of code of one name, and a run keeps copies by their names\. Rename one"):
+    with pytest.raises(Refused, match=r"are two code files with the same name, and a run keeps copies of them by name\. Rename one"):
         read_recipe(str(recipe), [f"evaluation.metric={tmp_path}/rows.py:score"])
 
 

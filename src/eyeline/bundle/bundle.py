@@ -191,7 +191,7 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
         warn_of_others(folder)
         return Opened(folder, read_description(folder / "model"), None, _checkpoint_of(folder, checkpoint))
     if checkpoint != "newest" and folder.is_dir():
-        raise Refused(f"{folder} is not a run folder: it has no checkpoints to choose {checkpoint} of. Leave --checkpoint out.")
+        raise Refused(f"{folder} is not a run folder, so it has no {checkpoint} checkpoint. Leave --checkpoint out.")
     if (folder / DESCRIPTION).exists():
         bundle = read_description(folder)
         form = mapping_of(bundle.config).PARTS
@@ -240,7 +240,10 @@ def _refuse_other_tokens(folder: Path, bundle: Bundle, form: Form) -> None:
     for name, written in ours.items():
         claimed = there.get(name)
         if "token_i" in name and written is not None and claimed is not None and claimed != written:
-            raise Refused(f"{folder / 'config.json'} has {name} {claimed}, and the template {bundle.template!r} writes {written}.")
+            raise Refused(
+                f"{folder / 'config.json'} has {name} {claimed}, and the template {bundle.template!r} writes {written}. "
+                "Take the model's own config.json."
+            )
 
 
 def _checkpoint_of(run: Path, which: Literal["newest", "best"]) -> store.Checkpoint:
@@ -250,7 +253,10 @@ def _checkpoint_of(run: Path, which: Literal["newest", "best"]) -> store.Checkpo
         case "newest":
             found, remedy = store.newest(folder, run_id, hold=True), "Train it until its first checkpoint."
         case "best":
-            found, remedy = store.best(folder, run_id, hold=True), "A best one is kept when validation_steps is set; take the newest."
+            found, remedy = (
+                store.best(folder, run_id, hold=True),
+                "Only a run with validation_steps keeps its best checkpoint; use the newest.",
+            )
         case _:
             assert_never(which)
     if found is None:
@@ -293,12 +299,13 @@ def recognised(tokenizer: "PreTrainedTokenizerBase", where: Path) -> str:
             raise Refused(f"the chat template of {where} {error}. Import the model with --template, which replaces it.") from error
         if known is not None:
             if name != next(iter(found)):
-                say(f"{where}: the chat template {name!r} is taken ({known}); {next(iter(found))!r} is not one that Eyeline knows")
+                say(f"{where}: the chat template {name!r} is used ({known}); Eyeline does not know {next(iter(found))!r}")
             return known
     fault = "is missing" if not found else "is not one that Eyeline knows"
     listed = f" ({', '.join(found)}: none)" if len(found) > 1 else ""
     raise Refused(
-        f"the chat template of {where} {fault}{listed}; it has {', '.join(TEMPLATES)}. Import the model with --template, which replaces it."
+        f"the chat template of {where} {fault}{listed}; Eyeline has {', '.join(TEMPLATES)}. Import the model with "
+        "--template, which replaces it."
     )
 
 
@@ -387,6 +394,6 @@ def _warn_if_read_otherwise(bundle: Bundle, folder: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     if theirs.encode(PROBE) != bundle.tokenizer.encode(PROBE):
         warn(
-            "transformers' AutoTokenizer splits text as its class for this model does, unlike this model's tokenizer; "
-            "load it there with PreTrainedTokenizerFast.from_pretrained."
+            "transformers' AutoTokenizer splits text by the class of the model, which differs from this model's own tokenizer; "
+            "with transformers, load the tokenizer with PreTrainedTokenizerFast.from_pretrained."
         )

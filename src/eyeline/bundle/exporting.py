@@ -66,9 +66,9 @@ def export(
         if adapter:
             (folder / "adapter").mkdir()
             _write_adapter(bundle.config, model, folder / "adapter", chosen, str(out / "base"), trained)
-    say(f"{out}: {chosen.name} form ({chosen.reason}); docs/exports.md has the lines that load and ask it")
+    say(f"{out}: {chosen.name} form ({chosen.reason}); docs/exports.md shows how to load and ask it")
     if adapter and (whole := [part for part in PARTS if part in trained and part in spec(bundle.config).parts and part != "projector"]):
-        say(f"also trained in full: {', '.join(whole)}. Load the adapter on {out / 'base'}, which holds that, and on no other base model.")
+        say(f"also trained in full: {', '.join(whole)}. Load the adapter on {out / 'base'} only, which holds those weights.")
     return chosen.name
 
 
@@ -76,8 +76,8 @@ def _refuse_biases(model: Model) -> None:
     if any(x.any() for x in biases_of(model).values()):
         raise Refused(
             "the model's experts are chosen with biases (a stage with experts: {balance: bias}), which no class of transformers has: "
-            "an export would choose others. Evaluate and chat from the run itself, or end it with a stage that has experts: "
-            "{balance: aux}, which begins without the biases and trains the model for that."
+            "an export would choose other experts. Evaluate and chat from the run itself, or end it with a stage that has experts: "
+            "{balance: aux}, which starts without biases and trains the model to do without them."
         )
 
 

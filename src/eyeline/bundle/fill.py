@@ -56,7 +56,7 @@ def fill(plan: Plan[Model], config: Config, sources: Mapping[Part, Source], keep
         if entry.role == "buffer" and name not in done:
             x.zero_()
             done.add(name)
-        assert name in done, f"{name} was filled from nowhere"
+        assert name in done, f"no source has weights for {name}"
 
 
 def load(

@@ -24,7 +24,7 @@ def local_folder(model: str, revision: str | None = None) -> Path:
         what = (
             "a GGUF file, whose weights are mostly quantised; take the safetensors checkpoint that it was made from"
             if (path.suffix == ".gguf")
-            else f"a file; give the folder that it lies in, with its config.json and tokenizer: {path.parent}"
+            else f"a file; give the folder that it is in, with its config.json and tokenizer: {path.parent}"
         )
         raise Refused(f"{model} is {what}.")
     if _NAME.fullmatch(model) is None or ".." in model:
@@ -65,10 +65,10 @@ def _fetched(model: str, revision: str | None, into: Path | None) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise Refused(f"{model} is not on this machine, and the Hub cannot be reached ({type(error).__name__}). {elsewhere}") from error
     except HfHubHTTPError as error:
-        raise Refused(f"the Hub does not give out {model}: {error}. {elsewhere}") from error
+        raise Refused(f"the Hub refused to send {model}: {error}. {elsewhere}") from error
     except HTTPError as error:  # of the HTTP client, whichever this version of the library has: the connection broke
         raise Refused(
-            f"the Hub cannot be reached for {model} ({type(error).__name__}). Try again: what came is kept. {elsewhere}"
+            f"the Hub cannot be reached for {model} ({type(error).__name__}). Try again: files that were downloaded are kept. {elsewhere}"
         ) from error
     except OSError as error:
         raise storage_failed("download into", into or Path.home(), error) from error

@@ -58,7 +58,7 @@ def import_model(
     """
     preprocessor = read_preprocessor(vision)
     if preprocessor is None:
-        warn(f"{vision} has no preprocessor_config.json; images will be prepared as SigLIP 2 does by default.")
+        warn(f"{vision} has no preprocessor_config.json; images will be resized and normalised with SigLIP 2's defaults.")
     towers, texts = read_config(vision), read_config(language)
     with about(vision):
         tower = hf.siglip2.from_hf(towers, preprocessor)
@@ -98,9 +98,9 @@ def import_whole(
     Raises Refused, and writes nothing, when the folder is not what it should be.
     """
     if (model / DESCRIPTION).exists():
-        raise Refused(f"{model} is a folder that Eyeline made, of parts. Use it as it is: train from it (model.path), or talk to it.")
+        raise Refused(f"{model} is a model of parts that Eyeline wrote. Use it as it is: train from it (model.path), or chat with it.")
     if (model / "recipe.yaml").exists() and not (model / "config.json").exists():
-        raise Refused(f"{model} is a run folder. Use it as it is: train from it (model.path), talk to it, or export it.")
+        raise Refused(f"{model} is a run folder. Use it as it is: train from it (model.path), chat with it, or export it.")
     config, form = read_shape(model)
     config = limited(config, min_pixels, max_pixels)
     weights = partial(_weights, config, form, dict.fromkeys(places(config, form), model), 0)

@@ -25,7 +25,7 @@ def stream_place(
     here = {name: x for name, x in tensors.items() if place_of(name, rules) == place}
     dropped = [pattern.rpartition("/")[2] for pattern in mapping.dropped(config, form) if pattern.rpartition("/")[0] == place]
     if others := left_out(entries_in(where), dropped):
-        say(f"{where}: not read, since Eyeline's model has no such layers: {others}. An export will lack them.")
+        say(f"{where} has tensors that are not read, since Eyeline's model has no such layers: {others}. An export will lack them.")
     yield from stream(here, where, rules_at(place, rules), dropped, only)
 
 

@@ -69,7 +69,7 @@ def transplant(
 def transplanted(tower: siglip2.Config, text: LanguageConfig, deepstack_layers: tuple[int, ...] | None = None) -> qwen3_vl.Config:
     """The config of the model that the two become. Raises Refused where they cannot."""
     if not isinstance(text, qwen3.Config):
-        raise Refused(f"the language model is of family {text.family}; Qwen3-VL's shape is made of a Qwen3, dense or of experts.")
+        raise Refused(f"the language model is of family {text.family}; Qwen3-VL's architecture needs a Qwen3, dense or MoE.")
     if tower.eps != qwen_vision.EPS:
         raise Refused(f"the tower's norms have layer_norm_eps={tower.eps}; Qwen3-VL's tower has {qwen_vision.EPS}. Use a SigLIP 2 tower.")
     vision = {

@@ -139,7 +139,7 @@ def save(
 
     Raises StorageFailed, and leaves nothing of the attempt behind.
     """
-    assert save_total_limit >= 1, "a store that keeps nothing is not asked to save"
+    assert save_total_limit >= 1, "save_total_limit is at least 1"
     draft = start_draft(folder, run, step, fixed)
     try:
         share = write(draft, files)
@@ -390,7 +390,7 @@ def _manifest_of(path: Path) -> Manifest:
         if content["sha256"] != hashlib.sha256(text.split("\n", 1)[1].removesuffix("\n}\n").encode()).hexdigest():
             raise Damaged(f"{MANIFEST} does not agree with its own digest")
         if fields["version"] != VERSION:
-            raise Refused(f"{path} has format version {fields['version']}; this Eyeline knows {VERSION}. Use the Eyeline that wrote it.")
+            raise Refused(f"{path} has format version {fields['version']}; this Eyeline reads {VERSION}. Use the Eyeline that wrote it.")
         manifest = Manifest(**(fields | {"files": {name: Written(**entry) for name, entry in fields["files"].items()}}))
     except FileNotFoundError as error:
         raise Damaged(f"{MANIFEST} is missing: the save was not finished, or the file was deleted") from error

@@ -211,7 +211,7 @@ def refuse_other_formats(folder: Path) -> None:
             f"{folder} is an adapter ({about.get('peft_type', 'of PEFT')}) for the model {base}, not a model. Merge it into that one, and "
             f"give OUT: `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {str(folder)!r}).merge_and_unload()"
             ".save_pretrained('OUT')` (AutoModelForImageTextToText for a vision-language model), with the base's tokenizer and processor "
-            "files beside it. Or start from the base itself."
+            "files copied into OUT. Or start from the base itself."
         )
     for pattern, what in OTHERS.items():
         there = sorted(path.name for path in folder.glob(pattern))
@@ -510,8 +510,8 @@ def _refuse_differences(
     if missing or unknown or wrong:
         near = "".join(nearest(name, unknown) for name in missing[:1])
         raise Refused(
-            f"the weights in {folder} do not fit the model: {_listing('missing', missing)}{_listing('not known', unknown)}"
-            f"{_listing('of another kind', wrong)}{near} Does config.json belong to these weights?"
+            f"the weights in {folder} do not fit the model: {_listing('missing', missing)}{_listing('unknown', unknown)}"
+            f"{_listing('of another shape or dtype', wrong)}{near} Does config.json belong to these weights?"
         )
     return there
 

@@ -181,7 +181,7 @@ def _remedy(verb: str, number: int | None) -> str:
         case errno.EMFILE | errno.ENFILE:
             return "Allow more open files: ulimit -n 4096."
         case errno.EACCES | errno.EPERM | errno.EROFS:
-            return "Give whoever runs this the right to it, or choose another folder."
+            return "Give the user who runs this permission to use it, or choose another folder."
         case errno.ENOENT | errno.ENOTDIR if verb == "read":
             return "Put it back, or give another path."
         case _ if verb == "read":

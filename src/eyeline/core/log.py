@@ -50,7 +50,10 @@ class Unfailing(io.FileIO):
                 self.failed = error
                 if self.fileno() == 1:
                     with suppress(OSError):
-                        os.write(2, f"warning: standard output is lost ({error.strerror}); the command continues without it\n".encode())
+                        os.write(
+                            2,
+                            f"warning: standard output cannot be written ({error.strerror}); the command continues without it\n".encode(),
+                        )
             return memoryview(data).nbytes
         return written
 

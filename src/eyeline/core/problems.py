@@ -101,7 +101,7 @@ def _unknown(place: _Place, recipe: Any, root: Any) -> str:
         return f"{here}.{close}"
     everywhere = list(_schema_paths(root))
     if found := [path for known, path in everywhere if known == name]:
-        return f"{here} here. It is a setting of another place: {_some(found)}"
+        return f"{here} here. It belongs elsewhere: {_some(found)}"
     above = ".".join(place.path[:-1]) or "The outermost level"
     typo = closest(name, [known for known, _ in everywhere], LIKENESS)
     return f"{here}.{f' Did you mean {typo!r}?' if typo else ''} {above} has {', '.join(siblings)}"

@@ -53,7 +53,7 @@ class UserFunction:
         except MemoryError:
             raise
         except OSError as error:
-            what = f"{type(error).__name__}: {error}. {self.function} is given all that it needs"
+            what = f"{type(error).__name__}: {error}. {self.function} gets all that it needs as arguments and should read no files"
             raise StorageFailed(f"{self._line_of(error)}: {what}") from error
         except (Exception, SystemExit) as error:  # whatever the user's code raises is told with its line, by row
             raise CodeFailed(f"{self._line_of(error)}: {type(error).__name__}: {error}") from error
@@ -80,7 +80,7 @@ def user_function(named: str, arguments: Sequence[str], optional: Sequence[str] 
         inspect.signature(_loaded(code)).bind(*arguments, **{name: name for name in optional if code.takes(name)})
     except (TypeError, ValueError) as error:
         line = getattr(getattr(_loaded(code), "__code__", None), "co_firstlineno", 1)
-        raise Refused(f"{file}:{line}: {function} cannot be called as it will be: {error}. Wanted: {wanted}") from error
+        raise Refused(f"{file}:{line}: {function} does not take the arguments that it gets: {error}. Wanted: {wanted}") from error
     return code
 
 

@@ -66,7 +66,7 @@ class Result(Settings):
         if not self.also_learned:
             return None
         return (
-            f"{self.also_learned:,} of {self.questions:,} questions are trained on, too: this is not a score on new questions. "
+            f"{self.also_learned:,} of {self.questions:,} questions are also trained on: this is not a score on new questions. "
             "Give the recipe's evaluation data that no stage trains on"
         )
 

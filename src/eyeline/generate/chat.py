@@ -137,7 +137,7 @@ class Talk:
             if tokens + room <= longest or (len(asked) == 1 and tokens < longest):
                 return asked, prompt
             if len(asked) == 1:
-                images = ", or show fewer or smaller images (/new forgets those that wait)" if len(asked[0].parts) > 1 else ""
+                images = ", or show fewer or smaller images (/new drops those that wait)" if len(asked[0].parts) > 1 else ""
                 raise Refused(
                     f"this message alone has {tokens:,} tokens, and the model's context holds {longest:,}, answer included. "
                     f"Shorten it{images}."

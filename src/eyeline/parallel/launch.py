@@ -54,7 +54,7 @@ def machine(device: str = "auto", threads: int | None = None, deterministic: boo
     if world > 1:
         raise Refused(
             f"WORLD_SIZE is {world}: this version trains in one process on one device, and {world} copies of it would "
-            "write over each other. Start it without torchrun."
+            "overwrite each other's files. Start it without torchrun."
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused("device is cuda, but torch sees no CUDA device here. Use device=cpu, or install a CUDA build of torch.")

@@ -444,7 +444,7 @@ def evaluation_warnings(run: Run) -> Iterator[str]:
         ]
         if learning:
             yield (
-                f"evaluation: {asked.path} is trained on in {' and '.join(dict.fromkeys(learning))}, so that its score will not be of new "
+                f"evaluation: {asked.path} is trained on in {' and '.join(dict.fromkeys(learning))}, so its score says nothing about new "
                 "questions; give evaluation.sources data that no stage trains on"
             )
 

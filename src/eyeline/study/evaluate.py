@@ -104,7 +104,7 @@ def remarks(result: Result) -> Iterator[str]:
     """Remarks on the scores."""
     yield f"text-only baseline: {result.blind.how}"
     if result.given:
-        yield f"asked: the last question of each sample; earlier answers ({result.given:,}) were given, not asked"
+        yield f"asked: the last question of each sample; {result.given:,} earlier answers were given as context"
     if result.rejected:
         yield "not asked: " + ", ".join(f"{cause} {count}" for cause, count in result.rejected.items())
     if result.warning:

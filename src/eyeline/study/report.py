@@ -292,7 +292,7 @@ def evaluation_section(evaluation: Result | str | None) -> list[str]:
         table(("kind", "questions", evaluation.metric, "text-only baseline"), shown, numbers=1),
         *map(note, notes),
         *samples(wrong if exact else "Answers with a score below 1", evaluation.wrong),
-        *samples("Questions drawn at random", others),
+        *samples("Questions chosen at random", others),
     ]
 
 

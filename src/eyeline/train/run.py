@@ -218,7 +218,9 @@ class Run(Settings):
         for file in files:
             others = [other for other in files if other != file and Path(other).name == Path(file).name]
             if others:
-                raise ValueError(f"{file} and {others[0]} are files of code of one name, and a run keeps copies by their names. Rename one")
+                raise ValueError(
+                    f"{file} and {others[0]} are two code files with the same name, and a run keeps copies of them by name. Rename one"
+                )
         return self
 
 

@@ -29,7 +29,7 @@ def energon_shards(folder: Location, there: list[Location], retries: int) -> lis
         listed = [name for pattern in listed for name in expand_braces(pattern)]
         excluded = {name for pattern in split.get("exclude") or () for name in expand_braces(pattern)}
         if not excluded <= set(listed):
-            raise TypeError("exclude names more than archives")
+            raise TypeError("exclude names files that split_parts does not list")
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise Refused(
             f"{about / 'split.yaml'} does not list the archives to train on ({error}). Run `energon prepare` again, or give a pattern"

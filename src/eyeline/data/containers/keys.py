@@ -117,7 +117,7 @@ def _refuse_two(sample: Sequence[Member], wanted: Sequence[str]) -> None:
         if other is not member and (both == 2 or (both == 1 and {text.base, another.base} <= stems)):
             what = f"{other.name[-100:]!r} and {member.name[-100:]!r}"
             raise BadSample(
-                "tar_key", "row", f"{what} have one key by WebDataset's rule, so it is ambiguous which of them belongs to it. {WRITE}"
+                "tar_key", "row", f"{what} have the same key by WebDataset's rule, so it is ambiguous which one is meant. {WRITE}"
             )
         if both == 1 and text.base in tops:
             first[text.slot] = (member, text)
@@ -136,7 +136,7 @@ def _split_by_top(group: Sequence[Member], tops: set[str], wanted: Sequence[str]
         if last != name:
             if name in known:
                 what = f"{known[name].name[-100:]!r} and {member.name[-100:]!r}"
-                raise BadSample("tar_key", "row", f"{what} are of one sample, with members of other samples between them. {WRITE}")
+                raise BadSample("tar_key", "row", f"{what} belong to one sample, and members of other samples are between them. {WRITE}")
             known[name], last = member, name
             out.append([])
         out[-1].append(_longer(member, top) if top else member)

@@ -127,7 +127,7 @@ def with_pyarrow(path: Location) -> None:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise Refused(
-            f"{path} is Parquet or Arrow, which pyarrow reads, and it is not installed. Try: pip install 'eyeline[parquet]'"
+            f"{path} is Parquet or Arrow, and the package that reads it, pyarrow, is not installed. Try: pip install 'eyeline[parquet]'"
         ) from error
 
 
@@ -139,8 +139,8 @@ def columns_to_read(
     has = tuple(sorted(names if wanted is None else {name for name in wanted if name in names}))
     if not has and wanted is not None:
         raise Refused(
-            f"{path}: no known columns. It has {', '.join(names[:20])}. Wanted some of: {', '.join(wanted[:50])}. Say by columns: "
-            "{OURS: THEIRS} how they are called"
+            f"{path}: no known columns. It has {', '.join(names[:20])}. Wanted some of: {', '.join(wanted[:50])}. Name yours with "
+            "columns: {OURS: THEIRS}"
         )
     if before and has != before:
         raise Refused(f"{path} has the columns {', '.join(has)}, and {first} has {', '.join(before)}. Give them as separate sources")

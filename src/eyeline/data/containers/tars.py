@@ -114,7 +114,7 @@ class Tars:
             names = " and ".join(repr(sample[0][0].name[-100:]) for sample in samples[:2])
             raise _unfit(run.index, f"it counts {names} as one sample, since their names are equal up to the first dot")
         if number >= len(starts) or starts[number] != start:
-            raise _unfit(run.index, f"sample {run.first + number} starts at byte {start:,} of the archive, and not where it says")
+            raise _unfit(run.index, f"sample {run.first + number} starts at byte {start:,} of the archive, and not where the index says")
 
     def skipped(self, shard: int) -> int:
         """Members that no data set means, such as `._a.jpg` of macOS. Known once its rows were read."""

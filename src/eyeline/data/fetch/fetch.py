@@ -279,7 +279,7 @@ class Fetch:
             try:
                 whole = resize(encoded, self._rule)
             except MemoryError as error:
-                raise BadSample("decoder_memory", "image", f"{medium.name} takes more memory than a decoder may have") from error
+                raise BadSample("decoder_memory", "image", f"{medium.name} needs more memory than a decoder may use") from error
             if group.again:
                 self._kept.keep(key, whole, KEPT_IMAGES, whole.bytes, KEPT_IMAGE_BYTES)
         if self.augment is None or not self.augment.active:

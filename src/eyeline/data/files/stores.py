@@ -134,7 +134,7 @@ def _open_store(store: str) -> "ObjectStore":
         from obstore.store import AzureStore, GCSStore, S3Store
     except ImportError as error:
         raise Refused(
-            f"{store} is an object store, which obstore reads, and it is not installed. Try: pip install 'eyeline[stores]'"
+            f"{store} is an object store, and the package that reads it, obstore, is not installed. Try: pip install 'eyeline[stores]'"
         ) from error
     scheme, _, bucket = store.partition("://")
     kind = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]

@@ -156,7 +156,7 @@ def _load_whole(image: Pillow.Image, file: BinaryIO, name: str) -> None:
     """Decode the pixels. BadSample where a part of them is lost: Pillow's decoders leave it grey or black in silence when the file
     goes on after the loss, or ends as a whole one does."""
     if ImageFile.LOAD_TRUNCATED_IMAGES:
-        raise Refused("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set, which makes up the missing part of truncated files. Leave it False")
+        raise Refused("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set, which invents the missing part of truncated files. Set it to False")
     lost = BadSample("broken_image", "image", f"{name}: image file is truncated: some of its pixels are missing")
     match image.format:
         case "JPEG" | "MPO":

@@ -56,7 +56,9 @@ def options_of(row: dict[str, Any]) -> Options | None:
         if len(there) < 2:
             continue
         if there != list(range(len(there))):
-            raise BadSample("wrong_type", names[there[-1]], f"an option, and there is none in {names[there.index(there[-1])]}. Fill it")
+            raise BadSample(
+                "wrong_type", names[there[-1]], f"an option, and the one before it, {names[there.index(there[-1])]}, is empty. Fill it"
+            )
         return _checked([row[names[n]] for n in there], list(called[: len(there)]), names[0])
     return None
 

@@ -94,7 +94,7 @@ def _media_for_places(row: dict[str, Any], places: Counter[str], media: dict[str
             count = f"{places[placeholder]} {placeholder} in the text for {len(media[placeholder])} {PLACEHOLDERS[placeholder]}"
             guesses = [f"; {key!r} is not a column of them.{guess}" for key in row if (guess := nearest(key, columns[:2]))]
             if not media[placeholder] and not guesses:
-                guesses = [f". Where it is text and not the place of one, write \\{placeholder}"]
+                guesses = [f". Where it is meant as text, write \\{placeholder}"]
             raise BadSample("placeholder_count", field, count + (guesses[0] if guesses and not media[placeholder] else ""))
     return {placeholder: iter(found) for placeholder, found in media.items()}
 

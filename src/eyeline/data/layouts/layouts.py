@@ -258,7 +258,7 @@ def layout_of(path: Location, container: Container, declared: str | None, mappin
         *(["declared"] if declared else []),
         f"row {first} {f'has {said}{best.note}' if had else 'is [question, answer, number of the image]'}",
         *([f"{len(fits[best.name])} of the first {len(rows)} rows do"] if len(fits[best.name]) < len(rows) else []),
-        *([f"{' and '.join(others)} would fit too: layout: NAME chooses"] if others else []),
+        *([f"{' and '.join(others)} would fit too (set layout: NAME)"] if others else []),
         *([f"not read: {', '.join(skipped[:20])}{' …' if len(skipped) > 20 else ''}"] if skipped else []),
     ])  # fmt: skip
     return Layout(best, why, mapping)

@@ -55,7 +55,7 @@ def image_of(name: Any, root: Location, field: str) -> EncodedImage:
 @lru_cache(maxsize=1 << 13)  # many rows show the same image, and pathlib is slow
 def _file_of(name: str, root: Location, field: str) -> EncodedImage:
     if _URL.match(name) and not (isinstance(root, Remote) and name.startswith(f"{root.store}/")):
-        what = f"{without_secrets(name)[:100]!r} is a URL, and nothing is fetched but objects of the store that images: names"
+        what = f"{without_secrets(name)[:100]!r} is a URL, and only objects of the store that images: names are fetched"
         raise BadSample("remote_url", field, f"{what}. Download it first and give the path of the file")
     if not name or "\0" in name or len(name.encode()) > 4096:
         raise BadSample("bad_path", field, f"{name[:40]!r} cannot name a file")

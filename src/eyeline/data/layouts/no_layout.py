@@ -37,7 +37,7 @@ def no_layout(
     none = "it has no known layout" if declared is None else f"none of its first rows is of the layout {declared}"
     return Refused(
         f"{path}: {none}. Found: {container.what}; {columns}.{_guess(container.what, names, every, rows)} Wanted: "
-        f"{'; '.join(map(_needs_of, shapes))}. Say by columns: {{OURS: THEIRS}} how your columns are called"
+        f"{'; '.join(map(_needs_of, shapes))}. Name yours with columns: {{OURS: THEIRS}}"
     )
 
 
@@ -55,7 +55,7 @@ def _one_object(path: Location, container: Container, shapes: "Sequence[Shape]",
         begun = re.match(r'\{\s*"((?:[^"\\]|\\.)*)"\s*:', head)
         within = begun[1] if begun and "\n" in head.split("}")[0].rstrip() else None
     if within is not None:
-        what = f"one JSON object, with {within!r} in it, and neither a list of rows nor an object a line"
+        what = f"one JSON object, with {within!r} in it, and neither a list of rows nor an object per line"
         return Refused(f"{path} is {what}. Write the rows alone, as a list")
     return None
 
