@@ -346,8 +346,17 @@ def env() -> None:
     refuse_lost_output()
 
 
-@app.command(epilog="Example: eyeline bench runs/easyvqa-tiny")
-def bench(
+bench = typer.Typer(
+    name="bench",
+    help="Measure this machine, or model a training step on a GPU that is not here.",
+    epilog="Example: eyeline bench machine runs/easyvqa-tiny",
+    no_args_is_help=True,
+)
+app.add_typer(bench)
+
+
+@bench.command(name="machine", epilog="Example: eyeline bench machine runs/easyvqa-tiny")
+def bench_machine(
     run: Annotated[Path | None, typer.Argument(metavar="[RUN]", parser=_path, help="A run folder.", show_default=False)] = None,
 ) -> None:
     """Measure this machine's matrix products and, given a run, print its throughput and its MFU against them."""
@@ -355,6 +364,30 @@ def bench(
     from eyeline.study.bench import bench as measure
 
     measure(run)
+    refuse_lost_output()
+
+
+@bench.command(name="roofline", epilog="Example: eyeline bench roofline qwen3-vl-lora --gpu h100-80 --size qwen3-vl-8b")
+def bench_roofline(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option(help="The GPU, such as h100-80, a100-80, l40s or rtx-4090.")] = "h100-80",
+    stage: Annotated[str | None, typer.Option(help="The stage, by name. [default: the last]", show_default=False)] = None,
+    size: Annotated[
+        str | None, typer.Option(help="A published model in place of the recipe's, such as qwen3-vl-8b.", show_default=False)
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a micro-batch. [default: the recipe's]", show_default=False)] = None,
+    patches: Annotated[
+        int | None, typer.Option(min=0, help="Patches of a micro-batch. [default: the recipe's]", show_default=False)
+    ] = None,
+    packs: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step. [default: the recipe's]", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(metavar="PATH", parser=_path, help="A JSON file to write.", show_default=False)] = None,
+) -> None:
+    """Model a step on a named GPU: FLOPs, bytes, launches and waits of every operator, without a GPU, data or weights."""
+    run = _read(recipe, overrides)
+    from eyeline.study.roofline.roofline import roofline
+
+    roofline(run, gpu, stage=stage, size=size, tokens=tokens, patches=patches, packs=packs, out=out)
     refuse_lost_output()
 
 

@@ -62,7 +62,7 @@ def test_matmul_rate_counts_two_flops_per_product(monkeypatch: pytest.MonkeyPatc
 
 def test_bench_prints_the_machine_and_a_run(eyeline: Command, tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", [step(n, 1.0, 0.0) for n in range(1, 6)])
-    done = eyeline("bench", str(run))
+    done = eyeline("bench", "machine", str(run))
     assert done.code == 0
     assert "matrix products in fp32" in done.out
     assert "MFU" in done.out

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
-from eyeline.kernels.gpu import capability_of, flash_obstacle
+from eyeline.kernels.gpu import capability_of, flash_obstacle, on_gpu
 from eyeline.kernels.opaque import opaque
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns (out, log-sum-exp)
@@ -43,7 +43,7 @@ def packed_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_S1: Tensor,
     (`gpu.flash_obstacle`), else one document after another, with `cu_S1` read on the host.
     """
     dims("THK", q_THK, "TGK", k_TGK, "TGK", v_TGK)
-    if not q_THK.is_cuda:
+    if not on_gpu(q_THK):
         return _Packed.apply(q_THK, k_TGK, v_TGK, cu_S1, causal)
     return _on_gpu(q_THK, k_TGK, v_TGK, cu_S1, longest, causal)
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from eyeline.core.batch import IGNORE
 from eyeline.core.dims import dims
+from eyeline.kernels.gpu import on_gpu
 
 # float32 logits alive at once. CPU: 64 MiB, some 110 rows of a vocabulary of 151,936, whose pages stay in use from chunk to
 # chunk. GPU: 512 MiB, some 880 rows, so that a product of matrices is no slower for being cut.
@@ -31,7 +32,7 @@ def summed_cross_entropy(x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, chun
     `chunk` is chosen from the vocabulary when it is None; it changes memory and speed, and the result by rounding only.
     """
     sizes = dims("LD", x_LD, "VD", weight_VD, "L", labels_L)
-    chunk = chunk or max(1, LOGITS_PER_CHUNK["cuda" if x_LD.is_cuda else "cpu"] // sizes["V"])
+    chunk = chunk or max(1, LOGITS_PER_CHUNK["cuda" if on_gpu(x_LD) else "cpu"] // sizes["V"])
     if torch.is_grad_enabled() and (x_LD.requires_grad or weight_VD.requires_grad):
         return _Chunked.apply(x_LD, weight_VD, labels_L, chunk)
     weight_VD = weight_VD.to(x_LD.dtype)

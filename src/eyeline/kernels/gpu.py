@@ -2,6 +2,7 @@
 tensor's content."""
 
 import torch
+from torch import Tensor
 
 Capability = tuple[int, int]  # NVIDIA's compute capability: (8, 0) is an A100, (8, 9) an L4 or 4090, (9, 0) an H100, (10, 0) a B200
 HALF = (torch.bfloat16, torch.float16)
@@ -9,10 +10,19 @@ LONGEST_HEAD = 256  # of FlashAttention-2
 NARROW_BACKWARD = ((8, 6), (8, 9), (12, 0), (12, 1))  # too little shared memory for its backward pass at head dims of 193 to 224
 
 
+WITHOUT_MEMORY: Capability = (9, 0)  # of the GPU that tensors on the meta device stand for
+
+
+def on_gpu(x: Tensor) -> bool:
+    """True for a tensor on a GPU, and for one without memory, on the meta device: it stands for one on a GPU, so that what a GPU would be
+    asked for can be counted anywhere (`study/roofline`)."""
+    return x.is_cuda or x.is_meta
+
+
 @torch.compiler.assume_constant_result
 def capability_of(device: torch.device) -> Capability:
     """The compute capability of a CUDA device; torch keeps it, so asking costs microseconds. A compiled graph has it as a constant."""
-    return torch.cuda.get_device_capability(device)
+    return WITHOUT_MEMORY if device.type == "meta" else torch.cuda.get_device_capability(device)
 
 
 def written(capability: Capability) -> str:

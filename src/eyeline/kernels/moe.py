@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
-from eyeline.kernels.gpu import capability_of, grouped_obstacle
+from eyeline.kernels.gpu import capability_of, grouped_obstacle, on_gpu
 from eyeline.kernels.opaque import opaque
 
 
@@ -111,7 +111,7 @@ def grouped_swiglu(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Ten
 
 
 def _kernel_takes(*matrices: Tensor) -> bool:
-    if not all(x.is_cuda and x.shape[-1] % 8 == 0 for x in matrices):
+    if not all(on_gpu(x) and x.shape[-1] % 8 == 0 for x in matrices):
         return False
     return all(grouped_obstacle(x.dtype, capability_of(x.device)) is None for x in matrices)
 

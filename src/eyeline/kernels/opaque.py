@@ -8,6 +8,7 @@ import torch
 Inputs = ParamSpec("Inputs")
 Out = TypeVar("Out")
 LIBRARY = torch.library.Library("eyeline", "FRAGMENT")
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # operator -> what it runs
 
 
 def opaque(fake: Callable[..., Any]) -> Callable[[Callable[Inputs, Out]], Callable[Inputs, Out]]:
@@ -22,6 +23,8 @@ def opaque(fake: Callable[..., Any]) -> Callable[[Callable[Inputs, Out]], Callab
         LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"eyeline::{name}", fake, lib=LIBRARY)
-        return getattr(torch.ops.eyeline, name).default
+        made = getattr(torch.ops.eyeline, name).default
+        FUNCTIONS[made] = function
+        return made
 
     return operator

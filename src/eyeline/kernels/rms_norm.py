@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eyeline.kernels.gpu import on_gpu
+
 
 def rms_norm_plain(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """The reference: x / √(mean(x²) + eps) · w, in float32; the result has x's dtype."""
@@ -18,7 +20,7 @@ def rms_norm_plain(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`rms_norm_plain`, fast. CUDA: PyTorch's kernel. CPU: PyTorch has none there and runs a chain of operators that makes fourteen
     tensors of x's size, forward and backward together; written by hand they are six."""
-    return rms_norm_plain(x, weight_D, eps) if x.is_cuda else _Normed.apply(x.float(), weight_D.float(), eps).to(x.dtype)
+    return rms_norm_plain(x, weight_D, eps) if on_gpu(x) else _Normed.apply(x.float(), weight_D.float(), eps).to(x.dtype)
 
 
 class _Normed(torch.autograd.Function):

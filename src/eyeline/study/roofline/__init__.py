@@ -1,0 +1,1 @@
+"""What a training step does on a GPU, counted without one: every operator recorded on tensors without memory, and priced."""

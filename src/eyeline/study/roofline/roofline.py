@@ -1,0 +1,181 @@
+"""`eyeline bench roofline`: the step of a recipe on a named GPU, modelled: where its time would go, and what a compiler would save."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from eyeline.core.batch import Budget
+from eyeline.core.errors import Refused, nearest
+from eyeline.core.files import write_json
+from eyeline.core.log import say
+from eyeline.models import Config
+from eyeline.study.roofline import gpus
+from eyeline.study.roofline.gpus import GPU, GPUS
+from eyeline.study.roofline.price import Line, fused, priced
+from eyeline.study.roofline.record import Kind
+from eyeline.study.roofline.sizes import config_of
+from eyeline.study.roofline.step import Recording, record_step
+from eyeline.train.run import Run
+from eyeline.train.start import description
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sum over some lines."""
+
+    ms: float
+    flops: int
+    bytes: int
+    launches: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """A step as PyTorch runs it, or as a compiler would."""
+
+    step_ms: float
+    mfu: float  # of the arithmetic that the model needs
+    device_ms: float
+    host_ms: float  # until the host has asked for everything: the step takes as long, if that is longer
+    launches: int
+    host_reads: int
+    kinds: dict[str, Total]
+    operators: dict[str, Total]  # those that take longest
+
+
+LONGEST = 20  # operators that are listed
+
+
+def roofline(
+    run: Run,
+    gpu_name: str,
+    *,
+    stage: str | None,
+    size: str | None,
+    tokens: int | None,
+    patches: int | None,
+    packs: int | None,
+    out: Path | None,
+) -> None:
+    """Print the roofline of a stage's step, and write it to `out`."""
+    gpu = _gpu(gpu_name)
+    index = _stage(run, stage)
+    if run.precision != "bf16":
+        raise Refused(f"precision is {run.precision}, and a roofline is of bf16, which GPUs are made for. Set precision=bf16")
+    batch = run.stages[index].batch
+    budget = Budget(tokens or batch.max_tokens, batch.max_patches if patches is None else patches)
+    recording = record_step(run, index, config_of(size) if size else _config(run), budget, packs or batch.packs_per_step)
+    ways = {"eager": way(priced(recording.operators, gpu), recording, gpu), "fused": way(fused(recording.operators, gpu), recording, gpu)}
+    about = _about(run, index, gpu, size, recording)
+    for line in (*_head(about, gpu), *table(ways)):
+        say(line)
+    if out is not None:
+        write_json(out, {"format": 1, "modelled": True, **about, "gpu": asdict(gpu), **{name: asdict(one) for name, one in ways.items()}})
+
+
+def way(lines: Sequence[Line], recording: Recording, gpu: GPU) -> Way:
+    """Sum up. A step takes as long as its kernels, or as the host takes to ask for them, and for each wait of the host on top."""
+    launches, reads = sum(line.launches for line in lines), len(recording.host_reads) + sum(line.host_reads for line in lines)
+    device_s, host_s = sum(line.seconds for line in lines), launches * gpus.LAUNCH_S
+    step_s = max(device_s, host_s) + reads * gpus.READ_S
+    kinds = {kind: _total(line for line in lines if line.kind == kind) for kind in get_args(Kind)}
+    by_name: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        by_name[line.name].append(line)
+    longest = sorted(((name, _total(group)) for name, group in by_name.items()), key=lambda pair: -pair[1].ms)[:LONGEST]
+    return Way(
+        step_ms=step_s * 1e3,
+        mfu=recording.needed.total / (step_s * gpu.bf16),
+        device_ms=device_s * 1e3,
+        host_ms=host_s * 1e3,
+        launches=launches,
+        host_reads=reads,
+        kinds={kind: total for kind, total in kinds.items() if total.launches},
+        operators=dict(longest),
+    )
+
+
+def _total(lines: Iterable[Line]) -> Total:
+    group = list(lines)
+    return Total(
+        sum(line.seconds for line in group) * 1e3,
+        sum(line.flops for line in group),
+        sum(line.bytes for line in group),
+        sum(line.launches for line in group),
+    )
+
+
+def table(ways: dict[str, Way]) -> list[str]:
+    """A row per kind of operator, and the totals; then the operators that take longest."""
+    eager, compiled = ways["eager"], ways["fused"]
+    rows: list[tuple[str, ...]] = [("", "ms", "TFLOP", "GB", "launches", "fused: ms", "GB", "launches")]
+    for kind in eager.kinds:
+        one, other = eager.kinds[kind], compiled.kinds.get(kind, Total(0, 0, 0, 0))
+        rows.append((kind, *_figures(one, True), *_figures(other, False)))
+    lines = _aligned(rows)
+    for name, one in ways.items():
+        bound = "" if one.device_ms >= one.host_ms else f" (the host takes longer to ask for it all: {one.host_ms:,.0f} ms)"
+        lines.append(
+            f"{name}: step {one.step_ms:,.0f} ms, MFU {one.mfu:.1%}, both modelled; kernels {one.device_ms:,.0f} ms in {one.launches:,} "
+            f"launches{bound}; the host waits for the GPU {one.host_reads} times"
+        )
+    rows = [("longest, eager", "ms", "TFLOP", "GB", "launches"), *((name, *_figures(one, True)) for name, one in eager.operators.items())]
+    return [*lines, "", *_aligned(rows[: 1 + LONGEST // 2])]
+
+
+def _figures(one: Total, with_flops: bool) -> tuple[str, ...]:
+    return (f"{one.ms:,.1f}", *((f"{one.flops / 1e12:,.1f}",) if with_flops else ()), f"{one.bytes / 1e9:,.1f}", f"{one.launches:,}")
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]) for row in rows]
+
+
+def _about(run: Run, index: int, gpu: GPU, size: str | None, recording: Recording) -> dict[str, Any]:
+    return {
+        "recipe": run.name,
+        "stage": run.stages[index].name,
+        "model": size or run.model.path or run.name,
+        "device": gpu.name,
+        "packs": recording.packs,
+        "micro_batch": asdict(recording.batch.counts),
+        "needed_flops": {**recording.needed.by_part, "recomputed": recording.needed.again},
+        "waits": sorted(set(recording.host_reads)),
+    }
+
+
+def _head(about: dict[str, Any], gpu: GPU) -> list[str]:
+    counts, needed = about["micro_batch"], sum(x for name, x in about["needed_flops"].items() if name != "recomputed")
+    return [
+        f"{about['model']}, stage {about['stage']} of {about['recipe']}, on {gpu.name}: a model of a step, not a measurement",
+        f"{about['packs']} micro-batch{'es' * (about['packs'] > 1)} of {counts['slots']:,} tokens ({counts['visual']:,} visual, "
+        f"{counts['supervised']:,} supervised, {counts['documents']} documents), {counts['patches']:,} patches; the model needs "
+        f"{needed / 1e12:,.1f} TFLOP, and recomputes {about['needed_flops']['recomputed'] / 1e12:,.1f}",
+        "",
+    ]
+
+
+def _gpu(name: str) -> GPU:
+    if name not in GPUS:
+        raise Refused(f"--gpu {name!r} is not known.{nearest(name, list(GPUS))} Known: {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+def _stage(run: Run, stage: str | None) -> int:
+    names = [one.name for one in run.stages]
+    if stage is None:
+        return len(names) - 1
+    if stage not in names:
+        raise Refused(f"no stage {stage!r}.{nearest(stage, names)} Stages: {', '.join(names)}")
+    return names.index(stage)
+
+
+def _config(run: Run) -> Config:
+    if run.model.config is not None:
+        return run.model.config
+    if run.model.path is not None and not Path(run.model.path).exists():
+        raise Refused(f"{run.model.path} does not exist. Import the model, or give a published size, such as --size qwen3-vl-2b")
+    return description(run).config
