@@ -78,7 +78,8 @@ class Recorder(TorchDispatchMode):
         if func is aten._to_copy.default and _target(args, kwargs) == "cpu" and args[0].is_meta:
             self.host_reads.append("copy to the host")
             return self._value(args[0]).to(kwargs.get("dtype") or args[0].dtype)
-        if func._can_decompose():  # made of others, and not by autograd, inside an operator that is opened
+        if func._can_decompose() and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):
+            # made of others on every device: autograd has seen to that but inside an operator that is opened
             with self:
                 return func.decompose(*args, **kwargs)
         before = {_address(x) for x in _tensors(args, kwargs)}
