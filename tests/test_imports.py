@@ -13,6 +13,7 @@ ROWS = [  # lowest first; names in one row are peers and never import each other
     ["core"],
     ["kernels"],
     ["models", "data", "parallel", "checkpoint"],
+    ["offline"],
     ["bundle"],
     ["generate"],
     ["evals"],
@@ -37,7 +38,7 @@ DATA_ROWS = [  # of data/, as in ROWS
     ["loader"],
     ["index_progress"],
     ["counts", "validation"],
-    ["prepare", "report"],
+    ["report"],
 ]
 DATA_HEIGHT = {name: height for height, row in enumerate(DATA_ROWS) for name in row}
 

@@ -14,8 +14,8 @@ from eyeline.core.log import keep_streams, refuse_lost_output, say, visible, war
 EXIT_CODES = (  # one line each: the terminal wraps them
     "Exit codes: 0 done · 1 a defect of Eyeline (with a traceback) · 2 refused: settings, files or arguments · 3 too many rejected "
     "samples · 4 too many non-finite steps · 5 storage failed · 6 the run folder is in use · 7 a step does not fit "
-    "into memory · 75 stopped by a signal, all saved: the same command resumes from there · 130 or 143 stopped by a second signal, "
-    "without saving."
+    "into memory · 8 partitions of a job were given up · 75 stopped by a signal, all saved: the same command resumes from there · 130 or "
+    "143 stopped by a second signal, without saving."
 )
 IMPORT_EXAMPLE = (
     "Example: eyeline import models/start --vision google/siglip2-base-patch16-224 --language Qwen/Qwen2.5-0.5B-Instruct   (or a whole "
@@ -126,15 +126,30 @@ def prepare(
             help="Scale images down to the size that the model sees, and store them as JPEG of this quality.",
         ),
     ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that do the work; 0: this one does.")] = 0,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Do the share I (0 to N-1) of N commands that share the folder, as in a Slurm array."),
+    ] = None,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Only name and delete files of attempts that were lost: another attempt's are committed.")
+    ] = False,
 ) -> None:
     """Pack a stage's data offline: index, plan, and archives that training reads from start to end. Run it again to resume."""
+    if clean:
+        from eyeline.offline.report import clean_jobs
+
+        say(clean_jobs(out))
+        return
     run = _read(recipe, overrides)
+    from eyeline.offline.run import Where, shard_of
     from eyeline.recipes.check import refuse_problems
     from eyeline.train.prepare import prepare_stage
 
+    where = Where(workers, *shard_of(shard))
     for line in refuse_problems(run):
         warn(line)
-    prepare_stage(run, stage, out, epochs=epochs, quality=resize)
+    prepare_stage(run, stage, out, epochs=epochs, quality=resize, where=where)
 
 
 @app.command(epilog="Example: eyeline data my-recipe.yaml --out data.html")
@@ -325,10 +340,17 @@ def export(
     )
 
 
-@app.command(epilog="Example: eyeline report runs/easyvqa-tiny")
+@app.command(epilog="Example: eyeline report runs/easyvqa-tiny   (or, of a folder that prepare writes: eyeline report /data/prepared)")
 def report(run: RunFolder) -> None:
-    """Write report.html in a run folder: curves, and samples with images and answers, in one file without script."""
+    """Write report.html in a run folder: curves, and samples with images and answers, in one file without script. Of a folder that
+    `prepare` writes, print what is done, how fast, what was dropped, and which partitions were slow."""
+    from eyeline.offline.report import JOBS, report_jobs
     from eyeline.study.report import write_report
+
+    if (run / JOBS).is_dir():
+        say(report_jobs(run))
+        refuse_lost_output()
+        return
 
     say(f"report: {write_report(run)}")
 

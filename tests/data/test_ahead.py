@@ -106,8 +106,8 @@ def test_a_window_that_was_made_ahead_is_not_made_here(reader, archives: Path, m
 
 def test_all_at_once_by_all_workers(reader, archives: Path, made_here: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
-    original = workers._Worker.__init__
-    monkeypatch.setattr(workers._Worker, "__init__", lambda self, *rest: begun.append(1) or original(self, *rest))
+    original = workers.Worker.__init__
+    monkeypatch.setattr(workers.Worker, "__init__", lambda self, *rest: begun.append(1) or original(self, *rest))
     there = reader("i", 2)
     index_all(there)
     assert (made_here, len(begun), written(archives.parent / "i")) == ([], 2, SHARDS)

@@ -19,7 +19,6 @@ from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.step import Step
-from eyeline.data import prepare
 from eyeline.data.containers import csv_rows, json_rows, parquet, sidecars, tars
 from eyeline.data.containers.container import File
 from eyeline.data.loader import training_steps
@@ -27,6 +26,7 @@ from eyeline.data.reader import Reader, reader_of
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.tokenizer import Encoder
+from eyeline.offline import prepare
 from tests.data.every_container import CONTAINERS, Rows
 from tests.data.same_batches import assert_same_steps
 from tests.data.store import Store

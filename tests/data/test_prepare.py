@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from eyeline.core.batch import Budget, EncodedImage, Message, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused, StorageFailed, TooManyRejects
 from eyeline.core.image_rule import Area, ImageRule, Square, VideoLimits
-from eyeline.data import prepare
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
 from eyeline.data.counts import count_steps
@@ -39,6 +38,9 @@ from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
+from eyeline.offline import prepare
+from eyeline.offline.plan import existing_plan
+from eyeline.offline.store import LocalStore
 from tests.data.any_rows import line_of, one_source
 from tests.data.container_files import archive, encoded
 from tests.data.llava_rows import ROWS, row, write
@@ -377,22 +379,32 @@ def test_a_sample_comes_back(name: str) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """What training reads."""
+    names = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+    return {name: p.read_bytes() for name, p in names.items() if name.split("/")[0] not in ("job", "source-index")}
+
+
+def counted(step: Callable[[], None]) -> pytest.MonkeyPatch:
+    """`step` is called before every file that appears: by a link, or by a rename."""
+    patch = pytest.MonkeyPatch()
+    for name in ("link", "replace"):
+        real = getattr(os, name)
+        patch.setattr(os, name, lambda *names, real=real: (step(), real(*names))[1])
+    return patch
 
 
 def killed(job: Callable[[], Any], at: int) -> None:
-    """Do it in a process that is killed when it is about to rename its file number `at`."""
+    """Do it in a process that is killed when its file number `at` is about to appear."""
 
     def run() -> None:
-        real, left = os.replace, [at]
+        left = [at]
 
-        def replace(a: Any, b: Any) -> None:
+        def step() -> None:
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
             left[0] -= 1
-            real(a, b)
 
-        os.replace = replace  # of this process, which does not live long
+        counted(step)  # in this process, which does not live long
         job()
 
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -401,34 +413,46 @@ def killed(job: Callable[[], Any], at: int) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 5, "index", "rejects", "manifest"])
-def test_a_kill_loses_nothing_that_was_done(open_reader: Open, tmp_path: Path, at: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def committed(out: Path) -> dict[str, str]:
+    """The attempt that each manifest names."""
+    return {str(p.relative_to(out)): json.loads(p.read_bytes())["attempt"] for p in out.glob("job/*/done/*/*.json")}
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1])
+def test_a_kill_loses_nothing_that_was_done(open_reader: Open, tmp_path: Path, share: float) -> None:
     settings = {"validation_fraction": 0.3, "max_samples_per_image": 2}
+    files: list[None] = []
+    patch = counted(lambda: files.append(None))
     whole = made(open_reader(**settings), tmp_path / "whole")
-    parts, shards, out = len(whole.archives), len(whole.sources[0].shards), tmp_path / "out"
-    assert parts >= 3
-    number = {"index": 2 * parts + 1, "rejects": 2 * parts + shards, "manifest": 2 * parts + shards + 1}[at] if isinstance(at, str) else at
-    killed(lambda: made(open_reader(**settings), out), number)
+    patch.undo()
+    assert len(whole.archives) >= 3
+    out = tmp_path / "out"
+    killed(lambda: made(open_reader(**settings), out), int(share * (len(files) - 1)))
     with pytest.raises(Refused, match="preparing it did not finish"):
         open_reader(**settings, prepared=str(out))
-    before = {p.name: p.stat().st_ino for p in (out / "shards").glob("*.tar") if (out / "entries" / f"{p.stem}.json").exists()}
-    assert len(before) == min(number // 2, parts)
+    before = committed(out)
+    assert bool(before) == (share > 0.1)
     assert made(open_reader(**settings), out) == whole
     assert contents(out) == contents(tmp_path / "whole")
-    assert {name: (out / "shards" / name).stat().st_ino for name in before} == before  # not made again
+    assert {name: attempt for name, attempt in committed(out).items() if name in before} == before  # none was done again
 
 
-def test_a_partition_is_a_pure_function(open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever does it, elsewhere and in any order, writes the same bytes and says the same of them."""
+def test_a_partition_is_a_pure_function(open_reader: Open, tmp_path: Path) -> None:
+    """Whoever does it, elsewhere and in any order, writes the same bytes."""
     manifest = made(open_reader(), tmp_path / "out")
     reader = open_reader()
-    job = prepare.job_of(reader, BUDGET, tmp_path / "else", prepare.packing_order(reader, BUDGET, None), None)
-    (tmp_path / "else" / "shards").mkdir(parents=True)
-    for number in reversed(range(len(job))):
-        entries = prepare.write_partition(pickle.loads(pickle.dumps(job)), number)
-        assert entries == prepare.Entries(**json.loads((tmp_path / "out" / "entries" / f"{number:05d}.json").read_text()))
-        assert entries.sha256 == manifest.archives[number].sha256
-        assert job.archive(number).read_bytes() == (tmp_path / "out" / "shards" / f"{number:05d}.tar").read_bytes()
+    plan = existing_plan(LocalStore(tmp_path / "out" / "job" / "packs"))
+    assert plan is not None
+    [rows] = (tmp_path / "out").glob("job/packs/plan/files-*/rows.npy")
+    write = prepare.WriteArchive((reader.training.index.sources, ()), rows, reader.rule, None)
+    assert len(plan) == len(manifest.archives) > 1
+    for number in reversed(range(len(plan))):
+        folder = tmp_path / f"else{number}"
+        folder.mkdir()
+        pickle.loads(pickle.dumps(write))(plan.partition(number), folder)
+        assert (folder / "archive.tar").read_bytes() == (tmp_path / "out" / "shards" / f"{number:05d}.tar").read_bytes()
+        [entries] = (tmp_path / "out").glob(f"job/packs/files/*/{number:09d}-*/entries.json")
+        assert (folder / "entries.json").read_bytes() == entries.read_bytes()
 
 
 def flipped(path: Path) -> None:
@@ -518,13 +542,17 @@ def test_a_folder_of_another_job_is_left_alone(open_reader: Open, folder: Path, 
 
 
 def test_a_disk_that_is_full_leaves_no_part_of_an_archive(open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    real = os.fsync
 
-    monkeypatch.setattr(prepare.os, "fsync", full)
-    with pytest.raises(StorageFailed, match=r"could not write .*00000\.tar.*No space left"):
+    def full(handle: int) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith(".tar"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageFailed, match=r"could not write .*archive\.tar.*No space left"):
         made(open_reader(), tmp_path / "out")
-    assert not list((tmp_path / "out" / "shards").iterdir())
+    assert not list((tmp_path / "out").rglob("*.tar"))
 
 
 # Images scaled down

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from eyeline.core.batch import Budget
 from eyeline.core.image_rule import Area, ImageRule, VideoLimits
 from eyeline.data.images.patches import grey_images
-from eyeline.data.prepare import pack_offline
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.report import report as reporting
 from eyeline.data.report.preview import LONGEST_PIECE, MOST_PIECES, THUMBNAIL, Piece, pieces_of, sample_previews, short_pieces
@@ -24,6 +23,7 @@ from eyeline.data.sources.sources import Source
 from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
+from eyeline.offline.prepare import pack_offline
 from eyeline.study.data_page import image_lines
 from tests.data.llava_rows import row
 from tests.data.short_samples import DOT, sample

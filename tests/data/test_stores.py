@@ -30,7 +30,6 @@ from eyeline.data.images.image_files import in_memory
 from eyeline.data.loader import training_steps
 from eyeline.data.plan import read_shard
 from eyeline.data.plan.index import Index
-from eyeline.data.prepare import pack_offline
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.report.preview import sample_previews
 from eyeline.data.report.report import THOROUGH, data_report
@@ -39,6 +38,7 @@ from eyeline.data.sources import folders
 from eyeline.data.sources.folders import files_below, matching, resolve_location
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.tokenizer import Encoder
+from eyeline.offline.prepare import pack_offline
 from tests.command import Command
 from tests.data import store as bad
 from tests.data.container_files import TALK, archive, encoded

@@ -61,6 +61,12 @@ class OutOfMemory(Exception):
     code: ClassVar[int] = 7
 
 
+class Quarantined(Exception):
+    """Partitions of a job crashed every worker that tried them, and were given up by name; the others are done. Exit code 8."""
+
+    code: ClassVar[int] = 8
+
+
 class Stopped(Exception):
     """SIGTERM, SIGINT or SIGHUP asked for an end; all is saved, and the same command resumes from there. Exit code 75."""
 
@@ -78,7 +84,7 @@ class Abandoned(BaseException):
         self.code = code
 
 
-EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, OutOfMemory, Stopped)  # each has a `code`
+EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, OutOfMemory, Quarantined, Stopped)  # each has a `code`
 
 
 _NO_MEMORY = (  # how torch and CUDA say it in a RuntimeError; torch.OutOfMemoryError is one, too

@@ -102,7 +102,7 @@ def _next(asked: Iterator[T]) -> T | Exception | None:
 
 
 @dataclass(frozen=True)
-class _Failed:
+class Failed:
     """An exception on its way to the main process."""
 
     kind: str  # the name of an expected one, or empty
@@ -124,7 +124,7 @@ def new_process(handle: int, progress: int, most_bytes: int | None) -> subproces
     )
 
 
-class _Worker:
+class Worker:
     """One process, the socket to it, and the memory in which it says what it is at."""
 
     def __init__(self, work: bytes, most_bytes: int | None):
@@ -179,14 +179,14 @@ class _Processes(Generic[J, R]):
         self.tries: dict[int, int] = {}
         self.submitted = self.taken = 0
         self.selector = selectors.DefaultSelector()
-        self.workers: list[_Worker] = []
+        self.workers: list[Worker] = []
         for _ in range(settings.count):
             self._enrol(self._hired())
 
-    def _hired(self) -> _Worker:
-        return _Worker(self.work, self.settings.most_bytes)
+    def _hired(self) -> Worker:
+        return Worker(self.work, self.settings.most_bytes)
 
-    def _enrol(self, worker: _Worker) -> None:
+    def _enrol(self, worker: Worker) -> None:
         self.workers.append(worker)
         self.selector.register(worker.socket, selectors.EVENT_READ, worker)
 
@@ -201,7 +201,7 @@ class _Processes(Generic[J, R]):
         self.jobs[number] = job
         self._give(min(self.workers, key=lambda worker: sum(self.jobs[n].bytes + 1 for n in worker.queue)), number)
 
-    def _give(self, worker: _Worker, number: int) -> None:
+    def _give(self, worker: Worker, number: int) -> None:
         worker.queue.append(number)
         worker.send_parcel((number, self.jobs[number]))
 
@@ -219,32 +219,32 @@ class _Processes(Generic[J, R]):
     def _look(self, wait_s: float) -> None:
         """Take what has come in, and replace who has died or hangs."""
         for key, _ in self.selector.select(wait_s):
-            worker: _Worker = key.data
+            worker: Worker = key.data
             try:
-                number, result = _receive(worker.socket)
+                number, result = receive(worker.socket)
             except EOFError:
                 self._replace(worker, hung=None)
                 continue
             assert worker.queue.popleft() == number
-            self.results[number] = result.raised() if isinstance(result, _Failed) else result
+            self.results[number] = result.raised() if isinstance(result, Failed) else result
         for worker in self.workers.copy():
             hung = self._hung(worker)
             if hung is not None and not select.select([worker.socket], [], [], 0)[0]:  # else it has answered meanwhile
                 self._replace(worker, hung)
 
-    def _hung(self, worker: _Worker) -> Phase | None:
+    def _hung(self, worker: Worker) -> Phase | None:
         """The phase in which it has been for too long."""
         *_, phase, seconds = worker.at()
         limits = {"idle": float("inf"), "reading": self.settings.read_timeout_s, "decoding": self.settings.decode_timeout_s}
         return phase if seconds > limits[phase] else None
 
-    def _replace(self, worker: _Worker, hung: Phase | None) -> None:
+    def _replace(self, worker: Worker, hung: Phase | None) -> None:
         """Another worker takes over the jobs, after the part that may be to blame was tried alone."""
         self.selector.unregister(worker.socket)
         self.workers.remove(worker)
         number, part, *_ = worker.at()
         how = worker.end(dying=hung is None)
-        fresh: _Worker | None = None
+        fresh: Worker | None = None
         if hung == "reading":
             self.results[worker.queue.popleft()] = self._silent_store()
         elif worker.queue and worker.queue[0] == number and part >= 0:
@@ -256,7 +256,7 @@ class _Processes(Generic[J, R]):
             self._give(fresh, lost)
         self._enrol(fresh)
 
-    def _tried_alone(self, number: int, part: int) -> _Worker | None:
+    def _tried_alone(self, number: int, part: int) -> Worker | None:
         """Do the part alone in a new worker. If that one lives, it is returned; if it does not, the part is given up."""
         alone = self._hired()
         alone.send_parcel((number, self.jobs[number].only(part)))
@@ -266,7 +266,7 @@ class _Processes(Generic[J, R]):
                 pass
         if hung is None:
             with suppress(EOFError):
-                _receive(alone.socket)
+                receive(alone.socket)
                 self._blameless(number, "killed, and its part was decoded alone", alone)
                 return alone
         reached, at, *_ = alone.at()
@@ -283,7 +283,7 @@ class _Processes(Generic[J, R]):
             self.jobs[number] = self.jobs[number].without(part, bad)
         return None
 
-    def _blameless(self, number: int, how: str, alone: _Worker | None = None) -> None:
+    def _blameless(self, number: int, how: str, alone: Worker | None = None) -> None:
         """Count a death that no part explains. Refused when a job has had too many."""
         self.tries[number] = self.tries.get(number, 0) + 1
         if self.tries[number] >= TRIES:
@@ -310,7 +310,7 @@ class Background(Generic[J]):
     itself what it does not find there. So this process ends when it fails, and that is said, once."""
 
     def __init__(self, work: Callable[[J, At], None]):
-        self._worker: _Worker | None = _Worker(pickle.dumps(work), most_bytes=None)
+        self._worker: Worker | None = Worker(pickle.dumps(work), most_bytes=None)
         self._given = 0
 
     def start(self, job: J) -> None:
@@ -323,12 +323,12 @@ class Background(Generic[J]):
         """Take its answers. Expected failures are met again by whoever needs what was to be made; a defect is raised."""
         while self._worker is not None and select.select([self._worker.socket], [], [], 0)[0]:
             try:
-                _, answer = _receive(self._worker.socket)
+                _, answer = receive(self._worker.socket)
             except EOFError:
                 how, self._worker = self._worker.end(dying=True), None
                 say(f"a prefetching process has crashed ({how}). The run continues without it, with more data wait")
             else:
-                if isinstance(answer, _Failed) and not answer.kind:
+                if isinstance(answer, Failed) and not answer.kind:
                     raise answer.raised()
 
     def close(self) -> None:
@@ -377,7 +377,7 @@ def _send(over: socket.socket, value: Any) -> None:
         os.close(handle)
 
 
-def _receive(over: socket.socket) -> Any:
+def receive(over: socket.socket) -> Any:
     """The message that the other side sent. EOFError when it is gone. Its arrays share one piece of this process's memory."""
     try:
         header, handles, _, _ = socket.recv_fds(over, _HEADER.size, 1)
@@ -414,12 +414,12 @@ def serve(handle: int, progress: int, parent: int, most_bytes: int | None) -> No
     stands = mmap.mmap(progress, _PROGRESS.size)
     with socket.socket(fileno=handle) as over:
         try:
-            work = pickle.loads(_receive(over))
+            work = pickle.loads(receive(over))
             torch.set_num_threads(1)
             if most_bytes is not None:
                 _limit_memory(most_bytes)
             while True:
-                number, job = _receive(over)
+                number, job = receive(over)
                 result = _done(work, job, lambda part, phase, number=number: _say(stands, number, part, phase))
                 _say(stands, number, -1, "idle")
                 _send(over, (number, result))
@@ -442,11 +442,11 @@ def _done(work: Callable[[Any, At], Any], job: Any, at: At) -> Any:
     try:
         return work(job, at)
     except EXPECTED as expected:
-        return _Failed(type(expected).__name__, str(expected))
+        return Failed(type(expected).__name__, str(expected))
     except MemoryError:  # of a batch: a decoder's is a reject
-        return _Failed(OutOfMemory.__name__, _TOO_LARGE)
+        return Failed(OutOfMemory.__name__, _TOO_LARGE)
     except Exception:  # noqa: BLE001  # a defect: it is raised again in the main process, which ends the run
-        return _Failed("", traceback.format_exc())
+        return Failed("", traceback.format_exc())
 
 
 def _limit_memory(most_bytes: int) -> None:

@@ -1,25 +1,24 @@
 """`eyeline prepare`: the data of one stage of a recipe, packed offline."""
 
-import shutil
 from pathlib import Path
 
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.files import make_folder
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
-from eyeline.data.prepare import pack_offline
 from eyeline.data.prepared.packed import MANIFEST, TOKENIZER
 from eyeline.data.reader import reader_of
 from eyeline.data.text.tokenizer import save_tokenizer
 from eyeline.models import spec as spec_of
+from eyeline.offline.prepare import HERE, INDEXES, pack_offline
+from eyeline.offline.report import JOBS
+from eyeline.offline.run import Where
 from eyeline.train.run import Run
 from eyeline.train.start import description
 from eyeline.train.stop import sole_owner
 
-INDEXES = "source-index"  # of the sources, while they are read
 
-
-def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, quality: int | None = None) -> None:
+def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, quality: int | None = None, where: Where = HERE) -> None:
     """Write the data of a stage, by name or number, into `folder`. Refused when it holds something else, or several stages could
     be meant."""
     number = _stage_of(run, stage)
@@ -34,20 +33,25 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
     bundle = description(run)
     spec = spec_of(bundle.config)
     make_folder(folder)
-    with sole_owner(folder):
-        data = chosen.data.model_copy(update={"cache": chosen.data.cache or str(folder / INDEXES)})
+    own = folder / JOBS / f"shard-{where.shard}-of-{where.shards}" if where.shards > 1 else folder
+    make_folder(own)
+    with sole_owner(own):
+        data = chosen.data
         reader = reader_of(data, bundle.encoder(), spec.image, seed_for(run.seed, "stage", number), longest=spec.max_positions)
         packs = chosen.steps * chosen.batch.packs_per_step if chosen.steps is not None and data.mix == "interleave" else None
         if run.model.config is not None and run.model.tokenizer is None:
             save_tokenizer(bundle.tokenizer, folder / TOKENIZER)
-        made = pack_offline(reader, chosen.batch.budget, folder, packs=packs, epochs=epochs, quality=quality)
-        shutil.rmtree(folder / INDEXES, ignore_errors=True)
+        made = pack_offline(reader, chosen.batch.budget, folder, packs=packs, epochs=epochs, quality=quality, where=where)
+    if made is None:
+        say(f"{folder}: the share {where.shard} of {where.shards} is done, as far as it can be before the others' are. When they have "
+            "ended, run the same commands again, or one without --shard")  # fmt: skip
+        return
     size = sum(archive.bytes for archive in made.archives)
     say(f"{folder}: {sum(archive.rows for archive in made.archives):,} samples in {len(made.archives):,} archives, {size:,} bytes. "
         f"To train from it: stages.{chosen.name}.data.prepared={folder}")  # fmt: skip
 
 
-KNOWN = {MANIFEST, TOKENIZER, INDEXES, "shards", "entries", "index", "rejects.jsonl", "lock"}
+KNOWN = {MANIFEST, TOKENIZER, INDEXES, JOBS, "shards", "index", "rejects.jsonl", "lock"}
 
 
 def _stage_of(run: Run, stage: str | None) -> int:

@@ -1,4 +1,4 @@
-"""Objects of S3, Google Cloud Storage and Azure, read by range. The one file that imports obstore.
+"""Objects of S3, Google Cloud Storage and Azure: read by range, and created, listed and deleted. The one file that imports obstore.
 
 Credentials, region and endpoint come from the environment, where obstore looks for them; none is in a recipe, a pickle or a message.
 Of what a store answers only the status and its short code are repeated: the rest may spell out keys and signed requests.
@@ -11,9 +11,11 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -143,7 +145,7 @@ def _open_store(store: str) -> "ObjectStore":
     return kind(bucket, config=limits, retry_config={"max_retries": 0})
 
 
-def _ask(location: Remote, question: Callable[["ObjectStore"], T]) -> T:
+def _ask(location: Remote, question: Callable[["ObjectStore"], T], verb: str = "read") -> T:
     """The answer of a store. StorageFailed, with an OSError as its cause: ENOENT where there is no such object."""
     try:
         return question(_client(location.store))
@@ -153,6 +155,10 @@ def _ask(location: Remote, question: Callable[["ObjectStore"], T]) -> T:
         failed = _error_of(location, error)
         if failed is None:
             raise
+    if verb != "read":
+        cause = failed.__cause__
+        failed = StorageFailed(str(failed).replace("could not read", f"could not {verb}", 1))
+        failed.__cause__ = cause
     raise failed  # out here, so that it does not carry what the store said
 
 
@@ -321,3 +327,60 @@ def list_objects(folder: Remote) -> list[Remote]:
 def has_any(folder: Remote) -> bool:
     """Return whether any object lies below. One request."""
     return _ask(folder, lambda client: any(True for page in client.list(folder.key or None, chunk_size=1) if page))
+
+
+# Whole objects, as a job's plan, manifests and files are
+
+
+def create_object(location: Remote, data: bytes) -> bool:
+    """Create an object if there is none, in one request. Return whether it was created; if not, what exists stays."""
+
+    def create(client: "ObjectStore") -> bool:
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            client.put(location.key, data, mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            return False
+        return True
+
+    return _ask(location, create, "create")
+
+
+def put_object(location: Remote, path: Path) -> None:
+    """Upload a file, in parts where it is large."""
+    _ask(location, lambda client: client.put(location.key, path), "write")
+
+
+def whole_object(location: Remote) -> bytes | None:
+    """The content of an object; None where there is none."""
+
+    def get(client: "ObjectStore") -> bytes | None:
+        try:
+            return bytes(client.get(location.key).bytes())
+        except FileNotFoundError:
+            return None
+
+    return _ask(location, get)
+
+
+def each_object(folder: Remote) -> Iterator[Remote]:
+    """Every object below a folder, each with its stamp, in the order of their keys. A request per thousand, as they are reached."""
+    pages = _ask(folder, lambda client: client.list(folder.key or None, chunk_size=1000))
+    while page := _ask(folder, lambda _: next(pages, None)):
+        yield from (Remote(folder.store, about["path"], _stamp(about)) for about in page)
+
+
+def remove_object(location: Remote) -> None:
+    """Delete an object, if there is one."""
+
+    def delete(client: "ObjectStore") -> None:
+        with suppress(FileNotFoundError):
+            client.delete(location.key)
+
+    _ask(location, delete, "delete")
+
+
+def move_object(location: Remote, to: Remote) -> None:
+    """Rename an object; what has the other name is replaced."""
+    _ask(location, lambda client: client.rename(location.key, to.key), "move")

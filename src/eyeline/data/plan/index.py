@@ -67,7 +67,7 @@ class Index:
         known = self._open.get((source, shard))
         if known is not None:
             return known
-        known = self.shelf.read(self._identity(source, shard)) if self.shelf is not None else self._read(source, shard)
+        known = self.shelf.read(self._identity(source, shard)) if self.shelf is not None else self.read(source, shard)
         if known is None:
             known = self._made_or_waited_for(source, shard, wait)
         return None if known is None else self._open.keep((source, shard), known, KEPT_OPEN)
@@ -79,7 +79,7 @@ class Index:
     def _path(self, identity: str) -> Path | None:
         return index_path(self.folder, identity) if self.folder else None
 
-    def _read(self, source: int, shard: int) -> ShardIndex | None:
+    def read(self, source: int, shard: int) -> ShardIndex | None:
         """The index on disk, if there is one that is sound and still true."""
         identity = self._identity(source, shard)
         path = self._path(identity)
@@ -108,11 +108,11 @@ class Index:
         with claimed(path, wait) as mine:
             if not mine:
                 return None
-            read = self._read(source, shard)
+            read = self.read(source, shard)
             if read is None:
                 made = shard_index_of(self.sources[source], shard, self.encoder, self.rule)
                 write_atomically(path, to_bytes(made, identity), durable=False)
-                read = self._read(source, shard)
+                read = self.read(source, shard)
         if read is None:
             raise StorageFailed(
                 f"{self.sources[source].path} or its images change while they are read. Start again when nothing writes to them"

@@ -2,7 +2,7 @@
 
     prepared.json   what it was made from, and what is in it: written last
     shards/         WebDataset archives, samples in the order in which the first epoch's packs need them
-    entries/        what lies where in each archive: it is done when this is there
+    job/            the plans and manifests of the two jobs that made it; nobody reads them here
     index/          an index of each shard of the sources, with places in the archives
     rejects.jsonl   samples that cannot be used
     tokenizer/      where the recipe makes its own
@@ -234,7 +234,7 @@ class Prepared:
 
     def refuse_other(self, now: dict[str, Any], before: dict[str, Any]) -> None:
         """Refused, naming what differs from what the folder was made for."""
-        differs = list(_differences(before, now))
+        differs = list(differences(before, now))
         if differs:
             raise Refused(
                 f"{self.folder} was prepared from other data or settings. These differ: {'; '.join(differs)}. Restore them, or prepare "
@@ -251,13 +251,14 @@ class Prepared:
             )
 
 
-def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
+def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
+    """In what two values of plain JSON differ: the path, and both sides."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted(before.keys() | now.keys()):
-            yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+            yield from differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and any(isinstance(v, dict) for v in before):
         for number, (old, new) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(old, new, f"{path}.{number}")
+            yield from differences(old, new, f"{path}.{number}")
     elif before != now:
         yield f"{path} ({_shown(before)} → {_shown(now)})"
 

@@ -1,0 +1,56 @@
+"""How far a job is: a bar or lines on the screen, and a line of metrics.jsonl for each partition."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from eyeline.core.files import append_line
+from eyeline.core.log import say
+from eyeline.offline.attempt import Outcome
+
+QUIET_S = 30.0  # between two lines, where there is no terminal
+
+
+@contextmanager
+def progress(what: str, partitions: int, metrics: Path) -> Iterator[Callable[[Outcome], None]]:
+    """Return what is told of every attempt that ends: it shows progress, and appends to `metrics`."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    start = told = time.monotonic()
+    done, rows = 0, 0
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=partitions)
+
+        def tell(outcome: Outcome) -> None:
+            nonlocal done, rows, told
+            manifest, now = outcome.manifest, time.monotonic()
+            kept, dropped = manifest.rows, sum(manifest.counts.values())
+            done, rows = done + 1, rows + kept + dropped
+            append_line(
+                metrics,
+                {
+                    "kind": "partition",
+                    "job": what,
+                    "number": manifest.number,
+                    "how": outcome.how,
+                    "rows": kept,
+                    "dropped": dropped,
+                    "bytes": sum(one.bytes for one in manifest.outputs),
+                    "seconds": round(outcome.seconds, 3),
+                    "worker": manifest.worker,
+                    "elapsed_s": round(now - start, 3),
+                },
+            )
+            rate = rows / max(now - start, 1e-9)
+            bar.update(task, completed=done, description=f"{what}, {rate:,.0f} rows/s")
+            if not console.is_terminal and now - told >= QUIET_S:
+                told = now
+                left = timedelta(seconds=round((now - start) / done * max(partitions - done, 0)))
+                say(f"{what}: {done:,} of {partitions:,} partitions, {rate:,.0f} rows/s, ETA {left}")
+
+        yield tell
