@@ -114,7 +114,7 @@ TRAINED: dict[str, list[list[str]]] = {
         ["user: <0.5 seconds>[black/white]Does it move?", "assistant: «No.»"],
         ["user: <0.2 seconds>[black] or <0.0 seconds>[white]?", "assistant: «Both.»"],
     ],
-    "Where images lie": [
+    "Where images are stored": [
         *CAPTIONS,
         ["user: [black]Describe the image.", "assistant: «A black cat.»"],
         ["user: [black]Describe the image.", "assistant: «The same cat.»"],
