@@ -50,3 +50,9 @@ def test_no_file_uses_a_banned_word(banned: str) -> None:
 
 def test_what_is_allowed_is_there() -> None:
     assert not [name for name, allowed in ALLOWED.items() if not re.search(allowed, (ROOT / name).read_text())]
+
+
+def test_shares_times_and_sizes_are_formatted_in_one_file() -> None:
+    elsewhere = re.compile(r":[^{}'\"]*%\}|2 ?\*\* ?30:|divmod\([^)]*\), 60\)")
+    found = [name for name in files() if name.startswith("src/") and elsewhere.search((ROOT / name).read_text())]
+    assert found == ["src/eyeline/core/words.py"]

@@ -30,8 +30,8 @@ def test_right_kernel_passes(monkeypatch: pytest.MonkeyPatch, gradients: bool, d
 
 def test_wrong_output_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, kernel(out_by=1.2))
-    assert fault(gradients=False) == "the output is off by 20%"
-    assert (fault() or "").startswith("the output is off by 20%, the gradient of q is off by 20%")
+    assert fault(gradients=False) == "the output is off by 20.0%"
+    assert (fault() or "").startswith("the output is off by 20.0%, the gradient of q is off by 20.0%")
 
 
 def test_output_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,13 +42,13 @@ def test_output_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", INPUTS)
 def test_each_wrong_gradient_is_named_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     install(monkeypatch, kernel(gradient_by={name: 0.8}))
-    assert fault() == f"the gradient of {name} is off by 20%"
+    assert fault() == f"the gradient of {name} is off by 20.0%"
     assert fault(gradients=False) is None, "nothing is trained, so nothing of it is asked"
 
 
 def test_wrong_recurrent_state_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, kernel(state_by=1.1))
-    assert fault(gradients=False) == "the state after each document is off by 10%"
+    assert fault(gradients=False) == "the state after each document is off by 10.0%"
     assert fault() is None
 
 

@@ -101,7 +101,7 @@ def test_a_run_folder_of_another_recipe_is_a_problem(tmp_path: Path) -> None:
     assert check(tiny_run(tmp_path, "stages.0.steps=1", "stages.1.steps=2"), 0, console)
     assert not check(other, 0, console)
     said = out.getvalue()
-    assert "tiny has a problem:\n  out: " in said
+    assert "tiny has 1 problem:\n  out: " in said
     assert "may not change on resume:\n    stages.whole.max_grad_norm: 1.0 → 0.5\n  Restore the settings that the run" in said
 
 

@@ -126,7 +126,7 @@ def test_fault_of_fla_is_reported_with_versions(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fla, "_version", {"flash-linear-attention": "0.4.2", "triton": "3.6.0"}.get)
     install(monkeypatch, kernel(gradient_by={"decay": 1.5, "beta": 0.5}))
     warnings = chosen(HYBRID, (9, 0))[1]
-    assert "fla does not compute the same here: the gradient of decay is off by 50%, the gradient of beta is off by 50%" in warnings
+    assert "fla does not compute the same here: the gradient of decay is off by 50.0%, the gradient of beta is off by 50.0%" in warnings
     assert f"(flash-linear-attention 0.4.2, triton 3.6.0, torch {torch.__version__}, cpu)" in warnings
     assert "fla, compared with our own kernel" in chosen(HYBRID, (9, 0), trains=False)[0], "its output is right"
 

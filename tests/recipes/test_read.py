@@ -68,9 +68,9 @@ def test_null_survives_too() -> None:
         ("stages.0.max_grad_norm=some", ["stages.shapes.max_grad_norm: got 'some', wanted a number or null"]),
         (
             "stages.0.trains.vison={how: full, lr: 1}",
-            ["has a problem:\n  stages.shapes.trains: there is no 'vison'", "Did you mean 'vision'?"],
+            ["has 1 problem:\n  stages.shapes.trains: there is no 'vison'", "Did you mean 'vision'?"],
         ),
-        ("stages.0.trains.vison.lr=1", ["has a problem:\n  stages.shapes.trains: there is no 'vison'"]),
+        ("stages.0.trains.vison.lr=1", ["has 1 problem:\n  stages.shapes.trains: there is no 'vison'"]),
         (
             "stages.0.trains.vision={lr: 1}",
             ["stages.shapes.trains.vision: got {'lr': 1}, which has no `how`: add it, such as {how: full, lr: 1.0e-3}"],

@@ -38,7 +38,7 @@ def test_next_stage_starts_anew() -> None:
 
 SHOWN = {  # every figure of `step_figures`, by the name that stands above it or before it
     "loss": "0.1234", "smoothed": "0.1234", "epoch": "1.75", "lr": "1.00e-05 1.00e-03 2.00e-05", "grad norm": "1.50", "tokens/s": "180",
-    "steps/s": "2.00", "data wait": "10%", "padding": "10.0%", "skipped": "12", "experts": "1.25× mean, 3 unused", "memory": "123.00 GiB",
+    "steps/s": "2.00", "data wait": "10.0%", "padding": "10.0%", "skipped": "12", "experts": "1.25× mean, 3 unused", "memory": "123.00 GiB",
 }  # fmt: skip
 
 
@@ -115,8 +115,8 @@ def test_rates_of_a_line_are_over_the_steps_since_the_line_before(capsys: pytest
         seconds = dict(step_figures().seconds) | {"step": 1.0 if step == 5 else 0.5}
         shown.step(step_figures(step, 10, seconds=seconds))
     first, last = capsys.readouterr().out.splitlines()
-    assert "tokens/s 180 · steps/s 2.00 · data wait 10%" in first
-    assert f"tokens/s {9 * 90 / 5:,.0f} · steps/s {9 / 5:.2f} · data wait {9 * 0.05 / 5:.0%}" in last
+    assert "tokens/s 180 · steps/s 2.00 · data wait 10.0%" in first
+    assert f"tokens/s {9 * 90 / 5:,.0f} · steps/s {9 / 5:.2f} · data wait {9 * 0.05 / 5:.1%}" in last
 
 
 def test_a_terminal_shows_no_bar_before_the_first_step() -> None:

@@ -628,7 +628,7 @@ def test_a_signal_during_the_save_is_for_the_next_step(uninterrupted, tmp_path: 
     monkeypatch.setattr(loop, "StopSignal", made)
     monkeypatch.setattr(loop.metrics, "write", write)
     run = tiny_run(folder, f"out={tmp_path / 'run'}")
-    with pytest.raises(Stopped, match="3 steps are saved"):
+    with pytest.raises(Stopped, match="3 steps saved"):
         loop.train(run)
     loop.train(run)
     assert end_of(run) == whole

@@ -120,7 +120,7 @@ def test_notice_of_ctrl_c_stays_in_the_live_display(terminal: Callable[..., Term
     shown.release()
     assert shown.code() == 75
     assert "SIGINT: stopping after this step" in shown.frames()[-1]
-    assert "3 steps are saved" in shown.frames()[-1]
+    assert "3 steps saved" in shown.frames()[-1]
     newest = store.newest(tmp_path / "run" / "checkpoints")
     assert newest is not None and newest.step == 3
 

@@ -1,4 +1,4 @@
-"""Counts and shares in messages, in one format each."""
+"""Counts, shares, times and sizes as people read them: one format each, in every message, table and page."""
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -9,3 +9,14 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 def percent(share: float) -> str:
     """A share of 1 as `12.5%`."""
     return f"{share:.1%}"
+
+
+def duration(seconds: float) -> str:
+    """Elapsed or remaining time as `1:05` or `2:03:04`."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def gib(size: int) -> str:
+    """A number of bytes of memory as `1.25 GiB`."""
+    return f"{size / 2**30:,.2f} GiB"

@@ -8,6 +8,7 @@ from typing import Any
 
 from eyeline.core.errors import BadSample, Refused, TooManyRejects
 from eyeline.core.files import append_line, read_lines
+from eyeline.core.words import counted, percent
 
 CAUSES: dict[str, str] = {
     # the row
@@ -190,15 +191,15 @@ class Rejects:
         cause = max(self.counts, key=self.counts.__getitem__)
         where = f" Each is named in {self.path}." if self.path else ""
         return TooManyRejects(
-            f"{self.rejected} of {self.seen} samples were rejected ({self.rejected / max(self.seen, 1):.1%}); max_reject_rate allows "
-            f"{self.max_rate:.1%}. Causes: {self.causes()}.{where} Against {cause}: {REMEDIES[cause]} Or raise "
+            f"{self.rejected:,} of {counted(self.seen, 'sample')} were rejected ({percent(self.rejected / max(self.seen, 1))}); "
+            f"max_reject_rate allows {percent(self.max_rate)}. Causes: {self.causes()}.{where} Against {cause}: {REMEDIES[cause]} Or raise "
             "data.max_reject_rate if dropping them is acceptable"
         )
 
     def summary(self) -> str:
         """The number of samples skipped so far, and the causes."""
         where = f". {self.path} names each" if self.path else ""
-        return f"{self.rejected:,} of {self.seen:,} samples skipped: {self.causes()}{where}"
+        return f"{self.rejected:,} of {counted(self.seen, 'sample')} skipped: {self.causes()}{where}"
 
     def causes(self) -> str:
         """The most frequent ones in words."""

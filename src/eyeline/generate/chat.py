@@ -14,6 +14,7 @@ from eyeline.core.batch import Document, EncodedImage, Message, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.log import warn
 from eyeline.core.plan import Spec
+from eyeline.core.words import counted
 from eyeline.data.images.decode import width_and_height
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.generate.generate import stream
@@ -171,7 +172,7 @@ def converse(talk: Talk, read: Read, write: Write) -> None:
     while True:
         try:
             many = len(talk.waiting)
-            line = read(f"[{many} image{'' if many == 1 else 's'}] > " if many else "> ").strip()
+            line = read(f"[{counted(many, 'image')}] > " if many else "> ").strip()
         except (EOFError, KeyboardInterrupt):
             write("\n")
             return

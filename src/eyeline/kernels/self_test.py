@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from eyeline.core.words import percent
 from eyeline.kernels.gated_delta import StateCache, cached_gated_delta_rule, gated_delta_rule
 
 LENGTHS = (1, 63, 64, 130, 5)  # of the documents compared: within, at and across the bounds of fla's chunks of 64 tokens
@@ -30,7 +31,7 @@ def fla_fault(
         lines = str(error).strip().splitlines()
         return f"it raised {type(error).__name__}{f': {lines[0][:200]}' if lines else ''}"
     names = ("the output", *(TRAINING if gradients else GENERATING))
-    wrong = [f"{name} is off by {x:.0%}" for name, x in zip(names, off, strict=True) if not x <= OFF]  # also where x is not a number
+    wrong = [f"{name} is off by {percent(x)}" for name, x in zip(names, off, strict=True) if not x <= OFF]  # also where x is not a number
     return ", ".join(wrong) or None
 
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from eyeline.core.files import append_line
 from eyeline.core.log import say
+from eyeline.core.words import duration
 from eyeline.offline.attempt import Outcome
 
 QUIET_S = 30.0  # between two lines, where there is no terminal
@@ -50,7 +50,7 @@ def progress(what: str, partitions: int, metrics: Path) -> Iterator[Callable[[Ou
             bar.update(task, completed=done, description=f"{what}, {rate:,.0f} rows/s")
             if not console.is_terminal and now - told >= QUIET_S:
                 told = now
-                left = timedelta(seconds=round((now - start) / done * max(partitions - done, 0)))
+                left = duration((now - start) / done * max(partitions - done, 0))
                 say(f"{what}: {done:,} of {partitions:,} partitions, {rate:,.0f} rows/s, ETA {left}")
 
         yield tell

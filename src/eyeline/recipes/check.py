@@ -19,6 +19,7 @@ from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
 from eyeline.core.plan import Plan
 from eyeline.core.randomness import seed_for
+from eyeline.core.words import counted, percent
 from eyeline.data.containers.container import RETRIES
 from eyeline.data.reader import reader_of, sizing_of
 from eyeline.data.report.duplicates import SampleHashes, hashes_of
@@ -228,7 +229,7 @@ def _say(console: Console, text: str) -> None:
 
 
 def _problem_list(name: str, found: list[str]) -> str:
-    count = "a problem" if len(found) == 1 else f"{len(found)} problems"
+    count = counted(len(found), "problem")
     return f"{name} has {count}:\n" + "\n".join(f"  {line}" for line in found)
 
 
@@ -461,7 +462,7 @@ def data_problems(stage: Stage, report: DataReport) -> Iterator[str]:
     elif report.trained_rejected > stage.data.max_reject_rate * report.trained:  # as training counts: each row that is trained on, once
         yield (
             f"{stage.name}: {report.trained_rejected} of {report.trained} examined training samples would be rejected, and "
-            f"max_reject_rate is {stage.data.max_reject_rate:.1%} ({_causes(report)}); "
+            f"max_reject_rate is {percent(stage.data.max_reject_rate)} ({_causes(report)}); "
             f"fix them{_longer(report)}, or raise it if dropping them is acceptable"
         )
 

@@ -12,6 +12,7 @@ from eyeline.core.errors import Refused, nearest
 from eyeline.core.problems import lines_of
 from eyeline.core.settings import Settings
 from eyeline.core.user_code import anchored
+from eyeline.core.words import counted
 from eyeline.core.yaml_text import read_yaml
 from eyeline.train.run import Run
 
@@ -150,5 +151,5 @@ def settings_of(record: type[Record], values: dict[str, Any], where: str) -> Rec
         return record.model_validate(values)
     except ValidationError as error:
         lines = lines_of(record, values, error)
-        many = f"{len(lines)} problems" if len(lines) > 1 else "a problem"
+        many = counted(len(lines), "problem")
         raise Refused(f"{where} has {many}:\n" + "\n".join(f"  {line}" for line in lines)) from error

@@ -11,6 +11,7 @@ import torch
 
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, warn
+from eyeline.core.words import counted, percent
 from eyeline.models.flops import peak_of
 from eyeline.parallel.launch import Machine, machine
 from eyeline.study.history import Step, read_history
@@ -52,9 +53,9 @@ def bench(run: Path | None) -> None:
 def lines(reached: Throughput, peak: float) -> list[str]:
     """The throughput of a run, and its MFU against a measured `peak` in FLOP/s."""
     return [
-        f"run, median of {reached.steps} steps in {reached.precision}: {reached.step_s:.3f} s per step, "
-        f"{reached.tokens_per_s:,.0f} tokens/s, {reached.data_wait:.1%} of the time waiting for data",
-        f"model: {reached.flops_per_s / 1e12:,.3f} TFLOP/s; MFU {reached.flops_per_s / peak:.1%} of the measured matrix products",
+        f"run, median of {counted(reached.steps, 'step')} in {reached.precision}: {reached.step_s:.3f} s per step, "
+        f"{reached.tokens_per_s:,.0f} tokens/s, {percent(reached.data_wait)} of the time waiting for data",
+        f"model: {reached.flops_per_s / 1e12:,.3f} TFLOP/s; MFU {percent(reached.flops_per_s / peak)} of the measured matrix products",
     ]
 
 
@@ -111,4 +112,4 @@ def _median(steps: list[Step], of: Callable[[Step], float]) -> float:
 
 def _of_published(here: Machine, name: str, rate: float) -> str:
     published = peak_of(here.name) if name == "bf16" else None
-    return f" ({rate / published:.0%} of the published {published / 1e12:,.0f})" if published else ""
+    return f" ({percent(rate / published)} of the published {published / 1e12:,.0f})" if published else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from eyeline.core.image_rule import ImageRule
-from eyeline.core.words import percent
+from eyeline.core.words import counted, percent
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.data.report.budgets import LOST, WASTE, Load, Packing, suggest_budget
 from eyeline.data.report.duplicates import Duplicates
@@ -116,7 +116,7 @@ def blocks(found: StageData) -> Iterator[Block]:
     yield from _histograms(report)
     batch = found.batch
     yield Heading("Batches", part=True)
-    yield Line(f"one step: {batch.packs_per_step} × up to {batch.max_tokens:,} tokens and {batch.max_patches:,} patches")
+    yield Line(f"one step: {batch.packs_per_step:,} × up to {batch.max_tokens:,} tokens and {batch.max_patches:,} patches")
     yield from _budgets(found)
     yield Heading("Invalid and unusual samples", part=True)
     yield from _unusual_lines(report)
@@ -135,7 +135,7 @@ def image_lines(images: Images, where: str) -> Iterator[Line]:
     samples, different = images.samples, images.different
     if not different:
         return
-    what = "1 image" if different == 1 else f"{different:,} different images"
+    what = counted(different, "different image")
     said = f"{where}{samples:,} samples with images show {what} ({samples / different:,.1f} samples per image)"
     if different < FEW_IMAGES and samples >= MANY_SAMPLES * different:
         yield Line(
@@ -154,7 +154,7 @@ def _about(report: DataReport) -> str:
 def _sources(report: DataReport, several: bool) -> tuple[tuple[str, ...], ...]:
     rows = []
     for source in report.sources[:MOST_ROWS]:
-        often = f"by weight {source.weight:g}" if source.weight != 1 else "once" if source.repeat == 1 else f"{source.repeat} times"
+        often = f"by weight {source.weight:g}" if source.weight != 1 else "once" if source.repeat == 1 else f"{source.repeat:,} times"
         many, judging = _about(report) + f"{source.rows:,}", f"{source.validation:,}"
         shares = map(percent, (source.visits, source.tokens, source.visual)) if source.training else "–––"
         rows.append((shorten(source.path), source.layout, shorten(source.why), many, judging, often, *(shares if several else ())))
@@ -382,7 +382,7 @@ def _plot(block: Histogram) -> str:
 def _sample(shown: SamplePreview) -> str:
     images = "".join(page.image(jpeg) for jpeg in shown.thumbnails)
     more = f", {shown.images - len(shown.thumbnails)} more images" if shown.images > len(shown.thumbnails) else ""
-    about = f"{shorten(shown.id)} · {shorten(shown.source)} · {shown.tokens:,} tokens, {shown.supervised:,} in the loss{more}"
+    about = f"{shorten(shown.id)} · {shorten(shown.source)} · {counted(shown.tokens, 'token')}, {shown.supervised:,} in the loss{more}"
     pieces = []
     for piece in shown.pieces:
         if piece.image is not None:

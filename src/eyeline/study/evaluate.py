@@ -16,7 +16,7 @@ from eyeline.bundle.fill import load_for_generation
 from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, visible
-from eyeline.core.words import counted, percent
+from eyeline.core.words import counted, duration, percent
 from eyeline.data.sets import open_each, training_samples
 from eyeline.evals.exact_match import exact_match, prior_of
 from eyeline.evals.metric import metric_named, normalise_answer
@@ -84,7 +84,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
 
 def scores(result: Result) -> Table:
     """Accuracy over all and by kind of question, next to the text-only baseline."""
-    table = Table(title=f"{result.metric}, {counted(result.questions, 'question')}, {result.seconds:.0f} s", title_justify="left")
+    table = Table(title=f"{result.metric}, {counted(result.questions, 'question')}, {duration(result.seconds)}", title_justify="left")
     for column in ("", "questions", "accuracy", "text-only baseline"):
         table.add_column(column, justify="right" if column else "left")
     for kind, score in result.by_kind.items() if any(result.by_kind) else ():

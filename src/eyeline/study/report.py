@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_atomically
-from eyeline.core.words import percent
+from eyeline.core.words import counted, duration, gib, percent
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.evals.result import Asked, Result, read_result
 from eyeline.study.history import History, Origin, RejectSummary, StageStart, Step, read_history, read_rejects
@@ -102,10 +102,6 @@ def subject(history: History) -> str:
     known = history.starts[-1] if history.starts else {}
     parts += [stamp(known[name]) for name in ("precision", "hardware") if name in known]
     return " · ".join(parts)
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def remarks(history: History, evaluation: Result | str | None) -> list[str]:
@@ -229,7 +225,7 @@ def stage_settings(start: StageStart, steps: Sequence[Step]) -> dict[str, str]:
 
 def source(origin: Origin) -> str:
     about = "" if origin.exact else "about "
-    samples = "" if origin.samples is None else f", {about}{origin.samples:,} samples"
+    samples = "" if origin.samples is None else f", {about}{counted(origin.samples, 'sample')}"
     held = f", {about}{origin.held_out:,} more held out" if origin.held_out else ""
     return f"{origin.path} ({origin.layout}{samples}{held})"
 
@@ -254,7 +250,7 @@ def results(history: History, name: str, steps: Sequence[Step]) -> dict[str, str
         shown["FLOPs"] = metric(sum(sum(s.flops.values()) for s in steps))
     return shown | {
         "speed": f"{rate(steps):,.0f} tokens/s, {percent(padding(steps))} padding, {percent(wait)} data wait",
-        "peak memory": f"{max(s.memory_bytes for s in steps) / 2**30:.2f} GiB",
+        "peak memory": gib(max(s.memory_bytes for s in steps)),
     }
 
 
@@ -437,9 +433,3 @@ def padding(steps: Sequence[Step]) -> float:
     """Share of slots that is padding."""
     slots = sum(s.slots for s in steps)
     return 1 - sum(s.real for s in steps) / slots if slots else 0.0
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from eyeline.core.log import say, say_at_once, visible
-from eyeline.train.metrics import StepFigures, clock_time
+from eyeline.core.words import duration, gib, percent
+from eyeline.train.metrics import StepFigures
 
 SMOOTHED_STEPS = 20  # steps that the smoothed loss is a mean of, in the display, in the last lines of a run and in the report
 GAP = 3  # spaces between two columns
@@ -172,11 +173,11 @@ class Log:
             Cell("grad norm", "–" if report.grad_norm is None else f"{report.grad_norm:.2f}", 6),
             Cell("tokens/s", f"{real / wall:,.0f}", 4),
             Cell("steps/s", _speed(len(since) / wall), 7),
-            Cell("data wait", f"{waited / wall:.0%}", 9),
-            Cell("padding", f"{1 - real / slots if slots else 0:.1%}", 10),
+            Cell("data wait", percent(waited / wall), 9),
+            Cell("padding", percent(1 - real / slots if slots else 0), 10),
             *([Cell("skipped", f"{figures.rejected:,}", 8)] if figures.rejected else []),
             *([Cell("experts", f"{load.max_over_mean:.2f}× mean, {load.unused} unused", 12)] if (load := report.experts) else []),
-            Cell("memory", f"{figures.memory_bytes / 2**30:.2f} GiB", 11, 9),
+            Cell("memory", gib(figures.memory_bytes), 11, 9),
         ]
 
 
@@ -216,14 +217,14 @@ class View:
             yield self._bar(figures, left, width)
             yield _table(cells, width)
         if (status := self.status) is not None:
-            since = f" {clock_time(time.monotonic() - self._start)}" if self._shown is None else ""  # the bar has its own
+            since = f" {duration(time.monotonic() - self._start)}" if self._shown is None else ""  # the bar has its own
             yield Text(visible(status) + since, style="dim")
         if self.notice is not None:
             yield Text(visible(self.notice), style="bold yellow")
 
     def _bar(self, figures: StepFigures, left: str, width: int) -> Table:
         """The stage, a bar where there is room for one, the step, and the times."""
-        elapsed = clock_time(time.monotonic() - self._start)
+        elapsed = duration(time.monotonic() - self._start)
         name = figures.stage
         times = (("elapsed", elapsed, 2), ("ETA", left, 1))
         cells = fitting(
@@ -271,4 +272,4 @@ class Pace:
         self._recent.append(spent["step"] - spent["startup"] - spent["validation"] - spent["checkpoint"])
         if first and figures.step < figures.steps:
             return "–"
-        return clock_time((figures.steps - figures.step) * median(self._recent))
+        return duration((figures.steps - figures.step) * median(self._recent))

@@ -16,6 +16,7 @@ from eyeline.core.errors import NotFinite, OutOfMemory, Stopped, StorageFailed, 
 from eyeline.core.files import make_folder, write_json
 from eyeline.core.log import say
 from eyeline.core.step import Step
+from eyeline.core.words import counted
 from eyeline.data.counts import forget_step_count
 from eyeline.data.loader import check_rejects_at_end
 from eyeline.data.validation import validation_batches
@@ -69,7 +70,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
         try:
             while checkpoint is None or checkpoint.state["stage"] < len(run.stages):
                 if stop.asked:
-                    done = f"{checkpoint.state['global_step']} steps are saved" if checkpoint else "no step was done"
+                    done = f"{counted(checkpoint.state['global_step'], 'step')} saved" if checkpoint else "no step was done"
                     raise Stopped(f"stopped by {stop.asked}; {done}, and the same command resumes from there")
                 try:
                     train_stage(process, checkpoint)
@@ -86,7 +87,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
 def saves(run: Run) -> str:
     """When checkpoints are written, in words."""
     times = [f"every {run.save_minutes:g} minutes (save_minutes)"] if run.save_minutes else []
-    times += [f"every {run.save_steps:,} steps (save_steps)"] if run.save_steps else []
+    times += [f"every {counted(run.save_steps, 'step')} (save_steps)"] if run.save_steps else []
     return ", ".join([*times, "at the end of each stage, and when a signal stops the run"])
 
 
@@ -134,7 +135,7 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
         show_step(process, running, state, step, report, at, tells_rejects=ended or state.step == first)
         if over:
             raise NotFinite(
-                f"{state.not_finite} steps had a loss or gradient that is not finite, more than "
+                f"{counted(state.not_finite, 'step')} had a loss or gradient that is not finite, more than "
                 f"max_nonfinite_steps={run.max_nonfinite_steps}. None was applied; their batches are described in "
                 f"{home.folder / 'not_finite'}. Look at those samples, or lower the learning rate."
             )
@@ -142,8 +143,8 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
             return
     forget_step_count(running.reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
     raise StorageFailed(
-        f"the data of stage {stage.name} ended after {state.step} steps, but {running.steps} were planned: files or images have changed "
-        "since. Restore them, and run the same command again: it resumes from the last checkpoint"
+        f"the data of stage {stage.name} ended after {counted(state.step, 'step')}, but {running.steps:,} were planned: "
+        "files or images have changed since. Restore them, and run the same command again: it resumes from the last checkpoint"
     )
 
 

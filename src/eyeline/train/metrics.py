@@ -118,9 +118,3 @@ def write(folder: Path, line: dict[str, Any], attempt: int) -> None:
     """Append one line, with the time of day (for people; durations come from the monotonic clock) and the attempt."""
     wall = datetime.now(UTC).isoformat(timespec="seconds")
     append_line(folder / "metrics.jsonl", {**line, "wall": wall, "attempt": attempt})
-
-
-def clock_time(seconds: float) -> str:
-    """1:05 or 2:03:04 for people."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -112,7 +112,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
         )
         steps = stage.steps or count_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
         if state.step >= steps:
-            raise Refused(f"stage {stage.name} has {steps} steps and has already done {state.step}; raise steps, or leave it unchanged")
+            raise Refused(f"stage {stage.name} has steps={steps} and has already done {state.step}; raise steps, or leave it unchanged")
         if checkpoint:
             refuse_changed_data(run, home.folder, reader, checkpoint.state)
     peak = flops.peak_of(here.name) if run.precision == "bf16" else None

@@ -111,7 +111,7 @@ def refuse_changed_past(run: Run, home: Home, checkpoint: store.Checkpoint | Non
         return
     ended, done = checkpoint.state["stage"], checkpoint.state["progress"]["step"]
     if ended < len(run.stages) and (steps := run.stages[ended].steps) is not None and steps <= done:
-        raise Refused(f"stage {run.stages[ended].name} has {steps} steps and has already done {done}; raise steps, or leave it unchanged")
+        raise Refused(f"stage {run.stages[ended].name} has steps={steps} and has already done {done}; raise steps, or leave it unchanged")
     before = _recorded(home.folder / "recipe.yaml")
     for old, new in list(zip(before.stages, run.stages, strict=True))[:ended]:
         for length in ("steps", "epochs"):

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from eyeline.bundle.bundle import Bundle
+from eyeline.core.words import counted, duration
 from eyeline.data.counts import Count, sample_counts
 from eyeline.data.reader import Reader
 from eyeline.data.sources.sources import Rows
 from eyeline.train.display import SMOOTHED_STEPS
-from eyeline.train.metrics import StepFigures, clock_time
+from eyeline.train.metrics import StepFigures
 from eyeline.train.run import Run
 from eyeline.train.trainable import Row
 
@@ -62,19 +63,19 @@ def stage_lines(record: dict[str, Any]) -> Iterator[str]:
     for source in sources[:MOST_SOURCES]:
         yield f"data: {_describe_source(source)}"
     if len(sources) > MOST_SOURCES:
-        yield f"data: {len(sources) - MOST_SOURCES} more sources"
+        yield f"data: {counted(len(sources) - MOST_SOURCES, 'more source')}"
     for source in record["validation"][:MOST_SOURCES]:
         yield f"validation data: {_describe_source(source)}"
     batch = record["batch"]
     times = f"{batch['packs_per_step']} × " if batch["packs_per_step"] > 1 else ""
     patches = f" and {batch['max_patches']:,} patches" if batch["max_patches"] else ""
-    length = f"{record['steps']:,} steps" + (f" ({record['epochs']} epochs)" if record["epochs"] else "")
+    length = counted(record["steps"], "step") + (f" ({counted(record['epochs'], 'epoch')})" if record["epochs"] else "")
     yield f"one step: up to {times}{batch['max_tokens']:,} tokens{patches}; {length}"
 
 
 def _describe_source(source: dict[str, Any]) -> str:
     about = "" if source["exact"] else "about "
-    samples = "" if source["samples"] is None else f", {about}{source['samples']:,} samples"
+    samples = "" if source["samples"] is None else f", {about}{counted(source['samples'], 'sample')}"
     held = f", {about}{source['held_out']:,} more held out for validation" if source["held_out"] else ""
     return f"{source['path']} ({source['layout']}, {source['container']}){samples}{held}"
 
@@ -105,19 +106,19 @@ class Tally:
 
     def line(self, steps: int) -> str:
         """The result in one line."""
-        parts = [f"done: {steps:,} steps"]
+        parts = [f"done: {counted(steps, 'step')}"]
         if not self._steps:
             return parts[0]
-        parts[0] += f" in {clock_time(time.monotonic() - self._start)}"
+        parts[0] += f" in {duration(time.monotonic() - self._start)}"
         last = self._steps[-1].stage
         applied = [(r.loss, r.counts.supervised) for one in self._steps if (r := one.report).outcome == "applied" and r.loss is not None]
         if labels := sum(count for _, count in applied):
             loss = sum(loss * count for loss, count in applied) / labels
-            parts.append(f"loss {loss:.4f} (mean of the last {len(self._steps)} steps)")
+            parts.append(f"loss {loss:.4f} (mean of the last {counted(len(self._steps), 'step')})")
         if self._validation is not None and self._validation[0] == last:
             parts.append(self._validated(self._validation[1]))
         if skipped := sum(self._skipped.values()):
-            parts.append(f"{skipped:,} samples skipped (rejects.jsonl says why)")
+            parts.append(f"{counted(skipped, 'sample')} skipped (rejects.jsonl says why)")
         return " · ".join(parts)
 
     def _validated(self, loss: float) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eyeline.core.plan import PARTS, Part, Plan
+from eyeline.core.words import gib
 from eyeline.models import Config, Model
 from eyeline.models.lora import LoRA
 from eyeline.models.shape import shape
@@ -39,7 +40,7 @@ class Memory:
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer}
-        return ", ".join(f"{name} {size / 2**30:,.2f} GiB" for name, size in parts.items())
+        return ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
 
 
 def trained_in_full(stages: Sequence[Stage]) -> list[Part]:

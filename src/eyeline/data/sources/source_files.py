@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from eyeline.core.errors import Refused
 from eyeline.core.locations import Location, below
+from eyeline.core.words import counted
 from eyeline.data.containers.container import File
 from eyeline.data.containers.energon import energon_columns, energon_shards
 from eyeline.data.containers.keys import IMAGE_SUFFIXES
@@ -38,7 +39,7 @@ def source_files_in(path: Location, retries: int) -> SourceFiles:
     images = sum(_is_image(name) for name in known)
     if images:
         remedy = "Put a metadata.csv with the columns file_name and caption there, or a .txt beside each"
-        raise Refused(f"{path} is a folder with {images:,} images, and no file that describes them.{skipped} {remedy}")
+        raise Refused(f"{path} is a folder with {counted(images, 'image')}, and no file that describes them.{skipped} {remedy}")
     raise Refused(
         f"{path} is a folder without known data: none of its {len(known):,} files is .json, .jsonl, .csv, .parquet, .arrow or "
         f".tar.{skipped} Name another"

@@ -10,6 +10,7 @@ from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.files import write_json
 from eyeline.core.log import say
+from eyeline.core.words import percent
 from eyeline.models import Config
 from eyeline.study.roofline import gpus
 from eyeline.study.roofline.gpus import GPU, GPUS
@@ -118,8 +119,8 @@ def table(ways: dict[str, Way]) -> list[str]:
     for name, one in ways.items():
         bound = "" if one.device_ms >= one.host_ms else f" (the host takes longer to ask for it all: {one.host_ms:,.0f} ms)"
         lines.append(
-            f"{name}: step {one.step_ms:,.0f} ms, MFU {one.mfu:.1%}, both modelled; kernels {one.device_ms:,.0f} ms in {one.launches:,} "
-            f"launches{bound}; the host waits for the GPU {one.host_reads} times"
+            f"{name}: step {one.step_ms:,.0f} ms, MFU {percent(one.mfu)}, both modelled; kernels {one.device_ms:,.0f} ms in "
+            f"{one.launches:,} launches{bound}; the host waits for the GPU {one.host_reads} times"
         )
     rows = [("longest, eager", "ms", "TFLOP", "GB", "launches"), *((name, *_figures(one, True)) for name, one in eager.operators.items())]
     return [*lines, "", *_aligned(rows[: 1 + LONGEST // 2])]
