@@ -17,7 +17,7 @@ from eyeline.recipes.read import read_recipe
 from eyeline.study.roofline import gpus
 from eyeline.study.roofline.gpus import GPUS
 from eyeline.study.roofline.price import fused, priced
-from eyeline.study.roofline.record import Operator, Recorder, native_norms
+from eyeline.study.roofline.record import Operator, Recorder
 from eyeline.study.roofline.roofline import roofline
 from eyeline.study.roofline.sizes import SIZES, config_of
 from eyeline.study.roofline.step import Recording, record_step
@@ -51,15 +51,15 @@ DELTA = {
 FULL = "stages.tune.trains.language={how: full, lr: 1e-4}"
 
 
-def test_rms_norm_costs_what_the_example_says() -> None:
+def test_layer_norm_costs_what_the_example_says() -> None:
     """docs/measuring.md: cast, norm, cast are 20 bytes per element in three launches, and one chain of 4."""
     x_TD, weight_D = empty(100, 64), empty(64, dtype=torch.float32)
-    with native_norms(), Recorder() as recorder:
-        out = F.rms_norm(x_TD.float(), weight_D.shape, weight_D, 1e-6).to(x_TD.dtype)
+    with Recorder() as recorder:
+        out = F.layer_norm(x_TD.float(), weight_D.shape, weight_D, weight_D).to(x_TD.dtype)
         x_TD @ out.T  # which needs it
     *norm, _ = recorder.operators
-    scales = 100 * 4  # one over the root of each row's mean square, which the gradient needs
-    assert [op.bytes for op in norm] == [6 * 6400, 8 * 6400 + 64 * 4 + scales, 6 * 6400]
+    rows = 100 * 2 * 4  # mean and scale of each row, which the gradient needs
+    assert [op.bytes for op in norm] == [6 * 6400, 8 * 6400 + 64 * 4 + rows, 6 * 6400]
     chain, _ = fused(recorder.operators, H100)
     assert (chain.launches, chain.bytes) == (1, 4 * 6400 + 64 * 4)
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from eyeline.core.dims import dims
 from eyeline.kernels.gpu import capability_of, grouped_obstacle, on_gpu
 from eyeline.kernels.opaque import opaque
+from eyeline.kernels.swiglu import swiglu_backward, swiglu_forward
 
 
 def choose(probability_TE: Tensor, active: int, normalised: bool, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -157,7 +158,8 @@ def _grouped_swiglu(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Te
     """out_ND, and the two products gate_NF and up_NF that the backward pass needs."""
     x_ND, gate_EFD, up_EFD, down_EDF = (x.contiguous() for x in (x_ND, gate_EFD, up_EFD, down_EDF))
     gate_NF, up_NF = (_times(x_ND, weight_EFD.mT, ends_E) for weight_EFD in (gate_EFD, up_EFD))
-    return _times(F.silu(gate_NF).mul_(up_NF), down_EDF.mT, ends_E), gate_NF, up_NF
+    hidden_NF = swiglu_forward(gate_NF, up_NF) if on_gpu(gate_NF) else F.silu(gate_NF).mul_(up_NF)
+    return _times(hidden_NF, down_EDF.mT, ends_E), gate_NF, up_NF
 
 
 def _like_inputs(_dout_ND: Tensor, *others: Any) -> list[Tensor]:
@@ -183,10 +185,13 @@ def _grouped_swiglu_backward(
     dout_ND, x_ND, gate_EFD, up_EFD, down_EDF = (x.contiguous() for x in (dout_ND, x_ND, gate_EFD, up_EFD, down_EDF))
     x_needed, gate_needed, up_needed, down_needed = needed
     made = [x_ND.new_empty(0) for _ in needed]
-    opened_NF = F.silu(gate_NF)
+    opened_NF = None if on_gpu(gate_NF) else F.silu(gate_NF)
     if x_needed or gate_needed or up_needed:
         dhidden_NF = _times(dout_ND, down_EDF, ends_E)
-        dgate_NF, dup_NF = torch.ops.aten.silu_backward(dhidden_NF * up_NF, gate_NF), dhidden_NF.mul_(opened_NF)
+        if opened_NF is None:
+            dgate_NF, dup_NF = swiglu_backward(dhidden_NF, gate_NF, up_NF)
+        else:
+            dgate_NF, dup_NF = torch.ops.aten.silu_backward(dhidden_NF * up_NF, gate_NF), dhidden_NF.mul_(opened_NF)
         if x_needed:
             made[0] = _times(dgate_NF, gate_EFD, ends_E).add_(_times(dup_NF, up_EFD, ends_E))
         if gate_needed:
@@ -194,7 +199,8 @@ def _grouped_swiglu_backward(
         if up_needed:
             made[2] = _gradient(dup_NF, x_ND, ends_E)
     if down_needed:
-        made[3] = _gradient(dout_ND, opened_NF.mul_(up_NF), ends_E)
+        hidden_NF = swiglu_forward(gate_NF, up_NF) if opened_NF is None else opened_NF.mul_(up_NF)
+        made[3] = _gradient(dout_ND, hidden_NF, ends_E)
     return made
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from eyeline.core.dims import dims
+from eyeline.kernels.gpu import on_gpu
+from eyeline.kernels.one_kernel import one_kernel
 
 
 class Scaling(NamedTuple):
@@ -63,9 +65,34 @@ def _scaled(frequency_R2: Tensor, by: Scaling) -> Tensor:
 def rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Turn each pair (j, j + R/2) of every head by its token's angle, in float32; the result has x's dtype. Dims from R on stay."""
     dims("THK", x_THK, "TR", cos_TR, "TR", sin_TR)
+    if on_gpu(x_THK):
+        return _OneKernel.apply(x_THK, cos_TR, sin_TR)
     turned = cos_TR.shape[1]
     turned_THR = _Turned.apply(x_THK[..., :turned].float(), cos_TR, sin_TR).to(x_THK.dtype)
     return turned_THR if turned == x_THK.shape[2] else torch.cat((turned_THR, x_THK[..., turned:]), -1)
+
+
+@one_kernel
+def _rotated(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor, back: bool) -> Tensor:
+    """Turned, or turned back, in one pass. Of the tables half is read: their halves are equal."""
+    R2 = cos_TR.shape[1] // 2
+    cos_T1r, sin_T1r = cos_TR[:, None, :R2], sin_TR[:, None, :R2]
+    if back:
+        sin_T1r = -sin_T1r
+    first, second = x_THK[..., :R2].float(), x_THK[..., R2 : 2 * R2].float()
+    turned = (first * cos_T1r - second * sin_T1r, second * cos_T1r + first * sin_T1r)
+    return torch.cat([*(x.to(x_THK.dtype) for x in turned), x_THK[..., 2 * R2 :]], -1)
+
+
+class _OneKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TR, sin_TR)
+        return _rotated(x_THK, cos_TR, sin_TR, False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _rotated(gradients[0], *ctx.saved_tensors, True), None, None
 
 
 class _Turned(torch.autograd.Function):

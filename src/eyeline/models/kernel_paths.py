@@ -8,6 +8,7 @@ from torch import nn
 
 from eyeline.kernels import fla
 from eyeline.kernels.gpu import HALF, Capability, flash_obstacle, grouped_obstacle, grouped_waits, written
+from eyeline.kernels.one_kernel import compiler_obstacle
 from eyeline.kernels.self_test import fla_fault
 from eyeline.models.layers import Attend
 from eyeline.models.moe import ExpertWeights
@@ -35,7 +36,7 @@ def choose(
         return KernelPaths()
     lines: list[str] = []
     warnings = [*_precision(capability, dtype)]
-    for found in (_attention(model, capability, dtype), _experts(model, capability, dtype)):
+    for found in (_passes(device), _attention(model, capability, dtype), _experts(model, capability, dtype)):
         lines += found.lines
         warnings += found.warnings
     delta = _delta(model, device, dtype, trains, deterministic)
@@ -54,6 +55,19 @@ def _precision(capability: Capability, dtype: torch.dtype) -> Iterator[str]:
             f"precision: this GPU (compute capability {written(capability)}) has no bfloat16 in hardware and emulates it slowly. Set "
             "precision: fp32, or use a GPU of compute capability 8.0 or newer"
         )
+
+
+def _passes(device: torch.device) -> KernelPaths:
+    """Norms, rotations and the like, each of which one kernel computes if it can be compiled."""
+    obstacle = compiler_obstacle(device) if device.type == "cuda" else None
+    if obstacle is None:
+        return KernelPaths(("norms, rotations and activations: a kernel each, which PyTorch's compiler makes in the first step",))
+    return KernelPaths(
+        warnings=(
+            f"norms, rotations and activations: several kernels each, because PyTorch's compiler fails here: {obstacle}. This is slower; "
+            "results are the same. It needs Triton, which comes with PyTorch for CUDA, and a C compiler such as gcc",
+        )
+    )
 
 
 def _attention(model: nn.Module, capability: Capability, dtype: torch.dtype) -> KernelPaths:

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from eyeline.core.plan import INPUTS, OUTPUTS, VOCABULARY, Replaceable, Split, Traits
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention
-from eyeline.kernels.rms_norm import rms_norm
+from eyeline.kernels.norms import layer_norm, rms_norm
+from eyeline.kernels.swiglu import swiglu
 from eyeline.models.flops import Rows, Tally, learns
 
 
@@ -70,7 +71,7 @@ class MLP(Branch):
         self.down = Linear(feed_forward, width, bias=False, split=INPUTS, target=f"{prefix}down_proj")
 
     def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:
-        return self.down(F.silu(self.gate(x_TD, draws_T2)) * self.up(x_TD, draws_T2), draws_T2)
+        return self.down(swiglu(self.gate(x_TD, draws_T2), self.up(x_TD, draws_T2)), draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         gate, up = (project.count(tally, reached, "token") for project in (self.gate, self.up))
@@ -134,7 +135,7 @@ class LayerNorm(Norm):
         self.eps = eps
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return F.layer_norm(x_TD.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps).to(x_TD.dtype)
+        return layer_norm(x_TD, self.weight, self.bias, self.eps)
 
 
 class Attend(ReplaceableModule):

@@ -24,7 +24,7 @@ from eyeline.core.settings import Positive, PositiveFloat, Settings, Share
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.causal_conv import cached_causal_conv, causal_conv
 from eyeline.kernels.gated_delta import StateCache, cached_gated_delta_rule, gated_delta_rule
-from eyeline.kernels.rms_norm import rms_norm
+from eyeline.kernels.norms import gated_rms_norm, rms_norm
 from eyeline.kernels.rope import rope_tables, rotate
 from eyeline.models import decoder
 from eyeline.models.decoder import Layout
@@ -124,8 +124,7 @@ class GatedRMSNorm(Norm):
         self.eps = eps
 
     def forward(self, x_THJ: Tensor, z_THJ: Tensor) -> Tensor:
-        normed_THJ = rms_norm(x_THJ.float(), self.weight, self.eps)
-        return (normed_THJ * F.silu(z_THJ.float())).to(z_THJ.dtype)
+        return gated_rms_norm(x_THJ, z_THJ, self.weight, self.eps)
 
 
 class GatedAttention(Branch):

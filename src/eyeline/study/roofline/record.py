@@ -11,18 +11,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from eyeline.kernels.opaque import FUNCTIONS, opaque
+from eyeline.kernels.opaque import FUNCTIONS
 from eyeline.study.roofline.arithmetic import COSTS, KERNELS, Cost
 
 aten, ours = torch.ops.aten, torch.ops.eyeline
 Kind = Literal["matrix products", "attention", "gated delta rule", "memory-bound", "optimizer", "copies"]
 
-# Operators of ours that are one kernel, whatever their function is made of. All others are recorded as what they are made of.
-ONE_KERNEL = ("gated_delta_rule", "gated_delta_rule_backward", "native_rms_norm", "native_rms_norm_backward")
+# Opaque operators of ours that are one kernel, whatever their function is made of, as those of `kernels/one_kernel.py` are. All other
+# opaque ones are recorded as what they are made of.
+ONE_KERNEL = ("gated_delta_rule", "gated_delta_rule_backward")
 FREE = {  # nothing runs on the device
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default,
     aten.lift_fresh.default, aten._unsafe_view.default, aten._reshape_alias.default, aten._assert_async.msg,
@@ -183,45 +183,3 @@ def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bounds: Call
         return Cost(0)
     names = [argument.name for argument in func._schema.arguments]
     return kernel(dict(zip(names, args, strict=False)) | kwargs, bounds)
-
-
-@contextmanager
-def native_norms() -> Iterator[None]:
-    """Record an RMS norm of torch as one kernel, and its gradient as one, as they are on a GPU. On the meta device torch has the operators
-    that define it instead."""
-    theirs = functional.rms_norm
-    functional.rms_norm = lambda x, _shape, weight, _eps: _Normed.apply(x, weight)
-    try:
-        yield
-    finally:
-        functional.rms_norm = theirs
-
-
-def _normed(x: Tensor, _weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-
-
-@opaque(_normed)
-def _native_rms_norm(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("it is recorded, and never runs")
-
-
-def _norm_gradients(_dout: Tensor, x: Tensor, weight_D: Tensor, _scale: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight_D)
-
-
-@opaque(_norm_gradients)
-def _native_rms_norm_backward(dout: Tensor, x: Tensor, weight_D: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("it is recorded, and never runs")
-
-
-class _Normed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor) -> Tensor:
-        out, scale = _native_rms_norm(x, weight_D)
-        ctx.save_for_backward(x, weight_D, scale)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return _native_rms_norm_backward(gradients[0].contiguous(), *ctx.saved_tensors)

@@ -17,7 +17,7 @@ from eyeline.data.fetch.batches import batch_of
 from eyeline.models import Config, flops
 from eyeline.models.flops import Flops
 from eyeline.parallel.ranks import ONE_DEVICE
-from eyeline.study.roofline.record import Operator, Recorder, native_norms
+from eyeline.study.roofline.record import Operator, Recorder
 from eyeline.train.optim import Muon, Optimizer
 from eyeline.train.run import Run
 from eyeline.train.step import update
@@ -49,7 +49,7 @@ def record_step(run: Run, index: int, config: Config, budget: Budget, packs: int
     recorder = Recorder()
     ranks = replace(ONE_DEVICE, norm=_norm(recorder), clip=_clip(recorder))
     optimizers: Any = _optimizers(plan, stage.optimizer, recorder)
-    with native_norms(), recorder:
+    with recorder:
         update(
             plan.model,
             optimizers,

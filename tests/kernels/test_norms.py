@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyeline.kernels.rms_norm import _Normed, rms_norm, rms_norm_plain
+from eyeline.kernels.norms import _Normed, rms_norm, rms_norm_plain
 
 SHAPES = [(5, 16), (4, 3, 8), (1, 1), (0, 16)]
 
