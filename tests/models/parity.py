@@ -8,6 +8,7 @@ document at a time: nothing can leak there.
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,12 +45,13 @@ class Case:
     dropped: tuple[str, ...] = ()  # names in that folder that ours has no use for
     half: float = 0.07  # bound of the error of bfloat16, as a share of the largest logit
 
-    @property
+    @cached_property
     def spec(self) -> Spec:
         return FAMILIES[self.config.family].spec(self.config)
 
-    @property
+    @cached_property
     def plan(self) -> Plan[Any]:
+        """To be read only: its model has no weights, and all tests share it."""
         return shape(self.config)
 
     @property

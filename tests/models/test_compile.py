@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from eyeline.core.randomness import rng_for
 from eyeline.data.fetch.batches import batch_of
 from tests.models import parity
-from tests.models.cases import ALL
+from tests.models.cases import ALL, kinds_of_blocks
 from tests.models.parity import Case, close
 
 LAYOUTS = 20
@@ -23,10 +22,7 @@ def kinds() -> Iterator[Any]:
     """Every kind of block once, whichever families have it: (its first case, name of the block)."""
     seen = set()
     for case in ALL:
-        model = parity.built(case)
-        for name in chain.from_iterable(case.plan.blocks.values()):
-            block = model.get_submodule(name)
-            kind = frozenset((n, type(m)) for n, m in block.named_modules()) | {n for n, _ in block.named_parameters()}
+        for name, kind in kinds_of_blocks(case).items():
             if kind not in seen:
                 seen.add(kind)
                 yield pytest.param(case, name, id=f"{name} of {case.config.family}: {case.id}")

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +18,7 @@ from eyeline.models.moe import Dispatch, ExpertWeights
 from eyeline.models.qwen3_5 import Scan
 from eyeline.models.shape import build
 from tests.models import parity
-from tests.models.cases import each_case, each_case_with_images
+from tests.models.cases import each_case, each_case_and, each_case_with_images
 from tests.models.freezing import WAYS, ready
 from tests.models.parity import Case
 
@@ -154,8 +153,7 @@ def test_forward_of_each_part_is_what_the_counter_sees(case: Case):
     assert got | {"language": got["language"] - head, "head": head} == want
 
 
-@each_case
-@pytest.mark.parametrize("way", [*WAYS, "frozen embedding", "LoRA on one layer kind of the tower"])
+@each_case_and("way", [*WAYS, "frozen embedding", "LoRA on one layer kind of the tower"])
 def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
     model, spec = parity.randomised(case), case.spec
     match way:

@@ -15,6 +15,9 @@ Use `VOCABULARY` rows and `IMAGE_TOKEN`. Sizes are tiny (width 16 to 32, two to 
 
 import importlib
 import pkgutil
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 import pytest
 
@@ -25,8 +28,45 @@ ALL = [case for cases in CASES.values() for case in cases]
 WITH_IMAGES = [case for case in ALL if case.with_images]
 
 
+Kind = frozenset[Any]
+
+
+def kinds_of_blocks(case: Case) -> dict[str, Kind]:
+    """The modules and parameters of each block, by the block's name: equal where blocks are of one kind."""
+    names = chain.from_iterable(case.plan.blocks.values())
+    blocks = ((name, case.plan.model.get_submodule(name)) for name in names)
+    return {name: frozenset([*((n, type(m)) for n, m in block.named_modules()), *dict(block.named_parameters())]) for name, block in blocks}
+
+
+def _kinds(case: Case) -> Iterator[Kind]:
+    """Of its blocks, of what tower and projector are beside them, and of its head, which may be tied."""
+    model, blocks = case.plan.model, kinds_of_blocks(case)
+    yield from blocks.values()
+    yield frozenset((n, type(m)) for n, m in model.named_modules() if n.partition(".")[0] in ("vision", "projector") and n not in blocks)
+    yield frozenset([type(model), model.language.head.weight is model.language.embed.weight])
+
+
+def _typical() -> Iterator[Case]:
+    seen: set[Kind] = set()
+    for case in sorted(ALL, key=lambda case: case.spec.vision is not None):
+        if not seen.issuperset(_kinds(case)):
+            seen.update(_kinds(case))
+            yield case
+
+
+TYPICAL = list(_typical())  # together they have every kind of block, tower, projector and head
+
+
 def _id(case: Case) -> str:
     return f"{case.config.family}: {case.id}"
+
+
+def each_case_and(name: str, values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every case with every value. Those with cases that are not typical are slow: they have no layer that others have not."""
+    rest = [case for case in ALL if not any(case is one for one in TYPICAL)]
+    pairs = [pytest.param(case, value, id=f"{_id(case)}-{value}") for case in TYPICAL for value in values]
+    pairs += [pytest.param(case, value, id=f"{_id(case)}-{value}", marks=pytest.mark.slow) for case in rest for value in values]
+    return pytest.mark.parametrize(("case", name), pairs)
 
 
 each_case = pytest.mark.parametrize("case", ALL, ids=_id)
