@@ -55,11 +55,12 @@ def read_yaml(text: str, where: str) -> Any:
     """The value that a YAML text holds. Refused, naming `where` and the line: what is not YAML, a key that is given twice (YAML itself
     lets the last one win), a key without a value, `~`, tags that make objects, and aliases that unfold to a huge value."""
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        loader = _Loader(text)  # a SafeLoader with other words for numbers
+        node = loader.get_single_node()
         if node is None:
             return None
         _examine(node, where)
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader with other words for numbers
+        return loader.construct_document(node)
     except _FAULTS as error:
         raise Refused(f"{where} is not valid YAML: {_fault(error)}") from error
 

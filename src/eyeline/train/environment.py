@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def environment(here: Machine) -> dict[str, Any]:
     }
 
 
+@cache  # a process runs the code that was there when it started
 def commit() -> str | None:
     """The commit of Eyeline's code, with `+changes` when files differ from it; None when it is installed, not checked out."""
     folder = Path(__file__).parent
