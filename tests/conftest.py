@@ -3,6 +3,7 @@
 Workers of the data are copies of the process that runs the tests, which has imported everything; where a test is marked `fresh_workers`
 they are what they are for users, new processes, two seconds each."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 
 from eyeline.data import workers
 from eyeline.parallel.threads import calm_threads
+from eyeline.train import environment
 from tests.command import Command
 from tests.forked import forked_worker
 
 calm_threads()
 torch.set_num_threads(1)
+environment.version = cache(environment.version)  # of packages, each a file to parse at the start of every tiny run
 
 
 @pytest.fixture

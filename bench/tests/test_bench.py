@@ -218,6 +218,7 @@ def test_peak_memory_is_what_was_held_at_once() -> None:
     assert 28 * megabyte < in_turn < 48 * megabyte
 
 
+@pytest.mark.slow  # seconds each; a benchmark itself refuses sides that differ
 @pytest.mark.parametrize("name", list(model.CONFIGS))
 def test_families_do_the_same_work_as_their_references(name: str) -> None:
     """Loss and gradients of both sides, one document at a time and mixed: checked by the case itself, and refused if they differ."""

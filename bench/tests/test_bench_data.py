@@ -82,6 +82,7 @@ def test_peers_read_what_ours_reads(work: Path, tmp_path: Path, peer: str, monke
     assert all(of_rank) and sum(map(len, of_rank)) == 2 * data_work.PER_SHARD == len(set.union(*of_rank))
 
 
+@pytest.mark.slow  # four processes, five seconds each
 @pytest.mark.parametrize("side", ["ours", "DataLoader"])
 def test_nothing_is_lost_or_repeated_over_two_processes(work: Path, side: str) -> None:
     """In processes of their own, as the benchmark does it; what they read, too."""

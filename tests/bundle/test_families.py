@@ -24,8 +24,12 @@ from eyeline.generate.generate import generate
 from eyeline.generate.sampling import Sampling
 from eyeline.models import spec
 from tests.bundle.exported import PARTED, WHOLE, Exported, adapted, bundle_of, close, our_logits
+from tests.models.cases import is_typical
 from tests.models.parity import Case
 
+each_typical_whole = pytest.mark.parametrize(
+    "case", [pytest.param(c, id=f"{c.config.family}: {c.id}", marks=[] if is_typical(c) else pytest.mark.slow) for c in WHOLE]
+)
 each_whole = pytest.mark.parametrize("case", WHOLE, ids=lambda case: f"{case.config.family}: {case.id}")
 each_parted = pytest.mark.parametrize("case", PARTED, ids=lambda case: f"{case.config.family}: {case.id}")
 
@@ -97,7 +101,7 @@ def test_parts_out_and_back(case: Case, exported: Callable[[Case], Exported], tm
         loaded(made.folder / part)
 
 
-@each_whole
+@each_typical_whole
 def test_adapters(case: Case, tmp_path: Path) -> None:
     bundle = bundle_of(case)
     model = adapted(bundle)
@@ -116,7 +120,7 @@ def test_adapters(case: Case, tmp_path: Path) -> None:
     assert (plain - want).abs().max() > 0.05, "the adapters do nothing: this test shows nothing"
 
 
-@each_whole
+@each_typical_whole
 def test_answers_are_those_of_transformers(case: Case, exported: Callable[[Case], Exported]) -> None:
     made = exported(case)
     twin, limit = loaded(made.folder), 7

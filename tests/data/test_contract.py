@@ -84,7 +84,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the data an
     "held out": ({"max_samples_per_image": 3, "validation_fraction": 0.3}, {"repeat": 2, "limit": 25}),
 }
 each_container = pytest.mark.parametrize("name", CONTAINERS)
-each_setting = pytest.mark.parametrize("way", SETTINGS)
+PLAIN = ("JSON lines", "WebDataset", "Parquet inside")  # the other containers meet the plain settings in the slow tests
+each_container_and_setting = pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=[] if way != "plainly" or name in PLAIN else pytest.mark.slow)
+        for way in SETTINGS
+        for name in CONTAINERS
+    ],
+)
 Make = Callable[..., Reader]
 
 
@@ -121,8 +129,7 @@ def steps(reader: Reader, state: Any = None) -> list[Step]:
     return list(training_steps(reader, BUDGET, 3, 2, state))
 
 
-@each_setting
-@each_container
+@each_container_and_setting
 def test_each_row_as_often_as_it_should_be(name: str, way: str, make: Make, whole: list[Step]) -> None:
     """Each epoch, for any number of ranks, wherever the run was stopped; with indexes that are there, and without."""
     settings, choice = SETTINGS[way]
@@ -132,8 +139,7 @@ def test_each_row_as_often_as_it_should_be(name: str, way: str, make: Make, whol
     assert stopped(make, [(1, 2), (1, 3)]) == ids(whole)
 
 
-@each_setting
-@each_container
+@each_container_and_setting
 def test_workers_and_indexes_change_nothing(name: str, way: str, source: Source, make: Make, whole: list[Step], tmp_path: Path) -> None:
     """And data that moved are the same data: a run resumes there, with the indexes of before."""
     cache = str(tmp_path / "cache")
@@ -144,8 +150,7 @@ def test_workers_and_indexes_change_nothing(name: str, way: str, source: Source,
     assert_same_steps(steps(there, whole[1].state), whole[2:])
 
 
-@each_setting
-@each_container
+@each_container_and_setting
 def test_prepared_data_are_the_same(name: str, way: str, make: Make, whole: list[Step], tmp_path: Path) -> None:
     """By workers, on other ranks, without the source; and a run resumes with either in the other."""
     manifest = prepare.pack_offline(make(), BUDGET, tmp_path / "out")

@@ -362,8 +362,8 @@ def test_row_of_a_blend_by_shares_counts_in_its_sources_first_epoch(open_reader,
 
 def test_reject_rate_of_adjacent_bad_rows_is_over_all_rows(open_reader, folder: Path) -> None:
     """A file of 150 rows without an image is 10 % of the data, whether it comes first or last."""
-    for seed in range(4):
-        sources = (Source(path=spoilt(folder, 150, missing=150, name="bad.json")), Source(path=spoilt(folder, 1350)))
+    sources = (Source(path=spoilt(folder, 150, missing=150, name="bad.json")), Source(path=spoilt(folder, 1350)))
+    for seed in range(2):
         assert read_through(open_reader(seed, sources=sources, max_reject_rate=0.1), None, 200)["rejects"]["seen"] > 0
         with pytest.raises(TooManyRejects, match="150 of 1500"):
             read_through(open_reader(seed, sources=sources, max_reject_rate=0.09), 1)

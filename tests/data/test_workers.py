@@ -61,7 +61,6 @@ def mapped(pid: int) -> list[str]:
     return [line.split(None, 5)[5] for line in lines if any(word in line for word in ("/memfd", "/dev/shm"))]
 
 
-@pytest.mark.fresh_workers
 def test_results_come_in_order_with_their_arrays() -> None:
     """Though the first job is the slowest."""
     asked = [Job(n, ("sleep:0.3" if n == 0 else "fine",)) for n in range(30)]
@@ -229,7 +228,7 @@ def start(what: str, out: int) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("start", "what", "how"),
-    [("fresh", "hang", "sys.exit()"), ("copies", "fine", "1 / 0")],
+    [("fresh", "hang", "sys.exit()"), pytest.param("copies", "fine", "1 / 0", marks=pytest.mark.slow)],
 )
 def test_workers_end_with_the_interpreter(start: str, what: str, how: str) -> None:
     """In order or by an exception, whatever they are at."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tests.models import parity
-from tests.models.cases import each_case
+from tests.models.cases import each_case, each_typical_case
 from tests.models.parity import Case
 
 from eyeline.core.batch import IGNORE, Document
@@ -24,7 +24,7 @@ def answered(case: Case, twin: parity.PreTrainedModel, prompt: Document) -> list
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@each_case
+@each_typical_case
 def test_greedy_answers_equal_transformers(case: Case, tmp_path: Path) -> None:
     twin, model = parity.pair(case, tmp_path)
     expected = [answered(case, twin, d) for d in case.documents]

@@ -18,7 +18,7 @@ from eyeline.models.moe import Dispatch, ExpertWeights
 from eyeline.models.qwen3_5 import Scan
 from eyeline.models.shape import build
 from tests.models import parity
-from tests.models.cases import each_case, each_case_and, each_case_with_images
+from tests.models.cases import each_case, each_case_with_images, each_typical_case, each_typical_case_and
 from tests.models.freezing import WAYS, ready
 from tests.models.parity import Case
 
@@ -132,7 +132,7 @@ def few(case: Case) -> list[Document]:
     return [min(case.with_images or case.documents, key=lambda d: len(d.tokens_T)), case.texts[0]]
 
 
-@each_case
+@each_typical_case
 def test_visible_products_compute_the_same(case: Case):
     model = parity.randomised(case)
     want = parity.run(model, case.documents)
@@ -140,7 +140,7 @@ def test_visible_products_compute_the_same(case: Case):
         parity.same(parity.run(visible(model, attend), case.documents), want)
 
 
-@each_case
+@each_typical_case
 def test_forward_of_each_part_is_what_the_counter_sees(case: Case):
     model = parity.randomised(case)
     want = flops.count(model, case.spec.image).of(batch_of(case.documents, None)).forward
@@ -153,7 +153,7 @@ def test_forward_of_each_part_is_what_the_counter_sees(case: Case):
     assert got | {"language": got["language"] - head, "head": head} == want
 
 
-@each_case_and("way", [*WAYS, "frozen embedding", "LoRA on one layer kind of the tower"])
+@each_typical_case_and("way", [*WAYS, "frozen embedding", "LoRA on one layer kind of the tower"])
 def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
     model, spec = parity.randomised(case), case.spec
     match way:
@@ -171,7 +171,7 @@ def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
         assert parts or work.again == 0
 
 
-@each_case
+@each_typical_case
 def test_recomputing_any_part_equals_the_counter(case: Case):
     model = parity.randomised(case)
     kept = counted(model, case, few(case))
@@ -183,7 +183,7 @@ def test_recomputing_any_part_equals_the_counter(case: Case):
         assert work.total + work.again == seen(visible(model, Squared), few(case))
 
 
-@each_case
+@each_typical_case
 def test_causal_pairs_equal_the_counter(case: Case):
     """Each token with itself and those before it, forward and backward."""
     model = parity.randomised(case)

@@ -6,7 +6,7 @@ from eyeline.core.plan import part_of
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models.lora import LoRA, adapters, targets_of
 from tests.models import parity
-from tests.models.cases import each_case, each_case_and
+from tests.models.cases import each_case, each_typical_case_and
 from tests.models.freezing import WAYS, ready
 from tests.models.parity import Case, close
 from tests.planned import merged
@@ -19,7 +19,7 @@ def test_every_parameter_belongs_to_exactly_one_part(case: Case):
     assert owners == set(case.spec.parts)
 
 
-@each_case_and("way", list(WAYS))
+@each_typical_case_and("way", list(WAYS))
 def test_frozen_is_bit_equal_and_trained_moves(case: Case, way: str):
     model, spec = parity.randomised(case), case.spec
     trains = ready(model, spec, WAYS[way])

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from eyeline.train.run import to_yaml
 from eyeline.train.start import begin, description
 from tests.bundle.tiny import save_language, save_vision, tokenizer
 from tests.command import Command
+from tests.forked import forked_command
 from tests.train.recipe import tiny_recipe, tiny_run
 
 
@@ -405,7 +405,8 @@ def test_debug_shows_the_traceback(eyeline: Command) -> None:
 
 def test_torchrun_is_refused_for_now(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = eyeline("train", "easyvqa-tiny")
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
+    done = eyeline("train", "tiny.yaml")
     assert done.code == 2
     assert "without torchrun" in done.err
 
@@ -446,10 +447,15 @@ def test_a_recipe_that_is_torn_in_a_run_folder_is_refused(eyeline: Command, tmp_
 
 def test_a_terminal_without_unicode_is_no_reason_to_end(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
-    command = [sys.executable, "-m", "eyeline", "check", str(tmp_path / "tiny.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert r"one step: 2 \xd7 up to 160 tokens" in done.stdout
+
+    def ascii_only() -> None:
+        sys.stdout.reconfigure(encoding="ascii")
+
+    with open(tmp_path / "out", "wb") as out, open(tmp_path / "errors", "wb") as errors:
+        streams = {"stdout": out.fileno(), "stderr": errors.fileno()}
+        done = forked_command("check", str(tmp_path / "tiny.yaml"), **streams, before=ascii_only)
+    assert (done.wait(60), (tmp_path / "errors").read_text()) == (0, "")
+    assert r"one step: 2 \xd7 up to 160 tokens" in (tmp_path / "out").read_text()
 
 
 def test_a_conversation_longer_than_the_models_positions_is_rejected(eyeline: Command, tmp_path: Path) -> None:

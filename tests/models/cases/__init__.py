@@ -54,20 +54,27 @@ def _typical() -> Iterator[Case]:
             yield case
 
 
-TYPICAL = list(_typical())  # together they have every kind of block, tower, projector and head
+TYPICAL = list(_typical())  # together they have every kind of block, tower, projector and head; the slow tests go through the others
 
 
 def _id(case: Case) -> str:
     return f"{case.config.family}: {case.id}"
 
 
-def each_case_and(name: str, values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Every case with every value. Those with cases that are not typical are slow: they have no layer that others have not."""
-    rest = [case for case in ALL if not any(case is one for one in TYPICAL)]
-    pairs = [pytest.param(case, value, id=f"{_id(case)}-{value}") for case in TYPICAL for value in values]
-    pairs += [pytest.param(case, value, id=f"{_id(case)}-{value}", marks=pytest.mark.slow) for case in rest for value in values]
+def is_typical(case: Case) -> bool:
+    return any(case is one for one in TYPICAL)
+
+
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    return [] if is_typical(case) else [pytest.mark.slow]
+
+
+def each_typical_case_and(name: str, values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every typical case with every value."""
+    pairs = [pytest.param(case, value, id=f"{_id(case)}-{value}", marks=_marks(case)) for case in ALL for value in values]
     return pytest.mark.parametrize(("case", name), pairs)
 
 
+each_typical_case = pytest.mark.parametrize("case", [pytest.param(case, id=_id(case), marks=_marks(case)) for case in ALL])
 each_case = pytest.mark.parametrize("case", ALL, ids=_id)
 each_case_with_images = pytest.mark.parametrize("case", WITH_IMAGES, ids=_id)
