@@ -273,8 +273,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "data/text/documents.py",
-            "((m.role, m.supervised, *map(_said, m.parts))",
-            "((m.role, *map(_said, m.parts))",
+            "((m.role, m.supervised, *map(_text_key, m.parts))",
+            "((m.role, *map(_text_key, m.parts))",
             "data/test_marks.py::test_a_masked_answer_changes_labels_alone",
         ),
     ],
@@ -344,7 +344,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "data/plan/blend.py",
-            "kept = kept & (np.cumsum(kept) <= self._limited(source)[shard])",
+            "kept = kept & (np.cumsum(kept) <= self._limited_rows(source)[shard])",
             "pass",
             "data/test_plan.py::test_limits_over_shards",
         ),
@@ -376,7 +376,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "data/plan/blend.py",
-            '"bins": self.bins.written,',
+            '"bins": self.bins.as_json,',
             '"bins": [],',
             "data/test_plan.py::test_any_history_of_restarts_on_any_ranks_gives_the_same_steps",
         ),
@@ -870,7 +870,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "checkpoint/store.py",
-            "held = _held(path, fcntl.LOCK_SH) if hold else None",
+            "held = _open_locked(path, fcntl.LOCK_SH) if hold else None",
             "held = None",
             "checkpoint/test_store.py::test_a_checkpoint_that_is_read_is_not_deleted",
         ),
@@ -921,21 +921,21 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "number, self.taken = min(self.taken ^ 1, self.submitted - 1), self.taken + 1",
             "data/test_contract.py::test_workers_and_indexes_change_nothing",
         ),
-        ("data/prepared/packed.py", 'm.get("loss", True)', "True", "data/test_marks.py::test_an_archive_of_prepared_data_keeps_the_mark"),
+        ("data/prepared/folder.py", 'm.get("loss", True)', "True", "data/test_marks.py::test_an_archive_of_prepared_data_keeps_the_mark"),
         (
-            "data/prepared/packed.py",
+            "data/prepared/folder.py",
             "        if differs:\n",
             "        if False:\n",
             "data/test_prepare.py::test_other_settings_are_refused_by_name",
         ),
         (
-            "data/prepared/packed.py",
+            "data/prepared/folder.py",
             "file.size != archive.bytes or (small and",
             "file.size != archive.bytes or (False and",
             "data/test_prepare.py::test_damage_is_noticed_and_repaired",
         ),
         (
-            "data/prepared/packed.py",
+            "data/prepared/folder.py",
             "if window < len(stored) and stored[window] != digest:",
             "if False:",
             "data/test_prepare.py::test_an_index_of_another_plan_is_noticed",
@@ -1018,8 +1018,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "data/sources/sources.py",
-            "None if own else (*COLUMNS, *mapping.taken)",
-            "(*COLUMNS, *mapping.taken)",
+            "None if own else (*COLUMNS, *mapping.columns_read)",
+            "(*COLUMNS, *mapping.columns_read)",
             "data/test_user_rows.py::test_every_column_of_a_table_is_given",
         ),
         (

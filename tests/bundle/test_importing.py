@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, SiglipVisionModel
 
-from eyeline.bundle.bundle import open_bundle, recognised
+from eyeline.bundle.bundle import open_bundle, template_name
 from eyeline.bundle.fill import load
 from eyeline.bundle.importing import import_model, import_whole
 from eyeline.core.batch import Message, Text
@@ -139,7 +139,7 @@ def test_a_vocabulary_without_free_rows_grows_by_means(hub: Path, tmp_path: Path
 def test_a_chat_template_is_known_by_what_it_renders(jinja: str, name: str) -> None:
     tok = tokenizer()
     tok.chat_template = jinja
-    assert recognised(tok, Path("somewhere")) == name
+    assert template_name(tok, Path("somewhere")) == name
 
 
 @pytest.mark.parametrize("jinja", [None, QWEN_BASE, "{{ messages[0]['content'] }}", "{{ raise_exception('no') }}", "{% if %}", ""])

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from eyeline.bundle import rendering
-from eyeline.bundle.bundle import _PROBES, open_bundle, recognised
+from eyeline.bundle.bundle import _PROBES, open_bundle, template_name
 from eyeline.bundle.rendering import render, rendered
 from eyeline.core.errors import Refused
 from eyeline.data.text.templates import TEMPLATES
@@ -21,14 +21,14 @@ from tests.data.published_templates import LLAMA3_2, PUBLISHED
 def test_a_template_is_recognised(name: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     tokenizer.chat_template = TEMPLATES[name].jinja
-    assert recognised(tokenizer, Path("here")) == name
+    assert template_name(tokenizer, Path("here")) == name
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_the_template_of_a_published_checkpoint_is_recognised(name: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     tokenizer.chat_template = PUBLISHED[name]
-    assert recognised(tokenizer, Path("here")) == name
+    assert template_name(tokenizer, Path("here")) == name
 
 
 def test_a_template_that_writes_the_day_is_recognised_on_any_day() -> None:
@@ -36,7 +36,7 @@ def test_a_template_that_writes_the_day_is_recognised_on_any_day() -> None:
     tokenizer.chat_template = LLAMA3_2
     spoken = str(tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False))
     assert "Today Date: " in spoken and "26 Jul 2024" not in spoken
-    assert recognised(tokenizer, Path("here")) == "llama3.1"
+    assert template_name(tokenizer, Path("here")) == "llama3.1"
 
 
 # ---- rendering
@@ -85,7 +85,7 @@ def test_a_template_without_end_is_refused(name: str, monkeypatch: pytest.Monkey
     tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     tok.chat_template = jinja
     with pytest.raises(Refused, match=f"the chat template of here {message}.* --template, which replaces it"):
-        recognised(tok, Path("here"))
+        template_name(tok, Path("here"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.fill import load
-from eyeline.bundle.transplant import spread, transplant, transplanted
+from eyeline.bundle.transplant import per_frame, transplant, transplanted
 from eyeline.core.batch import Document, EncodedImage, Grid, Image, Message, Text
 from eyeline.core.errors import Refused
 from eyeline.data.fetch.batches import batch_of
@@ -177,7 +177,7 @@ def test_a_still_is_embedded_as_it_was():
     want = patch.flatten(1) @ weight.T
     for frames in (1, 2, 3):
         still = patch.expand(-1, -1, frames, -1).flatten(1)
-        torch.testing.assert_close(still @ spread(weight, frames).T, want)
+        torch.testing.assert_close(still @ per_frame(weight, frames).T, want)
 
 
 @pytest.mark.parametrize(("blocks", "layers", "deep"), [(27, 36, (5, 12, 19)), (3, 3, (0, 1)), (2, 3, (0,)), (1, 3, ()), (4, 2, (0, 1))])

@@ -15,9 +15,9 @@ from eyeline.checkpoint.tensors import (
     INDEX,
     SINGLE,
     entries_in,
-    left_out,
     renamed,
     stream,
+    unread_tensors,
     write_file,
     write_folder,
 )
@@ -247,8 +247,8 @@ def test_a_header_nested_without_end_is_refused(tmp_path: Path) -> None:
 
 def test_tensors_that_are_left_out_are_counted_by_their_first_name() -> None:
     names = ["mtp.layers.0.x", "mtp.norm", "a.b", "r.inv_freq", "logit_scale", "e.position_ids"]
-    assert left_out(names, ["mtp.**", "logit_scale", "r.*", "e.*"]) == "mtp.* (2), logit_scale"
-    assert left_out(["a.b"], ["mtp.**"]) == ""
+    assert unread_tensors(names, ["mtp.**", "logit_scale", "r.*", "e.*"]) == "mtp.* (2), logit_scale"
+    assert unread_tensors(["a.b"], ["mtp.**"]) == ""
 
 
 OTHER_FORMATS = {

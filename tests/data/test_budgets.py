@@ -111,7 +111,7 @@ def test_budgets_start_with_the_stages_and_keep_its_ratio(
     for other in others:
         assert other.budget.patches % 16 == 0
         assert other.budget.patches / other.budget.tokens == pytest.approx(1.25 * share, abs=16 / other.budget.tokens)
-        assert other.filled < 0.9  # text fills a pack before images do
+        assert other.patch_share < 0.9  # text fills a pack before images do
 
 
 def made(tokens: int, waste: float, too_long: int = 0, settled: bool = True) -> Packing:

@@ -12,7 +12,7 @@ from eyeline.core.errors import BadSample
 from eyeline.core.image_rule import ImageRule, Square
 from eyeline.data.images.patches import grey_images
 from eyeline.data.text import documents
-from eyeline.data.text.documents import Measured, Tokenised, document_of, fit_to_limits, laid_out, measure, tokenise
+from eyeline.data.text.documents import Measured, Tokenised, assemble, document_of, fit_to_limits, measure, tokenise
 from eyeline.data.text.tokenizer import Encoder
 from tests.data.short_samples import DOT, sample
 
@@ -61,7 +61,7 @@ def test_a_document_is_as_if_written_token_by_token(qwen: Encoder, start: list, 
         *(np.array([id for id, _ in ids], np.int32), np.array([trained for _, trained in ids], np.bool_), np.array(places, np.int32)),
         tuple(len(images) if video else 1 for (video, images), _ in rest),
     )
-    made = laid_out("", known, [images for (_, images), _ in rest], qwen, None)
+    made = assemble("", known, [images for (_, images), _ in rest], qwen, None)
     assert made.tokens_T.tolist() == [id for id, _ in wanted]
     assert made.labels_T.tolist() == [id if trained else IGNORE for id, trained in wanted[1:]] + [IGNORE] * bool(wanted)
     assert made.visual_M.tolist() == visual

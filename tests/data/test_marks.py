@@ -17,7 +17,7 @@ from eyeline.core.image_rule import ImageRule
 from eyeline.data.images.patches import grey_images
 from eyeline.data.layouts.marks import ROW_MARKS, sense_of
 from eyeline.data.plan.index import Index
-from eyeline.data.prepared.packed import packed_row, packed_sample
+from eyeline.data.prepared.folder import packed_row, packed_sample
 from eyeline.data.reader import reader_of
 from eyeline.data.report.preview import sample_previews
 from eyeline.data.sets import Data

@@ -29,8 +29,8 @@ from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.patches import Augment
 from eyeline.data.loader import training_steps
 from eyeline.data.plan import order
-from eyeline.data.prepared import packed
-from eyeline.data.prepared.packed import Manifest, packed_row, packed_sample
+from eyeline.data.prepared import folder as prepared_folder
+from eyeline.data.prepared.folder import Manifest, packed_row, packed_sample
 from eyeline.data.reader import Reader, reader_of, sizing_of
 from eyeline.data.report.report import THOROUGH, data_report
 from eyeline.data.sets import Data, training_samples
@@ -484,7 +484,7 @@ def test_damage_is_noticed_and_repaired(open_reader: Open, tmp_path: Path, harm:
 
 
 def test_large_archives_are_known_by_their_size(open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "HASHED", 10)
+    monkeypatch.setattr(prepared_folder, "HASHED", 10)
     made(open_reader(), tmp_path / "out")
     path = tmp_path / "out" / "shards" / "00001.tar"
     path.write_bytes(path.read_bytes()[:-1])

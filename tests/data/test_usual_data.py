@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from eyeline.core.batch import Sample
 from eyeline.core.errors import BadSample, Refused
-from eyeline.data.prepared.packed import packed_row, packed_sample
+from eyeline.data.prepared.folder import packed_row, packed_sample
 from eyeline.data.sources.sources import Source, open_source
 from tests.data.read_back import row_of
 from tests.data.short_samples import chat, turns

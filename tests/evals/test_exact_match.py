@@ -198,7 +198,7 @@ def test_the_shown_samples_depend_neither_on_order_nor_on_answers() -> None:
         tally = module.Tally()
         for one in samples:
             tally.add(module.Answered(one, prediction, False, float(prediction == "x"), 0))
-        return {a.sample.id for a in tally.shown()}
+        return {a.sample.id for a in tally.samples()}
 
     samples = [sample(f"s#{n}", "q", "x") for n in range(50)]
     first = shown(samples, "x")

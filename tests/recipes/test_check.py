@@ -30,7 +30,7 @@ from eyeline.recipes.check import (
 from eyeline.recipes.read import run_of
 from eyeline.train.loop import train
 from eyeline.train.run import to_yaml
-from eyeline.train.start import begin, description
+from eyeline.train.start import description, start_run
 from tests.bundle.tiny import save_language, save_vision, tokenizer
 from tests.command import Command
 from tests.forked import forked_command
@@ -70,8 +70,8 @@ def test_check_names_the_control_tokens_that_nothing_has_trained(tmp_path: Path)
     assert "stage whole starts to train them" in line
     for name in ("adapted", "full"):
         (tmp_path / name).mkdir()
-    assert begin(adapted, tmp_path / "adapted").bundle.untrained == ("<|im_start|>", "<|im_end|>")
-    trained = begin(full, tmp_path / "full").bundle
+    assert start_run(adapted, tmp_path / "adapted").bundle.untrained == ("<|im_start|>", "<|im_end|>")
+    trained = start_run(full, tmp_path / "full").bundle
     assert trained.untrained == ()
     assert not list(untrained_tokens(full, trained))
 

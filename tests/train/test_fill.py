@@ -18,7 +18,7 @@ from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run
 from eyeline.train.stage import model_of
-from eyeline.train.start import begin, description, onward
+from eyeline.train.start import description, onward, start_run
 from tests.train.recipe import tiny_recipe, tiny_run
 from tests.train.test_experts import EXPERTS
 
@@ -37,7 +37,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def began(run: Run, folder: Path, checkpoint: store.Checkpoint | None = None, stage: int = 0) -> dict[str, torch.Tensor]:
     """Every parameter of the model that a stage begins with."""
     folder.mkdir(exist_ok=True)
-    plan = model_of(run, begin(run, folder), machine("cpu", 1), checkpoint, stage)
+    plan = model_of(run, start_run(run, folder), machine("cpu", 1), checkpoint, stage)
     return {name: x.detach() for name, x, _ in plan.tensors()}
 
 

@@ -17,7 +17,7 @@ from eyeline.parallel.launch import machine
 from eyeline.train.optim import AdamW, Muon
 from eyeline.train.run import Run
 from eyeline.train.stage import model_of
-from eyeline.train.start import begin
+from eyeline.train.start import start_run
 from eyeline.train.trainable import Memory, memory_of, plan_of
 from tests.train.recipe import tiny_run
 
@@ -67,7 +67,7 @@ def before_training(run: Run, folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor, adapters included, of the model that the stage begins with."""
     here = machine("cpu", 1)
     folder.mkdir()
-    model = model_of(run, begin(run, folder), here, None, 0).model
+    model = model_of(run, start_run(run, folder), here, None, 0).model
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -108,7 +108,7 @@ def test_stage_border_merges_adapters_that_do_not_continue(start: Path, tmp_path
     loop.train(run)
     saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
     assert len(saved) == len(stages)
-    home = begin(run, tmp_path / "run")
+    home = start_run(run, tmp_path / "run")
     for border, path in enumerate(saved[:-1], 1):
         checkpoint = store.verify(path)
         ended = load(replace(open_bundle(tmp_path / "run"), checkpoint=checkpoint), "cpu").model
@@ -117,7 +117,7 @@ def test_stage_border_merges_adapters_that_do_not_continue(start: Path, tmp_path
             torch.testing.assert_close(x, ended.get_parameter(name).detach(), rtol=0, atol=1e-6, msg=f"{name} at border {border}")
         bs = [p for name, p in model.named_parameters() if name.endswith("lora_B")]
         assert bool(bs) == (border < 3)
-        assert all(bool(p.any()) == (border == 1) for p in bs), "the same adapters go on, others begin at zero"
+        assert all(bool(p.any()) == (border == 1) for p in bs), "the same adapters go on, others start_run at zero"
 
 
 def test_fresh_adapters_have_the_seed_of_their_part(start: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_fresh_adapters_have_the_seed_of_their_part(start: Path, tmp_path: Path)
     folder.mkdir()
     made = {}
     for seed in (0, 0, 1):
-        home = begin(run, folder)
+        home = start_run(run, folder)
         model = model_of(run.model_copy(update={"seed": seed}), home, machine("cpu", 1), None, 0).model
         made.setdefault(seed, []).append({n: p.detach() for n, p in model.named_parameters() if n.endswith("lora_A")})
     (one, same), (other,) = made[0], made[1]
@@ -140,14 +140,14 @@ def test_a_fresh_model_has_the_seed_of_its_run(tmp_path: Path) -> None:
     for n, seed in enumerate((3, 3, 4)):
         run = tiny_run(tmp_path, f"seed={seed}")
         (tmp_path / str(n)).mkdir()
-        model = model_of(run, begin(run, tmp_path / str(n)), machine("cpu", 1), None, 0).model
+        model = model_of(run, start_run(run, tmp_path / str(n)), machine("cpu", 1), None, 0).model
         made.append(model.projector.up.weight)
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[0], made[2])
 
 
 def test_bf16_keeps_what_a_later_stage_trains_in_fp32(start: Path, tmp_path: Path) -> None:
-    """Rounded while it is frozen, it would begin that stage with other values than it had."""
+    """Rounded while it is frozen, it would start_run that stage with other values than it had."""
     run = tiny_run(
         start,
         f"out={tmp_path / 'run'}",
@@ -173,7 +173,7 @@ def test_a_model_that_is_only_adapted_is_never_whole_in_fp32(start: Path, tmp_pa
     run = from_start(start, tmp_path / "run", (None, FULL, LORA), "precision=bf16")
     run = run.model_copy(update={"model": run.model.model_copy(update={"path": str(tmp_path / "folder")})})
     (tmp_path / "run").mkdir()
-    home = begin(run, tmp_path / "run")
+    home = start_run(run, tmp_path / "run")
     model = model_of(run, home, machine("cpu", 1), None, 0).model
     for name, p in model.named_parameters():
         if "lora_" in name:

@@ -29,7 +29,7 @@ from eyeline.bundle.folders import (
     read_video_preprocessor,
     warn_of_others,
 )
-from eyeline.bundle.places import joined, places, text_place
+from eyeline.bundle.places import path_in_place, places, text_place
 from eyeline.bundle.rendering import Unbounded, render, rendered
 from eyeline.checkpoint import store
 from eyeline.checkpoint.tensors import entries_in, refuse_other_formats
@@ -210,7 +210,7 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
         )
     config, form = read_shape(folder)
     tokenizer = load_tokenizer(folder)
-    bundle = Bundle(config, tokenizer, recognised(tokenizer, folder), read_generation(folder), read_untrained(folder))
+    bundle = Bundle(config, tokenizer, template_name(tokenizer, folder), read_generation(folder), read_untrained(folder))
     refuse_misfit(bundle)
     _refuse_other_tokens(folder, bundle, form)
     return Opened(folder, bundle, form)
@@ -288,7 +288,7 @@ _PROBES: list[list[dict[str, str]]] = [
 ]
 
 
-def recognised(tokenizer: "PreTrainedTokenizerBase", where: Path) -> str:
+def template_name(tokenizer: "PreTrainedTokenizerBase", where: Path) -> str:
     """The name of the chat template that a model's folder carries, found by what it renders. Of several, the default comes first, and
     the first that Eyeline knows is taken. Raises Refused when none is ours."""
     found = chat_templates(tokenizer.chat_template, where)
@@ -365,7 +365,7 @@ def write_settings(bundle: Bundle, folder: Path, form: Form, dtype: str | None =
     place = text_place(bundle.config, form)
     stops = stop_settings(bundle)
     for name, content in bundle.files(form).items():
-        if name == joined(place, "config.json"):
+        if name == path_in_place(place, "config.json"):
             content = {**content, **kept, **stops}
         elif name.endswith("/config.json"):
             content = {**content, **kept}

@@ -52,7 +52,7 @@ def export(
     _refuse_biases(model)
     chosen = chosen_form(bundle.config, form)
     if adapter:
-        if not _adapted(model, trained):
+        if not _adapted_layers(model, trained):
             raise Refused("no layer has an adapter that can be written: the last stage trained none. Leave --adapter out.")
         if chosen.name == "parts":
             raise Refused(
@@ -120,7 +120,7 @@ def write_model(bundle: Bundle, tensors: Iterable[tuple[str, Tensor]], folder: P
 # ---- adapters
 
 
-def _adapted(model: Model, trained: Collection[Part]) -> dict[str, LoRALinear]:
+def _adapted_layers(model: Model, trained: Collection[Part]) -> dict[str, LoRALinear]:
     """The layers that have an adapter, but for those of a projector that was trained in full too: it is saved as it is."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
     return {name: layer for name, layer in layers.items() if not (name.startswith("projector.") and "projector" in trained)}
@@ -146,7 +146,7 @@ def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base:
     A layer cannot be adapted and saved, so adapters of such a projector are merged into what is saved of it.
     """
     rules = mapping_of(config).keys(config, form)
-    adapted = _adapted(model, trained)
+    adapted = _adapted_layers(model, trained)
     wanted = {key.theirs: key for key in (key_of(f"{name}.weight", rules) for name in adapted)}
     mixed = spec(config).language.experts is not None
     tensors: dict[str, Tensor] = {}

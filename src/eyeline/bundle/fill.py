@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eyeline.bundle.bundle import Opened
-from eyeline.bundle.places import named, places, stream_place
+from eyeline.bundle.places import parameters_by_name, places, stream_place
 from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.errors import Refused
 from eyeline.core.plan import PARTS, Part, Plan, tensor_of
@@ -144,7 +144,7 @@ def _from_folder(plan: Plan[Model], source: Opened, parts: Collection[Part]) -> 
     """Fill parts from a folder of transformers' or of parts; the names that were filled."""
     assert source.form is not None
     config, done = source.bundle.config, set()
-    like = named(shape(config).model)
+    like = parameters_by_name(shape(config).model)
     for at in places(config, source.form):
         for name, value in stream_place(like, config, source.form, at, source.folder / at, lambda name: name.partition(".")[0] in parts):
             tensor_of(plan.model, name).copy_(value)

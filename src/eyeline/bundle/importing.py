@@ -15,13 +15,13 @@ from eyeline.bundle.bundle import (
     read_generation,
     read_shape,
     read_untrained,
-    recognised,
     refuse_misfit,
+    template_name,
     write_settings,
 )
 from eyeline.bundle.exporting import write_model
 from eyeline.bundle.folders import about, new_folder, read_config, read_preprocessor
-from eyeline.bundle.places import named, places, stream_place
+from eyeline.bundle.places import parameters_by_name, places, stream_place
 from eyeline.checkpoint.tensors import SHARD_BYTES
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, warn
@@ -102,12 +102,12 @@ def import_whole(
     if (model / "recipe.yaml").exists() and not (model / "config.json").exists():
         raise Refused(f"{model} is a run folder. Use it as it is: train from it (model.path), chat with it, or export it.")
     config, form = read_shape(model)
-    config = limited(config, min_pixels, max_pixels)
+    config = with_pixel_limits(config, min_pixels, max_pixels)
     weights = partial(_weights, config, form, dict.fromkeys(places(config, form), model), 0)
     return take(config, form, weights, model, template, out, max_shard_bytes)
 
 
-def limited(config: Config, min_pixels: int | None, max_pixels: int | None) -> Config:
+def with_pixel_limits(config: Config, min_pixels: int | None, max_pixels: int | None) -> Config:
     """The config with these limits for the pixels of an image. Raises Refused for a model without, and where they contradict."""
     given = {name: value for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if value is not None}
     if not given:
@@ -133,7 +133,7 @@ def take(
     """Write a bundle of these weights, which are asked for with the rows that the embedding must have."""
     tokenizer = load_tokenizer(tokenizers)
     if template is None:
-        template = recognised(tokenizer, tokenizers)
+        template = template_name(tokenizer, tokenizers)
     rule = spec(config).image
     added = add_tokens(tokenizer, template_named(template), rule.marks if rule else None)
     rows, needed = config.language.vocab_size, 1 + max(tokenizer.get_vocab().values())
@@ -164,7 +164,7 @@ def _weights(config: Config, form: Form, sources: dict[str, Path], seed: int, ro
     (and head) has `rows` rows."""
     with torch.device("meta"):
         shape = family_of(config).Model(config, torch.float32)
-    tensors = named(shape)
+    tensors = parameters_by_name(shape)
     for place in places(config, form):
         if place not in sources:
             yield from fresh_projector(config, seed)

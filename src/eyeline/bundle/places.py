@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eyeline.checkpoint.tensors import entries_in, key_of, left_out, stream
+from eyeline.checkpoint.tensors import entries_in, key_of, stream, unread_tensors
 from eyeline.core.key_rules import KeyRule
 from eyeline.core.log import say
 from eyeline.models import Config
@@ -20,11 +20,11 @@ def stream_place(
 ) -> Iterator[tuple[str, Tensor]]:
     """`checkpoint.stream` of the tensors that belong to one place of a form. `tensors` are a whole model's."""
     mapping = mapping_of(config)
-    found = {joined(place, name): entry.shape for name, entry in entries_in(where).items()}
+    found = {path_in_place(place, name): entry.shape for name, entry in entries_in(where).items()}
     rules = mapping.keys(config, form, found)
     here = {name: x for name, x in tensors.items() if place_of(name, rules) == place}
     dropped = [pattern.rpartition("/")[2] for pattern in mapping.dropped(config, form) if pattern.rpartition("/")[0] == place]
-    if others := left_out(entries_in(where), dropped):
+    if others := unread_tensors(entries_in(where), dropped):
         say(f"{where} has tensors that are not read, since Eyeline's model has no such layers: {others}. An export will lack them.")
     yield from stream(here, where, rules_at(place, rules), dropped, only)
 
@@ -45,7 +45,7 @@ def rules_at(place: str, rules: Sequence[KeyRule]) -> list[KeyRule]:
     return [replace(rule, theirs=name) for rule, at, name in split if at == place]
 
 
-def named(model: torch.nn.Module) -> dict[str, Tensor]:
+def parameters_by_name(model: torch.nn.Module) -> dict[str, Tensor]:
     """Every parameter under every name it has, so that a tied head is known as one."""
     return dict(model.named_parameters(remove_duplicate=False))
 
@@ -55,5 +55,5 @@ def text_place(config: Config, form: Form) -> str:
     return place_of("language.embed.weight", mapping_of(config).keys(config, form))
 
 
-def joined(place: str, name: str) -> str:
+def path_in_place(place: str, name: str) -> str:
     return f"{place}/{name}" if place else name

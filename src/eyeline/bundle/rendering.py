@@ -116,9 +116,9 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_call"), [], [], body).set_lineno(line)
 
-    def _said(self, caller: Macro) -> str:
+    def _call(self, caller: Macro) -> str:
         return caller()
 
 

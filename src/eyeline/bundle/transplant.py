@@ -21,7 +21,7 @@ from torch import Tensor
 from eyeline.bundle.bundle import Bundle
 from eyeline.bundle.folders import about, read_config, read_preprocessor
 from eyeline.bundle.importing import take, with_rows
-from eyeline.bundle.places import named
+from eyeline.bundle.places import parameters_by_name
 from eyeline.checkpoint.tensors import SHARD_BYTES, entries_in, stream
 from eyeline.core.errors import Refused
 from eyeline.core.key_rules import prefixed
@@ -58,7 +58,7 @@ def transplant(
         yield from _tower(tower, config.vision, vision)
         yield from _mergers(config, seed)
         with torch.device("meta"):
-            shape = named(qwen3.Model(config.language))
+            shape = parameters_by_name(qwen3.Model(config.language))
         for name, x in stream(shape, language, hf.qwen3.keys(config.language), hf.qwen3.DROPPED):
             grows = name in ("embed.weight", "head.weight") and len(x) < rows
             yield f"language.{name}", with_rows(x, rows) if grows else x
@@ -79,7 +79,7 @@ def transplanted(tower: siglip2.Config, text: LanguageConfig, deepstack_layers: 
         "heads": tower.heads,
         "intermediate_size": tower.intermediate_size,
         "position_grid": tower.position_grid,
-        "deepstack_layers": _spread(tower.layers, text.layers) if deepstack_layers is None else deepstack_layers,
+        "deepstack_layers": _deepstack_blocks(tower.layers, text.layers) if deepstack_layers is None else deepstack_layers,
         "mean": tower.mean,
         "std": tower.std,
     }
@@ -97,7 +97,7 @@ def transplanted(tower: siglip2.Config, text: LanguageConfig, deepstack_layers: 
     )
 
 
-def _spread(blocks: int, layers: int) -> tuple[int, ...]:
+def _deepstack_blocks(blocks: int, layers: int) -> tuple[int, ...]:
     """Three of a tower's blocks at even distances; fewer where it, or the language model, has too few."""
     return tuple(sorted({i for k in (1, 2, 3) if (i := blocks * k // 4 - 1) >= 0}))[:layers]
 
@@ -105,16 +105,16 @@ def _spread(blocks: int, layers: int) -> tuple[int, ...]:
 def _tower(tower: siglip2.Config, c: qwen_vision.Config, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The tower's tensors under the names that they have in Qwen3-VL's shape."""
     with torch.device("meta"):
-        shape = named(siglip2.Model(tower))
+        shape = parameters_by_name(siglip2.Model(tower))
     whole = any(name.startswith(hf.siglip2.HUB_PREFIX) for name in entries_in(folder))
     rules = prefixed(hf.siglip2.keys(tower), "", hf.siglip2.HUB_PREFIX if whole else "")
     for name, x in stream(shape, folder, rules, hf.siglip2.DROPPED):
         if name == "embed.weight":
-            x = spread(x, c.temporal_patch)
+            x = per_frame(x, c.temporal_patch)
         yield f"projector.main.{name}" if name.startswith("norm.") else f"vision.{name}", x
 
 
-def spread(weight_DC: Tensor, frames: int) -> Tensor:
+def per_frame(weight_DC: Tensor, frames: int) -> Tensor:
     """The embedding of patches of one frame, for patches that repeat it: a share of each weight for each frame."""
     each_D3c = (weight_DC.float() / frames).to(weight_DC.dtype).unflatten(1, (3, -1))
     return each_D3c[:, :, None].expand(-1, -1, frames, -1).flatten(1)

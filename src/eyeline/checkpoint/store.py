@@ -104,7 +104,7 @@ class Draft:
         return self.folder / f"step-{self.step:08d}-{self.save}"
 
     @property
-    def beside(self) -> Path:
+    def staging(self) -> Path:
         return self.folder / f".{self.target.name}.tmp"
 
 
@@ -145,7 +145,7 @@ def save(
         share = write(draft, files)
         commit(draft, [share], state, best)
     finally:
-        shutil.rmtree(draft.beside, ignore_errors=True)  # gone already, unless something above failed
+        shutil.rmtree(draft.staging, ignore_errors=True)  # gone already, unless something above failed
     prune(folder, run, save_total_limit, known_good=draft.target)
     return draft.target
 
@@ -155,9 +155,9 @@ def start_draft(folder: Path, run: str, step: int, fixed: Mapping[str, str] | No
     draft = Draft(folder, run, step, uuid.uuid4().hex[:8], _manifests(folder, run), dict(fixed or {}))
     try:
         folder.mkdir(exist_ok=True)  # not the run's folder above it: without the rest of a run, what is saved is of no use
-        draft.beside.mkdir()
+        draft.staging.mkdir()
     except OSError as error:
-        raise storage_failed("create", draft.beside, error) from error
+        raise storage_failed("create", draft.staging, error) from error
     return draft
 
 
@@ -176,7 +176,7 @@ def write(draft: Draft, files: Mapping[str, Sequence[Piece]], writer: int = 0, w
     new = [len(header_of(local[file], headers[file])) + sum(x.nbytes for x in local[file].values()) for file in local if file not in links]
     _refuse_if_full(draft.folder, sum(new))
     written = {
-        file: _linked(links[file], draft.beside / file) if file in links else write_file(draft.beside / file, tensors, headers[file])
+        file: _link(links[file], draft.staging / file) if file in links else write_file(draft.staging / file, tensors, headers[file])
         for file, tensors in local.items()
     }
     words = {file: draft.words[name] for file, name in zip(local, files, strict=True) if name in draft.words}
@@ -197,13 +197,13 @@ def commit(draft: Draft, shares: Sequence[Share], state: dict[str, Any], best: b
     state_text = json.dumps(state, allow_nan=False, indent=1) + "\n"
     assert json.loads(state_text) == state, "state must be plain JSON: string keys, lists and no tuples"
     written = {file: one for share in shares for file, one in share.files.items()}
-    written[STATE] = _write_text(draft.beside / STATE, state_text)
+    written[STATE] = _write_text(draft.staging / STATE, state_text)
     order = 1 + max((manifest.order for _, manifest in draft.earlier), default=0)
     words = {file: word for share in shares for file, word in share.fixed.items()}
-    _write_text(draft.beside / MANIFEST, _render(Manifest(VERSION, draft.run, draft.step, draft.save, order, best, written, words)))
+    _write_text(draft.staging / MANIFEST, _render(Manifest(VERSION, draft.run, draft.step, draft.save, order, best, written, words)))
     try:
-        sync_folder(draft.beside)
-        os.rename(draft.beside, draft.target)
+        sync_folder(draft.staging)
+        os.rename(draft.staging, draft.target)
         sync_folder(draft.folder)
     except OSError as error:
         raise storage_failed("commit", draft.target, error) from error
@@ -229,7 +229,7 @@ def _same_file(file: str, word: str, header: bytes, earlier: Sequence[tuple[Path
     return None
 
 
-def _linked(source: tuple[Path, Written], target: Path) -> Written:
+def _link(source: tuple[Path, Written], target: Path) -> Written:
     path, written = source
     try:
         os.link(path, target)
@@ -323,7 +323,7 @@ def _first_whole(folder: Path, run: str | None, best_only: bool, hold: bool) -> 
     marked = [c for c in candidates if c[1].best] if best_only else candidates
     for path, _ in sorted(marked, key=lambda c: -c[1].order):
         try:
-            held = _held(path, fcntl.LOCK_SH) if hold else None
+            held = _open_locked(path, fcntl.LOCK_SH) if hold else None
             return replace(verify(path, run), held=held)
         except (Damaged, FileNotFoundError) as damage:
             if hold and not path.exists():
@@ -334,7 +334,7 @@ def _first_whole(folder: Path, run: str | None, best_only: bool, hold: bool) -> 
     return None
 
 
-def _held(path: Path, how: int) -> BinaryIO | None:
+def _open_locked(path: Path, how: int) -> BinaryIO | None:
     """The manifest, open and locked: shared while someone reads the checkpoint, alone while it is deleted.
 
     None where the file system has no locks. Raises BlockingIOError when another process has it; FileNotFoundError.
@@ -454,7 +454,7 @@ def prune(folder: Path, run: str, save_total_limit: int, known_good: Path | None
         # Renamed first: a kill in the middle must not leave a checkpoint that looks damaged.
         doomed = path.with_name(f".{path.name}.old")
         try:
-            held = _held(path, fcntl.LOCK_EX)
+            held = _open_locked(path, fcntl.LOCK_EX)
             os.rename(path, doomed)
         except BlockingIOError:  # an export, say, is reading it: the prune after the next save will find it again
             continue

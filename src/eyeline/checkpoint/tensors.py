@@ -524,7 +524,7 @@ def _their_shape(key: Key, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
 COMPUTED = ("inv_freq", "position_ids")  # buffers in older files that are computed, not learned
 
 
-def left_out(names: Iterable[str], dropped: Sequence[str]) -> str:
+def unread_tensors(names: Iterable[str], dropped: Sequence[str]) -> str:
     """The tensors of a checkpoint that are learned and not read, as a phrase with their numbers: `mtp.* (15), logit_scale`."""
     found = [name for name in names if any(_covers(p, name) for p in dropped) and not name.endswith(COMPUTED)]
     groups = Counter(f"{first}.*" if rest else first for first, _, rest in (name.partition(".") for name in found))

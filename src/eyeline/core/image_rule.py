@@ -149,7 +149,7 @@ def _area(height: int, width: int, cell: int, least: int, most: int) -> tuple[in
     if rows * cell * columns * cell > most:
         return _shrunk(height, width, cell, math.sqrt((height * width) / most))
     if rows * cell * columns * cell < least:
-        return _grown(height, width, cell, math.sqrt(least / (height * width)))
+        return _rounded_up(height, width, cell, math.sqrt(least / (height * width)))
     return rows * cell, columns * cell
 
 
@@ -164,7 +164,7 @@ def _volume(frames: int, span: int, height: int, width: int, cell: int, video: V
     if pixels > video.most:
         return _shrunk(height, width, cell, math.sqrt((frames * height * width) / video.most))
     if pixels < video.least:
-        return _grown(height, width, cell, math.sqrt(video.least / (frames * height * width)))
+        return _rounded_up(height, width, cell, math.sqrt(video.least / (frames * height * width)))
     return rows * cell, columns * cell
 
 
@@ -172,7 +172,7 @@ def _shrunk(height: int, width: int, cell: int, by: float) -> tuple[int, int]:
     return max(cell, math.floor(height / by / cell) * cell), max(cell, math.floor(width / by / cell) * cell)
 
 
-def _grown(height: int, width: int, cell: int, by: float) -> tuple[int, int]:
+def _rounded_up(height: int, width: int, cell: int, by: float) -> tuple[int, int]:
     return math.ceil(height * by / cell) * cell, math.ceil(width * by / cell) * cell
 
 

@@ -46,7 +46,7 @@ class _Place:
 def lines_of(record: Any, values: Any, error: ValidationError) -> list[str]:
     """One line per problem of values that were to become a `record` (a type of settings, or a union of types): where it is, what was
     got, what is wanted, and the remedy."""
-    problems = [(_placed(record, values, problem["loc"]), problem) for problem in error.errors(include_url=False)]
+    problems = [(_place_at(record, values, problem["loc"]), problem) for problem in error.errors(include_url=False)]
     unknown = [place.path for place, problem in problems if problem["loc"][-1:] == ("[key]",)]
     lines: dict[str, None] = {}
     for place, problem in problems:
@@ -85,8 +85,8 @@ def _line(place: _Place, problem: Any, recipe: Any, root: Any) -> str:
     if kind == "too_long":
         return f"{place}: got {context['actual_length']} values, wanted {context['max_length']}"
     if kind == "string_pattern_mismatch":
-        return f"{place}: got {got!r:.80}, wanted {_described(place)}"
-    return f"{place}: got {_shown(got)}, wanted {_words(place.wanted)}{_such_as(place)}{_hint(place, got)}"
+        return f"{place}: got {got!r:.80}, wanted {_description(place)}"
+    return f"{place}: got {_yaml_value(got)}, wanted {_words(place.wanted)}{_such_as(place)}{_hint(place, got)}"
 
 
 def _unknown(place: _Place, recipe: Any, root: Any) -> str:
@@ -141,11 +141,11 @@ def _untagged(place: _Place, kind: str, got: Any, context: Any) -> str:
         hint = _other_word(key, context["tag"]) or nearest(context["tag"], known)
         return f"{place}.{key}: got {context['tag']!r}; there are {', '.join(known)}.{hint}"
     if not isinstance(got, dict):
-        return f"{place}: got {_shown(got)}, wanted a mapping{_such_as(place)}"
-    return f"{place}: got {_shown(got)}, which has no `{key}`: add it{_such_as(place)}"
+        return f"{place}: got {_yaml_value(got)}, wanted a mapping{_such_as(place)}"
+    return f"{place}: got {_yaml_value(got)}, which has no `{key}`: add it{_such_as(place)}"
 
 
-def _placed(record: Any, values: Any, loc: tuple[Any, ...]) -> _Place:
+def _place_at(record: Any, values: Any, loc: tuple[Any, ...]) -> _Place:
     """Follow pydantic's location through the types. It holds pieces that no recipe has: which record of a union it took."""
     path: list[str] = []
     wanted: Any = record
@@ -249,12 +249,12 @@ def _such_as(place: _Place) -> str:
     return f", such as {example}" if example else ""
 
 
-def _described(place: _Place) -> str:
+def _description(place: _Place) -> str:
     field = place.record.model_fields.get(place.path[-1]) if place.record else None
     return field.description if field and field.description else "another text"
 
 
-def _shown(got: Any) -> str:
+def _yaml_value(got: Any) -> str:
     """A value as YAML would have it, cut to a line."""
     match got:
         case None:

@@ -42,12 +42,12 @@ class UserFunction:
         return f"{self.name} {digest_of(self.content)}"
 
     def takes(self, argument: str) -> bool:
-        return argument in inspect.signature(_loaded(self)).parameters
+        return argument in inspect.signature(_load(self)).parameters
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the function. CodeFailed, with the line, where it raises an error; StorageFailed where it cannot read a file: that is no
         fault of the row, which must not be dropped for it."""
-        function = _loaded(self)
+        function = _load(self)
         try:
             return function(*arguments, **named)
         except MemoryError:
@@ -77,9 +77,9 @@ def user_function(named: str, arguments: Sequence[str], optional: Sequence[str] 
     code = UserFunction(file, function, content_of(file))
     wanted = f"def {function}({', '.join(arguments)})"
     try:
-        inspect.signature(_loaded(code)).bind(*arguments, **{name: name for name in optional if code.takes(name)})
+        inspect.signature(_load(code)).bind(*arguments, **{name: name for name in optional if code.takes(name)})
     except (TypeError, ValueError) as error:
-        line = getattr(getattr(_loaded(code), "__code__", None), "co_firstlineno", 1)
+        line = getattr(getattr(_load(code), "__code__", None), "co_firstlineno", 1)
         raise Refused(f"{file}:{line}: {function} does not take the arguments that it gets: {error}. Wanted: {wanted}") from error
     return code
 
@@ -100,7 +100,7 @@ def content_of(file: str) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _loaded(code: UserFunction) -> Callable[..., Any]:
+def _load(code: UserFunction) -> Callable[..., Any]:
     """The function, after its file was run once in this process."""
     module = ModuleType(f"user_code_{digest_of(code.content)}")
     module.__file__ = code.file

@@ -37,12 +37,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _quoted(dumper: _Dumper, text: str) -> ScalarNode:
+def _represent_text(dumper: _Dumper, text: str) -> ScalarNode:
     """PyYAML folds these line separators to a space in any style but double quotes."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & set("\x85\u2028\u2029") else None)
 
 
-_Dumper.add_representer(str, _quoted)
+_Dumper.add_representer(str, _represent_text)
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
     _kind.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:null|Null|NULL|)\Z"), ["n", "N", ""])

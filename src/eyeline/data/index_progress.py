@@ -32,7 +32,7 @@ def make_indexes(reader: Reader, index: Index, shards: Sequence[Entry]) -> None:
     """Make those of these shards that are not there yet: with a bar when that takes long, or with messages to the reader's `notify`."""
     start, bar, told = time.monotonic(), None, False
     console = Console(stderr=True)
-    absent = [entry for entry in shards if index.absent(*entry)] if index.written else []
+    absent = [entry for entry in shards if index.absent(*entry)] if index.is_shared else []
     try:
         for done, _ in enumerate(make_each(index, absent, reader.data.fetching), 1):
             if time.monotonic() - start < PATIENCE:

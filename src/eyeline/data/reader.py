@@ -19,7 +19,7 @@ from eyeline.data.plan import plan as planning
 from eyeline.data.plan.blend import VERSION, Pool, Side, pool_of, pools_of
 from eyeline.data.plan.index import Index
 from eyeline.data.plan.sizing import Sizing
-from eyeline.data.prepared.packed import Prepared
+from eyeline.data.prepared.folder import Prepared
 from eyeline.data.rejects import Rejects
 from eyeline.data.sets import Data, Divided, open_sides
 from eyeline.data.sources.sources import Rows
@@ -224,7 +224,7 @@ def source_changes(folder: Path | None, before: str | None, rows: Rows | None) -
     }
     if len(files) == len(now) == 1:
         return f"{rows.path} has changed"
-    listed = [f"{_named(names)} {what}" for what, names in said.items() if names]
+    listed = [f"{_name_list(names)} {what}" for what, names in said.items() if names]
     return f"of {rows.path}, {' and '.join(listed) or 'the order of the files changed'}"
 
 
@@ -248,7 +248,7 @@ def _recorded(folder: Path | None, digest: str | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("files"), dict) and isinstance(found.get("path"), str) else None
 
 
-def _named(names: list[str]) -> str:
+def _name_list(names: list[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

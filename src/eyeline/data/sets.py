@@ -18,7 +18,7 @@ from eyeline.core.user_code import with_files
 from eyeline.data.containers.container import RETRIES
 from eyeline.data.images.image_files import hold_out_draw, names_of
 from eyeline.data.images.patches import Augment
-from eyeline.data.prepared.packed import Prepared, open_prepared
+from eyeline.data.prepared.folder import Prepared, open_prepared
 from eyeline.data.sources.sources import Place, Rows, Source, open_source
 from eyeline.data.text.documents import Overlong
 from eyeline.data.workers import Workers

@@ -160,7 +160,7 @@ def exact_match(
         max_new_tokens=max_new_tokens,
         seconds=time.monotonic() - start,
         stamps=stamps or {},
-        samples=tuple(asked_of(answered) for answered in tally.shown()),
+        samples=tuple(asked_of(answered) for answered in tally.samples()),
         wrong=tuple(asked_of(answered) for answered in tally.wrong()),
     )
 
@@ -209,7 +209,7 @@ class Tally:
     def by_kind(self, right: Mapping[str, float]) -> dict[str, Score]:
         return {kind: mean(right.get(kind, 0), self.asked[kind]) for kind in sorted(self.asked)}
 
-    def shown(self) -> list[Answered]:
+    def samples(self) -> list[Answered]:
         return [self._shown[digest] for digest in sorted(self._shown)]
 
     def wrong(self) -> list[Answered]:

@@ -123,7 +123,7 @@ class Talk:
             if answer:  # an exchange without an answer would leave two questions in a row
                 self.messages, self.waiting = (*asked, Message("assistant", (Text(answer),))), ()
         if finish == "length":
-            note(self._cut(prompt))
+            note(self._cut_reason(prompt))
 
     def _fitting(self, asked: tuple[Message, ...]) -> tuple[tuple[Message, ...], Document]:
         """The conversation without its oldest exchanges, as many as it takes to leave room for an answer, and its prompt."""
@@ -157,7 +157,7 @@ class Talk:
         for image in (part for message in left_out for part in message.parts if isinstance(part, EncodedImage)):
             note(f"The model no longer sees {image.name}. /image {image.name} shows it again.")
 
-    def _cut(self, prompt: Document) -> str:
+    def _cut_reason(self, prompt: Document) -> str:
         """The reason why an answer was cut."""
         if len(prompt.tokens_T) + self.sampling.max_new_tokens > self.spec.max_positions:
             return f"The answer is cut at the end of the model's context ({self.spec.max_positions:,} tokens)."

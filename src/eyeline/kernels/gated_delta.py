@@ -247,7 +247,7 @@ def _spans(plan: _Plan) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(ends)]
 
 
-def _joined(parts: list[Tensor], place_T: Tensor) -> Tensor:
+def _token_rows(parts: list[Tensor], place_T: Tensor) -> Tensor:
     """[R, heads, C, ...] of every plan -> [T, heads, ...]."""
     flat = [x.transpose(1, 2).flatten(0, 1) for x in parts]
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, place_T)
@@ -274,7 +274,7 @@ def _forward(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta
             now.mul_(kept_RY11[span]).add_(x.k_left_RYCK[span].mT @ new)
         last_SHKJ[plan.documents] = state.flatten(1, 2)
         outs.append(out_RYCJ.flatten(1, 2))
-    return _joined(outs, place_T).to(v_THJ.dtype), last_SHKJ
+    return _token_rows(outs, place_T).to(v_THJ.dtype), last_SHKJ
 
 
 def _like_values(_q_TGK: Tensor, _k_TGK: Tensor, v_THJ: Tensor, *_: object) -> Tensor:
@@ -301,7 +301,7 @@ def _gated_delta_rule_backward(
         return _like_inputs(dout_THJ, *inputs)  # pyright: ignore[reportReturnType]: five
     (q_unit_TGK, q_inverse_TG1), (k_unit_TGK, k_inverse_TG1) = _unit(q_TGK), _unit(k_TGK)
     made = [_backward_of(plan, dout_THJ, q_unit_TGK, k_unit_TGK, v_THJ, decay_TH, beta_TH) for plan in plans]
-    dq, dk, dv, ddecay, dbeta = (_joined(list(parts), place_T) for parts in zip(*made, strict=True))
+    dq, dk, dv, ddecay, dbeta = (_token_rows(list(parts), place_T) for parts in zip(*made, strict=True))
     dq = q_inverse_TG1 * (dq - q_unit_TGK * (q_unit_TGK * dq).sum(-1, keepdim=True))  # through the division by the length
     dk = k_inverse_TG1 * (dk - k_unit_TGK * (k_unit_TGK * dk).sum(-1, keepdim=True))
     return dq.to(q_TGK.dtype), dk.to(k_TGK.dtype), dv.to(v_THJ.dtype), ddecay.to(decay_TH.dtype), dbeta.to(beta_TH.dtype)

@@ -25,7 +25,7 @@ def capability_of(device: torch.device) -> Capability:
     return WITHOUT_MEMORY if device.type == "meta" else torch.cuda.get_device_capability(device)
 
 
-def written(capability: Capability) -> str:
+def capability_text(capability: Capability) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
@@ -34,13 +34,13 @@ def flash_obstacle(dtype: torch.dtype, head_dim: int, capability: Capability) ->
     if torch.version.hip is not None:
         return "this is a ROCm build of torch, where flash attention over packed documents is untested"
     if capability < (8, 0):
-        return f"flash attention needs compute capability 8.0 (Ampere), and this GPU has {written(capability)}"
+        return f"flash attention needs compute capability 8.0 (Ampere), and this GPU has {capability_text(capability)}"
     if dtype not in HALF:
         return "flash attention computes in bfloat16 or float16, and this is float32"
     if head_dim % 8 or head_dim > LONGEST_HEAD:
         return f"flash attention needs a head dim that is a multiple of 8 and at most {LONGEST_HEAD}, and this is {head_dim}"
     if 192 < head_dim <= 224 and capability in NARROW_BACKWARD:
-        return f"flash attention has no backward pass for a head dim of {head_dim} on compute capability {written(capability)}"
+        return f"flash attention has no backward pass for a head dim of {head_dim} on compute capability {capability_text(capability)}"
     return None
 
 
@@ -49,7 +49,7 @@ def grouped_obstacle(dtype: torch.dtype, capability: Capability) -> str | None:
     if torch.version.hip is not None:
         return "this is a ROCm build of torch, where the grouped matrix product is untested"
     if capability < (8, 0):
-        return f"the grouped matrix product needs compute capability 8.0, and this GPU has {written(capability)}"
+        return f"the grouped matrix product needs compute capability 8.0, and this GPU has {capability_text(capability)}"
     if dtype != torch.bfloat16:
         return "the grouped matrix product computes in bfloat16, and this is float32"
     return None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from eyeline.kernels import fla
-from eyeline.kernels.gpu import HALF, Capability, flash_obstacle, grouped_obstacle, grouped_waits, written
+from eyeline.kernels.gpu import HALF, Capability, capability_text, flash_obstacle, grouped_obstacle, grouped_waits
 from eyeline.kernels.one_kernel import compiler_obstacle
 from eyeline.kernels.self_test import fla_fault
 from eyeline.models.layers import Attend
@@ -52,8 +52,8 @@ def _precision(capability: Capability, dtype: torch.dtype) -> Iterator[str]:
         )
     if dtype == torch.bfloat16 and capability < (8, 0):
         yield (
-            f"precision: this GPU (compute capability {written(capability)}) has no bfloat16 in hardware and emulates it slowly. Set "
-            "precision: fp32, or use a GPU of compute capability 8.0 or newer"
+            f"precision: this GPU (compute capability {capability_text(capability)}) has no bfloat16 in hardware and emulates it slowly. "
+            "Set precision: fp32, or use a GPU of compute capability 8.0 or newer"
         )
 
 
@@ -116,9 +116,9 @@ def _experts(model: nn.Module, capability: Capability, dtype: torch.dtype) -> Ke
         return KernelPaths(
             warnings=(
                 "experts: torch's grouped matrix product (grouped_mm) loops over experts on this GPU and synchronises with it in "
-                "every layer: it "
-                f"is fast on compute capability 9.x and 10.x (H100, H200, B200), and this one has {written(capability)}. Expect a fraction "
-                "of the speed that the arithmetic allows; dense models do not have this cost",
+                "every layer: it is fast on compute capability 9.x and 10.x (H100, H200, B200), and this one has "
+                f"{capability_text(capability)}. Expect a fraction of the speed that the arithmetic allows; "
+                "dense models do not have this cost",
             )
         )
     return KernelPaths(("experts: torch's grouped matrix product (grouped_mm)",))

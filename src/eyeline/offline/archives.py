@@ -24,7 +24,7 @@ from eyeline.data.images.decode import Size, size_of, upright
 from eyeline.data.images.image_files import frames_of, image_key, in_memory
 from eyeline.data.images.patches import units_of
 from eyeline.data.plan.shard_index import Longs
-from eyeline.data.prepared.packed import packed_row
+from eyeline.data.prepared.folder import packed_row
 from eyeline.data.sources.sources import Rows
 from eyeline.offline.attempt import Done
 from eyeline.offline.plan import Partition

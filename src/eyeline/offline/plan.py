@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.files import sha256_of
-from eyeline.data.prepared.packed import differences
+from eyeline.data.prepared.folder import differences
 from eyeline.offline.store import Store
 
 VERSION = 1

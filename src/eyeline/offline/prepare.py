@@ -4,7 +4,7 @@
     (then one sequential pass over all indexes: the order in which the first epoch needs the samples, since open bins carry over)
     packs     each partition of the samples -> an archive
 
-What comes of it is described, and read, in `data/prepared/packed.py`. Both jobs are in `job/`; the same command resumes them.
+What comes of it is described, and read, in `data/prepared/folder.py`. Both jobs are in `job/`; the same command resumes them.
 """
 
 import json
@@ -30,8 +30,8 @@ from eyeline.data.plan.blend import pool_of
 from eyeline.data.plan.index import Index
 from eyeline.data.plan.read_shard import shard_index_of
 from eyeline.data.plan.shard_index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
-from eyeline.data.prepared import packed
-from eyeline.data.prepared.packed import MANIFEST, Archive, Manifest, Prepared, open_manifest
+from eyeline.data.prepared import folder as prepared_folder
+from eyeline.data.prepared.folder import MANIFEST, Archive, Manifest, Prepared, open_manifest
 from eyeline.data.reader import Reader, digest_of, identity_of_plan, reader_of, sizing_of, training_pools, validation_sources
 from eyeline.data.rejects import Reject
 from eyeline.data.sets import choice, prepared_sides
@@ -56,7 +56,7 @@ INDEX = "index"  # the output of a partition of the first job
 PARTITION_BYTES = 512 << 20  # about: large enough to be read from start to end, small enough to be made again
 TOKEN_TEXT_BYTES, ROW_BYTES = 5, 2048  # of a row in an archive, beside its images; about
 PIXELS_BYTE = 4  # of an image whose size in bytes nobody knows before it is read; about
-CODE = {"eyeline": __version__, "index version": shard_index.VERSION, "prepared version": packed.VERSION}
+CODE = {"eyeline": __version__, "index version": shard_index.VERSION, "prepared version": prepared_folder.VERSION}
 
 
 def pack_offline(

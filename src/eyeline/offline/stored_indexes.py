@@ -10,7 +10,7 @@ from eyeline.core.files import make_folder, write_atomically
 from eyeline.data.containers.container import Place
 from eyeline.data.containers.tars import UNUSABLE
 from eyeline.data.plan.shard_index import INSIDE, Longs, ShardIndex, identity_of, index_path, to_bytes
-from eyeline.data.prepared.packed import StoredShard, StoredSource
+from eyeline.data.prepared.folder import StoredShard, StoredSource
 from eyeline.data.reader import Reader
 from eyeline.data.sources.sources import Rows
 from eyeline.offline.archives import PackedEntries, WriteArchive

@@ -220,7 +220,11 @@ def _budgets(found: StageData) -> Iterator[Block]:
     yield Line("padding: unused token positions; too long: samples over batch.max_tokens, batch.max_patches or the model's context length")
     now, *others = report.budgets
     if now.settled and now.waste > MUCH_WASTE:
-        why = "batch.max_patches fills up long before" if now.filled > 1 - MUCH_WASTE else "samples are long for it, and few fit together"
+        why = (
+            "batch.max_patches fills up long before"
+            if now.patch_share > 1 - MUCH_WASTE
+            else "samples are long for it, and few fit together"
+        )
         remedy = "" if others else ". `eyeline data` tries other sizes"
         yield Line(f"{percent(now.waste)} of batch.max_tokens is padding: {why}{remedy}", warns=True)
     if found.flops:
@@ -243,7 +247,7 @@ def _packing(packing: Packing) -> tuple[str, ...]:
         f"{packing.budget.patches:,}",
         f"{load.sample / load.packs:,.1f}",
         ("" if packing.settled else "about ") + percent(packing.waste),
-        percent(packing.filled) if packing.budget.patches else "–",
+        percent(packing.patch_share) if packing.budget.patches else "–",
         percent(packing.lost),
     )
 

@@ -325,7 +325,7 @@ def curves(history: History) -> list[str]:
     def curve(name: str, y: Sequence[float | None], weight: Sequence[float] | None = None) -> Curve:
         return Curve(name, x, y, weight=weight, piece=piece)
 
-    def shown(label: str, caption: str, curves: Sequence[Curve], log: bool = False, epochs: Sequence[tuple[int, str]] = ()) -> str:
+    def plot_figure(label: str, caption: str, curves: Sequence[Curve], log: bool = False, epochs: Sequence[tuple[int, str]] = ()) -> str:
         wide, narrow = (plot(curves, label, borders, log, (x[0], x[-1]), epochs, width) for width in (WIDE, NARROW))
         return figure(wide, caption, narrow)
 
@@ -348,15 +348,17 @@ def curves(history: History) -> list[str]:
         + ". Stages are not joined: each has its own data."
     )
     return [
-        shown("loss", losses, loss, log=True, epochs=above),
-        shown(
+        plot_figure("loss", losses, loss, log=True, epochs=above),
+        plot_figure(
             "learning rate", "Learning rate of each part that trains.", together([curve(p, [s.lr.get(p) for s in steps]) for p in parts])
         ),
-        shown("gradient norm", "Norm of all gradients before clipping.", [curve("norm", [s.grad_norm for s in steps])], log=True),
-        shown("tokens/s", "Tokens without padding over the step's full wall time.", [curve("rate", [s.real_tokens_per_s for s in steps])]),
-        *([shown("GFLOP/s", FLOPS, flops)] if flops else []),
-        shown("%", "Padding as a share of token positions, and waiting for data as a share of the step's wall time.", shares),
-        shown("GiB", MEMORY, [curve("memory", [s.memory_bytes / 2**30 for s in steps])]),
+        plot_figure("gradient norm", "Norm of all gradients before clipping.", [curve("norm", [s.grad_norm for s in steps])], log=True),
+        plot_figure(
+            "tokens/s", "Tokens without padding over the step's full wall time.", [curve("rate", [s.real_tokens_per_s for s in steps])]
+        ),
+        *([plot_figure("GFLOP/s", FLOPS, flops)] if flops else []),
+        plot_figure("%", "Padding as a share of token positions, and waiting for data as a share of the step's wall time.", shares),
+        plot_figure("GiB", MEMORY, [curve("memory", [s.memory_bytes / 2**30 for s in steps])]),
     ]
 
 

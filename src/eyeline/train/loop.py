@@ -30,7 +30,7 @@ from eyeline.train.optim import set_learning_rates, state_tensors, without_state
 from eyeline.train.run import Run, Stage
 from eyeline.train.schedule import factor
 from eyeline.train.stage import Process, StageRun, State, begin_stage
-from eyeline.train.start import Home, announce, begin, refuse_changed_past, refuse_strangers, smaller
+from eyeline.train.start import Home, announce, refuse_changed_past, refuse_strangers, smaller, start_run
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.summary import Tally
@@ -50,7 +50,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
     console = Console()
     with sole_owner(folder):
         with clock.spending("startup"):
-            home = begin(run, folder)
+            home = start_run(run, folder)
             checkpoint = store.newest(home.checkpoints, home.id)
             refuse_changed_past(run, home, checkpoint)
             changed = announce(run, home, here, checkpoint)

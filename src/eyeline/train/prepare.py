@@ -6,7 +6,7 @@ from eyeline.core.errors import Refused, nearest
 from eyeline.core.files import make_folder
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
-from eyeline.data.prepared.packed import MANIFEST, TOKENIZER
+from eyeline.data.prepared.folder import MANIFEST, TOKENIZER
 from eyeline.data.reader import reader_of
 from eyeline.data.text.tokenizer import save_tokenizer
 from eyeline.models import spec as spec_of

@@ -296,13 +296,13 @@ def differences(old: Run, new: Run, may: bool = False) -> list[str]:
         return any(general == name or general.startswith(name + ".") for name in MAY_CHANGE)
 
     return [
-        f"{_called(path, new)}: {_shown(before.get(path, gone), gone)} → {_shown(after.get(path, gone), gone)}"
+        f"{_named_path(path, new)}: {_value_text(before.get(path, gone), gone)} → {_value_text(after.get(path, gone), gone)}"
         for path in sorted(before.keys() | after.keys())
         if before.get(path, gone) != after.get(path, gone) and allowed(path) == may
     ]
 
 
-def _called(path: str, run: Run) -> str:
+def _named_path(path: str, run: Run) -> str:
     """A setting's path with its stage by name."""
     first, *rest = path.split(".")
     if first == "stages" and rest and rest[0].isdigit() and int(rest[0]) < len(run.stages):
@@ -310,7 +310,7 @@ def _called(path: str, run: Run) -> str:
     return ".".join([first, *rest])
 
 
-def _shown(value: Any, gone: object) -> str:
+def _value_text(value: Any, gone: object) -> str:
     return "absent" if value is gone else repr(value)
 
 

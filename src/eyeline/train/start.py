@@ -19,7 +19,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.files import read_json, read_lines, read_object, write_json
 from eyeline.core.locations import Remote
 from eyeline.core.plan import Part
-from eyeline.data.prepared.packed import TOKENIZER
+from eyeline.data.prepared.folder import TOKENIZER
 from eyeline.data.reader import Reader, changes
 from eyeline.data.sets import training_texts
 from eyeline.data.sources.folders import parse_location
@@ -52,7 +52,7 @@ class Home:
         return self.folder / "checkpoints"
 
 
-def begin(run: Run, folder: Path) -> Home:
+def start_run(run: Run, folder: Path) -> Home:
     """Make the run folder, or examine the one that is there. Refused if it belongs to another recipe, or to no run.
 
     It then holds recipe.yaml (resolved), env.json (the run's id, and the environment of every attempt) and model/ (the

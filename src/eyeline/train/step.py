@@ -98,7 +98,7 @@ def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance |
     running = [i for i, slot in enumerate(data.slots) if slot.counts.supervised]
     arriving = on_device((data.batches[i].with_draws(seed, step) for i in running), device)
     for i in running:
-        with fitting(partial(described, data.batches[i], f"micro-batch {i} of step {step + 1}")):
+        with fitting(partial(batch_description, data.batches[i], f"micro-batch {i} of step {step + 1}")):
             batch = next(arriving)  # the copy of a batch may not fit, either
             loss, load = model(batch)
             if load is not None:
@@ -127,7 +127,7 @@ def expert_load(figures: Sequence[float], balance: Balance | None) -> ExpertLoad
     return ExpertLoad(largest, int(unused), added / balance.coef if isinstance(balance, Aux) else None)
 
 
-def described(batch: Batch, what: str) -> str:
+def batch_description(batch: Batch, what: str) -> str:
     """What a batch on the host holds, and its longest document."""
     lengths = batch.cu_S1.diff()[: len(batch.ids)]
     longest = f"; its longest document is {batch.ids[int(lengths.argmax())]} with {int(lengths.max()):,}" if batch.ids else ""
@@ -144,7 +144,7 @@ def validate(model: nn.Module, batches: Iterable[Batch], ranks: Ranks) -> tuple[
     device = next(model.parameters()).device
     total = torch.zeros(2, device=device, dtype=torch.float64)  # loss, labels
     for batch in batches:
-        with fitting(partial(described, batch, "a batch of validation")):
+        with fitting(partial(batch_description, batch, "a batch of validation")):
             total[0] += model(batch.to(device)).out
         total[1] += batch.counts.supervised
     model.train(was_training)

@@ -116,12 +116,12 @@ class Tally:
             loss = sum(loss * count for loss, count in applied) / labels
             parts.append(f"loss {loss:.4f} (mean of the last {counted(len(self._steps), 'step')})")
         if self._validation is not None and self._validation[0] == last:
-            parts.append(self._validated(self._validation[1]))
+            parts.append(self._validation_text(self._validation[1]))
         if skipped := sum(self._skipped.values()):
             parts.append(f"{counted(skipped, 'sample')} skipped (rejects.jsonl says why)")
         return " · ".join(parts)
 
-    def _validated(self, loss: float) -> str:
+    def _validation_text(self, loss: float) -> str:
         shown = f"validation loss {loss:.4f}" if math.isfinite(loss) else "validation loss not finite"
         if self._best is None:
             return shown

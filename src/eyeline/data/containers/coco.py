@@ -32,7 +32,7 @@ class Coco:
             yield place, row if isinstance(row, BadSample) else self._try(row)
 
     def row(self, place: Place) -> Any:
-        return self._joined(self.annotations.row(place))
+        return self._row_with_image(self.annotations.row(place))
 
     def file_of(self, shard: int) -> File:
         return self.annotations.file_of(shard)
@@ -48,11 +48,11 @@ class Coco:
 
     def _try(self, row: Any) -> Any | BadSample:
         try:
-            return self._joined(row)
+            return self._row_with_image(row)
         except BadSample as bad:
             return bad
 
-    def _joined(self, row: Any) -> dict[str, Any]:
+    def _row_with_image(self, row: Any) -> dict[str, Any]:
         if not isinstance(row, dict):
             raise BadSample("wrong_type", "row", "wanted an object")
         image = row.get("image_id")

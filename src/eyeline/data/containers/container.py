@@ -134,9 +134,9 @@ class FileSlice(io.RawIOBase):
     def __init__(self, file: File, start: int, length: int):
         self._about, self._begin, self._length, self._at = file, start, length, 0
         path = file.path
-        self._handle = None if isinstance(path, Remote) else persistent(partial(self._opened, path), file.retries)
+        self._handle = None if isinstance(path, Remote) else persistent(partial(self._open_handle, path), file.retries)
 
-    def _opened(self, path: Path) -> int:
+    def _open_handle(self, path: Path) -> int:
         try:
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             about = os.fstat(handle)

@@ -20,7 +20,7 @@ from eyeline.data.images.image_files import frames_of, in_memory, medium_key
 from eyeline.data.images.patches import Augment, Resized, Room, cut, grey_images, resize, with_augmentation
 from eyeline.data.rejects import Reject
 from eyeline.data.sources.sources import Place, Rows
-from eyeline.data.text.documents import Tokenised, laid_out, tokenise, until
+from eyeline.data.text.documents import Tokenised, assemble, tokenise, until
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.workers import At, Phase, Workers, in_order
 
@@ -212,12 +212,13 @@ class Fetch:
             read = File(run[0].path, run[0].stamp, self.retries).read(start, end - start)
             data |= {span: read[span.start - start : span.start - start + span.length] for span in run}
 
-        def filled(image: EncodedImage) -> EncodedImage:
+        def with_bytes(image: EncodedImage) -> EncodedImage:
             source = image.source
             return replace(image, source=replace(source, data=data[source])) if isinstance(source, Span) and source in data else image
 
         return tuple(
-            replace(medium, frames=tuple(map(filled, medium.frames))) if isinstance(medium, Video) else filled(medium) for medium in media
+            replace(medium, frames=tuple(map(with_bytes, medium.frames))) if isinstance(medium, Video) else with_bytes(medium)
+            for medium in media
         )
 
     def _sample(self, row: RowToRead) -> Sample:
@@ -225,7 +226,7 @@ class Fetch:
         try:
             sample = self.sources[row.source].read(row.place)
         except BadSample as changed:
-            raise self._changed(row, str(changed)) from changed
+            raise self._change_error(row, str(changed)) from changed
         return sample if row.messages is None else until(sample, row.messages)
 
     def _document(self, row: RowToRead, known: Tokenised | None, shown: Sequence[tuple[Image, ...] | BadSample]) -> Document:
@@ -234,13 +235,13 @@ class Fetch:
         if known is None:
             return _blank(id, row.tokens)
         images = [grey_images(self._rule, row.sizes[n]) if isinstance(found, BadSample) else found for n, found in enumerate(shown)]
-        document = laid_out(id, known, images, self.encoder, self.rule)
+        document = assemble(id, known, images, self.encoder, self.rule)
         if len(document.tokens_T) != row.tokens:
-            raise self._changed(row, f"{len(document.tokens_T)} tokens where {row.tokens} were planned")
+            raise self._change_error(row, f"{len(document.tokens_T)} tokens where {row.tokens} were planned")
         bad = any(isinstance(found, BadSample) for found in shown)
         return replace(document, labels_T=np.full_like(document.labels_T, IGNORE)) if bad else document
 
-    def _changed(self, row: RowToRead, what: str) -> StorageFailed:
+    def _change_error(self, row: RowToRead, what: str) -> StorageFailed:
         _, file, number = self.sources[row.source].origin_of(row.place)
         return StorageFailed(
             f"{file} row {number}, or an image of it, has changed since it was indexed: {what}. Restore it; a plan must not change"
@@ -258,7 +259,7 @@ class Fetch:
         key = medium_key(medium)
         if key not in prepared:
             try:
-                prepared[key] = self._prepared(medium, key, group, len(prepared), room, phase)
+                prepared[key] = self._decoded_images(medium, key, group, len(prepared), room, phase)
             except BadSample as bad:
                 prepared[key] = bad
         return prepared[key]
@@ -268,7 +269,7 @@ class Fetch:
         assert self.rule is not None, "the plan rejects images for a model without a tower"
         return self.rule
 
-    def _prepared(
+    def _decoded_images(
         self, medium: EncodedImage | Video, key: str, group: GroupToRead, number: int, room: Room, phase: Callable[[Phase], None]
     ) -> tuple[Image, ...]:
         whole = self._kept.get(key)

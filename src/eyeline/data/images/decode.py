@@ -91,7 +91,7 @@ def width_and_height(encoded: EncodedImage) -> tuple[int, int]:
     start = encoded.source.data if isinstance(encoded.source, Span) else encoded.source
     if isinstance(start, bytes) and (frame := _frame(start[:HEADER_BYTES])) is not None:
         return frame[1]
-    with _opened(encoded) as (image, _):
+    with _open_image(encoded) as (image, _):
         width, height = image.size
         # Pillow decodes a PNG to learn its orientation, which may follow the pixels: not where no chunk can hold one
         turned = (image.format != "PNG" or _says_more(encoded)) and _orientation(image) >= 5
@@ -122,7 +122,7 @@ def decode(image: EncodedImage) -> Pixels:
 
 def upright(encoded: EncodedImage) -> Pillow.Image:
     """The decoded image in Pillow's memory: resizing from there saves two copies."""
-    with _opened(encoded) as (image, file):
+    with _open_image(encoded) as (image, file):
         _load_whole(image, file, encoded.name)
         orientation = _orientation(image)
         rgb = _as_rgb(image)
@@ -134,7 +134,7 @@ def upright(encoded: EncodedImage) -> Pillow.Image:
 def oddities(encoded: EncodedImage) -> list[str]:
     """Decode the image whole, and say what is unusual about it though it is usable. Raises as `decode` does."""
     out: list[str] = []
-    with _opened(encoded) as (image, file):
+    with _open_image(encoded) as (image, file):
         width, height = image.size
         if getattr(image, "is_animated", False):
             out.append("animated (its first frame is used)")
@@ -204,7 +204,7 @@ def _differs(image: Pillow.Image, jpeg: bytes) -> bool:
 
 
 @contextmanager
-def _opened(encoded: EncodedImage) -> Iterator[tuple[Pillow.Image, BinaryIO]]:
+def _open_image(encoded: EncodedImage) -> Iterator[tuple[Pillow.Image, BinaryIO]]:
     """The image opened, with its header checked, and its file. Errors of Pillow inside the block are BadSample `broken_image`."""
     with image_stream(encoded) as file, ExitStack() as quiet:
         try:

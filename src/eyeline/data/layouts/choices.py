@@ -50,24 +50,24 @@ def options_of(row: dict[str, Any]) -> Options | None:
             labels, value = [str(item["label"]) for item in value], [item["text"] for item in value]
         if not isinstance(value, list):
             raise BadSample("wrong_type", column, f"wanted a list of options, got {describe_value(value)}. Write it as a list in JSON")
-        return _checked(value, labels, column)
+        return _options(value, labels, column)
     for names, called in FAMILIES:
-        there = [n for n, name in enumerate(names) if _given(row.get(name))]
+        there = [n for n, name in enumerate(names) if _has_value(row.get(name))]
         if len(there) < 2:
             continue
         if there != list(range(len(there))):
             raise BadSample(
                 "wrong_type", names[there[-1]], f"an option, and the one before it, {names[there.index(there[-1])]}, is empty. Fill it"
             )
-        return _checked([row[names[n]] for n in there], list(called[: len(there)]), names[0])
+        return _options([row[names[n]] for n in there], list(called[: len(there)]), names[0])
     return None
 
 
-def _given(value: Any) -> bool:
+def _has_value(value: Any) -> bool:
     return value is not None and value == value and not (isinstance(value, str) and not value.strip())  # NaN: what pandas has for none
 
 
-def _checked(values: list[Any], labels: list[str] | None, column: str) -> Options:
+def _options(values: list[Any], labels: list[str] | None, column: str) -> Options:
     texts = [as_text(value, column) for value in values]
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise BadSample("wrong_type", column, f"wanted texts as options, got {describe_value(values)}")

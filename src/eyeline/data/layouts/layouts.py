@@ -101,13 +101,13 @@ class Mapping:
     roles: tuple[tuple[Role, str], ...] = ()
 
     @property
-    def taken(self) -> tuple[str, ...]:
+    def columns_read(self) -> tuple[str, ...]:
         """Columns of the data that it may name: `meta`, and `meta.image` itself."""
         return tuple(dict.fromkeys(head for _, theirs in self.columns for head, _ in cuts(theirs)))
 
     def apply(self, shape: Shape, row: Any) -> Any:
         """The row as its layout names it."""
-        row = self._wrapped(shape, row)
+        row = self._row_of_turns(shape, row)
         if not isinstance(row, dict) or not (self.columns or self.roles):
             return row
         columns = [(ours, theirs) for ours, theirs in self.columns if ours not in shape.keys]
@@ -130,7 +130,7 @@ class Mapping:
                 out[key] = next((ours for ours, theirs in self.roles if out[key] == theirs), out[key])
         return out
 
-    def _wrapped(self, shape: Shape, row: Any) -> Any:
+    def _row_of_turns(self, shape: Shape, row: Any) -> Any:
         """A row that is a list of turns, as the column of a row that has nothing else."""
         if not (isinstance(row, list) and row and shape.needs == (shape.turns,) and shape.speaker and isinstance(row[0], dict)):
             return row
@@ -181,7 +181,7 @@ class Layout:
         """The row's kind (None: it cannot be told), and the row as a Sample, or why there is none."""
         kind = None if self.code else ""
         try:
-            row = self._named(row)
+            row = self._renamed_row(row)
             kind = self.shape.kind(row)
             return kind, self._sample(row, id, root)
         except BadSample as bad:
@@ -189,9 +189,9 @@ class Layout:
 
     def read(self, row: Any, id: str, root: Location) -> Sample:
         """The row as a Sample. BadSample for what it cannot use."""
-        return self._sample(self._named(row), id, root)
+        return self._sample(self._renamed_row(row), id, root)
 
-    def _named(self, row: Any) -> Any:
+    def _renamed_row(self, row: Any) -> Any:
         """The row as its shape names things."""
         return self.mapping.apply(self.shape, row if self.code is None else user_row(self.code, row))
 
@@ -204,7 +204,7 @@ class Layout:
 
     def kind(self, row: Any) -> str:
         try:
-            return self.shape.kind(self._named(row))
+            return self.shape.kind(self._renamed_row(row))
         except BadSample:  # turns that are no JSON: `read` says so
             return ""
 
@@ -237,7 +237,7 @@ def layout_of(path: Location, container: Container, declared: str | None, mappin
     names = container.header or tuple(dict.fromkeys(key for _, row in rows if isinstance(row, dict) for key in row))
     if names:
         _refuse_absent(path, mapping, shapes, [row for _, row in rows if isinstance(row, dict)], names)
-    fits = {shape.name: [n for n, row in rows if shape.fits(_tried(mapping, shape, row))] for shape in shapes}
+    fits = {shape.name: [n for n, row in rows if shape.fits(_row_or_none(mapping, shape, row))] for shape in shapes}
     best = max(shapes, key=lambda shape: len(fits[shape.name]))
     if not fits[best.name]:
         raise no_layout(path, container, declared, shapes, SHAPES, names, [row for _, row in rows], unread)
@@ -245,13 +245,13 @@ def layout_of(path: Location, container: Container, declared: str | None, mappin
     if best.name == "captions" and declared is None and not any(ours in CAPTIONS for ours, _ in mapping.columns):
         _refuse_questions_alone(path, [row for _, row in rows if best.fits(row)])
     first = fits[best.name][0]
-    row = _tried(mapping, best, dict(rows)[first])
+    row = _row_or_none(mapping, best, dict(rows)[first])
     theirs = dict(mapping.columns)
     had = [next(c for c in one if row.get(c) is not None) for one in best.needs]
     said = " and ".join(f"{column} ({theirs[column]})" if column in theirs else column for column in had)
     marking = [name for name in ROW_MARKS if any(is_row_mark(name, row.get(name)) for _, row in rows if isinstance(row, dict))]
     read = [name for name in best.columns if (name not in ROW_MARKS or name in marking) and (name != "index")]
-    skipped = [name for name in names if name not in (*read, *mapping.taken, "id")]
+    skipped = [name for name in names if name not in (*read, *mapping.columns_read, "id")]
     others = [shape.name for shape in shapes if shape is not best and fits[shape.name]]
     why = "; ".join([
         container.what,
@@ -278,7 +278,7 @@ def _refuse_questions_alone(path: Location, rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _tried(mapping: Mapping, shape: Shape, row: Any) -> Any:
+def _row_or_none(mapping: Mapping, shape: Shape, row: Any) -> Any:
     try:
         return mapping.apply(shape, row)
     except BadSample:  # turns that are no JSON: the rows before and after tell the layout
@@ -319,7 +319,7 @@ def _refuse_absent(path: Location, mapping: Mapping, shapes: tuple[Shape, ...], 
     plain = Mapping(tuple(pair for pair in mapping.columns if pair[0] not in keys))
     turns: list[dict[str, Any]] = []
     for shape in shapes:
-        for row in (_tried(plain, shape, row) for row in rows):
+        for row in (_row_or_none(plain, shape, row) for row in rows):
             turns += [t for c in shape.turns for t in _turns(row, c) if isinstance(t, dict)]
     inner = tuple(f"{name}.{key}" for name in names for key in next((list(r[name]) for r in rows if isinstance(r.get(name), dict)), []))
     for ours, theirs in mapping.columns:

@@ -38,20 +38,20 @@ class Side:
     def shards(self, source: int) -> int:
         """The number of shards of a source with rows on this side: all, or those up to its limit."""
         rows = self.index.sources[source]
-        return len(rows.shards) if rows.source.limit is None else len(self._limited(source))
+        return len(rows.shards) if rows.source.limit is None else len(self._limited_rows(source))
 
     def kept_rows(self, source: int, shard: int) -> NDArray[np.bool_]:
         """A mask of the rows of a shard that are on this side."""
         index, settings = self.index.shard(source, shard), self.index.sources[source].source
         kept = index.kept_rows(settings.categories)
         if settings.limit is not None:
-            kept = kept & (np.cumsum(kept) <= self._limited(source)[shard])
+            kept = kept & (np.cumsum(kept) <= self._limited_rows(source)[shard])
         return kept & self._side(index)
 
     def _side(self, index: ShardIndex) -> NDArray[np.bool_]:
         return (index.drawn_R < self.validation_fraction) == self.held_out if self.validation_fraction else np.ones(len(index), bool)
 
-    def _limited(self, source: int) -> list[int]:
+    def _limited_rows(self, source: int) -> list[int]:
         """The number of rows of each of the first shards that a limit leaves."""
         if source not in self._limits:
             settings = self.index.sources[source].source
@@ -252,9 +252,9 @@ class OpenBins:
         return OpenBins(self.bins[first:])
 
     @cached_property
-    def written(self) -> list[Any]:
+    def as_json(self) -> list[Any]:
         """As JSON: the same at every step of a window."""
-        return [_written(bin) for bin in self.bins]
+        return [_groups_as_json(bin) for bin in self.bins]
 
     @staticmethod
     def of(written: Sequence[Any]) -> "OpenBins":
@@ -270,7 +270,7 @@ class OpenBins:
         )
 
 
-def _written(groups: Sequence[ImageGroup]) -> list[list[Any]]:
+def _groups_as_json(groups: Sequence[ImageGroup]) -> list[list[Any]]:
     """[epoch, window, groups] for each stretch of one window; a group is [source, shard, rows ...] for each stretch of a shard."""
     out: list[list[Any]] = []
     for group in groups:
@@ -303,7 +303,7 @@ class Position:
             "done": self.done,
             "digest": self.digest,
             "cursors": [asdict(cursor) for cursor in self.cursors],
-            "bins": self.bins.written,
+            "bins": self.bins.as_json,
         }
 
     @staticmethod

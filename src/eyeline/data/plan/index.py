@@ -42,7 +42,7 @@ class Index:
     _open: Recent[Entry, ShardIndex] = field(default_factory=Recent, repr=False)
 
     @property
-    def written(self) -> bool:
+    def is_shared(self) -> bool:
         """Return whether other processes find here what this one makes, and the other way round."""
         return self.folder is not None and self.shelf is None
 
@@ -175,7 +175,7 @@ class Ahead:
 
     @staticmethod
     def of(index: Index, workers: Workers) -> "Ahead":
-        return Ahead(index, apart=workers.count > 0 and index.written)
+        return Ahead(index, apart=workers.count > 0 and index.is_shared)
 
     def start(self, coming: Iterable[Entry]) -> None:
         """A window's. Of the same folder every process is asked for the same ones, and each makes those that no other is at."""

@@ -63,7 +63,7 @@ class Packing:
         return 1 - self.load.token / (self.load.packs * self.budget.tokens)
 
     @property
-    def filled(self) -> float:
+    def patch_share(self) -> float:
         """Patches, as a share of those that the packs could hold."""
         return self.load.patch / (self.load.packs * self.budget.patches) if self.budget.patches else 0.0
 

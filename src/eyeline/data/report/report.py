@@ -188,7 +188,7 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
     sides = [Looked.of(reader, budget, validates, depth) for validates in ((False, True) if reader.validates else (False,))]
     learning, judging = sides[0], sides[1:]
     asked = [(side, row) for side in sides for row in side.rows]
-    examined = _Examined.of(reader, _spread(asked, depth.examined))
+    examined = _Examined.of(reader, _evenly_spaced(asked, depth.examined))
     sizes_M2 = np.concatenate([side.sizes() for side in sides])
     lengths = {name: np.concatenate([side.column(name) for side in sides]) for name in ("tokens", "visual", "supervised")}
     every = (*learning.side.index.sources, *(judging[0].side.index.sources if judging and own else ()))
@@ -252,7 +252,7 @@ class Looked:
             shards = range(side.shards(source))
             chosen: list[int] = []
             found = met = 0
-            for shard in _spread_order(_spread(shards, depth.shards)):
+            for shard in _spread_order(_evenly_spaced(shards, depth.shards)):
                 if met >= depth.rows:  # of both sides: what is held out lies in the same shards
                     break
                 chosen.append(shard)
@@ -341,7 +341,7 @@ def _answers(index: ShardIndex, _: Sized, number_R: Longs) -> Longs:
     return (end_A - start_A)[np.isin(row_A, number_R)]
 
 
-def _spread(values: Sequence[T], most: int) -> list[T]:
+def _evenly_spaced(values: Sequence[T], most: int) -> list[T]:
     """At most so many of them, evenly spread, in order."""
     if len(values) <= most:
         return list(values)
@@ -476,7 +476,7 @@ def _mean(values_N: Longs) -> float:
 def _compare(sides: list[Looked], most: int, others: dict[str, SampleHashes]) -> Duplicates:
     """Samples of the sides, read and compared."""
     rows = sum(len(side.rows) for side in sides)
-    chosen = [_spread(side.rows, max(most * len(side.rows) // max(rows, 1), 1)) for side in sides]
+    chosen = [_evenly_spaced(side.rows, max(most * len(side.rows) // max(rows, 1), 1)) for side in sides]
     training, *validation = (hashes_of(_read_samples(side, some)) for side, some in zip(sides, chosen, strict=True))
     whole = sides[0].exact and len(chosen[0]) == len(sides[0].rows)
     return duplicates(training, ({"validation": validation[0]} if validation else {}) | others, whole)

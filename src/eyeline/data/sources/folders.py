@@ -104,7 +104,7 @@ def listed_below(folder: Location, retries: int) -> Below:
     """All files of a folder and of those in it. Linked folders are followed; what is hidden, a backup or a system's own is left out, and
     so is a folder that was read already by another name, or that holds this one."""
     if isinstance(folder, Remote):
-        found = _asked(partial(stores.list_objects, folder), retries)
+        found = _ask(partial(stores.list_objects, folder), retries)
         names = {below(folder, file): file for file in found}
         left_out = [name for name in sorted(names) if is_skipped(name)]
         kept = sorted((name for name in names if not is_skipped(name)), key=lambda name: name.split("/"))
@@ -224,7 +224,7 @@ def _located_remotely(location: Remote, folder: bool, retries: int) -> Remote:
         except StorageFailed as failed:
             if number_of(failed) != errno.ENOENT:
                 raise at_the_start(failed) from failed
-    if _asked(partial(stores.has_any, location), retries):
+    if _ask(partial(stores.has_any, location), retries):
         return location
     raise Refused(f"{location} does not exist: no object has this key or starts with it. Give another URL")
 
@@ -233,7 +233,7 @@ def _matching_remotely(pattern: str, retries: int) -> list[Location] | None:
     whole = stores.remote(pattern)
     pieces = whole.key.split("/")
     first = next((n for n, piece in enumerate(pieces) if any(letter in piece for letter in "*?[")), len(pieces))
-    found = _asked(partial(stores.list_objects, Remote(whole.store, "/".join(pieces[:first]))), retries)
+    found = _ask(partial(stores.list_objects, Remote(whole.store, "/".join(pieces[:first]))), retries)
     if whole in found:  # an object that is called so
         return None
     return sorted((file for file in found if _fits(file.key.split("/")[first:], pieces[first:])), key=str)
@@ -249,7 +249,7 @@ def _fits(names: list[str], pattern: list[str]) -> bool:
     return not hidden and fnmatch.fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
 
 
-def _asked(question: Callable[[], T], retries: int) -> T:
+def _ask(question: Callable[[], T], retries: int) -> T:
     try:
         return persistent(question, retries)
     except StorageFailed as failed:

@@ -140,7 +140,7 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
         raise Refused(f"{source.path}: columns and roles say what a known layout is called, and {source.layout} reads rows. Leave them out")
     columns = {} if own else source.columns or found.columns or {}
     mapping = Mapping(tuple(sorted(columns.items())), tuple(sorted(source.roles.items())))
-    container = open_container(found, None if own else (*COLUMNS, *mapping.taken), mapping.taken, retries)
+    container = open_container(found, None if own else (*COLUMNS, *mapping.columns_read), mapping.columns_read, retries)
     layout = replace(layout_of(found.path, container, source.layout, mapping), text_only=text_only)
     if found.skipped:
         layout = replace(layout, why=f"{layout.why}; skipped: {found.skipped}")

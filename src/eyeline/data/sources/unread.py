@@ -252,7 +252,7 @@ def _column_lines(found: _Found, rows: Rows) -> Iterator[str]:
         says = {"here": f"holds {what}", "url": f"holds URLs of {what}"}.get(count.named.state, f"names {what}")
         rest = "" if count.named.state != "absent" else f", which does not exist in {rows.root}"
         often, remedy = _how_often(found, count), _remedy(found, rows, where, count)
-        yield f"column {_column(where)} {says} and is not read ({often}: {_quoted(count.named)}{rest}). {remedy}"
+        yield f"column {_column(where)} {says} and is not read ({often}: {_quote(count.named)}{rest}). {remedy}"
 
 
 def _column(where: str) -> str:
@@ -305,7 +305,7 @@ def _text_lines(found: _Found) -> Iterator[str]:
     for form, count in islice(found.texts.items(), SENTENCES):
         what = "a video" if count.named.video else "an image"
         yield (
-            f"the text names {what} by {form}, which would be trained on as words ({_how_often(found, count)}: {_quoted(count.named)}). "
+            f"the text names {what} by {form}, which would be trained on as words ({_how_often(found, count)}: {_quote(count.named)}). "
             "Put the paths into a column image (several as a list), and write <image> in the text where each was"
         )
 
@@ -348,5 +348,5 @@ def _how_often(found: _Found, count: _Count) -> str:
     return f"{count.rows:,} of {found.looked:,} rows looked at, first in {count.row}"
 
 
-def _quoted(named: Named) -> str:
+def _quote(named: Named) -> str:
     return repr(named.name if len(named.name) <= 80 else f"{named.name[:80]}…")

@@ -2,7 +2,7 @@
 
     tokenised    messages -> ids; knows no image's size, so that an index can keep it
     measured     with the sizes of the media: how large the document will be
-    laid_out     with the media themselves: the document
+    assemble     with the media themselves: the document
 
 Dims: U ids with a placeholder for each still and slice of a video  W placeholders  T tokens  M visual tokens
 """
@@ -59,7 +59,7 @@ def tokenise(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | No
     if media and rule is None:
         raise BadSample("image_without_tower", "image", f"{media[0].name} is an image or a video, and this model reads text only")
     frames = rule.frames if rule else 1
-    key = (prompt, frames, *((m.role, m.supervised, *map(_said, m.parts)) for m in messages))
+    key = (prompt, frames, *((m.role, m.supervised, *map(_text_key, m.parts)) for m in messages))
     known = encoder.recall(key)
     if known is not None:
         return known
@@ -78,7 +78,7 @@ def tokenise(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | No
     return encoder.remember(key, made, size=len(ids))
 
 
-def _said(part: Text | EncodedImage | Video) -> Hashable:
+def _text_key(part: Text | EncodedImage | Video) -> Hashable:
     """A key of the effect that a part has on the text around it."""
     match part:
         case Text():
@@ -115,7 +115,7 @@ def _runs(messages: Sequence[Message], encoder: Encoder, prompt: bool, frames: i
 
 
 def measure_document(known: Tokenised, sizes: Sequence[Size], rule: ImageRule | None) -> Measured:
-    """Sizes of `laid_out(known, ...)` from those of its media, without any pixels. BadSample for a size that the rule does not take."""
+    """Sizes of `assemble(known, ...)` from those of its media, without any pixels. BadSample for a size that the rule does not take."""
     units = [unit for size in sizes for unit in units_of(size, rule)] if rule else []
     visual = sum(unit.tokens for unit in units)
     marks = sum(unit.mark is not None for unit in units)
@@ -123,7 +123,7 @@ def measure_document(known: Tokenised, sizes: Sequence[Size], rule: ImageRule | 
     return Measured(tokens, visual, int(known.trained_U.sum()), sum(unit.grid.patches for unit in units))
 
 
-def laid_out(id: str, known: Tokenised, media: Sequence[Sequence[Image]], encoder: Encoder, rule: ImageRule | None) -> Document:
+def assemble(id: str, known: Tokenised, media: Sequence[Sequence[Image]], encoder: Encoder, rule: ImageRule | None) -> Document:
     """Ids, aligned labels and positions of a conversation whose media are prepared: `media` has the images of each, in order.
 
     Label t is the token at t+1 where that one is trained. A still has all its images (tiles) in one place, a video one in each.
@@ -200,7 +200,7 @@ def measure(sample: Sample, sizes: Sequence[Size], encoder: Encoder, rule: Image
 def document_of(sample: Sample, encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
     """A whole conversation; `media` has the images of each of its images and videos in order. BadSample without an answer."""
     require_answer(sample)
-    return laid_out(sample.id, require_targets(tokenise(sample.messages, encoder, rule)), media, encoder, rule)
+    return assemble(sample.id, require_targets(tokenise(sample.messages, encoder, rule)), media, encoder, rule)
 
 
 def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
@@ -212,7 +212,7 @@ def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, rule: ImageR
     if messages and messages[-1].role == "assistant":
         messages = messages[:-1]
     known = tokenise(messages, encoder, rule, prompt=True)
-    document = laid_out(sample.id if isinstance(sample, Sample) else "prompt", known, media, encoder, rule)
+    document = assemble(sample.id if isinstance(sample, Sample) else "prompt", known, media, encoder, rule)
     return replace(document, labels_T=np.full_like(document.labels_T, IGNORE))
 
 

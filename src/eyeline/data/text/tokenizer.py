@@ -64,7 +64,7 @@ class Encoder:
         self.stop_ids = tuple(sorted({self.controls[template.terminator], self.controls[template.end]}))
         self.vocabulary = 1 + max(vocabulary.values())  # ids that may occur: the embedding needs at least as many rows
         added = backend.get_added_tokens_decoder()
-        known = {*needed, *QWEN_MARKS.controls, *_named(tokenizer), *_put_around(backend)} & vocabulary.keys()
+        known = {*needed, *QWEN_MARKS.controls, *_role_tokens(tokenizer), *_put_around(backend)} & vocabulary.keys()
         self.all_controls = {token: vocabulary[token] for token in sorted(known)}
         self.strips = {token.content: (token.lstrip, token.rstrip) for token in added.values() if token.content in self.controls}
         split = bool(getattr(tokenizer, "split_special_tokens", False))
@@ -131,7 +131,7 @@ def control_tokens_of(template: Template, marks: Sequence[str] | None) -> tuple[
     return (*template.controls, *marks)
 
 
-def _named(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+def _role_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """The tokens that have a role: BOS, EOS, padding, unknown, mask, and those that a processor calls image_token and the like.
     Special tokens without a role (`additional_special_tokens`) are not among them."""
     return [str(token) for token in tokenizer.special_tokens_map.values() if not isinstance(token, list | tuple)]

@@ -29,7 +29,7 @@ def keys(c: Config) -> tuple[KeyRule, ...]:
         KeyRule("positions.weight", "pos_embed.weight"),
         *(KeyRule(f"{ours}.{leaf}", f"{theirs}.{leaf}") for ours, theirs in same for leaf in ("weight", "bias")),
         *(
-            KeyRule(tuple(f"blocks.{{i}}.attn.{x}.{leaf}" for x in "qkv"), f"blocks.{{i}}.attn.qkv.{leaf}", _in_three, _joined)
+            KeyRule(tuple(f"blocks.{{i}}.attn.{x}.{leaf}" for x in "qkv"), f"blocks.{{i}}.attn.qkv.{leaf}", _in_three, _cat)
             for leaf in ("weight", "bias")
         ),
     )
@@ -39,7 +39,7 @@ def _in_three(qkv: Tensor) -> tuple[Tensor, ...]:
     return qkv.chunk(3)
 
 
-def _joined(*qkv: Tensor) -> Tensor:
+def _cat(*qkv: Tensor) -> Tensor:
     return torch.cat(qkv)
 
 

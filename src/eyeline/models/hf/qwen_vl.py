@@ -35,7 +35,7 @@ def fused(rules: Iterable[KeyRule], turn_up: bool = False, turn_down: bool = Fal
     def apart(both: Tensor) -> tuple[Tensor, ...]:
         return (both.transpose(1, 2) if turn_up else both).chunk(2, 1)
 
-    def joined(gate_EFD: Tensor, up_EFD: Tensor) -> Tensor:
+    def gate_and_up(gate_EFD: Tensor, up_EFD: Tensor) -> Tensor:
         both = torch.cat((gate_EFD, up_EFD), 1)
         return both.transpose(1, 2) if turn_up else both
 
@@ -46,7 +46,7 @@ def fused(rules: Iterable[KeyRule], turn_up: bool = False, turn_down: bool = Fal
     folder = stacked["down_proj"].theirs.split(".{e}.")[0]
     return (
         *(rule for rule in rules if "{e}" not in rule.theirs),
-        KeyRule((gate, up), f"{folder}.gate_up_proj", apart, joined),
+        KeyRule((gate, up), f"{folder}.gate_up_proj", apart, gate_and_up),
         KeyRule(down, f"{folder}.down_proj", turned, turned),
     )
 

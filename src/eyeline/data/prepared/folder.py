@@ -260,10 +260,10 @@ def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
         for number, (old, new) in enumerate(zip(before, now, strict=True)):
             yield from differences(old, new, f"{path}.{number}")
     elif before != now:
-        yield f"{path} ({_shown(before)} → {_shown(now)})"
+        yield f"{path} ({_short(before)} → {_short(now)})"
 
 
-def _shown(value: Any) -> str:
+def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 100 else text[:100] + "…"
 
