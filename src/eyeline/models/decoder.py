@@ -20,7 +20,19 @@ from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import MLP, Attend, Branch, Embedding, Linear, ReplaceableModule, RMSNorm, normal_, run_block, weights_of
+from eyeline.models.layers import (
+    MLP,
+    Attend,
+    Branch,
+    Embedding,
+    Linear,
+    ReplaceableModule,
+    RMSNorm,
+    normal_,
+    run_block,
+    together,
+    weights_of,
+)
 from eyeline.models.moe import Agree, Load, MoE, Routed, load_of
 
 
@@ -69,7 +81,7 @@ class Attention(Branch):
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> Tensor:
         # -1, not H or G: under tensor parallelism a rank holds some of the heads
-        q_THK, k_TGK, v_TGK = (project(x_TD, layout.draws_T2).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        q_THK, k_TGK, v_TGK = (x.unflatten(-1, (-1, self.K)) for x in together((self.q, self.k, self.v), x_TD, layout.draws_T2))
         if self.q_norm is not None and self.k_norm is not None:  # before the rotation, which a scale of each channel does not commute with
             q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
         q_THK, k_TGK = rotate(q_THK, layout.cos_TR, layout.sin_TR), rotate(k_TGK, layout.cos_TR, layout.sin_TR)

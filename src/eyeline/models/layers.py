@@ -6,7 +6,7 @@ used: there is no autocast. Norms compute in float32 and give back the activatio
 Dims: T tokens  D width  H query heads  G key/value heads  K head dim  F feed-forward  S documents
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from eyeline.core.plan import INPUTS, OUTPUTS, VOCABULARY, Replaceable, Split, Traits
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention
+from eyeline.kernels.gpu import on_gpu
+from eyeline.kernels.linears import Layer, linears
 from eyeline.kernels.norms import layer_norm, rms_norm
 from eyeline.kernels.swiglu import swiglu
 from eyeline.models.flops import Rows, Tally, learns
@@ -56,8 +58,19 @@ class Linear(nn.Linear):
     def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:  # noqa: ARG002 (for LoRALinear)
         return F.linear(x_TD, self.weight.to(x_TD.dtype), None if self.bias is None else self.bias.to(x_TD.dtype))
 
+    def tensors(self) -> Layer | None:
+        """What the layer computes with, for `together`; None where it does more than a linear layer with an adapter."""
+        return Layer(self.weight, self.bias)
+
     def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
         return tally.product(rows, self.in_features, self.out_features, reached, self.weight.requires_grad) or learns(self)
+
+
+def together(layers: Sequence[Linear], x_TD: Tensor, draws_T2: Tensor | None) -> list[Tensor]:
+    """What each of several linear layers gives for the same input. On a GPU their sums are made inside products (`kernels/linears.py`)."""
+    tensors = [layer.tensors() for layer in layers] if on_gpu(x_TD) else [None]
+    known = [one for one in tensors if one is not None]
+    return linears(x_TD, known) if len(known) == len(tensors) else [layer(x_TD, draws_T2) for layer in layers]
 
 
 class MLP(Branch):
@@ -71,7 +84,7 @@ class MLP(Branch):
         self.down = Linear(feed_forward, width, bias=False, split=INPUTS, target=f"{prefix}down_proj")
 
     def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:
-        return self.down(swiglu(self.gate(x_TD, draws_T2), self.up(x_TD, draws_T2)), draws_T2)
+        return self.down(swiglu(*together((self.gate, self.up), x_TD, draws_T2)), draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         gate, up = (project.count(tally, reached, "token") for project in (self.gate, self.up))

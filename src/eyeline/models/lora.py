@@ -16,6 +16,8 @@ from eyeline.core.plan import INPUTS, Part, Spec, Traits, part_of
 from eyeline.core.randomness import seed_for
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.kernels.dropout import dropout_mask
+from eyeline.kernels.gpu import on_gpu
+from eyeline.kernels.linears import Layer, adapted
 from eyeline.models.flops import Rows, Tally
 from eyeline.models.layers import Linear
 
@@ -55,7 +57,14 @@ class LoRALinear(Linear):
         self.lora_A.copy_(a_rI)
         self.lora_B.zero_()
 
+    def tensors(self) -> Layer | None:
+        if self.training and self.dropout:
+            return None
+        return Layer(self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+
     def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:
+        if on_gpu(x_TD) and (tensors := self.tensors()) is not None:
+            return adapted(x_TD, tensors)
         kept_TD, scale = x_TD, self.scale
         if self.training and self.dropout:
             assert draws_T2 is not None, "dropout in training needs the batch's draws"

@@ -29,7 +29,7 @@ from eyeline.kernels.rope import rope_tables, rotate
 from eyeline.models import decoder
 from eyeline.models.decoder import Layout
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import MLP, Attend, Branch, Linear, Norm, ReplaceableModule
+from eyeline.models.layers import MLP, Attend, Branch, Linear, Norm, ReplaceableModule, together
 from eyeline.models.moe import Experts, MoE, Routed
 
 LayerType = Literal["linear_attention", "full_attention"]  # transformers' words: Gated DeltaNet, attention
@@ -143,11 +143,12 @@ class GatedAttention(Branch):
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> Tensor:
         # -1, not H or G: under tensor parallelism a rank holds some of the heads
-        q_THK, k_TGK, v_TGK = (project(x_TD, layout.draws_T2).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        *mixed, gate_TD = together((self.q, self.k, self.v, self.gate), x_TD, layout.draws_T2)
+        q_THK, k_TGK, v_TGK = (x.unflatten(-1, (-1, self.K)) for x in mixed)
         q_THK = rotate(self.q_norm(q_THK), layout.cos_TR, layout.sin_TR)
         k_TGK = rotate(self.k_norm(k_TGK), layout.cos_TR, layout.sin_TR)
         out_THK = self.attend(q_THK, k_TGK, v_TGK, layout.cu_S1, layout.longest, cache)
-        return self.o(out_THK.flatten(1) * self.gate(x_TD, layout.draws_T2).sigmoid(), layout.draws_T2)
+        return self.o(out_THK.flatten(1) * gate_TD.sigmoid(), layout.draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         q, k, v, gate = (project.count(tally, reached, "token") for project in (self.q, self.k, self.v, self.gate))
@@ -225,13 +226,12 @@ class GatedDeltaNet(Branch):
 
     def forward(self, x_TD: Tensor, layout: Layout, cache: StateCache | None = None) -> Tensor:
         draws_T2 = layout.draws_T2
-        decay_TH = -self.A_log.float().exp() * F.softplus(self.a(x_TD, draws_T2).float() + self.dt_bias.float())
-        beta_TH = self.b(x_TD, draws_T2).float().sigmoid()
-        mixed = (self.q(x_TD, draws_T2), self.k(x_TD, draws_T2), self.v(x_TD, draws_T2))
+        q_TC, k_TC, v_TC, z_TC, a_TH, b_TH = together((self.q, self.k, self.v, self.z, self.a, self.b), x_TD, draws_T2)
+        decay_TH = -self.A_log.float().exp() * F.softplus(a_TH.float() + self.dt_bias.float())
+        beta_TH = b_TH.float().sigmoid()
         kernels = (self.conv_q.weight, self.conv_k.weight, self.conv_v.weight)
-        out_THJ = self.scan(mixed, kernels, decay_TH, beta_TH, layout.cu_S1, cache)
-        z_THJ = self.z(x_TD, draws_T2).unflatten(-1, (-1, self.J))
-        return self.o(self.norm(out_THJ, z_THJ).flatten(1), draws_T2)
+        out_THJ = self.scan((q_TC, k_TC, v_TC), kernels, decay_TH, beta_TH, layout.cu_S1, cache)
+        return self.o(self.norm(out_THJ, z_TC.unflatten(-1, (-1, self.J))).flatten(1), draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         q, k, v, z, a, b = (x.count(tally, reached, "token") for x in (self.q, self.k, self.v, self.z, self.a, self.b))

@@ -23,7 +23,7 @@ from eyeline.core.plan import VisionSizes
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import Attend, Deliver, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, weights_of
+from eyeline.models.layers import Attend, Deliver, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, together, weights_of
 from eyeline.models.siglip2 import HALF, normalised, sine_positions
 
 EPS = 1e-6  # of every norm, in the tower and in the mergers: the reference has no setting for it
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         self.attend = Attend(causal=False)
 
     def forward(self, x_PD: Tensor, cos_PK: Tensor, sin_PK: Tensor, cu_N1: Tensor, longest: int, draws_P2: Tensor | None = None) -> Tensor:
-        q_PHK, k_PHK, v_PHK = (project(x_PD, draws_P2).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        q_PHK, k_PHK, v_PHK = (x.unflatten(-1, (-1, self.K)) for x in together((self.q, self.k, self.v), x_PD, draws_P2))
         q_PHK, k_PHK = rotate(q_PHK, cos_PK, sin_PK), rotate(k_PHK, cos_PK, sin_PK)
         return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1), draws_P2)
 

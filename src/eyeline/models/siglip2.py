@@ -20,7 +20,7 @@ from eyeline.core.image_rule import ImageRule, Patches, Resample, Square, Tiles
 from eyeline.core.plan import VisionSizes
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.models.flops import Tally, learns
-from eyeline.models.layers import Attend, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, weights_of
+from eyeline.models.layers import Attend, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, together, weights_of
 
 HALF = (0.5, 0.5, 0.5)
 MOST_TILES = 5
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.attend = Attend(causal=False)
 
     def forward(self, x_PD: Tensor, cu_N1: Tensor, longest: int, draws_P2: Tensor | None = None) -> Tensor:
-        q_PHK, k_PHK, v_PHK = (project(x_PD, draws_P2).unflatten(-1, (-1, self.K)) for project in (self.q, self.k, self.v))
+        q_PHK, k_PHK, v_PHK = (x.unflatten(-1, (-1, self.K)) for x in together((self.q, self.k, self.v), x_PD, draws_P2))
         return self.o(self.attend(q_PHK, k_PHK, v_PHK, cu_N1, longest).flatten(1), draws_P2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
