@@ -2,6 +2,7 @@
 bfloat16, and a single operator each way. `slow` tests have PyTorch's compiler make kernels of every function, for this CPU."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyeline.kernels import norms, one_kernel, rope, swiglu
+from eyeline.kernels import causal_conv, norms, one_kernel, rope, swiglu
 from eyeline.study.roofline.record import Recorder
 
 T, H, K = 12, 3, 16
+BOUNDS = (0, 1, 3, 10, T)  # documents shorter and longer than the convolution
 Function = Callable[..., Tensor]
 
 
@@ -43,7 +45,21 @@ def norm64(x: Tensor, w: Tensor) -> Tensor:
     return (F.rms_norm(x.to(w.dtype), w.shape, w, 1e-6)).to(x.dtype)
 
 
+def conv64(x_TC: Tensor, weight_CW: Tensor) -> Tensor:
+    """The convolution in the widest dtype given."""
+    outs = []
+    for start, end in pairwise(BOUNDS):
+        x_1CT = F.pad(x_TC[start:end].to(weight_CW.dtype).T, (weight_CW.shape[1] - 1, 0))[None]
+        outs.append(F.silu(F.conv1d(x_1CT, weight_CW[:, None], groups=len(weight_CW)))[0].T)
+    return torch.cat(outs).to(x_TC.dtype)
+
+
+def conv(x_TC: Tensor, weight_CW: Tensor) -> Tensor:
+    return causal_conv._OneKernel.apply(x_TC, weight_CW, torch.tensor(BOUNDS, dtype=torch.int32).to(x_TC.device))
+
+
 PASSES = {
+    "causal_conv": Pass(conv, conv64, ((T, K), (K, 4)), 1, 3),
     "rms_norm": Pass(lambda x, w: norms._OneKernelRMS.apply(x, w, 1e-6), norm64, ((T, H, K), (K,)), 1, 2),
     "gated_rms_norm": Pass(
         lambda x, z, w: norms._OneKernelGated.apply(x, z, w, 1e-6),
@@ -121,7 +137,7 @@ def test_compiled_passes_compute_the_same(name: str, monkeypatch: pytest.MonkeyP
         kernel = torch.compile(function, dynamic=True, fullgraph=True)
         return lambda *args: made.setdefault(function.__name__, kernel)(*args)
 
-    for module in (norms, rope, swiglu):
+    for module in (causal_conv, norms, rope, swiglu):
         for key, value in list(vars(module).items()):
             if hasattr(value, "__wrapped__") and value.__module__ == module.__name__:
                 monkeypatch.setattr(module, key, compiled(value.__wrapped__))

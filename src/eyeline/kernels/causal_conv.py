@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
+from eyeline.kernels.gpu import on_gpu
+from eyeline.kernels.one_kernel import one_kernel
 from eyeline.kernels.opaque import opaque
 
 
@@ -29,9 +31,10 @@ def causal_conv_plain(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
 
 
 def causal_conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
-    """`causal_conv_plain` for all documents at once: one opaque operator that keeps only its input for the backward pass."""
+    """`causal_conv_plain` for all documents at once, keeping only its input for the backward pass. CPU: one opaque operator, in place where
+    it can be. GPU: a kernel forward, two backward, and one for weights that train."""
     dims("TC", x_TC, "CW", weight_CW)
-    return _Convolved.apply(x_TC, weight_CW, cu_S1)
+    return (_OneKernel if on_gpu(x_TC) else _Convolved).apply(x_TC, weight_CW, cu_S1)
 
 
 @torch.no_grad()
@@ -56,8 +59,7 @@ def cached_causal_conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor, window_BW
 
 def _same_document(tokens: int, cu_S1: Tensor, size: int) -> list[Tensor]:
     """For j = 1 ... W-1: true where token t-j is in the document of t, for t from j on, as a column."""
-    t_T = torch.arange(tokens, device=cu_S1.device, dtype=cu_S1.dtype)
-    age_T = t_T - cu_S1[torch.searchsorted(cu_S1, t_T, right=True) - 1]
+    age_T = _ages(tokens, cu_S1)
     return [(age_T[j:] >= j)[:, None] for j in range(1, size)]
 
 
@@ -109,3 +111,68 @@ class _Convolved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return *_causal_conv_backward(gradients[0], *ctx.saved_tensors), None
+
+
+# ---- on a GPU
+
+
+def _ages(tokens: int, cu_S1: Tensor) -> Tensor:
+    """How many tokens of its document come before each."""
+    t_T = torch.arange(tokens, device=cu_S1.device, dtype=cu_S1.dtype)
+    return t_T - cu_S1[torch.searchsorted(cu_S1, t_T, right=True) - 1]
+
+
+def _earlier(x_TC: Tensor, age_T: Tensor, j: int) -> Tensor:
+    """x[t-j], and zero where that is in another document."""
+    return torch.where((age_T >= j)[:, None], F.pad(x_TC, (0, 0, j, 0))[: len(x_TC)], 0)
+
+
+def _summed(x_TC: Tensor, weight_CW: Tensor, age_T: Tensor) -> Tensor:
+    sum_TC = x_TC.float() * weight_CW[:, -1].float()
+    for j in range(1, weight_CW.shape[1]):
+        sum_TC = sum_TC + _earlier(x_TC.float(), age_T, j) * weight_CW[:, -1 - j].float()
+    return sum_TC
+
+
+@one_kernel
+def _conv_forward(x_TC: Tensor, weight_CW: Tensor, age_T: Tensor) -> Tensor:
+    return F.silu(_summed(x_TC, weight_CW, age_T)).to(x_TC.dtype)
+
+
+@one_kernel
+def _conv_gradient(dout_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, age_T: Tensor) -> Tensor:
+    """The gradient of what SiLU gets, in float32."""
+    sum_TC = _summed(x_TC, weight_CW, age_T)
+    sigmoid_TC = sum_TC.sigmoid()
+    return dout_TC.float() * sigmoid_TC * (1 + sum_TC * (1 - sigmoid_TC))
+
+
+@one_kernel
+def _conv_input(dsum_TC: Tensor, weight_CW: Tensor, age_T: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of x."""
+    dx_TC = dsum_TC * weight_CW[:, -1].float()
+    for j in range(1, weight_CW.shape[1]):
+        masked_TC = torch.where((age_T >= j)[:, None], dsum_TC, 0)
+        dx_TC = dx_TC + F.pad(masked_TC, (0, 0, 0, j))[j:] * weight_CW[:, -1 - j].float()
+    return dx_TC.to(dtype)
+
+
+@one_kernel
+def _conv_weight(dsum_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, age_T: Tensor) -> Tensor:
+    taps = [_earlier(x_TC.float(), age_T, j) for j in range(weight_CW.shape[1] - 1, 0, -1)]
+    return torch.stack([(dsum_TC * tap_TC).sum(0) for tap_TC in (*taps, x_TC.float())], 1).to(weight_CW.dtype)
+
+
+class _OneKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
+        age_T = _ages(len(x_TC), cu_S1)
+        ctx.save_for_backward(x_TC, weight_CW, age_T)
+        return _conv_forward(x_TC, weight_CW, age_T)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TC, weight_CW, age_T = ctx.saved_tensors
+        dsum_TC = _conv_gradient(gradients[0], x_TC, weight_CW, age_T)
+        dx_TC = _conv_input(dsum_TC, weight_CW, age_T, x_TC.dtype) if ctx.needs_input_grad[0] else None
+        return dx_TC, _conv_weight(dsum_TC, x_TC, weight_CW, age_T) if ctx.needs_input_grad[1] else None, None
