@@ -99,6 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         store: Store = self.server.store  # type: ignore[attr-defined]
+        self.sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         with store.lock:
             store.asked.append((self.command, self.path, self.headers.get("Range", "")))
             fault = store.faults.pop(0) if store.faults else store.always
@@ -106,13 +107,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.answer(*self.ask())
 
-    do_HEAD = do_PUT = do_GET
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
     def ask(self) -> tuple[int, list[tuple[str, str]], bytes]:
         store: Store = self.server.store  # type: ignore[attr-defined]
         server = http.client.HTTPConnection("127.0.0.1", store.inner)
         headers = {"Authorization": f"AWS4-HMAC-SHA256 Credential={KEY}/20260101/us-east-1/s3/aws4_request"} | dict(self.headers)
-        server.request(self.command, self.path, headers=headers)  # of those who ask as for a public bucket, too
+        server.request(self.command, self.path, self.sent, headers=headers)  # of those who ask as for a public bucket, too
         answer = server.getresponse()
         body = answer.read()
         headers = [(k, v) for k, v in answer.getheaders() if k.lower() not in ("transfer-encoding", "connection")]
@@ -155,6 +156,12 @@ def resets(handler: _Handler) -> bool:
     handler.connection.close()
     handler.close_connection = True
     return True
+
+
+def loses_its_answer(handler: _Handler) -> bool:
+    """Does what it is asked, and nobody hears of it."""
+    handler.ask()
+    return resets(handler)
 
 
 def drips(handler: _Handler) -> bool:

@@ -36,7 +36,8 @@ class FakeStore:
 
     def create(self, key: str, data: bytes) -> bool:
         self._request("create", key)
-        created = self.objects.setdefault(key, data) is data
+        created = key not in self.objects
+        self.objects.setdefault(key, data)
         self.after("create", key)
         return created
 
@@ -69,11 +70,10 @@ class FakeStore:
         finally:
             shutil.rmtree(path, ignore_errors=True)
 
-    def keep(self, here: Path, folder: str) -> None:
-        for path in sorted(here.iterdir()):
-            self._request("put", f"{folder}/{path.name}")
-            self.objects[f"{folder}/{path.name}"] = path.read_bytes()
-            self.after("put", f"{folder}/{path.name}")
+    def put(self, path: Path, key: str) -> None:
+        self._request("put", key)
+        self.objects[key] = path.read_bytes()
+        self.after("put", key)
 
     def _request(self, name: str, key: str) -> None:
         self.before(name, key)

@@ -121,6 +121,7 @@ def test_groups_are_rolled_up_when_they_are_complete(tmp_path: Path, monkeypatch
     plan = plan_of(LocalStore(tmp_path), COUNT)
     assert not done(plan, Where(0, 0, 2))[0]
     assert not list((tmp_path / "rolled").glob("*"))
+    assert done(plan, Where(0, 0, 2))[1] == []  # none is done again
     single = list(manifests(plan))
     assert done(plan, Where(2, 1, 2))[0]
     assert sorted(path.name for path in (tmp_path / "rolled").iterdir()) == ["000000.json", "000001.json", "000002.json"]

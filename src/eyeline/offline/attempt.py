@@ -16,7 +16,7 @@ from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.files import sha256_of
 from eyeline.offline.manifests import Manifest, Output, commit, files_of, manifest_of
 from eyeline.offline.plan import NAMED, Partition
-from eyeline.offline.store import Store
+from eyeline.offline.store import Store, put_all
 
 
 class Done(NamedTuple):
@@ -56,7 +56,7 @@ def attempt(job: Job, store: Store, plan: str, partition: Partition, repair: boo
         with store.scratch(folder) as here:
             done = job.work(partition, here)
             outputs = tuple(_output(path, done.rows.get(path.name, 0)) for path in sorted(here.iterdir()))
-            store.keep(here, folder)
+            put_all(store, here, folder)
     except Exception:  # nothing refers to the files yet
         with suppress(StorageFailed):
             drop(store, folder)

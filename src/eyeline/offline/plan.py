@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.files import sha256_of
 from eyeline.data.prepared.folder import differences
-from eyeline.offline.store import Store
+from eyeline.offline.store import Store, put_all
 
 VERSION = 1
 HEAD = "plan.json"
@@ -145,7 +145,7 @@ def _create(store: Store, job: str, identity: dict[str, Any], draft: Callable[[P
     with store.scratch(folder) as here:
         made = draft(here)
         files = {path.name: sha256_of(path) for path in sorted(here.iterdir())}
-        store.keep(here, folder)
+        put_all(store, here, folder)
     pieces, count, rows = list[str](), 0, 0
     left = iter(made.partitions)
     while some := list(islice(left, GROUP)):

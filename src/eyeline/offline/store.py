@@ -40,7 +40,13 @@ class Store(Protocol):
 
     def scratch(self, folder: str) -> AbstractContextManager[Path]: ...  # an empty folder here, to write files into
 
-    def keep(self, here: Path, folder: str) -> None: ...  # all files of a scratch folder, durably
+    def put(self, path: Path, key: str) -> None: ...  # a file of a scratch folder, which is `key` from then on, durably
+
+
+def put_all(store: Store, here: Path, folder: str) -> None:
+    """Put all files of a scratch folder into the store."""
+    for path in sorted(here.iterdir()):
+        store.put(path, f"{folder}/{path.name}")
 
 
 @dataclass(frozen=True)
@@ -110,15 +116,14 @@ class LocalStore:
         make_folder(path)
         yield path
 
-    def keep(self, here: Path, folder: str) -> None:  # noqa: ARG002 - they are there
-        for path in sorted(here.iterdir()):
-            try:
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-            except OSError as error:
-                raise storage_failed("write", path, error) from error
-        _sync(here)
-        _sync(here.parent)
+    def put(self, path: Path, key: str) -> None:  # noqa: ARG002 - it is there
+        try:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_failed("write", path, error) from error
+        _sync(path.parent)
+        _sync(path.parent.parent)
 
 
 def _sync(folder: Path) -> None:
@@ -160,9 +165,8 @@ class RemoteStore:
         finally:
             shutil.rmtree(path, ignore_errors=True)
 
-    def keep(self, here: Path, folder: str) -> None:
-        for path in sorted(here.iterdir()):
-            stores.put_object(self.folder / folder / path.name, path)
+    def put(self, path: Path, key: str) -> None:
+        stores.put_object(self.folder / key, path)
 
 
 @dataclass(frozen=True)
@@ -196,8 +200,8 @@ class Retried:
     def scratch(self, folder: str) -> AbstractContextManager[Path]:
         return self.store.scratch(folder)
 
-    def keep(self, here: Path, folder: str) -> None:
-        self._again(partial(self.store.keep, here, folder))
+    def put(self, path: Path, key: str) -> None:
+        self._again(partial(self.store.put, path, key))
 
 
 def store_at(folder: Location) -> Store:
