@@ -178,7 +178,7 @@ def test_a_fault_at_every_border_of_a_partition(fault: Fault) -> None:
 
 
 schedule = st.lists(st.integers(0, 2), max_size=120)
-one_fault = st.tuples(st.sampled_from(FAULTS), st.integers(1, 30))
+one_fault: Any = st.tuples(st.sampled_from(FAULTS), st.integers(1, 30))
 some_faults = st.builds(  # one after another, too: a request is tried twice
     lambda single, twice: single | {n + m: fault for n, both in twice.items() for m, fault in enumerate(both)},
     st.dictionaries(st.integers(0, 40), one_fault, max_size=3),
