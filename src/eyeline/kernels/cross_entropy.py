@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from eyeline.core.batch import IGNORE
 from eyeline.core.dims import dims
+from eyeline.kernels import float32
 from eyeline.kernels.gpu import on_gpu
+from eyeline.kernels.one_kernel import one_kernel
 
 # float32 logits alive at once. CPU: 64 MiB, some 110 rows of a vocabulary of 151,936, whose pages stay in use from chunk to
 # chunk. GPU: 512 MiB, some 880 rows, so that a product of matrices is no slower for being cut.
@@ -44,6 +46,18 @@ def _chunks(x_LD: Tensor, labels_L: Tensor, chunk: int) -> list[tuple[Tensor, Te
     return list(zip(x_LD.split(chunk), labels_L.split(chunk), strict=True)) if len(x_LD) else []
 
 
+def _logits(x_RD: Tensor, weight_VD: Tensor) -> Tensor:
+    """In float32, summed in it on a GPU; on a CPU as products are there."""
+    return float32.product(x_RD, weight_VD.T) if on_gpu(x_RD) else (x_RD @ weight_VD.T).float()
+
+
+@one_kernel
+def logits_gradient(logp_RV: Tensor, labels_R: Tensor, dtype: torch.dtype) -> Tensor:
+    """softmax - one-hot, and nothing in a row without a label."""
+    picked_RV = torch.arange(logp_RV.shape[1], device=labels_R.device) == labels_R[:, None]
+    return torch.where((labels_R != IGNORE)[:, None], logp_RV.exp() - picked_RV.float(), 0).to(dtype)
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, chunk: int) -> Tensor:
@@ -55,12 +69,15 @@ class _Chunked(torch.autograd.Function):
         start = 0
         for x_RD, labels_R in _chunks(x_LD, labels_L, chunk):
             rows = slice(start, start := start + len(x_RD))
-            logp_RV = F.log_softmax((x_RD @ cast_VD.T).float(), -1)
+            logp_RV = F.log_softmax(_logits(x_RD, cast_VD), -1)
             loss += F.nll_loss(logp_RV, labels_R, ignore_index=IGNORE, reduction="sum")
-            dlogits_RV = logp_RV.exp_()  # softmax - one-hot, and nothing in a row without a label
-            wanted_R1 = (labels_R != IGNORE)[:, None]
-            dlogits_RV.scatter_add_(1, labels_R[:, None] * wanted_R1, -wanted_R1.to(dlogits_RV.dtype))
-            dlogits_RV = dlogits_RV.mul_(wanted_R1).to(x_LD.dtype)
+            if on_gpu(logp_RV):
+                dlogits_RV = logits_gradient(logp_RV, labels_R, x_LD.dtype)
+            else:
+                dlogits_RV = logp_RV.exp_()  # softmax - one-hot, and nothing in a row without a label
+                wanted_R1 = (labels_R != IGNORE)[:, None]
+                dlogits_RV.scatter_add_(1, labels_R[:, None] * wanted_R1, -wanted_R1.to(dlogits_RV.dtype))
+                dlogits_RV = dlogits_RV.mul_(wanted_R1).to(x_LD.dtype)
             if dx_LD is not None:
                 dx_LD[rows] = dlogits_RV @ cast_VD
             if dweight_VD is not None and x_RD.dtype == torch.float32:

@@ -21,10 +21,10 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from eyeline.core.plan import EXPERTS, Traits
 from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.kernels import float32
 from eyeline.kernels.moe import by_expert, choose, grouped_swiglu, permute, round_robin, unpermute, weights_of
 from eyeline.models.flops import Tally
 from eyeline.models.layers import MLP, Linear, ReplaceableModule
@@ -100,7 +100,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor, Routed]:
         """chosen_TA, weight_TA in x's dtype, and where the non-padding tokens went."""
-        probability_TE = F.linear(x_TD.float(), self.weight.float()).softmax(-1)
+        probability_TE = float32.linear(x_TD, self.weight).softmax(-1)
         if self.forced:
             chosen_TA = round_robin(len(x_TD), len(self.weight), self.experts_per_token, x_TD.device)
             weight_TA = weights_of(probability_TE, chosen_TA, self.norm_topk_prob)
