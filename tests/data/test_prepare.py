@@ -40,11 +40,13 @@ from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
 from eyeline.offline import prepare
 from eyeline.offline.plan import existing_plan
+from eyeline.offline.run import Where
 from eyeline.offline.store import LocalStore
 from tests.data.any_rows import line_of, one_source
 from tests.data.container_files import archive, encoded
 from tests.data.llava_rows import ROWS, row, write
 from tests.data.same_batches import assert_same, assert_same_steps
+from tests.forked import Forked
 
 BUDGET = Budget(90, 80)
 EXTRA = [
@@ -435,6 +437,33 @@ def test_a_kill_loses_nothing_that_was_done(open_reader: Open, tmp_path: Path, s
     assert made(open_reader(**settings), out) == whole
     assert contents(out) == contents(tmp_path / "whole")
     assert {name: attempt for name, attempt in committed(out).items() if name in before} == before  # none was done again
+
+
+@pytest.mark.parametrize("mode", ["workers", "shards", "shards of workers"])
+def test_every_mode_writes_the_same_with_a_kill(open_reader: Open, tmp_path: Path, mode: str) -> None:
+    settings = {"validation_fraction": 0.3, "max_samples_per_image": 2}
+    made(open_reader(**settings), tmp_path / "whole")
+    out, alarm, parent, files = tmp_path / "out", tmp_path / "alarm", os.getpid(), [0]
+    alarm.touch()
+
+    def step() -> None:
+        files[0] += 1
+        if os.getpid() != parent and files[0] > 3 and alarm.exists():
+            alarm.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    patch = counted(step)
+    if mode == "workers":
+        made(open_reader(**settings), out, where=Where(2))
+    else:
+        places = [Where(2 * (mode == "shards of workers"), shard, 3) for shard in range(3)]
+        for _ in range(3):  # one does the indexes, one the archives, one what a killed one left; all three at once
+            share = [Forked(lambda place=place: made(open_reader(**settings), out, where=place)) for place in places]
+            for one in share:
+                one.wait()
+    patch.undo()
+    assert not alarm.exists()
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_a_partition_is_a_pure_function(open_reader: Open, tmp_path: Path) -> None:

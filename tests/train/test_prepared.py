@@ -79,6 +79,32 @@ def test_the_command(eyeline: Command, tmp_path: Path) -> None:
     assert not list(settings_problems(tiny_run(tmp_path, f"stages.0.data.prepared={out}")))
 
 
+def test_command_in_shares_and_what_it_says_of_itself(eyeline: Command, tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    recipe, out = tmp_path / "tiny.yaml", tmp_path / "out"
+    recipe.write_text(json.dumps(run.model_dump(mode="json")))
+    command = ("prepare", str(recipe), "--stage", "whole", "--out", str(out))
+    assert eyeline(*command, "--shard", "2/2").code == 2
+    assert eyeline("report", str(out)).code == 2
+    codes = []
+    for share in ("1/2", "0/2", "1/2", "0/2"):
+        done = eyeline(*command, "--shard", share)
+        codes.append((done.code, "is done, as far as it can be" in done.out, "To train from it" in done.out))
+    assert codes[0] == (0, True, False)
+    assert codes[-1] == (0, False, True)
+    left = out / "job/packs/files/000000/000000000-0123456789ab"
+    left.mkdir()
+    (left / "archive.tar").write_bytes(b"12345")
+    lines = eyeline("report", str(out)).out
+    assert "indexes: 1 of 1 partitions are done: " in lines
+    assert "packs: 2 of 2 partitions are done: 24 rows, " in lines
+    assert "files of lost attempts: 1, 5 bytes" in lines
+    done = eyeline("prepare", str(recipe), "--out", str(out), "--clean")
+    assert "deleted packs: files/000000/000000000-0123456789ab/archive.tar (5 bytes)\n1 files of lost attempts were deleted" in done.out
+    assert not left.exists()
+    assert "lost attempts" not in eyeline("report", str(out)).out
+
+
 def test_what_does_not_fit_is_among_the_problems(prepared: tuple[Path, str, dict[int, float]], tmp_path: Path) -> None:
     folder, *_ = prepared
     for turn, said in (
