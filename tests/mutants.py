@@ -921,6 +921,18 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "number, self.taken = min(self.taken ^ 1, self.submitted - 1), self.taken + 1",
             "data/test_contract.py::test_workers_and_indexes_change_nothing",
         ),
+        (
+            "data/prepared/folder.py",
+            "(self.ends[archive - 1] if archive else 0)",
+            "0",
+            "data/test_contract.py::test_prepared_data_are_the_same",
+        ),
+        (
+            "offline/stored_indexes.py",
+            "archive_N[from_N], lies_N4[from_N])",
+            "archive_N, lies_N4[from_N])",
+            "data/test_contract.py::test_prepared_data_are_the_same",
+        ),
         ("data/prepared/folder.py", 'm.get("loss", True)', "True", "data/test_marks.py::test_an_archive_of_prepared_data_keeps_the_mark"),
         (
             "data/prepared/folder.py",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from eyeline.core.batch import Budget
+from eyeline.core.batch import Budget, Sample, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.step import Step
@@ -129,6 +129,20 @@ def steps(reader: Reader, state: Any = None) -> list[Step]:
     return list(training_steps(reader, BUDGET, 3, 2, state))
 
 
+def contents(reader: Reader) -> dict[str, tuple[Any, ...]]:
+    """What is in each row, by its id; images by their names."""
+    [rows] = reader.training.index.sources
+    shards = range(reader.training.shards(0))  # that the limit leaves
+    samples = [found for shard in shards for _, _, found in rows.rows_in(shard) if isinstance(found, Sample)]
+    return {
+        sample.id: tuple(
+            (message.role, message.supervised, tuple(part.text if isinstance(part, Text) else part.name for part in message.parts))
+            for message in sample.messages
+        )
+        for sample in samples
+    }
+
+
 @each_container_and_setting
 def test_each_row_as_often_as_it_should_be(name: str, way: str, make: Make, whole: list[Step]) -> None:
     """Each epoch, for any number of ranks, wherever the run was stopped; with indexes that are there, and without."""
@@ -157,6 +171,9 @@ def test_prepared_data_are_the_same(name: str, way: str, make: Make, whole: list
     assert len(manifest.archives) > 1
     (tmp_path / "out").rename(tmp_path / "prepared")
     stored = str(tmp_path / "prepared")
+    kept = contents(make(prepared=stored))
+    assert kept.keys() >= {id for step in whole for batch in step.batches for id in batch.ids}
+    assert kept.items() <= contents(make()).items(), "no step reads a row again: its tokens are in the index"
     assert_same_steps(steps(make(), next(training_steps(make(prepared=stored), BUDGET, 3, 2)).state), whole[1:])
     (tmp_path / "set").rename(tmp_path / "gone")
     assert_same_steps(steps(make(prepared=stored, workers=2)), whole)
