@@ -12,10 +12,12 @@ from eyeline.core.batch import Budget, Document, Grid, Image
 from eyeline.core.files import read_lines, write_json
 from eyeline.core.plan import PARTS, materialise
 from eyeline.data.fetch.batches import batch_of
-from eyeline.kernels import fla
+from eyeline.kernels import fla, float32
 from eyeline.kernels.attention import packed_attention
+from eyeline.kernels.float32 import linear as linear_in_float32
 from eyeline.kernels.gated_delta import gated_delta_rule, gated_delta_rule_plain
 from eyeline.kernels.moe import grouped_swiglu, grouped_swiglu_plain
+from eyeline.kernels.one_kernel import compiler_obstacle
 from eyeline.kernels.self_test import _batch, fla_fault
 from eyeline.models.shape import shape
 from eyeline.parallel.copies import on_device
@@ -23,6 +25,7 @@ from eyeline.parallel.launch import machine
 from eyeline.train.environment import environment
 from tests.bundle.tiny import save_language, save_vision
 from tests.command import Command
+from tests.kernels.passes import PASSES, given, results
 from tests.llava_pretrain import TINY, write_llava_pretrain
 from tests.models import parity
 from tests.models.cases import each_case
@@ -55,6 +58,32 @@ def test_packed_attention_in_bf16_is_near_fp32_on_the_cpu(causal: bool) -> None:
         assert exact is not None
         assert got is not None
         torch.testing.assert_close(got.float().cpu(), exact, rtol=0.05, atol=0.08)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_compiled_passes_on_this_gpu(name: str) -> None:
+    """Norms, rotations and the like as kernels of PyTorch's compiler, in bfloat16, near float32 on the CPU, gradients too."""
+    one = PASSES[name]
+    assert compiler_obstacle(torch.device(DEVICE, torch.cuda.current_device())) is None
+    inputs = [x.detach() for x in given(one, torch.bfloat16)]
+    exact = results(one.plain, [x.float().requires_grad_() for x in inputs])
+    got = results(one.fast, [x.to(DEVICE).requires_grad_() for x in inputs])
+    for x, want in zip(got, exact, strict=True):
+        assert (x.float().cpu() - want).norm() <= 0.02 * want.norm()
+
+
+def test_products_in_float32_on_this_gpu() -> None:
+    """The split weight of a router: as good as float32, out of bfloat16."""
+    rng = torch.Generator().manual_seed(0)
+    x_TD, weight_ED = torch.randn(256, 512, generator=rng).bfloat16(), torch.randn(64, 512, generator=rng)
+    leaves = [x_TD.to(DEVICE).requires_grad_(), weight_ED.to(DEVICE).requires_grad_()]
+    out = linear_in_float32(*leaves)
+    out.square().sum().backward()
+    want = x_TD.double() @ weight_ED.double().T
+    assert float32.GIVES_FLOAT32
+    assert (out.double().cpu() - want).norm() <= 2**-15 * want.norm()
+    assert leaves[1].grad is not None
+    assert (leaves[1].grad.double().cpu() - 2 * want.T @ x_TD.double()).norm() <= 2**-13 * (2 * want.T @ x_TD.double()).norm()
 
 
 def first_losses(run: Path) -> list[float]:
