@@ -1,5 +1,6 @@
 """No dead settings: every leaf of the recipe schema, turned, changes something that can be seen. A leaf without a case fails."""
 
+import contextlib
 import errno
 import json
 from collections.abc import Callable, Iterator
@@ -18,14 +19,17 @@ import eyeline.data.fetch.fetch
 import eyeline.train.loop as loop
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.files import read_lines
+from eyeline.core.world import World
 from eyeline.data.fetch.fetch import Fetch, PackToRead
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import train_bpe
 from eyeline.data.workers import Workers
 from eyeline.models import decoder, siglip2, spec
+from eyeline.parallel.mesh import mesh_of, problems
 from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.study.evaluate import evaluate
+from tests.ranks import on_ranks
 from tests.settings import LEAVES
 from tests.train.recipe import tiny_recipe, write_data
 
@@ -89,6 +93,25 @@ def deterministic(recipe: dict[str, Any], folder: Path) -> Any:
         patch.setattr(siglip2.Block, "forward", lambda *x: asked.add(torch.are_deterministic_algorithms_enabled()) or forward(*x))
         run = trained(recipe, folder)
     return asked, json.loads((run / "env.json").read_text())["attempts"][0]["deterministic"]
+
+
+def mesh(recipe: dict[str, Any], folder: Path) -> Any:
+    """What is wrong with it for four ranks, and what two ranks make of it."""
+    sizes = run_of(recipe, "recipe").mesh
+    if found := list(problems(sizes, 4)):
+        return found
+    return on_ranks(2, lambda world: mesh_of(sizes, world, "cpu").reshard)  # type: ignore[union-attr]  # two ranks have one
+
+
+def patience(recipe: dict[str, Any], folder: Path) -> Any:
+    """The time that ranks give one another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "joined", lambda place, device, timeout_s: contextlib.nullcontext(World(rank=timeout_s)))
+        patch.setattr(loop, "mesh_of", lambda sizes, world, device, packs: pytest.fail(str(world.rank)))
+        try:
+            trained(recipe, folder)
+        except pytest.fail.Exception as failed:
+            return str(failed)
 
 
 def run_folders(recipe: dict[str, Any], folder: Path) -> str:
@@ -493,6 +516,11 @@ CASES: dict[str, Case] = {
     "device": turned("device=cuda", see=device),
     "deterministic": turned("deterministic=true", see=deterministic),
     "threads": turned("threads=2", see=stamps),
+    "mesh.dp_replicate": turned("mesh.dp_replicate=3", see=mesh),
+    "mesh.dp_shard": turned("mesh.dp_shard=3", see=mesh),
+    **{f"mesh.{axis}": turned(f"mesh.{axis}=2", see=refusal) for axis in ("cp", "tp", "pp", "ep")},
+    "mesh.reshard_after_forward": turned("mesh.reshard_after_forward=never", see=mesh),
+    "mesh.timeout_minutes": turned("mesh.timeout_minutes=1", see=patience),
     "logging_steps": turned("logging_steps=1", see="printed", base=("stages.0.steps=5",)),
     "validation_steps": turned("validation_steps=1", see=validations),
     "save_steps": turned("save_steps=1", see=kept, base=("stages.0.steps=3",)),

@@ -3,19 +3,19 @@
 import enum
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from eyeline import __version__
-from eyeline.core.errors import EXPECTED, Abandoned, OutOfMemory, Refused, StorageFailed, out_of_memory
+from eyeline.core.errors import EXPECTED, Abandoned, ElsewhereFailed, OutOfMemory, Refused, StorageFailed, out_of_memory
 from eyeline.core.log import keep_streams, refuse_lost_output, say, visible, warn
 
 EXIT_CODES = (  # one line each: the terminal wraps them
     "Exit codes: 0 done · 1 a defect of Eyeline (with a traceback) · 2 refused: settings, files or arguments · 3 too many rejected "
     "samples · 4 too many non-finite steps · 5 storage failed · 6 the run folder is in use · 7 a step does not fit "
-    "into memory · 8 partitions of a job were given up · 75 stopped by a signal, all saved: the same command resumes from there · 130 or "
-    "143 stopped by a second signal, without saving."
+    "into memory · 8 partitions of a job were given up · 9 another rank was lost · 75 stopped by a signal, all saved: the same command "
+    "resumes from there · 130 or 143 stopped by a second signal, without saving."
 )
 IMPORT_EXAMPLE = (
     "Example: eyeline import models/start --vision google/siglip2-base-patch16-224 --language Qwen/Qwen2.5-0.5B-Instruct   (or a whole "
@@ -73,27 +73,41 @@ class Dtype(enum.Enum):
 
 
 @app.command(epilog="Example: eyeline train easyvqa-tiny out=runs/first seed=1")
-def train(recipe: Recipe, overrides: Overrides = None) -> None:
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks (processes) to start on this machine, one per GPU.")] = 1,
+) -> None:
     """Train a recipe. Run the same command again to resume."""
     run = _read(recipe, overrides)
+    if nproc > 1:
+        sys.exit(_on_ranks(run, nproc))
+    from eyeline.parallel.join import started
     from eyeline.recipes.check import refuse_problems
     from eyeline.study.report import write_report
     from eyeline.train.loop import run_folder
     from eyeline.train.loop import train as train_run
 
-    for line in refuse_problems(run):
+    first = started().first
+    for line in refuse_problems(run) if first else ():
         warn(line)
     train_run(run)
-    say(f"report: {write_report(run_folder(run))}")
+    if first:
+        say(f"report: {write_report(run_folder(run))}")
 
 
 @app.command(epilog="Example: eyeline check my-recipe.yaml")
-def check(recipe: Recipe, overrides: Overrides = None, samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3) -> None:
+def check(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
+    world_size: Annotated[int, typer.Option(min=1, help="Check for this many ranks; one process is enough to do so.")] = 1,
+) -> None:
     """Find every problem of a recipe's settings and data, without training, and show the first samples as the model sees them."""
     run = _read(recipe, overrides)
     from eyeline.recipes.check import check as check_run
 
-    if not check_run(run, samples=samples):
+    if not check_run(run, samples=samples, world_size=world_size):
         raise typer.Exit(2)
     refuse_lost_output()
 
@@ -421,6 +435,8 @@ def main() -> None:
     keep_streams()
     try:
         app()
+    except ElsewhereFailed as error:
+        sys.exit(error.code)
     except (*EXPECTED, Abandoned) as error:
         if debug:
             raise
@@ -442,6 +458,18 @@ def main() -> None:
 def _end(message: str, code: int) -> None:
     print(f"eyeline: {visible(message)}", file=sys.stderr)  # noqa: T201 - the program's last word
     sys.exit(code)
+
+
+def _on_ranks(run: Any, nproc: int) -> int:
+    """This command once for each rank; what does not fit so many is refused once, here."""
+    from eyeline.parallel.mesh import refuse_problems
+    from eyeline.parallel.spawn import run_ranks
+
+    refuse_problems(run.mesh, nproc, run.packs_per_step)
+    arguments = sys.argv[1:]
+    at = next(n for n, word in enumerate(arguments) if word.split("=")[0] == "--nproc")
+    del arguments[at : at + (1 if "=" in arguments[at] else 2)]
+    return run_ranks(nproc, arguments)
 
 
 def _read(recipe: str, overrides: list[str] | None):

@@ -11,7 +11,7 @@ import torch
 from eyeline.bundle.bundle import Bundle, describe, open_bundle, read_description
 from eyeline.bundle.fill import load
 from eyeline.checkpoint import store
-from eyeline.checkpoint.pieces import whole
+from eyeline.checkpoint.pieces import pieces_of
 from eyeline.core.errors import Refused
 from eyeline.core.plan import Part
 from eyeline.models import llava
@@ -50,9 +50,9 @@ def save(
     tensors = {n: x.bfloat16() if half and n.startswith("vision.") else x for n, x in model.named_parameters()}
     learns = {n for n in tensors if "lora_" in n or n.startswith("projector.")}
     files = {
-        "model": whole({n: x for n, x in tensors.items() if n in learns}),
-        "frozen": whole({n: x for n, x in tensors.items() if n not in learns}),
-        "optimizer": whole({"state/0": torch.zeros(3)}),
+        "model": pieces_of({n: x for n, x in tensors.items() if n in learns}),
+        "frozen": pieces_of({n: x for n, x in tensors.items() if n not in learns}),
+        "optimizer": pieces_of({"state/0": torch.zeros(3)}),
     }
     state = {"lora": {part: settings.model_dump(mode="json") for part, settings in lora.items()}, "stage": 0}
     store.save(

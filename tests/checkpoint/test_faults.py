@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from eyeline.checkpoint import store
-from eyeline.checkpoint.pieces import Piece, whole
+from eyeline.checkpoint.pieces import Piece, pieces_of
 from eyeline.core.errors import StorageFailed
 from tests.checkpoint.faults import FAILED, KILLED, WELL, arm, in_child, kill_me
 
@@ -23,7 +23,7 @@ FROZEN = torch.arange(12.0).reshape(3, 4)
 
 
 def content(step: int) -> dict[str, list[Piece]]:
-    return {"model": whole({f"w{i}": torch.full((50,), float(step + i)) for i in range(3)}), "frozen": whole({"tower": FROZEN})}
+    return {"model": pieces_of({f"w{i}": torch.full((50,), float(step + i)) for i in range(3)}), "frozen": pieces_of({"tower": FROZEN})}
 
 
 def save(folder: Path, step: int, save_total_limit: int = 1, best: bool = False) -> Path:

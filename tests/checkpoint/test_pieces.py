@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from eyeline.checkpoint import store
-from eyeline.checkpoint.pieces import Box, Piece, covers, reading, whole
+from eyeline.checkpoint.pieces import Piece, covers, pieces_of, reading
+from eyeline.core.shards import Box
 
 TENSORS: dict[str, Tensor] = {
     "matrix": torch.arange(35.0).reshape(7, 5),
@@ -26,7 +27,7 @@ def cut(tensors: dict[str, Tensor], writers: int, dim: int) -> list[list[Piece]]
     held: list[list[Piece]] = [[] for _ in range(writers)]
     for name, x in tensors.items():
         if x.ndim <= dim:
-            held[0] += whole({name: x})
+            held[0] += pieces_of({name: x})
             continue
         start = 0
         for writer, local in enumerate(x.tensor_split(writers, dim)):
@@ -80,7 +81,7 @@ def test_one_writer_writes_a_plain_file(tmp_path: Path) -> None:
 
 def test_a_piece_that_is_missing_or_written_twice_is_a_defect(tmp_path: Path) -> None:
     first, second = cut({"matrix": TENSORS["matrix"]}, 2, 0)
-    for held in ([first, []], [first, first], [whole({"matrix": TENSORS["matrix"]}), second]):
+    for held in ([first, []], [first, first], [pieces_of({"matrix": TENSORS["matrix"]}), second]):
         with pytest.raises(AssertionError, match="matrix: not every number of it is in exactly one"):
             saved(tmp_path, held)
     assert store.newest(tmp_path) is None, "nothing that is not whole is ever committed"
@@ -89,7 +90,7 @@ def test_a_piece_that_is_missing_or_written_twice_is_a_defect(tmp_path: Path) ->
 def test_shares_of_some_writers_or_of_two_dtypes_are_a_defect(tmp_path: Path) -> None:
     first, second = cut({"matrix": TENSORS["matrix"]}, 2, 0)
     draft = store.start_draft(tmp_path / "some", "run", 1)
-    share = store.write(draft, {"model": whole({"vector": TENSORS["vector"]})}, 0, 2)
+    share = store.write(draft, {"model": pieces_of({"vector": TENSORS["vector"]})}, 0, 2)
     with pytest.raises(AssertionError, match="1 shares, which are not those of all writers"):
         store.commit(draft, [share], {})
     with pytest.raises(AssertionError, match="matrix has two shapes or dtypes"):

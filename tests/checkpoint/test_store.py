@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eyeline.checkpoint import store
-from eyeline.checkpoint.pieces import Piece, whole
+from eyeline.checkpoint.pieces import Piece, pieces_of
 from eyeline.core.errors import Refused
 
 Capture = pytest.CaptureFixture[str]
@@ -25,7 +25,7 @@ def sets(step: int) -> dict[str, dict[str, Tensor]]:
 
 
 def held(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[Piece]]:
-    return {name: whole(tensors) for name, tensors in files.items()}
+    return {name: pieces_of(tensors) for name, tensors in files.items()}
 
 
 def save(folder: Path, step: int, *, run: str = "run", save_total_limit: int = 9, best: bool = False) -> Path:
@@ -64,7 +64,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 def test_saving_touches_nothing_that_it_saves(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4).T.requires_grad_(), "b": torch.randn(4)[::2]}
     before = {k: (v.data_ptr(), v.requires_grad, v.clone()) for k, v in tensors.items()}
-    store.save(tmp_path, run="r", step=1, files={"model": whole(tensors)}, state={}, save_total_limit=1)
+    store.save(tmp_path, run="r", step=1, files={"model": pieces_of(tensors)}, state={}, save_total_limit=1)
     for k, v in tensors.items():
         assert (v.data_ptr(), v.requires_grad) == before[k][:2]
         assert torch.equal(v, before[k][2])
@@ -329,7 +329,7 @@ def test_a_fixed_set_is_written_anew_when_its_word_or_run_changes(tmp_path: Path
     assert inode(first) != inode(second)
     assert torch.equal(store.verify(second).load("frozen")["tower"], changed["tower"])
     third = store.save(
-        tmp_path, run="other", step=3, files={"frozen": whole(changed)}, state={}, save_total_limit=9, fixed={"frozen": "stage 1"}
+        tmp_path, run="other", step=3, files={"frozen": pieces_of(changed)}, state={}, save_total_limit=9, fixed={"frozen": "stage 1"}
     )
     assert inode(third) != inode(second)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from eyeline.core.batch import Budget, Sample, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.step import Step
+from eyeline.core.world import World
 from eyeline.data.containers import csv_rows, json_rows, parquet, sidecars, tars
 from eyeline.data.containers.container import File
 from eyeline.data.loader import training_steps
@@ -72,7 +74,8 @@ def stopped(make: Callable[[], Reader], stops: Sequence[tuple[int, int]]) -> lis
     out, state = [], None
     for count, ranks in [*stops, (10**9, 1)]:
         parts = [
-            list(islice(training_steps(make(), BUDGET, 3, 2, json.loads(json.dumps(state)), rank, ranks), count)) for rank in range(ranks)
+            list(islice(training_steps(replace(make(), world=World(rank, ranks)), BUDGET, 3, 2, json.loads(json.dumps(state))), count))
+            for rank in range(ranks)
         ]
         out += [sorted(tuple(b.ids) for step in steps for b in step.batches if b.ids) for steps in zip(*parts, strict=True)]
         state = parts[0][-1].state if parts[0] else state

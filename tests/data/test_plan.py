@@ -10,6 +10,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from eyeline.core.cost import Cost
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.image_rule import Area, ImageRule
 from eyeline.core.step import Step
+from eyeline.core.world import ALONE, World
 from eyeline.data import loader
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
@@ -36,7 +38,7 @@ from eyeline.data.plan.blend import Cursor, OpenBins, Pool, Position, Side, blen
 from eyeline.data.plan.order import WINDOW_SHARDS
 from eyeline.data.plan.plan import ImageGroup, Ordered
 from eyeline.data.plan.sizing import Sized
-from eyeline.data.reader import Reader, alone, reader_of, sizing_of, training_pools
+from eyeline.data.reader import Reader, reader_of, sizing_of, training_pools
 from eyeline.data.rejects import Reject
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source, open_source
@@ -73,10 +75,10 @@ BAD = {n for n in range(ROWS) if n % 40 == 39}
 
 @pytest.fixture
 def make(folder: Path, plain: Encoder, rule: ImageRule) -> Callable[..., Reader]:
-    def reader(seed: int = 0, out: Path | None = None, gather: Any = alone, **settings: Any) -> Reader:
+    def reader(seed: int = 0, out: Path | None = None, world: World = ALONE, **settings: Any) -> Reader:
         settings.setdefault("sources", (Source(path=str(folder / "rows.jsonl")),))
         settings.setdefault("max_samples_per_image", 3)
-        return reader_of(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out, cost=COST, gather=gather)
+        return reader_of(Data(**{"max_reject_rate": 1.0, **settings}), plain, rule, seed, out, cost=COST, world=world)
 
     return reader
 
@@ -98,7 +100,7 @@ def run(
     """The steps of every rank, each with a reader of its own."""
     out = []
     for rank in range(ranks):
-        steps = training_steps(make(**settings), BUDGET, packs, epochs, json.loads(json.dumps(state)), rank, ranks)
+        steps = training_steps(make(**settings, world=World(rank, ranks)), BUDGET, packs, epochs, json.loads(json.dumps(state)))
         out.append([next(steps) for _ in range(count)] if count is not None else list(steps))
     return out
 
@@ -489,7 +491,7 @@ def test_an_image_that_changes_after_it_was_planned_stops_the_run(make, folder: 
 
 
 def test_ranks_that_plan_differently_stop(make) -> None:
-    steps = training_steps(make(gather=lambda value: [value, [["another"], value[1], []]]), BUDGET, 1, None, None, 0, 2)
+    steps = training_steps(make(world=World(0, 2, gather=lambda value: [value, [["another"], value[1], []]])), BUDGET, 1, None)
     with pytest.raises(StorageFailed, match="ranks have different plans from window 1"):
         next(steps)
 
@@ -503,7 +505,7 @@ def test_rejects_of_other_ranks_count_here(make, folder: Path) -> None:
         told.append(there)
         return [value, [value[0], value[1], [there]]]
 
-    steps = training_steps(make(gather=gather), BUDGET, 2, None, None, 0, 2)
+    steps = training_steps(make(world=World(0, 2, gather=gather)), BUDGET, 2, None)
     for _ in range(3):
         assert next(steps).state["rejects"]["counts"]["broken_image"] == len(told)
 
@@ -525,7 +527,7 @@ def test_ranks_gather_in_the_same_order_with_any_read_ahead(make, monkeypatch: p
 
         with monkeypatch.context() as patch:
             patch.setattr(loader, "fetched_in_order", hasty)
-            list(training_steps(make(gather=lambda value: seen.append(value) or [value]), BUDGET, 3, 2))
+            list(training_steps(make(world=World(gather=lambda value: seen.append(value) or [value])), BUDGET, 3, 2))
         return seen
 
     assert len(asked(0)) > 8
@@ -620,7 +622,7 @@ def test_validation_is_cut_between_ranks_and_complete(make, folder: Path) -> Non
     whole = [batch.ids for batch in validation_batches(reader, BUDGET)]
     assert Counter(known[id] for ids in whole for id in ids) == Counter(set(range(ROWS)) - BAD)
     for ranks in (2, 3, 5):
-        parts = [list(validation_batches(reader, BUDGET, rank, ranks)) for rank in range(ranks)]
+        parts = [list(validation_batches(replace(reader, world=World(rank, ranks)), BUDGET)) for rank in range(ranks)]
         assert [[batch.ids for batch in part if batch.ids] for part in parts] == [whole[rank::ranks] for rank in range(ranks)]
         for of_ranks in zip(*parts, strict=True):  # all have as many
             assert {batch.has_images for batch in of_ranks} == {any(len(batch.patches_PC) for batch in of_ranks)}

@@ -252,7 +252,7 @@ def test_state_resumes_in_the_other(open_reader: Open, tmp_path: Path, at: int) 
     for first, second in (({}, {"prepared": str(tmp_path / "out")}), ({"prepared": str(tmp_path / "out")}, {})):
         some = list(islice(training_steps(open_reader(**settings, **first), BUDGET, 2, 3), at + 1))
         state = json.loads(json.dumps(some[-1].state))
-        rest = list(training_steps(open_reader(**settings, **second), BUDGET, 2, 3, state, ranks=1))
+        rest = list(training_steps(open_reader(**settings, **second), BUDGET, 2, 3, state))
         assert_same_steps([*some, *rest], whole)
 
 

@@ -21,6 +21,7 @@ from eyeline.core.batch import Budget, Counts, Sample
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.image_rule import Area, ImageRule
 from eyeline.core.step import Step
+from eyeline.core.world import World
 from eyeline.data import loader
 from eyeline.data.containers import json_rows
 from eyeline.data.counts import count_steps
@@ -180,9 +181,9 @@ def run_rank(folder: Path, encoder: Encoder, rule: ImageRule, rank: int, ranks: 
 
     def run(name: str, **settings: Any) -> list[Any]:
         data = Data(sources=(Source(path=f"{folder}/set/{name}.jsonl"),), max_samples_per_image=2, **settings)
-        reader, steps, end = reader_of(data, encoder, rule, 0, gather=gather), [], ""
+        reader, steps, end = reader_of(data, encoder, rule, 0, world=World(rank, ranks, gather=gather)), [], ""
         try:
-            for step in training_steps(reader, Budget(90, 80), 2 * ranks + 1, 2, None, rank, ranks):
+            for step in training_steps(reader, Budget(90, 80), 2 * ranks + 1, 2):
                 own = [[batch.pack, batch.ids, astuple(batch.counts), batch.has_images, batch.image_gradients] for batch in step.batches]
                 steps.append([own, [astuple(slot) for slot in step.slots], step.state])
         except (StorageFailed, TooManyRejects) as error:

@@ -1,6 +1,7 @@
 """Optimizers: who is in which group, against torch's own optimizers on the same gradients."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from eyeline.core.errors import Refused
 from eyeline.core.plan import Spec
+from eyeline.core.shards import Box
 from eyeline.models import llava
 from eyeline.train.optim import AdamW, Muon, load_state_tensors, make_optimizers, set_learning_rates, state_tensors, without_state
 from tests.planned import plan_around
@@ -122,9 +124,19 @@ def test_saved_state_resumes_bit_for_bit(settings) -> None:
     saved = {name: tensor.clone() for name, tensor in state_tensors(optimizers).items()}
     second.load_state_dict(first.state_dict())
     again = make_optimizers(plan_around(second, CONFIG), settings)
-    load_state_tensors(again, saved)
+    load_state_tensors(again, Kept(saved))
     go(second, again, range(2, 4))
     assert all(torch.equal(p, second.get_parameter(n)) for n, p in whole.named_parameters())
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors in memory, to be read as those of a checkpoint are."""
+
+    meta: dict[str, torch.Tensor]
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        return self.meta[name]
 
 
 def stepped(settings: Any) -> tuple[list[torch.optim.Optimizer], dict[str, torch.Tensor]]:
@@ -168,7 +180,7 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(settings, what
     spoil, words = SPOILT[what]
     spoil(state)
     with pytest.raises(Refused, match=rf"(?s)the optimizer state of runs/x does not fit this model:.*{words}.*Use the recipe"):
-        load_state_tensors(optimizers, state, where="runs/x")
+        load_state_tensors(optimizers, Kept(state), where="runs/x")
     assert state_tensors(optimizers) == {}
 
 
@@ -182,7 +194,7 @@ def test_parameter_without_a_gradient_has_no_state_and_loads(settings) -> None:
         optimizer.step()
     state, without = state_tensors(optimizers), without_state(optimizers)
     assert without == [NORM]
-    load_state_tensors(again := make_optimizers(plan_around(model(), CONFIG), settings), state, without)
+    load_state_tensors(again := make_optimizers(plan_around(model(), CONFIG), settings), Kept(state), without)
     assert state_tensors(again).keys() == state.keys()
     with pytest.raises(Refused, match=f"{NORM}:exp_avg is not in the checkpoint"):
-        load_state_tensors(again, state)
+        load_state_tensors(again, Kept(state))

@@ -29,6 +29,7 @@ from eyeline.data import counts
 from eyeline.models import llava
 from eyeline.recipes.check import check
 from eyeline.recipes.read import override, run_of
+from eyeline.train import metrics
 from eyeline.train import stage as stages
 from eyeline.train.run import Run, to_yaml
 from eyeline.train.stop import StopSignal, sole_owner
@@ -321,14 +322,14 @@ def test_run_that_is_killed_resumes_from_a_checkpoint_by_the_clock(uninterrupted
 
     with monkeypatch.context() as patch:
         clock = Given(patch, 600.0)
-        write = loop.metrics.write
+        write = metrics.write
 
         def killing(folder: Path, line: dict[str, Any], attempt: int) -> None:
             write(folder, line, attempt)
             if line.get("global_step") == 4 and line["kind"] == "step":
                 raise Killed
 
-        patch.setattr(loop.metrics, "write", killing)
+        patch.setattr(metrics, "write", killing)
         patch.setattr(loop, "save", lambda *a, **m: None if a[2].global_step == 4 else original(*a, **m)) if (
             original := loop.save
         ) else None
@@ -614,7 +615,7 @@ def test_a_signal_during_the_save_is_for_the_next_step(uninterrupted, tmp_path: 
     """Asked while step 2 is written down, after it was decided not to save for a stop: step 3 is done and saved."""
     folder, whole, _ = uninterrupted
     stops: list[loop.StopSignal] = []
-    original_stop, original_write = loop.StopSignal, loop.metrics.write
+    original_stop, original_write = loop.StopSignal, metrics.write
 
     def made(*tell) -> loop.StopSignal:
         stops.append(original_stop(*tell))
@@ -626,7 +627,7 @@ def test_a_signal_during_the_save_is_for_the_next_step(uninterrupted, tmp_path: 
             stops[-1].asked = "SIGTERM"
 
     monkeypatch.setattr(loop, "StopSignal", made)
-    monkeypatch.setattr(loop.metrics, "write", write)
+    monkeypatch.setattr(metrics, "write", write)
     run = tiny_run(folder, f"out={tmp_path / 'run'}")
     with pytest.raises(Stopped, match="3 steps saved"):
         loop.train(run)

@@ -17,7 +17,7 @@ import eyeline.train.loop as loop
 import eyeline.train.stage as stage
 from eyeline.bundle.bundle import open_bundle
 from eyeline.checkpoint import store
-from eyeline.checkpoint.pieces import whole
+from eyeline.checkpoint.pieces import pieces_of
 from eyeline.core.errors import StorageFailed
 from eyeline.core.files import append_line, read_lines, storage_failed
 from eyeline.train.stop import sole_owner
@@ -105,7 +105,7 @@ def test_a_run_that_trains_can_be_read_at_any_time(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         for step in range(3, 10_000):
-            files = {"model": whole(tensors), "frozen": [], "optimizer": []}
+            files = {"model": pieces_of(tensors), "frozen": [], "optimizer": []}
             store.save(folder, run=run, step=step, files=files, state=state, save_total_limit=1)
         os._exit(1)
     try:

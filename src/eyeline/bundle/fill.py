@@ -17,6 +17,7 @@ from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.errors import Refused
 from eyeline.core.plan import PARTS, Part, Plan, tensor_of
 from eyeline.core.randomness import torch_rng_for
+from eyeline.core.shards import Box, held, put
 from eyeline.models import Config, Model
 from eyeline.models.lora import LoRA, adapters, merge
 from eyeline.models.shape import shape
@@ -147,7 +148,7 @@ def _from_folder(plan: Plan[Model], source: Opened, parts: Collection[Part]) -> 
     like = parameters_by_name(shape(config).model)
     for at in places(config, source.form):
         for name, value in stream_place(like, config, source.form, at, source.folder / at, lambda name: name.partition(".")[0] in parts):
-            tensor_of(plan.model, name).copy_(value)
+            put(tensor_of(plan.model, name), value)
             done.add(name)
     return done
 
@@ -165,13 +166,16 @@ def _from_checkpoint(plan: Plan[Model], source: Opened, parts: Collection[Part],
         for name, x, entry in plan.tensors():
             if entry.part not in parts or name not in stored or (entry.role == "adapter" and not keep_adapters):
                 continue
-            value: Tensor = stored.read(name)
+            part = held(x)
+            value: Tensor = stored.read(name, part.box)
             layer = layers.get(name.removesuffix(".weight"))
             if layer is not None and not keep_adapters:
-                path = name.removesuffix(".weight")
-                a_rI, b_Or = (stored.read(f"{path}.{leaf}").to(x.device) for leaf in ("lora_A", "lora_B"))
+                path, rank = name.removesuffix(".weight"), len(layer.lora_A)
+                (row, column), (rows, columns) = part.box
+                a_rI = stored.read(f"{path}.lora_A", Box((0, column), (rank, columns))).to(x.device)
+                b_Or = stored.read(f"{path}.lora_B", Box((row, 0), (rows, rank))).to(x.device)
                 value = merge(value.to(x.device), a_rI, b_Or, layer.scale)
-            x.copy_(value)
+            part.local.copy_(value)
             done.add(name)
     return done
 

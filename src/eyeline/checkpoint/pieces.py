@@ -11,40 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from eyeline.checkpoint.tensors import NAMED_DTYPES, entries_of
+from eyeline.core.shards import Box, held, is_sharded
 
 OFFSETS = "DCP_SHARDING_INFO"  # {name: {"saved_offsets": [...]}}
-
-
-class Box(NamedTuple):
-    """A part of a tensor."""
-
-    offset: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.lengths)
-
-    def common(self, other: "Box") -> "Box | None":
-        """What is in both; None where nothing is."""
-        start = tuple(map(max, self.offset, other.offset))
-        end = tuple(min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
-        return (
-            None
-            if any(a >= b for a, b in zip(start, end, strict=True))
-            else Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
-        )
-
-    def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Where this lies in an outer box."""
-        return tuple(slice(a - o, a - o + n) for a, n, o in zip(*self, outer.offset, strict=True))
 
 
 class Piece(NamedTuple):
@@ -60,9 +36,16 @@ class Piece(NamedTuple):
         return Box(self.offset, tuple(self.local.shape))
 
 
-def whole(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Tensors that one writer holds whole."""
-    return [Piece(name, x, tuple(x.shape), (0,) * x.ndim) for name, x in tensors.items()]
+def pieces_of(tensors: Mapping[str, Tensor], first: bool = True) -> list[Piece]:
+    """What this rank writes of tensors that are sharded or whole: each part is written by one of the ranks that hold it. `first`: whether
+    this is the rank that writes what all ranks hold whole."""
+    pieces: list[Piece] = []
+    for name, x in tensors.items():
+        local, box, replica = held(x)
+        writes = replica == 0 if is_sharded(x) else first
+        if writes and (box.size or not x.numel()):
+            pieces.append(Piece(name, local, tuple(x.shape), box.offset))
+    return pieces
 
 
 def offsets_of(pieces: Iterable[Piece]) -> dict[str, str] | None:
@@ -80,13 +63,24 @@ def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     return sum(box.size for box in boxes) == math.prod(shape)
 
 
+class Stored(Protocol):
+    """Tensors that can be read, or parts of them."""
+
+    @property
+    def meta(self) -> Mapping[str, Tensor]:
+        """Name -> shape and dtype, on the meta device."""
+        ...
+
+    def read(self, name: str, box: Box | None = None) -> Tensor: ...
+
+
 class TensorFiles:
     """The tensors of one or more files, read where they are asked for."""
 
     def __init__(self, files: Mapping[Path, Any]):
         self._pieces: dict[str, list[tuple[Any, Box]]] = {}
-        self.meta: dict[str, Tensor] = {}  # name -> its shape and dtype, on the meta device
         dtypes: dict[str, torch.dtype] = {}
+        meta: dict[str, Tensor] = {}
         for path, opened in files.items():
             offsets = json.loads((opened.metadata() or {}).get(OFFSETS, "{}"))
             for name, entry in entries_of(path).items():
@@ -95,7 +89,8 @@ class TensorFiles:
                 dtypes[name] = NAMED_DTYPES[entry.dtype]
         for name, pieces in self._pieces.items():
             ends = [[a + n for a, n in zip(*box, strict=True)] for _, box in pieces]
-            self.meta[name] = torch.empty([max(end) for end in zip(*ends, strict=True)], dtype=dtypes[name], device="meta")
+            meta[name] = torch.empty([max(end) for end in zip(*ends, strict=True)], dtype=dtypes[name], device="meta")
+        self.meta = meta
 
     def __contains__(self, name: str) -> bool:
         return name in self.meta
@@ -104,14 +99,14 @@ class TensorFiles:
         """A tensor on the host, or a box of it."""
         shape = tuple(self.meta[name].shape)
         box = box or Box((0,) * len(shape), shape)
-        for opened, held in self._pieces[name]:
-            if held == box:
+        for opened, there in self._pieces[name]:
+            if there == box:
                 return opened.get_tensor(name)
         out = torch.empty(box.lengths, dtype=self.meta[name].dtype)
         filled = 0
-        for opened, held in self._pieces[name]:
-            if common := box.common(held):
-                out[common.within(box)] = opened.get_slice(name)[common.within(held)]
+        for opened, there in self._pieces[name]:
+            if common := box.common(there):
+                out[common.within(box)] = opened.get_slice(name)[common.within(there)]
                 filled += common.size
         assert filled == box.size, f"{name}: {filled:,} of {box.size:,} numbers are stored"
         return out

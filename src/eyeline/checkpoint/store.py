@@ -26,11 +26,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from eyeline.checkpoint.pieces import Box, Piece, TensorFiles, covers, offsets_of, reading
+from eyeline.checkpoint.pieces import Piece, TensorFiles, covers, offsets_of, reading
 from eyeline.checkpoint.tensors import Written, header_of, write_file
 from eyeline.core.errors import Refused
 from eyeline.core.files import sha256_of, storage_failed, sync_folder
 from eyeline.core.log import warn
+from eyeline.core.shards import Box
+from eyeline.core.world import ALONE, World
 
 VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -128,6 +130,7 @@ def save(
     save_total_limit: int,
     best: bool = False,
     fixed: Mapping[str, str] | None = None,
+    world: World = ALONE,
 ) -> Path:
     """Write a new checkpoint beside the older ones in `folder`, then delete what `prune` allows. Returns its folder.
 
@@ -135,18 +138,20 @@ def save(
     JSON. `best` says that this is the best model so far. `fixed` names sets that cannot change while a word stays the same
     ({"frozen": "stage 1"}): such a set is written once and hard-linked by later saves.
 
-    This is what one writer does. Several make one `start_draft`, each does its `write`, and one of them the `commit`.
+    Ranks save together, each the pieces that it holds: rank 0 starts the draft, all write, and rank 0 commits what all have written.
 
     Raises StorageFailed, and leaves nothing of the attempt behind.
     """
     assert save_total_limit >= 1, "save_total_limit is at least 1"
-    draft = start_draft(folder, run, step, fixed)
+    draft = world.by_first(lambda: start_draft(folder, run, step, fixed))
     try:
-        share = write(draft, files)
-        commit(draft, [share], state, best)
+        share = world.by_each(lambda: write(draft, files, world.rank, world.size))
+        shares = world.gather_patiently(share)
+        world.by_first(lambda: commit(draft, shares, state, best))
     finally:
-        shutil.rmtree(draft.staging, ignore_errors=True)  # gone already, unless something above failed
-    prune(folder, run, save_total_limit, known_good=draft.target)
+        if world.first:
+            shutil.rmtree(draft.staging, ignore_errors=True)  # gone already, unless something above failed
+    world.by_first(lambda: prune(folder, run, save_total_limit, known_good=draft.target))
     return draft.target
 
 

@@ -84,7 +84,21 @@ class Abandoned(BaseException):
         self.code = code
 
 
-EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, OutOfMemory, Quarantined, Stopped)  # each has a `code`
+class ElsewhereFailed(Exception):
+    """Another rank failed and has said why: this one ends with the same exit code and says nothing."""
+
+    def __init__(self, code: int):
+        super().__init__("another rank failed, and has said why")
+        self.code = code
+
+
+class RankLost(Exception):
+    """Another rank ended or did not answer in time, so that this one cannot continue; exit code 9."""
+
+    code: ClassVar[int] = 9
+
+
+EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, OutOfMemory, Quarantined, RankLost, Stopped)  # each has a `code`
 
 
 _NO_MEMORY = (  # how torch and CUDA say it in a RuntimeError; torch.OutOfMemoryError is one, too

@@ -108,6 +108,7 @@ class Entry:
     trains: bool
     stored: torch.dtype
     compute: torch.dtype
+    exact: bool  # used in float32, whatever the precision: where parameters are sharded every rank has it whole
     split: Split | None
     partial: bool  # where its branch is cut, each rank's gradient is a summand: it covers some of the heads
     tied_to: str | None  # the first name of the same tensor

@@ -45,10 +45,8 @@ def training_steps(
     micro_batches: int,
     epochs: int | None,
     state: dict[str, Any] | None = None,
-    rank: int = 0,
-    ranks: int = 1,
 ) -> Iterator[Step]:
-    """Steps of `micro_batches` packs over all ranks; endless unless `epochs` is given.
+    """Steps of `micro_batches` packs over all ranks of the reader; endless unless `epochs` is given.
 
     Every rank has as many batches in a step as any other; where the ranks do not divide the packs, some are empty. With
     `epochs`, the last step may have fewer packs. Refused when `state` belongs to other data. Raises TooManyRejects in the
@@ -62,7 +60,7 @@ def training_steps(
     with closing(Ahead.of(reader.training.index, reader.data.fetching)) as ahead:
         ahead.start(entries_of(training_pools(reader), start.cursors))
         steps = planned_steps(planned_windows(reader, sizing, epochs, start), micro_batches, ahead)
-        yield from fetched_steps(reader, steps, sizing, rank, ranks, identity_of_plan(reader, budget))
+        yield from fetched_steps(reader, steps, sizing, identity_of_plan(reader, budget))
 
 
 def start_of(reader: Reader, state: dict[str, Any] | None) -> Position:
@@ -219,14 +217,13 @@ def planned_steps(windows: Iterator[PlannedWindow], packs: int, ahead: Ahead) ->
 # Fetch
 
 
-def fetched_steps(
-    reader: Reader, steps: Iterator[PlannedStep], sizing: Sizing, rank: int, ranks: int, identity: dict[str, Any]
-) -> Iterator[Step]:
+def fetched_steps(reader: Reader, steps: Iterator[PlannedStep], sizing: Sizing, identity: dict[str, Any]) -> Iterator[Step]:
     """The steps with the batches of this rank. What is rejected is counted where the step is given."""
     batches: list[Batch] = []
     lost: list[Lost] = []
     fetch = fetch_of(reader, False, sizing.budget, reader.data.augment)
-    asked = packs_to_read(steps, sizing, rank, ranks)
+    rank = reader.world.rank
+    asked = packs_to_read(steps, sizing, rank, reader.world.size)
     for (step, dealt, last), fetched in fetched_in_order(asked, fetch, reader.data.fetching, reader.rejects.verdicts):
         if step.packs:
             batches.append(fetched.batch)
@@ -292,7 +289,7 @@ def told_by_all(reader: Reader, step: PlannedStep, batches: Sequence[Batch], los
     """The counts of each rank's batches, and what any rank could not decode. Ranks exchange it where the step is given, not where it is
     planned: planning runs ahead of the steps, and not equally far on all ranks. StorageFailed where they plan differently."""
     mine = [list(step.digests), [list(astuple(batch.counts)) for batch in batches], [one.plain for one in lost]]
-    digests, counts, everywhere = zip(*reader.gather(mine), strict=True)
+    digests, counts, everywhere = zip(*reader.world.gather(mine), strict=True)
     if any(other != digests[0] for other in digests):
         raise StorageFailed(
             f"ranks have different plans from window {step.after.number}: their data or versions differ. Give all ranks the same "

@@ -13,6 +13,7 @@ from eyeline.core.cost import Cost
 from eyeline.core.errors import Refused
 from eyeline.core.files import make_folder, read_json, write_json
 from eyeline.core.image_rule import ImageRule
+from eyeline.core.world import ALONE, World
 from eyeline.data.fetch.fetch import Fetch
 from eyeline.data.images.patches import Augment
 from eyeline.data.plan import plan as planning
@@ -28,12 +29,6 @@ from eyeline.data.text.tokenizer import Encoder
 NAMED = 3  # files that a message names of each kind of change
 PLAIN = Cost(token=1, pair=0, label=0, patch=1, patch_pair=0)
 
-Gather = Callable[[Any], Sequence[Any]]  # a plain value of each rank -> those of all ranks, in their order
-
-
-def alone(value: Any) -> Sequence[Any]:
-    return [value]
-
 
 @dataclass(frozen=True, eq=False)
 class Reader:
@@ -45,7 +40,7 @@ class Reader:
     seed: int  # of the sampling order and of augmentation
     longest: int  # tokens that a document may have: the model's positions, or data.max_length
     cost: Cost
-    gather: Gather
+    world: World
     notify: Callable[[str], None] | None  # is told how far indexing is, in place of a bar
     rejects: Rejects
     records: Path | None  # where the files of the sources are on record, by name
@@ -65,13 +60,13 @@ def reader_of(
     folder: Path | None = None,
     longest: int = 2**31 - 1,
     cost: Cost = PLAIN,
-    gather: Gather = alone,
+    world: World = ALONE,
     found: Divided | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Reader:
     """List the shards of `data`. Rejects are written into `folder` when there is one, and indexes unless `data.cache` names another.
     `found` is `data` opened, where that was done already. Refused for unusable sources."""
-    rejects = Rejects(folder, data.max_reject_rate)
+    rejects = Rejects(folder, data.max_reject_rate, writes=world.first)
     found = found or open_sides(data)
     cache = Path(data.cache).expanduser() if data.cache else folder / "index" if folder else None
     shelf = found.prepared.shelf if found.prepared is not None else None
@@ -84,7 +79,7 @@ def reader_of(
         seed=seed,
         longest=longest if data.max_length is None else min(longest, data.max_length),
         cost=cost,
-        gather=gather,
+        world=world,
         notify=notify,
         rejects=rejects,
         records=folder / "sources" if folder else None,
@@ -155,7 +150,7 @@ def validation_sources(reader: Reader) -> tuple[Rows, ...]:
 
 def record_sources(reader: Reader) -> None:
     """Write down the files of all sources, unless they are on record."""
-    if reader.records is None:
+    if reader.records is None or not reader.world.first:
         return
     for rows in (*reader.training.index.sources, *validation_sources(reader)):
         record_source(reader.records, rows)

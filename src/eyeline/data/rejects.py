@@ -138,8 +138,10 @@ class Rejects:
     """Counts of one stage. The rate is of different rows: each counts once, when its source is met for the first time, however often it
     comes again (`repeat`, epochs, `mix: interleave`)."""
 
-    def __init__(self, folder: Path | None, max_rate: float):
-        """Lines go to `folder`/rejects.jsonl (None: nowhere), one for each sample and cause over the whole run."""
+    def __init__(self, folder: Path | None, max_rate: float, writes: bool = True):
+        """Lines go to `folder`/rejects.jsonl (None: nowhere), one for each sample and cause over the whole run. Of several ranks, which
+        all count the same, one writes."""
+        self.writes = writes
         self.path = folder / "rejects.jsonl" if folder else None
         self.max_rate = max_rate
         self.seen = 0  # different rows
@@ -164,7 +166,7 @@ class Rejects:
         if reject.cause in LASTING:
             self.verdicts.setdefault((reject.file, reject.id), reject)
         name = (reject.file, reject.id, reject.cause)
-        if name not in self._written and self.path is not None:
+        if name not in self._written and self.path is not None and self.writes:
             append_line(self.path, {k: _printable(v) for k, v in vars(reject).items()})
         self._written.add(name)
 

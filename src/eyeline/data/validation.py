@@ -16,7 +16,7 @@ from eyeline.data.reader import Reader, fetch_of, sizing_of
 from eyeline.data.rejects import Reject
 
 
-def validation_batches(reader: Reader, budget: Budget, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+def validation_batches(reader: Reader, budget: Budget) -> Iterator[Batch]:
     """Every usable validation sample once, in the same order each time, as it is: no augmentation, no padding.
 
     Of several ranks, each has every `ranks`-th pack, and all have as many batches: the last may be empty.
@@ -26,14 +26,14 @@ def validation_batches(reader: Reader, budget: Budget, rank: int = 0, ranks: int
     sizing, rejected = sizing_of(reader, budget, validation=True), list[Reject]()
     make_indexes(reader, reader.validation.index, sorted(set(pool_of(reader.validation, 1, None, repeated=False).entries)))
     usable = False
-    asked = _packs_of_rank(reader, sizing, rank, ranks, rejected)
+    asked = _packs_of_rank(reader, sizing, reader.world.rank, reader.world.size, rejected)
     for has_images, fetched in fetched_in_order(asked, fetch_of(reader, True, None, None), reader.data.fetching, reader.rejects.verdicts):
         rejected += (lost.reject for lost in fetched.lost)
         usable = usable or fetched.batch.counts.supervised > 0
         yield replace(fetched.batch, has_images=has_images)
     for reject in rejected:
         reader.rejects.note(reject)
-    if not any(reader.gather(usable)):
+    if not any(reader.world.gather(usable)):
         raise Refused("no validation sample can be used: all were rejected. `eyeline check` says why")
 
 

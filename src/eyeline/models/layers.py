@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from eyeline.core.plan import INPUTS, OUTPUTS, VOCABULARY, Replaceable, Split, Traits
+from eyeline.core.shards import put
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention
 from eyeline.kernels.gpu import on_gpu
 from eyeline.kernels.linears import Layer, linears
@@ -194,4 +195,4 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def normal_(weight: Tensor, std: float, rng: torch.Generator) -> None:
     """Fill a weight of any device and dtype with normal numbers that are drawn in float32 on the generator's device."""
-    weight.copy_(torch.randn(weight.shape, generator=rng, device=rng.device) * std)
+    put(weight, torch.randn(weight.shape, generator=rng, device=rng.device) * std)

@@ -15,6 +15,7 @@ from eyeline.core.errors import Refused, nearest
 from eyeline.core.plan import INPUTS, Part, Spec, Traits, part_of
 from eyeline.core.randomness import seed_for
 from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.core.shards import put
 from eyeline.kernels.dropout import dropout_mask
 from eyeline.kernels.gpu import on_gpu
 from eyeline.kernels.linears import Layer, adapted
@@ -54,7 +55,7 @@ class LoRALinear(Linear):
     def initialise_adapter(self, rng: torch.Generator) -> None:
         """A as PEFT starts it, uniform in ±1/√in; B at zero, so that the layer computes what it did without."""
         a_rI = (torch.rand(self.lora_A.shape, generator=rng, device=rng.device) * 2 - 1) * self.in_features**-0.5
-        self.lora_A.copy_(a_rI)
+        put(self.lora_A, a_rI)
         self.lora_B.zero_()
 
     def tensors(self) -> Layer | None:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from eyeline.core.plan import HEADS, INPUTS, LanguageSizes, Traits
 from eyeline.core.settings import Positive, PositiveFloat, Settings, Share
+from eyeline.core.shards import put
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.causal_conv import cached_causal_conv, causal_conv
 from eyeline.kernels.gated_delta import StateCache, cached_gated_delta_rule, gated_delta_rule
@@ -247,7 +248,7 @@ class GatedDeltaNet(Branch):
 
     def initialise(self, rng: torch.Generator) -> None:
         """As the reference: exp(A_log) uniform from 0.01 to 16, dt_bias one. The way back starts at zero, as in every branch."""
-        self.A_log.copy_((torch.rand(self.A_log.shape, generator=rng, device=rng.device) * (16 - 0.01) + 0.01).log())
+        put(self.A_log, (torch.rand(self.A_log.shape, generator=rng, device=rng.device) * (16 - 0.01) + 0.01).log())
         self.dt_bias.fill_(1.0)
         self.o.weight.zero_()
 

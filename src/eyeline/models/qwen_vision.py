@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from eyeline.core.image_rule import Area, ImageRule, VideoLimits
 from eyeline.core.plan import VisionSizes
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
+from eyeline.core.shards import put
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, learns
 from eyeline.models.layers import Attend, Deliver, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, together, weights_of
@@ -165,7 +166,7 @@ class Model(nn.Module):
         for name, parameter in weights_of(self):
             leaf = name.rsplit(".", 1)[-1]
             if parameter is self.positions.weight:
-                parameter.copy_(0.5 * sine_positions(self.side, parameter.shape[1]))
+                put(parameter, 0.5 * sine_positions(self.side, parameter.shape[1]))
             elif leaf == "bias" or name.endswith(("attn.o.weight", "mlp.down.weight")):
                 parameter.zero_()
             elif "norm" in name:

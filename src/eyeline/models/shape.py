@@ -64,6 +64,7 @@ def shape(
             trains=learns,
             stored=compute_dtype if narrowed else dtype,
             compute=torch.float32 if traits.exact else compute_dtype,
+            exact=traits.exact,
             split=traits.split,
             partial=traits.split is None and any(name.startswith(branch + ".") for branch in branches),
             tied_to=None if first == name else first,

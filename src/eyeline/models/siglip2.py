@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from eyeline.core.image_rule import ImageRule, Patches, Resample, Square, Tiles
 from eyeline.core.plan import VisionSizes
 from eyeline.core.settings import Positive, PositiveFloat, Settings
+from eyeline.core.shards import put
 from eyeline.models.flops import Tally, learns
 from eyeline.models.layers import Attend, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, together, weights_of
 
@@ -143,7 +144,7 @@ class Model(nn.Module):
         for name, parameter in weights_of(self):
             leaf = name.rsplit(".", 1)[-1]
             if parameter is self.positions.weight:
-                parameter.copy_(0.5 * sine_positions(self.side, parameter.shape[1]))
+                put(parameter, 0.5 * sine_positions(self.side, parameter.shape[1]))
             elif leaf == "bias" or name.endswith(("attn.o.weight", "mlp.down.weight")):
                 parameter.zero_()
             elif "norm" in name:

@@ -11,6 +11,8 @@ import torch
 
 from eyeline.core.errors import Refused
 from eyeline.core.log import warn
+from eyeline.core.world import ALONE, World
+from eyeline.parallel.join import started
 from eyeline.parallel.threads import ALLOCATOR
 
 
@@ -47,28 +49,33 @@ class Machine:
         }
 
 
-def machine(device: str = "auto", threads: int | None = None, deterministic: bool = False) -> Machine:
-    """Choose the device ("auto", "cpu", "cuda"), set the number of threads, and whether torch uses deterministic algorithms only.
-    Refuses what is not there."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise Refused(
-            f"WORLD_SIZE is {world}: this version trains in one process on one device, and {world} copies of it would "
-            "overwrite each other's files. Start it without torchrun."
-        )
+def machine(device: str = "auto", threads: int | None = None, deterministic: bool = False, world: World = ALONE) -> Machine:
+    """Choose the device ("auto", "cpu", "cuda"), set the number of threads, and whether torch uses deterministic algorithms only. Each
+    rank of a machine has a device of its own, or its share of the cores. Refuses what is not there."""
+    if world.size == 1 and (size := started().size) > 1:
+        raise Refused(f"WORLD_SIZE is {size}, and only `eyeline train` runs in more than one process. Start this command without torchrun.")
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused("device is cuda, but torch sees no CUDA device here. Use device=cpu, or install a CUDA build of torch.")
     chosen = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     if device == "auto" and chosen == "cpu" and (other := _other_accelerator()):
         warn(f"device: auto chooses the CPU: this machine has {other}, which Eyeline does not support. Set device=cpu to silence this")
+    if threads is None and world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, (os.cpu_count() or 1) // world.local_size)
     if threads is not None:
         torch.set_num_threads(threads)
     _set_deterministic(deterministic)
     if chosen == "cpu":
         return Machine(torch.device("cpu"), _processor(), torch.get_num_threads(), deterministic=deterministic)
-    return Machine(
-        torch.device("cuda"), torch.cuda.get_device_name(), torch.get_num_threads(), torch.cuda.get_device_capability(), deterministic
-    )
+    own = torch.device("cuda")
+    if world.size > 1:
+        if world.local_rank >= (count := torch.cuda.device_count()):
+            raise Refused(
+                f"rank {world.rank} is number {world.local_rank} on this machine, which has {count} CUDA devices. Start fewer ranks"
+            )
+        own = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(own)
+    name, capability = torch.cuda.get_device_name(own), torch.cuda.get_device_capability(own)
+    return Machine(own, name, torch.get_num_threads(), capability, deterministic)
 
 
 @contextmanager

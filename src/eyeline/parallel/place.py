@@ -1,10 +1,15 @@
-"""A planned model onto the devices that it computes on: the one place where sharding will cut it."""
+"""A planned model onto the devices that it computes on: the one place where it is cut."""
 
 import torch
 
 from eyeline.core.plan import M, Plan, materialise
+from eyeline.parallel.mesh import Mesh
 
 
-def place(plan: Plan[M], device: torch.device | str) -> None:
-    """On one device every tensor is there whole: nothing is cut."""
+def place(plan: Plan[M], device: torch.device | str, mesh: Mesh | None = None) -> None:
+    """Give the model memory: each rank its part of it. On one device every tensor is there whole."""
+    if mesh is not None:
+        from eyeline.parallel.shard import shard
+
+        shard(plan, mesh)
     materialise(plan, device)

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from eyeline.core.shards import is_sharded
+from eyeline.parallel.mesh import Mesh
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -32,3 +35,39 @@ def _norm(parameters: Sequence[Parameter]) -> Tensor:
 
 
 ONE_DEVICE = Ranks(_same, _same, _nothing, _norm, torch.nn.utils.clip_grads_with_norm_)
+
+
+def ranks_of(mesh: Mesh) -> Ranks:
+    """The ranks of a mesh. Gradients of sharded parameters arrive summed; those of the others are summed here, all in one go."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    def total(x: Tensor) -> Tensor:
+        summed = x.clone()
+        dist.all_reduce(summed, group=mesh.everyone)
+        return summed
+
+    def sum_gradients(parameters: Iterable[Parameter]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
+        if not gradients:
+            return
+        flat = total(torch.cat([gradient.float().flatten() for gradient in gradients]))
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+    def norm(parameters: Sequence[Parameter]) -> Tensor:
+        norms = [_norm(alike) for alike in _alike(parameters)]
+        norms = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+    def clip(parameters: Sequence[Parameter], most: float, norm: Tensor) -> None:
+        for alike in _alike(parameters):
+            torch.nn.utils.clip_grads_with_norm_(alike, most, norm)
+
+    return Ranks(total, _same, sum_gradients, norm, clip)
+
+
+def _alike(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    """The parameters that are sharded, and those that are whole: no operator takes both at once."""
+    kinds = [[p for p in parameters if is_sharded(p) == sharded] for sharded in (True, False)]
+    return [kind for kind in kinds if kind]

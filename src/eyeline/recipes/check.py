@@ -37,6 +37,7 @@ from eyeline.models.hf import mapping_of
 from eyeline.models.lora import targets_of, unknown_target
 from eyeline.models.moe import Bias
 from eyeline.models.shape import shape
+from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.recipes.device import device_report
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, image_words
 from eyeline.train.loop import run_folder
@@ -61,11 +62,13 @@ def refuse_problems(run: Run) -> list[str]:
     return list(dict.fromkeys(line.text for line in found if line.warns))
 
 
-def check(run: Run, samples: int, console: Console | None = None) -> bool:
-    """Print what a run would do, its data and first samples, then every problem; whether there are none. Trains nothing."""
+def check(run: Run, samples: int, console: Console | None = None, world_size: int = 1) -> bool:
+    """Print what a run would do on so many ranks, its data and first samples, then every problem; whether there are none. Trains
+    nothing."""
     console = console or Console()
     settings = [*findings(run)]
     found = [line.text for line in settings if not line.warns]
+    found += [line for line in mesh_problems(run.mesh, world_size, run.packs_per_step) if line not in found]
     try:
         refuse_another_recipe(run, run_folder(run))
     except Refused as error:
@@ -87,7 +90,7 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
     found += device.problems
     if encoder.template.notice:
         _say(console, encoder.template.notice)
-    for line in _memory(run, bundle):
+    for line in (*_ranks(run, world_size), *_memory(run, bundle, world_size)):
         _say(console, line)
     for index, stage in enumerate(run.stages):
         try:
@@ -116,14 +119,26 @@ def check(run: Run, samples: int, console: Console | None = None) -> bool:
     return not found
 
 
-def _memory(run: Run, bundle: Bundle) -> Iterator[str]:
-    """What the model of each stage needs on its device."""
+def _ranks(run: Run, world_size: int) -> Iterator[str]:
+    """How the ranks share out the parameters and the packs of a step."""
+    if world_size == 1 or [*mesh_problems(run.mesh, world_size)]:
+        return
+    yield f"{world_size} ranks: dp_replicate {run.mesh.dp_replicate} × dp_shard {run.mesh.sharded_over(world_size)}"
+    for stage in run.stages:
+        packs = stage.batch.packs_per_step
+        yield f"stage {stage.name}: {packs} packs per step ÷ {world_size} ranks = {-(-packs // world_size)} gradient accumulation steps"
+
+
+def _memory(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
+    """What the model of each stage needs on the device of each rank."""
+    shards = 1 if [*mesh_problems(run.mesh, world_size)] else run.mesh.sharded_over(world_size)
     for index, stage in enumerate(run.stages):
         try:
-            needed = memory_of(plan_of(run, index, bundle.config), stage.optimizer)
+            needed = memory_of(plan_of(run, index, bundle.config), stage.optimizer, shards)
         except Refused:
             continue  # among the settings' problems already
-        yield f"memory of stage {stage.name}: {needed}; activations come on top"
+        each = f"memory of stage {stage.name}" + (" per rank" if world_size > 1 else "")
+        yield f"{each}: {needed}; activations come on top"
 
 
 def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | None = None) -> Path:
@@ -261,6 +276,7 @@ def _untrained_parts(run: Run) -> Iterator[str]:
 
 def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
     """All problems; `unreadable` are those of the sources."""
+    yield from mesh_problems(run.mesh, None)
     yield from folder_problems(run_folder(run))
     try:
         bundle = description(run)

@@ -46,7 +46,9 @@ class Display(Protocol):
 
 
 def display(console: Console, logging_steps: int) -> Display:
-    """The live display if the console is a terminal, else lines; both print a line every `logging_steps` steps."""
+    """The live display if the console is a terminal, else lines; both print a line every `logging_steps` steps. None where it is quiet."""
+    if console.quiet:
+        return Silent()
     return Terminal(console, logging_steps) if console.is_terminal else Lines(logging_steps)
 
 
@@ -62,6 +64,20 @@ class Cell:
     @property
     def width(self) -> int:
         return max(len(self.name), len(self.value), self.usual)
+
+
+class Silent:
+    """Shows nothing: another rank does."""
+
+    def step(self, figures: StepFigures) -> None: ...
+
+    def note(self, message: str) -> None: ...
+
+    def status(self, message: str) -> None: ...
+
+    def stopping(self, message: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Lines:

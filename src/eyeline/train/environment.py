@@ -22,13 +22,18 @@ def environment(here: Machine) -> dict[str, Any]:
         "eyeline": __version__,
         "commit": commit(),
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": packages(),
         "system": platform.platform(),
         "device": here.device.type,
         "hardware": here.name,
         "threads": here.threads,
         **here.stamps(),
     }
+
+
+def packages() -> dict[str, str]:
+    """The versions of the packages that compute, by name."""
+    return {name: found for name in PACKAGES if (found := _version(name))}
 
 
 @cache  # a process runs the code that was there when it started

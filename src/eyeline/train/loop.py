@@ -3,14 +3,16 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from torch import Tensor
 
 from eyeline.checkpoint import store
-from eyeline.checkpoint.pieces import whole
+from eyeline.checkpoint.pieces import pieces_of
 from eyeline.core.batch import Batch
 from eyeline.core.errors import NotFinite, OutOfMemory, Stopped, StorageFailed, fitting
 from eyeline.core.files import make_folder, write_json
@@ -21,9 +23,10 @@ from eyeline.data.counts import forget_step_count
 from eyeline.data.loader import check_rejects_at_end
 from eyeline.data.validation import validation_batches
 from eyeline.models import flops
-from eyeline.parallel.launch import deterministic_or_refused, machine
-from eyeline.parallel.ranks import ONE_DEVICE
-from eyeline.train import metrics
+from eyeline.parallel.join import joined, started
+from eyeline.parallel.launch import Machine, deterministic_or_refused, machine
+from eyeline.parallel.mesh import mesh_of
+from eyeline.parallel.ranks import ONE_DEVICE, ranks_of
 from eyeline.train.display import Display, display
 from eyeline.train.metrics import Clock, StepFigures
 from eyeline.train.optim import set_learning_rates, state_tensors, without_state
@@ -43,32 +46,28 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
     Raises Refused before anything is written if the folder holds another run; Stopped after a signal, with all saved.
     """
     clock = Clock(now)
-    here = machine(run.device, run.threads, run.deterministic)
-    folder = run_folder(run)
-    refuse_strangers(folder)
-    make_folder(folder)
-    console = Console()
-    with sole_owner(folder):
+    place = started()
+    here = machine(run.device, run.threads, run.deterministic, place)
+    with joined(place, here.device.type, 60 * run.mesh.timeout_minutes) as world, ExitStack() as stack:
+        mesh = world.by_each(lambda: mesh_of(run.mesh, world, here.device.type, run.packs_per_step))
+        folder = run_folder(run)
+        world.by_first(lambda: stack.enter_context(owned(folder)))
         with clock.spending("startup"):
-            home = start_run(run, folder)
-            checkpoint = store.newest(home.checkpoints, home.id)
-            refuse_changed_past(run, home, checkpoint)
-            changed = announce(run, home, here, checkpoint)
-        begun = f"resumed from step {checkpoint.step}" if checkpoint else "from the start"
-        if checkpoint and checkpoint.state["stage"] == len(run.stages):
-            begun = "nothing is left to train"
-        say(f"{folder}: {begun}, {run.precision} on {here.device.type} ({here.name}, threads: {here.threads})")
-        for line in changed:
-            say(f"changed since: {line}")
-        if home.encoder.template.notice:
-            say(home.encoder.template.notice)
-        say(f"checkpoints: {saves(run)}")
+            home = start_run(run, folder, world)
+            checkpoint = world.by_first(lambda: store.newest(home.checkpoints, home.id))
+            world.by_first(lambda: refuse_changed_past(run, home, checkpoint))
+            changed = world.by_first(lambda: announce(run, home, here, checkpoint, world))
+        console = Console(quiet=not world.first)
+        for line in first_lines(run, home, here, world.size, checkpoint, changed) if world.first else ():
+            say(line)
         show, tally = display(console, run.logging_steps), Tally()
         stop = StopSignal(show.stopping)
-        process = Process(run, home, here, clock, console, show, tally, stop)
+        ranks = ONE_DEVICE if mesh is None else ranks_of(mesh)
+        process = Process(run, home, here, clock, console, show, tally, stop, world, mesh, ranks)
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
         try:
             while checkpoint is None or checkpoint.state["stage"] < len(run.stages):
+                stop.hear(world.gather_patiently(stop.asked))
                 if stop.asked:
                     done = f"{counted(checkpoint.state['global_step'], 'step')} saved" if checkpoint else "no step was done"
                     raise Stopped(f"stopped by {stop.asked}; {done}, and the same command resumes from there")
@@ -76,12 +75,35 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
                     train_stage(process, checkpoint)
                 except OutOfMemory as error:
                     raise OutOfMemory(f"{error}. {smaller(run, home, checkpoint.state['stage'] if checkpoint else 0)}") from error
-                checkpoint = store.newest(home.checkpoints, home.id)
+                checkpoint = world.by_first(lambda: store.newest(home.checkpoints, home.id))
         finally:
             stop.close()
             show.close()
-    say(tally.line(checkpoint.state["global_step"]))
-    say(f"saved: {checkpoint.folder}")
+        if world.first:
+            say(tally.line(checkpoint.state["global_step"]))
+            say(f"saved: {checkpoint.folder}")
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """The run folder, made where there is none, for this process alone. Refused if it is not one."""
+    refuse_strangers(folder)
+    make_folder(folder)
+    with sole_owner(folder):
+        yield
+
+
+def first_lines(run: Run, home: Home, here: Machine, ranks: int, checkpoint: store.Checkpoint | None, changed: list[str]) -> Iterator[str]:
+    """What is said before the first stage. `changed`: settings that are not those of the attempt before."""
+    begun = f"resumed from step {checkpoint.step}" if checkpoint else "from the start"
+    if checkpoint and checkpoint.state["stage"] == len(run.stages):
+        begun = "nothing is left to train"
+    many = f"{ranks} ranks, each on " if ranks > 1 else ""
+    yield f"{home.folder}: {begun}, {run.precision} on {many}{here.device.type} ({here.name}, threads: {here.threads})"
+    yield from (f"changed since: {line}" for line in changed)
+    if home.encoder.template.notice:
+        yield home.encoder.template.notice
+    yield f"checkpoints: {saves(run)}"
 
 
 def saves(run: Run) -> str:
@@ -110,14 +132,14 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
                 model,
                 running.optimizers,
                 step,
-                ONE_DEVICE,
+                process.ranks,
                 max_grad_norm=stage.max_grad_norm,
                 balance=stage.experts,
                 seed=run.seed,
                 step=state.global_step,
             )
         if report.outcome == "not finite":
-            keep_evidence(home, state, report, step.batches)
+            keep_evidence(process, state, report, step.batches)
         state = next_state(state, step, report)
         stop.done = state.global_step
         ended = state.step == running.steps
@@ -127,12 +149,13 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
         if run.validation_steps and running.reader.validates and (state.step % run.validation_steps == 0 or ended):
             state, better = run_validation(process, running, state)
         over = state.not_finite > run.max_nonfinite_steps
-        leaving = ended or over or stop.asked is not None  # read once: a signal after this line is for the next step
         due = run.save_minutes is not None and clock.now() - saved_at >= 60 * run.save_minutes
-        if leaving or better or due or (run.save_steps and state.step % run.save_steps == 0):
+        border = at_border(process, running, step, due)
+        leaving = ended or over or border.stop is not None
+        if leaving or better or border.due or (run.save_steps and state.step % run.save_steps == 0):
             save(process, running, state, ended=ended, best=better)
             stop.saved, saved_at = state.global_step, clock.now()
-        show_step(process, running, state, step, report, at, tells_rejects=ended or state.step == first)
+        show_step(process, running, state, step, report, border, at, tells_rejects=ended or state.step == first)
         if over:
             raise NotFinite(
                 f"{counted(state.not_finite, 'step')} had a loss or gradient that is not finite, more than "
@@ -148,6 +171,24 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
     )
 
 
+class Border(NamedTuple):
+    """What ranks agree on between two steps."""
+
+    stop: str | None  # the signal that asks for an end, on whatever rank. Asked once: a signal after that is for the next step
+    due: bool  # a checkpoint, by the clock of rank 0
+    flops: flops.Flops  # of all ranks' batches
+    memory_bytes: int  # of the rank that has the most in use
+
+
+def at_border(process: Process, running: StageRun, step: Step, due: bool) -> Border:
+    """Tell the other ranks, and hear what all agree on."""
+    counted = sum((running.arithmetic.of(batch) for batch in step.batches), flops.NONE)
+    told = process.world.gather(Border(process.stop.asked, due, counted, process.here.memory_bytes()))
+    process.stop.hear(one.stop for one in told)
+    total = sum((one.flops for one in told), flops.NONE)
+    return Border(process.stop.asked if any(one.stop for one in told) else None, told[0].due, total, max(one.memory_bytes for one in told))
+
+
 def next_state(state: State, step: Step, report: Report) -> State:
     """The state once a step is done."""
     dropped = state.not_finite + (report.outcome == "not finite")
@@ -158,7 +199,7 @@ def run_validation(process: Process, running: StageRun, state: State) -> tuple[S
     """Validate; the state with the best loss so far, and whether this one is it."""
     process.show.status("validating")
     with process.clock.spending("validation"):
-        loss, labels = validate(running.plan.model, validation_batches(running.reader, running.stage.batch.budget), ONE_DEVICE)
+        loss, labels = validate(running.plan.model, validation_batches(running.reader, running.stage.batch.budget), process.ranks)
     better = math.isfinite(loss) and (state.best is None or loss < state.best)
     state = replace(state, best=loss if better else state.best)
     write_validation(process.home, running.stage, state, loss, labels, process.show)
@@ -166,7 +207,9 @@ def run_validation(process: Process, running: StageRun, state: State) -> tuple[S
     return state, better
 
 
-def show_step(process: Process, running: StageRun, state: State, step: Step, report: Report, at: float, *, tells_rejects: bool) -> None:
+def show_step(
+    process: Process, running: StageRun, state: State, step: Step, report: Report, border: Border, at: float, *, tells_rejects: bool
+) -> None:
     """The step's figures on the screen and in metrics.jsonl. `at`: the schedule's factor of the learning rates."""
     stage, rejects = running.stage, running.reader.rejects
     figures = StepFigures(
@@ -178,14 +221,14 @@ def show_step(process: Process, running: StageRun, state: State, step: Step, rep
         report=report,
         lr={part: rate * at for part, rate in rates(stage).items()},
         seconds=process.clock.lap(),
-        memory_bytes=process.here.memory_bytes(),
+        memory_bytes=border.memory_bytes,
         rejected=rejects.rejected,
-        flops=sum((running.arithmetic.of(batch) for batch in step.batches), flops.NONE),
-        peak=running.peak,
+        flops=border.flops,
+        peak=running.peak and running.peak * process.world.size,
         imbalance=step.imbalance,
         epoch=step.epoch,
     )
-    metrics.write(process.home.folder, figures.line(), process.home.attempt)
+    process.home.record(figures.line())
     process.show.step(figures)
     if rejects.rejected and tells_rejects:
         process.show.note(f"{stage.name}: {rejects.summary()}")
@@ -209,6 +252,7 @@ def save(process: Process, running: StageRun, state: State, *, ended: bool, best
     kept: dict[str, dict[str, Tensor]] = {"model": {}, "frozen": {}}
     for name, x, entry in running.plan.tensors():
         kept["model" if entry.trains or entry.role == "buffer" else "frozen"][name] = x
+    kept["optimizer"] = {} if ended else state_tensors(optimizers)
     progress = State(stage=state.stage + 1, global_step=state.global_step, not_finite=state.not_finite) if ended else state
     process.show.status("saving a checkpoint")
     with process.clock.spending("checkpoint"), fitting(f"the checkpoint of step {state.global_step}"):
@@ -216,7 +260,10 @@ def save(process: Process, running: StageRun, state: State, *, ended: bool, best
             home.checkpoints,
             run=home.id,
             step=state.global_step,
-            files={name: whole(tensors) for name, tensors in {**kept, "optimizer": {} if ended else state_tensors(optimizers)}.items()},
+            files={
+                name: pieces_of(tensors, process.world.first)
+                for name, tensors in {**kept, "optimizer": {} if ended else state_tensors(optimizers)}.items()
+            },
             state={
                 "stage": progress.stage,
                 "global_step": state.global_step,
@@ -229,17 +276,21 @@ def save(process: Process, running: StageRun, state: State, *, ended: bool, best
             save_total_limit=run.save_total_limit,
             best=best,
             fixed={"frozen": f"stage {state.stage} of {home.id}"},
+            world=process.world,
         )
 
 
-def keep_evidence(home: Home, state: State, report: Report, micro_batches: tuple[Batch, ...]) -> None:
+def keep_evidence(process: Process, state: State, report: Report, micro_batches: tuple[Batch, ...]) -> None:
     """A file that says which samples made a step that is not finite, and where the data stood before it."""
+    home, samples = process.home, process.world.gather([list(batch.ids) for batch in micro_batches])
+    if not home.writes:
+        return
     make_folder(home.folder / "not_finite")
     evidence = {
         "step": state.global_step + 1,
         "loss": str(report.loss),
         "grad_norm": str(report.grad_norm),
-        "samples": [list(batch.ids) for batch in micro_batches],
+        "samples": [ids for of_rank in samples for ids in of_rank],
         "data_before": state.data,
     }
     write_json(home.folder / "not_finite" / f"step-{state.global_step + 1:08d}.json", evidence)
@@ -257,6 +308,6 @@ def write_validation(home: Home, stage: Stage, state: State, loss: float, labels
         "loss": shown,
         "supervised": labels,
     }
-    metrics.write(home.folder, line, home.attempt)
+    home.record(line)
     best = " (best)" if state.best == loss else ""
     show.note(f"{stage.name} {state.step}: validation loss {loss:.4f} over {labels:,} supervised tokens{best}")

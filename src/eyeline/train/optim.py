@@ -7,9 +7,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from eyeline.checkpoint.pieces import Stored
 from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.plan import Entry, Part, Plan
 from eyeline.core.settings import PositiveFloat, Settings, Share
+from eyeline.core.shards import held, is_sharded
 
 
 class AdamW(Settings):
@@ -55,11 +57,8 @@ def make_optimizers(plan: Plan[Any], settings: Optimizer) -> list[torch.optim.Op
             optimizers: list[torch.optim.Optimizer] = []
             if matrices:
                 groups = _groups(matrices, settings.weight_decay, ratio=1.0)
-                optimizers.append(
-                    torch.optim.Muon(
-                        groups, lr=0.0, momentum=settings.momentum, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
-                    )
-                )
+                how: dict[str, Any] = {"lr": 0.0, "momentum": settings.momentum, "weight_decay": settings.weight_decay}
+                optimizers.append(_muon(any(is_sharded(x) for _, x, _ in matrices))(groups, **how, adjust_lr_fn="match_rms_adamw"))
             if rest:
                 optimizers.append(_adamw(settings, _groups(rest, settings.weight_decay, settings.adamw_lr_ratio)))
             return optimizers
@@ -75,14 +74,22 @@ def set_learning_rates(optimizers: list[torch.optim.Optimizer], rates: Mapping[P
 
 
 def _groups(trainable: Iterable[tuple[str, Tensor, Entry]], weight_decay: float, ratio: float) -> list[dict[str, Any]]:
-    """Parameter groups by (part, decayed or not), in order of first appearance, each with the names it holds."""
-    groups: dict[tuple[Part, bool], dict[str, Any]] = {}
+    """Parameter groups by (part, decayed or not, sharded or not), in order of first appearance, each with the names it holds."""
+    groups: dict[tuple[Part, bool, bool], dict[str, Any]] = {}
     for name, parameter, entry in trainable:
         new = {"params": [], "names": [], "part": entry.part, "ratio": ratio, "weight_decay": weight_decay if entry.decays else 0.0}
-        group = groups.setdefault((entry.part, entry.decays), new)
+        group = groups.setdefault((entry.part, entry.decays, is_sharded(parameter)), new)  # no fused kernel takes both
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())
+
+
+def _muon(sharded: bool) -> type[torch.optim.Muon]:
+    if not sharded:
+        return torch.optim.Muon
+    from eyeline.parallel.muon import ShardedMuon
+
+    return ShardedMuon
 
 
 def _adamw(settings: AdamW | Muon, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
@@ -106,11 +113,11 @@ def without_state(optimizers: list[torch.optim.Optimizer]) -> list[str]:
 
 def load_state_tensors(
     optimizers: list[torch.optim.Optimizer],
-    tensors: Mapping[str, torch.Tensor],
+    stored: Stored,
     without: Collection[str] = (),
     where: str = "the checkpoint",
 ) -> None:
-    """Put back what `state_tensors` gave. `without` are the parameters that had no state; all others must have theirs.
+    """Put back what `state_tensors` gave, each rank its part. `without` are the parameters that had no state; all others must have theirs.
 
     Raises Refused, with what is missing, unknown, or has another shape or dtype, before anything is put back: an optimizer's kernel
     reads as many numbers as the parameter has, whatever there are.
@@ -121,16 +128,25 @@ def load_state_tensors(
         if name not in without
         for key, tensor in _state_of(optimizer, parameter).items()
     }
-    refuse_misfits(f"the optimizer state of {where}", misfits(tensors, wanted, "exact"))
+    refuse_misfits(f"the optimizer state of {where}", misfits(stored.meta, wanted, "exact"))
     for optimizer, name, parameter in _parameters(optimizers):
-        # `step` is a number on the host for AdamW's plain kernel and lies on the parameter's device for the fused one
-        keys = () if name in without else _state_of(optimizer, parameter)
-        optimizer.state[parameter] = {key: tensors[f"{name}:{key}"].to(parameter.device) for key in keys}
+        kept = {} if name in without else _state_of(optimizer, parameter)
+        optimizer.state[parameter] = {key: _loaded(stored, f"{name}:{key}", like, parameter) for key, like in kept.items()}
+
+
+def _loaded(stored: Stored, name: str, like: Tensor, parameter: nn.Parameter) -> Tensor:
+    """What is stored, on the parameter's device and sharded as it is. AdamW's fused kernel wants `step`, a number, there too."""
+    if like.ndim == 0:
+        return stored.read(name).to(parameter.device)
+    value = torch.empty_like(parameter, requires_grad=False)
+    part = held(value)
+    part.local.copy_(stored.read(name, part.box))
+    return value
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """What an optimizer keeps of a parameter once it has moved it, without values."""
-    like = torch.empty_like(parameter, device="meta")
+    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     match optimizer:
         case torch.optim.AdamW():
             return {"step": torch.empty((), dtype=torch.float32, device="meta"), "exp_avg": like, "exp_avg_sq": like}

@@ -23,6 +23,7 @@ from eyeline.data.sources.sources import Source
 from eyeline.models import Config
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Balance
+from eyeline.parallel.mesh import MeshSizes
 from eyeline.train.optim import AdamW, Optimizer
 from eyeline.train.schedule import WSD, Cosine, Schedule
 
@@ -178,13 +179,19 @@ class Run(Settings):
     precision: Literal["fp32", "bf16"] = "fp32"  # of activations and products; what trains is kept in fp32 in any case
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False  # only algorithms that give the same bits every time; on a GPU others are faster
-    threads: Positive | None = None  # CPU threads; torch's own choice when not given
+    threads: Positive | None = None  # CPU threads per process; torch's own choice when not given, or a rank's share of the cores
+    mesh: MeshSizes = MeshSizes()  # of several ranks (torchrun, or --nproc): what they share out
     logging_steps: Positive = 10  # steps between lines where the screen is not a terminal
     validation_steps: Positive | None = None  # steps; also at the end of a stage. None: never
     save_steps: Positive | None = None  # steps; a checkpoint at the end of every stage is always written
     save_minutes: PositiveFloat | None = 30.0  # minutes between checkpoints, by the clock; null: by steps alone
     save_total_limit: Positive = 2  # checkpoints beside the best one
     max_nonfinite_steps: NotNegative = 5  # steps that may be dropped because a loss or gradient is not finite
+
+    @property
+    def packs_per_step(self) -> int:
+        """The fewest of any stage: as many ranks have something to compute in each step."""
+        return min(stage.batch.packs_per_step for stage in self.stages)
 
     @field_validator("out")
     @classmethod
@@ -267,6 +274,7 @@ MAY_CHANGE = (
     "device",
     "deterministic",
     "threads",
+    "mesh",
     "logging_steps",
     "validation_steps",
     "save_steps",

@@ -14,14 +14,16 @@ from eyeline.core.errors import Refused, fitting
 from eyeline.core.plan import Plan
 from eyeline.core.randomness import seed_for
 from eyeline.core.step import Step
+from eyeline.core.world import ALONE, World
 from eyeline.data.counts import count_steps
 from eyeline.data.index_progress import index_first
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import Reader, reader_of
 from eyeline.models import Model, flops
 from eyeline.parallel.launch import Machine
+from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.place import place
-from eyeline.train import metrics
+from eyeline.parallel.ranks import ONE_DEVICE, Ranks
 from eyeline.train.display import Display
 from eyeline.train.metrics import Clock
 from eyeline.train.optim import load_state_tensors, make_optimizers
@@ -44,6 +46,9 @@ class Process:
     show: Display
     tally: Tally
     stop: StopSignal
+    world: World = ALONE
+    mesh: Mesh | None = None  # None: a single process
+    ranks: Ranks = ONE_DEVICE
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,12 @@ class StageRun:
         return training_steps(self.reader, batch.budget, batch.packs_per_step, self.stage.epochs, state.data)
 
 
-def model_of(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None, index: int) -> Plan[Model]:
-    """The model of stage `index`: planned, placed, and filled. Adapters that the stage does not continue are merged on the way."""
+def model_of(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None, index: int, mesh: Mesh | None = None) -> Plan[Model]:
+    """The model of stage `index`: planned, placed on the ranks, and filled. Adapters that the stage does not continue are merged on the
+    way."""
     sources = sources_of(run, home, checkpoint)
     plan = plan_of(run, index, home.bundle.config, biased=has_biases(sources["language"]))
-    place(plan, here.device)
+    place(plan, here.device, mesh)
     continued = checkpoint is not None and lora_of(checkpoint.state) == adapters_of(run.stages[index])
     fill(plan, home.bundle.config, sources, keep_adapters=continued, seed=run.seed)
     return plan
@@ -91,30 +97,35 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
 
     A stage border is a checkpoint and a rebuild: going on to the next stage and resuming a run are this same code.
     """
-    run, home, here = process.run, process.home, process.here
+    run, home, here, world = process.run, process.home, process.here, process.world
     stage, saved = run.stages[state.stage], {} if checkpoint is None else checkpoint.state
     with process.clock.spending("startup"), fitting("the model with its optimizer's state"):
-        plan = model_of(run, home, here, checkpoint, state.stage)
+        plan = world.by_each(lambda: model_of(run, home, here, checkpoint, state.stage, process.mesh))
         choose_kernels(plan.model, here, COMPUTE[run.precision], trains=True)
         arithmetic = flops.count(plan.model, plan.spec.image)
         optimizers = make_optimizers(plan, stage.optimizer)
         if checkpoint and state.step > 0:
-            load_state_tensors(optimizers, checkpoint.load("optimizer"), saved["without_state"], str(checkpoint.folder))
-        reader = reader_of(
-            stage.data,
-            home.encoder,
-            plan.spec.image,
-            seed_for(run.seed, "stage", state.stage),
-            home.folder,
-            plan.spec.max_positions,
-            arithmetic.cost(),
-            notify=process.show.status,
+            with checkpoint.reading("optimizer") as stored:
+                world.by_each(lambda: load_state_tensors(optimizers, stored, saved["without_state"], str(checkpoint.folder)))
+        reader = world.by_each(
+            lambda: reader_of(
+                stage.data,
+                home.encoder,
+                plan.spec.image,
+                seed_for(run.seed, "stage", state.stage),
+                home.folder,
+                plan.spec.max_positions,
+                arithmetic.cost(),
+                world,
+                notify=process.show.status,
+            )
         )
-        steps = stage.steps or count_steps(reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
+        epochs = stage.epochs or 0
+        steps = stage.steps or world.by_first(lambda: count_steps(reader, stage.batch.budget, stage.batch.packs_per_step, epochs))
         if state.step >= steps:
             raise Refused(f"stage {stage.name} has steps={steps} and has already done {state.step}; raise steps, or leave it unchanged")
         if checkpoint:
-            refuse_changed_data(run, home.folder, reader, checkpoint.state)
+            world.by_each(lambda: refuse_changed_data(run, home.folder, reader, checkpoint.state))
     peak = flops.peak_of(here.name) if run.precision == "bf16" else None
     running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, peak)
     _announce(process, running, state)
@@ -129,9 +140,9 @@ def _announce(process: Process, running: StageRun, state: State) -> None:
     process.console.print(table(running.stage, rows, process.console.width))
     show.status("first step: reading and indexing data")
     with process.clock.spending("data_wait"):
-        index_first(running.reader, running.stage.batch.budget, state.data)
+        process.world.by_first(lambda: index_first(running.reader, running.stage.batch.budget, state.data))
     record = stage_record(process.run, state.stage, running.steps, rows, running.reader, home.bundle)
-    metrics.write(home.folder, record | {"global_step": state.global_step}, home.attempt)
+    home.record(record | {"global_step": state.global_step})
     for line in stage_lines(record):
         show.note(line)
     show.status("first step: decoding images")

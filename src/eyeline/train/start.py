@@ -1,6 +1,7 @@
 """Where a run begins: its folder, its model's description, and the weights that a stage starts from."""
 
 import itertools
+import platform
 import re
 import shlex
 import shutil
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eyeline import models
+from eyeline import __version__, models
 from eyeline.bundle.bundle import Bundle, Opened, describe, open_bundle, read_description, refuse_other_version
 from eyeline.bundle.fill import Seed, Source, refuse_other_parts
 from eyeline.bundle.folders import warn_of_others
@@ -19,8 +20,9 @@ from eyeline.core.errors import Refused
 from eyeline.core.files import read_json, read_lines, read_object, write_json
 from eyeline.core.locations import Remote
 from eyeline.core.plan import Part
+from eyeline.core.world import ALONE, World
 from eyeline.data.prepared.folder import TOKENIZER
-from eyeline.data.reader import Reader, changes
+from eyeline.data.reader import Reader, changes, short_hash
 from eyeline.data.sets import training_texts
 from eyeline.data.sources.folders import parse_location
 from eyeline.data.text.templates import VIDEO, template_named
@@ -29,8 +31,8 @@ from eyeline.models.moe import Forced
 from eyeline.models.shape import shape
 from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
-from eyeline.train.environment import environment
-from eyeline.train.run import CODE, Full, Run, differences, from_yaml, write_recipe
+from eyeline.train.environment import commit, environment, packages
+from eyeline.train.run import CODE, Full, Run, differences, from_yaml, to_yaml, write_recipe
 from eyeline.train.trainable import checkpointed
 
 # What a start that was killed leaves beside the files that it was writing. Reports and evaluations are others' to clear away.
@@ -46,21 +48,49 @@ class Home:
     attempt: int  # 1 at the first start
     bundle: Bundle
     encoder: Encoder
+    writes: bool = True  # of several ranks, whether this is the one that writes into the folder
+
+    def record(self, line: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl."""
+        if self.writes:
+            metrics.write(self.folder, line, self.attempt)
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
 
-def start_run(run: Run, folder: Path) -> Home:
-    """Make the run folder, or examine the one that is there. Refused if it belongs to another recipe, or to no run.
+def start_run(run: Run, folder: Path, world: World = ALONE) -> Home:
+    """Make the run folder, or examine the one that is there; of several ranks, one does, and the others read it. Refused if it belongs to
+    another recipe, or to no run."""
+    world.by_first(lambda: _make_folder(run, folder))
+    bundle, known = read_description(folder / "model"), _attempts(folder / "env.json")
+    home = Home(folder, known["run"], len(known["attempts"]) + 1, bundle, bundle.encoder(), world.first)
+    refuse_other_ranks(run, home, world)
+    return home
 
-    It then holds recipe.yaml (resolved), env.json (the run's id, and the environment of every attempt) and model/ (the
-    description and tokenizer, which a later attempt reads instead of making them again).
+
+def refuse_other_ranks(run: Run, home: Home, world: World) -> None:
+    """Raise Refused on every rank where one has another recipe, tokenizer, or version of anything than rank 0, naming both."""
+    versions = {"eyeline": __version__, "Eyeline's commit": commit() or "", "Python": platform.python_version(), **packages()}
+    own = versions | {"recipe": short_hash(to_yaml(run)), "tokenizer": home.encoder.identity, "run folder": home.id}
+    first, *others = world.gather_patiently(own)
+    for rank, other in enumerate(others, 1):
+        if differ := [
+            f"{name} is {other.get(name)} there and {first.get(name)} on rank 0"
+            for name in first | other
+            if other.get(name) != first.get(name)
+        ]:
+            raise Refused(f"rank {rank} is not like rank 0: {'; '.join(differ)}. Start all ranks with the same code, recipe and folder")
+
+
+def _make_folder(run: Run, folder: Path) -> None:
+    """The folder then holds recipe.yaml (resolved), env.json (the run's id, and the environment of every attempt) and model/ (the
+    description and tokenizer, which a later attempt and other ranks read instead of making them again).
     """
     recipe, env = folder / "recipe.yaml", folder / "env.json"
     if recipe.exists():
-        before, known = _recorded(recipe), _attempts(env)
+        before, _ = _recorded(recipe), _attempts(env)
         if before != run and _untouched(folder):
             describe(_described(run), folder / "model")
             write_recipe(folder, run)
@@ -69,16 +99,13 @@ def start_run(run: Run, folder: Path) -> Home:
             warn_of_others(folder)
     else:
         refuse_strangers(folder)
-        known = {"run": uuid.uuid4().hex[:12], "attempts": []}
         describe(_described(run), folder / "model")
-        write_json(env, known)
+        write_json(env, {"run": uuid.uuid4().hex[:12], "attempts": []})
         write_recipe(folder, run)
     for path in folder.iterdir():
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     store.remove_leftovers(folder / "checkpoints")
-    bundle = read_description(folder / "model")
-    return Home(folder, known["run"], len(known["attempts"]) + 1, bundle, bundle.encoder())
 
 
 def refuse_strangers(folder: Path) -> None:
@@ -123,17 +150,21 @@ def refuse_changed_past(run: Run, home: Home, checkpoint: store.Checkpoint | Non
                 )
 
 
-def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None) -> list[str]:
+def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None, world: World = ALONE) -> list[str]:
     """Put this attempt on record: its stamps in env.json and metrics.jsonl, and the settings that changed in recipe.yaml. The changes."""
     recipe = home.folder / "recipe.yaml"
     changed = differences(_recorded(recipe), run, may=True)
-    stamps = environment(here) | {"precision": run.precision, "world_size": 1, "resumed_from": checkpoint.step if checkpoint else None}
+    stamps = environment(here) | {
+        "precision": run.precision,
+        "world_size": world.size,
+        "resumed_from": checkpoint.step if checkpoint else None,
+    }
     stamps["forced_expert_balance"] = any(isinstance(stage.experts, Forced) for stage in run.stages)
     env = home.folder / "env.json"
     known = read_json(env)
     write_json(env, known | {"attempts": [*known["attempts"], stamps]})
     changed += [f"{name}, which the recipe names" for name in write_recipe(home.folder, run)]
-    metrics.write(home.folder, {"kind": "start", **stamps}, home.attempt)
+    home.record({"kind": "start", **stamps})
     return changed
 
 

@@ -4,7 +4,7 @@ import fcntl
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -32,6 +32,10 @@ class StopSignal:
         self._second: int | None = None  # a second signal that came while the first was being told
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self._before = {number: signal.signal(number, self._note) for number in ASKING if not (ignored and number == signal.SIGHUP)}
+
+    def hear(self, asked: Iterable[str | None]) -> None:
+        """Take what other ranks were asked for one's own."""
+        self.asked = self.asked or next((one for one in asked if one is not None), None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is the system's
         if self.asked is None:

@@ -92,11 +92,14 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False) -> Plan[
     return plan
 
 
-def memory_of(plan: Plan[Any], optimizer: Optimizer) -> Memory:
-    """What a stage keeps of its model. A gradient has its weight's dtype, and so has each moment: two of AdamW, one of Muon."""
+def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1) -> Memory:
+    """What a stage keeps of its model, on the rank that has most of it. A gradient has its weight's dtype, and so has each moment: two of
+    AdamW, one of Muon."""
     weights = gradients = moments = 0
     for _, x, entry in plan.tensors():
-        size = x.numel() * entry.stored.itemsize
+        rows = entry.shape[0] if entry.shape else 1
+        share = 1.0 if entry.exact or not rows else -(-rows // shards) / rows  # what is exact is whole on every rank
+        size = round(x.numel() * share) * entry.stored.itemsize
         weights += size
         if entry.trains:
             gradients += size

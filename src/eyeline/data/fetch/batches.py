@@ -11,15 +11,15 @@ from eyeline.core.batch import IGNORE, Batch, Budget, Counts, Document, Image
 
 
 def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: bool = False) -> Batch:
-    """Lay documents end to end. With a budget, one last document without labels fills the tokens up; patches are not padded.
+    """Lay documents end to end. With a budget, one last document without labels fills the tokens up; patches are not padded. Of no
+    documents the batch is one token of padding.
 
     Images with equal keys are encoded once, and the documents that show them share their rows. `next_tokens` asks for the
-    logits after the last token of each document, for generation, instead of the loss (`labels_L` is None).
-    Documents over the budget are a defect of the caller.
+    logits after the last token of each document, for generation, instead of the loss. Documents over the budget are a defect.
     """
     lengths = [len(d.tokens_T) for d in documents]
     real = sum(lengths)
-    slots = budget.tokens if budget else max(real, 1)  # no documents are a token of padding
+    slots = budget.tokens if budget and documents else max(real, 1)
     assert real <= slots, f"{real} tokens do not fit a budget of {slots}"
     bounds = np.cumsum([0, *lengths, *([slots - real] if slots > real else [])]).astype(np.int32)
     spans = np.diff(bounds)

@@ -1,0 +1,75 @@
+"""Tensors of which this rank holds a part. Whoever fills, saves or loads a tensor asks here what part that is, and needs to know nothing
+of ranks; a tensor that is not cut is held whole."""
+
+import math
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offset: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.lengths)
+
+    def common(self, other: "Box") -> "Box | None":
+        """What is in both; None where nothing is."""
+        start = tuple(map(max, self.offset, other.offset))
+        end = tuple(min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
+        return (
+            None
+            if any(a >= b for a, b in zip(start, end, strict=True))
+            else Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
+        )
+
+    def within(self, outer: "Box") -> tuple[slice, ...]:
+        """Where this is located in an outer box."""
+        return tuple(slice(a - o, a - o + n) for a, n, o in zip(*self, outer.offset, strict=True))
+
+
+class Held(NamedTuple):
+    """What this rank holds of a tensor."""
+
+    local: Tensor  # shares its memory with the tensor
+    box: Box
+    replica: int  # 0 on the one rank that answers for this part among those that hold the same
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Return whether a tensor belongs to a mesh of ranks (it is a DTensor)."""
+    module = sys.modules.get("torch.distributed.tensor")  # nothing is sharded before it is imported, which takes a while
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def held(x: Tensor) -> Held:
+    """The part that this rank holds. Of a tensor that is not sharded, all; `replica` is then not known, and 0."""
+    if not is_sharded(x):
+        return Held(x, Box((0,) * x.ndim, tuple(x.shape)), 0)
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(x, DTensor)
+    lengths, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    coordinate = x.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank holds parameters of meshes that it is in, and of no others"
+    replica = sum(at for at, placement in zip(coordinate, x.placements, strict=True) if placement.is_replicate())
+    with torch.no_grad():
+        local = x.to_local()
+    return Held(local, Box(tuple(offset), tuple(lengths)), replica)
+
+
+@torch.no_grad()
+def put(x: Tensor, whole: Tensor) -> None:
+    """Fill a tensor, or the part of it that this rank holds, from a whole one of any device and dtype."""
+    if not is_sharded(x):
+        x.copy_(whole)
+        return
+    part = held(x)
+    part.local.copy_(whole[part.box.within(Box((0,) * x.ndim, tuple(x.shape)))])

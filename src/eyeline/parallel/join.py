@@ -1,0 +1,120 @@
+"""Joining the ranks that were started together, by torchrun or by --nproc: who this process is among them, and how they talk."""
+
+import ctypes
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from eyeline.core.errors import EXPECTED, ElsewhereFailed, RankLost, Refused
+from eyeline.core.world import ALONE, World
+
+STORE = "EYELINE_STORE"  # the file by which the ranks that --nproc starts find one another: they need no port
+LAUNCHER = "EYELINE_LAUNCHER"  # the process that started them: they end with it
+LONG = timedelta(days=7)  # for a rank that indexes data, say, while others wait; that it has ended is seen at once
+
+
+def started() -> World:
+    """The place that whoever started this process gave it, in torchrun's environment variables; it cannot talk to others yet. Raises
+    Refused for half of one."""
+    names = ("RANK", "WORLD_SIZE")
+    there = [name for name in names if name in os.environ]
+    if not there or os.environ.get("WORLD_SIZE") == "1":
+        return ALONE
+    how = "Start the ranks with torchrun, or with --nproc N"
+    if len(there) == 1:
+        raise Refused(f"{there[0]} is set and {next(name for name in names if name not in there)} is not. {how}")
+    try:
+        rank, size = (int(os.environ[name]) for name in names)
+        local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    except ValueError as error:
+        raise Refused(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers ({error}). {how}") from error
+    return World(rank, size, local_rank, local_size)
+
+
+@contextmanager
+def joined(world: World, device: str, timeout_s: float) -> Iterator[World]:
+    """The world once every rank has arrived, able to talk: over gloo, whatever the device computes with.
+
+    An expected error inside is raised on the rank that has it, and as ElsewhereFailed on others that have the same: it is said once.
+    Raises RankLost where a rank has ended, or does not answer within `timeout_s`.
+    """
+    if world.size == 1:
+        yield world
+        return
+    import torch.distributed as dist
+
+    _end_with_launcher()
+    limit, store = timedelta(seconds=timeout_s), os.environ.get(STORE)
+    where: dict[str, Any] = {"init_method": f"file://{store}", "rank": world.rank, "world_size": world.size} if store else {}
+    with _lost_ranks(world):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=limit, **where)
+    try:
+        with _said_once(), _lost_ranks(world):
+            soon, late = (dist.new_group(backend="gloo", timeout=wait) for wait in (limit, LONG))
+            yield replace(world, gather=_gather(world, soon), gather_patiently=_gather(world, late))
+    finally:
+        dist.destroy_process_group()
+
+
+def _end_with_launcher() -> None:
+    """Ask the kernel to send SIGTERM when the process that started the ranks ends, however it ends."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(launcher):  # it ended before
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _gather(world: World, group: Any) -> Callable[[Any], list[Any]]:
+    import torch.distributed as dist
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * world.size
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    return gather
+
+
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out", "timeout", "nccl")  # as torch says it
+
+
+@contextmanager
+def _lost_ranks(world: World) -> Iterator[None]:
+    """RankLost where a call failed because another rank did not answer it."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).strip()
+        if not any(words.lower() in text.lower() for words in LOST):
+            raise
+        raise RankLost(
+            f"rank {world.rank} lost another rank, which ended or did not answer in time ({text.splitlines()[0]}). Its output says why. "
+            "The same command resumes from the last checkpoint"
+        ) from error
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """ElsewhereFailed in place of an expected error that another rank has already raised. One loss is enough, too."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        yield
+    except EXPECTED as error:
+        text = "a rank is lost" if isinstance(error, RankLost) else str(error)
+        name = f"said {hashlib.sha256(text.encode()).hexdigest()}"
+        try:
+            first = distributed_c10d._get_default_store().add(name, 1) == 1
+        except RuntimeError:  # whoever kept the store has ended
+            first = True
+        if first:
+            raise
+        raise ElsewhereFailed(error.code) from error

@@ -1,0 +1,134 @@
+"""Whole runs on several ranks against one process: what is trained, saved, resumed and said."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from eyeline.checkpoint import store
+from eyeline.core.files import read_lines
+from eyeline.train import loop
+from eyeline.train.run import Run, to_yaml
+from tests import ranks
+from tests.forked import run_command
+from tests.train.recipe import tiny_run
+
+
+def run_of(folder: Path, name: str, *overrides: str) -> Run:
+    return tiny_run(folder, f"out={folder / name}", "validation_steps=2", "save_minutes=null", *overrides)
+
+
+def start(run: Run, count: int, before: Callable[[int], object] = lambda _: None) -> list[ranks.Forked]:
+    """`eyeline train` on so many ranks; `before` runs first, and is told the rank."""
+    recipe = Path(str(run.out) + ".yaml")
+    recipe.write_text(to_yaml(run))
+
+    def work() -> None:
+        before(int(os.environ.get("RANK", "0")))
+        run_command("train", str(recipe))
+
+    return ranks.start(count, work, recipe.with_suffix(f".{time.monotonic_ns()}.store"))
+
+
+def train(run: Run, count: int, before: Callable[[int], object] = lambda _: None, code: int = 0) -> None:
+    assert ranks.wait(start(run, count, before)) == [code] * count
+
+
+def lines(run: Run, kind: str, *names: str) -> list[Any]:
+    return [[line[name] for name in names] for line in read_lines(Path(str(run.out)) / "metrics.jsonl") if line["kind"] == kind]
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    found = store.newest(Path(str(run.out)) / "checkpoints")
+    assert found is not None
+    return found.load("model", "frozen")
+
+
+def bits(run: Run) -> Any:
+    """What two runs that are the same to the last bit have in common."""
+    return lines(run, "step", "global_step", "loss", "grad_norm"), {name: x.numpy().tobytes() for name, x in weights(run).items()}
+
+
+COUNTED = ("global_step", "real", "supervised", "images", "flops", "epoch", "outcome", "rejected")
+CLOSE = 5e-3  # of losses after some steps: AdamW makes a whole step of the rounding of a gradient that is zero
+
+
+def assert_same_course(many: Run, one: Run) -> None:
+    assert lines(many, "step", *COUNTED) == lines(one, "step", *COUNTED)
+    for kind, name in (("step", "loss"), ("step", "grad_norm"), ("validation", "loss")):
+        for [got], [want] in zip(lines(many, kind, name), lines(one, kind, name), strict=True):
+            assert got == pytest.approx(want, rel=CLOSE), (kind, name)
+
+
+@pytest.mark.parametrize(("count", "mesh"), [(2, "mesh.dp_shard=2"), (2, "mesh.dp_replicate=2"), (3, "mesh.dp_shard=-1")])
+def test_ranks_train_what_one_process_does(count: int, mesh: str, tmp_path: Path) -> None:
+    """Two stages: Muon on everything, then LoRA with dropout beside the projector."""
+    packs = "stages.whole.batch.packs_per_step=3", "stages.adapt.batch.packs_per_step=3"
+    one, many = run_of(tmp_path, "one", *packs), run_of(tmp_path, "many", mesh, *packs)
+    train(one, 1)
+    train(many, count)
+    assert_same_course(many, one)
+    assert lines(many, "start", "world_size") == [[count]]
+    assert {name: x.shape for name, x in weights(many).items()} == {name: x.shape for name, x in weights(one).items()}
+
+
+def stop_after(step: int, at_rank: int) -> Callable[[int], None]:
+    """A signal reaches one rank in that step, and no other."""
+
+    def before(rank: int) -> None:
+        update, done = loop.update, [0]
+
+        def counted(*args: Any, **how: Any) -> Any:
+            report = update(*args, **how)
+            done[0] += 1
+            if done[0] == step and rank == at_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return report
+
+        loop.update = counted
+
+    return before
+
+
+@pytest.mark.parametrize("stops", [(2,), (3, 3)], ids=["in the first stage", "in both stages"])
+def test_a_run_resumed_on_as_many_ranks_is_the_uninterrupted_one(stops: tuple[int, ...], tmp_path: Path) -> None:
+    whole, cut = run_of(tmp_path, "whole"), run_of(tmp_path, "cut")
+    train(whole, 2)
+    for n, stop in enumerate(stops):
+        train(cut, 2, stop_after(stop, at_rank=1 - n % 2), code=75)
+    train(cut, 2)
+    assert bits(cut) == bits(whole)
+
+
+def test_a_run_resumed_on_other_ranks_goes_the_same_course(tmp_path: Path) -> None:
+    """1 → 2 → 3 → 1 ranks; weights, both optimizers' states and the position of the data are found again."""
+    packs = "stages.whole.batch.packs_per_step=3", "stages.adapt.batch.packs_per_step=3"
+    one, moved = run_of(tmp_path, "one", *packs), run_of(tmp_path, "moved", *packs)
+    train(one, 1)
+    for count, stop in ((1, 2), (2, 3), (3, 2)):
+        train(moved, count, stop_after(stop, at_rank=0), code=75)
+    train(moved, 1)
+    assert_same_course(moved, one)
+    assert lines(moved, "start", "world_size", "resumed_from") == [[1, None], [2, 2], [3, 5], [1, 7]]
+
+
+def test_nproc_starts_ranks_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The command as a user gives it, in new processes."""
+    run = run_of(tmp_path, "run", "stages.whole.steps=1", "stages.adapt.steps=1", "mesh.dp_shard=2")
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(to_yaml(run))
+    command = [sys.executable, "-m", "eyeline", "train", str(recipe), "--nproc", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "on 2 ranks, each on cpu" in done.stdout
+    assert done.stdout.count("saved: ") == 1
+    assert (Path(str(run.out)) / "report.html").exists()
+    left = subprocess.run(["pgrep", "-f", str(recipe)], capture_output=True, text=True, check=False).stdout
+    assert not left, "ranks are still running"

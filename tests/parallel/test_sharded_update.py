@@ -1,0 +1,224 @@
+"""`update` on ranks that are processes against the same update in one: reports, every gradient, and weights after some steps."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from eyeline.core.batch import IGNORE, Budget, Document
+from eyeline.core.plan import PARTS, Part, Plan
+from eyeline.core.randomness import torch_rng_for
+from eyeline.core.shards import held, is_sharded, put
+from eyeline.core.step import Step, step_of
+from eyeline.core.world import ALONE, World
+from eyeline.data.fetch.batches import batch_of
+from eyeline.models.lora import LoRA
+from eyeline.models.moe import Aux, Balance, Bias
+from eyeline.models.shape import Trains, shape
+from eyeline.parallel.mesh import MeshSizes, mesh_of
+from eyeline.parallel.place import place
+from eyeline.parallel.ranks import ONE_DEVICE, Ranks, ranks_of
+from eyeline.train.step import Report, update
+from tests.models import parity
+from tests.models.cases import ALL
+from tests.models.parity import Case
+from tests.ranks import on_ranks
+
+BY_NAME = {(case.config.family, case.id): case for case in ALL}
+FAMILIES = {
+    "llava": BY_NAME["llava", "shuffled untied"],
+    "qwen3_vl": BY_NAME["qwen3_vl", "tied"],
+    "qwen3_vl-moe": BY_NAME["qwen3_vl", "experts"],
+    "qwen3_5_vl": BY_NAME["qwen3_5_vl", "tied"],
+    "qwen3_5_vl-moe": BY_NAME["qwen3_5_vl", "experts"],
+    "text": BY_NAME["text", "qwen3 tied"],
+}
+TOKENS = 64
+Pack = tuple[Document, ...]
+ADAPTER = LoRA(rank=2, alpha=2, dropout=0.3, targets="all-linear")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how."""
+
+    trains: Mapping[Part, Trains] | None = None  # None: everything
+    checkpointing: bool = False
+    balance: Balance | None = None
+    precision: torch.dtype = torch.float32
+    momentum: float = 0.0
+    max_grad_norm: float | None = 0.5
+    steps: int = 3  # that are compared
+    sizes: MeshSizes = field(default_factory=MeshSizes)
+
+
+def unlabelled(document: Document) -> Document:
+    return replace(document, labels_T=np.full_like(document.labels_T, IGNORE))
+
+
+def packs_of(case: Case) -> list[list[Pack]]:
+    """The packs of each step. Labels are uneven, some packs have none, and images are where only some ranks see them; in the second step
+    only packs without labels have images; in the third there are fewer packs than ranks that divide."""
+    texts = [d for d in case.documents if not d.images]
+    shown = [d for d in case.documents if d.images] or texts
+    image, other = tuple(shown[:1]), tuple(shown[1:2])
+    text, short = tuple(texts[:2]), tuple(texts[:1])
+    without = tuple(map(unlabelled, other))
+    return [
+        [image, text, short, without, tuple(map(unlabelled, text)), other],
+        [without, text, short, without],
+        [text, image, other],
+    ]
+
+
+def step_for(packs: Sequence[Pack], rank: int, ranks: int) -> Step:
+    """The step of a rank: packs are dealt in turn, and the last slot has empty ones."""
+    slots = [[*packs[n : n + ranks], *[()] * ranks][:ranks] for n in range(0, len(packs), ranks)]
+    batches = [[batch_of(slot[r], Budget(TOKENS, 1000)) for slot in slots] for r in range(ranks)]
+    counts, costs = [[one.counts for one in of_rank] for of_rank in batches], [[(0, 0)] * ranks] * len(slots)
+    return step_of(batches[rank], [n * ranks + rank for n in range(len(slots))], counts, costs, {}, None)
+
+
+class Descent(torch.optim.SGD):
+    """Plain descent, which keeps the gradients of its first step, whole."""
+
+    def __init__(self, plan: Plan[Any], momentum: float):
+        self.named = {name: x for name, x, entry in plan.tensors() if entry.trains}
+        groups = [[p for p in self.named.values() if is_sharded(p) == sharded] for sharded in (True, False)]
+        super().__init__([{"params": group} for group in groups if group], lr=0.02, momentum=momentum, weight_decay=0.1)
+        self.first: dict[str, Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:
+        if not self.first:
+            self.first = {name: whole(x.grad) for name, x in self.named.items() if x.grad is not None}
+        super().step(closure)
+
+
+def whole(x: Any) -> Tensor:
+    return (x.full_tensor() if is_sharded(x) else x).detach().clone()
+
+
+@dataclass
+class Trained:
+    """What some steps came to."""
+
+    reports: list[Report]
+    gradients: dict[str, Tensor]  # of the first step
+    weights: dict[str, Tensor]  # after the last
+    moved: set[str]  # names of the parameters that differ from where they started
+
+
+def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
+    mesh = mesh_of(setup.sizes if world.size > 1 else MeshSizes(), world, "cpu")
+    trains = setup.trains
+    adapters: dict[Part, LoRA] = {part: ADAPTER for part, how in (trains or {}).items() if how == "adapters"}
+    plan = shape(
+        case.config,
+        trains=trains,
+        adapters=adapters,
+        compute_dtype=setup.precision,
+        balance=setup.balance,
+        biased=isinstance(setup.balance, Bias),
+    )
+    if setup.checkpointing:
+        plan.model.recompute(PARTS)
+    place(plan, "cpu", mesh)
+    fill(case, plan)
+    before = {name: whole(x) for name, x, _ in plan.tensors()}
+    plan.model.train()
+    optimizer = Descent(plan, setup.momentum)
+    ranks: Ranks = ONE_DEVICE if mesh is None else ranks_of(mesh)
+    reports = [
+        update(
+            plan.model,
+            [optimizer],
+            step_for(packs, world.rank, world.size),
+            ranks,
+            max_grad_norm=setup.max_grad_norm,
+            balance=setup.balance,
+            seed=3,
+            step=number,
+        )
+        for number, packs in enumerate(packs_of(case)[: setup.steps])
+    ]
+    weights = {name: whole(x) for name, x, _ in plan.tensors()}
+    return Trained(reports, optimizer.first, weights, {name for name, x in weights.items() if not torch.equal(x, before[name])})
+
+
+def fill(case: Case, plan: Plan[Any]) -> None:
+    """The weights of the case, and adapters that compute something, whoever holds which part of them."""
+    known = dict(parity.randomised(case).named_parameters())
+    for name, x, entry in plan.tensors():
+        if entry.role == "buffer":
+            x.zero_()
+        else:
+            put(x, known[name] if name in known else 0.2 * torch.randn(entry.shape, generator=torch_rng_for(0, name)))
+
+
+def tolerance_of(case: Case, setup: Setup) -> float:
+    if setup.precision == torch.bfloat16:
+        return 1e-2  # a rank's gradients are summed in float32; on one device matrices' are rounded to bfloat16 pack by pack
+    return parity.tolerance_of(case, parity.randomised(case), batch_of(packs_of(case)[0][0], Budget(TOKENS, 1000)))
+
+
+def compare(case: Case, setup: Setup, ranks: int) -> None:
+    want = train(case, setup)
+    assert [report.outcome for report in want.reports] == ["applied"] * setup.steps
+    tolerance = tolerance_of(case, setup)
+    for got in on_ranks(ranks, lambda world: train(case, setup, world)):
+        for one, other in zip(got.reports, want.reports, strict=True):
+            assert (one.outcome, one.counts.supervised, one.counts.images) == (other.outcome, other.counts.supervised, other.counts.images)
+            assert one.loss == pytest.approx(other.loss, rel=1e-5 if setup.precision == torch.bfloat16 else max(1e-5, tolerance / 10))
+            assert one.grad_norm == pytest.approx(other.grad_norm, rel=max(1e-4, tolerance))
+        parity.all_close(got.gradients, want.gradients, tolerance)
+        assert got.moved == want.moved
+        parity.all_close(got.weights, want.weights, tolerance)
+
+
+SHARDED, REPLICATED, BOTH = MeshSizes(), MeshSizes(dp_replicate=2), MeshSizes(dp_replicate=2, dp_shard=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", [pytest.param(SHARDED, id="fsdp"), pytest.param(REPLICATED, id="replicate")])
+def test_two_ranks_update_as_one(family: str, sizes: MeshSizes) -> None:
+    balance = {"qwen3_vl-moe": Aux(coef=0.5), "qwen3_5_vl-moe": Bias(rate=0.02)}.get(family)
+    compare(FAMILIES[family], Setup(sizes=sizes, momentum=0.9, balance=balance), 2)
+
+
+HOW: dict[str, Setup] = {
+    "hsdp": Setup(sizes=BOTH, momentum=0.9),
+    "adapters": Setup(trains={"language": "adapters", "vision": "adapters"}),
+    "projector alone": Setup(trains={"projector": "full"}, momentum=0.9),
+    "adapters and projector": Setup(trains={"language": "adapters", "projector": "full"}, checkpointing=True),
+    "gradient checkpointing": Setup(checkpointing=True),
+    "never resharded": Setup(sizes=MeshSizes(reshard_after_forward="never")),
+    # of one step, whose loss is then the same to the last bit: a second one starts from weights that differ, and bfloat16 is coarse
+    "bf16": Setup(precision=torch.bfloat16, steps=1),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "qwen3_5_vl-moe"])
+def test_ranks_update_as_one(family: str, how: str) -> None:
+    compare(FAMILIES[family], HOW[how], 4 if how == "hsdp" else 2)
+
+
+def test_a_rank_holds_its_share() -> None:
+    """Counted by hand: a matrix of n rows is cut into pieces of ⌈n/2⌉, and what is exact is whole."""
+    case = FAMILIES["qwen3_vl"]
+
+    def held_by(world: World) -> dict[str, int]:
+        plan = shape(case.config)
+        place(plan, "cpu", mesh_of(MeshSizes(), world, "cpu"))
+        return {name: held(x).local.numel() for name, x, _ in plan.tensors()}
+
+    plan = shape(case.config)
+    for rank, got in enumerate(on_ranks(2, held_by)):
+        for name, x, entry in plan.tensors():
+            rows = entry.shape[0]
+            mine = rows if entry.exact else [-(-rows // 2), rows // 2][rank]
+            assert got[name] == x.numel() // rows * mine, name
