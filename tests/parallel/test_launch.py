@@ -20,8 +20,8 @@ from tests.train.recipe import tiny_run
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=24 << 30))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
