@@ -154,7 +154,7 @@ def test_an_empty_pack_is_only_padding(make) -> None:
     assert len(empty) == 2
     for batch in empty:
         assert (batch.counts.real, batch.counts.supervised, batch.counts.slots) == (0, 0, 1)  # no rank computes for nothing
-        assert batch.cu_S1.tolist() == [0, BUDGET.tokens]
+        assert batch.cu_S1.tolist() == [0, 1]
 
 
 def test_the_last_step_of_the_last_epoch_is_partial(make) -> None:

@@ -376,7 +376,7 @@ def test_too_little_memory_says_what_resumes(tmp_path: Path, monkeypatch: pytest
 
 def test_memory_remedy_names_no_part_that_is_recomputed_already(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    home = start.begin(tiny_run(tmp_path), tmp_path / "run")
+    home = start.start_run(tiny_run(tmp_path), tmp_path / "run")
     one, all = (tiny_run(tmp_path, f"stages.whole.gradient_checkpointing={parts}") for parts in ("[vision]", "true"))
     assert start.smaller(one, home, 0).startswith(
         "To keep less in memory, add stages.whole.gradient_checkpointing=true to the same command"
