@@ -852,8 +852,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "core/files.py",
-            "        os.replace(beside, path)\n        if durable:",
-            "        path.write_bytes(data)\n        beside.unlink()\n        if durable:",
+            "        os.replace(temporary, path)\n        if durable:",
+            "        path.write_bytes(data)\n        lock.unlink()\n        if durable:",
             "core/test_files.py::test_who_reads_a_file_that_is_replaced_reads_the_old_one",
         ),
         (

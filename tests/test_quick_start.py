@@ -21,5 +21,5 @@ def test_at_least_ninety_percent_on_the_whole_test_split(seed: int, eyeline: Com
     kinds = {kind: round(score["accuracy"], 4) for kind, score in result["by_kind"].items()}
     print(f"seed {seed}: accuracy {result['accuracy']:.4f}, {kinds}, trained in {seconds:.0f} s")  # noqa: T201
     assert result["questions"] == 9673
-    assert result["blind"]["overall"]["accuracy"] == pytest.approx(0.670, abs=0.001)
+    assert result["text_only"]["overall"]["accuracy"] == pytest.approx(0.670, abs=0.001)
     assert result["accuracy"] >= 0.90

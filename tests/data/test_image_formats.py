@@ -28,7 +28,7 @@ from eyeline.core.files import read_lines
 from eyeline.core.image_rule import Area, ImageRule
 from eyeline.data.containers.container import File
 from eyeline.data.images import decode as decoding
-from eyeline.data.images.decode import MAX_SCANS, decode, oddities, width_and_height
+from eyeline.data.images.decode import MAX_SCANS, decode, unusual_properties, width_and_height
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import reader_of
 from eyeline.data.rejects import CAUSES
@@ -545,9 +545,9 @@ def test_the_zoo(name: str, tmp_path: Path) -> None:
                 assert np.abs(found.astype(int) - pixels).max() <= off, way
                 assert width_and_height(image) == (pixels.shape[1], pixels.shape[0]), way
                 small = ("a side under 28 pixels",) if min(pixels.shape[:2]) < 28 else ()
-                assert sorted(oddities(image)) == sorted([*said, *small]), way
+                assert sorted(unusual_properties(image)) == sorted([*said, *small]), way
             case Rejected(cause, message, header):
-                for look in (decode, oddities, *([width_and_height] if header else [])):
+                for look in (decode, unusual_properties, *([width_and_height] if header else [])):
                     with pytest.raises(BadSample, match=message or None) as caught:
                         look(image)
                     assert caught.value.cause in cause.split("|"), (way, look)
@@ -721,7 +721,7 @@ FILES = 40  # of each kind
 def all_ways(data: bytes) -> list[object]:
     """What each way of looking at an image gives, or why it does not."""
     out: list[object] = []
-    for look in (width_and_height, oddities, lambda image: (decode(image).shape, decode(image).tobytes())):
+    for look in (width_and_height, unusual_properties, lambda image: (decode(image).shape, decode(image).tobytes())):
         try:
             out.append(look(EncodedImage("odd", data)))
         except BadSample as bad:
@@ -842,7 +842,7 @@ def test_a_turned_image_is_upright_by_every_way(format: str, way: Callable[[Path
         assert decode(image).shape == upright.shape
         assert np.abs(decode(image).astype(int) - upright).max() <= (6 if format == "JPEG" else 0)
         assert width_and_height(image) == (upright.shape[1], upright.shape[0])
-        assert (TURNED[0] in oddities(image)) == (orientation > 1)
+        assert (TURNED[0] in unusual_properties(image)) == (orientation > 1)
 
 
 # The whole zoo in a run
@@ -922,7 +922,7 @@ def test_frames_that_are_not_shown_cost_nothing(make: Callable[[], bytes]) -> No
     image = EncodedImage("long", make())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert (decode(image) == BLUE).all()
-    assert MOVES[0] in oddities(image)
+    assert MOVES[0] in unusual_properties(image)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
 
 

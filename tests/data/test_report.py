@@ -108,7 +108,7 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
     assert spread(report.aspects) == (1.0, (1 + 40 / 30) / 2, 40 / 30)
     assert report.rejects == {"no_target": 2, "broken_image": 1, "missing_image": 1}
     assert [r.row for r in report.rejected] == [5, 6, 3, 4]
-    assert report.odd == {"transparent (composited over white)": 1}
+    assert report.unusual == {"transparent (composited over white)": 1}
     assert (report.training, report.validation, report.looked, report.examined, report.decoded) == (7, 0, 7, 7, 3)
     assert (report.sources[0].layout, report.sources[0].rows, report.sources[0].repeat) == ("llava", 7, 2)
     assert (report.control_strings, report.said, report.unlearned) == (0, 5, 0)
@@ -329,7 +329,7 @@ def test_prepared_data_are_shown_as_their_sources(tmp_path: Path, draw: Callable
     mine_twins, their_twins = mine.duplicates, theirs.duplicates
     assert mine_twins is not None and their_twins is not None
     # an image is stored with each of its rows there, and found in as many places
-    apart = {"duplicates": None, "rejected": (), "odd": {}, "decoded": 0, "sources": ()}
+    apart = {"duplicates": None, "rejected": (), "unusual": {}, "decoded": 0, "sources": ()}
     assert replace(theirs, **apart) == replace(mine, **apart)
     assert replace(theirs.sources[0], why="") == replace(mine.sources[0], why="")
     assert theirs.sources[0].why.endswith(mine.sources[0].why)

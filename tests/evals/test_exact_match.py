@@ -1,4 +1,4 @@
-"""Scores against hand counts, rounds against one question at a time, the blind prior against what is known of easy-VQA."""
+"""Scores against hand counts, rounds against one question at a time, the text-only baseline against the counts of easy-VQA."""
 
 import base64
 import json
@@ -109,8 +109,8 @@ def test_the_scores_are_the_hand_counted_ones(
     assert model.training
     assert (got.overall.correct, got.questions, got.accuracy) == (3, 6, 0.5)  # rows 0, 2 and 6; row 5 has no image
     assert {kind: (s.correct, s.questions) for kind, s in got.by_kind.items()} == {"color": (2, 3), "shape": (0, 1), "yes/no": (1, 2)}
-    assert (got.blind.overall.correct, got.blind.overall.accuracy) == (4, 4 / 6)  # rows 0, 3, 4 and 6
-    assert {kind: s.correct for kind, s in got.blind.by_kind.items()} == {"color": 2, "shape": 1, "yes/no": 1}
+    assert (got.text_only.overall.correct, got.text_only.overall.accuracy) == (4, 4 / 6)  # rows 0, 3, 4 and 6
+    assert {kind: s.correct for kind, s in got.text_only.by_kind.items()} == {"color": 2, "shape": 1, "yes/no": 1}
     assert (got.rejected, got.cut, got.max_new_tokens, got.stamps) == ({"missing_image": 1}, 1, 4, {"step": 5})
     assert heard == [1, 2, 3, 4, 5, 6]
     by_id = {s.id: s for s in got.samples}

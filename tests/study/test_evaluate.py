@@ -28,14 +28,14 @@ def test_evaluation_questions_trained_on_are_counted(run: Path) -> None:
     learned = {sample.id for sample in training_samples(tiny_run(run.parent).stages[0].data)}
     found = evaluate(run)
     assert found.questions == len(rows)
-    assert 0 < found.also_learned == len(learned) < len(rows)
+    assert 0 < found.also_trained_on == len(learned) < len(rows)
     assert found.given == sum(len(row["conversations"]) == 4 for row in rows)
     said = "\n".join(remarks(found))
-    assert f"{found.also_learned} of {len(rows)} questions are also trained on" in said
+    assert f"{found.also_trained_on} of {len(rows)} questions are also trained on" in said
     assert f"{found.given} earlier answers were given as context" in said
     page = write_report(run).read_text()
     assert "exact match, questions partly trained on" in page
-    assert f"{found.also_learned} of {len(rows)} questions are also trained on" in page
+    assert f"{found.also_trained_on} of {len(rows)} questions are also trained on" in page
 
 
 def test_a_run_of_an_earlier_format_is_refused_in_one_message(run: Path, tmp_path: Path) -> None:
@@ -53,11 +53,11 @@ def test_a_run_of_an_earlier_format_is_refused_in_one_message(run: Path, tmp_pat
 def test_a_limit_counts_what_it_asks(run: Path) -> None:
     whole, first = evaluate(run), evaluate(run, limit=5)
     assert first.questions == 5
-    assert 0 <= first.also_learned <= min(5, whole.also_learned)
+    assert 0 <= first.also_trained_on <= min(5, whole.also_trained_on)
 
 
 def test_what_is_new_is_not_warned_of(run: Path) -> None:
-    found = evaluate(run).model_copy(update={"also_learned": 0, "given": 0})
+    found = evaluate(run).model_copy(update={"also_trained_on": 0, "given": 0})
     assert [line.partition(":")[0] for line in remarks(found)] == ["text-only baseline"]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from eyeline.core.errors import Refused
 from eyeline.data.rejects import CAUSES, REMEDIES
-from eyeline.evals.result import Asked, Blind, Result, Score, write_result
+from eyeline.evals.result import Asked, Result, Score, TextOnly, write_result
 from eyeline.study import plots
 from eyeline.study.history import LINE_LIMIT, read_history, read_rejects
 from eyeline.study.plots import Curve, plot, smooth, thin, together
@@ -46,7 +46,7 @@ def result(**changed: Any) -> Result:
     asked = Asked(id="q#1", kind="color", question="which colour?", answer="red", prediction="blue", correct=False, images=(PNG,))
     fields: dict[str, Any] = {
         "accuracy": 0.75, "questions": 4, "overall": score(3, 4), "by_kind": {"color": score(1, 2), "shape": score(2, 2)},
-        "blind": Blind(how="majority", overall=score(1, 4), by_kind={"color": score(0, 2), "shape": score(1, 2)}),
+        "text_only": TextOnly(how="majority", overall=score(1, 4), by_kind={"color": score(0, 2), "shape": score(1, 2)}),
         "rejected": {}, "cut": 0, "max_new_tokens": 8, "seconds": 1.0, "stamps": {"checkpoint": "step-6"}, "samples": (asked,),
     }  # fmt: skip
     return Result(**(fields | changed))
@@ -353,8 +353,8 @@ def test_markup_in_any_file_is_shown_as_text(tmp_path: Path) -> None:
     images = (PNG, evil, "data:image/svg+xml;base64,AAAA")
     asked = Asked(id=evil, kind=evil, question=evil, answer=evil, prediction=evil, correct=False, images=images)
     by_kind = {evil: score(1, 2)}
-    blind = Blind(how=evil, overall=score(1, 2), by_kind=by_kind)
-    write_result(run / "eval.json", result(samples=(asked,), rejected={evil: 1}, by_kind=by_kind, blind=blind))
+    text_only = TextOnly(how=evil, overall=score(1, 2), by_kind=by_kind)
+    write_result(run / "eval.json", result(samples=(asked,), rejected={evil: 1}, by_kind=by_kind, text_only=text_only))
     page = report(run)
     assert not {"script", "b onclick=x"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]

@@ -72,7 +72,7 @@ def test_a_run_folder_has_its_code_and_can_be_moved(recipe: Path, tmp_path: Path
     (tmp_path / "metric.py").unlink()
     result = evaluate(tmp_path / "moved", show=6)
     assert (result.overall.correct, result.questions, result.metric.partition(" ")[0]) == (1.25, 6, "metric.py:score")
-    assert result.blind.overall.correct == 1.25  # the metric looks at rows alone, and so it scores a guess as it does an answer
+    assert result.text_only.overall.correct == 1.25  # the metric looks at rows alone, and so it scores a guess as it does an answer
     assert Result.model_validate_json((tmp_path / "moved" / "eval.json").read_bytes()).accuracy == 1.25 / 6
     said = capsys.readouterr().out
     assert "(score 0.25, it is " in said and "metric.py:score" in said

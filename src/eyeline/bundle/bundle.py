@@ -7,7 +7,7 @@ MODEL/eyeline.json            format version, shape, name of the chat template: 
       projector.safetensors   under our names
 RUN/model/                    eyeline.json and the tokenizer; the weights are in RUN/checkpoints
 
-Beside the tokenizer, where import added control tokens to it: untrained_tokens.json.
+Next to the tokenizer, if import added control tokens to it: untrained_tokens.json.
 """
 
 import json
@@ -108,9 +108,9 @@ def describe(bundle: Bundle, folder: Path) -> None:
         if any(path.is_dir() or path.suffix == ".safetensors" for path in folder.iterdir()):
             raise Refused(f"{folder} holds a model, which would be replaced by a description without weights. Choose another out=")
         shutil.rmtree(folder)
-    with new_folder(folder) as beside:
-        write_tokenizer(bundle, beside)
-        write_description(bundle, beside)
+    with new_folder(folder) as new:
+        write_tokenizer(bundle, new)
+        write_description(bundle, new)
 
 
 def write_description(bundle: Bundle, folder: Path) -> None:
@@ -137,7 +137,7 @@ def read_untrained(folder: Path) -> tuple[str, ...]:
 
 
 def read_description(folder: Path) -> Bundle:
-    """The bundle that eyeline.json describes, its tokenizer beside it or in language/. Raises Refused."""
+    """The bundle that eyeline.json describes, its tokenizer next to it or in language/. Raises Refused."""
     path = folder / DESCRIPTION
     content = read_object(path)
     _refuse_version(path, content.get("version"))
@@ -270,7 +270,7 @@ def _refuse_disagreement(folder: Path, bundle: Bundle, form: Form) -> None:
         there, ours = read_object(folder / name), json.loads(json.dumps(content))
         changed = [f"{key}: {ours[key]!r} and {there[key]!r}" for key in ours if there.get(key, ours[key]) != ours[key]]
         if changed:
-            raise Refused(f"{folder / DESCRIPTION} and {name} describe different models ({', '.join(changed)}). Import the parts anew.")
+            raise Refused(f"{folder / DESCRIPTION} and {name} describe different models ({', '.join(changed)}). Import the parts again.")
 
 
 # ---- chat templates

@@ -136,7 +136,7 @@ def _module(on_disk: str, form: Form) -> str:
 
 
 # In a model with experts peft (0.21) takes every target of these names for the experts', which were layers of such names once. So
-# a layer beside them is adapted as a parameter, which has no dropout.
+# any other layer of these names is adapted as a parameter, which has no dropout.
 EXPERTS_NAMES = (".gate_proj", ".up_proj", ".down_proj")
 
 
@@ -189,7 +189,7 @@ def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base:
 
 def _fused(key: Key, model: Model, adapted: Mapping[str, LoRALinear]) -> tuple[Tensor, Tensor, float]:
     """lora_A, lora_B and the scale for one layer of theirs. Adapters of several layers of ours that are one layer there become one
-    whose rank is the sum: their A's one upon the other, and each B where its layer's outputs lie.
+    whose rank is the sum: their A's stacked, and each B at the outputs of its layer.
     """
     names = [name.removesuffix(".weight") for name in key.ours]
     layers = [adapted[name] for name in names if name in adapted]

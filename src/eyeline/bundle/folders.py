@@ -20,26 +20,26 @@ from eyeline.models.hf.config_json import refuse_quantised
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write into. It becomes `target` when the block ends well, and is removed when it does not.
+    """A temporary folder next to `target` to write into. It becomes `target` when the block ends well, and is removed when it does not.
 
     Raises Refused if `target` exists and is not an empty folder, before the block; StorageFailed for an OSError inside it.
     """
     _refuse_occupied(target)
-    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        beside.mkdir(parents=True)
-        yield beside
-        for path in beside.rglob("*"):
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in temporary.rglob("*"):
             _flush(path)
-        _flush(beside)
+        _flush(temporary)
         if target.exists():
             target.rmdir()
-        os.rename(beside, target)
+        os.rename(temporary, target)
         sync_folder(target.parent)
     except OSError as error:
         raise storage_failed("write", target, error) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)  # gone already, unless something above failed
+        shutil.rmtree(temporary, ignore_errors=True)  # gone already, unless something above failed
 
 
 def _flush(path: Path) -> None:
@@ -80,7 +80,7 @@ def warn_of_others(run: Path) -> None:
 
 
 def _files_that_are_read(run: Path) -> Iterator[Path]:
-    """The run folder, what lies in it, in its model and in its checkpoints. A folder that goes meanwhile is left out."""
+    """The run folder, and the files in it, in its model and in its checkpoints. A folder that is deleted meanwhile is left out."""
     yield run
     for folder, inner, files in os.walk(run):
         depth = Path(folder).relative_to(run).parts

@@ -51,7 +51,7 @@ def parameters_by_name(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def text_place(config: Config, form: Form) -> str:
-    """The place of the language model, where the tokenizer lies too."""
+    """The place of the language model, where the tokenizer is stored, too."""
     return place_of("language.embed.weight", mapping_of(config).keys(config, form))
 
 

@@ -109,7 +109,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks an answer for those who want a mask; here it only encloses text."""
+    """`{% generation %}`: marks an answer for programs that want a mask; here it only encloses text."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 

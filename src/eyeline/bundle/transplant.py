@@ -84,9 +84,9 @@ def transplanted(tower: siglip2.Config, text: LanguageConfig, deepstack_layers: 
         "std": tower.std,
     }
     half = text.head_dim // 2
-    beside = half * 5 // 16  # frequencies of the row, and of the column: 20 of 64 in Qwen3-VL
+    each = half * 5 // 16  # frequencies of the row, and of the column: 20 of 64 in Qwen3-VL
     where = "the transplant"
-    sections = {"mrope_section": text.mrope_section or (half - 2 * beside, beside, beside)}
+    sections = {"mrope_section": text.mrope_section or (half - 2 * each, each, each)}
     return record_of(
         where,
         qwen3_vl.Config,

@@ -1,7 +1,7 @@
 """Tensors in pieces: each writer puts into a file of its own what it holds, and any box of a tensor is read out of all files.
 
-Who writes and who reads need have nothing in common: boxes are cut out of boxes. One process writes whole tensors, one piece each, into
-one file; there is no second format. Where a piece is less than its tensor, the file's header says where it begins, as PyTorch's
+Writers and readers may differ in number: boxes are cut out of boxes. One process writes whole tensors, one piece each, into
+one file; there is no second format. If a piece is a part of its tensor, the file's header says where it starts, as PyTorch's
 `HuggingFaceStorageWriter(save_distributed=True)` says it.
 """
 

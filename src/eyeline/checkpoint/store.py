@@ -1,4 +1,4 @@
-"""Our own checkpoints: written whole or not at all, never over one another, and never believed without their digests.
+"""Our own checkpoints: written whole or not at all, never over one another, and never loaded without a check of their digests.
 
     RUN/checkpoints/step-00000100-1f0c93aa/
         model.safetensors  optimizer.safetensors  ...   whatever the caller keeps; of several writers, one file each
@@ -132,7 +132,7 @@ def save(
     fixed: Mapping[str, str] | None = None,
     world: World = ALONE,
 ) -> Path:
-    """Write a new checkpoint beside the older ones in `folder`, then delete what `prune` allows. Returns its folder.
+    """Write a new checkpoint next to the older ones in `folder`, then delete what `prune` allows. Returns its folder.
 
     `files` are named sets of tensors ("model", "optimizer", "frozen"), on any device; they are only read. `state` is plain
     JSON. `best` says that this is the best model so far. `fixed` names sets that cannot change while a word stays the same
@@ -228,7 +228,7 @@ def _same_file(file: str, word: str, header: bytes, earlier: Sequence[tuple[Path
         if intact and alike:
             return folder / file, manifest.files[file]
         if not intact:
-            warn(f"{folder / file} is damaged or cannot be read; it is written anew.")
+            warn(f"{folder / file} is damaged or cannot be read; it is written again.")
         else:  # several writers may share out the same set in another way
             assert "-of-" in file, f"{file} is fixed for {word!r}, but its names or shapes changed"
     return None
@@ -280,7 +280,7 @@ def _render(manifest: Manifest) -> str:
 def newest(folder: Path, run: str | None = None, *, hold: bool = False) -> Checkpoint | None:
     """The newest checkpoint that is whole; None if none was ever saved. `run=None` takes any run's.
 
-    `hold` is for whoever does not own the run: it may go on saving and deleting, but spares what is found here as long as
+    `hold` is for a reader that does not own the run: the run may continue saving and deleting, but keeps what is found here as long as
     the result lives. Every damaged one is named on standard error. Raises Refused when there are checkpoints and none can be used, rather
     than let a run start afresh over them.
     """
@@ -420,7 +420,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _manifests(folder: Path, run: str) -> list[tuple[Path, Manifest]]:
-    """The readable manifests of this run, newest first. Damaged ones are passed over: whoever loads names them."""
+    """The readable manifests of this run, newest first. Damaged ones are skipped: loading names them."""
     found: list[tuple[Path, Manifest]] = []
     for path in _folders(folder):
         manifest = _readable(path)
@@ -479,7 +479,7 @@ def _complete(path: Path, manifest: Manifest) -> bool:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what saves and prunes that were killed left behind. Only for whoever holds the run's lock."""
+    """Delete what killed saves and prunes left behind. The caller must hold the run's lock."""
     if folder.is_dir():
         for path in folder.iterdir():
             if _LEFTOVER.fullmatch(path.name):

@@ -257,7 +257,7 @@ def _entries_by_index(folder: Path, index: Path) -> dict[str, Entry]:
     shards = sorted(set(where.values()))
     for name in shards:
         if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors", name) is None:
-            raise Refused(f"{index} names the file {name!r}: a shard is a .safetensors file beside its index, never a path.")
+            raise Refused(f"{index} names the file {name!r}: a shard is a .safetensors file in the folder of its index, never a path.")
     entries: dict[str, Entry] = {}
     for name in shards:
         if not (folder / name).is_file():

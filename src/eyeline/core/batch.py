@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An encoded image file: where it lies, or its bytes. `name` is what a message about it says."""
+    """An encoded image file: its location, or its bytes. `name` is what a message about it says."""
 
     name: str
     source: Location | Span | bytes
@@ -98,7 +98,7 @@ class Grid(NamedTuple):
 class Image:
     """One unit that the tower takes: a still, a tile of one, or a slice of a video. Upright, resized, in patches, not yet normalised.
 
-    Patches lie in *merge order*: the r×r patches that become one visual token follow one another (row by row inside the
+    Patches are in *merge order*: the r×r patches that become one visual token follow one another (row by row inside the
     cell, cells row by row), so that merging is a plain reshape. `places_P2` says where each patch was.
     """
 
@@ -116,12 +116,12 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One sample after tokenising. `labels_T[t]` is the target *of* position t: nobody shifts later."""
+    """One sample after tokenising. `labels_T[t]` is the target *of* position t: there is no shift later."""
 
     id: str
     tokens_T: Ints
     labels_T: Ints  # IGNORE where nothing is learned
-    visual_M: Ints  # where in T each visual token lies, images in order, each row by row
+    visual_M: Ints  # the position in T of each visual token, images in order, each row by row
     images: tuple[Image, ...]
     positions_T3: Ints | None = None  # time, row, column; None: 0, 1, 2 ... in all three
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class Cost:
     """In whole FLOPs, or any other unit."""
 
-    token: int  # the language model on a token
+    token: int  # the language model, per token
     pair: int  # its attention on a pair of tokens, the earlier and the later (a token and itself included)
-    label: int  # its head on a token that is supervised
+    label: int  # its head, per supervised token
     patch: int  # the tower, and the projector, on a patch
     patch_pair: int  # the tower's attention on a pair of patches of one image

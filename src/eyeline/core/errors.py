@@ -16,7 +16,7 @@ class Refused(Exception):
 
 
 class BadSample(Exception):
-    """The *content* of one sample is unusable: it is rejected, counted under `cause`, and the run goes on.
+    """The *content* of one sample is unusable: it is rejected, counted under `cause`, and the run continues.
 
     Never raised for a store that fails: that is an `OSError`, which stops the run, since it must not change the plan.
     """

@@ -1,4 +1,4 @@
-"""Files appear whole: written beside, flushed to disk, renamed. A reader never meets half a file."""
+"""Files appear whole: a temporary file is written, flushed to disk and renamed. A reader never meets half a file."""
 
 import errno
 import fcntl
@@ -23,18 +23,18 @@ def write_atomically(path: Path, data: bytes | str, durable: bool = True) -> Non
     Raises StorageFailed, with the path, the bytes needed and the bytes free, and leaves nothing behind.
     """
     data = data.encode() if isinstance(data, str) else data
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
         if durable:
             sync_folder(path.parent)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise storage_failed("write", path, error, len(data)) from error
 
 
@@ -45,11 +45,11 @@ def claimed(path: Path, wait: bool) -> Iterator[bool]:
     The system frees the claim when its process ends, however that ends. Where a file system has no locks every process is told yes, so
     what is made must stand being made twice.
     """
-    beside = path.with_name(f".{path.name}.lock")
+    lock = path.with_name(f".{path.name}.lock")
     try:
-        handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise storage_failed("write", beside, error) from error
+        raise storage_failed("write", lock, error) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         mine = True
@@ -57,13 +57,13 @@ def claimed(path: Path, wait: bool) -> Iterator[bool]:
         mine = error.errno in _NO_LOCKS
         if not mine and not isinstance(error, BlockingIOError):
             os.close(handle)
-            raise storage_failed("lock", beside, error) from error
+            raise storage_failed("lock", lock, error) from error
     try:
         yield mine
     finally:
         if mine:
             with suppress(OSError):  # one that is left there does no harm
-                beside.unlink()
+                lock.unlink()
         os.close(handle)
 
 
@@ -76,7 +76,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in `path`. OSError and ValueError reach the caller, who knows what the file is for."""
+    """The JSON value in `path`. OSError and ValueError reach the caller, which knows the purpose of the file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -118,7 +118,7 @@ def _ends_a_line(file: BinaryIO) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines of `path`, without a torn last one. An absent file has none. Refused, naming the line, for what nobody wrote so."""
+    """The JSON lines of `path`, without a torn last one. Refused, with its number, for a line of another program."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut by a kill, or is empty
     except FileNotFoundError:

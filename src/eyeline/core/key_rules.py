@@ -1,4 +1,4 @@
-"""Names of tensors in other programs' checkpoints, beside ours."""
+"""Names of tensors in other programs' checkpoints, and ours."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

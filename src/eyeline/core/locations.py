@@ -62,7 +62,7 @@ def location(written: str) -> Location:
 
 
 def below(folder: Location, found: Location) -> str:
-    """The name from a folder on, with slashes. Empty for what does not lie there."""
+    """The name from a folder on, with slashes. Empty for a location outside of it."""
     base = str(folder) if str(folder).endswith("/") else f"{folder}/"
     return str(found)[len(base) :] if str(found).startswith(base) else ""
 

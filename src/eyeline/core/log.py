@@ -1,4 +1,4 @@
-"""One line to the person at the screen. Figures go to `metrics.jsonl`, never here alone."""
+"""One line to the user at the screen. Figures go to `metrics.jsonl`, never here alone."""
 
 import errno
 import io
@@ -18,7 +18,7 @@ def say(message: str) -> None:
 
 def say_at_once(message: str) -> None:
     """A line from a signal's handler, which may run in the middle of a `say`: Python's buffers must not be entered again."""
-    with suppress(OSError):  # nobody reads any more
+    with suppress(OSError):  # the reader has gone
         os.write(1, (visible(message) + "\n").encode("utf-8", "backslashreplace"))
 
 
@@ -37,7 +37,7 @@ def visible(text: str) -> str:
 
 class Unfailing(io.FileIO):
     """Standard output or error whose writes never fail: what cannot be written is dropped, and the first failure is said on standard
-    error. A run must not end because nobody can see it."""
+    error. A run must not end because its output is lost."""
 
     failed: OSError | None = None  # the first failure
 
@@ -71,7 +71,7 @@ def keep_streams() -> None:
         if stream is not getattr(sys, f"__{name}__"):
             continue  # it was replaced, by a test say, and is not the process's own
         writer = io.BufferedWriter(Unfailing(number, "wb", closefd=False))
-        # a terminal without Unicode shows \\u2019, and is written to all the same
+        # a terminal without Unicode shows \\u2019, and is still written to
         how = (stream.encoding, stream.line_buffering, stream.write_through) if stream is not None else ("utf-8", False, False)
         setattr(sys, name, io.TextIOWrapper(writer, how[0], "backslashreplace", line_buffering=how[1], write_through=how[2]))
 

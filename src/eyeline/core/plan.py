@@ -124,7 +124,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Plan(Generic[M]):
-    """A model and what is known of it. `model` is on the meta device until `materialise`."""
+    """A model and the facts about it. `model` is on the meta device until `materialise`."""
 
     model: M
     spec: Spec

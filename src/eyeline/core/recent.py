@@ -24,7 +24,7 @@ class Recent(Generic[K, V]):
 
     def keep(self, key: K, value: V, most: int, bytes: int = 0, most_bytes: int = 0, at_least: int = 0) -> V:
         """The value, from now on the newest. The oldest are dropped where there are more than `most`, or all together have more bytes than
-        `most_bytes`, but for `at_least` so many."""
+        `most_bytes`, but keeps at least `at_least`."""
         _, before = self._values.pop(key, (None, 0))
         self._values[key] = value, bytes
         self._bytes += bytes - before

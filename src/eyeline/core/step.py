@@ -31,7 +31,7 @@ class Step:
 
     @property
     def counts(self) -> Counts:
-        """Of all ranks."""
+        """The sum over all ranks."""
         return sum((slot.counts for slot in self.slots), Counts.zero())
 
     @property

@@ -113,7 +113,7 @@ def _load(code: UserFunction) -> Callable[..., Any]:
         text = error.msg if isinstance(error, SyntaxError) else error
         raise Refused(f"{code.file}:{line}: {type(error).__name__}: {text}") from error
     except (Exception, SystemExit) as error:  # whatever the user's code raises while it is imported
-        hint = ". Code that a recipe names imports installed packages alone, not files beside it" if isinstance(error, ImportError) else ""
+        hint = ". Code that a recipe names imports installed packages alone, not other files" if isinstance(error, ImportError) else ""
         line = _last_line(error.__traceback__, code.file) or 1
         raise Refused(f"{code.file}:{line}: {type(error).__name__}: {error}{hint}") from error
     function = module.__dict__.get(code.function)

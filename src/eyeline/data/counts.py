@@ -16,7 +16,7 @@ COUNTED_SHARDS = 32  # of a source, at most, when its samples are counted
 
 
 def count_steps(reader: Reader, budget: Budget, micro_batches: int, epochs: int) -> int:
-    """The number of steps of some epochs. Every row is indexed for it, behind a bar when that takes long. The number is kept beside
+    """The number of steps of some epochs. Every row is indexed for it, behind a bar when that takes long. The number is kept with
     the indexes, so that a run counts once however often it resumes."""
     kept = count_file(reader, budget, micro_batches, epochs)
     known = _count_in(kept) if kept is not None else None

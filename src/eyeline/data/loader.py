@@ -6,7 +6,7 @@
     packs_to_read    the packs of a step -> those of this rank, with all that reading them needs     plan/packing.py
     fetched_steps    packs -> batches; what is rejected is counted where its step is given           fetch/
 
-The plan never depends on who fetches it, so any number of ranks and workers gives the same steps, and the state is where the
+The plan never depends on the process that fetches it, so any number of ranks and workers gives the same steps, and the state is where the
 plan stands: a window, how many of its packs were given, and the bins that were open where it starts.
 """
 
@@ -78,7 +78,7 @@ class PlannedWindow:
     number: int
     plan: Plan
     done: int  # packs that were given before
-    after: Callable[[int], Position]  # so many of its packs
+    after: Callable[[int], Position]  # after this many of its packs
     end: Position  # behind it
     coming: Sequence[Entry]  # shards of the next window
     epoch_ended: bool
@@ -90,7 +90,7 @@ class PlannedWindow:
         return map(self.plan.pack, range(self.done, len(self.plan.packs)))
 
     def epoch(self, packs: int) -> float | None:
-        """Epochs done after so many packs, the rest of the window counted as one more."""
+        """Epochs done after `packs` packs, the rest of the window counted as one more."""
         if self.epochs is None:
             return None
         start, end = self.epochs
@@ -178,7 +178,7 @@ class PlannedStep:
 
 
 def planned_steps(windows: Iterator[PlannedWindow], packs: int, ahead: Ahead) -> Iterator[PlannedStep]:
-    """Steps of so many packs. While packs are taken, `ahead` makes the indexes of the next window."""
+    """Steps of `micro_batches` packs. While packs are taken, `ahead` makes the indexes of the next window."""
     waiting: list[Pack] = []
     met: list[RowsMet] = []
     digests: dict[str, None] = {}
@@ -251,7 +251,7 @@ def packs_to_read(
 
 
 def pack_to_read(pack: Pack, sizing: Sizing) -> tuple[GroupToRead, ...]:
-    """StorageFailed where a row is no longer what was planned: an index that was made anew since has seen other images."""
+    """StorageFailed where a row is no longer what was planned: an index that was made again since then has seen other images."""
     if cost_of(pack.groups, sizing) != pack.cost:
         files = {str(sizing.index.sources[source].file_of(shard).path) for group in pack.groups for source, shard, _ in group.rows}
         raise StorageFailed(f"{', '.join(sorted(files))}: images of its rows have changed since they were planned. Restore them")

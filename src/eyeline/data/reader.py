@@ -116,7 +116,7 @@ def fetch_of(reader: Reader, validation: bool, budget: Budget | None, augment: A
 
 
 def training_pools(reader: Reader) -> tuple[Pool, ...]:
-    """The pools that training rows are drawn from: one of everything, or one per source."""
+    """The pools that training rows come from: one of everything, or one per source."""
     if reader.data.mix == "concat":
         return (pool_of(reader.training, reader.data.max_samples_per_image, reader.seed),)
     return pools_of(reader.training, reader.data.max_samples_per_image, reader.seed)

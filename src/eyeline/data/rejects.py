@@ -171,14 +171,14 @@ class Rejects:
         self._written.add(name)
 
     def check(self, over: bool, total: Callable[[], int]) -> None:
-        """TooManyRejects, with the most frequent causes, when the rate is over the limit. Once all rows have been met (`over`) that is the
-        rate of all of them. Before, the first rows say little: bad ones may lie together. So only more than the limit allows of all rows,
-        about `total`, is too many."""
+        """TooManyRejects, with the most frequent causes, when the rate is over the limit. Once all rows have been read (`over`) that is the
+        rate of all of them. Before that, the first rows say little, since bad ones may be close together: too many are then more than the
+        limit allows of all rows, about `total`."""
         if self._many() and (over or (self.seen >= FIRST_VERDICT and self.rejected > EARLY * self.max_rate * min(total(), LARGE))):
             raise self._too_many()
 
     def check_part(self, total: Callable[[], int]) -> None:
-        """The check for a stage that ends before it has read all rows: too many are more than the limit allows of all, or so many that
+        """The check for a stage that ends before it has read all rows: too many are more than the limit allows of all, or a number that
         chance
         does not explain it. One bad row among the first ten does not say that one in ten is bad."""
         expected = self.max_rate * self.seen

@@ -28,7 +28,7 @@ class Data(Settings):
     """The data of a stage."""
 
     sources: tuple[Source, ...] = Field(min_length=1)
-    # concat: every row once per epoch (`repeat` times, where a source says so). interleave: sources drawn in proportion to their `weight`
+    # concat: every row once per epoch (`repeat` times, where a source says so). interleave: sources alternate by `weight`
     mix: Literal["concat", "interleave"] = "concat"
     max_samples_per_image: Positive = 1  # samples of one image that are packed together and share its encoding
     validation_fraction: Share = 0.0  # of the images, kept from training and validated on; the same ones in every stage and run
@@ -84,7 +84,7 @@ def open_each(sources: Iterable[Source], retries: int = RETRIES) -> tuple[Rows, 
 
 
 def held_out(rows: Rows, place: Place, found: Sample | BadSample, share: float) -> bool:
-    """Return whether a row is kept for validation: when any of its images is drawn, so that training never sees one of those."""
+    """Return whether a row is kept for validation: when any of its images is held out, so that training never sees one of those."""
     return share > 0 and hold_out_draw(names_of(found, rows.id(place), rows.root)) < share
 
 
@@ -94,7 +94,7 @@ class Divided:
 
     sources: tuple[Rows, ...]
     validation: tuple[Rows, ...]  # what is validated on: the same ones where a part of them is held out; empty when nothing is
-    prepared: Prepared | None = None  # where they lie, if that is another place
+    prepared: Prepared | None = None  # where they are stored, if that is elsewhere
 
 
 def open_stored(data: Data) -> Prepared | None:
@@ -113,7 +113,7 @@ def choice(data: Data) -> dict[str, Any]:
 
 
 def prepared_sides(data: Data, found: Prepared) -> Divided:
-    """The sources as they lie in a prepared folder."""
+    """The sources as a prepared folder stores them."""
     about = found.manifest
     sources, validation = found.rows(about.sources, data.sources), found.rows(about.validation, data.validation)
     return Divided(sources, validation or (sources if data.validation_fraction else ()), found)
@@ -172,7 +172,7 @@ def _refuse_absent_kinds(rows: Rows) -> None:
 
 
 def training_samples(data: Data) -> Iterator[Sample]:
-    """Every sample that training visits, once, in the sources' order, or as they are prepared. Rows that cannot be used are passed over."""
+    """Every sample that training visits, once, in the sources' order, or as they are prepared. Rows that cannot be used are skipped."""
     found = open_stored(data)
     if found is not None:
         yield from found.samples()

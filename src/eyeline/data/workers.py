@@ -6,8 +6,8 @@ When it crashes, or is killed because decoding took too long, that row is done a
 crashes that one too is given up, as a reject. All other rows are done again. A worker may take as much memory as decoding the largest
 allowed image needs. Making indexes (`plan/index.py`) uses the same processes, with jobs of no parts and no limit of memory.
 
-Jobs and results travel in anonymous memory whose handle is passed over a socket: nothing has a name that could be left behind,
-and neither side ever waits for the other to read. Workers end when their socket does, and at once when their parent dies.
+Jobs and results travel in anonymous memory whose handle is passed over a socket: no named file can be left behind,
+and neither side ever waits for the other to read. Workers end when their socket does, and at once when their parent ends.
 """
 
 import ctypes
@@ -147,7 +147,7 @@ class Worker:
         self.send_parcel(work)
 
     def send_parcel(self, value: Any) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has died: reading from it will say so
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: reading from it will raise
             _send(self.socket, value)
 
     def at(self) -> tuple[int, int, Phase, float]:
@@ -217,7 +217,7 @@ class _Processes(Generic[J, R]):
         return result
 
     def _look(self, wait_s: float) -> None:
-        """Take what has come in, and replace who has died or hangs."""
+        """Take results that have arrived, and replace workers that have ended or hang."""
         for key, _ in self.selector.select(wait_s):
             worker: Worker = key.data
             try:
@@ -320,7 +320,7 @@ class Background(Generic[J]):
             self._worker.send_parcel((self._given, job))
 
     def _look(self) -> None:
-        """Take its answers. Expected failures are met again by whoever needs what was to be made; a defect is raised."""
+        """Take its answers. Expected failures are raised again where the index is needed; a defect is raised here."""
         while self._worker is not None and select.select([self._worker.socket], [], [], 0)[0]:
             try:
                 _, answer = receive(self._worker.socket)
@@ -337,7 +337,7 @@ class Background(Generic[J]):
             self._worker = None
 
 
-# Parcels: a value in anonymous memory; arrays lie in it as they are
+# Parcels: a value in anonymous memory; arrays are stored in it unchanged
 
 _HEADER = struct.Struct("<qq")  # bytes of the pickle, number of arrays
 _PROGRESS = struct.Struct("<qqqq")  # job, part, phase, nanoseconds of the monotonic clock
@@ -409,7 +409,7 @@ def serve(handle: int, progress: int, parent: int, most_bytes: int | None) -> No
     """Do jobs until the socket ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the kernel ends it with its parent, wherever it is stuck
-        if os.getppid() != parent:  # which died before that
+        if os.getppid() != parent:  # the parent ended before that
             return
     stands = mmap.mmap(progress, _PROGRESS.size)
     with socket.socket(fileno=handle) as over:

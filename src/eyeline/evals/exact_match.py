@@ -21,7 +21,7 @@ from eyeline.data.sources.sources import Place, Rows
 from eyeline.data.text.documents import up_to_last_supervised
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.evals.metric import EXACT_MATCH, Metric, normalise_answer
-from eyeline.evals.result import Asked, Blind, Result, Score
+from eyeline.evals.result import Asked, Result, Score, TextOnly
 from eyeline.generate.generate import generate
 from eyeline.generate.prompts import Prompts
 from eyeline.generate.sampling import Sampling
@@ -45,7 +45,7 @@ def answer_of(sample: Sample) -> str:
 
 @dataclass(frozen=True)
 class Prior:
-    """The text-only baseline: an answer from the training questions alone, without looking at an image."""
+    """The text-only baseline: an answer from the training questions alone, without the image."""
 
     answers: dict[str, str]  # question -> its most frequent answer
     default: str  # the most frequent answer of all, for questions that training never asked
@@ -153,7 +153,7 @@ def exact_match(
         questions=overall.questions,
         overall=overall,
         by_kind=tally.by_kind(tally.right),
-        blind=Blind(how=prior.how, overall=mean(sum(tally.guessed.values()), tally.questions), by_kind=tally.by_kind(tally.guessed)),
+        text_only=TextOnly(how=prior.how, overall=mean(sum(tally.guessed.values()), tally.questions), by_kind=tally.by_kind(tally.guessed)),
         rejected=dict(rejected),
         given=tally.given,
         cut=tally.cut,
@@ -191,7 +191,7 @@ class Tally:
         self.guessed[sample.kind] += answered.guessed
         self.given += sum(message.role == "assistant" for message in sample.messages[:-1])
         self.cut += answered.cut
-        # the samples with the smallest digests: chosen by nobody, and the same ones whatever the order
+        # the samples with the smallest digests: chosen at random, and the same ones in any order
         digest = seed_for(0, f"shown {sample.id}")
         for kept in (self._shown, *([] if answered.correct else [self._wrong])):
             kept[digest] = answered

@@ -19,7 +19,7 @@ class Score(Settings):
     accuracy: float  # correct / questions
 
 
-class Blind(Settings):
+class TextOnly(Settings):
     """The scores of the text-only baseline on the same questions."""
 
     how: str
@@ -49,24 +49,24 @@ class Result(Settings):
     questions: int
     overall: Score
     by_kind: dict[str, Score]
-    blind: Blind
+    text_only: TextOnly
     rejected: dict[str, int]  # samples that could not be asked, by cause: not in `questions`
     given: int = 0  # answers before the last question of a sample: shown to the model, not asked
-    also_learned: int = 0  # questions that the recipe's stages train on, answer and all
+    also_trained_on: int = 0  # questions that the recipe's stages train on, answer and all
     cut: int  # answers that reached the limit of tokens before they ended
     max_new_tokens: int  # that limit
     seconds: float  # wall time of asking
     stamps: dict[str, Any]  # checkpoint, data, hardware, commit: given by the caller
-    samples: tuple[Asked, ...]  # some questions, drawn without looking at their answers
-    wrong: tuple[Asked, ...] = ()  # some that were answered wrongly, drawn the same way
+    samples: tuple[Asked, ...]  # some questions, chosen at random, independent of their answers
+    wrong: tuple[Asked, ...] = ()  # some that were answered wrongly, chosen the same way
 
     @property
     def warning(self) -> str | None:
         """The reason why the scores may be too high."""
-        if not self.also_learned:
+        if not self.also_trained_on:
             return None
         return (
-            f"{self.also_learned:,} of {self.questions:,} questions are also trained on: this is not a score on new questions. "
+            f"{self.also_trained_on:,} of {self.questions:,} questions are also trained on: this is not a score on new questions. "
             "Give the recipe's evaluation data that no stage trains on"
         )
 

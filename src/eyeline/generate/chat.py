@@ -85,7 +85,7 @@ class Talk:
         self.prompts = Prompts(encoder, spec.image)
         self.messages: tuple[Message, ...] = ()
         self.waiting: tuple[EncodedImage, ...] = ()
-        self.full = False  # whether the person knows that the conversation fills the context
+        self.full = False  # whether the user was told that the conversation fills the context
 
     def show(self, path: Path) -> None:
         """Show an image with the next message. Refused when it is not one, or the model reads text only."""
@@ -100,7 +100,7 @@ class Talk:
 
     def say(self, text: str, note: Callable[[str], None] = _unheard) -> Iterator[str]:
         """The answer in pieces; when it is complete, or its maker is closed early, the exchange is part of the conversation. `note`
-        hears what else the person should know.
+        gets what else the user should know.
 
         Refused, with the conversation as it was, when the message cannot be answered.
         """
@@ -168,7 +168,7 @@ class Talk:
 
 
 def converse(talk: Talk, read: Read, write: Write) -> None:
-    """Read lines and write answers until the end of input or /exit. What is refused is said, and the conversation goes on."""
+    """Read lines and write answers until the end of input or /exit. A refusal is printed, and the conversation continues."""
     while True:
         try:
             many = len(talk.waiting)

@@ -1,6 +1,6 @@
-"""Answers to many prompts at once: one packed prefill, then a token a row and step, each row until it ends.
+"""Answers to many prompts at once: one packed prefill, then a token per row and step, each row until it ends.
 
-Dims: S documents (the prompts)  B rows that still go on  L rows of logits  V vocabulary
+Dims: S documents (the prompts)  B rows that still continue  L rows of logits  V vocabulary
 """
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
@@ -84,7 +84,7 @@ def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Ite
 def draw(
     model: Model, spec: Spec, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]
 ) -> Iterator[list[tuple[int, int]]]:
-    """Each step's (prompt number, token) of the rows that still go on; a row's last token is a stop token, or is cut."""
+    """Each step's (prompt number, token) of the rows that still continue; a row's last token is a stop token, or is cut."""
     assert not model.training, "dropout would be on: call model.eval() before generating"
     if not prompts:
         return
@@ -97,7 +97,7 @@ def draw(
     logits_LV = model(batch_of(prompts, None, next_tokens=True).to(device), cache).out
     # the position of each answer's first token: visual tokens may share positions
     after = [len(p.tokens_T) if p.positions_T3 is None else int(p.positions_T3.max()) + 1 for p in prompts]
-    rows = list(range(len(prompts)))  # the prompts that still go on, in the order of the cache's rows
+    rows = list(range(len(prompts)))  # the prompts that still continue, in the order of the cache's rows
     for step in range(max(limits)):
         tokens = next_tokens(logits_LV, sampling, rows, step)
         yield list(zip(rows, tokens, strict=True))
@@ -112,7 +112,7 @@ def draw(
 
 
 def one_token_each(tokens: Sequence[int], positions: Sequence[int]) -> Batch:
-    """A batch of documents of one token: what each row of a cache goes on with."""
+    """A batch of documents of one token: what each row of a cache continues with."""
     rows = len(tokens)
     nothing = torch.empty(0, dtype=torch.int64)
     return Batch(

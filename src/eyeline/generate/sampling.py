@@ -1,6 +1,6 @@
 """From logits to the next token.
 
-Dims: B rows that still go on  V vocabulary
+Dims: B rows that still continue  V vocabulary
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Sampling(Settings):
 
 
 def filter_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """The logits divided by the temperature and -inf where a token may not be drawn, in transformers' order:
+    """The logits divided by the temperature and -inf where a token may not be sampled, in transformers' order:
     temperature, top-k, top-p. Of equal logits at the border top-k keeps all."""
     logits_BV = logits_BV / sampling.temperature
     if sampling.top_k:

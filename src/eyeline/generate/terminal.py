@@ -1,4 +1,4 @@
-"""Lines read from a person at a terminal, with editing, history and completion; text written there."""
+"""Lines read from a user at a terminal, with editing, history and completion; text written there."""
 
 import io
 import os
@@ -17,7 +17,7 @@ _KEY = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O.|.)?")  # what a terminal sends f
 
 def line_reader() -> Read:
     """Reads lines from standard input. In a terminal the arrow keys edit the line and recall earlier ones, and Tab completes commands
-    and paths, where this Python has readline. Keys that nobody edits with are not part of the line."""
+    and paths, where this Python has readline. Keys that do not edit are not part of the line."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a byte that is not text does not end the chat
     if sys.stdin.isatty():

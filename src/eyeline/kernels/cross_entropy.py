@@ -16,7 +16,7 @@ from eyeline.kernels.gpu import on_gpu
 from eyeline.kernels.one_kernel import one_kernel
 
 # float32 logits alive at once. CPU: 64 MiB, some 110 rows of a vocabulary of 151,936, whose pages stay in use from chunk to
-# chunk. GPU: 512 MiB, some 880 rows, so that a product of matrices is no slower for being cut.
+# chunk. GPU: 512 MiB, some 880 rows, so that a product of matrices is not slower in chunks.
 LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 

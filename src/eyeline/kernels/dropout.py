@@ -2,9 +2,9 @@
 
     dropped_TD = (a_t · c_d + b_t) mod 2³² < rate · 2³²
 
-a_t and b_t are the row's draws (`Batch.with_draws`), and c_d is hashed from the address of the module and the column. This is
-multiply-add hashing (Dietzfelbinger 1996): over random draws any two entries are independent, so that sums have the mean and the
-variance that independent draws give them. There is no generator, no state and nothing that the host reads: recomputing a block gives
+a_t and b_t are the row's random numbers (`Batch.with_draws`), and c_d is hashed from the address of the module and the column. This is
+multiply-add hashing (Dietzfelbinger 1996): any two entries are independent, so that sums have the mean and the variance that
+independent random numbers give them. There is no generator, no state and nothing that the host reads: recomputing a block gives
 the same mask, and so does a GPU.
 
 Dims: T rows  D columns

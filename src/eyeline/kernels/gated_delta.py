@@ -137,7 +137,7 @@ def _check(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_T
 
 class _Plan(NamedTuple):
     """Chunks of documents that are cut alike: first the first chunk of each document, longest document first; then the second
-    chunk of each that has one; and so on. The documents that go on are always the first ones."""
+    chunk of each that has one; and so on. The documents that continue are always the first ones."""
 
     documents: list[int]
     going_on: list[int]  # how many documents have a first chunk, a second, ...

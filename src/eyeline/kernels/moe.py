@@ -29,7 +29,7 @@ def choose(probability_TE: Tensor, active: int, normalised: bool, bias_E: Tensor
 
 
 def round_robin(tokens: int, experts: int, active: int, device: torch.device) -> Tensor:
-    """chosen_TA without looking at the tokens: each expert as often as any other."""
+    """chosen_TA independent of the tokens: each expert as often as any other (round-robin)."""
     n_N = torch.arange(tokens * active, device=device)
     return (n_N % experts).view(tokens, active)
 

@@ -71,7 +71,7 @@ def _passes(device: torch.device) -> KernelPaths:
 
 
 def _attention(model: nn.Module, capability: Capability, dtype: torch.dtype) -> KernelPaths:
-    """By part of the model, since head dims differ."""
+    """One line per part of the model, since head dims differ."""
     flash: list[str] = []
     slow: dict[str, list[str]] = {}
     for place, head_dim in _attending(model):

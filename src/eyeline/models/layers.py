@@ -194,5 +194,5 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def normal_(weight: Tensor, std: float, rng: torch.Generator) -> None:
-    """Fill a weight of any device and dtype with normal numbers that are drawn in float32 on the generator's device."""
+    """Fill a weight of any device and dtype with normal numbers from float32 on the generator's device."""
     put(weight, torch.randn(weight.shape, generator=rng, device=rng.device) * std)

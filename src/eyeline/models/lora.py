@@ -122,5 +122,5 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def merge(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float) -> Tensor:
-    """A weight with the update of its adapter added, in float32: whoever stores it rounds it, once."""
+    """A weight with the update of its adapter added, in float32: it is rounded once, where it is stored."""
     return weight_OI.float() + scale * (b_Or.float() @ a_rI.float())

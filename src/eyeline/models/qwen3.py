@@ -30,7 +30,7 @@ class Config(Settings):
     head_dim: Positive = 128
     intermediate_size: Positive  # of dense layers
     experts: Experts | None = None
-    sparse_every: Positive = 1  # each so many-th layer has experts
+    sparse_every: Positive = 1  # n: every n-th layer has experts
     dense_layers: tuple[int, ...] = ()  # layers, from 0, that have none in any case
     eps: PositiveFloat = 1e-6
     rope_theta: PositiveFloat = 1e6

@@ -176,7 +176,7 @@ class Model(nn.Module):
 
 
 def between_corners(places_P2: Tensor, grids_N2: Tensor, cu_N1: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """The four rows of a square table [side²] between which each patch lies when the table is interpolated over its image, corner on
+    """The four rows of a square table [side²] between which each patch is when the table is interpolated over its image, corner on
     corner, and the share of each: four times (corner_P, share_P), int64 and float32. `F.interpolate(align_corners=True)`, bilinear.
     """
     size_P2 = grids_N2.repeat_interleave(cu_N1.diff(), 0, output_size=len(places_P2))

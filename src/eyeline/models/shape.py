@@ -96,7 +96,7 @@ def _stated(model: nn.Module) -> Iterator[tuple[str, Tensor, Traits]]:
 
 
 def _give_dtypes(model: nn.Module, table: Mapping[str, Entry]) -> None:
-    """Make every tensor anew as the table says, tied ones as one."""
+    """Replace every tensor by a new one as the table says, tied ones by one."""
     made: dict[str, Tensor] = {}
     for name, entry in table.items():
         if entry.tied_to is not None:

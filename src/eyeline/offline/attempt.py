@@ -116,5 +116,5 @@ def is_whole(path: Path, output: Output) -> bool:
 
 
 def content_digest(manifests: list[Manifest]) -> str:
-    """A digest of what the outputs hold, whoever wrote them."""
+    """A digest of what the outputs hold, independent of the writer."""
     return hashlib.sha256(repr([(one.number, one.outputs) for one in manifests]).encode()).hexdigest()

@@ -63,7 +63,7 @@ def done_key(number: int) -> str:
 def commit(store: Store, manifest: Manifest) -> Manifest:
     """Commit a partition unless it is committed. Return the manifest that stands: this one, or that of another attempt.
 
-    After a StorageFailed nobody knows which it is: the request may still arrive, so the attempt's files must stay.
+    After a StorageFailed it is unknown which it is: the request may still arrive, so the attempt's files must stay.
     """
     data = json.dumps(asdict(manifest), separators=(",", ":")).encode()
     while True:
@@ -117,7 +117,7 @@ def roll_up(plan: Plan, group: int) -> bool:
     found = [manifest_of(store, plan.digest, number) for number in plan.numbers(group)]
     values = [asdict(one) for one in found if one is not None]
     assert len(values) == len(found), "a manifest is never deleted"
-    store.create(f"{ROLLED}/{group:06d}.json", json.dumps(values, separators=(",", ":")).encode())  # whoever creates it: it is the same
+    store.create(f"{ROLLED}/{group:06d}.json", json.dumps(values, separators=(",", ":")).encode())  # the same, whichever process creates it
     return True
 
 

@@ -41,7 +41,7 @@ class Partition:
 
     number: int
     inputs: tuple[Input, ...]
-    rows: int | None  # that come in; None: nobody knows before they are read
+    rows: int | None  # that come in; None: unknown before they are read
     work: Any = None  # what the job's function needs besides, as plain JSON
 
 
@@ -157,7 +157,7 @@ def _create(store: Store, job: str, identity: dict[str, Any], draft: Callable[[P
     head = json.dumps(asdict(Head(VERSION, job, identity, count, rows, pieces, files, folder, made.notes)), indent=1).encode()
     if store.create(HEAD, head):
         return head
-    data = store.read(HEAD)  # somebody else has planned meanwhile, or the answer to our own request was lost
+    data = store.read(HEAD)  # another process has planned meanwhile, or the answer to our own request was lost
     assert data is not None, "what exists can be read"
     return data
 

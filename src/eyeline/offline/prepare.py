@@ -54,8 +54,8 @@ HERE = Where()  # this process does all
 INDEXES = "source-index"  # of the sources, until all is done
 INDEX = "index"  # the output of a partition of the first job
 PARTITION_BYTES = 512 << 20  # about: large enough to be read from start to end, small enough to be made again
-TOKEN_TEXT_BYTES, ROW_BYTES = 5, 2048  # of a row in an archive, beside its images; about
-PIXELS_BYTE = 4  # of an image whose size in bytes nobody knows before it is read; about
+TOKEN_TEXT_BYTES, ROW_BYTES = 5, 2048  # of a row in an archive, without its images; about
+PIXELS_BYTE = 4  # of an image whose size in bytes is unknown before it is read; about
 CODE = {"eyeline": __version__, "index version": shard_index.VERSION, "prepared version": prepared_folder.VERSION}
 
 
@@ -79,7 +79,7 @@ def pack_offline(
         raise Refused("--resize scales images down to what the model sees, and this model reads text only. Leave it out")
     make_folder(folder / "shards")
     if where.shards == 1:
-        for left in folder.rglob(".*.tmp"):  # by somebody who was killed
+        for left in folder.rglob(".*.tmp"):  # of an attempt that was killed
             left.unlink(missing_ok=True)
     reader = _over_indexes(reader, folder / INDEXES)
     indexes = _Indexes.of(reader, folder)

@@ -1,6 +1,6 @@
 """Runs the partitions of a job, here, in processes of this machine, or as one of several jobs that share a store.
 
-Nothing says who works on what: two who do the same partition are one too many, and no harm, since only one can commit it. So there is
+No process owns a partition: two that work on the same one waste time, and do no harm, since only one can commit it. So there is
 nothing to be cleaned up or waited for after a kill, and the same command resumes.
 """
 
@@ -150,7 +150,7 @@ def results(work: Callable[[A], R], asked: Iterator[A], workers: int) -> Iterato
 
 
 def results_of_processes(work: Callable[[A], R], asked: Iterator[A], count: int) -> Iterator[tuple[A, R | str]]:
-    """Have the work done by so many processes, a task at a time each. Expected errors of the work are raised."""
+    """Have the work done by several processes, one task at a time each. Expected errors of the work are raised."""
     parcel = pickle.dumps(work)
     with selectors.DefaultSelector() as selector:
         busy: dict[Worker, A] = {}

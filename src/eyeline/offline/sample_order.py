@@ -87,7 +87,7 @@ class _Rows:
 
 
 def packs_of_plan(windows: Iterator[PlannedWindow], most: int | None) -> Iterator[tuple[PlannedWindow, Pack | None]]:
-    """Each pack with its window, up to so many; None stands for the rows behind a window's last pack."""
+    """Each pack with its window, up to a number; None stands for the rows behind a window's last pack."""
     count = 0
     for window in windows:
         for pack in window.packs:
@@ -99,7 +99,7 @@ def packs_of_plan(windows: Iterator[PlannedWindow], most: int | None) -> Iterato
 
 
 def sound_rows(side: Side) -> Iterator[tuple[int, int, Longs]]:
-    """Source, shard, and numbers of the rows of a side there, without those that nobody could use."""
+    """Source, shard, and numbers of the rows of a side there, without unusable ones."""
     for source in range(len(side.index.sources)):
         for shard in range(side.shards(source)):
             yield source, shard, np.flatnonzero(side.kept_rows(source, shard) & ~side.index.shard(source, shard).bad_R)

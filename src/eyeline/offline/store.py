@@ -1,7 +1,7 @@
 """Where a job keeps its plan, its manifests and its files: a folder here, or one in an object store.
 
-Keys are names with slashes, counted from that folder. All that the rest relies on is `create`: of all who create a key, one succeeds,
-and whoever reads the key reads what that one wrote, whole.
+Keys are names with slashes, counted from that folder. All that the rest relies on is `create`: of all that create a key, one succeeds,
+and every reader of the key reads what that one wrote, whole.
 """
 
 import errno
@@ -58,19 +58,19 @@ class LocalStore:
     def create(self, key: str, data: bytes) -> bool:
         path = self.folder / key
         make_folder(path.parent)
-        beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
-            with open(beside, "wb") as file:
+            with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(beside, path)  # unlike a rename, it fails where the name exists
+            os.link(temporary, path)  # unlike a rename, it fails where the name exists
         except FileExistsError:
             return False
         except OSError as error:
             raise storage_failed("write", path, error, len(data)) from error
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         _sync(path.parent)
         return True
 
@@ -173,7 +173,7 @@ class RemoteStore:
 class Retried:
     """A store whose failures that may be temporary are tried again.
 
-    An answer that was lost is such a failure, so `create` may say that a key exists which the same call created: who must know reads it.
+    An answer that was lost is such a failure, so `create` may say that a key exists which the same call created: read the key to know.
     """
 
     store: Store

@@ -39,7 +39,7 @@ class Written:
 
 
 def positions_written(job: Stored, entries: Sequence[PackedEntries]) -> Written:
-    """An image that several samples show lies in the archives with each of them, and all are given the first: equal images have
+    """An image that several samples show is in the archives with each of them, and all use the first: equal images have
     equal places, as they have in the source."""
     archive_R = np.repeat(np.arange(len(job.bytes_K)), np.diff(job.bounds_K1))
     row_R3 = np.concatenate([one.row_R3 for one in entries])
@@ -70,7 +70,7 @@ def write_indexes(reader: Reader, job: Stored, found: Written) -> None:
 
 
 def _moved_index(index: ShardIndex, at_R: Longs, job: Stored, found: Written) -> ShardIndex:
-    """The index with the rows `at_R` of the job where they were written: the first of the same, which is the last here. The others lie
+    """The index with the rows `at_R` of the job where they were written: the first of the same, which is the last here. The others are
     nowhere."""
     number_R = job.row_R6[at_R, 3]
     start_R, length_R = np.full((2, len(index)), UNUSABLE, np.int64)

@@ -54,7 +54,7 @@ class Finding(NamedTuple):
 
 
 def refuse_problems(run: Run) -> list[str]:
-    """Raise Refused with every problem that can be found without looking at each sample; else return the warnings."""
+    """Raise Refused with every problem that can be found without reading each sample; else return the warnings."""
     found = [*findings(run)]
     problems = [line.text for line in found if not line.warns]
     if problems:
@@ -318,10 +318,10 @@ def _source_findings(run: Run) -> Iterator[Finding]:
                     yield Finding(f"stages.{stage.name}.data: {rows.source.path} has no sample left after categories and limit")
             unseen = [line for rows in every if found.prepared is None for line in _unread_findings(f"stages.{stage.name}.data", rows)]
             yield from unseen
-            blind = [part for part in stage.trains if part != "language"]
-            if blind and all(line.warns for line in unseen) and _without_images(found.sources):
+            need = [part for part in stage.trains if part != "language"]
+            if need and all(line.warns for line in unseen) and _without_images(found.sources):
                 yield Finding(
-                    f"stages.{stage.name}: trains {' and '.join(blind)}, which need images, and no sample has one; "
+                    f"stages.{stage.name}: trains {' and '.join(need)}, which need images, and no sample has one; "
                     "leave them out of trains, or add data with images"
                 )
         except Refused as error:
@@ -451,7 +451,7 @@ def untrained_tokens(run: Run, bundle: Bundle) -> Iterator[str]:
 
 
 def evaluation_warnings(run: Run) -> Iterator[str]:
-    """Sources of the evaluation that stages learn from; `eyeline data` compares what lies in others, and `eyeline eval` counts."""
+    """Sources of the evaluation that stages learn from; `eyeline data` compares the content of other sources, and `eyeline eval` counts."""
     for asked in run.evaluation.sources if run.evaluation else ():
         learning = [
             stage.name

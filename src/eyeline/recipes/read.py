@@ -45,7 +45,7 @@ def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> Run:
     path = find_recipe(recipe)
     settings = load_yaml(path)
     if path != shipped_recipes().get(recipe):
-        settings = anchored(settings, path.parent)  # code lies beside the recipe that names it
+        settings = anchored(settings, path.parent)  # code is next to the recipe that names it
     return run_of(anchored(override(settings, overrides), Path()), str(path))
 
 

@@ -1,6 +1,6 @@
 """The report on data: a list of blocks, which a terminal prints and a page shows, so that both say the same.
 
-Everything is made into words here, from the records of `data/report/report.py`; data that is quoted is cut to a length, and whoever
+Everything is made into words here, from the records of `data/report/report.py`; data that is quoted is cut to a length, and whatever
 prints or writes it makes it harmless.
 """
 
@@ -51,7 +51,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Histogram:
-    """For pages only: its figures are in a table, too."""
+    """A figure for pages only: its numbers are in a table, too."""
 
     label: str
     caption: str
@@ -269,11 +269,11 @@ def suggestion(best: Packing, packings: Sequence[Packing], batch: Batching) -> s
 
 def _unusual_lines(report: DataReport) -> Iterator[Line]:
     yield from (Line(line, warns=True) for line in report.unread)
-    if not (report.odd or report.rejects or report.control_strings or report.unlearned or report.unread or report.blind):
+    if not (report.unusual or report.rejects or report.control_strings or report.unlearned or report.unread or report.refused):
         yield Line("all examined samples are usable")
-    if report.odd:
-        odd = ", ".join(f"{what} {count}" for what, count in report.odd.items())
-        yield Line(f"unusual but usable images (of {report.decoded:,}): {odd}")
+    if report.unusual:
+        unusual = ", ".join(f"{what} {count}" for what, count in report.unusual.items())
+        yield Line(f"unusual but usable images (of {report.decoded:,}): {unusual}")
     if report.control_strings:
         yield Line(f"samples whose text spells a control token (trained on as text): {report.control_strings}")
     if report.masked:

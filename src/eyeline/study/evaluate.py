@@ -51,10 +51,10 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     asked = open_each(run.evaluation.sources)
     learned = dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data))  # stages share samples
     prior = prior_of(learned, normalise_answer if metric.code is None else str.strip)
-    questions = also_learned = 0
+    questions = also_trained_on = 0
     for _, _, row in islice((row for rows in asked for row in rows.kept_rows()), limit):
         questions += 1
-        also_learned += isinstance(row, Sample) and row in learned
+        also_trained_on += isinstance(row, Sample) and row in learned
     with Progress(transient=True) as bar:
         task = bar.add_task("answering", total=questions)
         result = exact_match(
@@ -68,7 +68,7 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
             limit=limit,
             stamps={"checkpoint": found.checkpoint.folder.name, "data": [s.path for s in run.evaluation.sources], **environment(here)},
             progress=lambda done: bar.update(task, completed=done),
-        ).model_copy(update={"also_learned": also_learned})
+        ).model_copy(update={"also_trained_on": also_trained_on})
     path = folder / ("eval.json" if limit is None else f"eval-first-{limit}.json")  # a part is not the recipe's evaluation
     write_result(path, result)
     console = Console()
@@ -92,17 +92,17 @@ def scores(result: Result) -> Table:
             Text(visible(kind) or "(no kind)"),
             f"{score.questions:,}",
             percent(score.accuracy),
-            percent(result.blind.by_kind[kind].accuracy),
+            percent(result.text_only.by_kind[kind].accuracy),
         )
     table.add_row(
-        "all", f"{result.overall.questions:,}", percent(result.overall.accuracy), percent(result.blind.overall.accuracy), style="bold"
+        "all", f"{result.overall.questions:,}", percent(result.overall.accuracy), percent(result.text_only.overall.accuracy), style="bold"
     )
     return table
 
 
 def remarks(result: Result) -> Iterator[str]:
     """Remarks on the scores."""
-    yield f"text-only baseline: {result.blind.how}"
+    yield f"text-only baseline: {result.text_only.how}"
     if result.given:
         yield f"asked: the last question of each sample; {result.given:,} earlier answers were given as context"
     if result.rejected:

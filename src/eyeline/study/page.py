@@ -10,7 +10,9 @@ from html import escape
 
 from eyeline.core.log import visible
 
-EMBEDDED_IMAGE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")  # the only kind of image that a page embeds, beside our plots
+EMBEDDED_IMAGE = re.compile(
+    r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+"
+)  # the only kind of image that a page embeds, apart from our plots
 
 PHONE = 46  # characters side by side on a narrow page; a wider table becomes a list there
 SHORT_CELL = 24  # characters that stay on one line

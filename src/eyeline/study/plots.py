@@ -145,7 +145,7 @@ def plot(
         _calm(axes)
         if epochs:
             above = axes.secondary_xaxis(1.1)
-            apart = (axes.get_xlim()[1] - axes.get_xlim()[0]) * 0.3 / width  # so that no label lies on another
+            apart = (axes.get_xlim()[1] - axes.get_xlim()[0]) * 0.3 / width  # so that no label covers another
             kept = [mark for n, mark in enumerate(epochs) if n == 0 or mark[0] - epochs[n - 1][0] >= apart]
             above.set_xticks([step for step, _ in kept], [name for _, name in kept])
             above.spines["top"].set_visible(False)

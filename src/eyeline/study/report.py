@@ -145,7 +145,7 @@ def environment(history: History) -> list[str]:
 
 
 def stamp(value: object) -> str:
-    """A stamp as a person reads it: `torch 2.13.0, numpy 2.4.6` for a mapping, `–` for what there is none of."""
+    """A stamp as text: `torch 2.13.0, numpy 2.4.6` for a mapping, `–` for what there is none of."""
     match value:
         case str():
             return value
@@ -255,7 +255,7 @@ def results(history: History, name: str, steps: Sequence[Step]) -> dict[str, str
 
 
 def evaluation_section(evaluation: Result | str | None) -> list[str]:
-    """Accuracy by kind beside the text-only baseline's, and answers with their images: wrong ones first, since they teach most."""
+    """Accuracy by kind with the text-only baseline's, and answers with their images: wrong ones first, since they teach most."""
     match evaluation:
         case None:
             return []
@@ -263,15 +263,15 @@ def evaluation_section(evaluation: Result | str | None) -> list[str]:
             return [f"<h2>Evaluation</h2>\n{note(evaluation)}"]
         case Result():
             pass
-    blind = evaluation.blind
-    rows = [("all", evaluation.overall, blind.overall)]
+    text_only = evaluation.text_only
+    rows = [("all", evaluation.overall, text_only.overall)]
     if any(evaluation.by_kind):
-        rows += [(kind, score, blind.by_kind.get(kind)) for kind, score in evaluation.by_kind.items()]
+        rows += [(kind, score, text_only.by_kind.get(kind)) for kind, score in evaluation.by_kind.items()]
     shown = [
         (kind or "no kind", f"{score.questions:,}", percent(score.accuracy), percent(guess.accuracy) if guess else "–")
         for kind, score, guess in rows
     ]
-    notes = [f"Text-only baseline: {blind.how}", f"Answers cut at {evaluation.max_new_tokens} tokens: {evaluation.cut}."]
+    notes = [f"Text-only baseline: {text_only.how}", f"Answers cut at {evaluation.max_new_tokens} tokens: {evaluation.cut}."]
     made = [f"{name} {evaluation.stamps[name]}" for name in ("checkpoint", "commit", "hardware") if evaluation.stamps.get(name)]
     notes += [" · ".join(made)] if made else []
     if evaluation.rejected:
@@ -280,8 +280,8 @@ def evaluation_section(evaluation: Result | str | None) -> list[str]:
         notes.append(f"The last question of each sample is asked; {evaluation.given:,} answers before it were given.")
     exact = evaluation.metric == "exact match"
     wrong = f"Wrong answers: {evaluation.questions - evaluation.overall.correct:,} of {evaluation.questions:,}"
-    drawn = {one.id for one in evaluation.wrong}
-    others = [one for one in sorted(evaluation.samples, key=lambda one: one.correct) if one.id not in drawn]
+    wrong_ids = {one.id for one in evaluation.wrong}
+    others = [one for one in sorted(evaluation.samples, key=lambda one: one.correct) if one.id not in wrong_ids]
     return [
         "<h2>Evaluation</h2>",
         *([warning(evaluation.warning)] if evaluation.warning else []),

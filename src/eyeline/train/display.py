@@ -135,7 +135,7 @@ class Terminal:
             say_at_once(message)
 
     def close(self) -> None:
-        """Leave the last figures on the screen. A step after that starts anew."""
+        """Leave the last figures on the screen. A later step starts a new display."""
         self._view.status = None
         self._live.stop()
         self._view = View(notice=self._view.notice)

@@ -42,7 +42,7 @@ def commit() -> str | None:
     folder = Path(__file__).parent
     root = _git(folder, "rev-parse", "--show-toplevel")
     if root is None or not (Path(root) / "src" / "eyeline").is_dir():
-        return None  # an installed copy may lie inside somebody else's checkout
+        return None  # an installed copy may be inside the checkout of another project
     head, changes = _git(folder, "rev-parse", "--short=12", "HEAD"), _git(folder, "status", "--porcelain", "--untracked-files=no")
     return f"{head}{'+changes' if changes else ''}" if head else None
 

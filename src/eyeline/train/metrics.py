@@ -105,7 +105,7 @@ class Clock:
             self._spent[on] = self._spent.get(on, 0.0) + self.now() - begin
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the last lap by name, "step" in all and "other" for what had no name; then start anew."""
+        """Seconds since the last lap by name, "step" in all and "other" for what had no name; then start again from zero."""
         now = self.now()
         total, spent = now - self._mark, self._spent
         self._mark, self._spent = now, {}

@@ -44,7 +44,7 @@ Optimizer = Annotated[AdamW | Muon, Field(discriminator="kind")]
 def make_optimizers(plan: Plan[Any], settings: Optimizer) -> list[torch.optim.Optimizer]:
     """Optimizers over every trainable parameter, none twice and none left out. A group of nothing does not exist.
 
-    Each group says its `part` and `ratio`: `set_learning_rates` gives it rate(part) × ratio. Groups lie in a fixed order,
+    Each group says its `part` and `ratio`: `set_learning_rates` gives it rate(part) × ratio. Groups have a fixed order,
     so that a saved state finds its parameters again.
     """
     trainable = [(name, x, entry) for name, x, entry in plan.tensors() if entry.trains]

@@ -101,7 +101,7 @@ class Model(Settings):
     """The model to start from: a folder that `eyeline import` or `export` made, a run, or one of the given shape."""
 
     path: PathText | None = None
-    fresh: tuple[Part, ...] = ()  # parts of the model in path that start from random weights all the same
+    fresh: tuple[Part, ...] = ()  # parts of the model in path that start from random weights instead of its own
     config: Config | None = None
     weights: dict[Part, PathText] = Field(
         default_factory=dict
@@ -185,7 +185,7 @@ class Run(Settings):
     validation_steps: Positive | None = None  # steps; also at the end of a stage. None: never
     save_steps: Positive | None = None  # steps; a checkpoint at the end of every stage is always written
     save_minutes: PositiveFloat | None = 30.0  # minutes between checkpoints, by the clock; null: by steps alone
-    save_total_limit: Positive = 2  # checkpoints beside the best one
+    save_total_limit: Positive = 2  # checkpoints to keep, in addition to the best one
     max_nonfinite_steps: NotNegative = 5  # steps that may be dropped because a loss or gradient is not finite
 
     @property
@@ -267,7 +267,7 @@ def from_yaml(text: str, folder: Path = Path()) -> Run:
 
 # Settings that a run may be resumed with, changed: they steer how it is watched and stored, what memory it takes, or how long it goes
 # on, and change no number of what was planned. Steps and
-# epochs are of stages that have not ended; the schedule of the rest follows the new length. Data may lie elsewhere: a reader refuses
+# epochs are of stages that have not ended; the schedule of the rest follows the new length. Data may be elsewhere: a reader refuses
 # others than those that it stands in. `*` stands for a number.
 MAY_CHANGE = (
     "out",

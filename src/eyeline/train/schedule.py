@@ -12,7 +12,7 @@ class _Warmup(Settings):
     """The warm-up, in which the rate rises from 0 to 1: over a share of the stage's steps, or over a number of them."""
 
     warmup_ratio: Share | None = 0.03  # of the stage's steps
-    warmup_steps: NotNegative | None = None  # or so many steps
+    warmup_steps: NotNegative | None = None  # or a number of steps
 
     @model_validator(mode="before")
     @classmethod

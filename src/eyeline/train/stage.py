@@ -36,7 +36,7 @@ from eyeline.train.trainable import adapters_of, plan_of, rows_of, table
 
 @dataclass(frozen=True)
 class Process:
-    """What lasts as long as the process that trains: the run, its folder, the machine, the clock, and who is told."""
+    """What lasts as long as the training process: the run, its folder, the machine, the clock, and the display."""
 
     run: Run
     home: Home
@@ -53,7 +53,7 @@ class Process:
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands, beside its tensors. Plain values: this is `state.json` of a checkpoint."""
+    """The position of a run, without its tensors. Plain values: this is `state.json` of a checkpoint."""
 
     stage: int = 0
     step: int = 0  # steps done in the stage
@@ -95,7 +95,7 @@ def model_of(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint |
 def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: State) -> StageRun:
     """Make the stage ready that `state` stands in, and say what it trains and from what.
 
-    A stage border is a checkpoint and a rebuild: going on to the next stage and resuming a run are this same code.
+    A stage starts from a checkpoint as a resumed run does: both use this code.
     """
     run, home, here, world = process.run, process.home, process.here, process.world
     stage, saved = run.stages[state.stage], {} if checkpoint is None else checkpoint.state

@@ -35,7 +35,7 @@ from eyeline.train.environment import commit, environment, packages
 from eyeline.train.run import CODE, Full, Run, differences, from_yaml, to_yaml, write_recipe
 from eyeline.train.trainable import checkpointed
 
-# What a start that was killed leaves beside the files that it was writing. Reports and evaluations are others' to clear away.
+# Temporary files of a start that was killed. Those of reports and evaluations are removed by these.
 _LEFTOVER = re.compile(r"\.(recipe\.yaml|env\.json|model)\.[0-9a-f]{8}\.tmp")
 
 

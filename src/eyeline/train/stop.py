@@ -63,7 +63,7 @@ class StopSignal:
         return f"{steps} lost; " + (f"the same command resumes from step {self.saved:,}" if self.saved else "nothing has been saved yet")
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the signal handlers from before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

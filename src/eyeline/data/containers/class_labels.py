@@ -7,7 +7,7 @@ from typing import Any
 
 from eyeline.core.errors import BadSample
 
-Labels = tuple[str, ...] | dict[str, "Labels"]  # the names of a column's numbers, or of what lies in its objects
+Labels = tuple[str, ...] | dict[str, "Labels"]  # the names of a column's numbers, or of the fields of its objects
 
 
 def labels_in(metadata: Mapping[bytes, bytes] | None, features: Any = None) -> dict[str, Labels]:

@@ -50,14 +50,14 @@ class Shard:
     """A part of a container that is read in one go."""
 
     name: str  # for messages: the file, and which part of it
-    fingerprint: str  # of its content; never of where it lies: a set that was moved is the same set
+    fingerprint: str  # of its content, and not of its location: a set that was moved is the same set
     bytes: int  # about
     held: int = 0  # bytes that a process keeps to read its rows in any order
-    joined: bool = False  # it lies in what the shard before it lies in, which is read whole: they come together, and `held` is of both
+    joined: bool = False  # it is in the same group as the shard before it, which is read whole: both come together, and `held` counts both
 
 
 class Container(Protocol):
-    """Rows of one file or of several. Pickles small: whoever unpickles it reads the same files again."""
+    """Rows of one file or of several. Its pickle is small: the unpickled object reads the same files again."""
 
     @property
     def what(self) -> str: ...  # "JSON list"
@@ -120,7 +120,7 @@ class File:
         FileSlice(self, 0, 0).close()
 
     def read(self, start: int, length: int) -> bytes:
-        """Exactly so many bytes. StorageFailed when the store fails, or when the file is not the one that was opened."""
+        """Exactly `length` bytes. StorageFailed when the store fails, or when the file is not the one that was opened."""
         with FileSlice(self, start, length) as window:
             data = window.read()
         if len(data) < length:

@@ -1,6 +1,6 @@
 """Tables of text: CSV with a header, as RFC 4180 has it. A field in quotes may hold line breaks, so rows are found once, from the start.
 
-Quotes inside of a field that has none around it are text. Where a quote is never closed, or a field goes on behind the one that
+Quotes inside of a field that has none around it are text. Where a quote is never closed, or a field continues behind the one that
 closes it, the line that opened it is lost alone, and a row whose fields are not as many as the header's is rejected.
 """
 
@@ -30,7 +30,7 @@ class Table:
     delimiter: bytes
     shards: tuple[Shard, ...]
     firsts: tuple[int, ...]  # number in the file of each shard's first row
-    starts: tuple[int, ...]  # where it lies
+    starts: tuple[int, ...]  # its location
     over: frozenset[int]  # shards that are one row over the cap
     what: str
 
@@ -106,7 +106,7 @@ def _rows_of(data: bytes, delimiter: bytes) -> Iterator[tuple[int, int]]:
 
 
 def fields_of(data: bytes, delimiter: bytes) -> list[str | None]:
-    """The fields of one row; an empty one is None. Bytes that are not UTF-8 become lone surrogates, which spoil who uses them."""
+    """The fields of one row; an empty one is None. Bytes that are not UTF-8 become lone surrogates, which make a text unusable."""
     line, pattern = data.rstrip(b"\r\n"), _patterns(delimiter)[0]
     values: list[str | None] = []
     at = 0
@@ -170,10 +170,16 @@ def _runs(file: File, first_byte: int, delimiter: bytes) -> Iterator[tuple[int, 
     Held are a piece of the file and the longest row, no more.
     """
     pattern = _patterns(delimiter)[1]
-    data, base, at, start, count = b"", first_byte, 0, 0, 0  # `data` lies at `base`; the run begins in it at `start`, the row at `at`
+    data, base, at, start, count = (
+        b"",
+        first_byte,
+        0,
+        0,
+        0,
+    )  # `data` is at `base` of the file; in it the run begins at `start`, the row at `at`
     while base + at < file.size:
         found = pattern.match(data, at)
-        if base + len(data) < file.size and (found is None or found.end() == len(data)):  # it may go on
+        if base + len(data) < file.size and (found is None or found.end() == len(data)):  # it may continue
             if len(data) - at <= MAX_ROW_BYTES:
                 if count:
                     yield base + start, base + at, count, hashlib.sha256(memoryview(data)[start:at]).digest()

@@ -49,7 +49,7 @@ _BRACES = re.compile(r"(.*?)\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}(.*)", re.DOTA
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """The names that a pattern with braces stands for: `shard_{000..011}.tar`, `{a,b}.tar`. ValueError for more than anybody means."""
+    """The names that a pattern with braces stands for: `shard_{000..011}.tar`, `{a,b}.tar`. ValueError for an implausible number."""
     found = _BRACES.fullmatch(pattern)
     if found is None:
         return [pattern]

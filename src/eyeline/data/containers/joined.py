@@ -15,7 +15,7 @@ class Joined:
     """Containers of a file each."""
 
     parts: tuple[Container, ...]
-    names: tuple[str, ...]  # of the files, from the folder on that all lie in
+    names: tuple[str, ...]  # of the files, starting from the folder that all are in
     firsts: tuple[int, ...]  # number of each part's first shard
     shards: tuple[Shard, ...]
     what: str

@@ -13,7 +13,7 @@ from eyeline.data.containers.container import HASHED, SHARD_BYTES, SHARD_ROWS, F
 
 MAX_LINE_BYTES = 64 << 20  # a longer line of JSON lines is skipped without being held in memory
 MAX_DIGITS = 40  # ids of 64 bits and of 128
-MAX_DEPTH = 910  # of brackets in a row: below where Python's decoder gives up, which depends on who calls it
+MAX_DEPTH = 910  # of brackets in a row: below the limit of Python's decoder, which depends on the caller
 BOM = b"\xef\xbb\xbf"
 
 
@@ -84,7 +84,7 @@ def _depth(text: str) -> int:
     return most
 
 
-def sound(row: Any) -> Any:
+def require_valid(row: Any) -> Any:
     """The row, if nothing `Broken` is in it, else BadSample with the place."""
     stack: list[tuple[str, Any]] = [("row", row)]
     while stack:
@@ -101,7 +101,7 @@ def sound(row: Any) -> Any:
 def row_of(data: bytes) -> Any:
     """One row from its text. Bytes that are not UTF-8 become lone surrogates, which spoil only the row that uses them."""
     row, flawed = parse(data.decode("utf-8-sig", "surrogateescape"))
-    return sound(row) if flawed else row
+    return require_valid(row) if flawed else row
 
 
 def _try(data: bytes) -> Any | BadSample:
@@ -111,7 +111,7 @@ def _try(data: bytes) -> Any | BadSample:
         return bad
 
 
-# A list: where its rows lie is found once, by whoever opens it
+# A list: the locations of its rows are found once, when it is opened
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class JsonList:
     file: File
     shards: tuple[Shard, ...]
     firsts: tuple[int, ...]  # number in the file of each shard's first row
-    starts: tuple[int, ...]  # where it lies
+    starts: tuple[int, ...]  # its location
     what: str = "JSON list"
     header: tuple[str, ...] = ()
 
@@ -224,7 +224,7 @@ def lists_in_lines(path: Location, retries: int) -> bool:
 
 
 def list_in(file: File, data: bytes, offset: int) -> JsonList:
-    """The rows of the list that `data` are, which lie at `offset` of a file. Refused when they are none."""
+    """The rows of the list that `data` are, which starts at `offset` of a file. Refused if it is not a list."""
     path = file.path
     runs: list[list[int]] = []  # begin, end, number of the first row, rows
     try:

@@ -1,7 +1,7 @@
 """Group the members of an archive into samples by WebDataset's rule: those whose names are equal up to the first dot of the file's name.
 
 Keys with dots in them (`frame_1.25.jpg`, `frame_1.50.jpg`) break that rule: many samples would be one. What tells them apart is the text
-that each has: members belong to the text whose name, up to its kind, theirs goes on from.
+that each has: members belong to the text whose name, up to its kind, theirs begins with.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -98,12 +98,12 @@ def stem_of(member: Member) -> str:
 
 
 def _top(stem: str, tops: Set[str]) -> str | None:
-    """The one that it goes on from."""
+    """The one that it begins with."""
     return next((base for base in (stem, *_outer(stem)) if base in tops), None)
 
 
 def _refuse_two(sample: Sequence[Member], wanted: Sequence[str]) -> None:
-    """BadSample where two members would be the same thing of one sample. Beside a text of the sample, those of its parts are not read;
+    """BadSample where two members would be for the same column of one sample. Where the sample has a text, those of its parts are not read;
     unless both have an image of their name."""
     texts = [(member, text) for member in sample if (text := text_of(member, wanted)) is not None]
     tops = tops_of(text for _, text in texts)
@@ -144,5 +144,5 @@ def _split_by_top(group: Sequence[Member], tops: set[str], wanted: Sequence[str]
 
 
 def _longer(member: Member, top: str) -> Member:
-    """The member of a key that goes on to the end of `top`."""
+    """The member of a key that continues to the end of `top`."""
     return member._replace(key=f"{member.key}.{top}", part=member.part[len(top) + 1 :])

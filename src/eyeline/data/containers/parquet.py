@@ -33,7 +33,7 @@ class RowGroup(NamedTuple):
     start: int  # the rows of it that this is
     end: int
     length: int = 0  # bytes of a record batch,
-    head: int = 0  # and of what lies before the first of them
+    head: int = 0  # and of all that is before the first of them
 
 
 # (file, group, columns, how many of its first rows: None for all); BadSample for a group that is damaged
@@ -195,7 +195,7 @@ def open_tables(
     features: Any = None,
 ) -> Tables:
     """The groups of all files, in shards. Refused as `contents` does it, and where files have no or other columns. `features` are those
-    that a saved data set states beside its files."""
+    that a saved data set states next to its files."""
     files = [File.of(path, retries) for path in paths]
     content = fingerprints(files)
     groups: list[RowGroup] = []

@@ -14,7 +14,7 @@ from eyeline.core.batch import EncodedImage, Span
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import Location, Remote, below
 from eyeline.data.containers.container import HEADER_BYTES, SHARD_ROWS, File, FileSlice, Place, Shard, fingerprints
-from eyeline.data.containers.json_rows import parse, sound
+from eyeline.data.containers.json_rows import parse, require_valid
 from eyeline.data.containers.keys import IMAGE_SUFFIXES, TEXTS, WRITE, Member, member_of, split, stem_of, text_of, tops_of
 from eyeline.data.files.skipped import is_skipped
 
@@ -50,7 +50,7 @@ def offsets_in(index: File, first: int, count: int) -> list[int]:
 
 
 def _header(file: File, at: int) -> str:
-    """The name in the header that lies at a place, as far as it is there. Empty where there is none."""
+    """The name in the header at a place, as far as it is there. Empty where there is none."""
     head = file.read(at, min(BLOCK, file.size - at))
     name, prefix = (part.partition(b"\0")[0].decode("utf-8", "surrogateescape") for part in (head[:100], head[345:500]))
     return (f"{prefix}/{name}" if prefix else name) if head[257:262] == b"ustar" else ""
@@ -178,7 +178,7 @@ def _padded(member: Member) -> int:
 
 _NUMBERS = re.compile(rb"(?:[0-7]{7}[ \0]|[0-7]{6} \0){3}([0-7]{11})[ \0][0-7]{11}[ \0]([0-7]{6})\0 ([0x5])")  # mode ... type
 _DEVICE = re.compile(rb"(?:[0-7]{7}\0|\0{8}){2}")
-_TIME = re.compile(rb"([0-9]{1,3}) [amc]time=[0-9.]+\n")  # an attribute that says nothing of where a member lies
+_TIME = re.compile(rb"([0-9]{1,3}) [amc]time=[0-9.]+\n")  # an attribute that says nothing about the location of a member
 
 
 def _plain(file: _Archive, at: int) -> tuple[bytes, str, int, int] | None:
@@ -204,7 +204,7 @@ def _idle(attributes: bytes, size: int) -> bool:
 
 
 def _members(file: _Archive) -> Iterator[Member | BadSample]:
-    """The members in order. A BadSample is the last where an archive is damaged: nobody knows what was behind.
+    """The members in order. A BadSample is the last where an archive is damaged: what followed is unknown.
 
     Ordinary headers are read here, as `tarfile` reads them and much faster; from the first other one on, all is left to it.
     """
@@ -302,8 +302,8 @@ def _new_names(sample: Members, whole: bool, known: set[str]) -> None:
 
 
 def _groups(members: Iterator[Member | BadSample], archive: _Archive, most: int, wanted: tuple[str, ...]) -> Iterator[Members | BadSample]:
-    """Neighbours of the same key, with their texts, and up to so many bytes of each image. Those before a damage are lost with it:
-    nobody knows whether they are all."""
+    """Neighbours of the same key, with their texts, and the first bytes of each image. Those before a damage are lost with it:
+    it is unknown whether they are all."""
     group: Members = []
     for member in members:
         if isinstance(member, BadSample):
@@ -359,7 +359,7 @@ def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> di
                 raise BadSample("file_too_large", "row", f"{_short_name(name)} has {member.size:,} bytes, over {MAX_TEXT_BYTES:,}")
             if member.kind == "json":
                 value, flawed = parse(content.decode("utf-8-sig", "surrogateescape"))
-                value = sound(value) if flawed else value
+                value = require_valid(value) if flawed else value
                 if not isinstance(value, dict):
                     raise BadSample("wrong_type", name, "wanted an object")
                 row |= value
@@ -383,7 +383,7 @@ def _row(group: Members, file: File, offset: int, wanted: tuple[str, ...]) -> di
 
 
 def _in_row_order(row: dict[str, Any], images: dict[str, EncodedImage]) -> list[EncodedImage]:
-    """The images as the row names them; as they lie in the archive, where it names none."""
+    """The images as the row names them; in the order of the archive, if it names none."""
     names = row.get("image") if row.get("image") is not None else row.get("images")
     names = [names] if isinstance(names, str) else names
     if len(images) == 1 or not isinstance(names, list):

@@ -90,7 +90,7 @@ def _long(x: np.ndarray) -> torch.Tensor:
 
 
 def _end_to_end(arrays: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """The arrays joined; not moved where they lie one after another in the memory of one array."""
+    """The arrays joined; not copied if they follow one another in the memory of one array."""
     whole = arrays[0].base
     if isinstance(whole, np.ndarray) and whole.ndim == 2 and all(a.base is whole and a.flags.c_contiguous for a in arrays):
         at = [a.__array_interface__["data"][0] for a in arrays]

@@ -26,8 +26,8 @@ from eyeline.data.workers import At, Phase, Workers, in_order
 
 # resized images that a process remembers: those used last, of the ones that come again
 KEPT_IMAGES, KEPT_IMAGE_BYTES = 1 << 16, 128 << 20
-NEAR_BYTES = 64 << 10  # between two images in one file: up to so many unused bytes are read rather than asking twice
-TOKEN_BYTES = 64  # of a token, in all index arrays of a batch together; about
+NEAR_BYTES = 64 << 10  # between two images in one file: up to this many unused bytes are read instead of a second request
+TOKEN_BYTES = 64  # per token, in all index arrays of a batch together; about
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class GroupToRead:
 
     address: tuple[int, ...]  # of its randomness
     rows: tuple[RowToRead, ...]
-    media: tuple[EncodedImage | Video, ...] | None  # by where they lie; None: a row has them
+    media: tuple[EncodedImage | Video, ...] | None  # by location; None: a row has them
     again: bool  # whether other image groups look at them too
 
 
@@ -138,7 +138,7 @@ class Fetch:
     _kept: Recent[str, Resized] = field(default_factory=Recent, repr=False)
 
     def job(self, groups: tuple[GroupToRead, ...], verdicts: Mapping[tuple[str, str], Reject]) -> PackToRead:
-        """The pack as a job, without what is known to kill."""
+        """The pack as a job, without the samples that crash a worker."""
         if verdicts:
             groups = tuple(replace(group, rows=tuple(self._judged(row, verdicts) for row in group.rows)) for group in groups)
         numbers = 3 * self.rule.frames * self.rule.patch**2 if self.rule else 0
@@ -197,7 +197,7 @@ class Fetch:
         return self.sources[row.source].reject(row.place, bad)
 
     def _together(self, media: tuple[EncodedImage | Video, ...]) -> tuple[EncodedImage | Video, ...]:
-        """The same media, with the bytes of those that lie in one file and near to each other, in one request."""
+        """The same media, with the bytes of those that are close to each other in one file, in one request."""
         wanted = [medium for medium in media if medium_key(medium) not in self._kept]
         spans = {image.source for medium in wanted for image in frames_of(medium) if isinstance(image.source, Span)}
         runs: list[list[Span]] = []

@@ -19,10 +19,10 @@ def no_folder(folder: Path) -> str:
     while not os.path.isdir(folder.parent):
         folder = folder.parent
     try:
-        beside = [entry.name for entry in islice(os.scandir(folder.parent), 1_000) if entry.is_dir()]
+        siblings = [entry.name for entry in islice(os.scandir(folder.parent), 1_000) if entry.is_dir()]
     except OSError:  # not ours to read
-        beside = []
-    lowered = {name.lower(): name for name in beside}
+        siblings = []
+    lowered = {name.lower(): name for name in siblings}
     guess = closest(folder.name.lower(), list(lowered))
     return f", nor does the folder {folder}" + (f" (did you mean {lowered[guess]!r}?)" if guess else "")
 

@@ -1,4 +1,4 @@
-"""Names of files that belong to no data set: what systems, editors and notebooks leave beside data. They are skipped, and it is said."""
+"""Names of files that belong to no data set: what systems, editors and notebooks leave between data. They are skipped, and reported."""
 
 import re
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 Credentials, region and endpoint come from the environment, where obstore looks for them; none is in a recipe, a pickle or a message.
 Of what a store answers only the status and its short code are repeated: the rest may spell out keys and signed requests.
 
-Nothing is tried again here: who asks does so through `containers.persistent`, for failures that may pass.
+Nothing is retried here: callers use `containers.persistent` for temporary failures.
 """
 
 import errno
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PIECE = 8 << 20  # bytes of one request at most: a slow line gets them within the timeout, and a fast one is kept busy
 AHEAD = 64 << 10  # bytes that are read on at first where something is read in order; four times more each time
-GAP = 1 << 20  # bytes that may be passed over: to read them costs less than a request of its own
+GAP = 1 << 20  # bytes that may be read unused: reading them costs less than a request of its own
 KEPT, KEPT_BYTES = 256, 32 << 20  # objects of which a process remembers what it read last, and how much of them together
 HEAD_BYTES = 16 << 10  # of an image: most say their size there
 TIMEOUT_S = 30.0  # for one request with its whole answer
@@ -249,7 +249,7 @@ def stamp_of(location: Remote) -> Stamp:
 
 
 def look(location: Remote, length: int) -> tuple[Stamp, bytes]:
-    """The stamp of an object and its first bytes, as many as it has of `length`. One request; reading on goes on from there."""
+    """The stamp of an object and its first bytes, as many as it has of `length`. One request; further reads continue from there."""
     try:
         stamp, data = _get(location, 0, length, None)
         _remember(location, stamp, _Piece(0, len(data), data if len(data) <= AHEAD else b"", 0))
@@ -286,7 +286,7 @@ def changed_error(location: object) -> StorageFailed:
 
 
 def piece(location: Remote, stamp: Stamp, start: int, wanted: int) -> bytes:
-    """Some bytes from `start` on, at least one and at most `wanted`, of which there are so many.
+    """Some bytes from `start` on, at least one and at most `wanted`, which the object has.
 
     What is read in order, as archives are to find their members, is read ahead in growing pieces; anything else costs what it has.
     """
@@ -325,7 +325,7 @@ def list_objects(folder: Remote) -> list[Remote]:
 
 
 def has_any(folder: Remote) -> bool:
-    """Return whether any object lies below. One request."""
+    """Return whether there is any object below. One request."""
     return _ask(folder, lambda client: any(True for page in client.list(folder.key or None, chunk_size=1) if page))
 
 

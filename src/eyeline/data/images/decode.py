@@ -3,7 +3,7 @@
 Rules, each with an image in tests/data/test_image_formats.py: orientation (EXIF) is applied once, before anything else looks at the size;
 transparency is laid over white; grey, palette, CMYK and 16-bit images become 8-bit RGB; colour profiles (ICC) are ignored, as
 transformers' processors ignore them; of an animation the first frame counts; a truncated file is never completed, and never half
-grey; a header that claims too many pixels is believed and refused before any is decoded.
+grey; an image whose header claims too many pixels is refused before any is decoded.
 """
 
 import io
@@ -131,7 +131,7 @@ def upright(encoded: EncodedImage) -> Pillow.Image:
         return rgb
 
 
-def oddities(encoded: EncodedImage) -> list[str]:
+def unusual_properties(encoded: EncodedImage) -> list[str]:
     """Decode the image whole, and say what is unusual about it though it is usable. Raises as `decode` does."""
     out: list[str] = []
     with _open_image(encoded) as (image, file):
@@ -153,8 +153,8 @@ def oddities(encoded: EncodedImage) -> list[str]:
 
 
 def _load_whole(image: Pillow.Image, file: BinaryIO, name: str) -> None:
-    """Decode the pixels. BadSample where a part of them is lost: Pillow's decoders leave it grey or black in silence when the file
-    goes on after the loss, or ends as a whole one does."""
+    """Decode the pixels. BadSample where a part of them is lost: Pillow's decoders silently leave it grey or black when the file
+    continues after the missing part, or ends as a whole one does."""
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise Refused("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set, which invents the missing part of truncated files. Set it to False")
     lost = BadSample("broken_image", "image", f"{name}: image file is truncated: some of its pixels are missing")
@@ -211,7 +211,9 @@ def _open_image(encoded: EncodedImage) -> Iterator[tuple[Pillow.Image, BinaryIO]
             try:
                 found: Pillow.Image = _PlainJpeg(file)
             except SyntaxError:
-                quiet.enter_context(warnings.catch_warnings(action="ignore"))  # Pillow's, of odd metadata; what matters is checked here
+                quiet.enter_context(
+                    warnings.catch_warnings(action="ignore")
+                )  # Pillow's, about unusual metadata; what matters is checked here
                 file.seek(0)
                 found = Pillow.open(file, formats=FORMATS)
             with found as image:
@@ -278,7 +280,7 @@ def _frame(head: bytes) -> tuple[str, tuple[int, int]] | None:
 
 
 def _orientation(image: Pillow.Image) -> int:
-    """EXIF orientation, 1 (upright) when absent, unknown or unreadable: broken metadata does not spoil sound pixels."""
+    """EXIF orientation, 1 (upright) when absent, unknown or unreadable: broken metadata does not make valid pixels unusable."""
     if isinstance(image, _PlainJpeg):
         return 1
     try:

@@ -162,7 +162,7 @@ def frames_of(medium: EncodedImage | Video) -> tuple[EncodedImage, ...]:
 
 
 def image_key(image: EncodedImage) -> str:
-    """Equal keys mean equal pixels: where the file lies, or the hash of its bytes (never of its pixels, whose shape those forget)."""
+    """Equal keys mean equal pixels: the location of the file, or the hash of its bytes (not of its pixels, which have lost their shape)."""
     match image.source:
         case bytes():
             return "sha256:" + hashlib.sha256(image.source).hexdigest()
@@ -173,7 +173,7 @@ def image_key(image: EncodedImage) -> str:
 
 
 def content_key(image: EncodedImage) -> str:
-    """Equal keys mean equal bytes, wherever they lie. Raises as `decode` does for its file."""
+    """Equal keys mean equal bytes, wherever they are stored. Raises as `decode` does for its file."""
     return image_key(_image_in_memory(image))
 
 

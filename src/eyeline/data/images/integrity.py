@@ -7,25 +7,25 @@ import zlib
 from typing import BinaryIO
 
 PNG_BEGIN = 8  # bytes of its signature
-MANY_ZEROS = 8  # one part in so many
+MANY_ZEROS = 8  # the share of a file: one part in this many
 
 
 def wrong_chunk(png: bytes) -> str | None:
     """The first chunk of a PNG file whose checksum is not that of its bytes, or that is cut; None for a file that is as it was written.
     A file may end behind its data."""
-    at, drawn = PNG_BEGIN, False
+    at, has_data = PNG_BEGIN, False
     view = memoryview(png)
     while at < len(png):
         length, kind = struct.unpack_from(">I4s", png, at) if at + 8 <= len(png) else (len(png), b"?")
         end = at + 12 + length
         name = kind.decode("latin-1") if kind.isalpha() else f"the chunk at byte {at:,}"
         if end > len(png):
-            return None if drawn else name
+            return None if has_data else name
         if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(png[end - 4 : end], "big"):
             return name
         if kind == b"IEND":
             return None
-        drawn |= kind == b"IDAT"
+        has_data |= kind == b"IDAT"
         at = end
     return None
 
@@ -60,7 +60,7 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # within a scan FF00 is a by
 
 
 def jpeg_scans(jpeg: bytes) -> tuple[int, int | None]:
-    """The scans of the first image of a JPEG file, and where its end marker lies, None where there is none."""
+    """The scans of the first image of a JPEG file, and the position of its end marker, None if there is none."""
     at, scans = 2, 0
     while found := _MARKER.search(jpeg, at):
         if found[0] == b"\xff\xd9":

@@ -15,7 +15,7 @@ from eyeline.data.images.decode import Size, same_size, upright
 from eyeline.data.images.image_files import medium_key
 
 Planes = tuple[NDArray[np.uint8], ...]  # red, green and blue: rows × columns each. A patch has its colours one after another
-Room = Callable[[int], NDArray[np.uint8] | None]  # rows for so many patches; None: none are kept for them
+Room = Callable[[int], NDArray[np.uint8] | None]  # rows for a number of patches; None: there are none
 
 _RESAMPLE = {
     "nearest": Pillow.Resampling.NEAREST,
@@ -29,7 +29,7 @@ class Augment(Settings):
     """Random changes of training images. Never of validation images."""
 
     flip: bool = False  # left and right exchanged, every second time
-    shift: NotNegative = 0  # up to so many pixels in each direction after resizing; the edge is repeated
+    shift: NotNegative = 0  # up to this many pixels in each direction after resizing; the edge is repeated
 
     @property
     def active(self) -> bool:

@@ -240,7 +240,7 @@ def _turns_of_columns(items: list[dict[str, Any]], column: str) -> list[Turn]:
 
 
 def refuse_unread_keys(turn: dict[str, Any], role: Role, field: str) -> None:
-    """BadSample for a turn that has calls of tools, or thoughts beside what it says."""
+    """BadSample for a turn that has tool calls, or reasoning in a field of its own."""
     if turn.get("tool_calls"):
         raise BadSample("tool_turn", f"{field}.tool_calls", "calls of tools are not supported. Drop such conversations")
     for key in THOUGHTS if role == "assistant" else ():

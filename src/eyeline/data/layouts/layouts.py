@@ -97,7 +97,7 @@ COLUMNS = tuple(sorted(_ALL, key=lambda column: column in HIDDEN))  # that a lay
 class Mapping:
     """Columns, keys of turns and roles that the data calls otherwise."""
 
-    columns: tuple[tuple[str, str], ...] = ()  # (ours, theirs), with dots for what lies inside of one: "meta.image"
+    columns: tuple[tuple[str, str], ...] = ()  # (ours, theirs), with dots for a field inside one: "meta.image"
     roles: tuple[tuple[Role, str], ...] = ()
 
     @property
@@ -146,7 +146,7 @@ def cuts(name: str) -> Iterator[tuple[str, str]]:
 
 
 def inside(row: dict[str, Any], name: str) -> Any:
-    """The value of a column, or of what lies in one: `meta.image`. None when it does not exist."""
+    """The value of a column, or of a field inside one: `meta.image`. None when it does not exist."""
     for head, rest in cuts(name):
         value = row.get(head)
         if not rest and head in row:
@@ -265,13 +265,13 @@ def layout_of(path: Location, container: Container, declared: str | None, mappin
 
 
 def _refuse_questions_alone(path: Location, rows: list[dict[str, Any]]) -> None:
-    """Refused for rows whose `text` beside an image is a question, or what answers one, and no caption."""
+    """Refused for rows that have an image and a `text` that is a question, or answers one, and is not a caption."""
     plain = [row for row in rows if row.get("caption") is None and row.get("captions") is None]
     texts = [row["text"] for row in plain if isinstance(row.get("text"), str)]
     asking = [column for column in ASKS if any(row.get(column) is not None for row in rows)]
     if len(texts) < len(rows) or not (asking or all(text.rstrip().endswith(("?", "？")) for text in texts)):
         return
-    why = f"beside {asking[0]}" if asking else "which is a question in each of the first rows"
+    why = f"next to a column {asking[0]}" if asking else "which is a question in each of the first rows"
     raise Refused(
         f"{path}: its rows have an image and text ({texts[0][:60]!r}), {why}: files with questions only have no answer to train on. If "
         "there are answers, say columns: {question: text, answer: NAME}; if the texts are captions, columns: {caption: text}"

@@ -109,7 +109,9 @@ def _marks_of(turn: Mapping[str, Any], field: str) -> list[Marked]:
 def _marks_of_row(column: str, value: Any, roles: Sequence[Role]) -> list[tuple[int, Marked]]:
     """The marks that a column gives to turns, by their numbers."""
     answers = [n for n, role in enumerate(roles) if role == "assistant"]
-    if column == UNCLEAR and isinstance(value, str) and (named := _SPEAKERS.get(value.strip().lower())):  # NeMo: who is left out
+    if (
+        column == UNCLEAR and isinstance(value, str) and (named := _SPEAKERS.get(value.strip().lower()))
+    ):  # NeMo: the speaker that is left out
         if named != "assistant":
             return []
         why = f"{value!r} leaves the answers out of the loss, and only answers are in it. Drop the column"

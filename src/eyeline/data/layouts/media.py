@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from eyeline.core.batch import EncodedImage, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.locations import Location, Remote, inside
-from eyeline.data.containers.json_rows import parse, sound
+from eyeline.data.containers.json_rows import parse, require_valid
 from eyeline.data.files.stores import without_secrets
 
 MAX_DATA_URL = 64 << 20  # characters
@@ -195,7 +195,7 @@ def parse_list(value: Any, field: str) -> Any:
         return value
     try:
         found, flawed = parse(value)
-        return sound(found) if flawed else found
+        return require_valid(found) if flawed else found
     except BadSample as bad:
         hint = ". It looks like a printed Python list; write the column with json.dumps" if value[1:2] in ("'", "{") else ""
         raise BadSample(bad.cause, field, f"wanted a list in JSON: {bad.message}{hint}") from bad

@@ -248,7 +248,7 @@ class OpenBins:
     bins: tuple[tuple[ImageGroup, ...], ...] = ()
 
     def without(self, first: int) -> "OpenBins":
-        """All but the first so many."""
+        """All but the first `packs`."""
         return OpenBins(self.bins[first:])
 
     @cached_property
@@ -271,7 +271,7 @@ class OpenBins:
 
 
 def _groups_as_json(groups: Sequence[ImageGroup]) -> list[list[Any]]:
-    """[epoch, window, groups] for each stretch of one window; a group is [source, shard, rows ...] for each stretch of a shard."""
+    """[epoch, window, groups] for each run of groups of one window; a group is [source, shard, rows ...] for each run of a shard."""
     out: list[list[Any]] = []
     for group in groups:
         if not out or (group.epoch, group.window) != (out[-1][0], out[-1][1]):

@@ -1,6 +1,6 @@
 """The indexes of all shards of some sources: each is read from disk, or made when it is first needed, or before.
 
-A file that is damaged, or whose images have changed, is made anew. Processes that share a folder, such as the ranks of a run, make each
+A file that is damaged, or whose images have changed, is made again. Processes that share a folder, such as the ranks of a run, make each
 index once: one does, the others wait for it.
 
 Where there are workers, other processes make the indexes of the windows to come, or all of them at once: the one that trains only maps
@@ -27,7 +27,7 @@ from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.workers import At, Background, Workers, in_order
 
 Entry = tuple[int, int]  # source and shard
-KEPT_OPEN = 128  # shards whose index stays open: those of a window and of the ones beside it, and some that open bins still refer to
+KEPT_OPEN = 128  # shards whose index stays open: those of a window and of its neighbours, and some that open bins still refer to
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Index:
         return self.folder is not None and self.shelf is None
 
     def absent(self, source: int, shard: int) -> bool:
-        """Return whether nobody has written the index of a shard yet, as far as it can be told: who reads it is told why it cannot be
+        """Return whether the index of a shard is not written yet, as far as that is known: reading it raises the reason why it cannot be
         read."""
         path = self._path(self._identity(source, shard))
         return path is None or not os.path.exists(path)
@@ -59,7 +59,7 @@ class Index:
         return known
 
     def make(self, wanted: Iterable[Entry]) -> None:
-        """Read or make those that no other process is making: so many processes make different ones."""
+        """Read or make those that no other process is making: thus many processes make different ones."""
         for source, shard in wanted:
             self._index(source, shard, wait=False)
 
@@ -80,7 +80,7 @@ class Index:
         return index_path(self.folder, identity) if self.folder else None
 
     def read(self, source: int, shard: int) -> ShardIndex | None:
-        """The index on disk, if there is one that is sound and still true."""
+        """The index on disk, if there is one that is valid and up to date."""
         identity = self._identity(source, shard)
         path = self._path(identity)
         if path is None:
@@ -132,7 +132,7 @@ def _is_still(written: str, stamp: Stamp, retries: int) -> bool:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Indexes that one process makes in their order, as a job. It has no parts: a process that dies of it dies of no row in particular."""
+    """Indexes that one process makes in their order, as a job. It has no parts: a crash while it runs belongs to no row in particular."""
 
     entries: tuple[Entry, ...]
     bytes: int = 0

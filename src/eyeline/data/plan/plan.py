@@ -126,13 +126,13 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[ImageGroup]], sizing: Sizi
             met = passed_I[n]
             yield first + n, tokens, patches
 
-    packs, passed = [], []
+    packs, consumed = [], []
     for done in pack_items(groups(), bins, sizing.budget):
         packs.append(done)
-        passed.append(met)
+        consumed.append(met)
     cost_I2 = np.stack([np.concatenate([old_language, language_I]), np.concatenate([old_vision, vision_I])], 1).astype(np.int64)
     digest = _digest(packs, bounds_I1, np.concatenate([row_G5, np.concatenate([old_columns, columns_R4[at_G]])[:, :2]], 1))
-    made = Plan(row_G5, bounds_I1, packs, np.array(passed, np.int64), ordered.first_R, rejects, [], cost_I2, digest)
+    made = Plan(row_G5, bounds_I1, packs, np.array(consumed, np.int64), ordered.first_R, rejects, [], cost_I2, digest)
     made.bins.extend([made.group(n) for n in bin.items] for bin in bins)
     return made
 

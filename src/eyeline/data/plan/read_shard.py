@@ -40,7 +40,7 @@ class _Row(NamedTuple):
     kind: int
     known: Tokenised
     sizes: list[tuple[int, int, int]]
-    lies: tuple[tuple[int, int, int], ...]
+    locations: tuple[tuple[int, int, int], ...]
 
 
 def shard_index_of(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | None) -> ShardIndex:
@@ -65,7 +65,7 @@ def shard_index_of(rows: Rows, shard: int, encoder: Encoder, rule: ImageRule | N
                 rejects[place.number] = (known.cause, known.field, message)
                 out.append(_Row(place, media.key, chance, number, NOTHING, [], ()))
             else:
-                out.append(_Row(place, media.key, chance, number, known, media.usable_sizes(), media.lies))
+                out.append(_Row(place, media.key, chance, number, known, media.usable_sizes(), media.locations))
     return _as_arrays(out, tuple(kinds), rejects, looked, rows.skipped(shard))
 
 
@@ -73,7 +73,7 @@ def _as_arrays(
     rows: Sequence[_Row], kinds: tuple[str, ...], rejects: dict[int, tuple[str, str, str]], looked: "_Looked", skipped: int
 ) -> ShardIndex:
     sizes_M3 = np.array([size for row in rows for size in row.sizes], np.int32).reshape(-1, 3)
-    lies_N3 = np.array([lies for row in rows for lies in row.lies], np.int64).reshape(-1, 3)
+    locations_N3 = np.array([one for row in rows for one in row.locations], np.int64).reshape(-1, 3)
     bad_R = np.zeros(len(rows), bool)
     bad_R[list(rejects)] = True
     return ShardIndex(
@@ -87,9 +87,9 @@ def _as_arrays(
         sizes_M3=sizes_M3,
         slices_M=np.array([n for row in rows for n in row.known.slices], np.int32),
         media_R1=np.cumsum([0, *(len(row.known.slices) for row in rows)]),
-        file_N=lies_N3[:, 0].astype(np.int32),
-        start_N=lies_N3[:, 1].copy(),
-        length_N=lies_N3[:, 2].copy(),
+        file_N=locations_N3[:, 0].astype(np.int32),
+        start_N=locations_N3[:, 1].copy(),
+        length_N=locations_N3[:, 2].copy(),
         frames_M1=np.concatenate([[0], np.cumsum(np.maximum(sizes_M3[:, 0], 1, dtype=np.int64))]),
         images_R=np.array([row.key for row in rows], np.uint64),
         drawn_R=np.array([row.drawn for row in rows], np.float64),
@@ -124,7 +124,7 @@ class _Media:
     """The images and videos of a row."""
 
     sizes: tuple[tuple[int, int, int] | BadSample, ...]  # as in `sizes_M3`
-    lies: tuple[tuple[int, int, int], ...]  # of each image: as in `file_N`, `start_N` and `length_N`
+    locations: tuple[tuple[int, int, int], ...]  # of each image: as in `file_N`, `start_N` and `length_N`
     key: int
     drawn: float  # below 0: there are none
 
@@ -144,7 +144,7 @@ class _Looked:
     """The media of a shard. Each is examined once, since rows share them."""
 
     root: Location
-    own: Location  # the file that the shard lies in
+    own: Location  # the file that the shard is in
     retries: int
     media: dict[tuple[str, ...], _Media] = field(default_factory=dict)
     sizes: dict[str, tuple[int, int, int] | BadSample] = field(default_factory=dict)
@@ -158,9 +158,9 @@ class _Looked:
             hashed = hashlib.blake2b("\n".join(keys).encode("utf-8", "surrogatepass"), digest_size=8).digest()
             images = [p for m in media for p in frames_of(m)]
             names = [image_key(p).removeprefix(str(self.root)) for p in images]
-            lies = tuple(map(self._lies, images))
+            locations = tuple(map(self._location, images))
             self.media[keys] = _Media(
-                sizes, lies, (int.from_bytes(hashed, "big") or 1) if keys else 0, hold_out_draw(names) if names else -1.0
+                sizes, locations, (int.from_bytes(hashed, "big") or 1) if keys else 0, hold_out_draw(names) if names else -1.0
             )
         return self.media[keys]
 
@@ -175,12 +175,12 @@ class _Looked:
                 self.sizes[key] = bad
         return self.sizes[key]
 
-    def _lies(self, image: EncodedImage) -> tuple[int, int, int]:
+    def _location(self, image: EncodedImage) -> tuple[int, int, int]:
         match image.source:
             case bytes():
                 return INSIDE, 0, 0
             case Span(path, start, length):
-                assert path == self.own, f"{image.name} lies in {path}, and its row in {self.own}"
+                assert path == self.own, f"{image.name} is in {path}, and its row in {self.own}"
                 return OWN, start, length
             case Path() | Remote():
                 return self._numbered(image.source), 0, WHOLE

@@ -52,7 +52,7 @@ class ShardIndex:
     sizes_M3: NDArray[np.int32]  # frames (0: a still), height, width
     slices_M: NDArray[np.int32]  # placeholders that the medium has
     media_R1: Longs  # bounds of each row in M
-    file_N: NDArray[np.int32]  # where each image lies: number of its file, OWN or INSIDE
+    file_N: NDArray[np.int32]  # the location of each image: number of its file, OWN or INSIDE
     start_N: Longs
     length_N: Longs  # WHOLE: of a file of its own
     frames_M1: Longs  # bounds of each medium in N
@@ -179,7 +179,7 @@ def index_path(folder: L, identity: str) -> L:
 
 @dataclass(frozen=True, eq=False)
 class Shelf:
-    """Indexes that were made before, of prepared data: all images lie in archives, which they name by number."""
+    """Indexes that were made before, of prepared data: all images are in archives, which they name by number."""
 
     folder: Location
     archives: tuple[File, ...]

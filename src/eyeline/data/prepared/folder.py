@@ -1,13 +1,13 @@
-"""A folder that `eyeline prepare` made: the same rows as the sources', in archives that the first epoch reads from begin to end.
+"""A folder that `eyeline prepare` made: the same rows as the sources', in archives that the first epoch reads from start to end.
 
     prepared.json   what it was made from, and what is in it: written last
     shards/         WebDataset archives, samples in the order in which the first epoch's packs need them
-    job/            the plans and manifests of the two jobs that made it; nobody reads them here
+    job/            the plans and manifests of the two jobs that made it; not read here
     index/          an index of each shard of the sources, with places in the archives
     rejects.jsonl   samples that cannot be used
     tokenizer/      where the recipe makes its own
 
-Shards, row numbers, ids, sizes and fingerprints are the sources', so order, plan and state are too. Only where bytes lie is another.
+Shards, row numbers, ids, sizes and fingerprints are the sources', so order, plan and state are, too. Only the locations of bytes differ.
 """
 
 import errno
@@ -119,7 +119,7 @@ class Packed:
     def row(self, place: Place) -> Any:
         if place.length < 0:
             known = self.shelf.read(self.stored[place.shard].index).rejects.get(place.number)
-            # planning measures long rows that the settings leave out, too, and then nobody asks for them
+            # planning also measures long rows that the settings leave out, and then does not ask for them
             raise BadSample(*(known or ("too_long", "row", "the settings left this row out when the data were prepared")))
         archive = bisect_right(self.ends, place.start)
         return self.archives.row(Place(archive, place.number, place.start - (self.ends[archive - 1] if archive else 0), place.length))
@@ -221,7 +221,7 @@ class Prepared:
         )
 
     def samples(self) -> Iterator[Sample]:
-        """All that is learned from, once, as it lies: from begin to end."""
+        """All training samples, once, in the order of the archives, from start to end."""
         for number, archive in enumerate(self.manifest.archives):
             if archive.judges:
                 continue

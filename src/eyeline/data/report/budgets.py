@@ -51,7 +51,7 @@ class Packing:
     texts: Load  # packs without
     rows: int  # that were planned
     too_long: int  # of them, those that are over the budget, or over the model's positions
-    settled: bool  # whether so many packs were closed that the ones still open at the end do not matter; they are counted where not
+    settled: bool  # whether enough packs were closed that those still open at the end do not matter; otherwise they are counted
 
     @property
     def load(self) -> Load:
@@ -90,10 +90,10 @@ def packings(reader: Reader, shards: Shards, now: Budget, others: bool = True) -
     size_G2 = np.concatenate([np.empty((0, 2), np.int64), *(_sizes(reader, sizing, *entry) for entry in sorted(shards))])
     out = [first]
     # rows that are encoded together, and weights of sources, make the share of patches another than that of the rows one by one
-    drawn = first.load.patch / first.load.token / _share(size_G2, now.tokens) if first and first.load.patch else 1.0
+    scale = first.load.patch / first.load.token / _share(size_G2, now.tokens) if first and first.load.patch else 1.0
     for tokens in (n for n in CANDIDATES if len(size_G2) and n >= np.median(size_G2[:, 0]) and n != now.tokens):
         fitting_G2 = size_G2[size_G2[:, 0] <= tokens]
-        patches = -(-int(ROOM * drawn * _share(size_G2, tokens) * tokens) // STEP) * STEP
+        patches = -(-int(ROOM * scale * _share(size_G2, tokens) * tokens) // STEP) * STEP
         found = packing(reader, shards, Budget(tokens, max(patches, int(fitting_G2[:, 1].max()))))
         out.append(found)
         if found is not None and not found.settled:  # larger ones say even less
@@ -109,7 +109,7 @@ def _sizes(reader: Reader, sizing: Sizing, source: int, shard: int) -> Longs:
 
 
 def _share(size_G2: Longs, tokens: int) -> float:
-    """Patches a token of the samples that have at most so many tokens."""
+    """Patches per token of the samples that have at most `tokens` tokens."""
     summed = size_G2[size_G2[:, 0] <= tokens].sum(0)
     return float(summed[1] / max(summed[0], 1))
 

@@ -53,7 +53,7 @@ class SampleHashes:
     first: dict[Key, str] = field(default_factory=dict)  # hash of a sample -> id of the first
     wholes: Counter[Key] = field(default_factory=Counter)  # how many there are of each
     texts: Counter[Key] = field(default_factory=Counter)  # and of each text
-    places: dict[Key, Key] = field(default_factory=dict)  # hash of where an image lies -> hash of its bytes
+    places: dict[Key, Key] = field(default_factory=dict)  # hash of the location of an image -> hash of its bytes
     contents: dict[Key, str] = field(default_factory=dict)  # hash of bytes -> name of the first image with them
     equal_images: int = 0
     image_examples: list[tuple[str, str]] = field(default_factory=list)

@@ -25,7 +25,7 @@ THUMBNAILS = 4  # of a sample
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a document: text, or the visual tokens of one image."""
+    """A part of a document: text, or the visual tokens of one image."""
 
     text: str  # control tokens spelt out; empty for an image
     trained: bool = False  # whether it is in the loss
@@ -134,7 +134,7 @@ def thumbnail(rgb: Pillow.Image) -> bytes:
 
 
 def _runs(values: Iterable[object]) -> list[tuple[int, int]]:
-    """Bounds of the stretches of equal values."""
+    """Bounds of the runs of equal values."""
     all = list(values)
     cuts = [n for n in range(1, len(all)) if all[n] != all[n - 1]]
     return list(zip([0, *cuts], [*cuts, len(all)], strict=True)) if all else []

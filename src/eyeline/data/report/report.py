@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from eyeline.core.batch import Budget, Sample
 from eyeline.core.errors import BadSample
-from eyeline.data.images.decode import oddities
+from eyeline.data.images.decode import unusual_properties
 from eyeline.data.images.image_files import content_key, image_key
 from eyeline.data.plan.blend import Side
 from eyeline.data.plan.index import KEPT_OPEN
@@ -42,7 +42,7 @@ class Depth:
     """The amount of data that is examined."""
 
     shards: int = 32  # of each source at most, evenly spread
-    rows: int = 20_000  # of each source; no further shard is looked at once there are so many
+    rows: int = 20_000  # of each source; once there are this many, no further shard is examined
     examined: int = 2_000  # samples at most, evenly spread over the sources
     compared: int = 0  # samples at most that are compared with each other
     packed: bool = False  # whether other budgets are tried
@@ -147,7 +147,9 @@ class DataReport:
     sources: tuple[SourceFound, ...]
     training: int  # samples
     validation: int
-    epoch: Epoch | None  # None where sources are drawn in proportion (`mix: interleave`), each with epochs of its own
+    epoch: (
+        Epoch | None
+    )  # None where sources are interleaved in proportion to their weights (`mix: interleave`), each with epochs of its own
     exact: bool  # whether all were counted; of large data a part of the shards is, and the numbers of samples follow from their sizes
     looked: int  # rows whose index was read
     examined: int  # of them, those that were read, and whose images were decoded
@@ -164,7 +166,7 @@ class DataReport:
     trained_rejected: int  # and of these, those that cannot be used: `max_reject_rate` is about them
     rejects: dict[str, int]  # of the examined, by cause; samples with nothing to learn are under no_target
     rejected: tuple[Reject, ...]  # the first few of each cause
-    odd: dict[str, int]  # what is unusual about usable images, and how many have it
+    unusual: dict[str, int]  # what is unusual about usable images, and how many have it
     decoded: int  # distinct images that were decoded
     control_strings: int  # samples whose text spells out a control token; it stays text
     said: int  # answers of the examined samples, without
@@ -174,13 +176,13 @@ class DataReport:
     budgets: tuple[Packing, ...]  # the stage's own first; empty when no sample is left
     duplicates: Duplicates | None  # None when nothing was compared
     unread: tuple[str, ...]  # warnings of images that rows name and nothing reads, and of limits that are not obeyed
-    blind: bool  # whether a source is refused: most of its rows name images, and none shows one
+    refused: bool  # whether a source is refused: most of its rows name images, and none shows one
     images: "Images"
 
 
 def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: dict[str, SampleHashes] | None = None) -> DataReport:
     """Look at samples, training and validation alike: nothing is trained or written. `others` are sets that a model is judged by,
-    beside the validation set."""
+    and in the validation set."""
     own = reader.validation.index is not reader.training.index
     sources = len(reader.training.index.sources) + (len(reader.validation.index.sources) if own else 0)
     if reader.training.index.folder is None:  # then indexes are only remembered: no more than there is room for, so that none is made twice
@@ -215,7 +217,7 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         aspects=Measure.of(sizes_M2[:, 1] / sizes_M2[:, 0]),
         rejects=dict(examined.causes.most_common()),
         rejected=tuple(reject for cause, _ in examined.causes.most_common() for reject in examined.rejected[cause]),
-        odd=dict(examined.odd.most_common()),
+        unusual=dict(examined.unusual.most_common()),
         decoded=len(examined.decoded),
         control_strings=examined.spelt,
         said=examined.said,
@@ -225,7 +227,7 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         budgets=packings(reader, frozenset((s, h) for s, h, _ in learning.rows), budget, others=depth.packed),
         duplicates=_compare(sides, depth.compared, others or {}) if depth.compared else None,
         unread=tuple(dict.fromkeys(line for of in unseen for line in of.warnings)),
-        blind=any(of.refusal is not None for of in unseen),
+        refused=any(of.refusal is not None for of in unseen),
         images=examined.images if examined.samples == len(asked) else learning.images(),
     )
 
@@ -253,7 +255,7 @@ class Looked:
             chosen: list[int] = []
             found = met = 0
             for shard in _spread_order(_evenly_spaced(shards, depth.shards)):
-                if met >= depth.rows:  # of both sides: what is held out lies in the same shards
+                if met >= depth.rows:  # of both sides: held-out samples are in the same shards
                     break
                 chosen.append(shard)
                 numbers[source, shard] = np.flatnonzero(side.kept_rows(source, shard))
@@ -335,14 +337,16 @@ class Looked:
 
 def _answers(index: ShardIndex, _: Sized, number_R: Longs) -> Longs:
     """Lengths of the runs of trained ids in these rows."""
-    steps = np.diff(index.trained_U.astype(np.int8), prepend=0, append=0)  # no row begins with an answer, so no run goes on in another one
+    steps = np.diff(
+        index.trained_U.astype(np.int8), prepend=0, append=0
+    )  # no row begins with an answer, so no run continues in another one
     start_A, end_A = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     row_A = np.searchsorted(index.bounds_R1, start_A, side="right") - 1
     return (end_A - start_A)[np.isin(row_A, number_R)]
 
 
 def _evenly_spaced(values: Sequence[T], most: int) -> list[T]:
-    """At most so many of them, evenly spread, in order."""
+    """At most `most` of them, evenly spread, in order."""
     if len(values) <= most:
         return list(values)
     return [values[n] for n in np.linspace(0, len(values) - 1, most).astype(int)]
@@ -361,7 +365,7 @@ class _Examined:
     samples: int
     causes: Counter[str]
     rejected: dict[str, list[Reject]]
-    odd: Counter[str]
+    unusual: Counter[str]
     decoded: dict[str, BadSample | None]
     trained: int = 0
     trained_rejected: int = 0
@@ -391,7 +395,7 @@ class _Examined:
             out.said += sum(message.role == "assistant" and message.supervised for message in sample.messages)
             out.masked += sum(not message.supervised for message in sample.messages)
             out.learned += int((np.diff(index.tokenised(number).trained_U.astype(np.int8), prepend=0) == 1).sum())
-            bad = _images_of(sample, out.decoded, out.contents, out.odd)
+            bad = _images_of(sample, out.decoded, out.contents, out.unusual)
             if bad is not None:
                 out.trained_rejected += training
                 out._reject(rows.reject(place, bad))
@@ -411,7 +415,7 @@ class _Examined:
             named.append(reject)
 
 
-def _images_of(sample: Sample, decoded: dict[str, BadSample | None], contents: dict[str, str], odd: Counter[str]) -> BadSample | None:
+def _images_of(sample: Sample, decoded: dict[str, BadSample | None], contents: dict[str, str], unusual: Counter[str]) -> BadSample | None:
     """Decode those images that were not decoded before; the first complaint about one of the sample's."""
     first: BadSample | None = None
     for image in sample.images:
@@ -420,7 +424,7 @@ def _images_of(sample: Sample, decoded: dict[str, BadSample | None], contents: d
             decoded[key] = None
             try:
                 contents[key] = content_key(image)
-                odd.update(oddities(image))
+                unusual.update(unusual_properties(image))
             except BadSample as bad:
                 decoded[key] = bad
         first = first or decoded[key]

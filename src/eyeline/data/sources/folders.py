@@ -182,7 +182,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def common_folder(files: Sequence[Location]) -> Location:
-    """The innermost folder that all of them lie in."""
+    """The innermost folder that all of them are in."""
     first = files[0]
     if isinstance(first, Remote):
         root = Remote(first.store)

@@ -38,7 +38,7 @@ def source_files_in(path: Location, retries: int) -> SourceFiles:
     skipped = f" Skipped: {there.skipped}." if there.skipped else ""
     images = sum(_is_image(name) for name in known)
     if images:
-        remedy = "Put a metadata.csv with the columns file_name and caption there, or a .txt beside each"
+        remedy = "Put a metadata.csv with the columns file_name and caption there, or a .txt of the same name next to each image"
         raise Refused(f"{path} is a folder with {counted(images, 'image')}, and no file that describes them.{skipped} {remedy}")
     raise Refused(
         f"{path} is a folder without known data: none of its {len(known):,} files is .json, .jsonl, .csv, .parquet, .arrow or "
@@ -110,7 +110,7 @@ ENDS = {"tar": ("tar",), "parquet": ("parquet",), "arrow": ("arrow",), "jsonl": 
 
 
 def _of_one_kind(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:  # noqa: ARG001
-    """Files that are one set together, wherever they lie."""
+    """Files that are one set together, wherever they are stored."""
     found = {kind: [name for name in known if name.rpartition(".")[2].lower() in ends] for kind, ends in ENDS.items()}
     kinds = [kind for kind, names in found.items() if names]
     if not kinds:
@@ -142,7 +142,7 @@ def _json(path: Location, known: FilesByName, retries: int) -> SourceFiles | Non
 
 
 def _sidecars(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:  # noqa: ARG001
-    """Images, each with a text of the same name beside it."""
+    """Images, each with a text of the same name."""
     images = [name for name in known if _is_image(name)]
     texts = [known.get(f"{name.rpartition('.')[0]}.txt") for name in images]
     return SourceFiles(path, path, [known[name] for name in images], texts) if any(texts) else None

@@ -57,10 +57,10 @@ class Source(Settings):
     # by default detected; or FILE.py:FUNCTION, a function of your own that makes messages of a row
     layout: Annotated[str, AfterValidator(_known_layout)] | None = None
     columns: dict[str, str] = Field(default={})  # where they have other names, ours: theirs: {image: photo, caption: meta.title}
-    roles: dict[Role, str] = Field(default={})  # the same of who speaks: {assistant: bot}
+    roles: dict[Role, str] = Field(default={})  # the same for speakers: {assistant: bot}
     categories: tuple[str, ...] | None = None  # keep only samples of these categories
     repeat: Positive = 1  # visits an epoch
-    limit: Positive | None = None  # keep only the first so many
+    limit: Positive | None = None  # keep only this many, the first ones
     weight: PositiveFloat = 1.0  # its share, against the other sources', with mix: interleave
 
 
@@ -188,7 +188,7 @@ def _head(path: Location, retries: int) -> bytes:
 
 
 def _open_text(path: Location, head: bytes, columns: tuple[str, ...] | None, retries: int, hashed: int) -> Container:
-    """A file of rows that are text, of which JSON lines up to so many bytes are known by their content."""
+    """A file of rows that are text, of which JSON lines up to a size are identified by their content."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     what = next((name for magic, name in NO_ROWS.items() if text.upper().startswith(magic)), None)
     if what is None and path.suffix.lower() in (".csv", ".tsv") and text:

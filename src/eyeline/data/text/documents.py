@@ -178,7 +178,7 @@ EMPTY = np.empty(0, np.int32)
 
 def _positions(length: int, starts: Sequence[int], images: Sequence[Image]) -> Ints:
     """M-RoPE: (time, row, column). Text counts in all three. The tokens of an image share a time, rows and columns count from it,
-    and what follows goes on after the longer side (transformers' models/qwen3_vl/modeling_qwen3_vl.py: get_rope_index)."""
+    and what follows continues after the longer side (transformers' models/qwen3_vl/modeling_qwen3_vl.py: get_rope_index)."""
     steps_T = np.ones(length + 1, np.int32)
     for start, image in zip(starts, images, strict=True):
         end = start + image.tokens
@@ -261,7 +261,7 @@ def fit_to_limits(
     size = measure_until(alone)
     if not fits(size):
         raise too_long(size.tokens, tokens, size.patches, patches, "it" if alone == len(sample.messages) else "its first exchange")
-    # the most exchanges that fit lie in [few, many): halved, since a conversation may have thousands and each look reads it all
+    # binary search for the most exchanges that fit, in [few, many): a conversation may have thousands, and each measurement reads all of it
     few, many = 1, len(ends)
     while many - few > 1:
         middle = (few + many) // 2

@@ -1,4 +1,4 @@
-"""Chat templates: functions that return segments, each marked trained or not, so that nobody searches for the mask.
+"""Chat templates: functions that return segments, each marked as trained or not, so that no code searches for the mask.
 
 A template is written twice on purpose: as a function here, which training and generation use, and as the `jinja` that goes
 along with every export. Tests hold the two equal, token for token.
@@ -56,7 +56,7 @@ class Template:
     jinja: str  # the same template for `tokenizer.apply_chat_template`, one image token an image
     render: Callable[[Sequence[Message], bool, int], list[Segment]]
     end: str = "<|endoftext|>"  # ends a text in the tokenizer's own terms: pads, and stops generation too
-    learns: Literal["every answer", "the last answer"] = "every answer"  # the last, where earlier ones are shown without thoughts
+    learns: Literal["every answer", "the last answer"] = "every answer"  # the last, where earlier ones are shown without reasoning
     notice: str | None = None  # what the template leaves out of conversations; said once, where training starts
 
     def segments(self, messages: Sequence[Message], prompt: bool = False, frames: int = 1) -> list[Segment]:
@@ -169,7 +169,7 @@ class Thinking:
     only that one is learned: the published templates show earlier answers without theirs, so what is asked for next looks the
     same in training and in use."""
 
-    on: bool  # else the think block is empty, and given: what an answer in the data holds of thoughts is left out
+    on: bool  # else the think block is empty, and given: reasoning in the answers of the data is left out
     opened: bool  # the prompt, not the model, writes `<think>`
     trimmed: bool  # white space around a message is left out
 
@@ -266,7 +266,7 @@ def _trimmed(message: Message) -> Message:
     return replace(message, parts=tuple(parts))
 
 
-LLAMA_DATE = "26 Jul 2024"  # what Llama 3.1's template says today is, and 3.2's where nobody tells it the day
+LLAMA_DATE = "26 Jul 2024"  # what Llama 3.1's template says today is, and 3.2's where no date is given
 LLAMA_PREAMBLE = f"Cutting Knowledge Date: December 2023\nToday Date: {LLAMA_DATE}\n\n"
 
 

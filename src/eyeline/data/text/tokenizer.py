@@ -86,7 +86,7 @@ class Encoder:
         `too_long` for a text that no model could read."""
         if len(text) > LONGEST_TEXT:
             raise BadSample("too_long", "text", f"{len(text):,} characters in one piece, over {LONGEST_TEXT:,}")
-        # `encode` would say where in the text each piece lies, too; that takes a fifth of its time
+        # `encode` would also return the position of each piece in the text, which takes a fifth of its time
         plain = self._without_forms if text.isascii() else self._plain
         ids = plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not self._control_ids.isdisjoint(ids):
@@ -156,7 +156,7 @@ FILLER = "\U0010ffff"  # no character, by Unicode's own word: it stands in for t
 
 
 def _add_in_place(tokenizer: Tokenizer, added: Mapping[int, AddedToken]) -> None:
-    """Add the tokens under their own ids. The library gives each new token the next id, so what lies between them is filled up.
+    """Add the tokens under their own ids. The library gives each new token the next id, so gaps between them are filled.
     Refused where that cannot be."""
     tokens: list[AddedToken] = []
     free = tokenizer.get_vocab_size(with_added_tokens=False)
@@ -177,7 +177,7 @@ def _add_in_place(tokenizer: Tokenizer, added: Mapping[int, AddedToken]) -> None
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer that tokenizer.json describes, to the letter. Raises Refused, also for one that would take memory or time without end.
 
-    Not `AutoTokenizer`: beside a config.json of Qwen2's it takes Qwen2's class, which keeps the vocabulary and replaces
+    Not `AutoTokenizer`: with a config.json of Qwen2 it takes Qwen2's class, which keeps the vocabulary and replaces
     normalisation and splitting by its own (transformers 5.24), so that a tokenizer made otherwise would give other ids.
     """
     from transformers import PreTrainedTokenizerFast
@@ -213,7 +213,7 @@ _OF_SETTINGS = (ValueError, LookupError, TypeError, AttributeError, OverflowErro
 
 
 def _refuse_settings(folder: Path) -> None:
-    """Refused for files beside tokenizer.json that transformers would read without looking at their size or type."""
+    """Refused for files next to tokenizer.json that transformers would read without checking their size or type."""
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).exists():
             read_object(folder / name)

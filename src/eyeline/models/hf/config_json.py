@@ -10,7 +10,7 @@ from eyeline.core.problems import lines_of
 from eyeline.core.settings import Settings
 
 Json = Mapping[str, Any]
-LAYERS = 10_000  # a file that says more is damaged; a model of so many would never be built
+LAYERS = 10_000  # a file with more is damaged; a larger model would never be built
 S = TypeVar("S", bound=Settings)
 K = TypeVar("K", bound=str)
 

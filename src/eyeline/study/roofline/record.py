@@ -35,7 +35,7 @@ SCATTERS = {
     aten.scatter_add_.default, aten.index_add_.default, aten.index_copy_.default, aten.index_put_.default, aten.scatter_.src,
     aten.index_put_.default, aten._index_put_impl_.default,
 }  # fmt: skip
-# What a compiler does not put into one kernel with its neighbours, beside products, attention and rows that are looked up or scattered
+# What a compiler does not put into one kernel with its neighbours, apart from products, attention and rows that are looked up or scattered
 ALONE = {aten.sort.stable, aten.sort.default, aten.topk.default, aten.cumsum.default, aten.searchsorted.Tensor, aten.scatter_add.default,
          aten.scatter.src, aten.index_add.default, aten.index_copy.default, aten.embedding_dense_backward.default,
          aten.repeat_interleave.Tensor, aten.index_put.default}  # fmt: skip
