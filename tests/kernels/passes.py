@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyeline.kernels import causal_conv, norms, rope, swiglu
+from eyeline.kernels import causal_conv, moe, norms, rope, swiglu
 
 T, H, K = 12, 3, 16
 BOUNDS = (0, 1, 3, 10, T)  # documents shorter and longer than the convolution
@@ -55,7 +55,20 @@ def conv(x_TC: Tensor, weight_CW: Tensor) -> Tensor:
     return causal_conv._OneKernel.apply(x_TC, weight_CW, torch.tensor(BOUNDS, dtype=torch.int32).to(x_TC.device))
 
 
+def choices(device: torch.device) -> tuple[Tensor, Tensor]:
+    """order_N and inverse_N of two experts per token."""
+    chosen_TA = torch.stack((torch.arange(T) % 5, (torch.arange(T) * 3 + 1) % 5), 1)
+    order_N, inverse_N, _ = moe.by_expert(chosen_TA, 5)
+    return order_N.to(device), inverse_N.to(device)
+
+
+def weighted64(y_ND: Tensor, weight_TA: Tensor) -> Tensor:
+    """The weighted sum of each token's rows."""
+    return (y_ND[choices(y_ND.device)[1]].unflatten(0, weight_TA.shape) * weight_TA[..., None]).sum(1)
+
+
 PASSES = {
+    "unpermute": Pass(lambda y, w: moe._OneKernel.apply(y, w, *choices(y.device)), weighted64, ((2 * T, K), (T, 2)), 2, 3),
     "causal_conv": Pass(conv, conv64, ((T, K), (K, 4)), 1, 3),
     "rms_norm": Pass(lambda x, w: norms._OneKernelRMS.apply(x, w, 1e-6), norm64, ((T, H, K), (K,)), 1, 2),
     "gated_rms_norm": Pass(
@@ -85,5 +98,5 @@ def given(one: Pass, dtype: torch.dtype, weights: torch.dtype = torch.float32, d
 def results(function: Function, leaves: list[Tensor]) -> list[Tensor]:
     """The output, and the gradients of a fixed direction."""
     out = function(*leaves)
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)  # exact in every dtype
     return [out.detach(), *torch.autograd.grad((out * direction.to(out.device)).sum(), leaves)]

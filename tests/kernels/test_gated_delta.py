@@ -135,20 +135,20 @@ def test_operators_are_sound():
 
 
 def test_call_of_fla(monkeypatch):
-    """What a GPU would be asked, answered by the loop: one row of documents, 64-bit bounds, its own division by the length."""
+    """What a GPU would be asked, answered by the loop: one row of documents, their bounds as they are, its own division by the length."""
+    inputs, cu = tensors(9), bounds([4, 5])
 
     def chunk_gated_delta_rule(  # as fla 0.4 to 0.6 have it, without what we leave alone
         q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, **_
     ):
         assert q.shape == k.shape == (1, 9, H, K) and v.shape == (1, 9, H, J) and g.shape == beta.shape == (1, 9, H)
-        assert cu_seqlens.dtype == torch.int64 and g.dtype == torch.float32 and scale is None and initial_state is None
+        assert cu_seqlens is cu and g.dtype == torch.float32 and scale is None and initial_state is None
         assert use_qk_l2norm_in_kernel and output_final_state
         assert torch.equal(q[:, :, 0], q[:, :, H // G - 1])
         out, state = gated_delta_rule_plain(q[0, :, :: H // G], k[0, :, :: H // G], v[0], g[0], beta[0], cu_seqlens)
         return out[None], state
 
     install(monkeypatch, chunk_gated_delta_rule)
-    inputs, cu = tensors(9), bounds([4, 5])
     want, states = gated_delta_rule_plain(*inputs, cu)
     close(gated_delta_rule(*inputs, cu, fla=True), want)
     cache = state_cache(2)

@@ -34,7 +34,7 @@ def results(function: Function, x_TI: Tensor, layers: Sequence[Layer]) -> list[T
     """Outputs, and the gradients of fixed directions of whatever needs one."""
     outs = function(x_TI, layers)
     rng = torch.Generator().manual_seed(1)
-    loss = sum((out * torch.randn(out.shape, generator=rng).to(out.dtype)).sum() for out in outs)
+    loss = sum((out * torch.randn(out.shape, generator=rng).bfloat16().to(out.dtype)).sum() for out in outs)
     leaves = [x for x in (x_TI, *(x for layer in layers for x in layer[:4])) if isinstance(x, Tensor) and x.requires_grad]
     return [*(out.detach() for out in outs), *torch.autograd.grad(torch.as_tensor(loss), leaves)]
 

@@ -150,3 +150,12 @@ def test_expert_without_rows_has_a_gradient_of_zero_on_blackwell(capability, mon
         assert not got[[0, 2]].any()
         torch.testing.assert_close(got[1], dout[:3].T @ x[:3])
         torch.testing.assert_close(got[3], dout[3:].T @ x[3:])
+
+
+def test_rows_are_summed_as_they_are_looked_up() -> None:
+    """The gradient of `permute` on a GPU, where nothing is gathered first."""
+    from eyeline.kernels.moe import _summed_rows
+
+    x_ND = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+    inverse_N = torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7])
+    torch.testing.assert_close(_summed_rows(x_ND, inverse_N.view(5, 2)), x_ND[inverse_N].view(5, 2, 4).sum(1))

@@ -24,6 +24,7 @@ from eyeline.kernels.gated_delta import gated_delta_rule_plain
 from eyeline.models import hf, qwen3_5
 from eyeline.models.decoder import Decoder
 from eyeline.models.moe import Experts
+from tests.fla_stand_in import install, kernel
 from tests.models import parity
 from tests.models.parity import all_close, close, document, token_inputs
 from tests.weights import load_into
@@ -294,3 +295,20 @@ def test_dense_or_of_experts():
         qwen3_5.Config(**SIZES, layers=2, tie_embeddings=True)
     with pytest.raises(ValueError, match="must add up to 4"):
         qwen3_5.Config(**(SIZES | {"mrope_section": (2, 2, 1)}), layers=2, intermediate_size=8, tie_embeddings=True)
+
+
+def test_every_layer_gives_fla_the_same_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor itself, recomputed blocks included: fla waits for the GPU once for each that it has not seen."""
+    model = qwen3_5.Model(DENSE)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    calls: list[Tensor] = []
+    install(monkeypatch, kernel(calls=calls))
+    for module in model.modules():
+        if isinstance(module, qwen3_5.Scan):
+            module.fla = True
+    model.recompute = True
+    batch = batch_of(DOCUMENTS[:4], None)
+    loss_of(model, batch).backward()
+    assert len(calls) == 4  # two layers, forward and again
+    assert all(bounds is batch.cu_S1 for bounds in calls)

@@ -43,7 +43,8 @@ def kernel() -> Kernel:
 def by_fla(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_S1: Tensor) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule_plain` by fla: out_THJ and the state after each document.
 
-    Older versions of fla want as many key heads as value heads; all scale by 1/√K and take bounds of one row of documents.
+    Older versions of fla want as many key heads as value heads; all scale by 1/√K and take bounds of one row of documents. fla derives the
+    chunks of documents from the bounds, which waits for the GPU, and remembers them by the tensor: so every layer must give the same one.
     """
     q_THK, k_THK = (x_TGK.repeat_interleave(v_THJ.shape[1] // x_TGK.shape[1], 1) for x_TGK in (q_TGK, k_TGK))
     out_1THJ, state_SHKJ = kernel()(
@@ -54,6 +55,6 @@ def by_fla(q_TGK: Tensor, k_TGK: Tensor, v_THJ: Tensor, decay_TH: Tensor, beta_T
         beta=beta_TH.float()[None],
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=cu_S1.long(),
+        cu_seqlens=cu_S1,
     )
     return out_1THJ[0], state_SHKJ

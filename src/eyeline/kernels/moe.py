@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from eyeline.core.dims import dims
 from eyeline.kernels.gpu import capability_of, grouped_obstacle, on_gpu
+from eyeline.kernels.one_kernel import one_kernel
 from eyeline.kernels.opaque import opaque
 from eyeline.kernels.swiglu import swiglu_backward, swiglu_forward
 
@@ -60,6 +61,8 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (inverse_N,) = ctx.saved_tensors
+        if on_gpu(gradients[0]):
+            return _summed_rows(gradients[0], inverse_N.unflatten(0, (-1, ctx.active))), None, None
         return gradients[0].index_select(0, inverse_N).unflatten(0, (-1, ctx.active)).sum(1), None, None
 
 
@@ -81,6 +84,47 @@ class _Weighted(torch.autograd.Function):
         return dy_ND, dweight_TA, None, None
 
 
+# ---- on a GPU: rows are looked up where they are summed, weighted or compared, and never gathered in memory first
+
+
+@one_kernel
+def _summed_rows(x_ND: Tensor, rows_TA: Tensor) -> Tensor:
+    return x_ND[rows_TA].float().sum(1).to(x_ND.dtype)
+
+
+@one_kernel
+def _weighted_rows(y_ND: Tensor, weight_TA: Tensor, rows_TA: Tensor) -> Tensor:
+    return (y_ND[rows_TA].float() * weight_TA[..., None].float()).sum(1).to(y_ND.dtype)
+
+
+@one_kernel
+def _scaled_rows(dout_TD: Tensor, weight_TA: Tensor, order_N: Tensor) -> Tensor:
+    weight_N = weight_TA.flatten()[order_N]
+    return (dout_TD[order_N // weight_TA.shape[1]].float() * weight_N[:, None].float()).to(dout_TD.dtype)
+
+
+@one_kernel
+def _products_of_rows(y_ND: Tensor, dout_TD: Tensor, rows_TA: Tensor) -> Tensor:
+    return (y_ND[rows_TA].float() * dout_TD[:, None].float()).sum(-1).to(y_ND.dtype)
+
+
+class _OneKernel(torch.autograd.Function):
+    """`_Weighted`, which keeps what the experts gave as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, weight_TA: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+        rows_TA = inverse_N.unflatten(0, weight_TA.shape)
+        ctx.save_for_backward(y_ND, weight_TA, order_N, rows_TA)
+        return _weighted_rows(y_ND, weight_TA, rows_TA)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        y_ND, weight_TA, order_N, rows_TA = ctx.saved_tensors
+        (dout_TD,), (y_needed, weight_needed, *_) = gradients, ctx.needs_input_grad
+        dy_ND = _scaled_rows(dout_TD, weight_TA, order_N) if y_needed else None
+        return dy_ND, _products_of_rows(y_ND, dout_TD, rows_TA) if weight_needed else None, None, None
+
+
 def permute(x_TD: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
     """x_ND: each token's row once for every expert that it chose, sorted by expert."""
     return _Permuted.apply(x_TD, order_N, inverse_N)
@@ -88,7 +132,7 @@ def permute(x_TD: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
 
 def unpermute(y_ND: Tensor, weight_TA: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
     """y_TD: the weighted sum of what each token's experts gave."""
-    return _Weighted.apply(y_ND, weight_TA.to(y_ND.dtype), order_N, inverse_N)
+    return (_OneKernel if on_gpu(y_ND) else _Weighted).apply(y_ND, weight_TA.to(y_ND.dtype), order_N, inverse_N)
 
 
 def grouped_swiglu_plain(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:

@@ -90,9 +90,16 @@ def _delta_backward(given: Arguments, _bounds: Bounds) -> Cost:
     return _chunks(given["q_TGK"], given["v_THJ"], passes=3)
 
 
+def _scaled_rows(given: Arguments, _bounds: Bounds) -> Cost:
+    """Each row of the gradient is read once for every expert of its token, and not once in all."""
+    rows, (tokens, width), size = len(given["order_N"]), given["dout_TD"].shape, given["dout_TD"].itemsize
+    return Cost(0, inner_bytes=(rows - tokens) * width * size)
+
+
 KERNELS: dict[str, Callable[[Arguments, Bounds], Cost]] = {
     "torch_attn::_varlen_attn": _attention,
     "torch_attn::_varlen_attn_backward": _attention_backward,
     "eyeline::gated_delta_rule": _delta,
     "eyeline::gated_delta_rule_backward": _delta_backward,
+    "eyeline::scaled_rows": _scaled_rows,
 }

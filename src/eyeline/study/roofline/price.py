@@ -48,7 +48,7 @@ def fused(operators: Sequence[Operator], gpu: GPU) -> list[Line]:
                 made.add(number)
                 if last_use.get(number, -1) >= start + len(chain):
                     leaving[number] = max(leaving.get(number, 0), size)
-        moved = sum(entering.values()) + sum(leaving.values())
+        moved = sum(entering.values()) + sum(leaving.values()) + sum(op.cost.inner_bytes for op in chain)
         lines.append(Line("chains", "memory-bound", 0, moved, _seconds(0, "bf16", moved, gpu), 1))
     return lines
 
