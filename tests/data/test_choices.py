@@ -104,12 +104,12 @@ def test_ambiguous_rows_are_rejected(written, name: str) -> None:
 
 
 QUESTIONS: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "LLaVA-bench": ([{"question_id": 1, "image": "red.png", "text": "Describe it.", "category": "x"}], "beside question_id: files with"),
-    "POPE": ([{"question_id": 1, "image": "red.png", "text": "Is there a dog?", "label": "no"}], "beside question_id: files with"),
+    "LLaVA-bench": ([{"question_id": 1, "image": "red.png", "text": "Describe it.", "category": "x"}], "next to a column question_id"),
+    "POPE": ([{"question_id": 1, "image": "red.png", "text": "Is there a dog?", "label": "no"}], "next to a column question_id"),
     "questions by their look": ([{"image": "red.png", "text": "What is it?"}] * 2, "which is a question in each of the first rows"),
     "answers of LLaVA": (
         [{"question_id": 1, "prompt": "What?", "text": "A dog.", "image": "red.png"}],
-        "beside question_id",
+        "next to a column question_id",
     ),
     "question alone": ([{"image": "red.png", "question": "What?"}], r"They ask \(question\), and no column of answers is known"),
     "query alone": ([{"image": "red.png", "query": "What?"}], r"They ask \(query\)"),

@@ -117,7 +117,7 @@ def test_stage_border_merges_adapters_that_do_not_continue(start: Path, tmp_path
             torch.testing.assert_close(x, ended.get_parameter(name).detach(), rtol=0, atol=1e-6, msg=f"{name} at border {border}")
         bs = [p for name, p in model.named_parameters() if name.endswith("lora_B")]
         assert bool(bs) == (border < 3)
-        assert all(bool(p.any()) == (border == 1) for p in bs), "the same adapters go on, others start_run at zero"
+        assert all(bool(p.any()) == (border == 1) for p in bs), "the same adapters continue, others start at zero"
 
 
 def test_fresh_adapters_have_the_seed_of_their_part(start: Path, tmp_path: Path) -> None:
