@@ -140,10 +140,14 @@ def prepare(
             help="Scale images down to the size that the model sees, and store them as JPEG of this quality.",
         ),
     ] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that do the work; 0: this one does.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that do the work; 0: this one does, or with --ray one per CPU.")] = 0,
     shard: Annotated[
         str | None,
         typer.Option(metavar="I/N", help="Do the share I (0 to N-1) of N commands that share the folder, as in a Slurm array."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, auto, or local for a new one on this machine."),
     ] = None,
     clean: Annotated[
         bool, typer.Option("--clean", help="Only name and delete files of attempts that were lost: another attempt's are committed.")
@@ -160,7 +164,7 @@ def prepare(
     from eyeline.recipes.check import refuse_problems
     from eyeline.train.prepare import prepare_stage
 
-    where = Where(workers, *shard_of(shard))
+    where = Where(workers, *shard_of(shard), ray)
     for line in refuse_problems(run):
         warn(line)
     prepare_stage(run, stage, out, epochs=epochs, quality=resize, where=where)

@@ -1,6 +1,9 @@
 """A small job: rows are numbers, some of which are rejected."""
 
+import os
+import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,25 @@ def work(partition: Partition, folder: Path) -> Done:
     (folder / "rows.txt").write_text("".join(f"{row}\n" for row in kept))
     (folder / "sum.txt").write_text(str(sum(kept)))
     return Done({"rows.txt": len(kept)}, {"threes": threes, "sevens": len(partition.work) - threes - len(kept)})
+
+
+@dataclass(frozen=True)
+class Crash:
+    """Work that crashes at some partitions: always, or as long as there is a file."""
+
+    numbers: tuple[int, ...]
+    once: Path | None = None
+    error: type[Exception] | None = None
+
+    def __call__(self, partition: Partition, folder: Path) -> Done:
+        found = work(partition, folder)
+        if partition.number in self.numbers and (self.once is None or self.once.exists()):
+            if self.once is not None:
+                self.once.unlink()
+            if self.error is not None:
+                raise self.error("the disk is on fire")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
 
 
 JOB = Job("rows", work)

@@ -1,8 +1,5 @@
 """The same bytes come out of every way to run a job, with a worker killed in each; what crashes every worker is given up by name."""
 
-import os
-import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from eyeline.offline.report import report_of
 from eyeline.offline.run import Where, run, shard_of
 from eyeline.offline.store import LocalStore
 from tests.forked import Forked
-from tests.offline.rows_job import JOB, assert_every_row_once, plan_of, visible, work
+from tests.offline.rows_job import JOB, Crash, assert_every_row_once, plan_of, visible, work
 
 COUNT = 12
 
@@ -23,25 +20,6 @@ COUNT = 12
 def done(plan: Plan, where: Where, job: Job = JOB, damaged: frozenset[int] = frozenset()) -> tuple[bool, list[Outcome]]:
     told: list[Outcome] = []
     return run(job, plan, where, told.append, damaged), told
-
-
-@dataclass(frozen=True)
-class Crash:
-    """Work that crashes at some partitions: always, or as long as there is a file."""
-
-    numbers: tuple[int, ...]
-    once: Path | None = None
-    error: type[Exception] | None = None
-
-    def __call__(self, partition: Partition, folder: Path) -> Done:
-        found = work(partition, folder)
-        if partition.number in self.numbers and (self.once is None or self.once.exists()):
-            if self.once is not None:
-                self.once.unlink()
-            if self.error is not None:
-                raise self.error("the disk is on fire")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return found
 
 
 @pytest.fixture(scope="module")

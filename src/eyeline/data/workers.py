@@ -420,7 +420,7 @@ def serve(handle: int, progress: int, parent: int, most_bytes: int | None) -> No
                 _limit_memory(most_bytes)
             while True:
                 number, job = receive(over)
-                result = _done(work, job, lambda part, phase, number=number: _say(stands, number, part, phase))
+                result = result_of(work, job, lambda part, phase, number=number: _say(stands, number, part, phase))
                 _say(stands, number, -1, "idle")
                 _send(over, (number, result))
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -438,7 +438,8 @@ _TOO_LARGE = (
 )
 
 
-def _done(work: Callable[[Any, At], Any], job: Any, at: At) -> Any:
+def result_of(work: Callable[[Any, At], Any], job: Any, at: At) -> Any:
+    """The result of a job, or Failed."""
     try:
         return work(job, at)
     except EXPECTED as expected:

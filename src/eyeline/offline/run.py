@@ -7,7 +7,7 @@ nothing to be cleaned up or waited for after a kill, and the same command resume
 import pickle
 import selectors
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from eyeline.core.errors import Quarantined, Refused
 from eyeline.data.workers import At, Failed, Worker, receive
 from eyeline.offline.attempt import Job, Outcome, attempt
 from eyeline.offline.manifests import QUARANTINED, missing_numbers, quarantine, quarantined_numbers, roll_up, rolled_groups
+from eyeline.offline.on_ray import results_on_ray
 from eyeline.offline.plan import Partition, Plan
 from eyeline.offline.store import Store
 
@@ -33,6 +34,7 @@ class Where:
     workers: int = 0  # processes on this machine; 0: this one does all
     shard: int = 0  # which of `shards` jobs this one is: it does every `shards`-th partition
     shards: int = 1
+    ray: str | None = None  # the address of a Ray cluster: the workers are its actors, and 0 of them means one for each CPU
 
     def has(self, number: int) -> bool:
         return number % self.shards == self.shard
@@ -88,13 +90,13 @@ def run(job: Job, plan: Plan, where: Where, tell: Callable[[Outcome], None], dam
     working = Working(job, plan.store, plan.digest)
     suspects: list[Asked] = []
     asked = (one for one in _asked(plan, where, damaged) if one.partition.number not in given_up)
-    for one, result in results(working, takewhile(lambda _: len(suspects) < MOST_CRASHES, asked), where.workers):
+    for one, result in results(working, takewhile(lambda _: len(suspects) < MOST_CRASHES, asked), where):
         if isinstance(result, str):
             suspects.append(one)
         else:
             tell(result)
     for one in suspects:
-        why = _tried_alone(working, one, tell)
+        why = _tried_alone(working, one, where, tell)
         if why is not None:
             quarantine(plan.store, one.partition.number, why)
             given_up[one.partition.number] = why
@@ -108,7 +110,7 @@ def _rolled_up(plan: Plan, where: Where) -> bool:
     """Roll up the groups that are complete. Return whether all are: then the job is done."""
     rolled = rolled_groups(plan.store)
     left = [group for group in plan.groups if group not in rolled]
-    return all([done is True for _, done in results(RollingUp(plan), iter(left), where.workers if len(left) > 1 else 0)])  # noqa: C419 - all
+    return all([done is True for _, done in results(RollingUp(plan), iter(left), where if len(left) > 1 else Where())])  # noqa: C419 - all
 
 
 def _asked(plan: Plan, where: Where, damaged: frozenset[int]) -> Iterator[Asked]:
@@ -119,11 +121,11 @@ def _asked(plan: Plan, where: Where, damaged: frozenset[int]) -> Iterator[Asked]
             yield Asked(plan.partition(number))
 
 
-def _tried_alone(working: Working, asked: Asked, tell: Callable[[Outcome], None]) -> str | None:
+def _tried_alone(working: Working, asked: Asked, where: Where, tell: Callable[[Outcome], None]) -> str | None:
     """Try a partition with nothing else at work. Return how the last worker crashed, if all did."""
     why = ""
     for _ in range(TRIES):
-        [(_, result)] = results(working, iter([asked]), 1)
+        [(_, result)] = results(working, iter([asked]), replace(where, workers=1))
         if not isinstance(result, str):
             tell(result)
             return None
@@ -144,9 +146,13 @@ def _quarantined(job: Job, plan: Plan, why: dict[int, str]) -> Quarantined:
 # Where the work is done
 
 
-def results(work: Callable[[A], R], asked: Iterator[A], workers: int) -> Iterator[tuple[A, R | str]]:
+def results(work: Callable[[A], R], asked: Iterator[A], where: Where) -> Iterator[tuple[A, R | str]]:
     """Each task with its result, or with a text that says how its worker crashed. Here, without workers, a crash is this process's."""
-    return results_of_processes(work, asked, workers) if workers else ((one, work(one)) for one in asked)
+    if where.ray is not None:
+        return results_on_ray(work, asked, where.workers, where.ray)
+    if where.workers:
+        return results_of_processes(work, asked, where.workers)
+    return ((one, work(one)) for one in asked)
 
 
 def results_of_processes(work: Callable[[A], R], asked: Iterator[A], count: int) -> Iterator[tuple[A, R | str]]:

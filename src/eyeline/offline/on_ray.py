@@ -1,0 +1,73 @@
+"""Workers on a Ray cluster. The one file that imports ray.
+
+A worker is an actor of one CPU that keeps what its work needs between partitions. There are as many tasks out as there are actors, so
+results never pile up. An actor that is lost, with its node or alone, is replaced by a new one, wherever there is room.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+from eyeline.core.errors import Refused
+from eyeline.data.workers import Failed, result_of
+
+HERE = "local"  # in place of an address: a cluster of this machine alone
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Doer:
+    """What an actor is."""
+
+    def __init__(self, work: Callable[[Any], Any]):
+        self.work = work
+
+    def do(self, one: Any) -> Any:
+        return result_of(lambda job, at: self.work(job), one, lambda part, phase: None)  # noqa: ARG005 - a task has no parts
+
+
+def results_on_ray(work: Callable[[A], R], asked: Iterator[A], count: int, address: str) -> Iterator[tuple[A, R | str]]:
+    """Each task with its result, or with a text that says how its actor was lost. Expected errors of the work are raised.
+
+    `count` actors, or, if it is 0, one for each CPU of the cluster.
+    """
+    ray = _connected(address)
+    actor = ray.remote(num_cpus=1, max_restarts=0)(Doer)
+    kept = ray.put(work)  # once, however many actors there are
+    count = count or max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    busy: dict[Any, tuple[Any, A]] = {}  # what will come -> who makes it, of what
+    idle: list[Any] = []
+    try:
+        while True:
+            for one in islice(asked, count - len(busy)):
+                doer = idle.pop() if idle else actor.remote(kept)
+                busy[doer.do.remote(one)] = doer, one
+            if not busy:
+                return
+            [coming], _ = ray.wait(list(busy), num_returns=1)
+            doer, one = busy.pop(coming)
+            try:
+                result = ray.get(coming)
+                idle.append(doer)
+            except ray.exceptions.RayError as error:
+                result = f"the worker crashed ({str(error).strip().splitlines()[0]})"
+            if isinstance(result, Failed) and result.kind:
+                raise result.raised()
+            yield one, result.message if isinstance(result, Failed) else result
+    finally:
+        for doer in (*(doer for doer, _ in busy.values()), *idle):
+            ray.kill(doer)
+
+
+def _connected(address: str) -> Any:
+    try:
+        import ray  # pyright: ignore[reportMissingImports]: optional
+    except ImportError as error:
+        raise Refused("--ray needs Ray, which is not installed. Try: pip install 'eyeline[ray]'") from error
+    if not ray.is_initialized():
+        try:
+            ray.init(None if address == HERE else address, include_dashboard=False if address == HERE else None, logging_level="ERROR")
+        except (ConnectionError, ValueError) as error:
+            raise Refused(f"--ray {address}: no such cluster ({error}). Give its address, auto, or {HERE}") from error
+    return ray
