@@ -23,7 +23,7 @@ from eyeline.core.image_rule import ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images.patches import image_patches
-from eyeline.data.plan.packing import pack_items
+from eyeline.data.plan.plan import pack_items
 from eyeline.data.text.documents import document_of
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe

@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from eyeline.core.batch import Budget, Document
 from eyeline.core.errors import Refused
 from eyeline.core.step import step_alone
 from eyeline.data.fetch.batches import batch_of
-from eyeline.data.plan.packing import Bins, close_bins, pack_items
+from eyeline.data.plan.plan import Bins, pack_items
 from eyeline.models import Config, Model
 from eyeline.models.shape import shape
 from eyeline.parallel.ranks import ONE_DEVICE
@@ -114,7 +113,7 @@ def epoch(model: Model, config: Config, docs: Sequence[Document]) -> tuple[Timed
     slots = 0
     items = ((i, len(d.tokens_T), sum(image.grid.patches for image in d.images)) for i, d in enumerate(docs))
     bins: Bins = []
-    for step, chosen in enumerate(chain(pack_items(items, bins, BUDGET), close_bins(bins))):
+    for step, chosen in enumerate([*pack_items(items, bins, BUDGET), *(bin.items for bin in bins)]):
         batch = batch_of([docs[i] for i in chosen], BUDGET)
         slots += batch.counts.slots
         update(model, optimizers, step_alone([batch]), ONE_DEVICE, max_grad_norm=1.0, balance=None, seed=0, step=step)

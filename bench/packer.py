@@ -10,7 +10,7 @@ from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Sto
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.randomness import rng_for
-from eyeline.data.plan.packing import OPEN_BINS, Bins, close_bins, pack_items
+from eyeline.data.plan.plan import OPEN_BINS, Bins, pack_items
 
 ITEMS, TOKENS, IMAGES = 100_000, 8_192, 18
 MEDIAN, P95, SHORTEST, VISUAL = 180, 1_000, 16, 256  # tokens of the text (log-normal), and of an image
@@ -80,7 +80,7 @@ def streamed(items: Sizes) -> Packs:
     """Ours. A budget counts patches, so an image is one of them here."""
     bins: Bins = []
     given = ((n, tokens, images) for n, (tokens, images) in enumerate(items))
-    return list(chain(pack_items(given, bins, Budget(TOKENS, IMAGES)), close_bins(bins)))
+    return [*pack_items(given, bins, Budget(TOKENS, IMAGES)), *(bin.items for bin in bins)]
 
 
 def most_held(items: Sizes) -> int:

@@ -304,7 +304,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/test_batches.py::test_token_zero_is_a_token",
         ),
         (
-            "data/plan/packing.py",
+            "data/plan/plan.py",
             "(bins[at].tokens < tokens or bins[at].patches < patches)",
             "bins[at].tokens < tokens",
             "data/test_packing.py::test_every_item_once_and_within_the_budget",
@@ -734,8 +734,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "models/lora.py",
-            "if self.training and self.dropout:",
-            "if self.dropout:",
+            "if self.training and self.dropout:\n            assert",
+            "if self.dropout:\n            assert",
             "models/test_lora.py::test_dropout_is_of_the_adapters_input_in_training_only",
         ),
         (
@@ -746,8 +746,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "models/qwen3_5.py",
-            "return self.o(self.norm(out_THJ, z_THJ).flatten(1), draws_T2)",
-            "return self.o(self.norm(out_THJ, z_THJ).flatten(1), draws_T2.flip(0) if draws_T2 is not None else None)",
+            "-1, self.J))).flatten(1), draws_T2)",
+            "-1, self.J))).flatten(1), draws_T2.flip(0) if draws_T2 is not None else None)",
             "models/test_lora.py::test_every_adapter_is_given_draws_of_its_rows",
         ),
         (

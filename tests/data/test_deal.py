@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eyeline.core.batch import Budget
 from eyeline.core.step import imbalance
-from eyeline.data.plan.packing import Bins, deal, pack_items
+from eyeline.data.plan.plan import Bins, deal, pack_items
 from tests.data.mixture import mixture
 
 costs = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), max_size=40)

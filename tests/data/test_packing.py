@@ -1,14 +1,12 @@
 """Packing loses nothing, breaks no bound, wastes little, and goes on exactly where its bins say."""
 
-from itertools import chain
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyeline.core.batch import Budget
-from eyeline.data.plan.packing import Bin, Bins, close_bins, pack_items
+from eyeline.data.plan.plan import Bin, Bins, pack_items
 from tests.data.mixture import mixture
 
 BUDGET = Budget(100, 40)
@@ -21,7 +19,7 @@ def named(sizes: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 def pack(items: list[tuple], budget: Budget = BUDGET, open_bins: int = 16) -> list[list]:
     bins: Bins = []
-    return list(chain(pack_items(items, bins, budget, open_bins), close_bins(bins)))
+    return [*pack_items(items, bins, budget, open_bins), *(bin.items for bin in bins)]
 
 
 @given(sizes, st.integers(0, 5))
@@ -75,7 +73,7 @@ def test_bins_are_all_there_is_to_remember(sizes: list[tuple[int, int]], cut: in
     first = list(pack_items(named(sizes)[:cut], handed, BUDGET, open_bins))
     written = [(bin.tokens, bin.patches, list(bin.items)) for bin in handed]
     taken = [Bin(0, 0, tokens, patches, items).ranked(n, BUDGET) for n, (tokens, patches, items) in enumerate(written)]
-    rest = [list(pack_items(named(sizes)[cut:], bins, BUDGET, open_bins)) + list(close_bins(bins)) for bins in (handed, taken)]
+    rest = [[*pack_items(named(sizes)[cut:], bins, BUDGET, open_bins), *(bin.items for bin in bins)] for bins in (handed, taken)]
     assert rest[0] == rest[1]
     assert sorted(n for items in first + rest[0] for n in items) == list(range(len(sizes)))
 

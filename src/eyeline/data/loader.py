@@ -3,7 +3,7 @@
     reader_of        a recipe's data -> opened sources: shards of rows, an index of each             reader.py, sets.py, sources/
     planned_windows  shards -> windows of rows in an order -> packs within the budget                plan/
     planned_steps    packs -> steps
-    packs_to_read    the packs of a step -> those of this rank, with all that reading them needs     plan/packing.py
+    packs_to_read    the packs of a step -> those of this rank, with all that reading them needs     plan/plan.py
     fetched_steps    packs -> batches; what is rejected is counted where its step is given           fetch/
 
 The plan never depends on the process that fetches it, so any number of ranks and workers gives the same steps, and the state is where the
@@ -23,8 +23,7 @@ from eyeline.core.step import Step, step_of
 from eyeline.data.fetch.fetch import GroupToRead, Lost, RowToRead, fetched_in_order
 from eyeline.data.plan.blend import VERSION, Cursor, OpenBins, Pool, Position, blended_window, cursors_of, window_of
 from eyeline.data.plan.index import Ahead, Entry
-from eyeline.data.plan.packing import deal
-from eyeline.data.plan.plan import ImageGroup, Ordered, Pack, Plan, RowOf, RowsMet, closing_plan, cost_of, plan
+from eyeline.data.plan.plan import ImageGroup, Ordered, Pack, Plan, RowOf, RowsMet, closing_plan, cost_of, deal, plan
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import (
     NAMED,

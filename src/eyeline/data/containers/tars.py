@@ -16,7 +16,7 @@ from eyeline.core.locations import Location, Remote, below
 from eyeline.data.containers.container import HEADER_BYTES, SHARD_ROWS, File, FileSlice, Place, Shard, fingerprints
 from eyeline.data.containers.json_rows import parse, require_valid
 from eyeline.data.containers.keys import IMAGE_SUFFIXES, TEXTS, WRITE, Member, member_of, split, stem_of, text_of, tops_of
-from eyeline.data.files.skipped import is_skipped
+from eyeline.data.files.names import is_skipped
 
 MAX_MEMBER_BYTES = 256 << 20
 MAX_TEXT_BYTES = 64 << 20

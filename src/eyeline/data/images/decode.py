@@ -28,8 +28,16 @@ from eyeline.core.files import storage_failed
 from eyeline.core.locations import Remote
 from eyeline.data.containers.container import HEADER_BYTES
 from eyeline.data.files import stores
-from eyeline.data.images.image_files import FORMATS, image_stream, stored_object, unidentified_error
-from eyeline.data.images.integrity import ends_in_zeros, is_complete, jpeg_scans, wrong_chunk
+from eyeline.data.images.image_files import (
+    FORMATS,
+    ends_in_zeros,
+    image_stream,
+    is_complete,
+    jpeg_scans,
+    stored_object,
+    unidentified_error,
+    wrong_chunk,
+)
 
 Pixels = NDArray[np.uint8]  # rows × columns × 3
 Size = tuple[int, int] | tuple[int, int, int]  # height and width of a still; frames, height and width of a video

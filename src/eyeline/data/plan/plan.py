@@ -3,26 +3,26 @@
     rows of a window, in the order of their image groups           order.py, blend.py
     Sized     what each row needs under this budget          sizing.py: from the index; what cannot be used is rejected there
     groups    image groups that fit into a pack
-    packed    groups -> packs; bins that stay open are carried into the next window      packing.py
+    packed    groups -> packs; bins that stay open are carried into the next window
 
 Dims: R rows in order  G rows of these that can be used  I image groups  K packs
 """
 
 import hashlib
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eyeline.core.batch import Budget
 from eyeline.core.errors import BadSample, StorageFailed
+from eyeline.core.step import PackCost
 from eyeline.data.plan.order import Longs
-from eyeline.data.plan.packing import Bin, Bins, pack_items
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.rejects import Reject
 
@@ -101,6 +101,74 @@ class Plan:
         return ImageGroup(rows[0][0], rows[0][1], tuple((source, shard, row) for _, _, source, shard, row in rows))
 
 
+# Items into packs, by a streaming best fit: the open bins are all there is to remember
+
+Item = Any  # opaque
+
+OPEN_BINS = 16
+
+
+class Bin(NamedTuple):
+    """A pack that is still open. Bins sort by how full they are, the fullest first, and the older first where that is equal."""
+
+    left: int  # the scarcer of the two capacities that are left, in units of tokens × patches, so that both compare as integers
+    age: int  # distinct, so that items are never compared
+    tokens: int  # left
+    patches: int  # left
+    items: list[Item]
+
+    def ranked(self, age: int, budget: Budget) -> "Bin":
+        """The same bin in its place among others."""
+        return self._replace(left=_scarcer(self.tokens, self.patches, budget), age=age)
+
+
+Bins = list[Bin]  # sorted
+
+
+def pack_items(items: Iterable[tuple[Item, int, int]], bins: Bins, budget: Budget, open_bins: int = OPEN_BINS) -> Iterator[list[Item]]:
+    """Packs of items that are given as (item, tokens, patches); `bins` is changed in place and holds what is left open.
+
+    An item goes to the bin that it fills best. If it fits nowhere it opens one, and when that is one too many a bin is a pack: the one
+    with the least left of what the bins together have less of, so that one without room for images still waits for text. A bin with
+    no token left is a pack at once. So at most one pack follows an item, before the next item is taken. An item that alone is over
+    the budget is a defect of the caller.
+    """
+    T, P = budget.tokens, budget.patches
+    age = len(bins)
+    bins[:] = [bin._replace(age=n) for n, bin in enumerate(bins)]
+    for item, tokens, patches in items:
+        assert tokens <= T and patches <= P, f"{item}: {tokens} tokens and {patches} patches do not fit {budget}"
+        at = bisect_left(bins, (_scarcer(tokens, patches, budget),))
+        while at < len(bins) and (bins[at].tokens < tokens or bins[at].patches < patches):
+            at += 1
+        if at < len(bins):
+            _, born, free, room, inside = bins.pop(at)
+        else:
+            born, free, room, inside = age, T, P, []
+            age += 1
+        inside.append(item)
+        free, room = free - tokens, room - patches
+        if free == 0:
+            yield inside
+            continue
+        insort(bins, Bin(_scarcer(free, room, budget), born, free, room, inside))
+        if len(bins) > open_bins:
+            yield bins.pop(_ripest(bins, budget)).items
+
+
+def _ripest(bins: Bins, budget: Budget) -> int:
+    tokens, patches = [bin.tokens for bin in bins], [bin.patches for bin in bins]
+    left = tokens if sum(tokens) * budget.patches <= sum(patches) * budget.tokens else patches
+    return left.index(min(left))  # where several have as little, the one that sorts first
+
+
+def _scarcer(tokens: int, patches: int, budget: Budget) -> int:
+    return min(tokens * budget.patches, patches * budget.tokens) if budget.patches else tokens
+
+
+# Rows into packs
+
+
 def plan(ordered: Ordered, carried: Sequence[Sequence[ImageGroup]], sizing: Sizing) -> Plan:
     """Pack the rows of a window behind the bins that the one before left open."""
     columns_R4, usable_R = _columns(ordered.row_R5, sizing)
@@ -111,7 +179,7 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[ImageGroup]], sizing: Sizi
     ]
     at_G = np.flatnonzero(usable_R)
     starts_I, tokens_I, patches_I, vision_I, language_I = _groups(columns_R4[at_G], _group_of(ordered.bounds_V1)[at_G], sizing.budget)
-    old_G5, old_bounds, old_columns, bins = open_bins(carried, sizing)
+    old_G5, old_bounds, old_columns, bins = _bins_of(carried, sizing)
     row_G5 = np.concatenate([old_G5, ordered.row_R5[at_G]])
     first = len(old_bounds) - 1  # groups of this window are numbered behind those that were carried in
     bounds_I1 = np.concatenate([old_bounds[:-1], len(old_G5) + starts_I, [len(row_G5)]]).astype(np.int64)
@@ -138,8 +206,8 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[ImageGroup]], sizing: Sizi
 
 
 def closing_plan(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing, digest: str) -> Plan:
-    """The bins that are open behind the last window, as packs. StorageFailed as for `open_bins`."""
-    row_G5, bounds_I1, columns_G4, _ = open_bins(carried, sizing)
+    """The bins that are open behind the last window, as packs. StorageFailed when a row is no longer what was planned."""
+    row_G5, bounds_I1, columns_G4, _ = _bins_of(carried, sizing)
     *_, vision_I, language_I = _sums(columns_G4, bounds_I1[:-1])
     packs = _unpacked(carried)[2]
     cost_I2 = np.stack([language_I, vision_I], 1).astype(np.int64)
@@ -156,7 +224,7 @@ def cost_of(groups: Sequence[ImageGroup], sizing: Sizing) -> tuple[int, int]:
     return language, vision
 
 
-def open_bins(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing) -> tuple[Longs, Longs, Longs, Bins]:
+def _bins_of(carried: Sequence[Sequence[ImageGroup]], sizing: Sizing) -> tuple[Longs, Longs, Longs, Bins]:
     """Rows of carried image groups, bounds of the groups in them, their columns, and the bins with the numbers of their groups.
     StorageFailed when a row is no longer what was planned."""
     row_G5, bounds, numbers = _unpacked(carried)
@@ -246,3 +314,20 @@ def _digest(packs: list[list[int]], bounds_I1: Longs, row_G7: Longs) -> str:
     hashed = hashlib.sha256(np.array([len(pack) for pack in packs], "<i8").tobytes())
     hashed.update(row_G7[rows].astype("<i8").tobytes())
     return hashed.hexdigest()[:16]
+
+
+# Packs onto ranks
+
+
+def deal(costs: Sequence[PackCost], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Deal all packs: of each slot, the pack that each rank runs, so that ranks wait for one another as little as can be. Every rank has as
+    many slots; where the ranks do not divide the packs, the last slot has empty packs, whose numbers follow those of the packs.
+
+    With sharded weights all ranks wait at every micro-batch, so what a step costs is the sum over its slots of the slowest rank. Sorted by
+    cost and cut into slots: no other way gives a smaller sum, since the n-th largest slot maximum cannot be less than the cost of pack
+    (n-1)·ranks + 1. One rank runs the packs in their order.
+    """
+    order = list(range(len(costs) + -len(costs) % ranks))
+    if ranks > 1:
+        order[: len(costs)] = sorted(range(len(costs)), key=lambda n: (-sum(costs[n]), n))
+    return tuple(tuple(order[start : start + ranks]) for start in range(0, len(order), ranks))

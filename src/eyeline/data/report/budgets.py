@@ -11,8 +11,7 @@ from eyeline.core.cost import Cost
 from eyeline.core.errors import Refused
 from eyeline.data.plan.blend import Cursor, Pool, blended_window, window_of
 from eyeline.data.plan.order import Longs
-from eyeline.data.plan.packing import OPEN_BINS
-from eyeline.data.plan.plan import ImageGroup, Ordered, plan
+from eyeline.data.plan.plan import OPEN_BINS, ImageGroup, Ordered, plan
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, training_pools
 

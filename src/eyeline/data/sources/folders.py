@@ -16,8 +16,7 @@ from eyeline.core.errors import Refused, StorageFailed, nearest
 from eyeline.core.locations import Location, Remote, below, is_url
 from eyeline.data.containers.container import PASSING, number_of, persistent
 from eyeline.data.files import stores
-from eyeline.data.files.near import no_folder
-from eyeline.data.files.skipped import is_skipped, is_skipped_file, is_skipped_folder, skipped_phrase
+from eyeline.data.files.names import is_skipped, is_skipped_file, is_skipped_folder, no_folder, skipped_phrase
 
 T = TypeVar("T")
 
