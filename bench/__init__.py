@@ -24,7 +24,7 @@ CASES: dict[str, Callable[[int], Result]] = {  # each takes the number of pairs
 def run_cases(names: Sequence[str], out: Path, pairs: int = LEAST_PAIRS) -> None:
     """Run the named cases (all whose peers are installed, when none is named), write OUT/CASE.json, and say the ratios.
 
-    Where OUT is the `bench/results` of a checkout, its docs/benchmarks.md is made anew. Refused for an unknown name.
+    Where OUT is the `bench/results` of a checkout, its docs/benchmarks.md is made again. Refused for an unknown name.
     """
     unknown = [name for name in names if name not in CASES]
     if unknown:

@@ -1,4 +1,4 @@
-"""Case `attention`: causal attention of documents that lie end to end, against padding them and against one block mask.
+"""Case `attention`: causal attention of documents end to end, against padding them and against one block mask.
 
 Dims: T tokens  S documents  H query heads  G key/value heads  K head dim  L tokens of the longest document
 """

@@ -191,7 +191,7 @@ def prepare_energon(setup: Setup) -> None:
 
 
 class Members(Dataset[Ready]):
-    """A map-style data set over archives: where each member lies is found by their headers when it is opened."""
+    """A map-style data set over archives: the position of each member is read from the headers when it is opened."""
 
     def __init__(self, setup: Setup):
         self.prepare = Prepare(setup)

@@ -20,7 +20,7 @@ from eyeline.core.log import say
 
 
 def counted() -> tuple[int, int]:
-    """Bytes and calls of `read` by this process so far, whoever made them and wherever the bytes lay (Linux)."""
+    """Bytes and calls of `read` by this process so far, through any library and from any file (Linux)."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["rchar"]), int(lines["syscr"])
 

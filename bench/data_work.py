@@ -46,7 +46,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """Where the work lies: in folders of archives (`tiny` has the first one), beside the folder `tokenizer`."""
+    """Where the work is: folders of archives (`tiny` has the first one), next to the folder `tokenizer`."""
 
     folder: Path
     name: Literal["full", "tiny"]

@@ -80,5 +80,5 @@ def sides(share: float, rows: int, vocabulary: int) -> tuple[Side, Side]:
 
 
 def difference(mine: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
-    """The largest difference of any value, as a share of the largest value beside it."""
+    """The largest difference of any value, as a share of the largest value of its tensor."""
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, theirs, strict=True))

@@ -70,7 +70,7 @@ class Comparison(Record):
 
 
 class Fact(Record):
-    """A number that belongs to the result beside the comparisons, with its limit if it has one ("at most 0.03")."""
+    """A number that belongs to the result in addition to the comparisons, with its limit if it has one ("at most 0.03")."""
 
     name: str
     value: float | str
@@ -89,7 +89,7 @@ class Result(Record):
     comparisons: tuple[Comparison, ...]
     facts: tuple[Fact, ...] = ()
     environment: dict[str, object]
-    load: tuple[float, float]  # the machine's load average (1 minute) before and after: over 1.5 somebody else was busy
+    load: tuple[float, float]  # the machine's load average (1 minute) before and after: over 1.5 other processes were busy
     when: str  # UTC, to the minute
 
 

@@ -150,7 +150,7 @@ def lengths(documents: int) -> list[int]:
 
 
 def document(encoder: Encoder, rule: ImageRule | None, tokens: int, number: int) -> Document:
-    """About so many tokens: an image where the model sees, a question, and a random answer that fills up."""
+    """About `tokens` tokens: an image where the model sees, a question, and a random answer that fills up."""
     rng = rng_for(0, "bench document", number)
     parts: list[Text | EncodedImage] = [Text("what is in the image?")]
     media, visual = [], 0
@@ -201,7 +201,7 @@ def in_packs(model: Model, documents: Sequence[Document], budget: Budget) -> Sid
 
 
 def gradient_norm(model: torch.nn.Module) -> float:
-    """Of all gradients together, which does not depend on how weights are cut or named."""
+    """The norm of all gradients together, which does not depend on how weights are cut or named."""
     return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
 
 

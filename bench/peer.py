@@ -200,7 +200,7 @@ def one_by_one(model: PreTrainedModel, documents: Sequence[Document], rule: Imag
 
 
 def in_rows(model: PreTrainedModel, documents: Sequence[Document], rule: ImageRule | None, rows: int) -> Callable[[], list[float]]:
-    """The same in batches of so many rows, as they come; one loss, summed over all and divided once."""
+    """The same in batches of `rows` rows, as they come; one loss, summed over all and divided once."""
     batches = [padded(documents[i : i + rows], rule) for i in range(0, len(documents), rows)]
     counts = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
 

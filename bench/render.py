@@ -11,7 +11,7 @@ BUSY = 1.5  # load average over which a result was not made on a quiet machine: 
 
 HEAD = """# Benchmarks
 
-Made from `bench/results/*.json` by `make bench`; each result is made by the command beside it. The rules:
+Made from `bench/results/*.json` by `make bench`; each result is made by the command next to it. The rules:
 
 - Both sides run in one process or one script, on the same samples, after their losses (of data: tokens and pixels) were found equal.
 - Ours and the peer's take turns (after one round that is thrown away), at least five times; a ratio is the median of the pairs'

@@ -1,4 +1,4 @@
-"""The peer of case `start`: the script somebody would write to fine-tune a LLaVA folder with transformers' Trainer.
+"""The peer of case `start`: the script that one would write to fine-tune a LLaVA folder with transformers' Trainer.
 
     python trainer_script.py MODEL_FOLDER DATA_JSON LOSS_FILE
 

@@ -64,7 +64,7 @@ def made(sized: Sized, folder: Path) -> tuple[Bundle, Model]:
 
 
 def random_model(c: Config) -> Model:
-    """Of random weights, none of which is zero: zeros would hide a difference."""
+    """A model of random weights, none of which is zero: zeros would hide a difference."""
     model = build(c, "cpu")
     for part in model.children():
         part.initialise(torch_rng_for(0, "bench weights"))  # type: ignore[operator]

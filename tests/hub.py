@@ -1,4 +1,4 @@
-"""Tiny checkpoints of the models that shipped recipes name, as their hub folders are, and somebody's own data for them.
+"""Tiny checkpoints of the models that shipped recipes name, as their hub folders are, and a user's own data for them.
 
 They are transformers' own classes, every tensor random.
 """
@@ -100,7 +100,7 @@ HUB: dict[str, Callable[[Path], Path]] = {
 
 
 def write_mine(folder: Path) -> None:
-    """Somebody's own JSON, with paths of images beside it: what `my-data` asks for."""
+    """A user's own JSON, with paths of images next to it: what `my-data` asks for."""
     rng = np.random.default_rng(2)
     (folder / "images").mkdir()
     rows = []

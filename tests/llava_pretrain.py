@@ -22,7 +22,7 @@ TINY = [  # the recipe's own stages, data layout and evaluation; sizes that fit 
 
 
 def write_llava_pretrain(folder: Path) -> None:
-    """The layout of LLaVA-Pretrain: a JSON beside numbered folders of JPEG files; one of them is cut short."""
+    """The layout of LLaVA-Pretrain: a JSON next to numbered folders of JPEG files; one of them is cut short."""
     rng = np.random.default_rng(0)
     rows = []
     for n in range(40):

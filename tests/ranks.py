@@ -55,7 +55,7 @@ def wait(children: list[Forked], timeout: float = 60) -> list[int]:
 
 
 def on_ranks(count: int, work: Callable[[World], T], timeout: float = 60) -> list[T]:
-    """What `work` returns on each of so many ranks, in their order. Where one fails its traceback is on standard error."""
+    """What `work` returns on each rank, in their order. Where one fails its traceback is on standard error."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 

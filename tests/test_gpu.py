@@ -119,7 +119,7 @@ def test_easyvqa_recipe_on_the_gpu(eyeline: Command, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("gradients", [True, False], ids=["trained", "generated"])
 def test_fla_on_this_gpu(gradients: bool) -> None:
-    """Of Qwen3.5's head dims. A fault is no failure here, since a stage then takes our own kernel; it is what the record is for."""
+    """Heads as Qwen3.5 has them. A fault is not a failure here, since a stage then uses our own kernel; it is recorded."""
     pytest.importorskip("fla")
     fault = fla_fault(16, 32, 128, 128, torch.bfloat16, torch.device(DEVICE), gradients)
     record(f"fla, {'gradients' if gradients else 'memories'}", fault=fault, versions=fla.versions())
@@ -183,7 +183,7 @@ def test_memory_in_reserve_does_not_grow(eyeline: Command, tmp_path: Path) -> No
 
 
 def test_batches_arrive_whole_while_others_compute() -> None:
-    """Copies run beside kernels that take far longer; what is summed on the device is what the host has."""
+    """Copies run while kernels run that take far longer; what is summed on the device is what the host has."""
     rng = np.random.default_rng(0)
     made = [batch_of([document(rng, n)], Budget(4096, 1 << 15)) for n in range(12)]
     busy = torch.randn(4096, 4096, device=DEVICE)

@@ -125,4 +125,4 @@ def test_every_dependency_has_its_reason() -> None:
             continue
         line = next(line for line in text.splitlines() if f'"{requirement}"' in line)
         before = text[: text.index(line)].rstrip().splitlines()[-1]
-        assert "#" in line.split(f'"{requirement}"')[1] or "#" in before, f"{requirement} has no reason beside it"
+        assert "#" in line.split(f'"{requirement}"')[1] or "#" in before, f"{requirement} has no reason next to it"

@@ -572,7 +572,7 @@ def recipe_of(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_every_setting_has_a_case() -> None:
-    assert set(LEAVES) - CASES.keys() == set(), "settings that nobody turns"
+    assert set(LEAVES) - CASES.keys() == set(), "settings that no case changes"
     assert CASES.keys() - set(LEAVES) == set(), "cases of settings that are gone"
 
 

@@ -13,7 +13,7 @@ BANNED = {  # a word -> the one to use
     r"\bseams?\b": "replaceable submodule",
     r"\bmend(s|ed|ing)?\b": "fix, or repair",
 }
-ALLOWED = {  # file -> what it may hold all the same: names that others gave, or that something had
+ALLOWED = {  # file -> what it may still hold: names that others gave, or that something had
     "CHANGELOG.md": r"`film`|`picture_without_tower`",
     "docs/recipes.md": r"vision\.film_(least|most)",
     "docs/your-data.md": r"meta\.picture",

@@ -18,11 +18,11 @@ from eyeline.core.errors import Refused
 
 
 def test_decreasing_packs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10 tokens and 2 images."""
+    """A budget of 10 tokens and 2 images."""
     monkeypatch.setattr(packer, "TOKENS", 10)
     monkeypatch.setattr(packer, "IMAGES", 2)
     assert packer.decreasing([(3, 2), (7, 0), (2, 1), (6, 0), (2, 0)]) == [[1, 0], [3, 2, 4]]  # 7 + 3, 6 + 2 + 2
-    assert packer.decreasing([(3, 2), (7, 1), (2, 1), (6, 0), (2, 0)]) == [[1, 2], [3, 0], [4]]  # no 3 beside the 7: three images
+    assert packer.decreasing([(3, 2), (7, 1), (2, 1), (6, 0), (2, 0)]) == [[1, 2], [3, 0], [4]]  # no 3 with the 7: three images
     items = [(7, 0), (8, 0), (2, 0), (3, 2)]  # 8, then 7; the 3 fits the 7 alone, the 2 the 8
     assert packer.decreasing(items) == packer.decreasing(items, best=True) == [[1, 2], [0, 3]]
     items = [(6, 0), (7, 2), (5, 0), (3, 1), (1, 0)]  # 7 | 6 + 3 | 5: the first for the 1 is the 7, the best the 6 + 3
@@ -31,7 +31,7 @@ def test_decreasing_packs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_samples_held_back_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of equal samples, four to a pack, the bin is closed when it is full: the fourth waits until then."""
+    """With equal samples, four to a pack, the bin is closed when it is full: the fourth waits until then."""
     monkeypatch.setattr(packer, "TOKENS", 4)
     assert packer.most_held([(1, 0)] * 12) == 4
 
@@ -68,7 +68,7 @@ def test_the_work_is_the_same_everywhere_and_of_real_sizes(work: Path, tmp_path:
 
 @pytest.mark.parametrize("peer", data_peers.PEERS)
 def test_peers_read_what_ours_reads(work: Path, tmp_path: Path, peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tokens and pixels, every sample once; two ranks share nothing; and the state goes on, where it can."""
+    """The same tokens and pixels, every sample once; two ranks share nothing; and the state resumes, where it can."""
     package = data_peers.PACKAGES[peer]
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"{package} is not installed")

@@ -35,7 +35,7 @@ each_parted = pytest.mark.parametrize("case", PARTED, ids=lambda case: f"{case.c
 
 
 def loaded(folder: Path) -> PreTrainedModel:
-    """By the class that config.json names, and nothing may be missing or left over."""
+    """The class that config.json names loads it, and nothing may be missing or left over."""
     cls = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
     model, report = cls.from_pretrained(folder, attn_implementation="eager", output_loading_info=True, local_files_only=True)
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
@@ -137,7 +137,7 @@ def test_answers_are_those_of_transformers(case: Case, exported: Callable[[Case]
 def test_unread_tensors_are_reported_once(
     case: Case, exported: Callable[[Case], Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the layer that drafts a second token, when a folder is imported or loaded as it is; computed buffers are not worth a word."""
+    """The line is about the layer for multi-token prediction, when a folder is imported or loaded as it is; not about computed buffers."""
     shutil.copytree(exported(case).folder, tmp_path / "hub")
     index = json.loads((tmp_path / "hub" / "model.safetensors.index.json").read_text())
     extra = {f"mtp.layers.0.{name}": torch.zeros(2) for name in ("a.weight", "b.weight")} | {"mtp.norm.weight": torch.zeros(2)}

@@ -155,7 +155,7 @@ def test_another_chat_template_is_refused_unless_replaced(hub: Path, tmp_path: P
 
 
 def test_tokenizer_that_autotokenizer_would_change_is_exact(hub: Path, tmp_path: Path, capsys: Capture) -> None:
-    """Beside Qwen2's config.json it replaces normalisation; the ids that a model was trained on must not change."""
+    """With Qwen2's config.json it replaces normalisation; the ids that a model was trained on must not change."""
     from tokenizers import normalizers
 
     tok = tokenizer()
@@ -486,7 +486,7 @@ def test_an_adapter_is_named_with_what_to_do(hub: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(Refused, match=ADAPTER):
             ask()
-    (folder / "config.json").write_text("{}")  # some trainers save the base's beside it
+    (folder / "config.json").write_text("{}")  # some trainers save the base's with it
     with pytest.raises(Refused, match=ADAPTER):
         import_whole(folder, tmp_path / "out")
 

@@ -33,7 +33,7 @@ def folders(request, tmp_path) -> tuple[Path, Path, Path]:
 
 
 def test_limits_of_pixels_are_imported(folders: tuple[Path, Path, Path], tmp_path: Path, eyeline: Command) -> None:
-    """Of any model of native sizes; what the folder says elsewhere stays."""
+    """Limits apply to any model of native sizes; other settings of the folder stay."""
     vision, language, model = folders
     before = open_bundle(model).bundle.config.vision
     done = eyeline("import", "small", "--model", str(model), "--max-pixels", "90000")

@@ -103,7 +103,7 @@ def test_failing_call_is_storage_failed_and_leaves_nothing(tmp_path: Path, numbe
         check_whole(folder, {1, 2})
         if code == WELL:
             break
-        # 8: the save survived, since a link may become a copy, a fixed file be written anew, a deletion be left unfinished.
+        # 8: the save survived, since a link may become a copy, a fixed file be written again, a deletion be left unfinished.
         assert code in (8, FAILED), f"point {point} raised something else"
         failures += code == FAILED
         if code == 8:
@@ -175,11 +175,11 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
             subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="root reads everything; the child becomes nobody")
+@pytest.mark.skipif(os.geteuid() != 0, reason="root reads everything; the child becomes the user nobody")
 @pytest.mark.parametrize("which", ["model.safetensors", "manifest.json", "state.json"])
 def test_an_unreadable_file_stops_and_does_not_fall_back(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, which: str) -> None:
     base = tmp_path_factory.getbasetemp()
-    for folder in (tmp_path, base, base.parent):  # pytest's own folders: nobody may pass through
+    for folder in (tmp_path, base, base.parent):  # pytest's own folders: the user nobody may pass through
         folder.chmod(0o755)
     save(tmp_path / "x", 1, save_total_limit=2)
     newest = save(tmp_path / "x", 2, save_total_limit=2)

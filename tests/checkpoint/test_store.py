@@ -339,7 +339,7 @@ def test_a_damaged_fixed_file_does_not_spread(tmp_path: Path, frozen: dict[str, 
     first = save_frozen(tmp_path, 1, frozen)
     flip(where)(first / "frozen.safetensors")
     second = save_frozen(tmp_path, 2, frozen)
-    assert "frozen.safetensors is damaged or cannot be read; it is written anew" in capsys.readouterr().err
+    assert "frozen.safetensors is damaged or cannot be read; it is written again" in capsys.readouterr().err
     assert torch.equal(store.verify(second).load("frozen")["tower"], frozen["tower"])
 
 

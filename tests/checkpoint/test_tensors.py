@@ -267,7 +267,7 @@ def test_weights_of_another_format_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(Refused, match=OTHER_FORMATS[name]):
         entries_in(tmp_path)
-    write_file(tmp_path / SINGLE, {"a": torch.zeros(1)})  # beside safetensors they are left alone
+    write_file(tmp_path / SINGLE, {"a": torch.zeros(1)})  # next to safetensors they are ignored
     assert entries_in(tmp_path).keys() == {"a"}
 
 
@@ -413,7 +413,7 @@ FUSED = (
 
 
 def fused_there() -> dict[str, Tensor]:
-    """As a checkpoint has them, in an order of its own: names of one block and one expert lie far apart."""
+    """As a checkpoint has them, in an order of its own: names of one block and one expert are far apart."""
     rng = torch.Generator().manual_seed(2)
     shapes = {"embed": (5, NARROW)}
     for i in (0, 1, 10):

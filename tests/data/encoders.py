@@ -118,7 +118,7 @@ def u24(value: int) -> bytes:
 
 
 def animated_webp(width: int, height: int, frames: Sequence[bytes]) -> bytes:
-    """Of whole frames, each a still WebP file."""
+    """A WebP animation of whole frames, each a still WebP file."""
     head = b"\x02\0\0\0" + u24(width - 1) + u24(height - 1)
     place = u24(0) + u24(0) + u24(width - 1) + u24(height - 1) + u24(100) + b"\0"
     return riff((b"VP8X", head), (b"ANIM", bytes(6)), *((b"ANMF", place + frame[12:]) for frame in frames))

@@ -159,7 +159,7 @@ def resets(handler: _Handler) -> bool:
 
 
 def loses_its_answer(handler: _Handler) -> bool:
-    """Does what it is asked, and nobody hears of it."""
+    """Does what it is asked, and its answer is lost."""
     handler.ask()
     return resets(handler)
 

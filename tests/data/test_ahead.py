@@ -112,7 +112,7 @@ def test_all_at_once_by_all_workers(reader, archives: Path, made_here: list[int]
     index_all(there)
     assert (made_here, len(begun), written(archives.parent / "i")) == ([], 2, SHARDS)
     index_all(there)
-    assert len(begun) == 2  # nobody is called where nothing is missing
+    assert len(begun) == 2  # no process is started where nothing is missing
     before = there.training.index
     alone = reader("j", 0)
     index_all(alone)

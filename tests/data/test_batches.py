@@ -134,8 +134,8 @@ def test_patches_that_lie_end_to_end_are_not_moved() -> None:
     """And others are joined: in another order, with one left out, or from another place."""
     room_PC = np.empty((20, 12), np.uint8)
     room_PC[:] = np.arange(20 * 12).reshape(20, 12)
-    lies = {"a": slice(2, 6), "b": slice(6, 10), "c": slice(10, 18)}
-    images = {key: replace(image(key, (at.stop - at.start) // 4, 0), patches_PC=room_PC[at]) for key, at in lies.items()}
+    slices = {"a": slice(2, 6), "b": slice(6, 10), "c": slice(10, 18)}
+    images = {key: replace(image(key, (at.stop - at.start) // 4, 0), patches_PC=room_PC[at]) for key, at in slices.items()}
     images["d"] = replace(image("d", 1, 0), patches_PC=room_PC[6:10].copy())
     for order, moved in {"abc": False, "bc": False, "abab": False, "ba": True, "ac": True, "ad": True, "d": True}.items():
         shown = [images[key] for key in order]

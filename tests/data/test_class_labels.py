@@ -26,7 +26,7 @@ def table(columns: dict[str, Any], features: dict[str, Any] | None) -> arrow.Tab
 
 
 def written(folder: Path, form: str, columns: dict[str, Any], features: dict[str, Any]) -> Path:
-    """In a container, the names in its own metadata, or (`saved`) in the file beside it alone."""
+    """In a container, the names in its own metadata, or (`saved`) in the file next to it alone."""
     if form == "parquet":
         pq.write_table(table(columns, features), folder / "rows.parquet")
         return folder / "rows.parquet"

@@ -65,12 +65,12 @@ USABLE = ROWS - 3  # an image that turns out to be torn keeps its place
 
 
 def ids(steps: Iterable[Step]) -> list[list[tuple[str, ...]]]:
-    """Of each pack of each step."""
+    """The ids of each pack of each step."""
     return [sorted(tuple(batch.ids) for batch in step.batches) for step in steps]
 
 
 def stopped(make: Callable[[], Reader], stops: Sequence[tuple[int, int]]) -> list[list[tuple[str, ...]]]:
-    """The packs of a run that was stopped after so many steps, on so many ranks, again and again."""
+    """The packs of a run that was stopped after a number of steps, on a number of ranks, again and again."""
     out, state = [], None
     for count, ranks in [*stops, (10**9, 1)]:
         parts = [
@@ -169,7 +169,7 @@ def test_workers_and_indexes_change_nothing(name: str, way: str, source: Source,
 
 @each_container_and_setting
 def test_prepared_data_are_the_same(name: str, way: str, make: Make, whole: list[Step], tmp_path: Path) -> None:
-    """By workers, on other ranks, without the source; and a run resumes with either in the other."""
+    """It is read by workers, on other ranks, without the source; and a run resumes with either in the other."""
     manifest = prepare.pack_offline(make(), BUDGET, tmp_path / "out")
     assert len(manifest.archives) > 1
     (tmp_path / "out").rename(tmp_path / "prepared")
@@ -198,7 +198,7 @@ def test_data_in_a_store_are_the_same(
 
 @each_container
 def test_one_other_caption_is_noticed(name: str, tmp_path: Path, rows: Rows, plain: Encoder, rule: ImageRule) -> None:
-    """Of as many letters, in a file whose time of change is the old one, with indexes that are there; and so is another mapping."""
+    """Another text of the same length, in a file with the old modification time and existing indexes; and so is another mapping."""
     source = CONTAINERS[name](tmp_path / "set", rows)
 
     def make(**columns: str) -> Reader:

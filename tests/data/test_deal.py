@@ -20,7 +20,7 @@ def waited(costs: list[tuple[int, int]], slots: tuple[tuple[int, ...], ...]) -> 
 
 
 def costs_of(costs: list[tuple[int, int]], slots: tuple[tuple[int, ...], ...]) -> list[list[tuple[int, int]]]:
-    """Of each slot, those of each rank's pack."""
+    """The costs of each rank's pack, for each slot."""
     return [[costs[n] if n < len(costs) else (0, 0) for n in slot] for slot in slots]
 
 

@@ -68,7 +68,7 @@ def test_examples_are_few() -> None:
 
 
 def test_validation_that_training_has_seen_is_found(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule) -> None:
-    """By path and by content: a copy of an image has another path."""
+    """Found by path and by content: a copy of an image has another path."""
     for n in range(4):
         draw(f"{n}.png", seed=n)
     shutil.copy(tmp_path / "0.png", tmp_path / "renamed.png")

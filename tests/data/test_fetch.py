@@ -1,4 +1,4 @@
-"""Fetching: the same tensors whoever does it; images that kill decoders, files that vanish and stores that fail, to the end of a run."""
+"""Fetching: the same tensors in any process; images that kill decoders, files that vanish and stores that fail, to the end of a run."""
 
 import dataclasses
 import json
@@ -252,7 +252,7 @@ def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: 
 
 @pytest.mark.parametrize("share", [1, 3])
 def test_with_an_index_nothing_is_read_but_images(open_reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: int) -> None:
-    """Those of a sample in one request, though texts lie between them; and the tensors are those of rows that are read."""
+    """Those of a sample in one request, though texts are between them; and the tensors are those of rows that are read."""
     members: list[tuple[str, Any]] = []
     for n in range(12):
         said = [{"from": "human", "value": "<image> <image>?"}, {"from": "gpt", "value": f"answer {n}"}]

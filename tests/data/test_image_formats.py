@@ -160,7 +160,7 @@ def turned(orientation: int) -> Pixels:
 
 
 def swapped_profile() -> bytes:
-    """A colour profile by which red is green: whoever obeys it sees other pixels."""
+    """A colour profile by which red is green: applying it gives other pixels."""
     made = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
     names = {bytes(made[n : n + 4]): n for n in range(132, 132 + 12 * int.from_bytes(made[128:132], "big"), 12)}
     red, green = names[b"rXYZ"], names[b"gXYZ"]
@@ -215,7 +215,7 @@ ZOO: dict[str, Animal] = {
         lambda: saved(Pillow.fromarray(INK, "CMYK"), "JPEG", quality=100),
         Shown(printed(INK), 4, PRINTED),
     ),
-    "JPEG, CMYK without Adobe's mark": (  # taken as inverted all the same: nearly all are
+    "JPEG, CMYK without Adobe's mark": (  # still taken as inverted: nearly all are
         lambda: without(saved(Pillow.fromarray(INK, "CMYK"), "JPEG", quality=100), 0xEE),
         Shown(printed(INK), 4, PRINTED),
     ),
@@ -656,7 +656,7 @@ HALF_ZERO = {
 @pytest.mark.parametrize("name", HALF_ZERO)
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_a_file_that_ends_in_zeros_is_rejected(name: str, share: float) -> None:
-    """As a file is left when a download of known size breaks off. Of BMP and lossless WebP nobody can tell: docs/your-data.md says so."""
+    """The file of a download that broke off. For BMP and lossless WebP that cannot be told: docs/your-data.md says so."""
     data = HALF_ZERO[name]
     kept = int(len(data) * share)
     with pytest.raises(BadSample) as caught:

@@ -183,7 +183,7 @@ def test_sizes_under_a_budget_are_those_of_each_sample(rows: Rows, qwen: Encoder
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Shards that are indexed anew from now on."""
+    """Shards that are indexed again from now on."""
     calls: list[tuple[int, int]] = []
     original = index.shard_index_of
 
@@ -396,7 +396,7 @@ def process(plain: Encoder, rule: ImageRule, tmp_path: Path) -> Iterator[Callabl
 
 
 def notes(folder: Path, count: int) -> list[str]:
-    """What is being made, once there are so many."""
+    """What is being made, once there are `many`."""
     deadline = time.monotonic() + 60
     while not (folder / "made").exists() or len((folder / "made").read_text().splitlines()) < count:
         assert time.monotonic() < deadline

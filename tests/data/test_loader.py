@@ -1,4 +1,4 @@
-"""The reader: every sample as often as it should be, the same steps whoever fetches them and wherever they are resumed."""
+"""The reader: every sample as often as it should be, the same steps in any process and from any state."""
 
 import errno
 import json
@@ -314,7 +314,7 @@ def spoilt(folder: Path, rows: int, missing: int = 0, broken: int = 0, name: str
 
 
 def read_through(reader: Reader, epochs: int | None, steps: int = 10**9, state: dict[str, Any] | None = None) -> dict[str, Any]:
-    """As a stage does it: so many steps or epochs, then the verdict on what was read. The last state."""
+    """Read as a stage does, a number of steps or epochs, then check the rate of rejects. The last state."""
     for _, step in zip(range(steps), training_steps(reader, BUDGET, 2, epochs, state), strict=False):
         state = step.state
     assert state is not None
@@ -338,7 +338,7 @@ def test_reject_rate_is_of_different_rows_whatever_the_order(open_reader, folder
 
 @pytest.mark.parametrize("settings", [{"repeat": 4}, {"repeat": 1}])
 def test_row_of_a_repeated_source_counts_once(open_reader, folder: Path, settings: dict[str, Any]) -> None:
-    """By hand: 40 + 60 rows, 2 absent and 1 broken among those that come four times an epoch. Resumed after each step, too."""
+    """Counted by hand: 40 + 60 rows, 2 absent and 1 broken among those that come four times an epoch. Resumed after each step, too."""
     sources = (Source(path=spoilt(folder, 40, 2, 1, "few.json"), **settings), Source(path=spoilt(folder, 60)))
 
     def reader() -> Reader:

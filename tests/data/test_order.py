@@ -1,4 +1,4 @@
-"""The order: everything as often as it should be, anew each epoch, the same each time and from any place it is asked."""
+"""The order: everything as often as it should be, different in each epoch, the same each time and from any position."""
 
 from collections import Counter
 

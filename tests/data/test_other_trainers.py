@@ -1,8 +1,8 @@
-"""Data that lies ready for another trainer trains here as it is: the layouts that LLaMA-Factory, ms-swift, Qwen3-VL's finetuning code,
+"""Data in the format of another trainer trains here as it is: the layouts that LLaMA-Factory, ms-swift, Qwen3-VL's finetuning code,
 TRL and nanoVLM document, in small files of our own. What must come out is written as what was trained: images by colour, in «» what is
 learned.
 
-What they document and Eyeline does not train on is rejected by name: no field is dropped in silence where that changes what is learned.
+What they document and Eyeline does not train on is rejected by name: no field is silently dropped where that changes what is learned.
 """
 
 import json
@@ -62,7 +62,7 @@ def stored(folder: Path, name: str) -> dict[str, Any]:
 
 
 def test_llama_factory_images(folder: Path) -> None:
-    """mllm_demo: `messages` with <image> in the text, `images` beside."""
+    """mllm_demo: `messages` with <image> in the text, and `images`."""
     rows = [
         {
             "messages": said(("user", "<image>Who is it?"), ("assistant", "A cat."), ("user", "And now?"), ("assistant", "它睡了。")),
@@ -120,7 +120,7 @@ def test_llama_factory_alpaca(folder: Path) -> None:
             "assistant: «Hello»",
             "user: Well?",
             "assistant: «Yes»",
-            "user: Name it.[red]",  # a newline beside an image is the template's affair
+            "user: Name it.[red]",  # a newline next to an image is the template's affair
             "assistant: «A cat.»",
         ],
     ]
@@ -401,7 +401,7 @@ REJECTED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
     "ms-swift: a rejected response": (ASKED | {"rejected_response": "I don't know"}, ("preference", "rejected_response")),
     "ms-swift: KTO": (ASKED | {"label": False}, ("preference", "label")),
     "ms-swift: tools": ({"messages": CALLED}, ("tool_turn", "messages[1].role")),
-    "ms-swift: tools that nobody calls": (ASKED | {"tools": '[{"name": "light"}]'}, ("tool_turn", "tools")),
+    "ms-swift: unused tools": (ASKED | {"tools": '[{"name": "light"}]'}, ("tool_turn", "tools")),
     "ms-swift: boxes apart": (
         ASKED
         | {

@@ -1,4 +1,4 @@
-"""Packing loses nothing, breaks no bound, wastes little, and goes on exactly where its bins say."""
+"""Packing loses nothing, breaks no bound, wastes little, and continues exactly from its open bins."""
 
 import numpy as np
 import pytest

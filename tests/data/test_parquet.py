@@ -40,7 +40,7 @@ def test_messages_and_images_as_structs(tmp_path: Path) -> None:
         assert sample.messages[1].parts == (Text(f"answer {n}"),)
     last = [place for place, _, _ in found.rows_in(2)][-1]
     assert found.origin_of(last)[1:] == (str(tmp_path / "x.parquet"), 7)
-    assert found.container.columns == ("images", "kind", "messages")  # type: ignore[attr-defined]  # what nobody reads is not read
+    assert found.container.columns == ("images", "kind", "messages")  # type: ignore[attr-defined]  # unused columns are not read
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_group_that_cannot_be_decoded_spoils_itself_only(tmp_path: Path) -> No
     column = pq.ParquetFile(path).metadata.row_group(1).column(2)
     assert column.path_in_schema.startswith("images")
     data = bytearray(path.read_bytes())
-    start = column.data_page_offset + column.total_compressed_size - 100  # its last page: statistics lie in front
+    start = column.data_page_offset + column.total_compressed_size - 100  # its last page: statistics are in front
     data[start : start + 60] = bytes(60)
     path.write_bytes(data)
     found = samples(opened(path))

@@ -1,4 +1,4 @@
-"""The plan and its state: the same packs whoever runs them and wherever they are taken up, each row once an epoch.
+"""The plan and its state: the same packs on any ranks and from any state, each row once an epoch.
 
 P1 same packs for any world and restart · P2 exactly once · P3 constant resume · P5 refusals · P7 equal steps · P8 bounded memory.
 A planted fault of each kind is shown to be caught.
@@ -90,7 +90,7 @@ def numbers(folder: Path) -> dict[str, int]:
 
 
 def packs_of(steps: list[list[Step]]) -> list[list[list[tuple[str, ...]]]]:
-    """Of each step: the packs of all ranks, as the ids in them, without the empty ones, in an order of their own."""
+    """For each step the packs of all ranks, as the ids in them, without the empty ones, in an order of their own."""
     return [sorted([b.ids for step in of_all for b in step.batches if b.ids]) for of_all in zip(*steps, strict=True)]
 
 
@@ -116,7 +116,7 @@ def test_the_same_packs_for_any_number_of_ranks(make) -> None:
     for ranks in (2, 3, 4, 7):
         steps = run(make, ranks, 6, 2)
         assert packs_of(steps) == wanted
-        assert [len(rank) for rank in steps] == [len(wanted)] * ranks  # P7: nobody waits for a step that another does not have
+        assert [len(rank) for rank in steps] == [len(wanted)] * ranks  # P7: no rank waits for a step that another does not have
         for at in range(len(wanted)):
             assert len({len(rank[at].batches) for rank in steps}) == 1
             assert len({json.dumps(rank[at].state) for rank in steps}) == 1
@@ -174,7 +174,7 @@ def test_every_usable_row_once_an_epoch(make, folder: Path, share: int) -> None:
         [steps] = run(make, 1, 4, epochs, max_samples_per_image=share)
         seen = Counter(known[id] for step in steps for batch in step.batches for id in batch.ids)
         assert seen == Counter(dict.fromkeys(set(range(ROWS)) - BAD, epochs))
-        # the rejects between the last pack and the end of the epoch are counted by whoever asks for more
+        # the rejects between the last pack and the end of the epoch are counted by the next call
         assert steps[-1].state["rejects"]["counts"] == {"missing_image": len(BAD)}
 
 
@@ -260,7 +260,7 @@ def test_golden_roads(how: str) -> None:
 
 
 def made_up(tokens: Any, patches: Any, budget: Budget) -> Any:
-    """A Sizing of rows that nobody wrote."""
+    """A Sizing of rows that are in no file."""
     sized = Sized(tokens, patches // 4, tokens, patches, tokens, patches, np.ones(len(tokens), bool), {}, {})
 
     class Made:
@@ -459,7 +459,7 @@ def test_a_state_of_something_else_is_refused_by_name(
     (folder / "rows.jsonl").write_text(lines.replace("question 10?", "question X?"))
     refused(make(), "These differ: data")
     (folder / "rows.jsonl").write_text(lines)
-    next(training_steps(make(), BUDGET, 3, None, state))  # and put back it goes on
+    next(training_steps(make(), BUDGET, 3, None, state))  # and with the state restored it continues
     judged = {"validation_fraction": 0.0, "validation": (Source(path=str(folder / "judged.jsonl")),)}
     (folder / "judged.jsonl").write_text(lines)
     state = next(training_steps(make(**judged), BUDGET, 3, None)).state
@@ -590,7 +590,7 @@ def test_a_source_without_a_usable_row_cannot_have_a_share(make, folder: Path) -
 
 
 def test_limits_over_shards(make, folder: Path) -> None:
-    """The first so many rows, though they lie in several shards; validation_fraction takes its part of those."""
+    """The first `limit` rows, though they are in several shards; validation_fraction takes its part of those."""
     known = numbers(folder)
     limited = (Source(path=str(folder / "rows.jsonl"), limit=50),)
     seen = {known[id] for step in run(make, 1, 2, 1, sources=limited)[0] for batch in step.batches for id in batch.ids}

@@ -85,7 +85,7 @@ def test_positions_equal_the_reference(rope_index: Rope, encoder: Encoder, sizes
 
 
 def test_one_document_by_hand(encoder: Encoder) -> None:
-    """An image of 3×2 tokens between texts: the text goes on after the longer side."""
+    """An image of 3×2 tokens between texts: the text continues after the longer side."""
     document = document_of(sample((DOT, "?"), "a"), encoder, RULE, [grey_images(RULE, (24, 16))])
     start = int(document.visual_M[0])
     assert document.images[0].grid == (6, 4)

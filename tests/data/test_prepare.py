@@ -1,4 +1,4 @@
-"""Prepared data are the source's, batch by batch, whoever fetches them and wherever they are taken up; what is damaged is noticed."""
+"""Prepared data are the source's, batch by batch, in any process and from any state; what is damaged is noticed."""
 
 import errno
 import json
@@ -310,7 +310,7 @@ def test_rejects_are_listed_and_counted_as_in_the_source(open_reader: Open, tmp_
         list(training_steps(open_reader(out=tmp_path / f"run{len(logs)}", **more), BUDGET, 2, 2))
         logs.append([json.loads(line) for line in (tmp_path / f"run{len(logs)}" / "rejects.jsonl").read_text().splitlines()])
     assert [{**line, "message": ""} for line in logs[0]] == [{**line, "message": ""} for line in logs[1]]
-    assert listed == [line for line in logs[1] if line["cause"] != "broken_image"]  # which nobody knows before it is decoded
+    assert listed == [line for line in logs[1] if line["cause"] != "broken_image"]  # which is unknown before it is decoded
     assert {line["cause"] for line in listed} == {"missing_image", "wrong_type", "too_long"}
     with pytest.raises(TooManyRejects):
         made(open_reader(max_reject_rate=0.01), tmp_path / "other")
@@ -323,7 +323,7 @@ def test_the_report_is_that_of_the_source(open_reader: Open, folder: Path, tmp_p
         data_report(open_reader(validation_fraction=0.3, **more), BUDGET, THOROUGH) for more in ({}, {"prepared": str(tmp_path / "out")})
     )
     for field in fields(source):
-        if field.name not in ("sources", "rejected"):  # which say where all that lies
+        if field.name not in ("sources", "rejected"):  # which have the locations of all that
             assert getattr(stored, field.name) == getattr(source, field.name), field.name
 
 
@@ -657,7 +657,7 @@ def sorted_samples(data: Data) -> list[Sample]:
 
 
 def same_sample(one: Sample, two: Sample, names: bool = True) -> bool:
-    """Whether they say and show the same, wherever their images lie."""
+    """Whether they say and show the same, wherever their images are stored."""
 
     def image(p: EncodedImage) -> Any:
         try:

@@ -198,7 +198,7 @@ def run_rank(folder: Path, encoder: Encoder, rule: ImageRule, rank: int, ranks: 
 
 def test_processes_that_wait_for_one_another_have_as_many_steps(images: Path, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
     """Rows that cannot be used, images that only the rank learns of which decodes them, another read-ahead on each rank. Then a
-    rate of rejects that ends the run, and a rank with other data: all end in the same step, and nobody hangs."""
+    rate of rejects that ends the run, and a rank with other data: all end in the same step, and none hangs."""
     kinds = ["image", "text", "missing", "two images", "same image", "text", "no row"]
     lines = [line_of(n, kinds[n % len(kinds)], "a") for n in range(150)]
     (images / "3.png").write_bytes((images / "3.png").read_bytes()[:200])
@@ -332,7 +332,7 @@ def test_what_is_too_long_is_known_without_reading_it(images: Path, plain: Encod
 
 
 def test_a_blend_of_many_sources_opens_no_shard_twice_a_window(images: Path, plain: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The windows of all sources are open at once; were they together more than what is remembered, every row would open its shard anew."""
+    """The windows of all sources are open at once; if more than the cache holds, every row would open its shard again."""
     for n in range(8):
         (images / f"{n}.jsonl").write_text("\n".join(json.dumps(text(m)) for m in range(200)))
     made, opened = index.shard_index_of, Counter[tuple[str, int]]()
@@ -389,7 +389,7 @@ def test_changed_image_sizes_are_noticed_on_resume(images: Path, plain: Encoder,
 
 
 def test_changing_images_stop_the_run_and_overfill_no_pack(images: Path, plain: Encoder, draw, monkeypatch) -> None:
-    """An index that had to make room is made anew, and knows other sizes than the plan."""
+    """An index that was evicted is made again, and knows other sizes than the plan."""
     for module in (index, sizing):
         monkeypatch.setattr(module, "KEPT_OPEN", 1)
     monkeypatch.setattr(json_rows, "SHARD_BYTES", 600)

@@ -41,7 +41,7 @@ def spread(measure: Measure | None) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("examined", [2, 100])
 def test_different_images_are_counted(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule, examined: int) -> None:
-    """By where they are stored, or by their bytes where all rows are examined: 7 samples show 3 files, of which 2 are equal."""
+    """Counted by location, or by their bytes where all rows are examined: 7 samples show 3 files, of which 2 are equal."""
     for name, colour in (("a.png", 1), ("b.png", 200)):
         Pillow.fromarray(np.full((30, 30, 3), colour, np.uint8)).save(tmp_path / name)
     (tmp_path / "copy.png").write_bytes((tmp_path / "a.png").read_bytes())
@@ -135,7 +135,7 @@ def test_measures_by_hand() -> None:
 
 
 def test_shares_of_sources_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Encoder, rule: ImageRule) -> None:
-    """Two rows of text, visited three times, beside one with an image and one that cannot be used."""
+    """Two rows of text, visited three times, one with an image and one that cannot be used."""
     draw("a.png")
     texts = write(tmp_path / "texts.json", [row("ab", answer="c") | {"kind": "short"}, row("ab", answer="c") | {"kind": "other"}])
     with_images = write(tmp_path / "with_images.json", [row("x", "a.png"), row("x", answer="")])

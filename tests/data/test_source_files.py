@@ -92,7 +92,7 @@ def test_questions_in_a_table(tmp_path: Path) -> None:
     assert (rows.layout.name, answers(rows)) == ("question-answer", ["one"])
 
 
-# Images with a text beside each
+# Images with a text each
 
 
 def test_images_with_a_text_beside_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def row(n: int) -> dict[str, Any]:
 
 
 def test_repositories_of_the_hub(tmp_path: Path) -> None:
-    """data/train-00000-of-00002.parquet and a card, with another split beside."""
+    """data/train-00000-of-00002.parquet and a card, with another split next to it."""
     write(tmp_path / "README.md", "---\nconfigs: []\n---")
     write(tmp_path / "dataset_infos.json", "{}")
     (tmp_path / "data").mkdir()
@@ -294,7 +294,7 @@ def test_files_that_hold_no_rows(tmp_path: Path, data: bytes, message: str, name
 
 
 def pair(folder: Path, name: str) -> None:
-    """An image with its caption beside it."""
+    """An image with its caption in a file next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.png").write_bytes(encoded(0, "PNG"))
     (folder / f"{name}.txt").write_text(name)
@@ -354,7 +354,7 @@ def test_hidden_backup_and_system_files_are_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "rows.tar", "metadata.csv"])
 def test_copies_of_an_editor_are_no_second_file(tmp_path: Path, name: str) -> None:
-    """Of whatever kind the set is, and by whatever name they are there."""
+    """They are found in sets of any kind, and under any name."""
     row = {"image": "1.png", "caption": "one"}
     (tmp_path / "1.png").write_bytes(encoded(0, "PNG"))
     match name.partition(".")[2]:

@@ -286,7 +286,7 @@ def test_what_passes_is_waited_for(store: Store, waits: list[float], fault: Faul
     store.asked.clear()
     store.faults = [fault, fault]
     assert file.read(1000, 3000) == data[1000:4000]
-    assert store.of("x") == ["bytes=1000-3999"] * 3  # nobody else tries again
+    assert store.of("x") == ["bytes=1000-3999"] * 3  # nothing else tries again
     assert waits == [0.5, 2]
     store.always = fault
     with pytest.raises(StorageFailed, match=r"Tried 4 times") as caught:

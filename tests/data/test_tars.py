@@ -363,7 +363,7 @@ def test_members_over_the_caps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("at", range(0, 9000, 450))
 def test_an_archive_cut_anywhere_keeps_what_is_whole(tmp_path: Path, at: int) -> None:
-    """And says so, unless it ends between two members; nobody can tell then."""
+    """And says so, unless it ends between two members, where it cannot be told."""
     members = [(f"{n}.{e}", encoded(n) if e == "jpg" else TALK) for n in range(4) for e in ("jpg", "json")]
     path = archive(tmp_path / "x.tar", members)
     data = path.read_bytes()

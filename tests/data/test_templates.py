@@ -87,7 +87,7 @@ def test_tokens_equal_the_tokenizers_own(name: str, messages: tuple[Message, ...
     for jinja in [encoder.template.jinja, *([PUBLISHED[name]] if name in PUBLISHED else [])]:
         assert ours(encoder, messages[:-1], True) == theirs(tokenizers, name, messages[:-1], True, jinja)
         if jinja in (PUBLISHED["qwen3-no-thinking"], PUBLISHED["qwen3.5"]) and THOUGHTS.intersection(messages):
-            continue  # a model that is not to think is not taught the thoughts of the data
+            continue  # a model that is not to think is not taught the reasoning of the data
         found, wanted = ours(encoder, messages, False), theirs(tokenizers, name, messages, False, jinja)
         if TEMPLATES[name].jinja.endswith("<think>\\n' }}{%- endif %}") and "<think>\n\n" in encoder.decode(wanted, special=True):
             # the prompt ends after the first newline of an empty thought, and the model writes the second: never one token here
@@ -102,7 +102,7 @@ def test_every_template_but_our_own_is_a_published_one() -> None:
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3", "plain"])
 @pytest.mark.parametrize("strips", [{}, {"lstrip": True, "rstrip": True}])
 def test_added_tokens_in_messages_equal_the_tokenizers_own(name: str, strips: dict[str, bool]) -> None:
-    """Of a location, of tools, special or not; also where the control token that ends an answer takes the spaces around it."""
+    """Tokens of locations, of tools, special or not; also where the control token that ends an answer takes the spaces around it."""
     template = TEMPLATES[name]
     tokenizer = train_bpe([WORDS], 420, template)
     if strips:
@@ -232,7 +232,7 @@ def learned(encoder: Encoder, conversation: Sample) -> str:
     return encoder.decode([t for t in document.labels_T.tolist() if t != IGNORE], special=True)
 
 
-LEARNED = {  # of answers without thoughts, and with them
+LEARNED = {  # of answers without reasoning, and with it
     "qwen2.5": ("A.<|im_end|>B.<|im_end|>", f"{THOUGHT}A.<|im_end|>{THOUGHT}B.<|im_end|>"),
     "qwen3": ("A.<|im_end|>B.<|im_end|>", f"{THOUGHT}A.<|im_end|>{THOUGHT}B.<|im_end|>"),
     "qwen3-thinking": ("<think>\n\n</think>\n\nB.<|im_end|>", f"{THOUGHT}B.<|im_end|>"),
@@ -249,7 +249,7 @@ LEARNED = {  # of answers without thoughts, and with them
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_trained_answers_equal_generated_format(name: str, tokenizers: Tokenizers) -> None:
-    """Every answer with its end. Where answers follow thoughts, the last one alone: the others are shown without theirs."""
+    """Every answer with its end. Where answers follow reasoning, the last one alone: the others are shown without theirs."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     assert learned(encoder, sample((DOT, "one?"), "A.", "two?", "B.")) == LEARNED[name][0]
     assert learned(encoder, sample("one?", THOUGHT + "A.", "two?", THOUGHT + "B.")) == LEARNED[name][1]
@@ -318,7 +318,7 @@ FOREIGN = ("<s>", "</s>", "<bos>", "[INST]", "<|image|>", "<image>", "<|endoftex
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_control_strings_in_data_stay_text(name: str, tokenizers: Tokenizers) -> None:
-    """Its own and those of other models, in every role, beside ASCII and other letters: the control tokens are those of the same
+    """Its own and those of other models, in every role, next to ASCII and other letters: the control tokens are those of the same
     conversation without them."""
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
 

@@ -325,7 +325,7 @@ def test_special_tokens_that_a_tokenizer_splits_are_split() -> None:
 
 
 def test_ids_of_added_tokens_are_kept_where_a_vocabulary_has_gaps() -> None:
-    """As pruned ones do: an added token lies behind the last id, or in a gap, as the library has put it."""
+    """As pruned ones do: an added token is behind the last id, or in a gap, as the library has put it."""
     vocabulary = {"[unknown]": 0, "hello": 1, "<|endoftext|>": 9, "<|image_pad|>": 12}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[unknown]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

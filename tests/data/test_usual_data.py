@@ -64,7 +64,7 @@ def test_a_number_of_41_digits_is_rejected(written) -> None:
 
 
 def encoded(form: str = "PNG") -> str:
-    """Of a red image: long enough that it is no path, with padding, and with letters that URLs write otherwise."""
+    """The base64 of a red image: long enough not to be a path, with padding, and with letters that URLs write otherwise."""
     for length in range(3):
         file, about = io.BytesIO(), PngInfo()
         about.add_text("c", "?~" * 40 + "x" * length)
@@ -323,7 +323,7 @@ def test_turns_of_parquet_whose_other_keys_are_null(tmp_path: Path) -> None:
 
 
 def test_messages_in_conversations_are_messages(written) -> None:
-    """Images come before the first question where none has a place, parts are read, and thoughts and tools are rejected."""
+    """Images come before the first question where none has a place, parts are read, and reasoning and tools are rejected."""
     assert one(written({"image": RED, "conversations": chat("What?", "A.")})) == [A]
     parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
     assert one(written({"image": RED, "conversations": chat(parts, "A.")})) == [A]

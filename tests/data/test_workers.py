@@ -1,4 +1,4 @@
-"""Workers: results in order whatever happens to whoever makes them, nobody left behind, nothing waited for for ever."""
+"""Workers: results in order whatever happens to the workers, no process left behind, no endless wait."""
 
 import gc
 import mmap
@@ -175,7 +175,7 @@ def test_a_worker_that_is_shot_while_idle_is_replaced() -> None:
 
 
 def test_one_that_is_left_alone_ends_its_workers() -> None:
-    """An exception between two results, or a generator that nobody closes."""
+    """An exception between two results, or a generator that is not closed."""
     results = in_order(((n, Job(n, ("fine",))) for n in range(6)), Work(), settings(2))
     next(results)
     assert len(children()) == 2

@@ -43,7 +43,7 @@ class Example:
         for name, text in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        names: dict[str, object] = {}  # one program goes on where the last one of the section ended
+        names: dict[str, object] = {}  # one program continues where the last one of the section ended
         for program in self.programs:
             for image in re.findall(r'(?:Path|open)\("([\w/-]+\.(?:jpg|png))"', program):
                 draw(folder / image)

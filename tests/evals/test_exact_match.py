@@ -162,7 +162,7 @@ def test_an_image_is_decoded_once_for_all_its_questions(
 ) -> None:
     _, spec, encoder = made
     source = easy_vqa(tmp_path / "test", [("q", "x", n % 3) for n in range(30)])
-    monkeypatch.setattr("eyeline.generate.prompts.KEPT", 1)  # only the last one is remembered, so they must lie side by side
+    monkeypatch.setattr("eyeline.generate.prompts.KEPT", 1)  # only the last one is remembered, so they must follow one another
     opened: list[str] = []
     monkeypatch.setattr(
         "eyeline.generate.prompts.image_patches", lambda image, rule: opened.append(image.name) or image_patches(image, rule)

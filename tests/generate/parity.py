@@ -106,7 +106,7 @@ def prompt(name: str, *pieces: int | Image) -> Document:
 
 
 def pixel_values(image: Image) -> Tensor:
-    """[1, 3, height, width] as the twin wants them, from patches that lie row by row."""
+    """[1, 3, height, width] as the twin wants them, from patches in rows."""
     cells = torch.from_numpy(image.patches_PC).view(SIDE, SIDE, 3, PATCH, PATCH)
     return (cells.permute(2, 0, 3, 1, 4).reshape(1, 3, SIDE * PATCH, SIDE * PATCH) / 255 - 0.5) / 0.5
 

@@ -57,7 +57,7 @@ def test_the_cache_changes_nothing(case: Case) -> None:
 
 
 def extended(d: Document, tokens: tuple[int, ...]) -> Document:
-    """The document with an answer behind it; its positions go on from the largest."""
+    """The document with an answer behind it; its positions continue from the largest."""
     more = np.array(tokens, np.int32)
     positions_T3 = d.positions_T3
     if positions_T3 is not None:

@@ -98,7 +98,7 @@ def test_images_are_encoded_once_and_only_in_the_prefill(twins: tuple[Any, llava
 
 
 def test_positions_end_the_answer(tmp_path: Path) -> None:
-    """A model of 12 positions answers a prompt of 9 tokens with 3, beside a shorter prompt that gets its 5; 12 are refused."""
+    """A model of 12 positions answers a prompt of 9 tokens with 3, together with a shorter prompt that gets its 5; 12 are refused."""
     _, model, spec = qwen2_twins(tmp_path, longest=12)
     got = generate(model, spec, [prompt("a", 9), prompt("b", 2)], Sampling(max_new_tokens=5), [])
     assert [(len(a.tokens), a.finish) for a in got] == [(3, "length"), (5, "length")]

@@ -216,7 +216,7 @@ def test_rocm_build_takes_no_untried_kernel(monkeypatch):
 
 
 def test_no_rows_have_gradients_of_zeros_on_a_gpu_too():
-    """Of a rank without images, whose kernels are not asked."""
+    """A rank without images computes nothing, and asks no kernel."""
     q, k, v = (torch.empty(0, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     out_THK = attention._on_gpu(q, k, v, torch.zeros(1, dtype=torch.int32), 0, causal=False)
     assert out_THK.shape == (0, 4, 8)

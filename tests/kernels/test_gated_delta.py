@@ -76,7 +76,7 @@ def test_output_memory_and_gradients(lengths):
 
 
 def test_gradients_by_differences():
-    """Float32 inside, so the step is coarse; the numbers are those of autograd through the loop, and of nobody's algebra."""
+    """Float32 inside, so the step is coarse; the numbers are those of autograd through the loop, and not derived by hand."""
     inputs = tensors(70, seed=3)
     cu = bounds([20, 50])
     direction = torch.randn(70, H, J, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Experts against a loop over tokens: routes, products, gradients; experts that nobody chose; rows that no fast kernel takes."""
+"""Experts against a loop over tokens: routes, products, gradients; unused experts; rows that no fast kernel takes."""
 
 import pytest
 import torch

@@ -139,7 +139,7 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def first(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """The stream that a block gives on; those with experts say beside it where tokens went."""
+    """The stream that a block returns; blocks with experts also return where tokens went."""
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -249,7 +249,7 @@ def document(
 
 
 def grid_positions(pieces: Sequence[int | Image]) -> np.ndarray:
-    """M-RoPE by hand: an image's tokens share the next time and count rows and columns from it; text goes on after the largest."""
+    """M-RoPE by hand: an image's tokens share the next time and count rows and columns from it; text continues after the largest."""
     where: list[tuple[int, int, int]] = []
     at = 0
     for piece in pieces:
@@ -276,7 +276,7 @@ def documents(cat: Image, dog: Image, cow: Image, **how: Any) -> tuple[Document,
 
 
 def texts() -> tuple[Document, ...]:
-    """For a model without a tower: lengths that repeat, one token, a long one."""
+    """Documents for a model without a tower: lengths that repeat, one token, a long one."""
     return tuple(document(f"{i}: {n} tokens", n) for i, n in enumerate((9, 1, 14, 9, 5, 33)))
 
 

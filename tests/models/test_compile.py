@@ -68,7 +68,7 @@ def exchanged(x: Any, old: Tensor, new: Tensor, seen: list[Tensor]) -> Any:
 
 
 def floats(x: Any) -> list[Tensor]:
-    """What a block gives: its rows, and what experts say beside them."""
+    """The result of a block: its rows, and the load of experts."""
     return [leaf for child in x for leaf in floats(child)] if isinstance(x, tuple) else [x] if x.is_floating_point() else []
 
 

@@ -30,7 +30,7 @@ QWEN2 = qwen2.Config(vocab_size=53, hidden_size=24, layers=2, heads=4, kv_heads=
 
 
 def counted(c: Config, model: Model, documents: list[Document], labels: int) -> dict[str, int]:
-    """By part, of documents that have so many labels together. Each number must be in the text."""
+    """FLOPs by part, for documents with `labels` labels together. Each number must be in the text."""
     batch = batch_of(documents, None)
     batch = replace(batch, counts=replace(batch.counts, supervised=labels))
     done = {part: n for part, n in flops.count(model, spec(c).image).of(batch).by_part.items() if n}

@@ -24,7 +24,7 @@ def padded(case: Case) -> Batch:
 
 
 def logits_of_routers(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """Of each layer, by hooks: what every token's router sees, times its weight."""
+    """For each layer, by hooks: what every token's router sees, times its weight."""
     seen: list[Tensor] = []
     hooks = [r.register_forward_pre_hook(lambda m, args: seen.append(F.linear(args[0], m.weight))) for r in routers(model)]
     model(batch)
@@ -134,7 +134,7 @@ def test_forced_balance_is_even():
 
 
 def test_shared_expert_sees_every_token():
-    """By hand: the chosen experts' sum and the shared one's, weighted by its own gate."""
+    """Computed by hand: the chosen experts' sum and the shared one's, weighted by its own gate."""
     c = Experts(num_experts=4, experts_per_token=2, intermediate_size=6)
     moe = MoE(c, 8, shared=10)
     parity.randomise(moe)

@@ -83,7 +83,7 @@ def test_each_document_alone_equals_the_reference(case: Case, tmp_path):
 
 @each_case
 def test_reference_loads_what_our_rules_write(case: Case, tmp_path):
-    """Tensors by our rules beside the twin's own config.json: nothing missing, nothing unexpected, the same logits; and back
+    """Tensors by our rules with the twin's own config.json: nothing missing, nothing unexpected, the same logits; and back
     again the same bytes."""
     ours = parity.built(case)
     parity.randomise(ours, seed=1)

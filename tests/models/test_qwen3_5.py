@@ -159,7 +159,7 @@ def test_bfloat16_is_near_float32(c):
 
 @each
 def test_generating_equals_the_reference(c, tmp_path):
-    """Prompts of 5, 1, 3 and 70 tokens go on for four, two, four and three tokens: logits of each step."""
+    """Prompts of 5, 1, 3 and 70 tokens continue for four, two, four and three tokens: logits of each step."""
     twin, ours = pair(c, tmp_path)
     prompts, steps = [document(f"prompt {n}", n) for n in (5, 1, 3, 70)], [4, 2, 4, 3]
     tokens, logits = [], []
@@ -193,7 +193,7 @@ def next_token(token: int) -> Document:
 
 @each
 def test_reference_loads_what_our_rules_write(c, tmp_path):
-    """Byte for byte what the twin wrote; heads of queries and gates, of q, k and v lie as there."""
+    """Byte for byte what the twin wrote; heads of queries and gates, of q, k and v are in the same order."""
     _, ours = pair(c, tmp_path / "twin")
     theirs = load_file(tmp_path / "twin" / "model.safetensors")
     for name, want in written(ours, hf.qwen3_5.keys(c)).items():
@@ -201,7 +201,7 @@ def test_reference_loads_what_our_rules_write(c, tmp_path):
 
 
 def written(model: nn.Module, rules: tuple[KeyRule, ...]) -> dict[str, Tensor]:
-    """By rules that stand for one tensor of theirs each, block by block; stacked experts have tests where they are written."""
+    """Written by rules for one tensor of theirs each, block by block; stacked experts have tests where they are written."""
     held, out = dict(model.named_parameters()), {}
     for rule in rules:
         for i in range(8):

@@ -198,7 +198,7 @@ def test_old_names_of_the_limits_go_before():
 @pytest.mark.parametrize("limits", [(9, 99_999), (9, None), (None, 99_999), (None, None)])
 @pytest.mark.parametrize("old", [False, True])
 def test_limits_are_those_of_the_reference(limits, old):
-    """In the size of a file, or as the older names beside it; a name that is missing has the class's value."""
+    """In the size of a file, or as the older names next to it; a name that is missing has the class's value."""
     names = ("min_pixels", "max_pixels") if old else ("shortest_edge", "longest_edge")
     given = {name: value for name, value in zip(names, limits, strict=True) if value is not None}
     file = hf.qwen_vision.to_preprocessor(DEEP)

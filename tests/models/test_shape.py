@@ -1,4 +1,4 @@
-"""The table of a model's tensors and what stands beside it, for every family."""
+"""The table of a model's tensors and the rest of its plan, for every family."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -62,7 +62,7 @@ def test_units_are_blocks_and_what_is_left_of_a_part(case: Case):
 
 @each_case
 def test_what_is_exact_is_read_in_float32_and_nothing_else_is(case: Case):
-    """By watching a bfloat16 pass: a weight that is not exact may be stored in bfloat16 without changing a bit."""
+    """Seen in a bfloat16 pass: a weight that is not exact may be stored in bfloat16 without changing a bit."""
     model = parity.built(case, torch.bfloat16)
     parity.randomise(model)
     want = model.eval()(parity.batch_of(case.documents, None)).out

@@ -1,5 +1,5 @@
-"""Sizes that nobody publishes and every config allows: one layer, one head, one expert, one tap, one patch; images of one visual token;
-documents of one token or without a label. Against the twins, and packed against one by one."""
+"""Sizes of no published model that every config allows: one layer, one head, one expert, one patch, a convolution kernel of one; images of
+one visual token; documents of one token or without a label. Against the twins, and packed against one by one."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -47,7 +47,7 @@ class World:
     """What all workers share."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
-    late: list[tuple[int, str, Callable[[], Any]]] = field(default_factory=list)  # requests that arrive so many requests later
+    late: list[tuple[int, str, Callable[[], Any]]] = field(default_factory=list)  # requests that arrive a number of requests later
     committed: dict[str, bytes] = field(default_factory=dict)  # all that was ever seen
 
     def pass_time(self) -> None:

@@ -91,7 +91,7 @@ def test_deterministic_algorithms_are_set_and_put_back(monkeypatch: pytest.Monke
 
 
 def test_operator_without_a_deterministic_version_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's own words, of an operator that has none on a CPU either; any other error stays a defect."""
+    """Recognised by torch's own message, for an operator that has none on a CPU either; any other error stays a defect."""
 
     def forward(*_: object) -> None:
         torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))

@@ -26,7 +26,7 @@ def run_of(folder: Path, name: str, *overrides: str) -> Run:
 
 
 def start(run: Run, count: int, before: Callable[[int], object] = lambda _: None) -> list[ranks.Forked]:
-    """`eyeline train` on so many ranks; `before` runs first, and is told the rank."""
+    """`eyeline train` on `ranks` ranks; `before` runs first, with the rank."""
     recipe = Path(str(run.out) + ".yaml")
     recipe.write_text(to_yaml(run))
 
@@ -69,7 +69,7 @@ def assert_same_course(many: Run, one: Run) -> None:
 
 @pytest.mark.parametrize(("count", "mesh"), [(2, "mesh.dp_shard=2"), (2, "mesh.dp_replicate=2"), (3, "mesh.dp_shard=-1")])
 def test_ranks_train_what_one_process_does(count: int, mesh: str, tmp_path: Path) -> None:
-    """Two stages: Muon on everything, then LoRA with dropout beside the projector."""
+    """Two stages: Muon on everything, then LoRA with dropout, and the projector."""
     packs = "stages.whole.batch.packs_per_step=3", "stages.adapt.batch.packs_per_step=3"
     one, many = run_of(tmp_path, "one", *packs), run_of(tmp_path, "many", mesh, *packs)
     train(one, 1)

@@ -150,7 +150,7 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
 
 
 def fill(case: Case, plan: Plan[Any]) -> None:
-    """The weights of the case, and adapters that compute something, whoever holds which part of them."""
+    """The weights of the case, and adapters that compute something, however they are sharded."""
     known = dict(parity.randomised(case).named_parameters())
     for name, x, entry in plan.tensors():
         if entry.role == "buffer":

@@ -335,7 +335,7 @@ def test_the_suggestion_keeps_the_size_of_a_step(mixed: Run) -> None:
 
 
 def test_a_batch_that_is_mostly_padding_is_warned_of(mixed: Run) -> None:
-    """By check too, which tries no other budget; not where too few packs were closed to say."""
+    """Shown by check, too, which tries no other budget; not where too few packs were closed to say."""
     wide = mixed.stages[0].model_copy(update={"batch": Batching(max_tokens=4096, max_patches=32)})
     found, _ = stage_data(mixed.model_copy(update={"stages": (wide,)}), depth=QUICK)
     (now,) = found.report.budgets
@@ -370,7 +370,7 @@ def test_headings_of_parts_are_for_the_page(mixed: Run) -> None:
 
 
 def test_a_table_too_wide_for_a_phone_becomes_a_list_there() -> None:
-    """By its numbers and longest words, which stay whole; a long path may break anywhere."""
+    """Its numbers and longest words set the width and stay whole; a long path may break anywhere."""
     small = table(("", "min", "max"), [("tokens per sample", "1", "23")], numbers=1)
     wide = table(("source", "a", "b", "c"), [("x", "1,000,000,000,000", "1,000,000,000,000", "1,000,000,000,000")], numbers=1)
     assert 'class="stacked"' not in small and "data-label" not in small

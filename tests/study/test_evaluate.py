@@ -1,4 +1,4 @@
-"""What `eyeline eval` says beside the scores: questions that are learned from are counted, and so are answers that are given."""
+"""What `eyeline eval` prints with the scores: questions that are trained on are counted, and so are answers that are given."""
 
 import json
 import shutil

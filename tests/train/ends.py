@@ -14,7 +14,7 @@ from eyeline.train.run import Run
 
 
 def digest(checkpoint: store.Checkpoint) -> str:
-    """Of every tensor, of where the data stands, and of what is counted."""
+    """The state of every tensor, the data position, and the counts."""
     state = hashlib.sha256(json.dumps(checkpoint.state, sort_keys=True).encode())
     for name in sorted(checkpoint.names()):
         for key, tensor in sorted(checkpoint.load(name).items()):

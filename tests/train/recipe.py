@@ -40,7 +40,7 @@ def tiny_run(folder: Path, *overrides: str) -> Run:
 
 
 def tiny_recipe(folder: Path) -> dict[str, Any]:
-    """Two stages: all parts in full, then LoRA with dropout beside the projector. Its data are written once in `folder`."""
+    """Two stages: all parts in full, then LoRA with dropout, and the projector. Its data are written once in `folder`."""
     data = folder / "data" / "data.json"
     if not data.exists():
         write_data(folder / "data")

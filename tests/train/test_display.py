@@ -21,7 +21,7 @@ def figures(step: int, seconds: float, steps: int = 100) -> Any:
 
 
 def test_eta_is_shown_from_the_second_step_on() -> None:
-    """Of a stage or of what goes on: the first step that is seen waits for workers, and nothing is known of the others."""
+    """At the start of a stage, or of a resumed run: the first step waits for workers, and says nothing about the others."""
     for begin in (1, 40):
         pace = Pace()
         assert pace.left(figures(begin, 90.0)) == "–"
@@ -95,7 +95,7 @@ def test_lines_scroll_by_above_the_live_display(width: int) -> None:
 
 
 def test_the_smoothed_loss_is_a_mean_over_supervised_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the last 20 applied steps of the stage: a step without labels or with a loss that is not finite has none."""
+    """The mean is over the last 20 applied steps of the stage: a step without labels or with a loss that is not finite has none."""
     shown = Lines(1)
     losses = [(9.0, 5), *[(1.0, 30)] * (SMOOTHED_STEPS - 1), (4.0, 10)]
     for step, (loss, supervised) in enumerate(losses, 1):

@@ -65,7 +65,7 @@ def test_the_reported_loss_is_without_what_balances() -> None:
 
 
 def test_the_auxiliary_loss_moves_weights_by_its_gradient() -> None:
-    """By hand: each micro-batch's loss of balance counts as often as it has labels."""
+    """Computed by hand: each micro-batch's auxiliary loss is weighted by its labels."""
     stepped, by_hand, by = model(SPARSE), model(SPARSE), Aux(coef=0.5)
     sgd = torch.optim.SGD(stepped.parameters(), lr=1.0)
     update_alone(stepped, [sgd], [batch(*m, tokens=60) for m in MICRO], balance=by)

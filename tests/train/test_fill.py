@@ -128,7 +128,7 @@ def test_weights_that_do_not_fit_are_refused_before_a_run_begins(start: Path, tm
 
 
 def test_what_starts_from_a_run_of_its_own_goes_on_from_it(start: Path) -> None:
-    """The words of `onward` undo what says where the run's own weights came from: nothing is drawn or read anew."""
+    """The words of `onward` undo what says where the run's own weights came from: no weight is random or read again."""
     for origin in (f"model={{path: {start / 'run'}, fresh: [projector]}}", f"model.weights={{vision: {start / 'run'}}}"):
         recipe = override(tiny_recipe(start), [origin])
         words = onward(run_of(recipe, "tiny"), start / "run").rpartition(": ")[2]

@@ -20,7 +20,7 @@ PREPARED = ("stages.0.data.prepared={0}/whole", "stages.1.data.prepared={0}/adap
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[int, float]]:
-    """A folder with the data, and what both stages learn from prepared beside it; how a run from the source ends, and its losses."""
+    """A folder with the data, prepared for both stages, too; how a run from the source ends, and its losses."""
     folder = tmp_path_factory.mktemp("prepared")
     run = tiny_run(folder)
     loop.train(run)

@@ -13,7 +13,7 @@ from tests.train.recipe import tiny_run
 
 
 def spoil(folder: Path, images: int, absent: bool = False) -> None:
-    """Truncate the first so many images behind their headers, or delete them."""
+    """Truncate the first `count` images behind their headers, or delete them."""
     for n in range(images):
         image = folder / "data" / "pictures" / f"{n}.png"
         image.unlink() if absent else image.write_bytes(image.read_bytes()[:60])

@@ -112,7 +112,7 @@ def test_epochs_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         stopped_at(patch, {2})
         with pytest.raises(Stopped):
             loop.train(run("more", 2))
-    assert len(counted) == 6  # what is not sound is counted anew
+    assert len(counted) == 6  # a damaged count is counted again
     loop.train(run("more", 3))
     assert len(counted) == 8
     assert len(losses(run("more", 3))) == len(steps) * 3 // 2
@@ -225,7 +225,7 @@ def test_a_real_signal_saves_and_exits_with_its_code(uninterrupted, tmp_path: Pa
     assert newest is not None
     lines = losses(run)
     assert newest.step == max(lines) >= 6
-    # a longer stage has another schedule: only that the resumed run goes on from there, to a new end
+    # a longer stage has another schedule: only that the resumed run continues from there, to a new end
     shorter = tiny_run(folder, f"out={tmp_path / 'run'}", f"stages.adapt.steps={newest.step - 4 + 2}")
     loop.train(shorter)
     assert max(losses(shorter)) == newest.step + 2
@@ -280,7 +280,7 @@ def test_recompute_may_change_on_resume_and_changes_no_number(uninterrupted, tmp
 
 
 class Given:
-    """A clock that goes on as it is told: so many seconds per step."""
+    """A clock that advances by a given number of seconds per step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float):
         self.time = 1000.0
@@ -386,7 +386,7 @@ def test_memory_remedy_names_no_part_that_is_recomputed_already(tmp_path: Path) 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batch_that_no_host_can_hold_is_exit_code_7(tmp_path: Path, eyeline: Command, workers: int) -> None:
-    """A real one: it is padded to so many tokens."""
+    """A real one, padded to the given number of tokens."""
     (tmp_path / "recipe.yaml").write_text(to_yaml(tiny_run(tmp_path)))
     done = eyeline("train", "recipe.yaml", "stages.whole.batch.max_tokens=1000000000000000", f"stages.whole.data.workers={workers}")
     assert done.code == 7, done.err
@@ -506,7 +506,7 @@ def test_a_stage_no_longer_than_what_was_done_is_refused(
 
 
 def test_a_longer_length_for_a_stage_that_has_ended_is_refused(uninterrupted) -> None:
-    """Not "done" without a step: the wish would be passed over in silence."""
+    """Not "done" without a step: the wish would be silently ignored."""
     folder, whole, _ = uninterrupted
     with pytest.raises(Refused, match="stage adapt has ended, with steps=4; steps=9 would change nothing"):
         loop.train(tiny_run(folder, "stages.adapt.steps=9"))

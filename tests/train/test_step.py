@@ -132,7 +132,7 @@ def test_dropout_is_addressed_by_step_and_pack() -> None:
 
 @pytest.mark.parametrize("with_image", [[], [document(3, 9, 0)]])  # or one that has no label
 def test_parameters_of_an_earlier_step_are_left_unchanged(with_image: list[Document]) -> None:
-    """Gradients are gone after a step, not zero: else momentum and decay would go on moving a tower that text does not use."""
+    """Gradients are gone after a step, not zero: else momentum and decay would keep moving a tower that text does not use."""
     made = model()
     optimizers = make_optimizers(plan_around(made, CONFIG), AdamW(weight_decay=0.5))
     set_learning_rates(optimizers, RATES, 1.0)

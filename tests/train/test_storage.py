@@ -1,4 +1,4 @@
-"""Storage that fails under a run: full, gone, or taken. It stops with a message that says so, and goes on from what was saved."""
+"""Storage that fails under a run: full, gone, or taken. It stops with a message that says so, and resumes from what was saved."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_disk_that_fills_up_at_any_moment_of_a_run(tmp_path: Path) -> None:
-    """At the tokenizer, at the first checkpoint, at a later one: the same command goes on once there is room."""
+    """At the tokenizer, at the first checkpoint, at a later one: the same command resumes once there is room."""
     loop.train(tiny_run(tmp_path, "save_steps=1"))
     whole = end_of(tiny_run(tmp_path))
     for kilobytes in (0, 4, 16, 100, 300):
@@ -122,7 +122,7 @@ def test_a_run_that_trains_can_be_read_at_any_time(tmp_path: Path) -> None:
         os.waitpid(child, 0)
     del opened
     store.prune(folder, run, 1)
-    assert len(list(folder.glob("step-*"))) == 1, "what was spared goes once nobody reads it"
+    assert len(list(folder.glob("step-*"))) == 1, "a spared checkpoint is deleted once no reader holds it"
 
 
 def test_a_place_where_there_can_be_no_run_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Code of the user's own in a run: found from the recipe on, kept beside it, and told where it changes or fails."""
+"""Code of the user's own in a run: found from the recipe, copied into the run folder, and named where it changes or fails."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ def score(prediction, answer, row):
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe of two steps, with code in a folder beside it."""
+    """A recipe of two steps, with code in a folder next to it."""
     values = tiny_recipe(tmp_path)
     values["stages"] = values["stages"][:1]
     values["stages"][0]["steps"] = 2

@@ -39,7 +39,7 @@ def kinds_of_blocks(case: Case) -> dict[str, Kind]:
 
 
 def _kinds(case: Case) -> Iterator[Kind]:
-    """Of its blocks, of what tower and projector are beside them, and of its head, which may be tied."""
+    """The counts of its blocks, of tower and projector, and of its head, which may be tied."""
     model, blocks = case.plan.model, kinds_of_blocks(case)
     yield from blocks.values()
     yield frozenset((n, type(m)) for n, m in model.named_modules() if n.partition(".")[0] in ("vision", "projector") and n not in blocks)

@@ -64,7 +64,7 @@ def shown(c: llava.Config) -> list[Image]:
 
 
 def pixels(image: Image, c: llava.Config) -> Tensor:
-    """[3, height, width] as the reference takes them. Noise lies where the tower must not look."""
+    """[3, height, width] as the reference takes them. Noise fills what the tower must not read."""
     v, side = c.vision, c.vision.position_grid
     patches = normalised([image], v.mean, v.std).unflatten(1, (3, v.patch, v.patch))
     cells = torch.empty(side, side, 3, v.patch, v.patch)

@@ -73,7 +73,7 @@ def inputs_of(vision: qwen_vision.Config) -> Callable[[Document], dict[str, Tens
 
 
 def shown(vision: qwen_vision.Config) -> tuple[Document, ...]:
-    """As every family's, but that a token or more lies between images: the class takes visual tokens that touch for one image's.
+    """As every family's, but with a token or more between images: the class takes visual tokens that touch for one image's.
     And a still before a video of two slices, which text keeps apart as timestamps do."""
     how = {"patch": vision.patch, "merge": vision.merge, "frames": vision.temporal_patch}
     cat, dog, cow = image("cat", 4, 6, **how), image("dog", 2, 2, **how), image("cow", 8, 4, **how)
