@@ -953,6 +953,52 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/test_prepare.py::test_an_index_of_another_plan_is_noticed",
         ),
     ],
+    "sharding": [
+        (
+            "parallel/shard.py",
+            "            module.set_gradient_divide_factor(1.0)\n",
+            "",
+            "parallel/test_sharded_update.py::test_two_ranks_update_as_one[fsdp-llava]",
+        ),
+        (
+            "parallel/shard.py",
+            "            ignored_params=whole,",
+            "            ignored_params=set(),",
+            "parallel/test_sharded_update.py::test_a_rank_holds_its_share",
+        ),
+        (
+            "parallel/shard.py",
+            "torch.float32, cast_forward_inputs=False)",
+            "torch.float32)",
+            "parallel/test_sharded_update.py::test_ranks_update_as_one[qwen3_vl-bf16]",
+        ),
+        (
+            "parallel/ranks.py",
+            "        if not gradients:\n",
+            "        if gradients:\n",
+            "parallel/test_sharded_update.py::test_two_ranks_update_as_one[fsdp-llava]",
+        ),
+        (
+            "parallel/ranks.py",
+            "x.full_tensor() if isinstance",
+            "x.to_local() if isinstance",
+            "parallel/test_sharded_update.py::test_two_ranks_update_as_one[fsdp-text]",
+        ),
+        ("parallel/muon.py", "momentum.lerp_(gradient, 1 -", "momentum.lerp_(gradient, 1.05 -", "parallel/test_muon.py"),
+        ("parallel/muon.py", "-(-rows // ranks)", "rows // ranks", "parallel/test_muon.py"),
+        (
+            "checkpoint/pieces.py",
+            "writes = replica == 0 if",
+            "writes = True if",
+            "parallel/test_ranks_train.py::test_ranks_train_what_one_process_does",
+        ),
+        (
+            "train/optim.py",
+            "part.local.copy_(stored.read(name, part.box))",
+            "part.local.zero_()",
+            "parallel/test_ranks_train.py::test_a_run_resumed_on_as_many_ranks_is_the_uninterrupted_one",
+        ),
+    ],
     "failures": [
         (
             "data/workers.py",

@@ -20,19 +20,24 @@ from tests import ranks
 from tests.forked import run_command
 from tests.train.recipe import tiny_run
 
+pytestmark = pytest.mark.ranks
+
 
 def run_of(folder: Path, name: str, *overrides: str) -> Run:
     return tiny_run(folder, f"out={folder / name}", "validation_steps=2", "save_minutes=null", *overrides)
 
 
-def start(run: Run, count: int, before: Callable[[int], object] = lambda _: None) -> list[ranks.Forked]:
-    """`eyeline train` on `ranks` ranks; `before` runs first, with the rank."""
+def start(
+    run: Run, count: int, before: Callable[[int], object] = lambda _: None, overrides: Callable[[int], list[str]] = lambda _: []
+) -> list[ranks.Forked]:
+    """`eyeline train` on so many ranks; `before` runs first, and both it and the overrides are told the rank."""
     recipe = Path(str(run.out) + ".yaml")
     recipe.write_text(to_yaml(run))
 
     def work() -> None:
-        before(int(os.environ.get("RANK", "0")))
-        run_command("train", str(recipe))
+        rank = int(os.environ["RANK"])
+        before(rank)
+        run_command("train", str(recipe), *overrides(rank))
 
     return ranks.start(count, work, recipe.with_suffix(f".{time.monotonic_ns()}.store"))
 

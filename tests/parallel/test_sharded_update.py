@@ -28,6 +28,8 @@ from tests.models.cases import ALL
 from tests.models.parity import Case
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.ranks
+
 BY_NAME = {(case.config.family, case.id): case for case in ALL}
 FAMILIES = {
     "llava": BY_NAME["llava", "shuffled untied"],

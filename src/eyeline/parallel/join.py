@@ -92,11 +92,12 @@ def _lost_ranks(world: World) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error).strip()
-        if not any(words.lower() in text.lower() for words in LOST):
+        text = str(error).lower()
+        how = next((words for words in LOST if words.lower() in text), None)
+        if how is None:
             raise
         raise RankLost(
-            f"rank {world.rank} lost another rank, which ended or did not answer in time ({text.splitlines()[0]}). Its output says why. "
+            f"rank {world.rank} lost another rank, which ended or did not answer in time ({how}). Its output says why. "
             "The same command resumes from the last checkpoint"
         ) from error
 

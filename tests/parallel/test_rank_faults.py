@@ -1,0 +1,160 @@
+"""Ranks that fail, are killed, hang or are not alike: the others end with a code and a message, and the run can be resumed."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyeline.checkpoint import store
+from eyeline.core.errors import OutOfMemory
+from eyeline.train import loop
+from eyeline.train.run import Run
+from tests import ranks
+from tests.parallel.test_ranks_train import bits, run_of, start, train
+
+pytestmark = pytest.mark.ranks
+
+LOST, KILLED = 9, -9
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with data, and the bits of the uninterrupted run on two ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = cut_run(folder, "whole")
+    train(run, 2)
+    return folder, bits(run)
+
+
+def cut_run(folder: Path, name: str, *overrides: str) -> Run:
+    return run_of(folder, name, "stages.adapt.steps=1", "save_steps=2", *overrides)
+
+
+def assert_same_end(run: Run, wanted: Any) -> None:
+    """The same weights to the last bit, and the same figures of each step, however often it was done."""
+    (steps, weights), (all_steps, end) = bits(run), wanted
+    assert all(step in all_steps for step in steps)
+    assert weights == end
+
+
+def at_step(step: int, at_rank: int, do: Callable[[], object]) -> Callable[[int], None]:
+    """One rank does something in the middle of a step."""
+
+    def before(rank: int) -> None:
+        update, done = loop.update, [0]
+
+        def counted(*args: Any, **how: Any) -> Any:
+            done[0] += 1
+            if done[0] == step and rank == at_rank:
+                do()
+            return update(*args, **how)
+
+        loop.update = counted
+
+    return before
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lack_memory() -> None:
+    raise OutOfMemory("a test does not fit")
+
+
+@pytest.mark.parametrize("at_rank", [0, 1])
+def test_a_killed_rank_ends_the_others_and_the_run_resumes(
+    whole: tuple[Path, Any], at_rank: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, wanted = whole
+    run = cut_run(folder, f"killed{at_rank}")
+    codes = ranks.wait(start(run, 2, at_step(3, at_rank, kill)))
+    assert codes == ([KILLED, LOST] if at_rank == 0 else [LOST, KILLED])
+    assert f"eyeline: rank {1 - at_rank} lost another rank, which ended or did not answer in time" in capfd.readouterr().err
+    train(run, 2)
+    assert_same_end(run, wanted)
+
+
+SAVING: dict[str, tuple[str, bool]] = {  # function of the store, and whether the kill comes after it
+    "before the folder is made": ("start_draft", False),
+    "before its part is written": ("write", False),
+    "after its part is written": ("write", True),
+    "before the commit": ("commit", False),
+    "after the commit": ("commit", True),
+}
+
+
+BY_EACH = [(when, rank) for when, (name, _) in SAVING.items() for rank in (0, 1) if rank == 0 or name == "write"]  # the rest rank 0 does
+
+
+@pytest.mark.parametrize(("when", "at_rank"), BY_EACH)
+def test_a_rank_killed_while_saving_leaves_the_old_checkpoint_or_the_new(whole: tuple[Path, Any], when: str, at_rank: int) -> None:
+    name, after = SAVING[when]
+    folder, wanted = whole
+    run = cut_run(folder, f"saving {list(SAVING).index(when)} {at_rank}")
+
+    def before(rank: int) -> None:
+        original, calls = getattr(store, name), [0]
+
+        def killing(*args: Any, **how: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 2 and rank == at_rank and not after:
+                kill()
+            result = original(*args, **how)
+            if calls[0] == 2 and rank == at_rank:
+                kill()
+            return result
+
+        setattr(store, name, killing)
+
+    assert sorted(ranks.wait(start(run, 2, before))) == [KILLED, LOST]
+    found = store.newest(Path(str(run.out)) / "checkpoints")
+    assert found is not None and found.step == (4 if when == "after the commit" else 2)
+    train(run, 2)
+    assert_same_end(run, wanted)
+    assert not [path for path in (Path(str(run.out)) / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_an_error_on_one_rank_is_said_by_it_and_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = cut_run(tmp_path, "run")
+    assert ranks.wait(start(run, 2, at_step(2, 1, lack_memory))) == [LOST, OutOfMemory.code]
+    said = capfd.readouterr().err
+    assert said.count("a test does not fit") == 1
+    assert said.count("rank 0 lost another rank") == 1
+
+
+def test_an_error_that_all_ranks_have_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = cut_run(tmp_path, "run", "max_nonfinite_steps=0", "stages.whole.trains.language.lr=1e30", "stages.whole.optimizer.kind=adamw")
+    assert ranks.wait(start(run, 2)) == [4, 4]
+    assert capfd.readouterr().err.count("had a loss or gradient that is not finite") == 1
+
+
+def test_a_rank_that_hangs_ends_the_others_in_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = cut_run(tmp_path, "run", "mesh.timeout_minutes=0.05")
+    children = start(run, 2, at_step(2, 1, lambda: os.kill(os.getpid(), signal.SIGSTOP)))
+    assert children[0].wait(60) == LOST
+    children[1].kill()
+    assert "did not answer in time" in capfd.readouterr().err
+
+
+def test_two_starts_in_one_folder_do_not_mix(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The second finds the folder in use, on all of its ranks."""
+    run = cut_run(tmp_path, "run")
+    first = start(run, 2, at_step(2, 0, lambda: os.kill(os.getpid(), signal.SIGSTOP)))
+    metrics = Path(str(run.out)) / "metrics.jsonl"
+    while not metrics.exists() or '"step"' not in metrics.read_text():
+        assert first[0].poll() is None
+    assert ranks.wait(start(run, 2)) == [6, 6]
+    assert capfd.readouterr().err.count("is in use by process") == 1
+    os.kill(first[0].pid, signal.SIGCONT)
+    assert ranks.wait(first) == [0, 0]
+
+
+def test_a_rank_with_another_recipe_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = cut_run(tmp_path, "run")
+
+    assert ranks.wait(start(run, 2, overrides=lambda rank: ["seed=1"] * rank)) == [2, 2]
+    assert capfd.readouterr().err.count("rank 1 is not like rank 0: recipe is") == 1
