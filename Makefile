@@ -18,8 +18,12 @@ demo: .venv/ready
 	$(BIN)/eyeline eval runs/demo --show 10
 	$(BIN)/eyeline report runs/demo
 
+QUICK := not slow and not gpu and not transformers4
+
+# Tests that start several ranks run alone: beside others on the same cores they would wait for one another
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m '$(QUICK) and not ranks'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks
 
 test-slow: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -s
