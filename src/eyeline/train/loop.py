@@ -260,10 +260,7 @@ def save(process: Process, running: StageRun, state: State, *, ended: bool, best
             home.checkpoints,
             run=home.id,
             step=state.global_step,
-            files={
-                name: pieces_of(tensors, process.world.first)
-                for name, tensors in {**kept, "optimizer": {} if ended else state_tensors(optimizers)}.items()
-            },
+            files={name: pieces_of(tensors, process.world.first) for name, tensors in kept.items()},
             state={
                 "stage": progress.stage,
                 "global_step": state.global_step,
