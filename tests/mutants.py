@@ -908,6 +908,51 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "bundle/test_importing.py::test_a_vocabulary_without_free_rows_grows_by_means",
         ),
     ],
+    "offline": [
+        (
+            "offline/attempt.py",
+            "    standing = standing or commit(store, ours)\n",
+            "    try:\n        standing = standing or commit(store, ours)\n"
+            "    except StorageFailed:\n        drop(store, folder)\n        raise\n",
+            "offline/test_exactly_once.py::test_a_fault_at_every_border_of_a_partition",
+        ),
+        (
+            "offline/manifests.py",
+            'not in ("", attempt)',
+            "!= attempt",
+            "offline/test_exactly_once.py::test_any_schedule_of_racing_workers",
+        ),
+        (
+            "offline/manifests.py",
+            "    if len(committed_numbers(store, group)) < len(plan.numbers(group)):\n        return False\n",
+            "",
+            "offline/test_run.py::test_every_mode_writes_the_same_with_a_worker_killed",
+        ),
+        (
+            "offline/plan.py",
+            "    if store.create(HEAD, head):\n        return head\n",
+            "    store.create(HEAD, head)\n    return head\n",
+            "offline/test_exactly_once.py::test_any_schedule_of_racing_workers",
+        ),
+        (
+            "offline/attempt.py",
+            "    if (standing.outputs, standing.counts) != (outputs, done.counts):",
+            "    if False:",
+            "offline/test_run.py::test_what_is_damaged_is_written_again_with_the_same_manifest",
+        ),
+        (
+            "offline/store.py",
+            "            os.link(temporary, path)",
+            "            os.replace(temporary, path)",
+            "offline/test_store.py::test_a_key_is_created_once_and_moved_and_removed",
+        ),
+        (
+            "offline/run.py",
+            "number % self.shards == self.shard",
+            "number % self.shards <= self.shard",
+            "offline/test_run.py::test_shares_are_disjoint_and_complete",
+        ),
+    ],
     "prepared": [
         (
             "data/files/stores.py",

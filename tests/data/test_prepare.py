@@ -439,6 +439,19 @@ def test_a_kill_loses_nothing_that_was_done(open_reader: Open, tmp_path: Path, s
     assert {name: attempt for name, attempt in committed(out).items() if name in before} == before  # none was done again
 
 
+def test_a_killed_runner_loses_nothing(open_reader: Open, tmp_path: Path) -> None:
+    whole = made(open_reader(), tmp_path / "whole")
+    out = tmp_path / "out"
+    runner = Forked(lambda: made(open_reader(), out, where=Where(2)))
+    while len(before := committed(out)) < 3 and runner.poll() is None:
+        pass
+    runner.kill()
+    assert runner.wait() == -signal.SIGKILL
+    assert made(open_reader(), out, where=Where(2)) == whole
+    assert contents(out) == contents(tmp_path / "whole")
+    assert {name: attempt for name, attempt in committed(out).items() if name in before} == before
+
+
 @pytest.mark.parametrize("mode", ["workers", "shards", "shards of workers"])
 def test_every_mode_writes_the_same_with_a_kill(open_reader: Open, tmp_path: Path, mode: str) -> None:
     settings = {"validation_fraction": 0.3, "max_samples_per_image": 2}

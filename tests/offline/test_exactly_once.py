@@ -164,12 +164,16 @@ def _wanted() -> dict[str, bytes]:
 WANTED = _wanted()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_at_every_border_of_a_partition(fault: Fault) -> None:
+TWICE: list[tuple[Fault, ...]] = [("late", "no request"), ("no answer", "no answer"), ("no answer", "killed before"), ("late", "late")]
+
+
+@pytest.mark.parametrize("some", [*((fault,) for fault in FAULTS), *TWICE], ids=", then ".join)
+def test_a_fault_at_every_border_of_a_partition(some: tuple[Fault, ...]) -> None:
     number, met = 0, True
     while met:  # until there is no such request
         world = World()
-        store = FaultyStore(objects=world.objects, world=world, faults={number: (fault, 3)})
+        faults = {number + n: (fault, 3) for n, fault in enumerate(some)}
+        store = FaultyStore(objects=world.objects, world=world, faults=faults)
         worker(store)
         met = store.count > number
         finished(world)
@@ -211,7 +215,7 @@ def raced(order: list[int], faults: list[dict[int, tuple[Fault, int]]]) -> None:
     finished(world)
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(order=schedule, faults=st.tuples(some_faults, some_faults, some_faults))
 def test_any_schedule_of_racing_workers(order: list[int], faults: tuple[dict[int, tuple[Fault, int]], ...]) -> None:
     raced(order, list(faults))
