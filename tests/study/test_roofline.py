@@ -131,8 +131,9 @@ def test_flops_are_those_of_models_flops(config: dict[str, object], ways: tuple[
     assert products + forward + backward * 4 // 5 + delta == recording.needed.total + recording.needed.again
 
 
-def test_a_step_waits_once_and_repeats_by_packs() -> None:
-    one, three = recorded(config=TINY), recorded(config=TINY, packs=3)
+@pytest.mark.parametrize("config", [TINY, EXPERTS, DELTA], ids=["dense", "experts", "delta"])
+def test_a_step_waits_once_and_repeats_by_packs(config: dict[str, object]) -> None:
+    one, three = recorded(config=config), recorded(config=config, packs=3)
     assert one.host_reads == three.host_reads == ["copy to the host"]
     assert three.needed.total == 3 * one.needed.total
     count = len([op for op in one.operators if op.kind == "attention"])

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
-from eyeline.kernels.gpu import on_gpu
-from eyeline.kernels.one_kernel import one_kernel
+from eyeline.kernels.one_kernel import one_kernel, pays
 from eyeline.kernels.opaque import opaque
 
 
@@ -34,7 +33,7 @@ def causal_conv(x_TC: Tensor, weight_CW: Tensor, cu_S1: Tensor) -> Tensor:
     """`causal_conv_plain` for all documents at once, keeping only its input for the backward pass. CPU: one opaque operator, in place where
     it can be. GPU: a kernel forward, two backward, and one for weights that train."""
     dims("TC", x_TC, "CW", weight_CW)
-    return (_OneKernel if on_gpu(x_TC) else _Convolved).apply(x_TC, weight_CW, cu_S1)
+    return (_OneKernel if pays(x_TC) else _Convolved).apply(x_TC, weight_CW, cu_S1)
 
 
 @torch.no_grad()

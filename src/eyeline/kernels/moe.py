@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from eyeline.core.dims import dims
 from eyeline.kernels.gpu import capability_of, grouped_obstacle, on_gpu
-from eyeline.kernels.one_kernel import one_kernel
+from eyeline.kernels.one_kernel import one_kernel, pays
 from eyeline.kernels.opaque import opaque
 from eyeline.kernels.swiglu import swiglu_backward, swiglu_forward
 
@@ -61,7 +61,7 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (inverse_N,) = ctx.saved_tensors
-        if on_gpu(gradients[0]):
+        if pays(gradients[0]):
             return _summed_rows(gradients[0], inverse_N.unflatten(0, (-1, ctx.active))), None, None
         return gradients[0].index_select(0, inverse_N).unflatten(0, (-1, ctx.active)).sum(1), None, None
 
@@ -132,7 +132,7 @@ def permute(x_TD: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
 
 def unpermute(y_ND: Tensor, weight_TA: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
     """y_TD: the weighted sum of what each token's experts gave."""
-    return (_OneKernel if on_gpu(y_ND) else _Weighted).apply(y_ND, weight_TA.to(y_ND.dtype), order_N, inverse_N)
+    return (_OneKernel if pays(y_ND) else _Weighted).apply(y_ND, weight_TA.to(y_ND.dtype), order_N, inverse_N)
 
 
 def grouped_swiglu_plain(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def _grouped_swiglu(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Te
     """out_ND, and the two products gate_NF and up_NF that the backward pass needs."""
     x_ND, gate_EFD, up_EFD, down_EDF = (x.contiguous() for x in (x_ND, gate_EFD, up_EFD, down_EDF))
     gate_NF, up_NF = (_times(x_ND, weight_EFD.mT, ends_E) for weight_EFD in (gate_EFD, up_EFD))
-    hidden_NF = swiglu_forward(gate_NF, up_NF) if on_gpu(gate_NF) else F.silu(gate_NF).mul_(up_NF)
+    hidden_NF = swiglu_forward(gate_NF, up_NF) if pays(gate_NF) else F.silu(gate_NF).mul_(up_NF)
     return _times(hidden_NF, down_EDF.mT, ends_E), gate_NF, up_NF
 
 
@@ -229,7 +229,7 @@ def _grouped_swiglu_backward(
     dout_ND, x_ND, gate_EFD, up_EFD, down_EDF = (x.contiguous() for x in (dout_ND, x_ND, gate_EFD, up_EFD, down_EDF))
     x_needed, gate_needed, up_needed, down_needed = needed
     made = [x_ND.new_empty(0) for _ in needed]
-    opened_NF = None if on_gpu(gate_NF) else F.silu(gate_NF)
+    opened_NF = None if pays(gate_NF) else F.silu(gate_NF)
     if x_needed or gate_needed or up_needed:
         dhidden_NF = _times(dout_ND, down_EDF, ends_E)
         if opened_NF is None:

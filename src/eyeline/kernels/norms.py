@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.kernels.gpu import on_gpu
-from eyeline.kernels.one_kernel import one_kernel
+from eyeline.kernels.one_kernel import one_kernel, pays
 
 
 def rms_norm_plain(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -23,7 +23,9 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`rms_norm_plain`, fast. GPU: a kernel forward and one backward, which read and write x's dtype and keep nothing in float32 but a
     number per row. CPU: PyTorch runs a chain of operators there that makes fourteen tensors of x's size, forward and backward together;
     written by hand they are six."""
-    return _OneKernelRMS.apply(x, weight_D, eps) if on_gpu(x) else _Normed.apply(x.float(), weight_D.float(), eps).to(x.dtype)
+    if pays(x):
+        return _OneKernelRMS.apply(x, weight_D, eps)
+    return rms_norm_plain(x, weight_D, eps) if on_gpu(x) else _Normed.apply(x.float(), weight_D.float(), eps).to(x.dtype)
 
 
 def gated_rms_norm_plain(x: Tensor, z: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -33,7 +35,7 @@ def gated_rms_norm_plain(x: Tensor, z: Tensor, weight_D: Tensor, eps: float) -> 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`gated_rms_norm_plain`, fast, as `rms_norm` is."""
-    if on_gpu(x):
+    if pays(x):
         return _OneKernelGated.apply(x, z, weight_D, eps)
     return (rms_norm(x.float(), weight_D, eps) * F.silu(z.float())).to(z.dtype)
 
@@ -45,7 +47,7 @@ def layer_norm_plain(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float)
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
     """`layer_norm_plain`, fast. GPU: a kernel forward and one backward, which read and write x's dtype. CPU: PyTorch's own."""
-    return _OneKernelLayer.apply(x_TD, weight_D, bias_D, eps) if on_gpu(x_TD) else layer_norm_plain(x_TD, weight_D, bias_D, eps)
+    return _OneKernelLayer.apply(x_TD, weight_D, bias_D, eps) if pays(x_TD) else layer_norm_plain(x_TD, weight_D, bias_D, eps)
 
 
 class _Normed(torch.autograd.Function):

@@ -13,6 +13,14 @@ from eyeline.kernels.opaque import LIBRARY
 
 Inputs = ParamSpec("Inputs")
 Out = TypeVar("Out")
+# Numbers of the first tensor from which on memory, and not launches, takes the time on a GPU: a pass over 4 MB is some 2 µs. Below, as in
+# generation token by token, PyTorch's own kernels are as fast, and nothing needs compiling.
+LEAST = 1 << 21
+
+
+def pays(x: torch.Tensor) -> bool:
+    """True where a function of x should be one kernel: on a GPU, unless x is small."""
+    return on_gpu(x) and (x.is_meta or torch.compiler.is_compiling() or x.numel() >= LEAST)
 
 
 def one_kernel(function: Callable[Inputs, Out]) -> Callable[Inputs, Out]:
@@ -28,8 +36,10 @@ def one_kernel(function: Callable[Inputs, Out]) -> Callable[Inputs, Out]:
         return torch.compile(function, dynamic=True, fullgraph=True)  # once for all sizes: those of a batch differ from step to step
 
     def run(*args: Any) -> Any:
-        x = args[0]
-        return compiled()(*args) if x.is_cuda and x.numel() and compiler_obstacle(x.device) is None else function(*args)
+        if not _compiles(args[0]):
+            return function(*args)
+        # detached: else one more kernel is made for tensors that need gradients
+        return compiled()(*(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
 
     LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -42,6 +52,10 @@ def one_kernel(function: Callable[Inputs, Out]) -> Callable[Inputs, Out]:
         return operator(*args, **kwargs) if on_gpu(x) and not torch.compiler.is_compiling() else function(*args, **kwargs)
 
     return call
+
+
+def _compiles(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.numel() > 0 and compiler_obstacle(x.device) is None
 
 
 @functools.cache

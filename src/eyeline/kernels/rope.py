@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from eyeline.core.dims import dims
-from eyeline.kernels.gpu import on_gpu
-from eyeline.kernels.one_kernel import one_kernel
+from eyeline.kernels.one_kernel import one_kernel, pays
 
 
 class Scaling(NamedTuple):
@@ -65,7 +64,7 @@ def _scaled(frequency_R2: Tensor, by: Scaling) -> Tensor:
 def rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Turn each pair (j, j + R/2) of every head by its token's angle, in float32; the result has x's dtype. Dims from R on stay."""
     dims("THK", x_THK, "TR", cos_TR, "TR", sin_TR)
-    if on_gpu(x_THK):
+    if pays(x_THK):
         return _OneKernel.apply(x_THK, cos_TR, sin_TR)
     turned = cos_TR.shape[1]
     turned_THR = _Turned.apply(x_THK[..., :turned].float(), cos_TR, sin_TR).to(x_THK.dtype)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyeline.kernels.gpu import on_gpu
-from eyeline.kernels.one_kernel import one_kernel
+from eyeline.kernels.one_kernel import one_kernel, pays
 
 
 def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     """silu(gate) · up. GPU: one pass forward and one backward, in float32 within a pass, with nothing kept but gate and up. CPU: PyTorch's
     own operators, two passes each way."""
-    return _OneKernel.apply(gate_TF, up_TF) if on_gpu(gate_TF) else F.silu(gate_TF) * up_TF
+    return _OneKernel.apply(gate_TF, up_TF) if pays(gate_TF) else F.silu(gate_TF) * up_TF
 
 
 @one_kernel

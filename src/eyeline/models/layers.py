@@ -69,7 +69,7 @@ class Linear(nn.Linear):
 
 def together(layers: Sequence[Linear], x_TD: Tensor, draws_T2: Tensor | None) -> list[Tensor]:
     """What each of several linear layers gives for the same input. On a GPU their sums are made inside products (`kernels/linears.py`)."""
-    tensors = [layer.tensors() for layer in layers] if on_gpu(x_TD) else [None]
+    tensors = [layer.tensors() for layer in layers] if on_gpu(x_TD) and torch.is_grad_enabled() else [None]
     known = [one for one in tensors if one is not None]
     return linears(x_TD, known) if len(known) == len(tensors) else [layer(x_TD, draws_T2) for layer in layers]
 
