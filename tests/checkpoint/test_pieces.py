@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eyeline.checkpoint import store
-from eyeline.checkpoint.pieces import Piece, covers, pieces_of, reading
+from eyeline.checkpoint.pieces import OFFSETS, Piece, covers, pieces_of, reading
+from eyeline.core.errors import Refused
 from eyeline.core.shards import Box
 
 TENSORS: dict[str, Tensor] = {
@@ -129,3 +131,32 @@ def test_reading_what_no_file_holds_is_a_defect(tmp_path: Path) -> None:
     found = saved(tmp_path, cut(TENSORS, 1, 0))
     with reading([found.folder / "model.safetensors"]) as stored, pytest.raises(AssertionError, match="of 12 numbers are stored"):
         stored.read("vector", Box((0,), (12,)))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "words"),
+    [
+        ("{", "Expecting"),
+        ("[]", "no attribute"),
+        ('{"matrix": 3}', "not subscriptable"),
+        ('{"matrix": {}}', "saved_offsets"),
+        ('{"matrix": {"saved_offsets": 1}}', "not iterable"),
+        ('{"matrix": {"saved_offsets": [0, -1]}}', "not a whole number"),
+        ('{"matrix": {"saved_offsets": ["0", "0"]}}', "not a whole number"),
+        ('{"matrix": {"saved_offsets": [0]}}', "the offset of matrix has another number of dimensions"),
+    ],
+)
+def test_a_header_that_does_not_say_where_pieces_begin_is_refused(tmp_path: Path, offsets: str, words: str) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(TENSORS, file, {"format": "pt", OFFSETS: offsets})
+    with pytest.raises(Refused, match=rf"model\.safetensors does not say where .*{words}"), reading([file]):
+        pass
+
+
+def test_a_dtype_that_no_checkpoint_has_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "model.safetensors")
+    with (
+        pytest.raises(Refused, match=r"model\.safetensors: a is of dtype C64; checkpoints have .*F32"),
+        reading([tmp_path / "model.safetensors"]),
+    ):
+        pass

@@ -403,12 +403,12 @@ def test_debug_shows_the_traceback(eyeline: Command) -> None:
         eyeline("train", "nothing", "--debug")
 
 
-def test_torchrun_is_refused_for_now(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_size_without_a_rank_is_refused(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
     done = eyeline("train", "tiny.yaml")
     assert done.code == 2
-    assert "without torchrun" in done.err
+    assert "WORLD_SIZE is set and RANK is not. Start the ranks with torchrun" in done.err
 
 
 def test_data_problem_is_reported_once(tmp_path: Path) -> None:

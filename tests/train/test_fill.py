@@ -1,6 +1,7 @@
 """Where a model's weights come from: each part from its own source, and adapters merged on the way, rounded once."""
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import eyeline.train.loop as loop
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.fill import load
 from eyeline.checkpoint import store
-from eyeline.core.errors import Refused
+from eyeline.core.errors import Refused, Stopped
 from eyeline.core.randomness import torch_rng_for
+from eyeline.data.text.templates import template_named
+from eyeline.data.text.tokenizer import train_bpe
 from eyeline.models.shape import build
 from eyeline.parallel.launch import machine
 from eyeline.recipes.check import settings_problems
@@ -19,6 +22,8 @@ from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run
 from eyeline.train.stage import model_of
 from eyeline.train.start import description, onward, start_run
+from tests.hub import HUB
+from tests.train.ends import stopped_at
 from tests.train.recipe import tiny_recipe, tiny_run
 from tests.train.test_experts import EXPERTS
 
@@ -125,6 +130,58 @@ def test_weights_that_do_not_fit_are_refused_before_a_run_begins(start: Path, tm
     gone = run.model_copy(update={"model": own.model.model_copy(update={"weights": {"language": str(tmp_path / "nothing")}})})
     with pytest.raises(Refused, match="nothing"):
         description(gone)
+
+
+def test_budgets_are_not_settings_of_a_part(start: Path) -> None:
+    """How many squares of an image are shown, and how many positions are used, is the run's to say; what the tower has seen is not."""
+    for shown in ("model.config.vision.tiles=3", "model.config.language.max_positions=99"):
+        description(tiny_run(start, f"model.weights={{vision: {start / 'run'}, language: {start / 'run'}}}", shown))
+    with pytest.raises(Refused, match=r"mean is \(0\.5, 0\.5, 0\.5\) there"):
+        description(tiny_run(start, f"model.weights={{vision: {start / 'run'}}}", "model.config.vision.mean=[0.4, 0.5, 0.5]"))
+
+
+def test_a_tower_is_taken_from_a_folder_without_a_tokenizer(start: Path, tmp_path: Path) -> None:
+    hub = HUB["Qwen/Qwen3-VL-2B-Instruct"](tmp_path / "hub")
+    opened = open_bundle(hub)
+    shutil.copytree(hub, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "*vocab*", "merges*", "*.jinja"))
+    model = {"config": opened.bundle.config, "weights": {"vision": str(tmp_path / "bare")}, "template": "plain"}
+    run = tiny_run(start, f"out={tmp_path / 'run'}")
+    got = began(run.model_copy(update={"model": run.model.model_copy(update=model)}), tmp_path / "run")
+    whole = dict(load(opened, "cpu").model.named_parameters())
+    tower = {name for name in got if name.startswith("vision.")}
+    assert tower and all(torch.equal(got[name], whole[name]) for name in tower)
+    assert not torch.equal(got["language.embed.weight"], whole["language.embed.weight"])
+
+
+def test_another_tokenizer_than_the_language_models_is_refused(start: Path, tmp_path: Path) -> None:
+    """Its ids would get the embeddings of other tokens."""
+    train_bpe(["other texts give other merges, other texts"] * 3, 290, template_named("plain")).save_pretrained(str(tmp_path / "other"))
+    weights = f"model.weights={{language: {start / 'run'}}}"
+    with pytest.raises(Refused, match=rf"other is not the tokenizer of the language model in {start / 'run'}: \d+ ids are other tokens"):
+        description(tiny_run(start, weights, f"model.tokenizer={tmp_path / 'other'}"))
+    description(tiny_run(start, weights, f"model.tokenizer={start / 'run' / 'model'}"))
+    description(tiny_run(start, f"model.weights={{vision: {start / 'run'}}}", f"model.tokenizer={tmp_path / 'other'}"))
+
+
+@pytest.mark.parametrize("origin", ["model={{path: {}}}", "model.weights={{language: {}}}"])
+def test_a_run_resumes_without_the_folders_that_it_started_from(
+    start: Path, tmp_path: Path, origin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(start / "run", tmp_path / "origin")
+    settings = (origin.format(tmp_path / "origin"), "stages.whole.steps=2", "stages.adapt.steps=2")
+    run = tiny_run(start, *settings, f"out={tmp_path / 'run'}")
+    with monkeypatch.context() as patch:
+        stopped_at(patch, {3})
+        with pytest.raises(Stopped):
+            loop.train(run)
+    shutil.rmtree(tmp_path / "origin")
+    assert list(settings_problems(run)) == []
+    loop.train(run)
+    newest = store.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert newest.step == 4
+    another = tiny_run(start, *settings, f"out={tmp_path / 'another'}")
+    assert any("origin is not a directory" in line for line in settings_problems(another))
 
 
 def test_what_starts_from_a_run_of_its_own_goes_on_from_it(start: Path) -> None:

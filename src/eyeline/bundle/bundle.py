@@ -78,6 +78,16 @@ class Bundle:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Where weights are: in a folder of transformers' or of parts, or in a run's checkpoint."""
+
+    folder: Path
+    config: Config
+    form: Form | None  # None: a run
+    checkpoint: store.Checkpoint | None = None  # of a run
+
+
+@dataclass(frozen=True)
 class Opened:
     """A bundle and where its weights are."""
 
@@ -85,6 +95,10 @@ class Opened:
     bundle: Bundle
     form: Form | None  # None: a run
     checkpoint: store.Checkpoint | None = None  # of a run
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.folder, self.bundle.config, self.form, self.checkpoint)
 
     def in_bf16(self) -> bool:
         """Return whether a folder holds bfloat16 and nothing else, which a model of that dtype takes as it is. No run does."""
@@ -214,6 +228,24 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
     refuse_misfit(bundle)
     _refuse_other_tokens(folder, bundle, form)
     return Opened(folder, bundle, form)
+
+
+def open_weights(folder: Path) -> Weights:
+    """Where the weights of a folder are, as `open_bundle` finds them. Tokenizer and chat template of a folder of transformers' are not
+    read: whoever takes its tower needs neither. Raises Refused."""
+    ours = (folder / "model" / DESCRIPTION).exists() or (folder / DESCRIPTION).exists()
+    if ours or not (folder / "config.json").exists():
+        return open_bundle(folder).weights
+    refuse_other_formats(folder)
+    return Weights(folder, *read_shape(folder))
+
+
+def tokenizer_of(folder: Path) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a folder with a model; None for a folder of transformers' without one. Raises Refused."""
+    if (folder / "model" / DESCRIPTION).exists() or (folder / DESCRIPTION).exists():
+        return open_bundle(folder).bundle.tokenizer
+    files = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    return load_tokenizer(folder) if any((folder / name).exists() for name in files) else None
 
 
 def read_shape(folder: Path) -> tuple[Config, Form]:

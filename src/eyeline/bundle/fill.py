@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyeline.bundle.bundle import Opened
+from eyeline.bundle.bundle import Opened, Weights
 from eyeline.bundle.places import parameters_by_name, places, stream_place
 from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.errors import Refused
@@ -31,7 +31,7 @@ class Seed:
     seed: int
 
 
-Source = Opened | Seed
+Source = Weights | Seed
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def fill(plan: Plan[Model], config: Config, sources: Mapping[Part, Source], keep
                 plan.model.get_submodule(part).initialise(rng)  # type: ignore[operator]  # every part has it
             done |= {name for name, entry in plan.table.items() if entry.part in parts and entry.role == "weight"}
         else:
-            if source.bundle.config != config:
+            if source.config != config:
                 refuse_other_parts(plan, config, source, parts)
             done |= _from_folder(plan, source, parts) if source.form is not None else _from_checkpoint(plan, source, parts, keep_adapters)
     done |= _fresh_adapters(plan, done, seed)
@@ -70,7 +70,8 @@ def load(
     keep_adapters: bool = False,
 ) -> Plan[Model]:
     """A model that is opened, on one device. Adapters of a run are merged into its weights, or stay with `keep_adapters`."""
-    config, state = opened.bundle.config, {} if opened.checkpoint is None else opened.checkpoint.state
+    weights, config = opened.weights, opened.bundle.config
+    state = {} if opened.checkpoint is None else opened.checkpoint.state
     plan = shape(
         config,
         trains={},
@@ -78,10 +79,10 @@ def load(
         dtype=dtype,
         compute_dtype=compute_dtype,
         narrow=narrow,
-        biased=has_biases(opened),
+        biased=has_biases(weights),
     )
     place(plan, device)
-    fill(plan, config, dict.fromkeys(plan.spec.parts, opened), keep_adapters)
+    fill(plan, config, dict.fromkeys(plan.spec.parts, weights), keep_adapters)
     return plan
 
 
@@ -98,7 +99,7 @@ def lora_of(state: Mapping[str, Any]) -> dict[Part, LoRA]:
 
 def has_biases(source: Source) -> bool:
     """Return whether the language model of a source is a run's whose routers have biases that balance experts."""
-    return isinstance(source, Opened) and source.checkpoint is not None and bool(source.checkpoint.state.get("expert_biases"))
+    return isinstance(source, Weights) and source.checkpoint is not None and bool(source.checkpoint.state.get("expert_biases"))
 
 
 def _by_source(sources: Mapping[Part, Source]) -> list[tuple[Source, list[Part]]]:
@@ -113,16 +114,15 @@ def _by_source(sources: Mapping[Part, Source]) -> list[tuple[Source, list[Part]]
     return found
 
 
-SEEN_IN_SHAPES = (
-    "hidden_size",
-    "head_dim",
-    "layer_types",
-)  # settings that may be left out: tensors of the same names and shapes agree in them
+# Settings that may be left out: tensors of the same names and shapes agree in them
+SEEN_IN_SHAPES = ("hidden_size", "head_dim", "layer_types")
+# Settings that say how much a part is shown, and not what it computes of it
+BUDGETS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "tiles", "max_positions")
 
 
-def refuse_other_parts(plan: Plan[Model], config: Config, source: Opened, parts: Collection[Part]) -> None:
+def refuse_other_parts(plan: Plan[Model], config: Config, source: Weights, parts: Collection[Part]) -> None:
     """Raise Refused where parts of the source are not what they are in the model: another setting of a part, or another shape."""
-    theirs = source.bundle.config
+    theirs = source.config
     there = shape(theirs, trains={}).table
     for part in parts:
         if part not in {entry.part for entry in there.values()}:
@@ -133,7 +133,10 @@ def refuse_other_parts(plan: Plan[Model], config: Config, source: Opened, parts:
         differ = [
             f"{name} is {other.get(name)} there and {ours.get(name)} here"
             for name in ours | other
-            if ours.get(name) != other.get(name) and not (alike and name in SEEN_IN_SHAPES)
+            if ours.get(name) != other.get(name)
+            and name not in BUDGETS
+            and not (alike and name in SEEN_IN_SHAPES)
+            and not (name == "patches" and ours.get(name) and other.get(name))  # a budget, too, unless one has the square
         ]
         if not differ and not alike:
             differ = ["its tensors have other names or shapes"]
@@ -141,10 +144,10 @@ def refuse_other_parts(plan: Plan[Model], config: Config, source: Opened, parts:
             raise Refused(f"the {part} of {source.folder} is not the {part} of this model: {'; '.join(differ)}.")
 
 
-def _from_folder(plan: Plan[Model], source: Opened, parts: Collection[Part]) -> set[str]:
+def _from_folder(plan: Plan[Model], source: Weights, parts: Collection[Part]) -> set[str]:
     """Fill parts from a folder of transformers' or of parts; the names that were filled."""
     assert source.form is not None
-    config, done = source.bundle.config, set()
+    config, done = source.config, set()
     like = parameters_by_name(shape(config).model)
     for at in places(config, source.form):
         for name, value in stream_place(like, config, source.form, at, source.folder / at, lambda name: name.partition(".")[0] in parts):
@@ -153,12 +156,12 @@ def _from_folder(plan: Plan[Model], source: Opened, parts: Collection[Part]) -> 
     return done
 
 
-def _from_checkpoint(plan: Plan[Model], source: Opened, parts: Collection[Part], keep_adapters: bool) -> set[str]:
+def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part], keep_adapters: bool) -> set[str]:
     """Fill parts from a run's checkpoint, its adapters kept or merged; the names that were filled."""
     assert source.checkpoint is not None
     state, done = source.checkpoint.state, set()
     before = lora_of(state)
-    like = shape(source.bundle.config, trains={}, adapters=before, biased=bool(state.get("expert_biases")))
+    like = shape(source.config, trains={}, adapters=before, biased=bool(state.get("expert_biases")))
     with source.checkpoint.reading("model", "frozen") as stored:
         refuse_misfits(str(source.checkpoint.folder), misfits(stored.meta, {name: x for name, x, _ in like.tensors()}, "any"))
         layers = adapters(like.model)

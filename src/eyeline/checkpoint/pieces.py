@@ -17,7 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from eyeline.checkpoint.tensors import NAMED_DTYPES, entries_of
+from eyeline.checkpoint.tensors import NAMED_DTYPES, Entry, entries_of
+from eyeline.core.errors import Refused
 from eyeline.core.shards import Box, held, is_sharded
 
 OFFSETS = "DCP_SHARDING_INFO"  # {name: {"saved_offsets": [...]}}
@@ -82,12 +83,16 @@ class TensorFiles:
         dtypes: dict[str, torch.dtype] = {}
         meta: dict[str, Tensor] = {}
         for path, opened in files.items():
-            offsets = json.loads((opened.metadata() or {}).get(OFFSETS, "{}"))
-            for name, entry in entries_of(path).items():
-                offset = tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(entry.shape)
-                self._pieces.setdefault(name, []).append((opened, Box(offset, entry.shape)))
+            entries = entries_of(path)
+            offsets = _offsets_in(path, (opened.metadata() or {}).get(OFFSETS, "{}"), entries)
+            for name, entry in entries.items():
+                if entry.dtype not in NAMED_DTYPES:
+                    raise Refused(f"{path}: {name} is of dtype {entry.dtype}; checkpoints have {', '.join(NAMED_DTYPES)}")
+                self._pieces.setdefault(name, []).append((opened, Box(offsets.get(name, (0,) * len(entry.shape)), entry.shape)))
                 dtypes[name] = NAMED_DTYPES[entry.dtype]
         for name, pieces in self._pieces.items():
+            if len({len(box.lengths) for _, box in pieces}) > 1:
+                raise Refused(f"{', '.join(map(str, files))}: pieces of {name} have different numbers of dimensions. Restore the files")
             ends = [[a + n for a, n in zip(*box, strict=True)] for _, box in pieces]
             meta[name] = torch.empty([max(end) for end in zip(*ends, strict=True)], dtype=dtypes[name], device="meta")
         self.meta = meta
@@ -110,6 +115,19 @@ class TensorFiles:
                 filled += common.size
         assert filled == box.size, f"{name}: {filled:,} of {box.size:,} numbers are stored"
         return out
+
+
+def _offsets_in(path: Path, text: str, entries: Mapping[str, Entry]) -> dict[str, tuple[int, ...]]:
+    """Where the pieces in a file begin, by the text in its header. Raises Refused for a text that does not say it."""
+    try:
+        offsets = {name: tuple(piece["saved_offsets"]) for name, piece in json.loads(text).items() if name in entries}
+        if any(not isinstance(n, int) or n < 0 for offset in offsets.values() for n in offset):
+            raise ValueError("an offset is not a whole number from 0 on")
+        if strange := [name for name, offset in offsets.items() if len(offset) != len(entries[name].shape)]:
+            raise ValueError(f"the offset of {strange[0]} has another number of dimensions than its shape")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Refused(f"{path} does not say where the tensors in it begin ({OFFSETS} in its header): {error}. Restore the file") from error
+    return offsets
 
 
 @contextmanager

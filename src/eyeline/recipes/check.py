@@ -42,7 +42,7 @@ from eyeline.recipes.device import device_report
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, image_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
-from eyeline.train.start import description, refuse_another_recipe, refuse_changed_data
+from eyeline.train.start import description, description_at, refuse_another_recipe, refuse_changed_data
 from eyeline.train.trainable import checkpointed, memory_of, plan_of, trained_in_full
 
 
@@ -74,7 +74,7 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     except Refused as error:
         found.append(f"out: {error}".replace("\n", "\n  "))
     try:
-        bundle = description(run)
+        bundle = description_at(run, run_folder(run))
         encoder = bundle.encoder()
     except Refused:  # among the settings' problems already: without a model no sample can be shown
         found += device_report(run, None).problems
@@ -279,7 +279,7 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
     yield from mesh_problems(run.mesh, None)
     yield from folder_problems(run_folder(run))
     try:
-        bundle = description(run)
+        bundle = description_at(run, run_folder(run))
         encoder = bundle.encoder()
     except Refused as error:
         if not any(line.endswith(str(error)) for line in unreadable):  # a fresh tokenizer is made from the same sources

@@ -9,10 +9,10 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eyeline import __version__, models
-from eyeline.bundle.bundle import Bundle, Opened, describe, open_bundle, read_description, refuse_other_version
+from eyeline.bundle.bundle import Bundle, Weights, describe, open_bundle, open_weights, read_description, refuse_other_version, tokenizer_of
 from eyeline.bundle.fill import Seed, Source, refuse_other_parts
 from eyeline.bundle.folders import warn_of_others
 from eyeline.checkpoint import store
@@ -34,6 +34,9 @@ from eyeline.train import metrics
 from eyeline.train.environment import commit, environment, packages
 from eyeline.train.run import CODE, Full, Run, differences, from_yaml, to_yaml, write_recipe
 from eyeline.train.trainable import checkpointed
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedTokenizerBase
 
 # Temporary files of a start that was killed. Those of reports and evaluations are removed by these.
 _LEFTOVER = re.compile(r"\.(recipe\.yaml|env\.json|model)\.[0-9a-f]{8}\.tmp")
@@ -238,21 +241,24 @@ def description(run: Run) -> Bundle:
         return bundle
     config = run.model.config
     assert config is not None, "Model has path or config"
-    opened = {folder: open_bundle(Path(folder)) for folder in dict.fromkeys(run.model.weights.values())}
+    opened = {folder: open_weights(Path(folder)) for folder in dict.fromkeys(run.model.weights.values())}
     for part, folder in run.model.weights.items():
         if part not in (parts := models.spec(config).parts):
             raise Refused(f"weights names {part}, and the model has {', '.join(parts)}")
         refuse_other_parts(shape(config, trains={}), config, opened[folder], [part])
-    given = opened[run.model.weights["language"]].bundle if "language" in run.model.weights else None
+    language, own = run.model.weights.get("language"), run.model.tokenizer
+    given = open_bundle(Path(language)).bundle if language is not None and (own is None or run.model.template is None) else None
     template = template_named(run.model.template or (given.template if given else ""))
     image = models.spec(config).image
-    if given is not None and run.model.tokenizer is None:
+    if given is not None and own is None:
         added = add_tokens(given.tokenizer, template, image.marks if image else None)
         learned = [token for token in added if token not in (template.image, VIDEO)]  # an image's features take its token's place
         return replace(given, config=config, template=template.name, untrained=(*given.untrained, *learned))
     prepared = next((stage.data.prepared for stage in run.stages if stage.data.prepared is not None), None)
-    if run.model.tokenizer is not None:
-        tokenizer = load_tokenizer(Path(run.model.tokenizer))
+    if own is not None:
+        tokenizer = load_tokenizer(Path(own))
+        if language is not None:
+            _refuse_other_ids(tokenizer, own, language)
     elif prepared is not None:
         folder = parse_location(prepared)
         if isinstance(folder, Remote):
@@ -268,6 +274,28 @@ def description(run: Run) -> Bundle:
     return Bundle(config, tokenizer, template.name)
 
 
+def _refuse_other_ids(tokenizer: "PreTrainedTokenizerBase", own: str, language: str) -> None:
+    """Raise Refused where an id of this tokenizer is another token in the folder of the language model, whose embeddings it would get."""
+    theirs = tokenizer_of(Path(language))
+    named = {} if theirs is None else {id: token for token, id in theirs.get_vocab().items()}
+    other = sorted((id, token) for token, id in tokenizer.get_vocab().items() if named.get(id, token) != token)
+    if other:
+        id, token = other[0]
+        raise Refused(
+            f"{own} is not the tokenizer of the language model in {language}: {len(other):,} ids are other tokens, such as {id}, which is "
+            f"{token!r} in {own} and {named[id]!r} there. Leave model.tokenizer out, or language out of model.weights"
+        )
+
+
+def description_at(run: Run, folder: Path) -> Bundle:
+    """The bundle of a run: where it resumes in the folder, the one that it has there, and nothing that its model started from is read."""
+    recipe = folder / "recipe.yaml"
+    saved = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
+    if saved and recipe.exists() and _recorded(recipe).model == run.model:
+        return read_description(folder / "model")
+    return description(run)
+
+
 def _described(run: Run) -> Bundle:
     """`description`, as it is once the run has trained: a stage that trains the language model in full trains its embeddings too."""
     bundle = description(run)
@@ -279,10 +307,10 @@ def sources_of(run: Run, home: Home, checkpoint: store.Checkpoint | None) -> Map
     """Where each part's weights come from: the run's checkpoint, or what the recipe's model begins with."""
     parts = models.spec(home.bundle.config).parts
     if checkpoint is not None:
-        return dict.fromkeys(parts, Opened(home.folder, home.bundle, None, checkpoint))
+        return dict.fromkeys(parts, Weights(home.folder, home.bundle.config, None, checkpoint))
     fresh = Seed(run.seed)
     if run.model.path is not None:
-        whole = open_bundle(Path(run.model.path))
+        whole = open_weights(Path(run.model.path))
         return {part: fresh if part in run.model.fresh else whole for part in parts}
-    opened = {folder: open_bundle(Path(folder)) for folder in run.model.weights.values()}
+    opened = {folder: open_weights(Path(folder)) for folder in run.model.weights.values()}
     return {part: opened[run.model.weights[part]] if part in run.model.weights else fresh for part in parts}
