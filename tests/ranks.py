@@ -27,7 +27,7 @@ def as_rank(rank: int, count: int, store: Path) -> None:
 
 
 def start(count: int, work: Callable[[], None], store: Path, timeout: float = 60) -> list[Forked]:
-    """So many ranks that do `work`; after `timeout` seconds each shows its stack and ends."""
+    """Ranks that do `work`; after `timeout` seconds each shows its stack and ends."""
 
     def run(rank: int) -> Callable[[], None]:
         def inside() -> None:

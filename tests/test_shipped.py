@@ -156,7 +156,7 @@ def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path
 
 
 def test_a_heads_commands_are_found() -> None:
-    """Two ways of a recipe for both kinds of a family; a line that goes on is one command."""
+    """Two ways of a recipe for both kinds of a family; a continued line is one command."""
     first, second = ways("llava-siglip2-smollm2")
     assert [words[0] for words in first] == ["import", "check", "train"]
     assert [words[0] for words in second] == ["import", "train"]
@@ -239,7 +239,7 @@ def _adapts(trained: Adapted, layer: str) -> bool:
 
 @torch.no_grad()
 def their_logits(folder: Path, bundle: Bundle, document: Document) -> Tensor:
-    """Of the export, by the class of transformers that it names; or by those of its parts, joined by hand."""
+    """Answers of the export, from the class of transformers that it names; or from those of its parts, joined by hand."""
     c = bundle.config
     if (folder / "vision").exists():
         assert isinstance(c, llava.Config)

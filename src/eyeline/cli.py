@@ -465,7 +465,7 @@ def _end(message: str, code: int) -> None:
 
 
 def _on_ranks(run: Any, nproc: int) -> int:
-    """This command once for each rank; what does not fit so many is refused once, here."""
+    """This command once for each rank; what does not fit that number is refused once, here."""
     from eyeline.parallel.mesh import refuse_problems
     from eyeline.parallel.spawn import run_ranks
 

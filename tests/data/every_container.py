@@ -139,5 +139,5 @@ CONTAINERS: dict[str, Callable[[Path, Rows], Source]] = {
     "Energon": energons,
     "COCO": coco,
     "imagefolder": lambda s, r: (table(s, r, "metadata"), Source(path=str(s)))[1],
-    "texts beside": besides,
+    "texts in files": besides,
 }  # fmt: skip

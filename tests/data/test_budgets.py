@@ -83,7 +83,7 @@ def test_what_is_too_long_for_a_budget_is_counted(sources: tuple[Source, ...], p
 
 
 def test_few_rows_are_packed_as_an_epoch_that_ends(sources: tuple[Source, ...], plain: Encoder, rule: ImageRule) -> None:
-    """Nothing is closed by then: the packs that are open are counted, and it is said."""
+    """Nothing is closed by then: the packs that are open are counted, and the page says so."""
     reader = opened(sources, plain, rule)
     found = packing(reader, ALL, Budget(4096, 4096))
     assert found is not None and not found.settled
@@ -105,7 +105,7 @@ def test_budgets_start_with_the_stages_and_keep_its_ratio(
     report = data_report(opened(sources, plain, rule), Budget(90, 160), THOROUGH)
     now, *others = report.budgets
     assert now.budget == Budget(90, 160)
-    assert [p.budget.tokens for p in others] == [256, 512, 1024, 2048]  # of the last too few packs are closed to go on
+    assert [p.budget.tokens for p in others] == [256, 512, 1024, 2048]  # of the last too few packs are closed to continue
     assert [p.settled for p in others] == [True, True, True, False]
     share = now.load.patch / now.load.token
     for other in others:

@@ -423,7 +423,7 @@ REJECTED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         {"messages": [*said(("user", "Hi")), {"role": "assistant", "content": "Hello", "loss_weight": 0.0}]},
         ("no_target", "messages[1].loss_weight"),
     ),
-    "TRL: thoughts": (
+    "TRL: reasoning": (
         {"messages": [*said(("user", "Hi")), {"role": "assistant", "thinking": "A greeting.", "content": "Hello"}]},
         ("unsupported", "messages[1].thinking"),
     ),

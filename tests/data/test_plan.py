@@ -368,7 +368,7 @@ def test_memory_does_not_grow_with_the_data() -> None:
 
 
 class _Many:
-    """So many shards, none of which exists, in runs of that length."""
+    """Shards, none of which exists, in runs of that length."""
 
     def __init__(self, count: int, run: int = 1):
         self.count, self.run = count, run

@@ -240,7 +240,7 @@ def test_videos(folder: Path, tmp_path: Path, tokenizers: dict[str, Any]) -> Non
         assert same_sample(one, two)
 
 
-# Going on with either
+# Resuming with either
 
 
 @pytest.mark.parametrize("at", [4])
@@ -268,12 +268,12 @@ def test_each_row_is_stored_once_in_first_epoch_order(
     reader = open_reader(max_samples_per_image=2, validation_fraction=0.3)
     wanted = [id for step in training_steps(reader, BUDGET, 1, 1) for batch in step.batches for id in batch.ids]
     judged = [id for batch in validation_batches(reader, BUDGET) for id in batch.ids]
-    lie: dict[bool, list[str]] = {False: [], True: []}
+    ids: dict[bool, list[str]] = {False: [], True: []}
     for about in manifest.archives:
         rows = open_source(Source(path=str(tmp_path / "out" / "shards" / about.name)))
-        lie[about.judges] += [rows.container.row(place)["id"] for place, _, _ in rows.rows_in(0)]
-    assert lie[False] == [*wanted, "rows.json#22", "rows.json#23"]  # last what is too long
-    assert lie[True] == judged
+        ids[about.judges] += [rows.container.row(place)["id"] for place, _, _ in rows.rows_in(0)]
+    assert ids[False] == [*wanted, "rows.json#22", "rows.json#23"]  # last what is too long
+    assert ids[True] == judged
 
 
 def test_an_ordinary_source_reads_the_archives(open_reader: Open, folder: Path, tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ def test_every_mode_writes_the_same_with_a_kill(open_reader: Open, tmp_path: Pat
 
 
 def test_a_partition_is_a_pure_function(open_reader: Open, tmp_path: Path) -> None:
-    """Whoever does it, elsewhere and in any order, writes the same bytes."""
+    """Any process, in any folder and order, writes the same bytes."""
     manifest = made(open_reader(), tmp_path / "out")
     reader = open_reader()
     plan = existing_plan(LocalStore(tmp_path / "out" / "job" / "packs"))
@@ -574,7 +574,7 @@ def test_a_folder_of_another_job_is_left_alone(open_reader: Open, folder: Path, 
     before = contents(tmp_path / "out")
     with pytest.raises(Refused, match="prepared from other"):
         made(open_reader(seed=1), tmp_path / "out")
-    os.utime(folder / "3.png", (1, 1))  # another image, for all that anybody knows
+    os.utime(folder / "3.png", (1, 1))  # another image, as far as its time says
     with pytest.raises(Refused, match="prepared from other"):
         made(open_reader(), tmp_path / "out")
     assert contents(tmp_path / "out") == before

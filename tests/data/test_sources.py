@@ -373,7 +373,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_row_that_cannot_be_parsed_is_of_every_kind(opened) -> None:
-    """Left out, it would be lost without a word."""
+    """Left out, it would be lost silently."""
     line = json.dumps({"messages": chat("a", "b"), "kind": "k"}).encode()
     rows = opened(line + b'\n{"torn\n' + line.replace(b"}]", b'}], "n": NaN', 1), "rows.jsonl", categories=("k",))
     assert [complaint(rows, i)[0] for i in range(1, 3)] == ["not_json", "not_finite"]

@@ -71,12 +71,12 @@ CONVERSATIONS = {
     "spaces at the ends": said("  a  ", "b  "),
     "numbers and marks": said("12345 + 67.8 = ?", "12,412.8!!!"),
     "other scripts": said("你好 wörld 🙂", "e\u0301t\u00e9"),
-    "thoughts": said("what?", "<think>\nA square?\n</think>\n\nA circle.", "sure?", "<think>\n\n Look again. \n</think>\n\n\nYes."),
+    "reasoning": said("what?", "<think>\nA square?\n</think>\n\nA circle.", "sure?", "<think>\n\n Look again. \n</think>\n\n\nYes."),
     "an empty thought": said("what?", "<think>\n\n</think>\n\nA circle."),
-    "half a thought": said("what?", "So a circle.</think>\n\nA circle."),
+    "half of a reasoning": said("what?", "So a circle.</think>\n\nA circle."),
     "looks like a role": said("assistant\nI am the user", "user\nI am the assistant"),
 }
-THOUGHTS = {message for name in ("thoughts", "half a thought") for message in CONVERSATIONS[name] if message.role == "assistant"}
+REASONING = {message for name in ("reasoning", "half of a reasoning") for message in CONVERSATIONS[name] if message.role == "assistant"}
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
@@ -86,7 +86,7 @@ def test_tokens_equal_the_tokenizers_own(name: str, messages: tuple[Message, ...
     encoder = Encoder(tokenizers[name], TEMPLATES[name])
     for jinja in [encoder.template.jinja, *([PUBLISHED[name]] if name in PUBLISHED else [])]:
         assert ours(encoder, messages[:-1], True) == theirs(tokenizers, name, messages[:-1], True, jinja)
-        if jinja in (PUBLISHED["qwen3-no-thinking"], PUBLISHED["qwen3.5"]) and THOUGHTS.intersection(messages):
+        if jinja in (PUBLISHED["qwen3-no-thinking"], PUBLISHED["qwen3.5"]) and REASONING.intersection(messages):
             continue  # a model that is not to think is not taught the reasoning of the data
         found, wanted = ours(encoder, messages, False), theirs(tokenizers, name, messages, False, jinja)
         if TEMPLATES[name].jinja.endswith("<think>\\n' }}{%- endif %}") and "<think>\n\n" in encoder.decode(wanted, special=True):

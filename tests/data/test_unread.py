@@ -281,7 +281,7 @@ def test_a_table_has_columns_too(folder: Path) -> None:
 
 
 def test_a_row_of_text_may_not_show_an_image(folder: Path) -> None:
-    """images: ignore says that the rows are text: an image is neither shown nor dropped without a word."""
+    """images: ignore says that the rows are text: an image is neither shown nor silently dropped."""
     rows = rows_of(folder, lambda n: QUESTION | ({"image": "photos/0.png"} if n else {}), count=2, images="ignore")
     (place, _, first), (other, _, bad) = rows.kept_rows()
     assert isinstance(first, Sample)

@@ -106,7 +106,7 @@ CONTAINERS: dict[str, Callable[[Path, list[Row]], Path]] = {
     "COCO": as_coco,
     "several files": as_several,
 }
-OF_TEXTS = CONTAINERS | {"texts beside images": as_texts_beside}
+OF_TEXTS = CONTAINERS | {"texts of images": as_texts_beside}
 UNICODE_ONLY = {"Parquet", "Parquet, images as structs", "Arrow"}  # their writers take no lone surrogates: test_parquet.py
 SOUND: Row = ("a.png", "a dot")
 

@@ -131,14 +131,14 @@ def test_what_is_damaged_is_written_again_with_the_same_manifest(tmp_path: Path)
 
 def test_rows_that_come_out_must_be_those_that_went_in(tmp_path: Path) -> None:
     plan = plan_of(LocalStore(tmp_path), 2)
-    for lie in (Done({"rows.txt": 1}, {}), Done({"rows.txt": 3, "none.txt": 2}, {})):
+    for wrong in (Done({"rows.txt": 1}, {}), Done({"rows.txt": 3, "none.txt": 2}, {})):
 
-        def lying(partition: Partition, folder: Path, lie: Done = lie) -> Done:
+        def miscounting(partition: Partition, folder: Path, wrong: Done = wrong) -> Done:
             work(partition, folder)
-            return lie
+            return wrong
 
         with pytest.raises(AssertionError):
-            done(plan, Where(), Job("rows", lying))
+            done(plan, Where(), Job("rows", miscounting))
     assert not list(manifests(plan))
 
 

@@ -147,7 +147,7 @@ def test_a_problem_is_named(tmp_path: Path, change: str, words: list[str]) -> No
 
 
 def test_text_batch_trains_the_language_model_only(tmp_path: Path) -> None:
-    """A tower that is to learn from text would stay as it is, without a word."""
+    """A tower that is to learn from text would silently stay as it is."""
     assert problems(tmp_path) == ""
     rows = [{"id": f"t{n}", "conversations": [{"from": "human", "value": "say"}, {"from": "gpt", "value": f"{n}"}]} for n in range(20)]
     (tmp_path / "text.json").write_text(json.dumps(rows))

@@ -35,7 +35,7 @@ from eyeline.models.hf.config_json import record_of
 from eyeline.models.hf.forms import Form
 from eyeline.models.hf.languages import language_from_hf
 
-ROWS = 64  # an embedding that must grow grows to a multiple of this, which matrix units like
+ROWS = 64  # an embedding that must grow grows to a multiple of this, which tensor cores prefer
 
 
 def import_model(

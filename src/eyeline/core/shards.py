@@ -1,4 +1,4 @@
-"""Tensors of which this rank holds a part. Whoever fills, saves or loads a tensor asks here what part that is, and needs to know nothing
+"""Tensors of which this rank holds a part. Code that fills, saves or loads a tensor asks here which part that is, and needs to know nothing
 of ranks; a tensor that is not cut is held whole."""
 
 import math

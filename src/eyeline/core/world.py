@@ -1,6 +1,7 @@
 """The processes that train together (ranks), as one of them sees them: who it is, and how plain values are exchanged on the host.
 
-`parallel/launch.py` makes it; whoever needs other ranks' answers is given it. A single process is rank 0 of 1, and runs the same code.
+`parallel/launch.py` makes it; code that needs other ranks' answers gets it as an argument. A single process
+is rank 0 of 1, and runs the same code.
 """
 
 from collections.abc import Callable, Sequence

@@ -306,8 +306,8 @@ class _Processes(Generic[J, R]):
 
 
 class Background(Generic[J]):
-    """One process that does jobs in their order. Nobody waits for it: `work` leaves what it makes where others look, and does for
-    itself what it does not find there. So this process ends when it fails, and that is said, once."""
+    """One process that does jobs in their order. No process waits for it: `work` leaves what it makes where others look, and does for
+    itself what it does not find there. So this process ends when it fails, with one warning."""
 
     def __init__(self, work: Callable[[J, At], None]):
         self._worker: Worker | None = Worker(pickle.dumps(work), most_bytes=None)

@@ -178,7 +178,7 @@ class LayerCache:
         self.lengths = [0] * rows
 
     def keep(self, rows: list[int]) -> None:
-        """Go on with these rows only, in this order: the others have finished."""
+        """Continue with these rows only, in this order: the others have finished."""
         index_B = torch.tensor(rows, dtype=torch.int64, device=self.k_BUGK.device)
         self.k_BUGK, self.v_BUGK = self.k_BUGK[index_B], self.v_BUGK[index_B]
         self.lengths = [self.lengths[row] for row in rows]

@@ -1,4 +1,4 @@
-"""Products that are summed in float32 and given in it, of bfloat16 matrices, on a GPU's matrix units: casting a matrix up first would cost
+"""Products that are summed in float32 and given in it, of bfloat16 matrices, on a GPU's tensor cores: casting a matrix up first would cost
 a pass over it and a product without those units.
 
 Dims: T rows  D width  E outputs

@@ -27,7 +27,7 @@ def fla_fault(
         theirs = [x.float() for x in results(inputs, cu_S1, fla=True)]
         wanted = results(tuple(x.float() for x in inputs), cu_S1, fla=False)
         off = [float((got - want).norm() / want.norm().clamp_min(1e-12)) for got, want in zip(theirs, wanted, strict=True)]
-    except Exception as error:  # noqa: BLE001 - compilers and drivers raise what they like: it is said, and our own kernel computes
+    except Exception as error:  # noqa: BLE001 - compilers and drivers raise any error: it is reported, and our own kernel computes
         lines = str(error).strip().splitlines()
         return f"it raised {type(error).__name__}{f': {lines[0][:200]}' if lines else ''}"
     names = ("the output", *(TRAINING if gradients else GENERATING))

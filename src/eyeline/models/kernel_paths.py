@@ -46,7 +46,7 @@ def choose(
 def _precision(capability: Capability, dtype: torch.dtype) -> Iterator[str]:
     if dtype == torch.float32 and capability >= (8, 0):
         yield (
-            "precision: fp32 on a GPU computes without its matrix units (TF32 stays off) and synchronises with the GPU in every "
+            "precision: fp32 on a GPU computes without tensor cores (TF32 stays off) and synchronises with the GPU in every "
             "attention layer: "
             "several times slower than bf16, with twice the memory for activations. Set precision: bf16 unless you compare numbers"
         )

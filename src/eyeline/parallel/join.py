@@ -20,7 +20,7 @@ LONG = timedelta(days=7)  # for a rank that indexes data, say, while others wait
 
 
 def started() -> World:
-    """The place that whoever started this process gave it, in torchrun's environment variables; it cannot talk to others yet. Raises
+    """The place that the launcher gave this process, in torchrun's environment variables; it cannot talk to others yet. Raises
     Refused for half of one."""
     names = ("RANK", "WORLD_SIZE")
     there = [name for name in names if name in os.environ]
@@ -41,7 +41,7 @@ def started() -> World:
 def joined(world: World, device: str, timeout_s: float) -> Iterator[World]:
     """The world once every rank has arrived, able to talk: over gloo, whatever the device computes with.
 
-    An expected error inside is raised on the rank that has it, and as ElsewhereFailed on others that have the same: it is said once.
+    An expected error inside is raised on the rank that has it, and as ElsewhereFailed on others that have the same: it is printed once.
     Raises RankLost where a rank has ended, or does not answer within `timeout_s`.
     """
     if world.size == 1:
@@ -114,7 +114,7 @@ def _said_once() -> Iterator[None]:
         name = f"said {hashlib.sha256(text.encode()).hexdigest()}"
         try:
             first = distributed_c10d._get_default_store().add(name, 1) == 1
-        except RuntimeError:  # whoever kept the store has ended
+        except RuntimeError:  # the process that kept the store has ended
             first = True
         if first:
             raise

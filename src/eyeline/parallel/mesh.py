@@ -31,7 +31,7 @@ class MeshSizes(Settings):
     timeout_minutes: PositiveFloat = 10.0  # a rank that does not answer for so long ends the run
 
     def sharded_over(self, world: int) -> int:
-        """Ranks that parameters are sharded over in a world of so many."""
+        """Ranks that parameters are sharded over in a world of a size."""
         return world // self.dp_replicate if self.dp_shard == -1 else self.dp_shard
 
 

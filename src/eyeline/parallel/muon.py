@@ -72,7 +72,7 @@ def _change(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _rows(rows: int, ranks: int) -> list[int]:
-    """The rows that each rank has of so many (`torch.chunk`)."""
+    """The number of rows of each rank (`torch.chunk`)."""
     most = -(-rows // ranks)
     return [max(0, min(most, rows - rank * most)) for rank in range(ranks)]
 

@@ -19,7 +19,7 @@ GRACE_S = 10.0  # for the other ranks to end by themselves once one has failed
 
 
 def run_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Run `eyeline` with these arguments on so many ranks, and wait for them. Signals are passed on to each. The exit code is that of the
+    """Run `eyeline` with these arguments on several ranks, and wait for them. Signals are passed on to each. The exit code is that of the
     rank that failed first; the others are ended then, and none is left behind."""
     if started().size > 1:
         raise Refused("--nproc starts the ranks of one machine, and torchrun has started this process as one. Leave one of them out")

@@ -63,7 +63,7 @@ def refuse_problems(run: Run) -> list[str]:
 
 
 def check(run: Run, samples: int, console: Console | None = None, world_size: int = 1) -> bool:
-    """Print what a run would do on so many ranks, its data and first samples, then every problem; whether there are none. Trains
+    """Print what a run would do on `ranks` ranks, its data and first samples, then every problem; whether there are none. Trains
     nothing."""
     console = console or Console()
     settings = [*findings(run)]

@@ -70,7 +70,7 @@ class StageData:
     report: DataReport
     samples: tuple[SamplePreview, ...]
     flops: tuple[Flops, ...] = ()  # of the load of each budget; none where they were not counted
-    same_as: str | None = None  # an earlier stage with the same data and budget: nothing of it is said again but the arithmetic
+    same_as: str | None = None  # an earlier stage with the same data and budget: only the FLOPs are shown again
 
 
 def flops_of(packing: Packing, arithmetic: Arithmetic, rule: ImageRule | None) -> Flops:
@@ -86,7 +86,7 @@ def flops_of(packing: Packing, arithmetic: Arithmetic, rule: ImageRule | None) -
 
 
 def blocks(found: StageData) -> Iterator[Block]:
-    """All that is said about a stage's data."""
+    """All lines about a stage's data."""
     report = found.report
     yield Heading(f"stage {found.name}")
     if found.same_as is not None:
@@ -338,7 +338,7 @@ def shorten(text: str, longest: int = LONGEST_CELL) -> str:
 
 
 def data_page(name: str, stages: Sequence[StageData], problems: Sequence[str]) -> str:
-    """The page of a recipe's data. At most LARGEST_PAGE bytes: what does not fit is left out whole, and that is said."""
+    """The page of a recipe's data. At most LARGEST_PAGE bytes: what does not fit is left out whole, with a note."""
     top = [f"<h1>{words(name)}</h1>", page.note("The data of this recipe as Eyeline reads them. Nothing was trained.")]
     top += [page.warning(problem) for problem in problems] or [
         page.note("No problem that would stop training. Warnings, if any, are marked below.")

@@ -1,6 +1,6 @@
 """The frame and elements of every page: one self-contained file without script, in which nothing from data is anything but text.
 
-Whoever writes a page sends each string of a file through `words`, and each image through `image`.
+A page sends each string of a file through `words`, and each image through `image`.
 """
 
 import base64

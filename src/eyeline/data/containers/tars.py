@@ -249,7 +249,7 @@ def _odd_members(file: _Archive, start: int) -> Iterator[Member | BadSample]:
                 if info.offset_data + info.size > file.size:
                     yield _cut_short(info.name, info.size)
                     return
-            file.seek(archive.offset)  # it stops without a word at a header that is none
+            file.seek(archive.offset)  # it silently stops at an invalid header
             if file.read(BLOCK).strip(b"\0"):
                 yield BadSample("damaged_tar", "row", f"no member starts at byte {archive.offset:,}, and the archive does not end there")
     except tarfile.ReadError as error:

@@ -11,7 +11,7 @@ from eyeline.core.batch import IGNORE, Batch, Budget, Counts, Document, Image
 
 
 def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: bool = False) -> Batch:
-    """Lay documents end to end. With a budget, one last document without labels fills the tokens up; patches are not padded. Of no
+    """Put documents end to end. With a budget, one last document without labels fills the tokens up; patches are not padded. Of no
     documents the batch is one token of padding.
 
     Images with equal keys are encoded once, and the documents that show them share their rows. `next_tokens` asks for the

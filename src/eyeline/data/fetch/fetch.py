@@ -1,4 +1,4 @@
-"""A planned pack -> Batch: read, decode, lay out. Runs in this process or in workers, with the same result."""
+"""A planned pack -> Batch: read, decode, assemble. Runs in this process or in workers, with the same result."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -85,7 +85,7 @@ def _checked_file(path: Path) -> io.BufferedReader:
 def _refuse_unreadable(path: Path) -> None:
     try:
         about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode):  # opening a FIFO would wait for ever
+        if not stat.S_ISREG(about.st_mode):  # opening a FIFO would wait forever
             raise BadSample("not_a_file", "image", f"{path} is {'a folder' if stat.S_ISDIR(about.st_mode) else 'not a regular file'}")
         if about.st_dev in _system_devices():  # reading some of them fails, never ends, or does something
             raise BadSample("not_a_file", "image", f"{path} is a special file of the system (/proc, /sys or the like)")

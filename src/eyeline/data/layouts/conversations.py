@@ -243,14 +243,14 @@ def refuse_unread_keys(turn: dict[str, Any], role: Role, field: str) -> None:
     """BadSample for a turn that has tool calls, or reasoning in a field of its own."""
     if turn.get("tool_calls"):
         raise BadSample("tool_turn", f"{field}.tool_calls", "calls of tools are not supported. Drop such conversations")
-    for key in THOUGHTS if role == "assistant" else ():
+    for key in REASONING if role == "assistant" else ():
         if turn.get(key):
             why = "reasoning in a field of its own is not read: write it into the content, between <think> and </think>"
             raise BadSample("unsupported", f"{field}.{key}", why)
 
 
 TEXT_PARTS = ("text", "input_text")
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def openai_sample(row: Any, id: str, root: Location) -> Sample:

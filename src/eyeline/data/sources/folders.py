@@ -34,7 +34,7 @@ def resolve_location(path: str, retries: int) -> Location:
         mode = os.stat(found).st_mode
     except (OSError, ValueError) as error:  # ValueError: half a surrogate pair, or NUL
         raise Refused(f"{str(found)[:300]} cannot be opened: {getattr(error, 'strerror', None) or error}. Give another path") from error
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for ever
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait forever
         raise Refused(f"{found} is neither a file nor a folder. Give the path of a regular file or a folder")
     return found
 

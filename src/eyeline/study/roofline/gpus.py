@@ -9,7 +9,7 @@ from eyeline.models.flops import PEAKS
 
 @dataclass(frozen=True)
 class GPU:
-    """Rates per second. `bf16` is dense, with float32 accumulation; `fp32` without matrix units, since TF32 stays off here."""
+    """Rates per second. `bf16` is dense, with float32 accumulation; `fp32` without tensor cores, since TF32 stays off here."""
 
     name: str
     bf16: float
@@ -42,7 +42,7 @@ GPUS = {
 # are smaller, and a GPU that computes without a pause lowers its clock.
 PRODUCTS = 0.70
 GROUPED = 0.55  # products of experts with a few hundred rows each, whose tiles are not full
-FLOAT32 = 0.80  # products without matrix units
+FLOAT32 = 0.80  # products without tensor cores
 BACKWARD = 0.85  # flash attention's backward pass, of its forward's rate: 550 to 650 TFLOP/s there (Dao 2023)
 DELTA = 0.20  # the gated delta rule's small products in chunks of 64 tokens
 BANDWIDTH = 0.85  # passes over memory: STREAM-like kernels reach 85 to 92 % of a data sheet's number
