@@ -920,7 +920,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "offline/manifests.py",
             'not in ("", attempt)',
             "!= attempt",
-            "offline/test_exactly_once.py::test_any_schedule_of_racing_workers",
+            "offline/test_store.py::test_what_a_lost_attempt_leaves_is_named",
         ),
         (
             "offline/manifests.py",

@@ -28,7 +28,7 @@ from eyeline.data.counts import count_steps
 from eyeline.data.images.decode import decode, width_and_height
 from eyeline.data.images.patches import Augment
 from eyeline.data.loader import training_steps
-from eyeline.data.plan import order
+from eyeline.data.plan import index, order
 from eyeline.data.prepared import folder as prepared_folder
 from eyeline.data.prepared.folder import Manifest, packed_row, packed_sample
 from eyeline.data.reader import Reader, reader_of, sizing_of
@@ -437,6 +437,18 @@ def test_a_kill_loses_nothing_that_was_done(open_reader: Open, tmp_path: Path, s
     assert made(open_reader(**settings), out) == whole
     assert contents(out) == contents(tmp_path / "whole")
     assert {name: attempt for name, attempt in committed(out).items() if name in before} == before  # none was done again
+
+
+def test_indexes_are_kept_in_the_cache_and_taken_from_it(open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(open_reader(), tmp_path / "whole")
+    settings = {"cache": str(tmp_path / "cache")}
+    made(open_reader(**settings), tmp_path / "out")
+    kept = {p.name: p.read_bytes() for p in (tmp_path / "cache").rglob("*.index")}
+    assert len(kept) == 5
+    monkeypatch.setattr(index, "shard_index_of", None)  # none is made again
+    made(open_reader(**settings), tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "cache").rglob("*.index")} == kept
 
 
 def test_a_killed_runner_loses_nothing(open_reader: Open, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from eyeline.data.loader import planned_windows
 from eyeline.data.plan import shard_index
 from eyeline.data.plan.blend import pool_of
 from eyeline.data.plan.index import Index
-from eyeline.data.plan.read_shard import shard_index_of
 from eyeline.data.plan.shard_index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
 from eyeline.data.prepared import folder as prepared_folder
 from eyeline.data.prepared.folder import MANIFEST, Archive, Manifest, Prepared, open_manifest
@@ -123,13 +122,15 @@ class WriteIndex:
     sources: tuple[tuple[Rows, ...], tuple[Rows, ...]]
     encoder: Encoder
     rule: ImageRule | None
-    folders: tuple[Path, ...]  # where the index may be already
+    cache: Path | None  # data.cache, where training finds it later
+    made: Path  # where it may be already
 
     def __call__(self, partition: Partition, folder: Path) -> Done:
         own, source, shard = partition.work
         sources = self.sources[own]
-        known = (Index(sources, self.encoder, self.rule, where).read(source, shard) for where in self.folders)
-        index = next((one for one in known if one is not None), None) or shard_index_of(sources[source], shard, self.encoder, self.rule)
+        index = Index(sources, self.encoder, self.rule, self.made).read(source, shard)
+        if index is None:  # without a folder it is made, in memory; in the cache it is read, made or waited for
+            index = Index(sources, self.encoder, self.rule, self.cache).shard(source, shard)
         path = folder / INDEX
         try:
             path.write_bytes(to_bytes(index, self.name(partition)))
@@ -156,8 +157,7 @@ class _Indexes:
     @staticmethod
     def of(reader: Reader, folder: Path) -> "_Indexes":
         cache = Path(reader.data.cache).expanduser() if reader.data.cache else None
-        places = tuple(one for one in (cache, folder / INDEXES) if one is not None)
-        work = WriteIndex(_sources(reader), reader.encoder, reader.rule, places)
+        work = WriteIndex(_sources(reader), reader.encoder, reader.rule, cache, folder / INDEXES)
         partitions = _shards(reader, work)
         sources = [{str(rows.path): [rows.layout.identity, digest_of(rows)]} for rows in (*work.sources[0], *work.sources[1])]
         taken = None if reader.rule is None else [reader.rule.frames, reader.rule.video is not None]
