@@ -299,7 +299,7 @@ def test_few_rejects_count_at_the_end_of_an_epoch(open_reader, folder: Path) -> 
 @pytest.mark.parametrize("rows", [3, 1000])
 def test_a_set_without_one_usable_row_ends(open_reader, folder: Path, rows: int) -> None:
     write(folder, [row("no file", "absent.png")] * rows)
-    with pytest.raises(TooManyRejects, match=f"{rows} of {rows} samples"):
+    with pytest.raises(TooManyRejects, match=f"{rows:,} of {rows:,} samples"):
         next(training_steps(open_reader(max_reject_rate=0.5), BUDGET, 1, None))
     with pytest.raises(Refused, match="no sample can be used"):
         next(training_steps(open_reader(max_reject_rate=1.0), BUDGET, 1, None))
@@ -365,14 +365,14 @@ def test_reject_rate_of_adjacent_bad_rows_is_over_all_rows(open_reader, folder: 
     sources = (Source(path=spoilt(folder, 150, missing=150, name="bad.json")), Source(path=spoilt(folder, 1350)))
     for seed in range(2):
         assert read_through(open_reader(seed, sources=sources, max_reject_rate=0.1), None, 200)["rejects"]["seen"] > 0
-        with pytest.raises(TooManyRejects, match="150 of 1500"):
+        with pytest.raises(TooManyRejects, match="150 of 1,500"):
             read_through(open_reader(seed, sources=sources, max_reject_rate=0.09), 1)
 
 
 def test_reject_rate_includes_the_last_packs(open_reader, folder: Path) -> None:
     """What decoding finds in the packs that are still open when the last row has been planned."""
     for broken, rows in ((45, 90), (3, 3)):
-        with pytest.raises(TooManyRejects, match=f"[0-9]+ of {rows} samples"):
+        with pytest.raises(TooManyRejects, match=f"[0-9,]+ of {rows:,} samples"):
             read_through(open_reader(sources=(Source(path=spoilt(folder, rows, broken=broken)),), max_reject_rate=0.1), 1)
     with pytest.raises(Refused, match="no sample can be used: all 3"):
         read_through(open_reader(sources=(Source(path=spoilt(folder, 3, broken=3)),), max_reject_rate=1.0), 1)
