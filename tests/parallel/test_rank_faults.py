@@ -1,7 +1,9 @@
 """Ranks that fail, are killed, hang or are not alike: the others end with a code and a message, and the run can be resumed."""
 
 import os
+import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from eyeline.checkpoint import store
 from eyeline.core.errors import OutOfMemory
+from eyeline.parallel import watch
 from eyeline.train import loop
 from eyeline.train.run import Run
 from tests import ranks
@@ -132,12 +135,30 @@ def test_an_error_that_all_ranks_have_is_said_once(tmp_path: Path, capfd: pytest
     assert capfd.readouterr().err.count("had a loss or gradient that is not finite") == 1
 
 
-def test_a_rank_that_hangs_ends_the_others_in_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def stop_late() -> None:
+    time.sleep(0.5)  # its last word is from this step
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+HANGS = {"sleeps": (lambda: time.sleep(100), "runs"), "is stopped": (stop_late, r"has not been heard of for \d+ s")}
+
+
+@pytest.mark.parametrize("hang", HANGS)
+def test_a_rank_that_hangs_is_named_in_time(
+    hang: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its step, its phase and the line of ours that it is in."""
+    do, how = HANGS[hang]
+    monkeypatch.setattr(watch, "EVERY_S", 0.1)
+    monkeypatch.setattr(watch, "LATE_S", 1.0)
     run = cut_run(tmp_path, "run", "mesh.timeout_minutes=0.05")
-    children = start(run, 2, at_step(2, 1, lambda: os.kill(os.getpid(), signal.SIGSTOP)))
+    children = start(run, 2, at_step(2, 1, do))
     assert children[0].wait(60) == LOST
     children[1].kill()
-    assert "did not answer in time" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert re.search(
+        rf"in time \(timed out\)\. rank 1 \(process \d+ on \S+\) {how}; step 2, compute, at \S+/loop\.py:\d+ train_stage", said
+    ), said
 
 
 def test_two_starts_in_one_folder_do_not_mix(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

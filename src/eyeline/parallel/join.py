@@ -52,10 +52,10 @@ def joined(world: World, device: str, timeout_s: float) -> Iterator[World]:
     _end_with_launcher()
     limit, store = timedelta(seconds=timeout_s), os.environ.get(STORE)
     where: dict[str, Any] = {"init_method": f"file://{store}", "rank": world.rank, "world_size": world.size} if store else {}
-    with _lost_ranks(world):
+    with lost_ranks(world):
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=limit, **where)
     try:
-        with _said_once(), _lost_ranks(world):
+        with _said_once(), lost_ranks(world):
             soon, late = (dist.new_group(backend="gloo", timeout=wait) for wait in (limit, LONG))
             yield replace(world, gather=_gather(world, soon), gather_patiently=_gather(world, late))
     finally:
@@ -87,8 +87,8 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 
 
 @contextmanager
-def _lost_ranks(world: World) -> Iterator[None]:
-    """RankLost where a call failed because another rank did not answer it."""
+def lost_ranks(world: World, explain: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """RankLost where a call failed because another rank did not answer it; `explain` says more, if it can."""
     try:
         yield
     except RuntimeError as error:
@@ -97,7 +97,7 @@ def _lost_ranks(world: World) -> Iterator[None]:
         if how is None:
             raise
         raise RankLost(
-            f"rank {world.rank} lost another rank, which ended or did not answer in time ({how}). Its output says why. "
+            f"rank {world.rank} lost another rank, which ended or did not answer in time ({how}). {explain() or 'Its output says why'}. "
             "The same command resumes from the last checkpoint"
         ) from error
 

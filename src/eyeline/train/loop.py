@@ -23,10 +23,11 @@ from eyeline.data.counts import forget_step_count
 from eyeline.data.loader import check_rejects_at_end
 from eyeline.data.validation import validation_batches
 from eyeline.models import flops
-from eyeline.parallel.join import joined, started
+from eyeline.parallel.join import joined, lost_ranks, started
 from eyeline.parallel.launch import Machine, deterministic_or_refused, machine
 from eyeline.parallel.mesh import mesh_of
 from eyeline.parallel.ranks import ONE_DEVICE, ranks_of
+from eyeline.parallel.watch import watched, where_ranks_are
 from eyeline.train.display import Display, display
 from eyeline.train.metrics import Clock, StepFigures
 from eyeline.train.optim import set_learning_rates, state_tensors, without_state
@@ -65,23 +66,33 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
         ranks = ONE_DEVICE if mesh is None else ranks_of(mesh)
         process = Process(run, home, here, clock, console, show, tally, stop, world, mesh, ranks)
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
+        at = folder / "ranks"
+        stack.enter_context(lost_ranks(world, lambda: where_ranks_are(at, world)))
+        stack.enter_context(watched(at, world, lambda: {"step": stop.done, "phase": clock.phase}))
         try:
-            while checkpoint is None or checkpoint.state["stage"] < len(run.stages):
-                stop.hear(world.gather_patiently(stop.asked))
-                if stop.asked:
-                    done = f"{counted(checkpoint.state['global_step'], 'step')} saved" if checkpoint else "no step was done"
-                    raise Stopped(f"stopped by {stop.asked}; {done}, and the same command resumes from there")
-                try:
-                    train_stage(process, checkpoint)
-                except OutOfMemory as error:
-                    raise OutOfMemory(f"{error}. {smaller(run, home, checkpoint.state['stage'] if checkpoint else 0)}") from error
-                checkpoint = world.by_first(lambda: store.newest(home.checkpoints, home.id))
+            checkpoint = train_stages(process, checkpoint)
         finally:
             stop.close()
             show.close()
         if world.first:
             say(tally.line(checkpoint.state["global_step"]))
             say(f"saved: {checkpoint.folder}")
+
+
+def train_stages(process: Process, checkpoint: store.Checkpoint | None) -> store.Checkpoint:
+    """Train the stages that are left, each from the checkpoint before it; the last checkpoint."""
+    run, stop, world = process.run, process.stop, process.world
+    while checkpoint is None or checkpoint.state["stage"] < len(run.stages):
+        stop.hear(world.gather_patiently(stop.asked))
+        if stop.asked:
+            done = f"{counted(checkpoint.state['global_step'], 'step')} saved" if checkpoint else "no step was done"
+            raise Stopped(f"stopped by {stop.asked}; {done}, and the same command resumes from there")
+        try:
+            train_stage(process, checkpoint)
+        except OutOfMemory as error:
+            raise OutOfMemory(f"{error}. {smaller(run, process.home, checkpoint.state['stage'] if checkpoint else 0)}") from error
+        checkpoint = world.by_first(lambda: store.newest(process.home.checkpoints, process.home.id))
+    return checkpoint
 
 
 @contextmanager

@@ -94,14 +94,17 @@ class Clock:
         self.now = now
         self._mark = now()
         self._spent: dict[str, float] = {}
+        self.phase = "other"  # what time is spent on now
 
     @contextmanager
     def spending(self, on: Spending) -> Iterator[None]:
         """Count the seconds inside as spent on `on`."""
-        begin = self.now()
+        begin, before = self.now(), self.phase
+        self.phase = on
         try:
             yield
         finally:
+            self.phase = before
             self._spent[on] = self._spent.get(on, 0.0) + self.now() - begin
 
     def lap(self) -> dict[str, float]:
