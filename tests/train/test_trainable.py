@@ -1,4 +1,4 @@
-"""What a stage trains changes, all of it, and nothing else does: every combination of parts, full and LoRA, and again after a save."""
+"""What a stage trains changes, all of it, and nothing else does: combinations of parts, full and LoRA, and again after a save."""
 
 import itertools
 from dataclasses import replace
@@ -36,8 +36,9 @@ def in_pairs(ways: tuple[str | None, ...]) -> bool:
 
 
 CASES = [
-    *(pytest.param(ways, "fp32", id=names(ways)) for ways in WAYS),
-    *(pytest.param(ways, "bf16", id=f"{names(ways)}-bf16", marks=[] if in_pairs(ways) else pytest.mark.slow) for ways in WAYS),
+    pytest.param(ways, precision, id=f"{names(ways)}-{precision}", marks=[] if in_pairs(ways) else pytest.mark.slow)
+    for precision in ("fp32", "bf16")
+    for ways in WAYS
 ]
 
 
