@@ -118,10 +118,10 @@ def test_recomputation_stops_before_the_last_product(adapter: bool) -> None:
 
     x_TI = torch.empty(64, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight_OI = torch.empty(48, 32, dtype=torch.bfloat16, device="meta")
-    pair = [torch.empty(s, device="meta", requires_grad=True) for s in ((4, 32), (48, 4))]
+    a_rI, b_Or = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((4, 32), (48, 4)))
 
     def block(x: Tensor) -> Tensor:
-        return adapted(x, Layer(weight_OI, None, *pair, 2.0)) if adapter else F.linear(x, weight_OI)
+        return adapted(x, Layer(weight_OI, None, a_rI, b_Or, 2.0)) if adapter else F.linear(x, weight_OI)
 
     with Recorder() as recorder:
         out = checkpoint(block, x_TI, use_reentrant=False)

@@ -4,7 +4,7 @@ bfloat16, and a single operator each way. `slow` tests have PyTorch's compiler m
 import pytest
 import torch
 
-from eyeline.kernels import norms, one_kernel, swiglu
+from eyeline.kernels import gpu, norms, one_kernel, swiglu
 from eyeline.study.roofline.record import Recorder
 from tests.kernels.passes import PASSES, H, K, T, given, results
 
@@ -66,10 +66,10 @@ def test_compiled_passes_compute_the_same_at_every_size(monkeypatch: pytest.Monk
 
 def test_small_tensors_on_a_gpu_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in generation, token by token: nothing is compiled for them."""
-    monkeypatch.setattr(one_kernel, "on_gpu", lambda _: True)
-    assert not one_kernel.pays(torch.empty(one_kernel.LEAST - 1))
-    assert one_kernel.pays(torch.empty(one_kernel.LEAST))
-    assert one_kernel.pays(torch.empty(1, device="meta")), "what is counted is a step of training"
+    monkeypatch.setattr(gpu, "on_gpu", lambda _: True)
+    assert not gpu.pays(torch.empty(gpu.LEAST - 1))
+    assert gpu.pays(torch.empty(gpu.LEAST))
+    assert gpu.pays(torch.empty(1, device="meta")), "what is counted is a step of training"
 
 
 def test_a_device_that_nothing_is_compiled_for_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

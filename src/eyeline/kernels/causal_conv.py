@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
-from eyeline.kernels.one_kernel import one_kernel, pays
+from eyeline.kernels.gpu import pays
+from eyeline.kernels.one_kernel import one_kernel
 from eyeline.kernels.opaque import opaque
 
 

@@ -12,11 +12,20 @@ NARROW_BACKWARD = ((8, 6), (8, 9), (12, 0), (12, 1))  # too little shared memory
 
 WITHOUT_MEMORY: Capability = (9, 0)  # of the GPU that tensors on the meta device stand for
 
+# Numbers of the first tensor from which on memory, and not launches, takes the time on a GPU: a pass over 4 MB is some 2 µs. Below, as in
+# generation token by token, PyTorch's own kernels are as fast, and nothing needs compiling.
+LEAST = 1 << 21
+
 
 def on_gpu(x: Tensor) -> bool:
     """True for a tensor on a GPU, and for one without memory, on the meta device: it stands for one on a GPU, so that what a GPU would be
     asked for can be counted anywhere (`study/roofline`)."""
     return x.is_cuda or x.is_meta
+
+
+def pays(x: Tensor) -> bool:
+    """True where a function of x should be one kernel (`kernels/one_kernel.py`): on a GPU, unless x is small."""
+    return on_gpu(x) and (x.is_meta or torch.compiler.is_compiling() or x.numel() >= LEAST)
 
 
 @torch.compiler.assume_constant_result

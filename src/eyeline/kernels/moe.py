@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyeline.core.dims import dims
-from eyeline.kernels.gpu import capability_of, grouped_obstacle, on_gpu
-from eyeline.kernels.one_kernel import one_kernel, pays
+from eyeline.kernels.gpu import capability_of, grouped_obstacle, on_gpu, pays
+from eyeline.kernels.one_kernel import one_kernel
 from eyeline.kernels.opaque import opaque
 from eyeline.kernels.swiglu import swiglu_backward, swiglu_forward
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyeline.kernels.gpu import on_gpu
-from eyeline.kernels.one_kernel import one_kernel, pays
+from eyeline.kernels.gpu import on_gpu, pays
+from eyeline.kernels.one_kernel import one_kernel
 
 
 def rms_norm_plain(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

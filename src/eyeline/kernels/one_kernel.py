@@ -13,14 +13,6 @@ from eyeline.kernels.opaque import LIBRARY
 
 Inputs = ParamSpec("Inputs")
 Out = TypeVar("Out")
-# Numbers of the first tensor from which on memory, and not launches, takes the time on a GPU: a pass over 4 MB is some 2 µs. Below, as in
-# generation token by token, PyTorch's own kernels are as fast, and nothing needs compiling.
-LEAST = 1 << 21
-
-
-def pays(x: torch.Tensor) -> bool:
-    """True where a function of x should be one kernel: on a GPU, unless x is small."""
-    return on_gpu(x) and (x.is_meta or torch.compiler.is_compiling() or x.numel() >= LEAST)
 
 
 def one_kernel(function: Callable[Inputs, Out]) -> Callable[Inputs, Out]:
@@ -30,6 +22,7 @@ def one_kernel(function: Callable[Inputs, Out]) -> Callable[Inputs, Out]:
     compiler gets the function itself, and may fuse it with its neighbours.
     """
     name = function.__name__.strip("_")
+    plain: Callable[..., Any] = function
 
     @functools.cache
     def compiled() -> Callable[..., Any]:
@@ -37,7 +30,7 @@ def one_kernel(function: Callable[Inputs, Out]) -> Callable[Inputs, Out]:
 
     def run(*args: Any) -> Any:
         if not _compiles(args[0]):
-            return function(*args)
+            return plain(*args)
         # detached: else one more kernel is made for tensors that need gradients
         return compiled()(*(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from eyeline.core.dims import dims
-from eyeline.kernels.one_kernel import one_kernel, pays
+from eyeline.kernels.gpu import pays
+from eyeline.kernels.one_kernel import one_kernel
 
 
 class Scaling(NamedTuple):
@@ -91,7 +92,8 @@ class _OneKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _rotated(gradients[0], *ctx.saved_tensors, True), None, None
+        cos_TR, sin_TR = ctx.saved_tensors
+        return _rotated(gradients[0], cos_TR, sin_TR, True), None, None
 
 
 class _Turned(torch.autograd.Function):

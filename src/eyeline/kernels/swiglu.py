@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyeline.kernels.one_kernel import one_kernel, pays
+from eyeline.kernels.gpu import pays
+from eyeline.kernels.one_kernel import one_kernel
 
 
 def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
