@@ -482,10 +482,15 @@ def test_every_mode_writes_the_same_with_a_kill(open_reader: Open, tmp_path: Pat
         made(open_reader(**settings), out, where=Where(2))
     else:
         places = [Where(2 * (mode == "shards of workers"), shard, 3) for shard in range(3)]
-        for _ in range(3):  # one does the indexes, one the archives, one what a killed one left; all three at once
+        for number in range(4):  # one does the indexes, one the archives, one what a killed one left; all three at once
             share = [Forked(lambda place=place: made(open_reader(**settings), out, where=place)) for place in places]
-            for one in share:
-                one.wait()
+            codes = {one.wait() for one in share}
+            assert codes <= ({0, -signal.SIGKILL} if number < 3 else {0})
+        before = (out / "prepared.json").stat().st_mtime_ns
+        assert made(open_reader(**settings), out, where=places[1]).archives  # a task that comes late finds all done
+        assert (out / "prepared.json").stat().st_mtime_ns == before
+        with pytest.raises(Refused, match="prepared from other"):
+            made(open_reader(**settings, seed=1), out, where=places[1])
     patch.undo()
     assert not alarm.exists()
     assert contents(out) == contents(tmp_path / "whole")

@@ -30,7 +30,7 @@ from eyeline.data.plan.blend import pool_of
 from eyeline.data.plan.index import Index
 from eyeline.data.plan.shard_index import INSIDE, WHOLE, Longs, ShardIndex, identity_of, index_path, to_bytes
 from eyeline.data.prepared import folder as prepared_folder
-from eyeline.data.prepared.folder import MANIFEST, Archive, Manifest, Prepared, open_manifest
+from eyeline.data.prepared.folder import MANIFEST, Archive, Manifest, Prepared, open_manifest, open_prepared
 from eyeline.data.reader import Reader, digest_of, identity_of_plan, reader_of, sizing_of, training_pools, validation_sources
 from eyeline.data.rejects import Reject
 from eyeline.data.sets import choice, prepared_sides
@@ -82,10 +82,10 @@ def pack_offline(
             left.unlink(missing_ok=True)
     reader = _over_indexes(reader, folder / INDEXES)
     indexes = _Indexes.of(reader, folder)
-    if (
-        existing_plan(LocalStore(folder / JOBS / "packs")) is not None
-    ):  # then the indexes were complete, and what differs is said before they are made again
-        _plan_of_packs(reader, budget, folder, packs, quality, indexes)
+    if existing_plan(LocalStore(folder / JOBS / "packs")) is not None:
+        _plan_of_packs(reader, budget, folder, packs, quality, indexes)  # what differs is said before anything is made again
+    if _completed(folder, where):
+        return open_prepared(str(folder)).manifest
     if not indexes.make(where):
         return None
     plan = _plan_of_packs(reader, budget, folder, packs, quality, indexes)
@@ -94,9 +94,16 @@ def pack_offline(
     if archives is None:
         return None
     with claimed(folder / MANIFEST, wait=True):
+        if _completed(folder, where):
+            return open_prepared(str(folder)).manifest
         manifest = _finished(reader, budget, plan, archives, folder, write, epochs)
         shutil.rmtree(folder / INDEXES, ignore_errors=True)
     return manifest
+
+
+def _completed(folder: Path, where: Where) -> bool:
+    """Return whether this is one of several jobs, and another has completed the folder. A job of its own looks at every byte again."""
+    return where.shards > 1 and (folder / MANIFEST).exists()
 
 
 def _over_indexes(reader: Reader, folder: Path) -> Reader:
