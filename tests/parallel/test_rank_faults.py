@@ -161,6 +161,21 @@ def test_a_rank_that_hangs_is_named_in_time(
     ), said
 
 
+def test_a_signal_that_reaches_all_ranks_twice_stops_them_once(whole: tuple[Path, Any]) -> None:
+    """As under torchrun in a scheduler's job: the scheduler signals every process, and torchrun passes its own on."""
+    folder, wanted = whole
+    run = cut_run(folder, "signalled")
+
+    def ask() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+
+    assert ranks.wait(start(run, 2, lambda rank: at_step(2, rank, ask)(rank))) == [75, 75]
+    train(run, 2)
+    assert bits(run) == wanted
+
+
 def test_two_starts_in_one_folder_do_not_mix(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The second finds the folder in use, on all of its ranks."""
     run = cut_run(tmp_path, "run")

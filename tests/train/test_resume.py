@@ -617,8 +617,8 @@ def test_a_signal_during_the_save_is_for_the_next_step(uninterrupted, tmp_path: 
     stops: list[loop.StopSignal] = []
     original_stop, original_write = loop.StopSignal, metrics.write
 
-    def made(*tell) -> loop.StopSignal:
-        stops.append(original_stop(*tell))
+    def made(*tell: Any, **how: Any) -> loop.StopSignal:
+        stops.append(original_stop(*tell, **how))
         return stops[-1]
 
     def write(folder: Path, line: dict, attempt: int) -> None:

@@ -62,7 +62,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
         for line in first_lines(run, home, here, world.size, checkpoint, changed) if world.first else ():
             say(line)
         show, tally = display(console, run.logging_steps), Tally()
-        stop = StopSignal(show.stopping)
+        stop = StopSignal(show.stopping, once_s=5.0 if world.size > 1 else 0.0)
         ranks = ONE_DEVICE if mesh is None else ranks_of(mesh)
         process = Process(run, home, here, clock, console, show, tally, stop, world, mesh, ranks)
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0

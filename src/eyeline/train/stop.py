@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,8 +24,11 @@ class StopSignal:
     SIGHUP is ignored already (nohup) it stays ignored.
     """
 
-    def __init__(self, tell: Callable[[str], None] = say_at_once) -> None:
-        """`tell` shows a line to the user. It is called by a handler, so in the middle of anything else."""
+    def __init__(self, tell: Callable[[str], None] = say_at_once, once_s: float = 0.0) -> None:
+        """`tell` shows a line to the user. It is called by a handler, so in the middle of anything else. Signals that come within `once_s`
+        seconds are one: a scheduler signals every process, and whoever started the ranks passes it on to them once more."""
+        self._once_s = once_s
+        self._noted: float | None = None  # when a signal reached this process
         self.asked: str | None = None  # the signal's name
         self.done = self.saved = 0  # global steps: done, and of these in a checkpoint
         self._tell = tell
@@ -38,6 +42,7 @@ class StopSignal:
         self.asked = self.asked or next((one for one in asked if one is not None), None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is the system's
+        first, self._noted = self._noted is None, self._noted or time.monotonic()
         if self.asked is None:
             self.asked = signal.Signals(number).name
             self._telling = True
@@ -45,7 +50,7 @@ class StopSignal:
             self._telling = False
             if self._second is not None:
                 self._quit(self._second)
-        elif number != signal.SIGHUP:
+        elif not first and number != signal.SIGHUP and time.monotonic() - self._noted >= self._once_s:
             if self._telling:  # an exception in the middle of painting would be lost with it
                 self._second = number
             else:
