@@ -46,7 +46,7 @@ def test_llava_recipe_from_import_to_export(eyeline: Command, tmp_path: Path, mo
         for step in (2, 9):
             stopped = eyeline("train", "llava-siglip2-qwen2.5", *TINY, "out=runs/llava")
             assert stopped.code == 75, stopped.err
-            assert f"{step} steps are saved" in stopped.err
+            assert f"{step} steps saved" in stopped.err
     resumed = eyeline("train", "llava-siglip2-qwen2.5", *TINY, "out=runs/llava")
     assert resumed.code == 0, resumed.err
     run = tmp_path / "runs" / "llava"
