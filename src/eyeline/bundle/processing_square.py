@@ -1,4 +1,4 @@
-"""Prepares text and images for an LFM2-VL model that was trained on square images, as Eyeline prepared them in training.
+"""Processes text and images for an LFM2-VL model that was trained on square images, as Eyeline processed them in training.
 
 Transformers' own Lfm2VlProcessor keeps an image's shape and cuts tiles. This file goes along with an export and stands alone:
 `AutoProcessor.from_pretrained(FOLDER, trust_remote_code=True)` runs it, in transformers 4.57 and 5.

@@ -1,4 +1,4 @@
-"""Conversations -> prompts, with their images and videos prepared."""
+"""Conversations -> prompts, with their images and videos decoded."""
 
 from collections.abc import Sequence
 

@@ -162,7 +162,7 @@ class Fetch:
             self.sources[first.source].file_of(first.place.shard).check()
         for group in job.groups:
             media: tuple[EncodedImage | Video, ...] | None = None
-            prepared: dict[str, tuple[Image, ...] | BadSample] = {}
+            decoded: dict[str, tuple[Image, ...] | BadSample] = {}
             for row in group.rows:
                 part = len(found)
                 if row.verdict is not None:
@@ -179,7 +179,7 @@ class Fetch:
                     at(part, "decoding")
                     known = known or tokenise(sample.messages, self.encoder, self.rule)
                 media = media or ()
-                shown = [self._images(medium, group, prepared, room, partial(at, part)) for medium in media[: len(known.slices)]]
+                shown = [self._images(medium, group, decoded, room, partial(at, part)) for medium in media[: len(known.slices)]]
                 bad = next((images for images in shown if isinstance(images, BadSample)), None)
                 if bad is not None:
                     at(part, "reading")  # lines are counted
@@ -251,18 +251,18 @@ class Fetch:
         self,
         medium: EncodedImage | Video,
         group: GroupToRead,
-        prepared: dict[str, tuple[Image, ...] | BadSample],
+        decoded: dict[str, tuple[Image, ...] | BadSample],
         room: Room,
         phase: Callable[[Phase], None],
     ) -> tuple[Image, ...] | BadSample:
-        """The medium prepared once for all rows of the image group."""
+        """The images of a media item, decoded once for all rows of the image group."""
         key = medium_key(medium)
-        if key not in prepared:
+        if key not in decoded:
             try:
-                prepared[key] = self._decoded_images(medium, key, group, len(prepared), room, phase)
+                decoded[key] = self._decoded_images(medium, key, group, len(decoded), room, phase)
             except BadSample as bad:
-                prepared[key] = bad
-        return prepared[key]
+                decoded[key] = bad
+        return decoded[key]
 
     @property
     def _rule(self) -> ImageRule:

@@ -58,7 +58,7 @@ def image_stream(image: EncodedImage) -> BinaryIO:
 
 
 def in_memory(medium: EncodedImage | Video) -> EncodedImage | Video:
-    """The medium with its encoded bytes in memory, so that decoding it reads nothing. Raises as `decode` does for its file."""
+    """The media item with its encoded bytes in memory, so that decoding it reads nothing. Raises as `decode` does for its file."""
     if isinstance(medium, Video):
         return replace(medium, frames=tuple(_image_in_memory(frame) for frame in medium.frames))
     return _image_in_memory(medium)

@@ -37,13 +37,13 @@ class Augment(Settings):
 
 
 def units_of(size: Size, rule: ImageRule) -> tuple[Unit, ...]:
-    """The images that a medium of this size becomes. BadSample where the rule does not take it."""
+    """The images that a media item of this size becomes. BadSample where the rule does not take it."""
     return rule.units(*size) if len(size) == 2 else rule.slices(*size)
 
 
 @dataclass(frozen=True, eq=False)
 class Resized:
-    """A medium decoded, upright and resized: for each of its images the whole image (of a video, the frames) it is cut from."""
+    """A media item decoded, upright and resized: for each of its images the whole image (of a video, the frames) it is cut from."""
 
     units: tuple[Unit, ...]
     canvases: tuple[tuple[Planes, ...], ...]
@@ -95,7 +95,7 @@ def _no_room(patches: int) -> None:  # noqa: ARG001
 
 
 def cut(medium: Resized, rule: ImageRule, key: str, room: Room = _no_room) -> tuple[Image, ...]:
-    """The images of a medium: patches in merge order, not normalised, in `room` where it has some. Pixels beyond the last whole patch
+    """The images of a media item: patches in merge order, not normalised, in `room` where it has some. Pixels beyond the last whole patch
     are left out, as a convolution without padding leaves them out."""
     several = len(medium.units) > 1
     pairs = zip(medium.units, medium.canvases, strict=True)
@@ -126,7 +126,7 @@ def _places(rows: int, columns: int, merge: int) -> Ints:
 
 
 def image_patches(medium: EncodedImage | Video, rule: ImageRule) -> tuple[Image, ...]:
-    """A medium as the tower takes it, without augmentation: for prompts, evaluation and reports. Raises as `decode` does."""
+    """A media item as the tower takes it, without augmentation: for prompts, evaluation and reports. Raises as `decode` does."""
     return cut(resize(medium, rule), rule, medium_key(medium))
 
 

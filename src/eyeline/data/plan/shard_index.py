@@ -50,12 +50,12 @@ class ShardIndex:
     places_W: NDArray[np.int32]  # where in the row's ids each placeholder stands
     places_R1: Longs  # bounds of each row in W
     sizes_M3: NDArray[np.int32]  # frames (0: a still), height, width
-    slices_M: NDArray[np.int32]  # placeholders that the medium has
+    slices_M: NDArray[np.int32]  # placeholders of the media item
     media_R1: Longs  # bounds of each row in M
     file_N: NDArray[np.int32]  # the location of each image: number of its file, OWN or INSIDE
     start_N: Longs
     length_N: Longs  # WHOLE: of a file of its own
-    frames_M1: Longs  # bounds of each medium in N
+    frames_M1: Longs  # bounds of each media item in N
     images_R: NDArray[np.uint64]  # equal for rows that look at the same media; 0 for none
     drawn_R: NDArray[np.float64]  # 0 to 1, by the names of the images alone: a row is held out when this is below the share
     kind_R: NDArray[np.int32]  # which of `kinds`; -1: the row cannot be parsed at all

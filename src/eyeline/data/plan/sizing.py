@@ -99,7 +99,7 @@ class Sizing:
         return units_of(size, self.index.rule) if self.index.rule else ()
 
     def _of_size(self, size: Any) -> tuple[int, int, int, int] | BadSample:
-        """Visual tokens, marks, patches and their squares of a medium of this size."""
+        """Visual tokens, marks, patches and their squares of a media item of this size."""
         try:
             units = self._units(size)
         except BadSample as bad:

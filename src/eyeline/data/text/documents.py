@@ -35,7 +35,7 @@ class Tokenised:
     ids_U: Ints
     trained_U: NDArray[np.bool_]  # whether each is learned
     places_W: Ints  # where in U the placeholders are, media in order
-    slices: tuple[int, ...]  # how many of them each medium has: 1 for a still
+    slices: tuple[int, ...]  # how many of them each media item has: 1 for a still
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _text_key(part: Text | EncodedImage | Video) -> Hashable:
 
 
 def _runs(messages: Sequence[Message], encoder: Encoder, prompt: bool, frames: int) -> Iterator[tuple[list[int], bool, bool]]:
-    """Runs of the document in order: (ids, trained, whether it is the placeholder of a medium). Spaces next to a control token are
+    """Runs of the document in order: (ids, trained, whether it is the placeholder of a media item). Spaces next to a control token are
     dropped where the tokenizer says so of that token (`lstrip`, `rstrip`)."""
     run, trained, masked, strip = "", False, False, False  # strip: the control token before takes the spaces after it
     for segment in encoder.template.segments(messages, prompt, frames):
@@ -124,7 +124,7 @@ def measure_document(known: Tokenised, sizes: Sequence[Size], rule: ImageRule | 
 
 
 def assemble(id: str, known: Tokenised, media: Sequence[Sequence[Image]], encoder: Encoder, rule: ImageRule | None) -> Document:
-    """Ids, aligned labels and positions of a conversation whose media are prepared: `media` has the images of each, in order.
+    """Ids, aligned labels and positions of a conversation whose media are decoded: `media` has the images of each, in order.
 
     Label t is the token at t+1 where that one is trained. A still has all its images (tiles) in one place, a video one in each.
     The arrays of short ones are remembered by the encoder, and shared: never change them.

@@ -26,7 +26,7 @@ def form(c: Config) -> Form:
     if c.projector.kind == "linear":
         return Form("parts", "transformers' classes have an MLP as the projector, and projector.kind is linear")
     if c.vision.patches is not None:
-        return Form("parts", "no class takes images of their own shapes from this tower and prepares them as it was trained")
+        return Form("parts", "no class takes images of their own shapes from this tower and processes them as in its training")
     if c.vision.tiles > 1:
         return Form("parts", "no class cuts images into tiles for this tower")
     if c.feature_norm and c.vision.image_size % c.vision.patch:

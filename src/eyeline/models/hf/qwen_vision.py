@@ -78,13 +78,13 @@ def to_hf(c: Config, out: int) -> dict[str, Any]:
 
 
 def to_preprocessor(c: Config) -> dict[str, Any]:
-    """preprocessor_config.json of the `Qwen2VLImageProcessor` that prepares images as the model was trained."""
+    """preprocessor_config.json of the `Qwen2VLImageProcessor` that processes images as the model was trained."""
     older = {"min_pixels": c.min_pixels, "max_pixels": c.max_pixels}  # transformers 4.57 without torchvision does not read `size`
     return {"image_processor_type": "Qwen2VLImageProcessor", **_to_processor(c, c.min_pixels, c.max_pixels), **older}
 
 
 def to_video_preprocessor(c: Config) -> dict[str, Any]:
-    """video_preprocessor_config.json of the `Qwen3VLVideoProcessor` that prepares videos in the same way."""
+    """video_preprocessor_config.json of the `Qwen3VLVideoProcessor` that processes videos in the same way."""
     sampling = {"do_sample_frames": True, "fps": 2, "min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": False}
     return {"video_processor_type": "Qwen3VLVideoProcessor", **_to_processor(c, c.video_min_pixels, c.video_max_pixels), **sampling}
 
@@ -137,7 +137,7 @@ def from_hf(json: Json, preprocessor: Json | None, video: Json | None, where: st
         for key in ("mean", "std"):
             if images and videos[key] != images[key]:
                 raise Refused(
-                    f"{name} has image_{key}={videos[key]}, and images have {images[key]}; Eyeline prepares both in the same way."
+                    f"{name} has image_{key}={videos[key]}, and images have {images[key]}; Eyeline processes both in the same way."
                 )
     return record_of(where, Config, {**tower, **videos, **images})
 

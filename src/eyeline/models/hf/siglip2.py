@@ -103,8 +103,8 @@ def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
     refuse_limits("preprocessor_config.json", given, f"this tower takes squares of {image_size} pixels per side")
     if given.get("size") in (image_size, [image_size, image_size]):  # as older files have it
         given = {**given, "size": square}
-    prepared = _read_preprocessor(given, {"do_center_crop": False, "do_pad": False, "size": square}, "bicubic")
-    return record_of(where, Config, {"image_size": image_size, **sizes, **prepared})
+    preprocessor = _read_preprocessor(given, {"do_center_crop": False, "do_pad": False, "size": square}, "bicubic")
+    return record_of(where, Config, {"image_size": image_size, **sizes, **preprocessor})
 
 
 def _sizes(where: str, config_json: Json) -> dict[str, Any]:
@@ -126,9 +126,9 @@ def _naflex(where: str, config_json: Json, preprocessor_json: Json) -> Config:
     if side**2 != table:
         raise Refused(f"{where} has num_patches={table}; wanted a square number, for a square table of positions. Is the file damaged?")
     refuse_limits("preprocessor_config.json", preprocessor_json, "this tower takes as many patches as max_num_patches says")
-    prepared = _read_preprocessor(preprocessor_json, {"patch_size": sizes["patch"]}, "bilinear")
+    preprocessor = _read_preprocessor(preprocessor_json, {"patch_size": sizes["patch"]}, "bilinear")
     patches = integer("preprocessor_config.json", preprocessor_json, "max_num_patches", 256)
-    return record_of(where, Config, {"image_size": side * sizes["patch"], "patches": patches, **sizes, **prepared})
+    return record_of(where, Config, {"image_size": side * sizes["patch"], "patches": patches, **sizes, **preprocessor})
 
 
 def from_hf_naflex(config_json: Json, preprocessor_json: Json | None) -> Config:
@@ -191,7 +191,7 @@ def to_hf_naflex(c: Config) -> dict[str, Any]:
 
 
 def to_preprocessor(c: Config) -> dict[str, Any]:
-    """preprocessor_config.json of the image processor that prepares images as the model was trained (but for tiles)."""
+    """preprocessor_config.json of the image processor that processes images as the model was trained (but for tiles)."""
     if c.patches is not None:
         return to_preprocessor_naflex(c)
     return _fixed_to_preprocessor(c)
