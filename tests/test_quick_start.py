@@ -13,7 +13,7 @@ from tests.command import Command
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_at_least_ninety_percent_on_the_whole_test_split(seed: int, eyeline: Command, tmp_path: Path) -> None:
-    """Trained on the training split, asked every question of the test split. The time is printed, and judged by a person."""
+    """Trained on the training split, asked every question of the test split. The time is printed, and not asserted."""
     assert eyeline("train", "easyvqa-tiny", f"seed={seed}", "out=run").code == 0
     assert eyeline("eval", "run").code == 0
     result = json.loads((tmp_path / "run" / "eval.json").read_text())

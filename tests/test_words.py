@@ -17,6 +17,7 @@ BANNED = {  # a word -> the one to use
     r"\bgo(es|ing)? on\b": "resumes, continues",
     r"\bthoughts\b": "reasoning",
     r"\bnobody\b|\b(some|any|every)body\b|\bwho(m)?ever\b": "name the process, the user or the function",
+    r"\bjudg(e|es|ed|ing)\b": "validation, evaluation; check",
     r"\banew\b": "again",
     r"\bin silence\b|\bwithout a word\b": "silently",
     r"\bwithout looking\b|\bblind (prior|baseline)\b": "text-only, independent of",

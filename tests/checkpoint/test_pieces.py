@@ -1,4 +1,4 @@
-"""Tensors in pieces: written by several, read in any cut, and judged by PyTorch's own reader."""
+"""Tensors in pieces: written by several, read in any cut, and compared with PyTorch's own reader."""
 
 import math
 from itertools import product

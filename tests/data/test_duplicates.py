@@ -53,12 +53,12 @@ def test_overlaps_by_hand() -> None:
     p, q, r = (EncodedImage(name, name.encode()) for name in "pqr")
     training = hashes_of([sample((p, "one"), "x"), sample((q, "two"), "x"), sample("three", "x")])
     twice = sample((p, "one"), "x")
-    judge = hashes_of([twice, twice, sample((q, "other"), "x"), sample((r, "two"), "x"), sample("three", "y")])
-    [overlap] = duplicates(training, {"validation": judge}).overlaps
+    validation = hashes_of([twice, twice, sample((q, "other"), "x"), sample((r, "two"), "x"), sample("three", "y")])
+    [overlap] = duplicates(training, {"validation": validation}).overlaps
     assert (overlap.samples, overlap.equal_samples, overlap.equal_texts) == (5, 2, 3)
     assert (overlap.images, overlap.equal_images) == (3, 2)
     assert overlap.examples == (("p of made#0", "p of made#0"), ("q of made#0", "q of made#0"))
-    [nothing] = duplicates(SampleHashes(), {"evaluation": judge}).overlaps
+    [nothing] = duplicates(SampleHashes(), {"evaluation": validation}).overlaps
     assert (nothing.equal_samples, nothing.equal_texts, nothing.equal_images, nothing.equal_paths) == (0, 0, 0, 0)
 
 

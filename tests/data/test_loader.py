@@ -431,12 +431,12 @@ def test_a_store_that_fails_stops_the_run(open_reader, folder: Path, monkeypatch
 
 def test_held_out_images_are_never_trained_on(open_reader) -> None:
     reader = open_reader(validation_fraction=0.4, max_samples_per_image=3)
-    trained, judged = flat(training_steps(reader, BUDGET, 1, 2)), list(validation_batches(reader, BUDGET))
-    assert set(ids(trained)) | set(ids(judged)) == set(range(len(ROWS)))
-    assert not set(ids(trained)) & set(ids(judged))
-    assert set(ids(judged).values()) == {1}
-    shown = [{name for n in ids(batches) for name in ROWS[n]["image"] or []} for batches in (trained, judged)]
-    held = {f"{n // 3}.png" for n in ids(judged) if n < 24}
+    trained, validated = flat(training_steps(reader, BUDGET, 1, 2)), list(validation_batches(reader, BUDGET))
+    assert set(ids(trained)) | set(ids(validated)) == set(range(len(ROWS)))
+    assert not set(ids(trained)) & set(ids(validated))
+    assert set(ids(validated).values()) == {1}
+    shown = [{name for n in ids(batches) for name in ROWS[n]["image"] or []} for batches in (trained, validated)]
+    held = {f"{n // 3}.png" for n in ids(validated) if n < 24}
     assert held
     assert not held & shown[0]
     assert reader.validates
@@ -463,14 +463,14 @@ def test_the_held_out_share_is_about_what_was_asked() -> None:
 
 
 def test_validation_is_complete_repeatable_and_as_it_is(open_reader, folder: Path, tmp_path: Path) -> None:
-    judges = (Source(path=str(folder / "rows.json")),)
-    reader = open_reader(validation=judges, augment=Augment(flip=True, shift=3), max_samples_per_image=3, out=tmp_path)
+    held_out = (Source(path=str(folder / "rows.json")),)
+    reader = open_reader(validation=held_out, augment=Augment(flip=True, shift=3), max_samples_per_image=3, out=tmp_path)
     first, second = list(validation_batches(reader, BUDGET)), list(validation_batches(reader, BUDGET))
     assert ids(first) == Counter(range(len(ROWS)))
     assert sum(b.counts.slots - b.counts.real for b in first) == 0
     for one, two in zip(first, second, strict=True):
         assert_same(one, two)
-    plainly = open_reader(validation=judges, max_samples_per_image=3)
+    plainly = open_reader(validation=held_out, max_samples_per_image=3)
     for one, two in zip(first, validation_batches(plainly, BUDGET), strict=True):
         assert_same(one, two)
     assert reader.rejects.seen == 0

@@ -460,12 +460,12 @@ def test_a_state_of_something_else_is_refused_by_name(
     refused(make(), "These differ: data")
     (folder / "rows.jsonl").write_text(lines)
     next(training_steps(make(), BUDGET, 3, None, state))  # and with the state restored it continues
-    judged = {"validation_fraction": 0.0, "validation": (Source(path=str(folder / "judged.jsonl")),)}
-    (folder / "judged.jsonl").write_text(lines)
-    state = next(training_steps(make(**judged), BUDGET, 3, None)).state
-    next(training_steps(make(**judged), BUDGET, 3, None, state))
-    (folder / "judged.jsonl").write_text(lines.replace("question 10?", "question X?"))
-    refused(make(**judged), "These differ: validation")
+    validated = {"validation_fraction": 0.0, "validation": (Source(path=str(folder / "validated.jsonl")),)}
+    (folder / "validated.jsonl").write_text(lines)
+    state = next(training_steps(make(**validated), BUDGET, 3, None)).state
+    next(training_steps(make(**validated), BUDGET, 3, None, state))
+    (folder / "validated.jsonl").write_text(lines.replace("question 10?", "question X?"))
+    refused(make(**validated), "These differ: validation")
 
 
 def test_an_image_of_another_size_under_a_saved_window_is_refused(make, folder: Path, draw, plain: Encoder) -> None:
@@ -596,10 +596,10 @@ def test_limits_over_shards(make, folder: Path) -> None:
     seen = {known[id] for step in run(make, 1, 2, 1, sources=limited)[0] for batch in step.batches for id in batch.ids}
     assert seen == set(range(50)) - BAD
     reader = make(sources=limited, validation_fraction=0.4)
-    judged = {known[id] for batch in validation_batches(reader, BUDGET) for id in batch.ids}
+    validated = {known[id] for batch in validation_batches(reader, BUDGET) for id in batch.ids}
     trained = {known[id] for step in training_steps(reader, BUDGET, 2, 1) for batch in step.batches for id in batch.ids}
-    assert judged | trained == set(range(50)) - BAD
-    assert not judged & trained
+    assert validated | trained == set(range(50)) - BAD
+    assert not validated & trained
 
 
 def test_a_limit_counts_rows_of_the_kinds_that_are_kept(make, folder: Path) -> None:

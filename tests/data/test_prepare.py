@@ -119,9 +119,9 @@ def test_the_same_batches(open_reader: Open, tmp_path: Path, name: str) -> None:
         source, stored = open_reader(**settings, **more), open_reader(**there, **more)
         assert_same_steps(list(training_steps(stored, BUDGET, 2, 2)), list(training_steps(source, BUDGET, 2, 2)))
         assert count_steps(stored, BUDGET, 2, 2) == count_steps(source, BUDGET, 2, 2)
-        judged = list(validation_batches(source, BUDGET))
-        assert bool(judged) == stored.validates == ("validation_fraction" in settings)
-        for one, two in zip(validation_batches(stored, BUDGET), judged, strict=True):
+        validated = list(validation_batches(source, BUDGET))
+        assert bool(validated) == stored.validates == ("validation_fraction" in settings)
+        for one, two in zip(validation_batches(stored, BUDGET), validated, strict=True):
             assert_same(one, two)
 
 
@@ -169,7 +169,7 @@ def test_a_blend_by_shares(open_reader: Open, folder: Path, tmp_path: Path) -> N
         )
         for one, two in zip(validation_batches(stored, BUDGET), validation_batches(source, BUDGET), strict=True):
             assert_same(one, two)
-        rows = sum(archive.rows for archive in manifest.archives if not archive.judges)
+        rows = sum(archive.rows for archive in manifest.archives if not archive.validates)
         assert rows == 2 + len(  # with those that are too long
             {id for step in islice(training_steps(open_reader(**settings), BUDGET, 2, None), 60) for b in step.batches for id in b.ids}
         )
@@ -267,13 +267,13 @@ def test_each_row_is_stored_once_in_first_epoch_order(
     manifest = made(open_reader(max_samples_per_image=2, validation_fraction=0.3), tmp_path / "out")
     reader = open_reader(max_samples_per_image=2, validation_fraction=0.3)
     wanted = [id for step in training_steps(reader, BUDGET, 1, 1) for batch in step.batches for id in batch.ids]
-    judged = [id for batch in validation_batches(reader, BUDGET) for id in batch.ids]
+    validated = [id for batch in validation_batches(reader, BUDGET) for id in batch.ids]
     ids: dict[bool, list[str]] = {False: [], True: []}
     for about in manifest.archives:
         rows = open_source(Source(path=str(tmp_path / "out" / "shards" / about.name)))
-        ids[about.judges] += [rows.container.row(place)["id"] for place, _, _ in rows.rows_in(0)]
+        ids[about.validates] += [rows.container.row(place)["id"] for place, _, _ in rows.rows_in(0)]
     assert ids[False] == [*wanted, "rows.json#22", "rows.json#23"]  # last what is too long
-    assert ids[True] == judged
+    assert ids[True] == validated
 
 
 def test_an_ordinary_source_reads_the_archives(open_reader: Open, folder: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_every_usable_row_as_often_as_it_should_be(
     def reader() -> Reader:
         return reader_of(data, plain, rule, seed)
 
-    trained, judged, met, lost = Counter[str](), Counter[str](), 0, 0
+    trained, validated, met, lost = Counter[str](), Counter[str](), 0, 0
     sides, absent = set(), False
     for source, one in zip(sources, some, strict=True):
         try:
@@ -99,7 +99,7 @@ def test_every_usable_row_as_often_as_it_should_be(
             held = held_out(rows, place, found, validation_fraction)
             sides.add(held)
             if held:
-                judged[rows.origin_of(place)[0]] += usable
+                validated[rows.origin_of(place)[0]] += usable
             else:
                 trained[rows.origin_of(place)[0]] += usable * source.repeat * epochs
                 met += 1
@@ -108,7 +108,7 @@ def test_every_usable_row_as_often_as_it_should_be(
         with pytest.raises(Refused):
             reader()
         return
-    trained, judged = +trained, +judged
+    trained, validated = +trained, +validated
     if not trained:
         with pytest.raises(Refused, match="no sample can be used"):
             list(training_steps(reader(), budget, packs, epochs))
@@ -130,8 +130,8 @@ def test_every_usable_row_as_often_as_it_should_be(
     assert got == trained
     assert count == count_steps(reader(), budget, packs, epochs)
     assert (last.rejects.seen, last.rejects.rejected) == (met, lost)
-    if validation_fraction and judged:
-        assert Counter(id for batch in validation_batches(reader(), budget) for id in batch.ids) == judged
+    if validation_fraction and validated:
+        assert Counter(id for batch in validation_batches(reader(), budget) for id in batch.ids) == validated
 
 
 def test_a_set_smaller_than_a_pack_is_counted(images: Path, plain: Encoder, rule: ImageRule) -> None:

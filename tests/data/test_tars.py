@@ -110,7 +110,7 @@ def test_a_folder_of_archives_in_order_of_names(tmp_path: Path) -> None:
     assert outcomes(opened(tmp_path)) == wanted
     assert [shard.name for shard in opened(tmp_path).shards] == [f"{name}.tar" for name in wanted]
     assert outcomes(opened(tmp_path / "train-*.tar")) == wanted[1:]
-    archive(tmp_path / "val-00.tar", [("k.jpg", encoded(0)), ("k.txt", "judged")])
+    archive(tmp_path / "val-00.tar", [("k.jpg", encoded(0)), ("k.txt", "validated")])
     with pytest.raises(Refused, match=r"holds files of train, val, .* pattern, such as .*/\*\*/\*train\*\.tar"):
         opened(tmp_path)
     assert outcomes(opened(tmp_path / "**" / "*train*.tar")) == wanted

@@ -46,7 +46,7 @@ def test_a_pass_is_one_operator_each_way(name: str) -> None:
 
 @pytest.mark.slow
 def test_compiled_passes_compute_the_same_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their operators, as on a GPU: each function is compiled once, and takes other sizes as they come."""
+    """Called by their operators, as on a GPU: each function is compiled once, and takes other sizes as they come."""
     from torch._dynamo.utils import counters
 
     exact = {name: results(one.fast, given(one, torch.bfloat16)) for name, one in PASSES.items()}

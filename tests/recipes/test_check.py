@@ -233,9 +233,9 @@ def test_every_source_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     sources = f"[{{path: {tmp_path}/no.json}}, {{path: {tmp_path}/data/data.json}}, {{path: '{tmp_path}/no-*.tar'}}]"
     lines = problems(tmp_path, f"stages.1.data.sources={sources}", f"evaluation.sources={sources}").splitlines()
     stage = [line for line in lines if line.startswith("stages.adapt.data: ")]
-    judged = [line for line in lines if line.startswith("evaluation: ")]
+    listed = [line for line in lines if line.startswith("evaluation: ")]
     assert ["no.json does not exist" in stage[0], "no file matches" in stage[1], len(stage)] == [True, True, 2]
-    assert [line.partition(": ")[2] for line in judged] == [line.partition(": ")[2] for line in stage]
+    assert [line.partition(": ")[2] for line in listed] == [line.partition(": ")[2] for line in stage]
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:

@@ -209,10 +209,10 @@ FULL = {"device": (no_device_memory, "2.00 GiB"), "host": (no_host_memory, "allo
 
 
 @pytest.mark.parametrize("where", FULL)
-@pytest.mark.parametrize("judged", [False, True])
+@pytest.mark.parametrize("validated", [False, True])
 @pytest.mark.parametrize("what", ["forward", "backward", "copy"])
-def test_batch_that_does_not_fit_into_memory_is_named(what: str, judged: bool, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if judged and what == "backward":
+def test_batch_that_does_not_fit_into_memory_is_named(what: str, validated: bool, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if validated and what == "backward":
         return
     made, large = model(), batch(document(7, 12, 5), document(8, 30, 1, images=2), tokens=80)
     full, words = FULL[where]
@@ -224,9 +224,9 @@ def test_batch_that_does_not_fit_into_memory_is_named(what: str, judged: bool, w
         case _:
             monkeypatch.setattr(type(large), "to", lambda self, device: full() if self.counts.slots == 80 else self)
     with pytest.raises(OutOfMemory) as caught:
-        validate(made, [large], ONE_DEVICE) if judged else step(made, [batch(document(1, 9, 0)), large])
+        validate(made, [large], ONE_DEVICE) if validated else step(made, [batch(document(1, 9, 0)), large])
     said = str(caught.value)
-    assert said.startswith("a batch of validation (80 tokens" if judged else "micro-batch 1 of step 1 (80 tokens")
+    assert said.startswith("a batch of validation (80 tokens" if validated else "micro-batch 1 of step 1 (80 tokens")
     assert f"80 tokens; its longest document is {large.ids[1]} with 30; {large.counts.patches} patches" in said
     assert words in said and "more" not in said.rpartition("(")[2]
 

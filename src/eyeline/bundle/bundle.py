@@ -232,7 +232,7 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
 
 def open_weights(folder: Path) -> Weights:
     """Where the weights of a folder are, as `open_bundle` finds them. Tokenizer and chat template of a folder of transformers' are not
-    read: whoever takes its tower needs neither. Raises Refused."""
+    read: code that takes only its tower needs neither. Raises Refused."""
     ours = (folder / "model" / DESCRIPTION).exists() or (folder / DESCRIPTION).exists()
     if ours or not (folder / "config.json").exists():
         return open_bundle(folder).weights

@@ -115,7 +115,7 @@ REMEDIES: dict[str, str] = {  # what to do, a sentence a cause; docs/your-data.m
 LASTING = ("decoder_crashed", "decoder_hung")  # verdicts that are not found out again: each costs a worker
 FIRST_VERDICT = 100  # rows before the rate means anything
 EARLY = 2.0  # times what the limit allows of all rows, as far as can be told, end a run before it has met them all
-LARGE = 1_000_000  # rows that data are taken to have at most when that is judged: a run on endless bad data must end
+LARGE = 1_000_000  # rows that data are taken to have at most when that is checked: a run on endless bad data must end
 
 
 @dataclass(frozen=True)

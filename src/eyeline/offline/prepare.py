@@ -222,8 +222,8 @@ def _plan_of_packs(reader: Reader, budget: Budget, folder: Path, packs: int | No
         row_R6, bytes_R = _places(reader, order)
         bounds_K1 = _bounds(bytes_R, len(order.rows_R3))
         np.save(here / "rows.npy", row_R6)
-        judging = int(np.searchsorted(bounds_K1, len(order.rows_R3)))
-        notes = {"windows": order.windows, "packs": order.packs, "judging": judging, "bounds": bounds_K1.tolist()}
+        validating = int(np.searchsorted(bounds_K1, len(order.rows_R3)))
+        notes = {"windows": order.windows, "packs": order.packs, "validating": validating, "bounds": bounds_K1.tolist()}
         return Draft(_partitions(reader, row_R6, bounds_K1, bytes_R), notes)
 
     return _opened(folder, "packs", identity, draft)
@@ -232,8 +232,8 @@ def _plan_of_packs(reader: Reader, budget: Budget, folder: Path, packs: int | No
 def _places(reader: Reader, order: SampleOrder) -> tuple[Longs, Longs]:
     """All samples as WriteArchive takes them, and about how many bytes each will have."""
     own = reader.validation.index is not reader.training.index
-    own_R1 = np.repeat([0, int(own)], [len(order.rows_R3), len(order.judged_R3)])[:, None]
-    row_R4 = np.concatenate([own_R1, np.concatenate([order.rows_R3, order.judged_R3])], 1)
+    own_R1 = np.repeat([0, int(own)], [len(order.rows_R3), len(order.validation_R3)])[:, None]
+    row_R4 = np.concatenate([own_R1, np.concatenate([order.rows_R3, order.validation_R3])], 1)
     place_R2, bytes_R = np.zeros((len(row_R4), 2), np.int64), np.zeros(len(row_R4), np.int64)
     shards, where_R = np.unique(row_R4[:, :3], axis=0, return_inverse=True)
     by_shard_R = np.argsort(where_R.ravel(), kind="stable")
@@ -382,7 +382,7 @@ def _finished(
         sources=tuple(stored_source(rows, stored, reader) for rows in write.sources[0]),
         validation=tuple(stored_source(rows, stored, reader) for rows in write.sources[1]),
         archives=tuple(
-            Archive(name=f"{n:05d}.tar", bytes=one.bytes, sha256=one.sha256, rows=one.rows, judges=n >= notes["judging"])
+            Archive(name=f"{n:05d}.tar", bytes=one.bytes, sha256=one.sha256, rows=one.rows, validates=n >= notes["validating"])
             for n, one in enumerate(about)
         ),
         windows=(),

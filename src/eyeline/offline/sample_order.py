@@ -21,7 +21,7 @@ class SampleOrder(NamedTuple):
     """The rows in the order in which they are first needed: source, shard, number of each."""
 
     rows_R3: Longs
-    judged_R3: Longs
+    validation_R3: Longs
     windows: list[str]  # digests of those that were planned for it
     packs: int
 
@@ -54,12 +54,12 @@ def sample_order(reader: Reader, budget: Budget, packs: int | None) -> SampleOrd
         raise Refused(f"no sample can be used: all {rejects.seen} were rejected. `eyeline check` says why")
     rejects.check(once, lambda: sum(int(reader.training.kept_rows(s, h).sum()) for s, h, _ in sound_rows(reader.training)))
     rows.add((s, h, number) for s, h, number_R in sound_rows(reader.training) for number in number_R.tolist())
-    judged = _Rows()
+    validated = _Rows()
     if reader.validates:
         packed = validation_packs(reader, sizing_of(reader, budget, validation=True), [])
-        judged.add(row for pack in packed for group in pack for row in group.rows)
-        judged.add((s, h, number) for s, h, number_R in sound_rows(reader.validation) for number in number_R.tolist())
-    return SampleOrder(rows.in_order, judged.in_order, windows, count)
+        validated.add(row for pack in packed for group in pack for row in group.rows)
+        validated.add((s, h, number) for s, h, number_R in sound_rows(reader.validation) for number in number_R.tolist())
+    return SampleOrder(rows.in_order, validated.in_order, windows, count)
 
 
 class _Rows:

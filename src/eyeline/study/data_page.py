@@ -155,9 +155,9 @@ def _sources(report: DataReport, several: bool) -> tuple[tuple[str, ...], ...]:
     rows = []
     for source in report.sources[:MOST_ROWS]:
         often = f"by weight {source.weight:g}" if source.weight != 1 else "once" if source.repeat == 1 else f"{source.repeat:,} times"
-        many, judging = _about(report) + f"{source.rows:,}", f"{source.validation:,}"
+        many, validating = _about(report) + f"{source.rows:,}", f"{source.validation:,}"
         shares = map(percent, (source.visits, source.tokens, source.visual)) if source.training else "–––"
-        rows.append((shorten(source.path), source.layout, shorten(source.why), many, judging, often, *(shares if several else ())))
+        rows.append((shorten(source.path), source.layout, shorten(source.why), many, validating, often, *(shares if several else ())))
     return tuple(rows)
 
 

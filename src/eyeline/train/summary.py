@@ -23,9 +23,9 @@ def stage_record(run: Run, index: int, steps: int, rows: Sequence[Row], reader: 
     """The line of metrics.jsonl that says what a stage trains, from what, and how: the model, its parts, the data, the batch."""
     stage = run.stages[index]
     own = bool(stage.data.validation)  # validation sources of their own, not a part that is held out
-    judging = sample_counts(reader.validation) if reader.validates else []
+    validating = sample_counts(reader.validation) if reader.validates else []
     training = sample_counts(reader.training)
-    held = [None] * len(training) if own else judging or [None] * len(training)
+    held = [None] * len(training) if own else validating or [None] * len(training)
     return {
         "kind": "stage",
         "stage": stage.name,
@@ -39,7 +39,7 @@ def stage_record(run: Run, index: int, steps: int, rows: Sequence[Row], reader: 
         "template": bundle.template,
         "parts": [{"part": row.part, "parameters": row.parameters, "trained": row.trained, "how": row.how, "lr": row.lr} for row in rows],
         "sources": [_source(*one) for one in zip(reader.training.index.sources, training, held, strict=True)],
-        "validation": [_source(*one, None) for one in zip(reader.validation.index.sources, judging, strict=True)] if own else [],
+        "validation": [_source(*one, None) for one in zip(reader.validation.index.sources, validating, strict=True)] if own else [],
         "batch": stage.batch.model_dump(mode="json"),
         "optimizer": stage.optimizer.kind,
         "schedule": stage.schedule.kind,

@@ -76,7 +76,7 @@ class Archive(Settings):
     bytes: int
     sha256: str
     rows: int
-    judges: bool  # whether it is validated on
+    validates: bool  # whether it is validated on
 
 
 class Manifest(Settings):
@@ -223,7 +223,7 @@ class Prepared:
     def samples(self) -> Iterator[Sample]:
         """All training samples, once, in the order of the archives, from start to end."""
         for number, archive in enumerate(self.manifest.archives):
-            if archive.judges:
+            if archive.validates:
                 continue
             for _, row in self.archives.rows(number):
                 if isinstance(row, BadSample):

@@ -181,26 +181,26 @@ class DataReport:
 
 
 def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: dict[str, SampleHashes] | None = None) -> DataReport:
-    """Look at samples, training and validation alike: nothing is trained or written. `others` are sets that a model is judged by,
-    and in the validation set."""
+    """Look at samples, training and validation alike: nothing is trained or written. `others` are sets that a model is evaluated
+    on, in addition to the validation set."""
     own = reader.validation.index is not reader.training.index
     sources = len(reader.training.index.sources) + (len(reader.validation.index.sources) if own else 0)
     if reader.training.index.folder is None:  # then indexes are only remembered: no more than there is room for, so that none is made twice
         depth = replace(depth, shards=max(1, min(depth.shards, KEPT_OPEN // (sources + 1))))
     sides = [Looked.of(reader, budget, validates, depth) for validates in ((False, True) if reader.validates else (False,))]
-    learning, judging = sides[0], sides[1:]
+    learning, validating = sides[0], sides[1:]
     asked = [(side, row) for side in sides for row in side.rows]
     examined = _Examined.of(reader, _evenly_spaced(asked, depth.examined))
     sizes_M2 = np.concatenate([side.sizes() for side in sides])
     lengths = {name: np.concatenate([side.column(name) for side in sides]) for name in ("tokens", "visual", "supervised")}
-    every = (*learning.side.index.sources, *(judging[0].side.index.sources if judging and own else ()))
+    every = (*learning.side.index.sources, *(validating[0].side.index.sources if validating and own else ()))
     unseen = [Unread() if reader.data.prepared else unread(rows) for rows in every]
-    found, epoch = _source_reports(reader, learning, judging, own)
+    found, epoch = _source_reports(reader, learning, validating, own)
     return DataReport(
         sources=tuple(replace(source, why=_with_keys(source.why, of)) for source, of in zip(found, unseen, strict=True)),
         epoch=epoch,
         training=sum(learning.counts),
-        validation=sum(count for side in judging for count in side.counts),
+        validation=sum(count for side in validating for count in side.counts),
         exact=all(side.exact for side in sides),
         looked=len(asked),
         examined=examined.samples,
@@ -431,7 +431,7 @@ def _images_of(sample: Sample, decoded: dict[str, BadSample | None], contents: d
     return first
 
 
-def _source_reports(reader: Reader, learning: Looked, judging: list[Looked], own: bool) -> tuple[tuple[SourceFound, ...], Epoch | None]:
+def _source_reports(reader: Reader, learning: Looked, validating: list[Looked], own: bool) -> tuple[tuple[SourceFound, ...], Epoch | None]:
     """The sources to learn from, then those to validate on where they are others; and an epoch of the first."""
     blended = reader.data.mix == "interleave"
     usable = [len(learning.column("tokens", n)) for n in range(len(learning.counts))]
@@ -447,12 +447,14 @@ def _source_reports(reader: Reader, learning: Looked, judging: list[Looked], own
     shares = list(zip(*(_shares(values) for values in (visits, *summed)), strict=True))
     out: list[SourceFound] = []
     for n, rows in enumerate(learning.side.index.sources):
-        validation = judging[0].counts[n] if judging and not own else 0
+        validation = validating[0].counts[n] if validating and not own else 0
         kinds = learning.kinds(n)
         figures = (learning.counts[n], validation, rows.source.repeat, rows.source.weight)
         out.append(_source_report(rows, figures, shares[n], kinds, learning.skipped(n)))
-    for n, rows in enumerate(judging[0].side.index.sources if judging and own else ()):
-        out.append(_source_report(rows, (0, judging[0].counts[n], 1, 1.0), (0.0, 0.0, 0.0), judging[0].kinds(n), judging[0].skipped(n)))
+    for n, rows in enumerate(validating[0].side.index.sources if validating and own else ()):
+        out.append(
+            _source_report(rows, (0, validating[0].counts[n], 1, 1.0), (0.0, 0.0, 0.0), validating[0].kinds(n), validating[0].skipped(n))
+        )
     return tuple(out), None if blended else Epoch(sum(visits), *map(sum, summed))
 
 
