@@ -1,6 +1,6 @@
 """Where each rank is, for the others to read: so that a rank which hangs or ends is named, with what it was doing.
 
-Each rank has a file of its own that a thread writes every two seconds. It needs no answer from anybody: it works where collectives do not.
+Each rank has a file of its own that a thread writes every two seconds. It needs no answer from others: it works where collectives do not.
 """
 
 import json
@@ -26,7 +26,7 @@ LATE_S = 6.0  # a rank that has not written for so long does not run
 @contextmanager
 def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]]) -> Iterator[None]:
     """Write where this rank is as long as this lasts: what `at` returns (the step, and what its time is spent on), and the Python stack
-    of the thread that trains. A single process has nobody to tell."""
+    of the thread that trains. A single process has no other rank to report to."""
     if world.size == 1:
         yield
         return
@@ -39,7 +39,7 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]]) -> Ite
             stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack(frame)] if frame else []
             own = [line for line in stack if line.startswith(PACKAGE)]
             where = {"host": socket.gethostname(), "pid": os.getpid(), **at(), "line": own[-1] if own else "", "stack": stack}
-            with suppress(OSError):  # a disk that is full is named by whoever needs what it writes
+            with suppress(OSError):  # a full disk is reported where a file must be written
                 new = path.with_suffix(".tmp")
                 new.write_text(json.dumps(where), encoding="utf-8")  # not flushed to disk: it is old in a moment
                 os.replace(new, path)

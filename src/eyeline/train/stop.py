@@ -26,7 +26,7 @@ class StopSignal:
 
     def __init__(self, tell: Callable[[str], None] = say_at_once, once_s: float = 0.0) -> None:
         """`tell` shows a line to the user. It is called by a handler, so in the middle of anything else. Signals that come within `once_s`
-        seconds are one: a scheduler signals every process, and whoever started the ranks passes it on to them once more."""
+        seconds are one: a scheduler signals every process, and the launcher of the ranks passes it on to them once more."""
         self._once_s = once_s
         self._noted: float | None = None  # when a signal reached this process
         self.asked: str | None = None  # the signal's name
