@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from eyeline.core.errors import Refused, StorageFailed
+from eyeline.core.files import make_folder
 from eyeline.core.locations import Remote
 from eyeline.data.containers import container
 from eyeline.offline.attempt import attempt
@@ -92,6 +93,19 @@ def test_creators_of_a_key_in_a_folder_race(tmp_path: Path) -> None:
         assert store.read(key) == str(won[-1]).encode() * 1000
     assert len(won) == 30
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_key_may_vanish_while_another_of_its_folder_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.create("folder/first", b"1")
+
+    def interrupted(folder: Path) -> None:
+        make_folder(folder)
+        store.remove("folder/first")
+
+    monkeypatch.setattr("eyeline.offline.store.make_folder", interrupted)
+    assert store.create("folder/second", b"2")
+    assert list(store.sizes("folder")) == [("folder/second", 1)]
 
 
 def test_lost_answers_of_a_server_commit_each_partition_once(store: Server, monkeypatch: pytest.MonkeyPatch) -> None:

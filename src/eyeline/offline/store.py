@@ -84,22 +84,23 @@ class LocalStore:
             raise storage_failed("read", path, error) from error
 
     def sizes(self, folder: str) -> Iterator[tuple[str, int]]:
-        for path in sorted((self.folder / folder).rglob("*")):
-            if path.name.startswith(".") or path.is_dir():
-                continue
-            with suppress(FileNotFoundError):  # it was deleted meanwhile
-                yield str(path.relative_to(self.folder)), path.stat().st_size
+        for parent, folders, names in os.walk(self.folder / folder):  # which passes over folders that have just been deleted
+            folders.sort()
+            for name in sorted(names):
+                path = Path(parent, name)
+                if not name.startswith("."):
+                    with suppress(FileNotFoundError):  # it was deleted meanwhile
+                        yield str(path.relative_to(self.folder)), path.stat().st_size
 
     def remove(self, key: str) -> None:
         path = self.folder / key
         try:
             path.unlink(missing_ok=True)
-            if not any(path.parent.iterdir()):
-                path.parent.rmdir()
-        except FileNotFoundError:
-            return
         except OSError as error:
             raise storage_failed("delete", path, error) from error
+        if key.startswith("files/"):  # the folder of an attempt, into which no other attempt writes
+            with suppress(OSError):
+                path.parent.rmdir()
 
     def move(self, key: str, to: str) -> None:
         path = self.folder / to
@@ -213,7 +214,7 @@ def store_at(folder: Location) -> Store:
 
 def refuse_unconditional(store: Store, name: str) -> None:
     """Refused when a key can be created twice."""
-    key = f"probe/{uuid.uuid4().hex}"
+    key = f"probe-{uuid.uuid4().hex}"
     try:
         store.create(key, b"first")
         second = store.create(key, b"second")
