@@ -14,6 +14,7 @@ from bench.measure import LEAST_PAIRS, Comparison, Conditions, Fact, Result, Sto
 from eyeline.core.batch import Batch
 from eyeline.core.errors import Refused
 from eyeline.core.log import say
+from eyeline.core.world import World
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data
@@ -130,8 +131,8 @@ def stream(side: str, setup: Setup, cache: Path, state: Any = None, rank: int = 
 
 def ours(setup: Setup, cache: Path, state: Any, rank: int, ranks: int) -> Iterator[tuple[Packed, Any]]:
     data = Data(sources=(Source(path=str(setup.archives / "*.tar")),), cache=str(cache))
-    reader = reader_of(data, setup.encoder(), RULE, seed=0)
-    for step in training_steps(reader, BUDGET, ranks, 1, state, rank, ranks):
+    reader = reader_of(data, setup.encoder(), RULE, seed=0, world=World(rank, ranks))
+    for step in training_steps(reader, BUDGET, ranks, 1, state):
         [batch] = step.batches
         if batch.ids:  # of ranks that do not divide the packs some have nothing to do in the last step
             yield packed_of(batch), lambda step=step: step.state

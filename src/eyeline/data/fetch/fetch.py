@@ -142,7 +142,7 @@ class Fetch:
         if verdicts:
             groups = tuple(replace(group, rows=tuple(self._judged(row, verdicts) for row in group.rows)) for group in groups)
         numbers = 3 * self.rule.frames * self.rule.patch**2 if self.rule else 0
-        tokens = self.budget.tokens if self.budget else sum(row.tokens for group in groups for row in group.rows)
+        tokens = self.budget.tokens if self.budget and groups else sum(row.tokens for group in groups for row in group.rows)
         return PackToRead(groups, tokens * TOKEN_BYTES + _patches(groups) * numbers)
 
     def _judged(self, row: RowToRead, verdicts: Mapping[tuple[str, str], Reject]) -> RowToRead:
