@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,7 @@ from PIL import Image
 import eyeline.data.containers.container
 import eyeline.data.fetch.fetch
 import eyeline.train.loop as loop
+from eyeline.checkpoint import store
 from eyeline.core.errors import Refused, StorageFailed, TooManyRejects
 from eyeline.core.files import read_lines
 from eyeline.core.world import World
@@ -112,6 +114,15 @@ def patience(recipe: dict[str, Any], folder: Path) -> Any:
             trained(recipe, folder)
         except pytest.fail.Exception as failed:
             return str(failed)
+
+
+def writers(recipe: dict[str, Any], folder: Path) -> list[str]:
+    """The threads that write checkpoints."""
+    names, write = list[str](), store.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "write", lambda *args, **how: names.append(threading.current_thread().name) or write(*args, **how))
+        trained(recipe, folder)
+    return names
 
 
 def run_folders(recipe: dict[str, Any], folder: Path) -> str:
@@ -525,6 +536,7 @@ CASES: dict[str, Case] = {
     "validation_steps": turned("validation_steps=1", see=validations),
     "save_steps": turned("save_steps=1", see=kept, base=("stages.0.steps=3",)),
     "save_minutes": turned("save_minutes=1.0e-9", see=kept, base=("stages.0.steps=3",)),
+    "async_save": turned("async_save=true", see=writers, base=("stages.0.steps=3", "save_steps=1")),
     "save_total_limit": turned("save_total_limit=3", see=kept, base=("stages.0.steps=3", "save_steps=1")),
     "max_nonfinite_steps": turned("max_nonfinite_steps=0", see=budgeted),
 }

@@ -90,14 +90,19 @@ SAVING: dict[str, tuple[str, bool]] = {  # function of the store, and whether th
 }
 
 
-BY_EACH = [(when, rank) for when, (name, _) in SAVING.items() for rank in (0, 1) if rank == 0 or name == "write"]  # the rest rank 0 does
+BY_EACH = [
+    (when, rank, False) for when, (name, _) in SAVING.items() for rank in (0, 1) if rank == 0 or name == "write"
+]  # the rest rank 0 does
+BY_EACH += [("before its part is written", 1, True), ("after its part is written", 0, True)]
 
 
-@pytest.mark.parametrize(("when", "at_rank"), BY_EACH)
-def test_a_rank_killed_while_saving_leaves_the_old_checkpoint_or_the_new(whole: tuple[Path, Any], when: str, at_rank: int) -> None:
+@pytest.mark.parametrize(("when", "at_rank", "in_thread"), BY_EACH)
+def test_a_rank_killed_while_saving_leaves_the_old_checkpoint_or_the_new(
+    whole: tuple[Path, Any], when: str, at_rank: int, in_thread: bool
+) -> None:
     name, after = SAVING[when]
     folder, wanted = whole
-    run = cut_run(folder, f"saving {list(SAVING).index(when)} {at_rank}")
+    run = cut_run(folder, f"saving {list(SAVING).index(when)} {at_rank} {in_thread}", f"async_save={str(in_thread).lower()}")
 
     def before(rank: int) -> None:
         original, calls = getattr(store, name), [0]

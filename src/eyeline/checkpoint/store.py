@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -144,14 +144,21 @@ def save(
     """
     assert save_total_limit >= 1, "save_total_limit is at least 1"
     draft = world.by_first(lambda: start_draft(folder, run, step, fixed))
+    return finish(draft, lambda: write(draft, files, world.rank, world.size), state, save_total_limit, best, world)
+
+
+def finish(
+    draft: Draft, written: Callable[[], Share], state: dict[str, Any], save_total_limit: int, best: bool = False, world: World = ALONE
+) -> Path:
+    """Commit a draft once every rank has its share `written`, then delete what `prune` allows. Returns the checkpoint's folder."""
     try:
-        share = world.by_each(lambda: write(draft, files, world.rank, world.size))
+        share = world.by_each(written)
         shares = world.gather_patiently(share)
         world.by_first(lambda: commit(draft, shares, state, best))
     finally:
         if world.first:
             shutil.rmtree(draft.staging, ignore_errors=True)  # gone already, unless something above failed
-    world.by_first(lambda: prune(folder, run, save_total_limit, known_good=draft.target))
+    world.by_first(lambda: prune(draft.folder, draft.run, save_total_limit, known_good=draft.target))
     return draft.target
 
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from torch import Tensor
 
 from eyeline.checkpoint import store
-from eyeline.checkpoint.pieces import pieces_of
 from eyeline.core.batch import Batch
 from eyeline.core.errors import NotFinite, OutOfMemory, Stopped, StorageFailed, fitting
 from eyeline.core.files import make_folder, write_json
@@ -30,15 +28,16 @@ from eyeline.parallel.ranks import ONE_DEVICE, ranks_of
 from eyeline.parallel.watch import watched, where_ranks_are
 from eyeline.train.display import Display, display
 from eyeline.train.metrics import Clock, StepFigures
-from eyeline.train.optim import set_learning_rates, state_tensors, without_state
+from eyeline.train.optim import set_learning_rates
 from eyeline.train.run import Run, Stage
+from eyeline.train.saving import finish_save, save
 from eyeline.train.schedule import factor
 from eyeline.train.stage import Process, StageRun, State, begin_stage
 from eyeline.train.start import Home, announce, refuse_changed_past, refuse_strangers, smaller, start_run
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.summary import Tally
-from eyeline.train.trainable import adapters_of, rates, trained_in_full
+from eyeline.train.trainable import rates
 
 
 def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
@@ -72,6 +71,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
         try:
             checkpoint = train_stages(process, checkpoint)
         finally:
+            process.saving.abandon(world.first)
             stop.close()
             show.close()
         if world.first:
@@ -163,9 +163,11 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
         due = run.save_minutes is not None and clock.now() - saved_at >= 60 * run.save_minutes
         border = at_border(process, running, step, due)
         leaving = ended or over or border.stop is not None
+        if border.written:
+            finish_save(process)
         if leaving or better or border.due or (run.save_steps and state.step % run.save_steps == 0):
-            save(process, running, state, ended=ended, best=better)
-            stop.saved, saved_at = state.global_step, clock.now()
+            save(process, running, state, ended=ended, best=better, waits=leaving or not run.async_save)
+            saved_at = clock.now()
         show_step(process, running, state, step, report, border, at, tells_rejects=ended or state.step == first)
         if over:
             raise NotFinite(
@@ -189,15 +191,22 @@ class Border(NamedTuple):
     due: bool  # a checkpoint, by the clock of rank 0
     flops: flops.Flops  # of all ranks' batches
     memory_bytes: int  # of the rank that has the most in use
+    written: bool  # the checkpoint that is being saved meanwhile, on all ranks
 
 
 def at_border(process: Process, running: StageRun, step: Step, due: bool) -> Border:
     """Tell the other ranks, and hear what all agree on."""
     counted = sum((running.arithmetic.of(batch) for batch in step.batches), flops.NONE)
-    told = process.world.gather(Border(process.stop.asked, due, counted, process.here.memory_bytes()))
+    written = process.saving.ready
+    told = process.world.gather(Border(process.stop.asked, due, counted, process.here.memory_bytes(), written))
     process.stop.hear(one.stop for one in told)
-    total = sum((one.flops for one in told), flops.NONE)
-    return Border(process.stop.asked if any(one.stop for one in told) else None, told[0].due, total, max(one.memory_bytes for one in told))
+    return Border(
+        stop=process.stop.asked if any(one.stop for one in told) else None,
+        due=told[0].due,
+        flops=sum((one.flops for one in told), flops.NONE),
+        memory_bytes=max(one.memory_bytes for one in told),
+        written=all(one.written for one in told),
+    )
 
 
 def next_state(state: State, step: Step, report: Report) -> State:
@@ -255,37 +264,6 @@ def timed_steps(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
         if item is None:
             return
         yield item
-
-
-def save(process: Process, running: StageRun, state: State, *, ended: bool, best: bool) -> None:
-    """Write a checkpoint: after the last step of a stage it already stands at the start of the next one."""
-    run, home, optimizers = process.run, process.home, running.optimizers
-    kept: dict[str, dict[str, Tensor]] = {"model": {}, "frozen": {}}
-    for name, x, entry in running.plan.tensors():
-        kept["model" if entry.trains or entry.role == "buffer" else "frozen"][name] = x
-    kept["optimizer"] = {} if ended else state_tensors(optimizers)
-    progress = State(stage=state.stage + 1, global_step=state.global_step, not_finite=state.not_finite) if ended else state
-    process.show.status("saving a checkpoint")
-    with process.clock.spending("checkpoint"), fitting(f"the checkpoint of step {state.global_step}"):
-        store.save(
-            home.checkpoints,
-            run=home.id,
-            step=state.global_step,
-            files={name: pieces_of(tensors, process.world.first) for name, tensors in kept.items()},
-            state={
-                "stage": progress.stage,
-                "global_step": state.global_step,
-                "lora": {part: lora.model_dump(mode="json") for part, lora in adapters_of(running.stage).items()},
-                "trained": trained_in_full(run.stages[: state.stage + 1]),
-                "expert_biases": running.plan.biased,
-                "without_state": [] if ended else without_state(optimizers),
-                "progress": vars(progress),
-            },
-            save_total_limit=run.save_total_limit,
-            best=best,
-            fixed={"frozen": f"stage {state.stage} of {home.id}"},
-            world=process.world,
-        )
 
 
 def keep_evidence(process: Process, state: State, report: Report, micro_batches: tuple[Batch, ...]) -> None:

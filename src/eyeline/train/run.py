@@ -185,6 +185,7 @@ class Run(Settings):
     validation_steps: Positive | None = None  # steps; also at the end of a stage. None: never
     save_steps: Positive | None = None  # steps; a checkpoint at the end of every stage is always written
     save_minutes: PositiveFloat | None = 30.0  # minutes between checkpoints, by the clock; null: by steps alone
+    async_save: bool = False  # a thread writes checkpoints while training continues; the host needs memory for a copy of them
     save_total_limit: Positive = 2  # checkpoints to keep, in addition to the best one
     max_nonfinite_steps: NotNegative = 5  # steps that may be dropped because a loss or gradient is not finite
 
@@ -279,6 +280,7 @@ MAY_CHANGE = (
     "validation_steps",
     "save_steps",
     "save_minutes",
+    "async_save",
     "save_total_limit",
     "max_nonfinite_steps",
     "evaluation",

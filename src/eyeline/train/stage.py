@@ -1,7 +1,7 @@
 """A stage made ready: its model planned, placed and filled, its optimizers as they were, its data found again."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from eyeline.train.display import Display
 from eyeline.train.metrics import Clock
 from eyeline.train.optim import load_state_tensors, make_optimizers
 from eyeline.train.run import COMPUTE, Run, Stage
+from eyeline.train.saving import Saving
 from eyeline.train.start import Home, refuse_changed_data, sources_of
 from eyeline.train.stop import StopSignal
 from eyeline.train.summary import Tally, stage_lines, stage_record
@@ -49,6 +50,7 @@ class Process:
     world: World = ALONE
     mesh: Mesh | None = None  # None: a single process
     ranks: Ranks = ONE_DEVICE
+    saving: Saving = field(default_factory=Saving)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,131 @@
+"""Checkpoints of a stage: what is in them, and who writes them: the loop itself, or a thread while training continues.
+
+A thread calls no collective. It writes this rank's part of a draft, from copies of the tensors; that it has done so is told at the next
+step's border, and once all ranks have, the loop commits the checkpoint. A failure is raised there too, on every rank.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from eyeline.checkpoint import store
+from eyeline.checkpoint.pieces import Piece, pieces_of
+from eyeline.core.errors import fitting
+from eyeline.train.optim import state_tensors, without_state
+from eyeline.train.trainable import adapters_of, trained_in_full
+
+if TYPE_CHECKING:  # a Process has a Saving
+    from eyeline.train.stage import Process, StageRun, State
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A checkpoint whose files a thread writes."""
+
+    draft: store.Draft
+    share: "Future[store.Share]"
+    state: dict[str, Any]
+    best: bool
+
+
+class Saving:
+    """The checkpoint that is being written while training continues: one at most."""
+
+    def __init__(self) -> None:
+        self.pending: Pending | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Return whether there is one, and this rank has written its part."""
+        return self.pending is not None and self.pending.share.done()
+
+    def abandon(self, first: bool) -> None:
+        """Leave nothing of one that was not finished. `first`: whether this rank clears away for all."""
+        pending, self.pending = self.pending, None
+        if pending is not None and first:
+            shutil.rmtree(pending.draft.staging, ignore_errors=True)
+
+
+def save(process: "Process", running: "StageRun", state: "State", *, ended: bool, best: bool, waits: bool = True) -> None:
+    """Write a checkpoint: after the last step of a stage it already stands at the start of the next one. Where it does not wait, the
+    tensors are copied, and a thread writes them."""
+    finish_save(process)
+    home, world, step = process.home, process.world, state.global_step
+    fixed = {"frozen": f"stage {state.stage} of {home.id}"}
+    process.show.status("saving a checkpoint")
+    with process.clock.spending("checkpoint"), fitting(f"the checkpoint of step {step}"):
+        files = {name: pieces_of(x, world.first) for name, x in tensors_of(running, ended).items()}
+        told, limit = state_of(process, running, state, ended), process.run.save_total_limit
+        if waits:
+            store.save(
+                home.checkpoints,
+                run=home.id,
+                step=step,
+                files=files,
+                state=told,
+                save_total_limit=limit,
+                best=best,
+                fixed=fixed,
+                world=world,
+            )
+            process.stop.saved = step
+        else:
+            draft = world.by_first(lambda: store.start_draft(home.checkpoints, home.id, step, fixed))
+            copies = {name: pieces if name in fixed else copied(pieces) for name, pieces in files.items()}
+            process.saving.pending = Pending(draft, in_thread(lambda: store.write(draft, copies, world.rank, world.size)), told, best)
+
+
+def finish_save(process: "Process") -> None:
+    """Wait for the checkpoint that is being written, if there is one, and commit it. Raises on all ranks what failed on one."""
+    pending, process.saving.pending = process.saving.pending, None
+    if pending is not None:
+        draft, limit = pending.draft, process.run.save_total_limit
+        with process.clock.spending("checkpoint"):
+            store.finish(draft, pending.share.result, pending.state, limit, pending.best, process.world)
+        process.stop.saved = draft.step
+
+
+def tensors_of(running: "StageRun", ended: bool) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds, in sets: what changes, what this stage does not, and the optimizers' states while it lasts."""
+    kept: dict[str, dict[str, Tensor]] = {"model": {}, "frozen": {}}
+    for name, x, entry in running.plan.tensors():
+        kept["model" if entry.trains or entry.role == "buffer" else "frozen"][name] = x
+    return kept | {"optimizer": {} if ended else state_tensors(running.optimizers)}
+
+
+def state_of(process: "Process", running: "StageRun", state: "State", ended: bool) -> dict[str, Any]:
+    """What a checkpoint says beside its tensors, as plain JSON: the stage it stands in, how far that is, and what the model is like."""
+    progress = vars(state) if not ended else vars(state) | {"stage": state.stage + 1, "step": 0, "data": None, "best": None}
+    return {
+        "stage": progress["stage"],
+        "global_step": state.global_step,
+        "lora": {part: lora.model_dump(mode="json") for part, lora in adapters_of(running.stage).items()},
+        "trained": trained_in_full(process.run.stages[: state.stage + 1]),
+        "expert_biases": running.plan.biased,
+        "without_state": [] if ended else without_state(running.optimizers),
+        "progress": progress,
+    }
+
+
+def copied(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same numbers, in memory of the host that nothing else writes to."""
+    return [piece._replace(local=piece.local.detach().to("cpu", copy=True)) for piece in pieces]
+
+
+def in_thread(work: Callable[[], store.Share]) -> "Future[store.Share]":
+    """The result of work that a thread does. The thread does not keep the process alive: a second signal ends it at once."""
+    future: Future[store.Share] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="checkpoint").start()
+    return future
