@@ -10,6 +10,7 @@ import pytest
 
 from eyeline.core.batch import IGNORE, Budget
 from eyeline.core.image_rule import Area, ImageRule
+from eyeline.core.world import World
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import reader_of
 from eyeline.data.sets import Data
@@ -68,7 +69,7 @@ def test_fewer_shards_than_processes(tmp_path: Path, plain: Encoder, rule: Image
         members = [(f"{n}.{end}", encoded(n, "PNG") if end == "png" else f"it is {n}") for n in range(7) for end in ("png", "txt")]
         archive(tmp_path / f"{shard}.tar", members)
     data = Data(sources=(Source(path=str(tmp_path / "*.tar")),), workers=2)
-    ranks = [list(training_steps(reader_of(data, plain, rule, 0), Budget(90, 48), 4, 1, None, rank, 2)) for rank in (0, 1)]
+    ranks = [list(training_steps(reader_of(data, plain, rule, 0, world=World(rank, 2)), Budget(90, 48), 4, 1)) for rank in (0, 1)]
     assert len(ranks[0]) == len(ranks[1]) > 1
     seen = Counter(id for steps in ranks for batch in flat(steps) for id in batch.ids)
     assert seen == Counter(f"{shard}.tar#{n}" for shard in range(3) for n in range(7))

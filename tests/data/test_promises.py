@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,8 @@ def test_every_usable_row_as_often_as_it_should_be(
     for stop, ranks in [*history, (10**9, 1)]:
         after = state
         for rank in range(ranks):
-            last = reader()
-            for n, step in enumerate(training_steps(last, budget, packs, epochs, json.loads(json.dumps(state)), rank, ranks)):
+            last = replace(reader(), world=World(rank, ranks))
+            for n, step in enumerate(training_steps(last, budget, packs, epochs, json.loads(json.dumps(state)))):
                 got.update(id for batch in step.batches for id in batch.ids)
                 count += rank == 0
                 after = step.state

@@ -55,6 +55,7 @@ class Setup:
     momentum: float = 0.0
     max_grad_norm: float | None = 0.5
     steps: int = 3  # that are compared
+    narrow: tuple[Part, ...] = ()  # whose frozen matrices are stored in bfloat16
     sizes: MeshSizes = field(default_factory=MeshSizes)
 
 
@@ -123,6 +124,7 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
         trains=trains,
         adapters=adapters,
         compute_dtype=setup.precision,
+        narrow=setup.narrow,
         balance=setup.balance,
         biased=isinstance(setup.balance, Bias),
     )
@@ -200,6 +202,7 @@ HOW: dict[str, Setup] = {
     "never resharded": Setup(sizes=MeshSizes(reshard_after_forward="never")),
     # of one step, whose loss is then the same to the last bit: a second one starts from weights that differ, and bfloat16 is coarse
     "bf16": Setup(precision=torch.bfloat16, steps=1),
+    "bf16 adapters": Setup({"language": "adapters"}, precision=torch.bfloat16, steps=1, narrow=PARTS),
 }
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +42,8 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     stops: list[loop.StopSignal] = []
 
     class Watched(loop.StopSignal):
-        def __init__(self, *tell) -> None:
-            super().__init__(*tell)
+        def __init__(self, *tell: Any, **how: Any) -> None:
+            super().__init__(*tell, **how)
             stops.append(self)
 
     def update(*args, step: int, **more):
