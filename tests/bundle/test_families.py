@@ -145,7 +145,8 @@ def test_unread_tensors_are_reported_once(
     index["weight_map"] |= dict.fromkeys(extra, "extra.safetensors")
     index["metadata"]["total_size"] += 24
     (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps(index))
-    said = f"{tmp_path / 'hub'} has tensors that are not read, since Eyeline's model has no such layers: mtp.* (3). An export will lack them.\n"
+    why = "tensors that are not read, since Eyeline's model has no such layers: mtp.* (3)"
+    said = f"{tmp_path / 'hub'} has {why}. An export will lack them.\n"
     capsys.readouterr()
     import_whole(tmp_path / "hub", tmp_path / "in")
     assert capsys.readouterr().out.count(said) == 1
