@@ -82,14 +82,14 @@ def train(
     run = _read(recipe, overrides)
     if nproc > 1:
         sys.exit(_on_ranks(run, nproc))
-    from eyeline.parallel.join import started
+    from eyeline.parallel.join import checked, started
     from eyeline.recipes.check import refuse_problems
     from eyeline.study.report import write_report
     from eyeline.train.loop import run_folder
     from eyeline.train.loop import train as train_run
 
     first = started().first
-    for line in refuse_problems(run) if first else ():
+    for line in refuse_problems(run) if first and not checked() else ():
         warn(line)
     train_run(run)
     if first:
@@ -468,11 +468,14 @@ def _on_ranks(run: Any, nproc: int) -> int:
     """This command once for each rank; what does not fit that number is refused once, here."""
     from eyeline.parallel.mesh import refuse_problems
     from eyeline.parallel.spawn import run_ranks
+    from eyeline.recipes.check import refuse_problems as refuse_recipe
 
     refuse_problems(run.mesh, nproc, run.packs_per_step)
+    for line in refuse_recipe(run):
+        warn(line)
     arguments = sys.argv[1:]
-    at = next(n for n, word in enumerate(arguments) if word.split("=")[0] == "--nproc")
-    del arguments[at : at + (1 if "=" in arguments[at] else 2)]
+    while at := next((n for n, word in enumerate(arguments) if word.split("=")[0] == "--nproc"), None):
+        del arguments[at : at + (1 if "=" in arguments[at] else 2)]
     return run_ranks(nproc, arguments)
 
 

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,10 @@ import pytest
 
 from eyeline.checkpoint import store
 from eyeline.core.errors import OutOfMemory
+from eyeline.data import reader
 from eyeline.parallel import watch
 from eyeline.train import loop
-from eyeline.train.run import Run
+from eyeline.train.run import Run, to_yaml
 from tests import ranks
 from tests.parallel.test_ranks_train import bits, run_of, start, train
 
@@ -76,7 +79,9 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(
     run = cut_run(folder, f"killed{at_rank}")
     codes = ranks.wait(start(run, 2, at_step(3, at_rank, kill)))
     assert codes == ([KILLED, LOST] if at_rank == 0 else [LOST, KILLED])
-    assert f"eyeline: rank {1 - at_rank} lost another rank, which ended or did not answer in time" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"eyeline: rank {1 - at_rank} lost another rank, which ended or did not answer in time" in said
+    assert re.search(rf"rank {at_rank} \(process \d+ on \S+\) has ended, and was last heard of \d s ago: step", said), said
     train(run, 2)
     assert_same_end(run, wanted)
 
@@ -145,7 +150,7 @@ def stop_late() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-HANGS = {"sleeps": (lambda: time.sleep(100), "runs"), "is stopped": (stop_late, r"has not been heard of for \d+ s")}
+HANGS = {"sleeps": (lambda: time.sleep(100), "0"), "is stopped": (stop_late, "[1-9]")}  # and seconds since it was last heard of
 
 
 @pytest.mark.parametrize("hang", HANGS)
@@ -161,9 +166,8 @@ def test_a_rank_that_hangs_is_named_in_time(
     assert children[0].wait(60) == LOST
     children[1].kill()
     said = capfd.readouterr().err
-    assert re.search(
-        rf"in time \(timed out\)\. rank 1 \(process \d+ on \S+\) {how}; step 2, compute, at \S+/loop\.py:\d+ train_stage", said
-    ), said
+    heard = rf"rank 1 \(process \d+ on \S+\) was last heard of {how} s ago: step 2, compute, at train/loop\.py:\d+ train_stage"
+    assert re.search(rf"in time \(timed out\)\. {heard}", said), said
 
 
 def test_a_signal_that_reaches_all_ranks_twice_stops_them_once(whole: tuple[Path, Any]) -> None:
@@ -199,3 +203,33 @@ def test_a_rank_with_another_recipe_is_named(tmp_path: Path, capfd: pytest.Captu
 
     assert ranks.wait(start(run, 2, overrides=lambda rank: ["seed=1"] * rank)) == [2, 2]
     assert capfd.readouterr().err.count("rank 1 is not like rank 0: recipe is") == 1
+
+
+def test_a_rank_with_other_data_is_named_with_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same path, and another file there: what a second machine may have."""
+    run = cut_run(tmp_path, "run")
+    fingerprint = reader.digest_of
+
+    def before(rank: int) -> None:
+        if rank == 1:
+            reader.digest_of = lambda rows: fingerprint(rows)[::-1]
+
+    assert ranks.wait(start(run, 2, before)) == [2, 2]
+    said = capfd.readouterr().err
+    assert said.count(f"rank 1 reads other data than rank 0: {tmp_path / 'data' / 'data.json'}. Give all ranks the same files") == 1
+
+
+def test_nproc_passes_a_signal_on_and_ends_as_the_ranks_do(tmp_path: Path) -> None:
+    """In new processes, whose interpreters are taken down as a user's are."""
+    run = cut_run(tmp_path, "run", "stages.whole.steps=2000")
+    recipe, metrics = tmp_path / "r.yaml", tmp_path / "run" / "metrics.jsonl"
+    recipe.write_text(to_yaml(run))
+    command = [sys.executable, "-m", "eyeline", "train", "--nproc", "1", str(recipe), "--nproc=2"]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    while not metrics.exists() or '"step"' not in metrics.read_text():
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    _, said = launcher.communicate(timeout=60)
+    assert (launcher.returncode, said.count("\n")) == (75, 1), said
+    assert not (tmp_path / "run" / "ranks").exists()

@@ -22,19 +22,30 @@ LONG = timedelta(days=7)  # for a rank that indexes data, say, while others wait
 def started() -> World:
     """The place that the launcher gave this process, in torchrun's environment variables; it cannot talk to others yet. Raises
     Refused for half of one."""
-    names = ("RANK", "WORLD_SIZE")
-    there = [name for name in names if name in os.environ]
-    if not there or os.environ.get("WORLD_SIZE") == "1":
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    given = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if given.get("WORLD_SIZE", "1") == "1" and given.get("RANK", "0") == "0":
         return ALONE
-    how = "Start the ranks with torchrun, or with --nproc N"
-    if len(there) == 1:
-        raise Refused(f"{there[0]} is set and {next(name for name in names if name not in there)} is not. {how}")
+    how = f"Start the ranks with torchrun or --nproc N, or unset {', '.join(given)} for a single process"
     try:
-        rank, size = (int(os.environ[name]) for name in names)
-        local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        places = {name: int(text) for name, text in given.items()}
     except ValueError as error:
-        raise Refused(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers ({error}). {how}") from error
-    return World(rank, size, local_rank, local_size)
+        raise Refused(f"{', '.join(f'{name}={text}' for name, text in given.items())}: wanted whole numbers ({error}). {how}") from error
+    if missing := [name for name in names[:2] if name not in places]:
+        raise Refused(f"{', '.join(given)} is set and {', '.join(missing)} is not. {how}")
+    rank, size = places["RANK"], places["WORLD_SIZE"]
+    if size < 1 or not 0 <= rank < size:
+        raise Refused(f"RANK={rank} and WORLD_SIZE={size}: wanted a rank from 0 to WORLD_SIZE - 1. {how}")
+    if STORE not in os.environ and (missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]):
+        raise Refused(f"RANK and WORLD_SIZE are set and {', '.join(missing)} is not: the ranks cannot find one another. {how}")
+    if not os.environ.get("MASTER_PORT", "0").isdigit():
+        raise Refused(f"MASTER_PORT={os.environ['MASTER_PORT']}: wanted a number. {how}")
+    return World(rank, size, places.get("LOCAL_RANK", rank), places.get("LOCAL_WORLD_SIZE", size))
+
+
+def checked() -> bool:
+    """Return whether whatever started this process has examined the recipe for all ranks."""
+    return LAUNCHER in os.environ
 
 
 @contextmanager
@@ -50,16 +61,30 @@ def joined(world: World, device: str, timeout_s: float) -> Iterator[World]:
     import torch.distributed as dist
 
     _end_with_launcher()
-    limit, store = timedelta(seconds=timeout_s), os.environ.get(STORE)
-    where: dict[str, Any] = {"init_method": f"file://{store}", "rank": world.rank, "world_size": world.size} if store else {}
+    limit = timedelta(seconds=timeout_s)
     with lost_ranks(world):
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=limit, **where)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=limit, **_meeting(world, limit))
     try:
         with _said_once(), lost_ranks(world):
             soon, late = (dist.new_group(backend="gloo", timeout=wait) for wait in (limit, LONG))
             yield replace(world, gather=_gather(world, soon), gather_patiently=_gather(world, late))
     finally:
         dist.destroy_process_group()
+
+
+def _meeting(world: World, limit: timedelta) -> dict[str, Any]:
+    """Where the ranks find one another. torchrun keeps one store however often it starts them again: each attempt has keys of its own, or
+    its ranks would find the addresses of those that are gone."""
+    import torch.distributed as dist
+
+    place: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
+    if store := os.environ.get(STORE):
+        return {"init_method": f"file://{store}", **place}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        tcp, prefixed = dist.TCPStore, dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+        kept = tcp(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world.size, False, limit)
+        return {"store": prefixed(f"eyeline {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", kept), **place}
+    return {}
 
 
 def _end_with_launcher() -> None:
@@ -97,8 +122,8 @@ def lost_ranks(world: World, explain: Callable[[], str] = lambda: "") -> Iterato
         if how is None:
             raise
         raise RankLost(
-            f"rank {world.rank} lost another rank, which ended or did not answer in time ({how}). {explain() or 'Its output says why'}. "
-            "The same command resumes from the last checkpoint"
+            f"rank {world.rank} lost another rank, which ended or did not answer in time ({how}). {explain() or 'Its output may say why'}. "
+            "The same command resumes from the last checkpoint, if there is one"
         ) from error
 
 

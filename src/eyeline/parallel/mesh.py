@@ -44,6 +44,11 @@ def problems(sizes: MeshSizes, world: int | None, packs_per_step: int | None = N
         yield "mesh.dp_shard=0: wanted a number of ranks, or -1 for all that are left"
     elif world is None:
         return
+    elif world == 1 and sizes.dp_replicate * max(sizes.dp_shard, 1) > 1:
+        yield (
+            f"mesh: dp_replicate={sizes.dp_replicate}, dp_shard={sizes.dp_shard} are of several ranks, and this is one process. Start them "
+            "with --nproc N or torchrun (check has --world-size N), or leave mesh out"
+        )
     elif sizes.dp_shard == -1 and world % sizes.dp_replicate:
         yield (
             f"mesh.dp_replicate={sizes.dp_replicate} does not divide {world} ranks. Set it to a divisor of {world}, or start another "

@@ -50,7 +50,8 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
         for number, rank in enumerate(ranks):
             if rank.poll() and number not in failed:
                 failed[number] = rank.returncode
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                asked = rank.returncode in (130, 143, -signal.SIGTERM, -signal.SIGINT)  # before its first step: there is nothing to save
+                deadline = min(deadline, time.monotonic() + (1.0 if asked else GRACE_S))
     failed |= {number: rank.returncode for number, rank in enumerate(ranks) if rank.poll() and number not in failed}
     for number, code in failed.items():
         if code < 0:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from eyeline.core.errors import Stopped
 from eyeline.core.files import make_folder, read_json
 from eyeline.core.world import World
 
@@ -35,11 +36,10 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]]) -> Ite
 
     def tell() -> None:
         while True:
-            frame = sys._current_frames().get(trains)
-            stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack(frame)] if frame else []
-            own = [line for line in stack if line.startswith(PACKAGE)]
+            stack = _stack(trains)
+            own = [line for line in stack if line.startswith(PACKAGE) and not line.startswith(__file__)]
             where = {"host": socket.gethostname(), "pid": os.getpid(), **at(), "line": own[-1] if own else "", "stack": stack}
-            with suppress(OSError):  # a full disk is reported where a file must be written
+            with suppress(OSError):  # a disk that is full is named by whatever needs what it writes
                 new = path.with_suffix(".tmp")
                 new.write_text(json.dumps(where), encoding="utf-8")  # not flushed to disk: it is old in a moment
                 os.replace(new, path)
@@ -48,34 +48,57 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]]) -> Ite
 
     thread = threading.Thread(target=tell, daemon=True, name="watch")
     thread.start()
+    stays = False
     try:
         yield
-    except BaseException:
-        ended.set()  # the file stays, for the others
+    except Stopped:
         raise
-    else:
+    except BaseException:
+        stays = True  # for the others to read
+        raise
+    finally:
         ended.set()
-        thread.join()
-        path.unlink(missing_ok=True)
-        with suppress(OSError):  # the last one to end finds it empty
-            folder.rmdir()
+        thread.join(EVERY_S)  # it must not outlive what its stack refers to
+        if not stays:
+            path.unlink(missing_ok=True)
+            with suppress(OSError):  # the last one to end finds it empty
+                folder.rmdir()
+
+
+def _stack(thread: int) -> list[str]:
+    """The lines that a thread is in, outermost first. The frame itself is not kept: it would keep all that its functions hold."""
+    frame = sys._current_frames().get(thread)
+    return [f"{at.filename}:{at.lineno} {at.name}" for at in traceback.extract_stack(frame)] if frame else []
 
 
 def where_ranks_are(folder: Path, world: World) -> str:
-    """A line per rank that does not run or is behind the others: its step, what it was doing, and where in the code."""
-    told = {rank: _read(_file(folder, rank)) for rank in range(world.size) if rank != world.rank}
-    steps = [where["step"] for where in told.values() if where]
+    """What is known of the other ranks that do not run, or are behind: when each was last heard of, its step, what it was doing, and where
+    in the code."""
+    told = {rank: where for rank in range(world.size) if rank != world.rank and (where := _read(_file(folder, rank)))}
+    furthest = max((where["step"] for where in told.values()), default=0)
     lines = []
     for rank, where in told.items():
-        if where is None:
-            continue
-        silent = time.time() - where["written"]
-        if silent < LATE_S and where["step"] == max(steps) and len(told) > 1:
+        silent, ended = time.time() - where["written"], _has_ended(where)
+        if not ended and silent < LATE_S and where["step"] == furthest and len(told) > 1:
             continue  # it waits, as this one does
-        how = f"has not been heard of for {silent:.0f} s" if silent >= LATE_S else "runs"
-        who, when = f"rank {rank} (process {where['pid']} on {where['host']})", f"step {where['step'] + 1}, {where['phase']}"
-        lines.append(f"{who} {how}; {when}, at {where['line'].removeprefix(PACKAGE)}")
+        who = f"rank {rank} (process {where['pid']} on {where['host']})"
+        how = "has ended, and was" if ended else "was"
+        line = f", at {where['line'].removeprefix(PACKAGE)}" if where["line"] else ""
+        lines.append(f"{who} {how} last heard of {silent:.0f} s ago: step {where['step'] + 1}, {where['phase']}{line}")
     return "; ".join(lines)
+
+
+def _has_ended(where: dict[str, Any]) -> bool:
+    """Return whether a rank on this machine has no process any more. Of another machine that is not known."""
+    if where["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(where["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -29,7 +29,7 @@ from eyeline.train.metrics import Clock
 from eyeline.train.optim import load_state_tensors, make_optimizers
 from eyeline.train.run import COMPUTE, Run, Stage
 from eyeline.train.saving import Saving
-from eyeline.train.start import Home, refuse_changed_data, sources_of
+from eyeline.train.start import Home, refuse_changed_data, refuse_other_data, sources_of
 from eyeline.train.stop import StopSignal
 from eyeline.train.summary import Tally, stage_lines, stage_record
 from eyeline.train.trainable import adapters_of, plan_of, rows_of, table
@@ -122,6 +122,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
                 notify=process.show.status,
             )
         )
+        refuse_other_data(world, reader, stage.batch.budget)
         epochs = stage.epochs or 0
         steps = stage.steps or world.by_first(lambda: count_steps(reader, stage.batch.budget, stage.batch.packs_per_step, epochs))
         if state.step >= steps:

@@ -16,13 +16,14 @@ from eyeline.bundle.bundle import Bundle, Weights, describe, open_bundle, open_w
 from eyeline.bundle.fill import Seed, Source, refuse_other_parts
 from eyeline.bundle.folders import warn_of_others
 from eyeline.checkpoint import store
+from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_json, read_lines, read_object, write_json
 from eyeline.core.locations import Remote
 from eyeline.core.plan import Part
 from eyeline.core.world import ALONE, World
 from eyeline.data.prepared.folder import TOKENIZER
-from eyeline.data.reader import Reader, changes, short_hash
+from eyeline.data.reader import Reader, changes, identity_of_plan, short_hash, validation_sources
 from eyeline.data.sets import training_texts
 from eyeline.data.sources.folders import parse_location
 from eyeline.data.text.templates import VIDEO, template_named
@@ -85,6 +86,24 @@ def refuse_other_ranks(run: Run, home: Home, world: World) -> None:
             if other.get(name) != first.get(name)
         ]:
             raise Refused(f"rank {rank} is not like rank 0: {'; '.join(differ)}. Start all ranks with the same code, recipe and folder")
+
+
+def refuse_other_data(world: World, reader: Reader, budget: Budget) -> None:
+    """Raise Refused on every rank where one reads other data than rank 0, naming both."""
+    identity = identity_of_plan(reader, budget)
+    paths = {"data": reader.training.index.sources, "validation": validation_sources(reader)}
+    first, *others = world.gather_patiently(identity)
+    for rank, other in enumerate(others, 1):
+        if other == first:
+            continue
+        differ = [name for name in first if first[name] != other.get(name)]
+        files = [
+            str(rows.path)
+            for name in paths.keys() & set(differ)
+            for rows, here, there in zip(paths[name], first[name], other[name], strict=True)
+            if here != there
+        ]
+        raise Refused(f"rank {rank} reads other data than rank 0: {', '.join(files or differ)}. Give all ranks the same files")
 
 
 def _make_folder(run: Run, folder: Path) -> None:
