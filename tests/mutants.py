@@ -430,8 +430,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/loop.py",
-            "stop.saved, saved_at = state.global_step, clock.now()",
-            "stop.saved = state.global_step",
+            "            saved_at = clock.now()\n",
+            "",
             "train/test_resume.py::test_checkpoints_by_the_clock_are_where_they_are_due",
         ),
         (
@@ -863,8 +863,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_resume.py::test_a_second_process_is_locked_out",
         ),
         (
-            "train/loop.py",
-            '"without_state": [] if ended else without_state(optimizers),',
+            "train/saving.py",
+            '"without_state": [] if ended else without_state(running.optimizers),',
             '"without_state": [],',
             "train/test_resume.py::test_run_whose_tower_no_step_has_used_resumes_bit_for_bit",
         ),
@@ -996,6 +996,32 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "if window < len(stored) and stored[window] != digest:",
             "if False:",
             "data/test_prepare.py::test_an_index_of_another_plan_is_noticed",
+        ),
+    ],
+    "saving": [
+        (
+            "train/saving.py",
+            '"step": 0, "data": None',
+            '"step": state.step, "data": None',
+            "train/test_resume.py::test_stopped_and_resumed_is_bit_equal",
+        ),
+        (
+            "train/saving.py",
+            'piece.local.detach().to("cpu", copy=True)',
+            "piece.local.detach()",
+            "train/test_saving.py::test_what_is_written_meanwhile_is_what_was_there_when_it_was_due",
+        ),
+        (
+            "train/saving.py",
+            "            future.set_exception(error)",
+            "            future.cancel()",
+            "train/test_saving.py::test_what_a_thread_could_not_write_ends_the_run",
+        ),
+        (
+            "train/loop.py",
+            "            process.saving.abandon(world.first)\n",
+            "",
+            "train/test_saving.py::test_a_run_that_fails_leaves_no_half_checkpoint",
         ),
     ],
     "sharding": [

@@ -67,3 +67,26 @@ def test_what_a_thread_could_not_write_ends_the_run(tmp_path: Path, monkeypatch:
     assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
     loop.train(run)
     assert saved(run)[10] == saved(whole)[10]
+
+
+def test_a_run_that_fails_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training fails in the step after the one whose checkpoint is being written."""
+    update, write, failed, steps = loop.update, store.write, threading.Event(), list[int]()
+
+    def held(*args: Any, **how: Any) -> store.Share:
+        assert failed.wait(60)
+        return write(*args, **how)
+
+    def failing(*args: Any, **how: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 3:
+            raise StorageFailed("a test fails here")
+        return update(*args, **how)
+
+    monkeypatch.setattr(store, "write", held)
+    monkeypatch.setattr(loop, "update", failing)
+    with pytest.raises(StorageFailed, match="a test fails here"):
+        loop.train(run_of(tmp_path, "run", "async_save=true"))
+    left = list((tmp_path / "run" / "checkpoints").iterdir())
+    failed.set()
+    assert not left

@@ -99,7 +99,7 @@ def tensors_of(running: "StageRun", ended: bool) -> dict[str, dict[str, Tensor]]
 
 
 def state_of(process: "Process", running: "StageRun", state: "State", ended: bool) -> dict[str, Any]:
-    """What a checkpoint says beside its tensors, as plain JSON: the stage it stands in, how far that is, and what the model is like."""
+    """What a checkpoint says in addition to its tensors, as plain JSON: the stage it stands in, how far, and what the model is like."""
     progress = vars(state) if not ended else vars(state) | {"stage": state.stage + 1, "step": 0, "data": None, "best": None}
     return {
         "stage": progress["stage"],
