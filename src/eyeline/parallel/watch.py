@@ -20,6 +20,7 @@ from eyeline.core.files import make_folder, read_json
 from eyeline.core.world import World
 
 EVERY_S = 2.0
+ENDING_S = 1.0  # a process that ends closes its connections a moment before it is gone
 PACKAGE = f"{Path(__file__).parent.parent}/"  # lines of ours
 LATE_S = 6.0  # a rank that has not written for so long does not run
 
@@ -74,7 +75,13 @@ def _stack(thread: int) -> list[str]:
 def where_ranks_are(folder: Path, world: World) -> str:
     """What is known of the other ranks that do not run, or are behind: when each was last heard of, its step, what it was doing, and where
     in the code."""
-    told = {rank: where for rank in range(world.size) if rank != world.rank and (where := _read(_file(folder, rank)))}
+
+    def heard() -> dict[int, dict[str, Any]]:
+        return {rank: where for rank in range(world.size) if rank != world.rank and (where := _read(_file(folder, rank)))}
+
+    deadline = time.monotonic() + ENDING_S
+    while not any(map(_has_ended, (told := heard()).values())) and time.monotonic() < deadline:
+        time.sleep(0.05)
     furthest = max((where["step"] for where in told.values()), default=0)
     lines = []
     for rank, where in told.items():
@@ -89,16 +96,14 @@ def where_ranks_are(folder: Path, world: World) -> str:
 
 
 def _has_ended(where: dict[str, Any]) -> bool:
-    """Return whether a rank on this machine has no process any more. Of another machine that is not known."""
+    """Return whether a rank on this machine does not run any more. Of another machine that is not known."""
     if where["host"] != socket.gethostname():
         return False
     try:
-        os.kill(where["pid"], 0)
-    except ProcessLookupError:
-        return True
+        state = Path(f"/proc/{where['pid']}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return False
+        return Path("/proc/self").exists()  # else the system does not tell
+    return state == "Z"  # a zombie: whoever started it has not looked yet
 
 
 def _file(folder: Path, rank: int) -> Path:
