@@ -281,7 +281,7 @@ def test_too_many_rejects_stop_the_run_at_the_same_step(open_reader, folder: Pat
         steps = training_steps(open_reader(max_reject_rate=0.2, **settings), BUDGET, 1, None)
         done = []
         with pytest.raises(TooManyRejects, match=r"missing_image \d+× \(the file does not exist\)"):
-            done += (step.state for step in islice(steps, 1000))  # more than all rows: where nothing stops them they are endless
+            done += (step.state for step in islice(steps, 1000))  # more than all rows: else they are endless where nothing stops them
         return done
 
     steps = until_it_stops(out=tmp_path)

@@ -103,7 +103,7 @@ def _has_ended(where: dict[str, Any]) -> bool:
         state = Path(f"/proc/{where['pid']}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return Path("/proc/self").exists()  # else the system does not tell
-    return state == "Z"  # a zombie: whoever started it has not looked yet
+    return state == "Z"  # a zombie: its parent has not waited for it yet
 
 
 def _file(folder: Path, rank: int) -> Path:
