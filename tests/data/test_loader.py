@@ -224,12 +224,13 @@ def test_workers_change_nothing(open_reader, folder: Path, tmp_path: Path) -> No
     (tmp_path / "there").mkdir()
     here = training_steps(open_reader(out=tmp_path / "here", **settings), BUDGET, 2, None)
     there = training_steps(open_reader(out=tmp_path / "there", workers=2, **settings), BUDGET, 2, None)
+    before = children()  # of other tests, which may be ending
     wanted = [next(here) for _ in range(9)]
     assert wanted[-1].state["epoch"] >= 2
     assert_same_steps([next(there) for _ in range(9)], wanted)
-    assert len(children()) == 2
+    assert len(children() - before) == 2
     there.close()
-    assert children() == set()
+    assert children() <= before
     assert (tmp_path / "here" / "rejects.jsonl").read_text() == (tmp_path / "there" / "rejects.jsonl").read_text()
 
 
