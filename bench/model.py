@@ -91,17 +91,17 @@ def run(pairs: int = LEAST_PAIRS, names: Sequence[str] = tuple(CONFIGS), alone: 
         rule = spec(c).image
         with tempfile.TemporaryDirectory() as folder:
             model = made(c, encoder, Path(folder))
-            twin = peer.twin(Path(folder))
+            hf_model = peer.hf_model(Path(folder))
         equal = [document(encoder, rule, ALONE_TOKENS, n) for n in range(alone)]
         mix = [document(encoder, rule, tokens, alone + n) for n, tokens in enumerate(lengths(mixed))]
         budget = Budget(max(ROWS * sum(len(d.tokens_T) for d in mix) // len(mix), *(len(d.tokens_T) for d in mix)), 1 << 20)
 
         sides = {
-            "alone": (one_by_one(model, equal), peer.one_by_one(twin, equal, rule)),
-            "mixed": (in_packs(model, mix, budget), peer.in_rows(twin, mix, rule, ROWS)),
+            "alone": (one_by_one(model, equal), peer.one_by_one(hf_model, equal, rule)),
+            "mixed": (in_packs(model, mix, budget), peer.in_rows(hf_model, mix, rule, ROWS)),
         }
         for what, (ours, theirs) in sides.items():
-            agreed += [agreement(f"{name}, {what}", (ours(), gradient_norm(model)), (theirs(), gradient_norm(twin)))]
+            agreed += [agreement(f"{name}, {what}", (ours(), gradient_norm(model)), (theirs(), gradient_norm(hf_model)))]
         for what, (ours, theirs) in sides.items():
             times = interleaved({"ours": timed(ours), "peer": timed(theirs)}, pairs, f"{name}, {what}")
             single = what == "alone"

@@ -43,13 +43,13 @@ def run(pairs: int = LEAST_PAIRS, samples: int = SAMPLES) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         bundle, model = made(SIZED, Path(folder) / "model")
         docs = documents(SIZED, bundle.encoder().image_token, lengths(samples))
-        twin = peer.load(Path(folder) / "model")
+        hf_model = peer.load(Path(folder) / "model")
     examples = [peer.example(d, SIZED) for d in docs]
     initial = {name: x.clone() for name, x in model.state_dict().items()}
-    initial_twin = {name: x.clone() for name, x in twin.state_dict().items()}
+    initial_weights = {name: x.clone() for name, x in hf_model.state_dict().items()}
 
     some = slice(0, 64)
-    mine, peers = loss_of(model, docs[some]), peer.loss_of(twin, examples[some])
+    mine, peers = loss_of(model, docs[some]), peer.loss_of(hf_model, examples[some])
     if abs(mine - peers) > TOLERANCE:
         raise Refused(f"the losses of the two sides are {mine} and {peers} (at most {TOLERANCE} apart): they do not do the same work.")
     slots: list[int] = []
@@ -61,12 +61,12 @@ def run(pairs: int = LEAST_PAIRS, samples: int = SAMPLES) -> Result:
         return timed
 
     def theirs() -> Timed:
-        twin.load_state_dict(initial_twin)
-        return peer.train(twin, examples, ROWS, first=0, lr=LR).timed()
+        hf_model.load_state_dict(initial_weights)
+        return peer.train(hf_model, examples, ROWS, first=0, lr=LR).timed()
 
     def grouped() -> Timed:
-        twin.load_state_dict(initial_twin)
-        return peer.train(twin, examples, ROWS, first=0, lr=LR, strategy="group_by_length").timed()
+        hf_model.load_state_dict(initial_weights)
+        return peer.train(hf_model, examples, ROWS, first=0, lr=LR, strategy="group_by_length").timed()
 
     times = interleaved({"ours": ours, "peer": theirs, "grouped": grouped}, pairs, "packed")
     real = sum(len(d.tokens_T) for d in docs)

@@ -137,7 +137,7 @@ def loss_of(model: LlavaForConditionalGeneration, examples: Sequence[Example]) -
 # ---- any family, for forward and backward alone
 
 
-def twin(folder: Path) -> PreTrainedModel:
+def hf_model(folder: Path) -> PreTrainedModel:
     """The model in a folder, by the class that its config.json names."""
     seeing = "vision_config" in (folder / "config.json").read_text()
     kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM

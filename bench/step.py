@@ -33,10 +33,10 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         bundle, model = made(SIZED, Path(folder) / "model")
         docs = documents(SIZED, bundle.encoder().image_token, [TOKENS] * (ROWS * (WARM_UP + STEPS)))
-        twin = peer.load(Path(folder) / "model")
+        hf_model = peer.load(Path(folder) / "model")
     examples = [peer.example(d, SIZED) for d in docs]
     initial = {name: x.clone() for name, x in model.state_dict().items()}
-    initial_twin = {name: x.clone() for name, x in twin.state_dict().items()}
+    initial_weights = {name: x.clone() for name, x in hf_model.state_dict().items()}
     config = bundle.config
 
     def ours() -> Timed:
@@ -44,11 +44,11 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
         return train(model, config, docs)[0]
 
     def theirs() -> Timed:
-        twin.load_state_dict(initial_twin)
-        return peer.train(twin, examples, ROWS, first=WARM_UP, lr=LR).timed()
+        hf_model.load_state_dict(initial_weights)
+        return peer.train(hf_model, examples, ROWS, first=WARM_UP, lr=LR).timed()
 
     losses = train(model, config, docs)[1]
-    peers = peer.train(twin, examples, ROWS, first=WARM_UP, lr=LR, log=True).losses
+    peers = peer.train(hf_model, examples, ROWS, first=WARM_UP, lr=LR, log=True).losses
     worst = max(abs(a - b) for a, b in zip(losses, peers, strict=True))
     if worst > TOLERANCE:
         raise Refused(f"the losses of the two sides differ by up to {worst:.2g} (at most {TOLERANCE}): they do not do the same work.")

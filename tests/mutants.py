@@ -261,8 +261,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "data/text/templates.py",
-            'learned = message.role == "assistant" and n > last_question',
-            'learned = message.role == "assistant"',
+            'supervised = message.role == "assistant" and n > last_question',
+            'supervised = message.role == "assistant"',
             "data/test_templates.py::test_trained_answers_equal_generated_format",
         ),
         (
@@ -679,7 +679,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "models/shape.py",
-            "and not learns and tensor.ndim > 1",
+            "and not in_training and tensor.ndim > 1",
             "and tensor.ndim > 1",
             "models/test_shape.py::test_narrow_parts_store_frozen_matrices_in_the_dtype_that_they_compute_in",
         ),

@@ -23,6 +23,8 @@ BANNED = {  # a word -> the one to use
     r"\bwithout looking\b|\bblind (prior|baseline)\b": "text-only, independent of",
     r"\bstretch(es)?\b": "RoPE scaling; a run, a part",
     r"\ball the same\b": "still",
+    r"\btwins?\b": "duplicates; peer, copy",
+    r"(?:\b|_)medium(?:\b|_)": "media item",
     r"\bmatrix units\b": "tensor cores",
     r"\"\"\"(Of|By) ": "start with a verb, or with the noun that is described",
 }

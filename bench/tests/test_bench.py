@@ -106,14 +106,14 @@ def test_both_sides_compute_the_same_loss_and_gradients(tmp_path: Path) -> None:
     peer.quiet()
     bundle, model = made(SMALL, tmp_path / "model")
     docs = documents(SMALL, bundle.encoder().image_token, [9, 30, 17])
-    twin = peer.load(tmp_path / "model")
+    hf_model = peer.load(tmp_path / "model")
     batch = batch_of(docs, None)
     loss = model(batch).out / batch.counts.supervised
-    theirs = twin(**peer.collate([peer.example(d, SMALL) for d in docs])).loss
+    theirs = hf_model(**peer.collate([peer.example(d, SMALL) for d in docs])).loss
     assert abs(loss.item() - theirs.item()) < 1e-5
     loss.backward()
     theirs.backward()
-    inner = twin.model
+    inner = hf_model.model
     pairs = (
         (model.projector.down.weight, inner.multi_modal_projector.linear_2.weight),
         (model.language.embed.weight, inner.language_model.embed_tokens.weight),

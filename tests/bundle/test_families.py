@@ -123,11 +123,11 @@ def test_adapters(case: Case, tmp_path: Path) -> None:
 @each_typical_whole
 def test_answers_are_those_of_transformers(case: Case, exported: Callable[[Case], Exported]) -> None:
     made = exported(case)
-    twin, limit = loaded(made.folder), 7
+    peer, limit = loaded(made.folder), 7
     ours = generate(made.model, spec(made.bundle.config), case.documents, Sampling(max_new_tokens=limit), [])
     for answer, document in zip(ours, case.documents, strict=True):
         inputs = case.inputs(document)
-        theirs = twin.generate(
+        theirs = peer.generate(
             **inputs, attention_mask=torch.ones_like(inputs["input_ids"]), max_new_tokens=limit, do_sample=False, eos_token_id=None
         )
         assert list(answer.tokens) == theirs[0, inputs["input_ids"].shape[1] :].tolist(), document.id

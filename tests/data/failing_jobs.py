@@ -125,9 +125,9 @@ class Mined:
             happens(image, slow=False)
             return real_decode(image)
 
-        def held(medium: Any) -> Any:
-            happens(real_held(medium), slow=True)
-            return real_held(medium)
+        def held(item: Any) -> Any:
+            happens(real_held(item), slow=True)
+            return real_held(item)
 
         patches.upright, fetch.in_memory = decode, held
         try:

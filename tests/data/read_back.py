@@ -13,8 +13,8 @@ from eyeline.data.sources.sources import Rows
 
 
 def everything(container: Container) -> list[Any]:
-    """Every row in the order of shards; each is also read by its place, from an unpickled twin, and must be the same."""
-    twin = pickle.loads(pickle.dumps(container))
+    """Every row in the order of shards; each is also read by its place, from an unpickled copy, and must be the same."""
+    copy = pickle.loads(pickle.dumps(container))
     out = []
     for shard in range(len(container.shards)):
         numbers = []
@@ -23,10 +23,10 @@ def everything(container: Container) -> list[Any]:
             numbers.append(place.number)
             if isinstance(row, BadSample):
                 with pytest.raises(BadSample, match=r".") as caught:
-                    twin.row(place)
+                    copy.row(place)
                 assert (caught.value.cause, caught.value.field) == (row.cause, row.field)
             else:
-                assert twin.row(place) == row
+                assert copy.row(place) == row
             out.append(row)
         assert numbers == list(range(len(numbers)))
     return out

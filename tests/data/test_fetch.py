@@ -109,12 +109,12 @@ def test_images_that_crash_decoders_are_rejected_alone(open_reader, tmp_path: Pa
         if not {number(id) for id in one.ids} & MINES.keys():
             assert_same(one, two)
 
-    def untouched(medium: Any) -> Any:
-        assert all(f" MINE {MINES[n]}".encode() not in encoded_bytes(medium) for n in (3, 7))
-        return held(medium)
+    def untouched(item: Any) -> Any:
+        assert all(f" MINE {MINES[n]}".encode() not in encoded_bytes(item) for n in (3, 7))
+        return held(item)
 
-    def encoded_bytes(medium: Any) -> bytes:
-        source = held(medium).source
+    def encoded_bytes(item: Any) -> bytes:
+        source = held(item).source
         assert isinstance(source, bytes)
         return source
 
@@ -235,12 +235,12 @@ def test_a_store_that_fails_now_and_then_changes_nothing(open_reader, tmp_path: 
     wanted = list(training_steps(open_reader(path), BUDGET, 1, 1))
     real, asked, waits = fetch.in_memory, 0, []
 
-    def held(medium: Any) -> Any:
+    def held(item: Any) -> Any:
         nonlocal asked
         asked += 1
         if asked % 3:
             raise StorageFailed("could not read it") from OSError(5, "Input/output error")
-        return real(medium)
+        return real(item)
 
     monkeypatch.setattr(fetch, "in_memory", held)
     monkeypatch.setattr("eyeline.data.containers.container.time.sleep", waits.append)

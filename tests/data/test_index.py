@@ -59,7 +59,7 @@ def read(found: Sample | BadSample, encoder: Encoder, rule: ImageRule) -> tuple[
         if isinstance(found, BadSample):
             raise found
         require_answer(found)
-        return tokenise(found.messages, encoder, rule), tuple(size_of(medium) for medium in found.media)
+        return tokenise(found.messages, encoder, rule), tuple(size_of(item) for item in found.media)
     except BadSample as bad:
         return bad, ()
 
@@ -99,7 +99,7 @@ def test_it_keeps_what_reading_gives(rows: Rows, plain: Encoder, rule: ImageRule
 
 def looks(media: tuple[EncodedImage | Video, ...] | None) -> list[list[tuple[str, Any]]] | None:
     """Key and encoded bytes of every image of some media."""
-    return None if media is None else [[(image_key(p), held(p)) for p in frames_of(medium)] for medium in media]
+    return None if media is None else [[(image_key(p), held(p)) for p in frames_of(item)] for item in media]
 
 
 def held(image: EncodedImage) -> Any:
@@ -315,12 +315,12 @@ def test_a_store_that_fails_now_and_then_changes_no_index(rows: Rows, plain: Enc
     asked = 0
 
     def fails(times: int) -> Callable[[Any], Size]:
-        def look(medium: Any) -> Size:
+        def look(item: Any) -> Size:
             nonlocal asked
             asked += 1
             if asked % (times + 1):
                 raise StorageFailed("could not read it.") from OSError(errno.EIO, "Input/output error")
-            return size_of(medium)
+            return size_of(item)
 
         return look
 

@@ -65,7 +65,7 @@ def test_documents_arrive_as_planned(data: Data, tokenizers: dict[str, PreTraine
     rows = open_source(data.sources[0])
     for n in (0, 1, 2, 3, 7):
         (sample,) = [found for _, _, found in rows.kept_rows() if getattr(found, "id", "") == f"rows.json#{n}"]
-        wanted = document_of(sample, encoder, NATIVE, [image_patches(medium, NATIVE) for medium in sample.media])
+        wanted = document_of(sample, encoder, NATIVE, [image_patches(item, NATIVE) for item in sample.media])
         assert arrived[sample.id] == (wanted.tokens_T.tolist(), wanted.positions_T3.tolist(), wanted.labels_T.tolist())  # type: ignore[union-attr]
     tokens, _, labels = arrived["rows.json#5"]
     assert tokens.count(encoder.image_token) == NATIVE.units(40, 60)[0].tokens  # grey in its place, and nothing is learned from it

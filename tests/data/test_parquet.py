@@ -212,7 +212,7 @@ def test_a_file_that_changes_or_a_store_that_fails_stops_the_run(tmp_path: Path,
     rows = [{"messages": talk(n), "images": [encoded(n)]} for n in range(4)]
     found = opened(parquet_file(tmp_path / "x.parquet", rows))
     place = next(found.rows_in(1))[0]
-    twin = pickle.loads(pickle.dumps(found))  # keeps no group
+    copy = pickle.loads(pickle.dumps(found))  # keeps no group
 
     def broken(*_: Any) -> bytes:
         raise OSError(5, "Input/output error")
@@ -220,11 +220,11 @@ def test_a_file_that_changes_or_a_store_that_fails_stops_the_run(tmp_path: Path,
     monkeypatch.setattr("eyeline.data.containers.container.os.pread", broken)
     monkeypatch.setattr("eyeline.data.containers.container.time.sleep", lambda _: None)
     with pytest.raises(StorageFailed, match=r"could not read .*x\.parquet: Input/output error.*Tried 4 times"):
-        twin.read(place)
+        copy.read(place)
     monkeypatch.undo()
     parquet_file(tmp_path / "x.parquet", rows[:1])
     with pytest.raises(StorageFailed, match=r"x\.parquet has changed since it was opened"):
-        twin.read(place)
+        copy.read(place)
 
 
 def test_an_image_says_where_it_came_from(tmp_path: Path) -> None:

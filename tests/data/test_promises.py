@@ -302,7 +302,7 @@ def test_packed_equals_unpacked_from_files(tmp_path: Path, tokenizers: dict[str,
     alone = []
     for place, _, sample in reader.training.index.sources[0].kept_rows():
         assert isinstance(sample, Sample), place
-        media = [image_patches(medium, rule) for medium in sample.media]
+        media = [image_patches(item, rule) for item in sample.media]
         alone.append(batch_of([document_of(sample, encoder, rule, media)], None))
     assert sum(batch.counts.documents for batch in batches) == len(alone) == len(SHOWN)
 

@@ -111,7 +111,7 @@ def test_a_report_by_hand(tmp_path: Path, draw: Callable[..., Path], plain: Enco
     assert report.unusual == {"transparent (composited over white)": 1}
     assert (report.training, report.validation, report.looked, report.examined, report.decoded) == (7, 0, 7, 7, 3)
     assert (report.sources[0].layout, report.sources[0].rows, report.sources[0].repeat) == ("llava", 7, 2)
-    assert (report.control_strings, report.said, report.unlearned) == (0, 5, 0)
+    assert (report.control_strings, report.said, report.not_supervised) == (0, 5, 0)
     [packing] = report.budgets  # of the budget as it is: 16 patches an image, so that every pack is full of four
     assert packing.budget == Budget(50, 64)
     assert packing.load.patch == 64 * packing.load.packs > 0
@@ -204,8 +204,8 @@ def test_answers_outside_the_templates_loss_are_counted(tmp_path: Path, thinking
     rows = [row("a"), row("b", more=("c", "d", "e", "f"))]
     data = Data(sources=(write(tmp_path / "rows.json", rows),))
     report = data_report(reader_of(data, thinking, rule, 0), Budget(199, 16))
-    assert (report.template, report.said, report.unlearned) == ("qwen3-thinking", 4, 2)
-    assert data_report(reader_of(data, qwen, rule, 0), Budget(199, 16)).unlearned == 0
+    assert (report.template, report.said, report.not_supervised) == ("qwen3-thinking", 4, 2)
+    assert data_report(reader_of(data, qwen, rule, 0), Budget(199, 16)).not_supervised == 0
 
 
 def test_rejects_are_named_a_few_of_each_cause(tmp_path: Path, plain: Encoder, rule: ImageRule) -> None:
@@ -326,14 +326,14 @@ def test_prepared_data_are_shown_as_their_sources(tmp_path: Path, draw: Callable
     pack_offline(reader, Budget(60, 64), tmp_path / "prepared")
     other = reader_of(data.model_copy(update={"prepared": str(tmp_path / "prepared")}), plain, rule, 0)
     mine, theirs = (data_report(r, Budget(60, 64), THOROUGH) for r in (reader, other))
-    mine_twins, their_twins = mine.duplicates, theirs.duplicates
-    assert mine_twins is not None and their_twins is not None
+    mine_peers, their_peers = mine.duplicates, theirs.duplicates
+    assert mine_peers is not None and their_peers is not None
     # an image is stored with each of its rows there, and found in as many places
     apart = {"duplicates": None, "rejected": (), "unusual": {}, "decoded": 0, "sources": ()}
     assert replace(theirs, **apart) == replace(mine, **apart)
     assert replace(theirs.sources[0], why="") == replace(mine.sources[0], why="")
     assert theirs.sources[0].why.endswith(mine.sources[0].why)
-    assert (their_twins.samples, their_twins.equal_samples) == (mine_twins.samples, mine_twins.equal_samples)
-    assert their_twins.overlaps[0].equal_images == mine_twins.overlaps[0].equal_images == 0
+    assert (their_peers.samples, their_peers.equal_samples) == (mine_peers.samples, mine_peers.equal_samples)
+    assert their_peers.overlaps[0].equal_images == mine_peers.overlaps[0].equal_images == 0
     seen, again = (sample_previews(r, Budget(60, 64), 9, thumbnails=True) for r in (reader, other))
     assert [(s.id, s.pieces, s.thumbnails) for s in seen] == [(s.id, s.pieces, s.thumbnails) for s in again]

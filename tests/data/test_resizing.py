@@ -23,7 +23,7 @@ from eyeline.core.batch import EncodedImage, Image, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.image_rule import Area, ImageRule, Patches, Tiles, VideoLimits
 from eyeline.data.images.decode import decode, size_of
-from eyeline.data.images.image_files import medium_key
+from eyeline.data.images.image_files import media_key
 from eyeline.data.images.patches import image_patches, units_of
 
 BICUBIC = Pillow.Resampling.BICUBIC
@@ -257,9 +257,9 @@ def test_a_model_without_videos_rejects_them() -> None:
 
 def test_videos_are_told_apart_by_their_frames() -> None:
     """The first frames of a longer video are taken at another size: another key."""
-    assert medium_key(video(2)) == medium_key(video(2))
-    assert medium_key(video(2)) != medium_key(video(3))
-    assert medium_key(video(1)) != medium_key(video(1).frames[0])
+    assert media_key(video(2)) == media_key(video(2))
+    assert media_key(video(2)) != media_key(video(3))
+    assert media_key(video(1)) != media_key(video(1).frames[0])
 
 
 # Sizes before pixels

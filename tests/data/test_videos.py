@@ -30,7 +30,7 @@ def opened(tmp_path: Path) -> Callable[..., Rows]:
 
 
 def videos(rows: Rows) -> list[Video]:
-    return [medium for medium in row_of(rows).media if isinstance(medium, Video)]
+    return [item for item in row_of(rows).media if isinstance(item, Video)]
 
 
 def chat(*parts: Any) -> dict[str, Any]:

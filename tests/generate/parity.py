@@ -46,13 +46,13 @@ def configs(tied: bool, longest: int = 512) -> tuple[llava.Config, SiglipVisionC
     return ours, vision, language
 
 
-def llava_twins(folder: Path, tied: bool = False) -> tuple[LlavaForConditionalGeneration, llava.Model, Spec]:
+def llava_peers(folder: Path, tied: bool = False) -> tuple[LlavaForConditionalGeneration, llava.Model, Spec]:
     ours, vision, language = configs(tied)
     features = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     config = LlavaConfig(vision_config=vision, text_config=language, image_token_index=IMAGE_TOKEN, tie_word_embeddings=tied, **features)
-    twin = LlavaForConditionalGeneration(config).eval()
-    randomise(twin)
-    twin.save_pretrained(folder)
+    peer = LlavaForConditionalGeneration(config).eval()
+    randomise(peer)
+    peer.save_pretrained(folder)
     model = build(ours, "cpu").eval()
     load_into(
         dict(model.named_parameters(remove_duplicate=False)),
@@ -60,18 +60,18 @@ def llava_twins(folder: Path, tied: bool = False) -> tuple[LlavaForConditionalGe
         hf.llava.keys(ours, hf.llava.form(ours), {"vision_tower.embeddings.patch_embedding.bias": (1,)}),
         dropped=("vision_tower.post_layernorm.*",),
     )
-    return twin, model, llava.spec(ours)
+    return peer, model, llava.spec(ours)
 
 
-def qwen2_twins(folder: Path, longest: int = 512) -> tuple[Qwen2ForCausalLM, llava.Model, Spec]:
+def qwen2_peers(folder: Path, longest: int = 512) -> tuple[Qwen2ForCausalLM, llava.Model, Spec]:
     """The language model alone, tied; our tower and projector are there, and never run."""
     ours, _, language = configs(tied=True, longest=longest)
-    twin = Qwen2ForCausalLM(language).eval()
-    randomise(twin)
-    twin.save_pretrained(folder)
+    peer = Qwen2ForCausalLM(language).eval()
+    randomise(peer)
+    peer.save_pretrained(folder)
     model = build(ours, "cpu").eval()
     load_into(dict(model.language.named_parameters(remove_duplicate=False)), folder, hf.qwen2.keys(ours.language))
-    return twin, model, llava.spec(ours)
+    return peer, model, llava.spec(ours)
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
@@ -106,16 +106,16 @@ def prompt(name: str, *pieces: int | Image) -> Document:
 
 
 def pixel_values(image: Image) -> Tensor:
-    """[1, 3, height, width] as the twin wants them, from patches in rows."""
+    """[1, 3, height, width] as the peer wants them, from patches in rows."""
     cells = torch.from_numpy(image.patches_PC).view(SIDE, SIDE, 3, PATCH, PATCH)
     return (cells.permute(2, 0, 3, 1, 4).reshape(1, 3, SIDE * PATCH, SIDE * PATCH) / 255 - 0.5) / 0.5
 
 
-def generated(twin: Any, document: Document, max_tokens: int, stop_ids: list[int]) -> list[int]:
-    """The twin's greedy answer to one prompt alone, without the stop token."""
+def generated(peer: Any, document: Document, max_tokens: int, stop_ids: list[int]) -> list[int]:
+    """The peer's greedy answer to one prompt alone, without the stop token."""
     tokens_1T = torch.from_numpy(document.tokens_T.astype(np.int64))[None]
     images = {"pixel_values": torch.cat([pixel_values(i) for i in document.images])} if document.images else {}
-    out = twin.generate(
+    out = peer.generate(
         input_ids=tokens_1T, attention_mask=torch.ones_like(tokens_1T), max_new_tokens=max_tokens, do_sample=False,
         eos_token_id=stop_ids or None, pad_token_id=0, **images,
     )  # fmt: skip

@@ -16,18 +16,18 @@ from eyeline.generate.sampling import Sampling
 LENGTH = 12
 
 
-def answered(case: Case, twin: parity.PreTrainedModel, prompt: Document) -> list[int]:
-    """The twin's greedy answer to one prompt alone."""
+def answered(case: Case, peer: parity.PreTrainedModel, prompt: Document) -> list[int]:
+    """The peer's greedy answer to one prompt alone."""
     inputs = case.inputs(prompt)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])  # else every 0 in the prompt would be taken for padding
-    out = twin.generate(**inputs, max_new_tokens=LENGTH, do_sample=False, eos_token_id=None, pad_token_id=0)
+    out = peer.generate(**inputs, max_new_tokens=LENGTH, do_sample=False, eos_token_id=None, pad_token_id=0)
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 @each_typical_case
 def test_greedy_answers_equal_transformers(case: Case, tmp_path: Path) -> None:
-    twin, model = parity.pair(case, tmp_path)
-    expected = [answered(case, twin, d) for d in case.documents]
+    peer, model = parity.pair(case, tmp_path)
+    expected = [answered(case, peer, d) for d in case.documents]
     assert len({tuple(e) for e in expected}) > len(expected) // 2, "the prompts do matter"
     assert any(len(set(e)) > 2 for e in expected), "and the answers are not one token for ever"
     got = generate(model, case.spec, case.documents, Sampling(max_new_tokens=LENGTH), [])

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.generate.parity import generated, image, llava_twins, prompt, qwen2_twins
+from tests.generate.parity import generated, image, llava_peers, prompt, qwen2_peers
 
 from eyeline.core.batch import IGNORE, Document
 from eyeline.core.errors import Refused
@@ -20,8 +20,8 @@ LENGTH = 14
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, llava.Model, Spec]:
-    return llava_twins(tmp_path_factory.mktemp("twin"), tied=request.param)
+def peers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, llava.Model, Spec]:
+    return llava_peers(tmp_path_factory.mktemp("peer"), tied=request.param)
 
 
 def prompts() -> list[Document]:
@@ -30,9 +30,9 @@ def prompts() -> list[Document]:
     return [prompt("text", 9), prompt("one", a, 5), prompt("two", 3, b, 4, a, 2), prompt("shared", 2, a, 11), prompt("single", 1)]
 
 
-def test_greedy_answers_equal_transformers_token_for_token(twins: tuple[Any, llava.Model, Spec]) -> None:
-    twin, model, spec = twins
-    expected = [generated(twin, p, LENGTH, []) for p in prompts()]
+def test_greedy_answers_equal_transformers_token_for_token(peers: tuple[Any, llava.Model, Spec]) -> None:
+    peer, model, spec = peers
+    expected = [generated(peer, p, LENGTH, []) for p in prompts()]
     assert len({tuple(e) for e in expected}) == len(expected)  # the prompts do matter
     assert all(len(set(e)) > 3 for e in expected)  # and the answers are not one token for ever
     got = generate(model, spec, prompts(), Sampling(max_new_tokens=LENGTH), [])
@@ -40,11 +40,11 @@ def test_greedy_answers_equal_transformers_token_for_token(twins: tuple[Any, lla
     assert {a.finish for a in got} == {"length"}
 
 
-def test_rows_stop_one_by_one_as_they_do_alone(twins: tuple[Any, llava.Model, Spec]) -> None:
-    twin, model, spec = twins
-    free = [generated(twin, p, LENGTH, []) for p in prompts()]
+def test_rows_stop_one_by_one_as_they_do_alone(peers: tuple[Any, llava.Model, Spec]) -> None:
+    peer, model, spec = peers
+    free = [generated(peer, p, LENGTH, []) for p in prompts()]
     stop_ids = [free[0][0], free[2][5]]  # the first row stops at once, the third in the middle
-    expected = [generated(twin, p, LENGTH, stop_ids) for p in prompts()]
+    expected = [generated(peer, p, LENGTH, stop_ids) for p in prompts()]
     got = generate(model, spec, prompts(), Sampling(max_new_tokens=LENGTH), stop_ids)
     assert [list(a.tokens) for a in got] == expected
     assert expected[0] == []
@@ -53,15 +53,15 @@ def test_rows_stop_one_by_one_as_they_do_alone(twins: tuple[Any, llava.Model, Sp
 
 
 def test_text_only_answers_equal_qwen2s(tmp_path: Path) -> None:
-    twin, model, spec = qwen2_twins(tmp_path)
+    peer, model, spec = qwen2_peers(tmp_path)
     documents = [prompt("a", 7), prompt("b", 20), prompt("c", 1)]
     got = generate(model, spec, documents, Sampling(max_new_tokens=20), [])
-    assert [list(a.tokens) for a in got] == [generated(twin, d, 20, []) for d in documents]
+    assert [list(a.tokens) for a in got] == [generated(peer, d, 20, []) for d in documents]
 
 
-def test_the_cache_changes_nothing(twins: tuple[Any, llava.Model, Spec]) -> None:
+def test_the_cache_changes_nothing(peers: tuple[Any, llava.Model, Spec]) -> None:
     """Each token of an answer is the one that a forward pass over all before it, without a cache, finds most probable."""
-    _, model, spec = twins
+    _, model, spec = peers
     answers = generate(model, spec, prompts(), Sampling(max_new_tokens=6), [])
     for step in range(6):
         grown = [extended(document, answer.tokens[:step]) for document, answer in zip(prompts(), answers, strict=True)]
@@ -75,8 +75,8 @@ def extended(document: Document, tokens: tuple[int, ...]) -> Document:
     return Document(document.id, tokens_T, np.full_like(tokens_T, IGNORE), document.visual_M, document.images)
 
 
-def test_sampled_answers_follow_the_seed_and_not_their_neighbours(twins: tuple[Any, llava.Model, Spec]) -> None:
-    _, model, spec = twins
+def test_sampled_answers_follow_the_seed_and_not_their_neighbours(peers: tuple[Any, llava.Model, Spec]) -> None:
+    _, model, spec = peers
     sampling = Sampling(max_new_tokens=LENGTH, temperature=1.0, top_p=0.95, top_k=50, seed=3)
     together = generate(model, spec, prompts(), sampling, [])
     assert together == generate(model, spec, prompts(), sampling, [])
@@ -88,8 +88,8 @@ def test_sampled_answers_follow_the_seed_and_not_their_neighbours(twins: tuple[A
     assert all(a != b for a, b in zip(together, other, strict=True))
 
 
-def test_images_are_encoded_once_and_only_in_the_prefill(twins: tuple[Any, llava.Model, Spec], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model, spec = twins
+def test_images_are_encoded_once_and_only_in_the_prefill(peers: tuple[Any, llava.Model, Spec], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, spec = peers
     seen: list[int] = []
     forward = model.vision.forward
     monkeypatch.setattr(model.vision, "forward", lambda patches_PC, *rest: seen.append(len(patches_PC)) or forward(patches_PC, *rest))
@@ -99,15 +99,15 @@ def test_images_are_encoded_once_and_only_in_the_prefill(twins: tuple[Any, llava
 
 def test_positions_end_the_answer(tmp_path: Path) -> None:
     """A model of 12 positions answers a prompt of 9 tokens with 3, together with a shorter prompt that gets its 5; 12 are refused."""
-    _, model, spec = qwen2_twins(tmp_path, longest=12)
+    _, model, spec = qwen2_peers(tmp_path, longest=12)
     got = generate(model, spec, [prompt("a", 9), prompt("b", 2)], Sampling(max_new_tokens=5), [])
     assert [(len(a.tokens), a.finish) for a in got] == [(3, "length"), (5, "length")]
     with pytest.raises(Refused, match="a prompt has 12 tokens, and the model's context holds 12 with the answer"):
         generate(model, spec, [prompt("full", 12)], Sampling(), [])
 
 
-def test_no_prompts_no_answers_and_no_dropout(twins: tuple[Any, llava.Model, Spec]) -> None:
-    _, model, spec = twins
+def test_no_prompts_no_answers_and_no_dropout(peers: tuple[Any, llava.Model, Spec]) -> None:
+    _, model, spec = peers
     assert generate(model, spec, [], Sampling(), []) == []
     model.train()
     try:
@@ -117,8 +117,8 @@ def test_no_prompts_no_answers_and_no_dropout(twins: tuple[Any, llava.Model, Spe
         model.eval()
 
 
-def test_the_stream_is_the_decoded_answer(twins: tuple[Any, llava.Model, Spec]) -> None:
-    _, model, spec = twins
+def test_the_stream_is_the_decoded_answer(peers: tuple[Any, llava.Model, Spec]) -> None:
+    _, model, spec = peers
 
     class Letters:
         """Two letters a token: what `stream` needs of an encoder."""
@@ -138,7 +138,7 @@ def test_the_stream_is_the_decoded_answer(twins: tuple[Any, llava.Model, Spec]) 
     assert list(stream(model, spec, one, Sampling(max_new_tokens=8), letters)) == [letters.decode([t]) for t in answer.tokens]  # type: ignore[arg-type]
 
 
-def test_images_matter(twins: tuple[Any, llava.Model, Spec]) -> None:
-    _, model, spec = twins
+def test_images_matter(peers: tuple[Any, llava.Model, Spec]) -> None:
+    _, model, spec = peers
     one, other = (generate(model, spec, [prompt("same", shown, 4)], Sampling(max_new_tokens=6), []) for shown in (image("a"), image("b")))
     assert one != other

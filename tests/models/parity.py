@@ -1,7 +1,7 @@
-"""Tools to compare a model with its twin: a tiny model of transformers, every tensor random, whose weights ours is filled with.
+"""Tools to compare a model with its peer: a tiny model of transformers, every tensor random, whose weights ours is filled with.
 
-Weights come from the folder that the twin's `save_pretrained` wrote, through the family's key rules, and the twin's
-gradients take the same way. So a mistake in a name, a layout or the arithmetic shows as a number. The twin sees one
+Weights come from the folder that the peer's `save_pretrained` wrote, through the family's key rules, and the peer's
+gradients take the same way. So a mistake in a name, a layout or the arithmetic shows as a number. The peer sees one
 document at a time: nothing can leak there.
 """
 
@@ -34,13 +34,13 @@ VOCABULARY = 53
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model of a family, its twin, and what both are shown. See `tests/models/cases/__init__.py`."""
+    """One tiny model of a family, its peer, and what both are shown. See `tests/models/cases/__init__.py`."""
 
     id: str
     config: Any  # the family's Config
-    twin: Callable[[], PreTrainedModel]  # eager attention; weights are overwritten
-    inputs: Callable[[Document], dict[str, Tensor]]  # one document as the twin's forward and generate take it
-    keys: tuple[KeyRule, ...]  # for the folder that the twin's save_pretrained writes
+    peer: Callable[[], PreTrainedModel]  # eager attention; weights are overwritten
+    inputs: Callable[[Document], dict[str, Tensor]]  # one document as the peer's forward and generate take it
+    keys: tuple[KeyRule, ...]  # for the folder that the peer's save_pretrained writes
     documents: tuple[Document, ...]
     dropped: tuple[str, ...] = ()  # names in that folder that ours has no use for
     half: float = 0.07  # bound of the error of bfloat16, as a share of the largest logit
@@ -89,7 +89,7 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
             p.copy_(1 + 0.3 * noise if is_norm else noise * (0.3 if p.ndim == 1 else 1.2 * fan_in**-0.5))
 
 
-def twin_of(config_json: dict[str, Any]) -> PreTrainedModel:
+def peer_of(config_json: dict[str, Any]) -> PreTrainedModel:
     """transformers' model of a config.json that we wrote. Eager attention and experts: nothing in common with ours."""
     record = transformers.AutoConfig.for_model(**config_json)
     cls = getattr(transformers, config_json["architectures"][0])
@@ -97,13 +97,13 @@ def twin_of(config_json: dict[str, Any]) -> PreTrainedModel:
 
 
 def pair(case: Case, folder: Path) -> tuple[PreTrainedModel, nn.Module]:
-    """The twin with every tensor random, and ours with the same values."""
-    twin = case.twin()
-    randomise(twin)
-    twin.save_pretrained(folder)
+    """The peer with every tensor random, and ours with the same values."""
+    peer = case.peer()
+    randomise(peer)
+    peer.save_pretrained(folder)
     ours = built(case)
     fill(case, ours, folder)
-    return twin, ours.eval()
+    return peer, ours.eval()
 
 
 def fill(case: Case, ours: nn.Module, folder: Path) -> None:
@@ -111,22 +111,22 @@ def fill(case: Case, ours: nn.Module, folder: Path) -> None:
     load_into(dict(ours.named_parameters(remove_duplicate=False)), folder, case.keys, case.dropped)
 
 
-def gradients_of(case: Case, twin: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
-    """The twin's gradients under our names and in our layout, zeros where there is none. The twin's weights are lost."""
+def gradients_of(case: Case, peer: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """The peer's gradients under our names and in our layout, zeros where there is none. The peer's weights are lost."""
     with torch.no_grad():
-        for p in twin.parameters():
+        for p in peer.parameters():
             p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
-    twin.save_pretrained(folder)
+    peer.save_pretrained(folder)
     holder = built(case)
     fill(case, holder, folder)
     return {name: p.detach() for name, p in holder.named_parameters()}
 
 
-def reference(case: Case, twin: PreTrainedModel, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """Summed loss, and the logits of the labelled rows: one document after another, by the twin."""
+def reference(case: Case, peer: PreTrainedModel, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
+    """Summed loss, and the logits of the labelled rows: one document after another, by the peer."""
     losses, logits = [], []
     for d in documents:
-        logits_TV = twin(**case.inputs(d)).logits[0]
+        logits_TV = peer(**case.inputs(d)).logits[0]
         labels_T = torch.from_numpy(d.labels_T).long()
         losses.append(F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=IGNORE))
         logits.append(logits_TV[labels_T != IGNORE])

@@ -10,7 +10,7 @@ from eyeline.models.hf.forms import MediaTokens
 from eyeline.models.hf.languages import LANGUAGES, language_from_hf
 from tests.models.cases import each_case
 from tests.models.cases.llava import CONFIGS, EVEN, TIED, VISION, config_json, language
-from tests.models.parity import twin_of
+from tests.models.parity import peer_of
 
 QWEN25_05B = {  # the keys of the hub's Qwen2.5-0.5B-Instruct
     "architectures": ["Qwen2ForCausalLM"],
@@ -296,7 +296,7 @@ def test_tied_where_the_reference_ties(case, outer, inner):
     config["tie_word_embeddings"] = outer
     if outer is None:
         del config["tie_word_embeddings"]
-    reference = twin_of(config | {"text_config": dict(config["text_config"])})
+    reference = peer_of(config | {"text_config": dict(config["text_config"])})
     tied = reference.get_output_embeddings().weight is reference.get_input_embeddings().weight
     assert hf.llava.from_hf(config, None if c.vision is EVEN else hf.siglip2.to_preprocessor(c.vision)).language.tie_embeddings == tied
 

@@ -15,7 +15,7 @@ from eyeline.models.hf.languages import language_from_hf
 from eyeline.models.languages import LANGUAGES
 from eyeline.models.moe import Experts
 from tests.models.cases.text import CASES
-from tests.models.parity import close, randomise, twin_of
+from tests.models.parity import close, peer_of, randomise
 from tests.weights import load_into
 
 # config.json of the hub, what changes no mathematics left out; in the spelling of transformers 4, as they were published
@@ -89,8 +89,8 @@ def test_published_models(name: str):
     assert sum(p.numel() for p in model.parameters()) == parameters
     record = transformers.AutoConfig.for_model(**config_json)
     with torch.device("meta"):
-        twin = getattr(transformers, config_json["architectures"][0])(record)
-    assert sum(p.numel() for p in twin.parameters()) == parameters
+        peer = getattr(transformers, config_json["architectures"][0])(record)
+    assert sum(p.numel() for p in peer.parameters()) == parameters
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -98,7 +98,7 @@ def test_there_and_back(case, tmp_path):
     """Through our own config.json, and through the one that transformers makes of it."""
     c = case.config.language
     assert language_from_hf(hf.languages.LANGUAGES[c.family].to_hf(c)) == c
-    case.twin().config.save_pretrained(tmp_path)
+    case.peer().config.save_pretrained(tmp_path)
     assert language_from_hf(json.loads((tmp_path / "config.json").read_text())) == c
 
 
@@ -129,9 +129,9 @@ PAD = 7  # in every text below
 def padded(c, pad: int | None) -> torch.nn.Module:
     """transformers' model of a config whose pad_token_id is this one."""
     files = hf.languages.LANGUAGES[c.family].to_hf(c) | {"pad_token_id": pad}
-    twin = twin_of(files)
-    randomise(twin)
-    return twin
+    peer = peer_of(files)
+    randomise(peer)
+    return peer
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -142,15 +142,15 @@ def test_the_embedding_of_the_padding_token_has_its_gradient(tied, tmp_path):
     ids = torch.tensor([3, PAD, 5, PAD, 9, 11, 2, PAD])
     found = {}
     for pad in (PAD, None):
-        twin = padded(c, pad)
-        twin(input_ids=ids[None], labels=ids[None]).loss.backward()
-        found[pad] = twin.model.embed_tokens.weight.grad.clone()
+        peer = padded(c, pad)
+        peer(input_ids=ids[None], labels=ids[None]).loss.backward()
+        found[pad] = peer.model.embed_tokens.weight.grad.clone()
     others = [row for row in range(c.vocab_size) if row != PAD]
     close(found[PAD][others], found[None][others], "other rows")
     assert (found[PAD][PAD] - found[None][PAD]).abs().max() > 1e-2
     assert tied or not found[PAD][PAD].any()
 
-    twin.save_pretrained(tmp_path)
+    peer.save_pretrained(tmp_path)
     model = llama.Model(c)
     load_into(dict(model.named_parameters(remove_duplicate=False)), tmp_path, hf.llama.keys(c), hf.llama.DROPPED)
     batch = batch_of([Document("d", ids.int().numpy(), np.array([*ids[1:], IGNORE], np.int32), np.empty(0, np.int32), (), None)], None)

@@ -53,7 +53,7 @@ def batch():
 def test_equals_peft(tmp_path):
     """The language model alone under PEFT with our A and B: logits, adapter gradients, and its own merge."""
     config = language(tie_embeddings=False)
-    reference = parity.twin_of(hf.qwen2.to_hf(config))
+    reference = parity.peer_of(hf.qwen2.to_hf(config))
     parity.randomise(reference, seed=1)
     reference.save_pretrained(tmp_path)
     ours = built()

@@ -54,8 +54,8 @@ def test_cases_show_what_could_go_wrong(family):
 
 @each_case
 def test_packed_batch_equals_the_reference_one_by_one(case: Case, tmp_path):
-    twin, ours = parity.pair(case, tmp_path / "a")
-    want, want_logits = parity.reference(case, twin, case.documents)
+    peer, ours = parity.pair(case, tmp_path / "a")
+    want, want_logits = parity.reference(case, peer, case.documents)
     batch = parity.batch_of(case.documents, None)
     shown = [i.key for d in case.documents for i in d.images]
     assert batch.counts.images == len(set(shown)), "shared images are encoded once"
@@ -64,7 +64,7 @@ def test_packed_batch_equals_the_reference_one_by_one(case: Case, tmp_path):
     close(got, want, "loss")
 
     want.backward()
-    theirs = parity.gradients_of(case, twin, tmp_path / "b")
+    theirs = parity.gradients_of(case, peer, tmp_path / "b")
     unreached = theirs.keys() - gradients.keys()
     assert all(not case.spec.uses(n) for n in unreached), unreached
     parity.all_close(gradients | {n: torch.zeros_like(theirs[n]) for n in unreached}, theirs, parity.tolerance_of(case, ours, batch))
@@ -75,22 +75,22 @@ def test_packed_batch_equals_the_reference_one_by_one(case: Case, tmp_path):
 
 @each_case
 def test_each_document_alone_equals_the_reference(case: Case, tmp_path):
-    twin, ours = parity.pair(case, tmp_path)
+    peer, ours = parity.pair(case, tmp_path)
     with torch.no_grad():
         for d in case.documents:
-            close(parity.logits_of(ours, parity.batch_of([d], None)), parity.reference(case, twin, [d])[1], d.id)
+            close(parity.logits_of(ours, parity.batch_of([d], None)), parity.reference(case, peer, [d])[1], d.id)
 
 
 @each_case
 def test_reference_loads_what_our_rules_write(case: Case, tmp_path):
-    """Tensors by our rules with the twin's own config.json: nothing missing, nothing unexpected, the same logits; and back
+    """Tensors by our rules with the peer's own config.json: nothing missing, nothing unexpected, the same logits; and back
     again the same bytes."""
     ours = parity.built(case)
     parity.randomise(ours, seed=1)
-    twin = case.twin()
-    twin.config.save_pretrained(tmp_path)
+    peer = case.peer()
+    peer.config.save_pretrained(tmp_path)
     write_folder(tmp_path, renamed(((n, p.detach()) for n, p in ours.named_parameters()), case.keys))
-    reference, info = type(twin).from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
+    reference, info = type(peer).from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     with torch.no_grad():
         want = parity.reference(case, reference.eval(), case.documents)[1]
@@ -143,7 +143,7 @@ def test_tower_alone(keys, tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_language_model_alone(tied, tmp_path):
     c = llava.language(tied)
-    reference = parity.twin_of(hf.qwen2.to_hf(c))
+    reference = parity.peer_of(hf.qwen2.to_hf(c))
     parity.randomise(reference)
     reference.save_pretrained(tmp_path)
     ours = qwen2.Model(c)

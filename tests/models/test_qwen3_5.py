@@ -66,10 +66,10 @@ def filled(c: qwen3_5.Config, folder: Path, dtype: torch.dtype = torch.float32) 
 
 
 def pair(c: qwen3_5.Config, folder: Path) -> tuple[PreTrainedModel, Decoder]:
-    twin = parity.twin_of(hf.qwen3_5.to_hf(c))
-    parity.randomise(twin)
-    twin.save_pretrained(folder)
-    return twin, filled(c, folder).eval()
+    peer = parity.peer_of(hf.qwen3_5.to_hf(c))
+    parity.randomise(peer)
+    peer.save_pretrained(folder)
+    return peer, filled(c, folder).eval()
 
 
 def randomised(c: qwen3_5.Config) -> Decoder:
@@ -89,10 +89,10 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 @each
 def test_packed_equals_the_reference_one_by_one(c, tmp_path):
-    twin, ours = pair(c, tmp_path / "twin")
+    peer, ours = pair(c, tmp_path / "peer")
     losses = []
     for d in DOCUMENTS:
-        logits_TV, labels_T = twin(**token_inputs(d)).logits[0], torch.from_numpy(d.labels_T).long()
+        logits_TV, labels_T = peer(**token_inputs(d)).logits[0], torch.from_numpy(d.labels_T).long()
         losses.append(F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=IGNORE))
     want = torch.stack(losses).sum()
     got = loss_of(ours, batch_of(DOCUMENTS, None))
@@ -100,9 +100,9 @@ def test_packed_equals_the_reference_one_by_one(c, tmp_path):
     mine = gradients(ours, got)
     want.backward()
     with torch.no_grad():
-        for p in twin.parameters():
+        for p in peer.parameters():
             p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
-    twin.save_pretrained(tmp_path / "gradients")
+    peer.save_pretrained(tmp_path / "gradients")
     all_close(mine, {n: p.detach() for n, p in filled(c, tmp_path / "gradients").named_parameters()}, 5e-5)
 
 
@@ -160,13 +160,13 @@ def test_bfloat16_is_near_float32(c):
 @each
 def test_generating_equals_the_reference(c, tmp_path):
     """Prompts of 5, 1, 3 and 70 tokens continue for four, two, four and three tokens: logits of each step."""
-    twin, ours = pair(c, tmp_path)
+    peer, ours = pair(c, tmp_path)
     prompts, steps = [document(f"prompt {n}", n) for n in (5, 1, 3, 70)], [4, 2, 4, 3]
     tokens, logits = [], []
     for d, n in zip(prompts, steps, strict=True):
         how = {"max_new_tokens": n, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
         ids = token_inputs(d)["input_ids"]
-        out = twin.generate(ids, attention_mask=torch.ones_like(ids), **how, eos_token_id=None, pad_token_id=0)
+        out = peer.generate(ids, attention_mask=torch.ones_like(ids), **how, eos_token_id=None, pad_token_id=0)
         tokens.append(out.sequences[0, -n:].tolist())
         logits.append(torch.cat(out.logits))
     with torch.no_grad():
@@ -193,9 +193,9 @@ def next_token(token: int) -> Document:
 
 @each
 def test_reference_loads_what_our_rules_write(c, tmp_path):
-    """Byte for byte what the twin wrote; heads of queries and gates, of q, k and v are in the same order."""
-    _, ours = pair(c, tmp_path / "twin")
-    theirs = load_file(tmp_path / "twin" / "model.safetensors")
+    """Byte for byte what the peer wrote; heads of queries and gates, of q, k and v are in the same order."""
+    _, ours = pair(c, tmp_path / "peer")
+    theirs = load_file(tmp_path / "peer" / "model.safetensors")
     for name, want in written(ours, hf.qwen3_5.keys(c)).items():
         assert torch.equal(theirs[name], want), name
 
@@ -214,8 +214,8 @@ def written(model: nn.Module, rules: tuple[KeyRule, ...]) -> dict[str, Tensor]:
 
 def test_second_token_predictor_is_dropped(tmp_path):
     """What the published checkpoints hold beyond the model."""
-    _, ours = pair(DENSE, tmp_path / "twin")
-    tensors = load_file(tmp_path / "twin" / "model.safetensors")
+    _, ours = pair(DENSE, tmp_path / "peer")
+    tensors = load_file(tmp_path / "peer" / "model.safetensors")
     names = ("fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.experts.3.down_proj.weight")
     (tmp_path / "with").mkdir()
     write_file(tmp_path / "with" / "model.safetensors", tensors | {f"mtp.{name}": torch.ones(2) for name in names})
@@ -239,7 +239,7 @@ def test_initial_tensors_are_the_references():
 def test_settings_come_back(c, tmp_path):
     """Through transformers' own writer too, which adds all its defaults."""
     assert hf.qwen3_5.from_hf(hf.qwen3_5.to_hf(c)) == c
-    parity.twin_of(hf.qwen3_5.to_hf(c)).config.save_pretrained(tmp_path)
+    parity.peer_of(hf.qwen3_5.to_hf(c)).config.save_pretrained(tmp_path)
     assert hf.qwen3_5.from_hf(json.loads((tmp_path / "config.json").read_text())) == c
 
 

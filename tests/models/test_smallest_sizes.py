@@ -1,5 +1,5 @@
 """Sizes of no published model that every config allows: one layer, one head, one expert, one patch, a convolution kernel of one; images of
-one visual token; documents of one token or without a label. Against the twins, and packed against one by one."""
+one visual token; documents of one token or without a label. Against the peers, and packed against one by one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,11 +91,11 @@ def qwen3_vl_case(name: str) -> Case:
     form = hf.qwen3_vl.form(c)
     config_json = dict(hf.qwen3_vl.to_hf(c, form, visual.TOKENS)["config.json"])
     inputs = visual.inputs_of(c.vision)
-    return Case(name, c, lambda: parity.twin_of(config_json), inputs, hf.qwen3_vl.keys(c, form, saved(c)), shown(c.vision))
+    return Case(name, c, lambda: parity.peer_of(config_json), inputs, hf.qwen3_vl.keys(c, form, saved(c)), shown(c.vision))
 
 
 def saved(c: qwen3_vl.Config) -> dict[str, tuple[int, ...]]:
-    """The shapes by which the twin's layout of experts is told."""
+    """The shapes by which the peer's layout of experts is told."""
     experts, width = c.language.experts, c.language.hidden_size
     if experts is None:
         return {}
@@ -113,14 +113,14 @@ MADE: dict[str, Callable[[], Case]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_odd_sizes_equal_the_reference(name: str, tmp_path: Path) -> None:
     case = MADE[name]()
-    twin, ours = parity.pair(case, tmp_path / "a")
-    want, want_logits = parity.reference(case, twin, case.documents)
+    peer, ours = parity.pair(case, tmp_path / "a")
+    want, want_logits = parity.reference(case, peer, case.documents)
     batch = parity.batch_of(case.documents, None)
     parity.close(parity.logits_of(ours, batch), want_logits, "logits")
     got, gradients = parity.run_batch(ours, batch)
     parity.close(got, want, "loss")
     want.backward()
-    theirs = parity.gradients_of(case, twin, tmp_path / "b")
+    theirs = parity.gradients_of(case, peer, tmp_path / "b")
     parity.all_close(gradients, {n: theirs[n] for n in gradients}, tolerance=5e-5)  # one head's error is not hidden by another's size
     assert all(not case.spec.uses(n) for n in theirs.keys() - gradients.keys())
     parity.same((got, gradients), parity.one_by_one(ours, case.documents))

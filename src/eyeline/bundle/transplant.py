@@ -1,14 +1,14 @@
 """A text Qwen3 and a SigLIP (2) tower become a model of Qwen3-VL's shape, to be trained on.
 
 What is the same. Text: the language model computes what it did, since time, row and column are equal there. The tower: blocks map
-one to one (norms, biases, tanh GELU, the same eps), and so does the learned table of positions. The patch embedding is spread
+one to one (norms, biases, tanh GELU, the same eps), and so does the trained table of positions. The patch embedding is spread
 over the frames of a patch, a share each, so that a still, which is repeated, is embedded as it was. The tower's last norm becomes the
 main merger's, which stands at the same place.
 
 What is not. Queries and keys are turned by the patch's row and column in every block, which SigLIP 2 does not do: features are those
 of another function, and the tower must be trained to be of use. Images keep their shape and native size, and the table is stretched
 over them, corner on corner (NaFlex towers resize it otherwise); only an image as large as SigLIP 2's square meets the positions as
-they were learned. Images are resized by bicubic interpolation. The mergers' layers are fresh; what DeepStack's add to the language
+they were trained. Images are resized by bicubic interpolation. The mergers' layers are fresh; what DeepStack's add to the language
 model starts at zero. The pooling head is left behind.
 """
 

@@ -80,7 +80,7 @@ class Sample:
     @property
     def images(self) -> tuple[EncodedImage, ...]:
         """Every image file in order, frames of videos included."""
-        return tuple(p for medium in self.media for p in (medium.frames if isinstance(medium, Video) else (medium,)))
+        return tuple(p for item in self.media for p in (item.frames if isinstance(item, Video) else (item,)))
 
 
 class Grid(NamedTuple):
@@ -120,7 +120,7 @@ class Document:
 
     id: str
     tokens_T: Ints
-    labels_T: Ints  # IGNORE where nothing is learned
+    labels_T: Ints  # IGNORE where nothing is supervised
     visual_M: Ints  # the position in T of each visual token, images in order, each row by row
     images: tuple[Image, ...]
     positions_T3: Ints | None = None  # time, row, column; None: 0, 1, 2 ... in all three

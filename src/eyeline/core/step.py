@@ -54,11 +54,11 @@ def step_of(
     for of_ranks, cost in zip(zip(*counts, strict=True), costs, strict=True):
         images, gradients = any(c.patches for c in of_ranks), any(c.patches and c.supervised for c in of_ranks)
         slots.append(Slot(sum(of_ranks, Counts.zero()), images, gradients, tuple(cost)))
-    told = [
+    known = [
         replace(batch, pack=pack, has_images=slot.has_images, image_gradients=slot.image_gradients)
         for batch, pack, slot in zip(batches, packs, slots, strict=True)
     ]
-    return Step(tuple(told), tuple(slots), state, epoch)
+    return Step(tuple(known), tuple(slots), state, epoch)
 
 
 def step_alone(batches: Sequence[Batch]) -> Step:

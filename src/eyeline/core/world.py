@@ -39,12 +39,12 @@ class World:
         if self.size == 1:
             return work()
         result, failed = (*_attempt(work),) if self.first else (None, None)
-        told, code = self.gather_patiently((result, None if failed is None else failed.code))[0]
+        agreed, code = self.gather_patiently((result, None if failed is None else failed.code))[0]
         if failed is not None:
             raise failed
         if code is not None:
             raise ElsewhereFailed(code)
-        return told
+        return agreed
 
     def by_each(self, work: Callable[[], T]) -> T:
         """What each rank does for itself. Where one fails as can be expected the others raise ElsewhereFailed: none waits for it."""

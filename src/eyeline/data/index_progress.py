@@ -30,7 +30,7 @@ def index_first(reader: Reader, budget: Budget, state: dict[str, Any] | None) ->
 
 def make_indexes(reader: Reader, index: Index, shards: Sequence[Entry]) -> None:
     """Make those of these shards that are not there yet: with a bar when that takes long, or with messages to the reader's `notify`."""
-    start, bar, told = time.monotonic(), None, False
+    start, bar, notified = time.monotonic(), None, False
     console = Console(stderr=True)
     absent = [entry for entry in shards if index.absent(*entry)] if index.is_shared else []
     try:
@@ -39,7 +39,7 @@ def make_indexes(reader: Reader, index: Index, shards: Sequence[Entry]) -> None:
                 continue
             if reader.notify is not None:
                 reader.notify(f"indexing data: {done:,} of {len(absent):,} shards")
-                told = True
+                notified = True
             elif bar is None and console.is_terminal:
                 bar = Progress(console=console, transient=True)
                 bar.start()
@@ -49,5 +49,5 @@ def make_indexes(reader: Reader, index: Index, shards: Sequence[Entry]) -> None:
     finally:
         if bar is not None:
             bar.stop()
-        if reader.notify is not None and told:
+        if reader.notify is not None and notified:
             reader.notify("")

@@ -6,7 +6,7 @@ from eyeline.core.batch import Document, EncodedImage, Image, Message, Sample, T
 from eyeline.core.errors import BadSample
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.recent import Recent
-from eyeline.data.images.image_files import medium_key
+from eyeline.data.images.image_files import media_key
 from eyeline.data.images.patches import image_patches
 from eyeline.data.text.documents import prompt_of
 from eyeline.data.text.tokenizer import Encoder
@@ -28,11 +28,11 @@ class Prompts:
         if messages and messages[-1].role == "assistant":
             messages = messages[:-1]
         media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
-        return prompt_of(asked, self.encoder, self.rule, [self._images_of(medium) for medium in media])
+        return prompt_of(asked, self.encoder, self.rule, [self._images_of(item) for item in media])
 
-    def _images_of(self, medium: EncodedImage | Video) -> tuple[Image, ...]:
+    def _images_of(self, item: EncodedImage | Video) -> tuple[Image, ...]:
         if self.rule is None:
-            what = "image" if isinstance(medium, EncodedImage) else "video"
-            raise BadSample("image_without_tower", "image", f"{medium.name} is a {what}, and this model reads text only")
-        key = medium_key(medium)
-        return self._images.get(key) or self._images.keep(key, image_patches(medium, self.rule), KEPT)
+            what = "image" if isinstance(item, EncodedImage) else "video"
+            raise BadSample("image_without_tower", "image", f"{item.name} is a {what}, and this model reads text only")
+        key = media_key(item)
+        return self._images.get(key) or self._images.keep(key, image_patches(item, self.rule), KEPT)

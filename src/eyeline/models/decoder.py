@@ -19,7 +19,7 @@ from eyeline.core.plan import HEADS, INPUTS, VOCABULARY, Traits
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rotate
-from eyeline.models.flops import Tally, learns
+from eyeline.models.flops import Tally, any_trainable
 from eyeline.models.layers import (
     MLP,
     Attend,
@@ -107,8 +107,8 @@ class Block(nn.Module):
         return x_TD + self.mlp(self.norm2(x_TD), layout.draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
-        reached |= self.attn.count(tally, reached or learns(self.norm1))
-        return self.mlp.count(tally, reached or learns(self.norm2)) or reached
+        reached |= self.attn.count(tally, reached or any_trainable(self.norm1))
+        return self.mlp.count(tally, reached or any_trainable(self.norm2)) or reached
 
     def new_cache(self, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         return new_layer_cache(self.attn.k, self.attn.K, rows, room, dtype, device)
@@ -128,8 +128,8 @@ class ExpertBlock(nn.Module):
         return x_TD + y_TD, routed
 
     def count(self, tally: Tally, reached: bool) -> bool:
-        reached |= self.attn.count(tally, reached or learns(self.norm1))
-        return self.mlp.count(tally, reached or learns(self.norm2)) or reached
+        reached |= self.attn.count(tally, reached or any_trainable(self.norm1))
+        return self.mlp.count(tally, reached or any_trainable(self.norm2)) or reached
 
     def new_cache(self, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         return new_layer_cache(self.attn.k, self.attn.K, rows, room, dtype, device)
@@ -256,10 +256,10 @@ class Decoder(nn.Module):
 
     def count(self, tally: Tally, visual: bool, deep: Sequence[bool] = ()) -> None:
         """`visual`, `deep`: whether gradients reach the visual tokens, and those that DeepStack adds."""
-        reached = visual or learns(self.embed)
+        reached = visual or any_trainable(self.embed)
         for i, block in enumerate(self.blocks):
             reached = tally.block(block, self.recompute, reached) or (i < len(deep) and deep[i])
-        self.head.count(tally, reached or learns(self.norm))
+        self.head.count(tally, reached or any_trainable(self.norm))
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:
         """Empty caches for `rows` sequences of at most `room` tokens, one per layer."""

@@ -92,7 +92,7 @@ class CountedModel(Protocol):
     def count(self, tally: Tally, images: bool) -> None: ...
 
 
-def learns(*modules: nn.Module | None) -> bool:
+def any_trainable(*modules: nn.Module | None) -> bool:
     """True if one of these modules has a parameter of its own that trains."""
     return any(p.requires_grad for m in modules if m is not None for p in m.parameters(recurse=False))
 

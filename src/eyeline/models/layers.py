@@ -21,7 +21,7 @@ from eyeline.kernels.gpu import on_gpu
 from eyeline.kernels.linears import Layer, linears
 from eyeline.kernels.norms import layer_norm, rms_norm
 from eyeline.kernels.swiglu import swiglu
-from eyeline.models.flops import Rows, Tally, learns
+from eyeline.models.flops import Rows, Tally, any_trainable
 
 
 @runtime_checkable
@@ -64,7 +64,7 @@ class Linear(nn.Linear):
         return Layer(self.weight, self.bias)
 
     def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
-        return tally.product(rows, self.in_features, self.out_features, reached, self.weight.requires_grad) or learns(self)
+        return tally.product(rows, self.in_features, self.out_features, reached, self.weight.requires_grad) or any_trainable(self)
 
 
 def together(layers: Sequence[Linear], x_TD: Tensor, draws_T2: Tensor | None) -> list[Tensor]:

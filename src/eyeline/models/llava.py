@@ -19,7 +19,7 @@ from eyeline.core.plan import Part, Spec
 from eyeline.core.settings import Positive, Settings
 from eyeline.models import qwen3, siglip2
 from eyeline.models.decoder import Cache, Output
-from eyeline.models.flops import Tally, learns
+from eyeline.models.flops import Tally, any_trainable
 from eyeline.models.languages import LANGUAGES, LanguageConfig
 from eyeline.models.layers import Deliver, LayerNorm, Linear, normal_, weights_of
 
@@ -98,7 +98,7 @@ class Projector(nn.Module):
         return self.deliver(x_MD)
 
     def count(self, tally: Tally, reached: bool) -> bool:
-        reached |= learns(self.norm)
+        reached |= any_trainable(self.norm)
         if hasattr(self, "up"):
             return self.down.count(tally, self.up.count(tally, reached, "visual"), "visual")
         return self.out.count(tally, reached, "visual")

@@ -29,7 +29,7 @@ from eyeline.kernels.norms import gated_rms_norm, rms_norm
 from eyeline.kernels.rope import rope_tables, rotate
 from eyeline.models import decoder
 from eyeline.models.decoder import Layout
-from eyeline.models.flops import Tally, learns
+from eyeline.models.flops import Tally, any_trainable
 from eyeline.models.layers import MLP, Attend, Branch, Linear, Norm, ReplaceableModule, together
 from eyeline.models.moe import Experts, MoE, Routed
 
@@ -153,7 +153,7 @@ class GatedAttention(Branch):
 
     def count(self, tally: Tally, reached: bool) -> bool:
         q, k, v, gate = (project.count(tally, reached, "token") for project in (self.q, self.k, self.v, self.gate))
-        q, k = q or learns(self.q_norm), k or learns(self.k_norm)
+        q, k = q or any_trainable(self.q_norm), k or any_trainable(self.k_norm)
         mixed = tally.attention("pair", self.q.out_features // self.K, self.K, self.K, q, k, v)
         return self.o.count(tally, mixed or gate, "token")
 
@@ -236,10 +236,10 @@ class GatedDeltaNet(Branch):
 
     def count(self, tally: Tally, reached: bool) -> bool:
         q, k, v, z, a, b = (x.count(tally, reached, "token") for x in (self.q, self.k, self.v, self.z, self.a, self.b))
-        q, k, v = q or learns(self.conv_q), k or learns(self.conv_k), v or learns(self.conv_v)
-        gates = a or b or learns(self)
+        q, k, v = q or any_trainable(self.conv_q), k or any_trainable(self.conv_k), v or any_trainable(self.conv_v)
+        gates = a or b or any_trainable(self)
         mixed = tally.delta_rule(self.v.out_features // self.J, self.scan.K, self.J, q, k, v, gates)
-        return self.o.count(tally, mixed or z or learns(self.norm), "token")
+        return self.o.count(tally, mixed or z or any_trainable(self.norm), "token")
 
     def new_cache(self, rows: int, _room: int, dtype: torch.dtype, device: torch.device) -> StateCache:
         channels = [conv.weight.shape[0] for conv in (self.conv_q, self.conv_k, self.conv_v)]
@@ -277,8 +277,8 @@ class Block(nn.Module):
         return x_TD + y_TD, routed
 
     def count(self, tally: Tally, reached: bool) -> bool:
-        reached |= self.mix.count(tally, reached or learns(self.norm1))
-        return self.mlp.count(tally, reached or learns(self.norm2)) or reached
+        reached |= self.mix.count(tally, reached or any_trainable(self.norm1))
+        return self.mlp.count(tally, reached or any_trainable(self.norm2)) or reached
 
     def new_cache(self, rows: int, room: int, dtype: torch.dtype, device: torch.device) -> decoder.Cache:
         return self.mix.new_cache(rows, room, dtype, device)

@@ -23,7 +23,7 @@ from eyeline.core.plan import VisionSizes
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.core.shards import put
 from eyeline.kernels.rope import rotate
-from eyeline.models.flops import Tally, learns
+from eyeline.models.flops import Tally, any_trainable
 from eyeline.models.layers import Attend, Deliver, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, together, weights_of
 from eyeline.models.siglip2 import HALF, normalised, sine_positions
 
@@ -115,8 +115,8 @@ class Block(nn.Module):
         return x_PD + self.mlp(self.norm2(x_PD), draws_P2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
-        reached |= self.attn.count(tally, reached or learns(self.norm1))
-        return self.mlp.count(tally, reached or learns(self.norm2)) or reached
+        reached |= self.attn.count(tally, reached or any_trainable(self.norm1))
+        return self.mlp.count(tally, reached or any_trainable(self.norm2)) or reached
 
 
 class Model(nn.Module):
@@ -152,7 +152,7 @@ class Model(nn.Module):
         return [x_PD, *deep]
 
     def count(self, tally: Tally) -> list[bool]:
-        reached = self.embed.count(tally, False, "patch") or learns(self.positions)
+        reached = self.embed.count(tally, False, "patch") or any_trainable(self.positions)
         deep = []
         for i, block in enumerate(self.blocks):
             reached = tally.block(block, self.recompute, reached)
@@ -219,7 +219,7 @@ class Merger(nn.Module):
         return self.down(F.gelu(self.up(x_MD, draws_M2)), draws_M2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
-        return self.down.count(tally, self.up.count(tally, reached or learns(self.norm), "visual"), "visual")
+        return self.down.count(tally, self.up.count(tally, reached or any_trainable(self.norm), "visual"), "visual")
 
 
 class Projector(nn.Module):

@@ -54,14 +54,14 @@ def shape(
     for name, tensor, traits in _stated(model):
         part = part_of(name)
         way = ways.get(part)
-        learns = traits.role == "adapter" if way == "adapters" else way == "full" and traits.role != "buffer" and stated.uses(name)
-        narrowed = part in narrow and not learns and tensor.ndim > 1 and traits.role == "weight" and not traits.exact
+        in_training = traits.role == "adapter" if way == "adapters" else way == "full" and traits.role != "buffer" and stated.uses(name)
+        narrowed = part in narrow and not in_training and tensor.ndim > 1 and traits.role == "weight" and not traits.exact
         first = names.setdefault(id(tensor), name)
         table[name] = Entry(
             part=part,
             role=traits.role,
             shape=tuple(tensor.shape),
-            trains=learns,
+            trains=in_training,
             stored=compute_dtype if narrowed else dtype,
             compute=torch.float32 if traits.exact else compute_dtype,
             exact=traits.exact,

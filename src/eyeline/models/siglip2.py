@@ -20,7 +20,7 @@ from eyeline.core.image_rule import ImageRule, Patches, Resample, Square, Tiles
 from eyeline.core.plan import VisionSizes
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.core.shards import put
-from eyeline.models.flops import Tally, learns
+from eyeline.models.flops import Tally, any_trainable
 from eyeline.models.layers import Attend, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, together, weights_of
 
 HALF = (0.5, 0.5, 0.5)
@@ -94,8 +94,8 @@ class Block(nn.Module):
         return x_PD + self.mlp(self.norm2(x_PD), draws_P2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
-        reached |= self.attn.count(tally, reached or learns(self.norm1))
-        return self.mlp.count(tally, reached or learns(self.norm2)) or reached
+        reached |= self.attn.count(tally, reached or any_trainable(self.norm1))
+        return self.mlp.count(tally, reached or any_trainable(self.norm2)) or reached
 
 
 class Model(nn.Module):
@@ -130,12 +130,12 @@ class Model(nn.Module):
         return self.norm(x_PD) if self.normed else x_PD
 
     def count(self, tally: Tally) -> bool:
-        reached = self.embed.count(tally, False, "patch") or learns(self.positions)
+        reached = self.embed.count(tally, False, "patch") or any_trainable(self.positions)
         if self.naflex:
-            tally.product("patch", self.side**2, self.embed.out_features, False, learns(self.positions))
+            tally.product("patch", self.side**2, self.embed.out_features, False, any_trainable(self.positions))
         for block in self.blocks[: self.depth]:
             reached = tally.block(block, self.recompute, reached)
-        return reached or (self.normed and learns(self.norm))
+        return reached or (self.normed and any_trainable(self.norm))
 
     @torch.no_grad()
     def initialise(self, rng: torch.Generator) -> None:

@@ -72,7 +72,7 @@ class WriteArchive:
         member."""
         try:
             sample = rows.read(place)
-            files = [found for medium in sample.media for found in self._encoded_images(medium, rows.retries)]
+            files = [found for item in sample.media for found in self._encoded_images(item, rows.retries)]
         except BadSample as bad:
             _, file, number = rows.origin_of(place)
             raise StorageFailed(
@@ -89,10 +89,10 @@ class WriteArchive:
             at += len(members[-1])
         return members, images
 
-    def _encoded_images(self, medium: EncodedImage | Video, retries: int) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
+    def _encoded_images(self, item: EncodedImage | Video, retries: int) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
         """(a hash that is equal for equal images, the encoded file, and its height and width if it was scaled down) of each image."""
-        size = None if self.quality is None or self.rule is None else _largest(size_of(medium), self.rule)
-        for image in frames_of(medium):
+        size = None if self.quality is None or self.rule is None else _largest(size_of(item), self.rule)
+        for image in frames_of(item):
             name = image_key(image) + (f" {size}" if size else "")
             found = persistent(partial(_bytes, image), retries)
             smaller = None if size is None else self._scaled_down(replace(image, source=found), size)

@@ -18,16 +18,16 @@ QUIET_S = 30.0  # between two lines, where there is no terminal
 
 @contextmanager
 def progress(what: str, partitions: int, metrics: Path) -> Iterator[Callable[[Outcome], None]]:
-    """Return what is told of every attempt that ends: it shows progress, and appends to `metrics`."""
+    """Return a function that takes every attempt that ends: it shows progress, and appends to `metrics`."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    start = told = time.monotonic()
+    start = shown_at = time.monotonic()
     done, rows = 0, 0
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=partitions)
 
         def tell(outcome: Outcome) -> None:
-            nonlocal done, rows, told
+            nonlocal done, rows, shown_at
             manifest, now = outcome.manifest, time.monotonic()
             kept, dropped = manifest.rows, sum(manifest.counts.values())
             done, rows = done + 1, rows + kept + dropped
@@ -48,8 +48,8 @@ def progress(what: str, partitions: int, metrics: Path) -> Iterator[Callable[[Ou
             )
             rate = rows / max(now - start, 1e-9)
             bar.update(task, completed=done, description=f"{what}, {rate:,.0f} rows/s")
-            if not console.is_terminal and now - told >= QUIET_S:
-                told = now
+            if not console.is_terminal and now - shown_at >= QUIET_S:
+                shown_at = now
                 left = duration((now - start) / done * max(partitions - done, 0))
                 say(f"{what}: {done:,} of {partitions:,} partitions, {rate:,.0f} rows/s, ETA {left}")
 

@@ -80,13 +80,13 @@ def where_ranks_are(folder: Path, world: World) -> str:
         return {rank: where for rank in range(world.size) if rank != world.rank and (where := _read(_file(folder, rank)))}
 
     deadline = time.monotonic() + ENDING_S
-    while not any(map(_has_ended, (told := heard()).values())) and time.monotonic() < deadline:
+    while not any(map(_has_ended, (ranks := heard()).values())) and time.monotonic() < deadline:
         time.sleep(0.05)
-    furthest = max((where["step"] for where in told.values()), default=0)
+    furthest = max((where["step"] for where in ranks.values()), default=0)
     lines = []
-    for rank, where in told.items():
+    for rank, where in ranks.items():
         silent, ended = time.time() - where["written"], _has_ended(where)
-        if not ended and silent < LATE_S and where["step"] == furthest and len(told) > 1:
+        if not ended and silent < LATE_S and where["step"] == furthest and len(ranks) > 1:
             continue  # it waits, as this one does
         who = f"rank {rank} (process {where['pid']} on {where['host']})"
         how = "has ended, and was" if ended else "was"

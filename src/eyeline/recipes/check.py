@@ -192,7 +192,7 @@ def _arithmetic(run: Run, index: int, bundle: Bundle) -> Arithmetic:
 
 
 def _evaluation(run: Run, depth: Depth) -> dict[str, SampleHashes]:
-    """The questions of the recipe's evaluation, to be compared with what is learned."""
+    """The questions of the recipe's evaluation, to be compared with the samples that are trained on."""
     if run.evaluation is None:
         return {}
     rows = (row for source in open_each(run.evaluation.sources) for _, _, row in source.kept_rows())
@@ -228,7 +228,7 @@ TRAINED = "bold green"
 
 
 def render(shown: SamplePreview) -> Text:
-    """A sample as text, what is learned in bold green; runs of visual tokens as their number."""
+    """A sample as text, supervised text in bold green; runs of visual tokens as their number."""
     text = Text()
     for piece in shown.pieces:
         if piece.image is not None:

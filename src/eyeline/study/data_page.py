@@ -269,7 +269,7 @@ def suggestion(best: Packing, packings: Sequence[Packing], batch: Batching) -> s
 
 def _unusual_lines(report: DataReport) -> Iterator[Line]:
     yield from (Line(line, warns=True) for line in report.unread)
-    if not (report.unusual or report.rejects or report.control_strings or report.unlearned or report.unread or report.refused):
+    if not (report.unusual or report.rejects or report.control_strings or report.not_supervised or report.unread or report.refused):
         yield Line("all examined samples are usable")
     if report.unusual:
         unusual = ", ".join(f"{what} {count}" for what, count in report.unusual.items())
@@ -278,9 +278,9 @@ def _unusual_lines(report: DataReport) -> Iterator[Line]:
         yield Line(f"samples whose text spells a control token (trained on as text): {report.control_strings}")
     if report.masked:
         yield Line(f"answers that the data exclude from the loss: {report.masked:,} (of {report.masked + report.said:,})")
-    if report.unlearned:
+    if report.not_supervised:
         yield Line(
-            f"{report.unlearned:,} of {report.said:,} answers are not in the loss: the template {report.template} trains on the last "
+            f"{report.not_supervised:,} of {report.said:,} answers are not in the loss: the template {report.template} trains on the last "
             f"answer of a "
             "conversation only (docs/data.md#chat-templates). To train on each, write one row per turn",
             warns=True,

@@ -21,10 +21,10 @@ NARROW = "40rem"  # pages up to this width are laid out for a phone
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1d1f23; --soft: #5c6068; --line: #e5e6e9; --paper: #fff; --panel: #f6f7f8; --good: #00694d;
-        --bad: #a63f00; --learned: #d3efe2; --image: #dbe8f6; }
+        --bad: #a63f00; --supervised: #d3efe2; --image: #dbe8f6; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #dcdee2; --soft: #9a9ea7; --line: #34373d; --paper: #17181b; --panel: #202226; --good: #5cc9a4; --bad: #f0a06a;
-          --learned: #1d4a3a; --image: #23405c; } }
+          --supervised: #1d4a3a; --image: #23405c; } }
 body { font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: var(--ink); background: var(--paper);
        max-width: 60rem; margin: 2.5rem auto 4rem; padding: 0 1.2rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .2rem; overflow-wrap: anywhere; }
@@ -60,7 +60,7 @@ figure { margin: 0; }
 .seen { border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem; margin: .9rem 0; overflow-wrap: anywhere; }
 .seen img { height: 6.5rem; max-width: 100%; object-fit: contain; margin: 0 .6rem .5rem 0; border-radius: 3px; background: var(--panel); }
 .seen p { margin: 0; } .seen p.text { white-space: pre-wrap; font: .87rem/1.6 ui-monospace, Menlo, Consolas, monospace; }
-.seen b { font-weight: inherit; background: var(--learned); border-radius: 3px; padding: .08rem 0; }
+.seen b { font-weight: inherit; background: var(--supervised); border-radius: 3px; padding: .08rem 0; }
 .seen i { font-style: normal; background: var(--image); border-radius: 3px; padding: .08rem .25rem; }
 @media (max-width: NARROW) {
   body { margin-top: 1.2rem; padding: 0 .8rem; } td.s { white-space: normal; overflow-wrap: anywhere; }

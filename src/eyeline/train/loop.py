@@ -198,14 +198,14 @@ def at_border(process: Process, running: StageRun, step: Step, due: bool) -> Bor
     """Tell the other ranks, and hear what all agree on."""
     counted = sum((running.arithmetic.of(batch) for batch in step.batches), flops.NONE)
     written = process.saving.ready
-    told = process.world.gather(Border(process.stop.asked, due, counted, process.here.memory_bytes(), written))
-    process.stop.hear(one.stop for one in told)
+    borders = process.world.gather(Border(process.stop.asked, due, counted, process.here.memory_bytes(), written))
+    process.stop.hear(one.stop for one in borders)
     return Border(
-        stop=process.stop.asked if any(one.stop for one in told) else None,
-        due=told[0].due,
-        flops=sum((one.flops for one in told), flops.NONE),
-        memory_bytes=max(one.memory_bytes for one in told),
-        written=all(one.written for one in told),
+        stop=process.stop.asked if any(one.stop for one in borders) else None,
+        due=borders[0].due,
+        flops=sum((one.flops for one in borders), flops.NONE),
+        memory_bytes=max(one.memory_bytes for one in borders),
+        written=all(one.written for one in borders),
     )
 
 

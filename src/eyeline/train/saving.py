@@ -60,14 +60,14 @@ def save(process: "Process", running: "StageRun", state: "State", *, ended: bool
     process.show.status("saving a checkpoint")
     with process.clock.spending("checkpoint"), fitting(f"the checkpoint of step {step}"):
         files = {name: pieces_of(x, world.first) for name, x in tensors_of(running, ended).items()}
-        told, limit = state_of(process, running, state, ended), process.run.save_total_limit
+        saved, limit = state_of(process, running, state, ended), process.run.save_total_limit
         if waits:
             store.save(
                 home.checkpoints,
                 run=home.id,
                 step=step,
                 files=files,
-                state=told,
+                state=saved,
                 save_total_limit=limit,
                 best=best,
                 fixed=fixed,
@@ -77,7 +77,7 @@ def save(process: "Process", running: "StageRun", state: "State", *, ended: bool
         else:
             draft = world.by_first(lambda: store.start_draft(home.checkpoints, home.id, step, fixed))
             copies = {name: pieces if name in fixed else copied(pieces) for name, pieces in files.items()}
-            process.saving.pending = Pending(draft, in_thread(lambda: store.write(draft, copies, world.rank, world.size)), told, best)
+            process.saving.pending = Pending(draft, in_thread(lambda: store.write(draft, copies, world.rank, world.size)), saved, best)
 
 
 def finish_save(process: "Process") -> None:

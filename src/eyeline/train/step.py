@@ -53,7 +53,7 @@ def update(
 
     The loss is summed over labels and divided once by the step's count, so that gradients do not depend on how the step is
     cut into micro-batches and ranks. `step` counts over the whole run: dropout is addressed by (seed, step, pack).
-    `balance` says how the experts of MoE layers are balanced, as `set_balance` was told.
+    `balance` says how the experts of MoE layers are balanced: what `set_balance` was given.
     A parameter that no micro-batch of any rank used has no gradient and is left alone: neither moved nor decayed. Nothing here
     depends on what this rank holds, only on what all ranks do together (`data.slots`): so they run the same passes.
     """

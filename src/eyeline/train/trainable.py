@@ -21,7 +21,7 @@ from eyeline.train.run import COMPUTE, Adapted, Full, Run, Stage
 
 @dataclass(frozen=True)
 class Row:
-    """One part in the table of what learns."""
+    """One part in the table of what trains."""
 
     part: Part
     parameters: int  # with adapters

@@ -1,9 +1,9 @@
-"""The cases of every family: tiny models with a twin in transformers, that the tests of this folder go through by themselves.
+"""The cases of every family: tiny models with a peer in transformers, that the tests of this folder go through by themselves.
 
 To add a family, write `tests/models/cases/FAMILY.py` with `CASES: list[Case]`; a family of `FAMILIES` without one fails. A case
-is a config of ours, a twin (`twin_of(to_hf(config))` builds it from the config.json that we write, so that this is tested
-too), how the twin takes one document (`inputs`: keyword arguments of its forward and generate; it computes its own
-positions), the key rules of the twin's folder, and the documents that both are shown:
+is a config of ours, a peer (`peer_of(to_hf(config))` builds it from the config.json that we write, so that this is tested
+too), how the peer takes one document (`inputs`: keyword arguments of its forward and generate; it computes its own
+positions), the key rules of the peer's folder, and the documents that both are shown:
 
 - a family with a tower: `documents(cat, dog, cow)` of three images, of different grids where the family has them, and
   with slices of a video where it has those; `positions="grid"` for M-RoPE. Without a tower: `texts()`.

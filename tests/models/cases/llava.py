@@ -12,7 +12,7 @@ from eyeline.core.randomness import rng_for
 from eyeline.models import hf, llava, qwen2, siglip2
 from eyeline.models.hf.forms import MediaTokens
 from tests.models.cases import text
-from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, documents, image, normalised, token_inputs, twin_of
+from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, documents, image, normalised, peer_of, token_inputs
 
 VISION = siglip2.Config(
     image_size=13,  # one pixel more than four patches of three: the tower must not look at it
@@ -110,9 +110,9 @@ def config_json(c: llava.Config) -> dict:
 
 
 def case(id: str, c: llava.Config, as_written: llava.Config | None = None) -> Case:
-    """`as_written`: what is exported to the twin's class, where that is not this config."""
+    """`as_written`: what is exported to the peer's class, where that is not this config."""
     w = as_written or c
-    return Case(id, c, lambda: twin_of(config_json(w)), inputs_of(c), hf.llava.keys(w, hf.llava.form(w), SAVED), documents(*shown(c)))
+    return Case(id, c, lambda: peer_of(config_json(w)), inputs_of(c), hf.llava.keys(w, hf.llava.form(w), SAVED), documents(*shown(c)))
 
 
 CASES = [case(id, c) for id, c in CONFIGS.items()]

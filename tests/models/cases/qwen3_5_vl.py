@@ -4,7 +4,7 @@ from typing import Any
 
 from eyeline.models import hf, qwen3_5, qwen3_5_vl
 from tests.models.cases.qwen3_vl import SPARSE, TOKENS, VISION, inputs_of, shown
-from tests.models.parity import VOCABULARY, Case, twin_of
+from tests.models.parity import VOCABULARY, Case, peer_of
 
 PLAIN = VISION.model_copy(update={"deepstack_layers": ()})
 
@@ -36,7 +36,7 @@ def case(id: str, c: qwen3_5_vl.Config) -> Case:
     keys = hf.qwen3_5_vl.keys(c, form, saved)
     # norms of what a memory answers magnify its rounding, and a rounded token may choose another expert
     half = 0.08 if c.language.experts is None else 0.15
-    return Case(id, c, lambda: twin_of(config_json), inputs_of(c.vision), keys, shown(c.vision), hf.qwen3_5_vl.dropped(c, form), half)
+    return Case(id, c, lambda: peer_of(config_json), inputs_of(c.vision), keys, shown(c.vision), hf.qwen3_5_vl.dropped(c, form), half)
 
 
 CASES = [

@@ -11,7 +11,7 @@ from eyeline.core.batch import Document
 from eyeline.models import hf, qwen3, qwen3_vl, qwen_vision
 from eyeline.models.hf.forms import MediaTokens
 from eyeline.models.moe import Experts
-from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, document, documents, image, normalised, token_inputs, twin_of
+from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, document, documents, image, normalised, peer_of, token_inputs
 
 TOKENS = MediaTokens(image=IMAGE_TOKEN, written="<image>", video=IMAGE_TOKEN + 1, start=0, end=1)
 # the table of positions is larger than one image, smaller than another
@@ -91,7 +91,7 @@ def case(id: str, c: qwen3_vl.Config, **more: Any) -> Case:
     config_json = dict(hf.qwen3_vl.to_hf(c, form, TOKENS)["config.json"])
     # what transformers 5 writes; the hub's layout has a test of its own
     saved = {".experts.gate_up_proj": (6, 16, 24), ".experts.down_proj": (6, 24, 8)}
-    return Case(id, c, lambda: twin_of(config_json), inputs_of(c.vision), hf.qwen3_vl.keys(c, form, saved), shown(c.vision), **more)
+    return Case(id, c, lambda: peer_of(config_json), inputs_of(c.vision), hf.qwen3_vl.keys(c, form, saved), shown(c.vision), **more)
 
 
 SOME = language(tie_embeddings=True, experts=SPARSE, sparse_every=2)

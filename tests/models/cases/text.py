@@ -5,7 +5,7 @@ from typing import Any
 from eyeline.models import hf, llama, qwen2, qwen3, qwen3_5, text
 from eyeline.models.hf.forms import MediaTokens
 from eyeline.models.moe import Experts
-from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, texts, token_inputs, twin_of
+from tests.models.parity import IMAGE_TOKEN, VOCABULARY, Case, peer_of, texts, token_inputs
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 40, "eps": 1e-3,
@@ -54,7 +54,7 @@ def case(id: str, c: text.Config) -> Case:
     form = hf.text.form(c)
     files = hf.text.to_hf(c, form, MediaTokens(IMAGE_TOKEN, "<|image_pad|>"))
     half = 0.08 if c.language.family == "qwen3_5" else 0.07  # norms of what a memory answers magnify its rounding
-    return Case(id, c, lambda: twin_of(files["config.json"]), token_inputs, hf.text.keys(c, form), texts(), half=half)
+    return Case(id, c, lambda: peer_of(files["config.json"]), token_inputs, hf.text.keys(c, form), texts(), half=half)
 
 
 CASES = [case(id, text.Config(language=c)) for id, c in CONFIGS.items()]

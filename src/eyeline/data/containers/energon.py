@@ -84,7 +84,7 @@ def energon_columns(about: Location, retries: int) -> tuple[dict[str, str], str]
     fields: Any = said.get("field_map") or {}
     columns: dict[str, str] = {}
     for field, access in fields.items() if isinstance(fields, dict) else ():
-        if field == "answer_weights":  # the most frequent answer is learned
+        if field == "answer_weights":  # the most frequent answer is supervised
             continue
         if field not in OURS or not isinstance(access, str) or not _ACCESS.fullmatch(access):
             return {}, f"the field_map of its dataset.yaml is not used, since {field}: {access} has no counterpart here"

@@ -16,7 +16,7 @@ from eyeline.core.recent import Recent
 from eyeline.data.containers.container import File, persistent
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images.decode import Size
-from eyeline.data.images.image_files import frames_of, in_memory, medium_key
+from eyeline.data.images.image_files import frames_of, in_memory, media_key
 from eyeline.data.images.patches import Augment, Resized, Room, cut, grey_images, resize, with_augmentation
 from eyeline.data.rejects import Reject
 from eyeline.data.sources.sources import Place, Rows
@@ -179,7 +179,7 @@ class Fetch:
                     at(part, "decoding")
                     known = known or tokenise(sample.messages, self.encoder, self.rule)
                 media = media or ()
-                shown = [self._images(medium, group, decoded, room, partial(at, part)) for medium in media[: len(known.slices)]]
+                shown = [self._images(item, group, decoded, room, partial(at, part)) for item in media[: len(known.slices)]]
                 bad = next((images for images in shown if isinstance(images, BadSample)), None)
                 if bad is not None:
                     at(part, "reading")  # lines are counted
@@ -198,8 +198,8 @@ class Fetch:
 
     def _together(self, media: tuple[EncodedImage | Video, ...]) -> tuple[EncodedImage | Video, ...]:
         """The same media, with the bytes of those that are close to each other in one file, in one request."""
-        wanted = [medium for medium in media if medium_key(medium) not in self._kept]
-        spans = {image.source for medium in wanted for image in frames_of(medium) if isinstance(image.source, Span)}
+        wanted = [item for item in media if media_key(item) not in self._kept]
+        spans = {image.source for item in wanted for image in frames_of(item) if isinstance(image.source, Span)}
         runs: list[list[Span]] = []
         for span in sorted(spans, key=lambda span: (str(span.path), span.start)):
             last = runs[-1][-1] if runs else None
@@ -217,8 +217,7 @@ class Fetch:
             return replace(image, source=replace(source, data=data[source])) if isinstance(source, Span) and source in data else image
 
         return tuple(
-            replace(medium, frames=tuple(map(with_bytes, medium.frames))) if isinstance(medium, Video) else with_bytes(medium)
-            for medium in media
+            replace(item, frames=tuple(map(with_bytes, item.frames))) if isinstance(item, Video) else with_bytes(item) for item in media
         )
 
     def _sample(self, row: RowToRead) -> Sample:
@@ -249,17 +248,17 @@ class Fetch:
 
     def _images(
         self,
-        medium: EncodedImage | Video,
+        item: EncodedImage | Video,
         group: GroupToRead,
         decoded: dict[str, tuple[Image, ...] | BadSample],
         room: Room,
         phase: Callable[[Phase], None],
     ) -> tuple[Image, ...] | BadSample:
         """The images of a media item, decoded once for all rows of the image group."""
-        key = medium_key(medium)
+        key = media_key(item)
         if key not in decoded:
             try:
-                decoded[key] = self._decoded_images(medium, key, group, len(decoded), room, phase)
+                decoded[key] = self._decoded_images(item, key, group, len(decoded), room, phase)
             except BadSample as bad:
                 decoded[key] = bad
         return decoded[key]
@@ -270,17 +269,17 @@ class Fetch:
         return self.rule
 
     def _decoded_images(
-        self, medium: EncodedImage | Video, key: str, group: GroupToRead, number: int, room: Room, phase: Callable[[Phase], None]
+        self, item: EncodedImage | Video, key: str, group: GroupToRead, number: int, room: Room, phase: Callable[[Phase], None]
     ) -> tuple[Image, ...]:
         whole = self._kept.get(key)
         if whole is None:
             phase("reading")
-            encoded = persistent(partial(in_memory, medium), self.retries)
+            encoded = persistent(partial(in_memory, item), self.retries)
             phase("decoding")
             try:
                 whole = resize(encoded, self._rule)
             except MemoryError as error:
-                raise BadSample("decoder_memory", "image", f"{medium.name} needs more memory than a decoder may use") from error
+                raise BadSample("decoder_memory", "image", f"{item.name} needs more memory than a decoder may use") from error
             if group.again:
                 self._kept.keep(key, whole, KEPT_IMAGES, whole.bytes, KEPT_IMAGE_BYTES)
         if self.augment is None or not self.augment.active:

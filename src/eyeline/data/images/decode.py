@@ -72,16 +72,16 @@ _TRANSPOSE = {  # EXIF orientation -> what makes it upright
 }
 
 
-def size_of(medium: EncodedImage | Video) -> Size:
+def size_of(item: EncodedImage | Video) -> Size:
     """Height and width of an upright still, before them the number of frames of a video; from headers alone. Raises as
     `width_and_height` does, and BadSample `frame_size` where frames differ."""
-    match medium:
+    match item:
         case EncodedImage():
-            width, height = width_and_height(medium)
+            width, height = width_and_height(item)
             return (height, width)
         case Video():
-            sizes = [width_and_height(frame) for frame in medium.frames]
-            return (len(sizes), *same_size(medium, [(height, width) for width, height in sizes]))
+            sizes = [width_and_height(frame) for frame in item.frames]
+            return (len(sizes), *same_size(item, [(height, width) for width, height in sizes]))
 
 
 def same_size(video: Video, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -57,11 +57,11 @@ def image_stream(image: EncodedImage) -> BinaryIO:
             return io.BytesIO(stored_object(image.source, stores.PIECE)[1])
 
 
-def in_memory(medium: EncodedImage | Video) -> EncodedImage | Video:
+def in_memory(item: EncodedImage | Video) -> EncodedImage | Video:
     """The media item with its encoded bytes in memory, so that decoding it reads nothing. Raises as `decode` does for its file."""
-    if isinstance(medium, Video):
-        return replace(medium, frames=tuple(_image_in_memory(frame) for frame in medium.frames))
-    return _image_in_memory(medium)
+    if isinstance(item, Video):
+        return replace(item, frames=tuple(_image_in_memory(frame) for frame in item.frames))
+    return _image_in_memory(item)
 
 
 def _image_in_memory(image: EncodedImage) -> EncodedImage:
@@ -160,8 +160,8 @@ def _kind_of(head: bytes) -> str:
 # Keys
 
 
-def frames_of(medium: EncodedImage | Video) -> tuple[EncodedImage, ...]:
-    return medium.frames if isinstance(medium, Video) else (medium,)
+def frames_of(item: EncodedImage | Video) -> tuple[EncodedImage, ...]:
+    return item.frames if isinstance(item, Video) else (item,)
 
 
 def image_key(image: EncodedImage) -> str:
@@ -180,11 +180,11 @@ def content_key(image: EncodedImage) -> str:
     return image_key(_image_in_memory(image))
 
 
-def medium_key(medium: EncodedImage | Video) -> str:
+def media_key(item: EncodedImage | Video) -> str:
     """Equal keys mean equal pixels. Of a video: the hash of all its frames', since how large each is taken depends on their number."""
-    if isinstance(medium, EncodedImage):
-        return image_key(medium)
-    return "video:" + hashlib.sha256("\n".join(image_key(frame) for frame in medium.frames).encode("utf-8", "surrogatepass")).hexdigest()
+    if isinstance(item, EncodedImage):
+        return image_key(item)
+    return "video:" + hashlib.sha256("\n".join(image_key(frame) for frame in item.frames).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def hold_out_draw(names: Sequence[str]) -> float:

@@ -12,7 +12,7 @@ from eyeline.core.batch import EncodedImage, Image, Ints, Video
 from eyeline.core.image_rule import ImageRule, Unit
 from eyeline.core.settings import NotNegative, Settings
 from eyeline.data.images.decode import Size, same_size, upright
-from eyeline.data.images.image_files import medium_key
+from eyeline.data.images.image_files import media_key
 
 Planes = tuple[NDArray[np.uint8], ...]  # red, green and blue: rows × columns each. A patch has its colours one after another
 Room = Callable[[int], NDArray[np.uint8] | None]  # rows for a number of patches; None: there are none
@@ -53,15 +53,15 @@ class Resized:
         return sum(plane.nbytes for canvases in self.canvases for planes in canvases for plane in planes)
 
 
-def resize(medium: EncodedImage | Video, rule: ImageRule) -> Resized:
+def resize(item: EncodedImage | Video, rule: ImageRule) -> Resized:
     """Pixels as transformers' image processors resize them (tested on those that use Pillow). Raises as `decode` does."""
-    if isinstance(medium, EncodedImage):
-        rgb = upright(medium)
+    if isinstance(item, EncodedImage):
+        rgb = upright(item)
         units = rule.units(rgb.height, rgb.width)
         sizes = {unit.canvas: _scaled(rgb, unit.canvas, rule) for unit in units}
         return Resized(units, tuple((sizes[unit.canvas],) for unit in units))
-    frames = [upright(frame) for frame in medium.frames]
-    units = rule.slices(len(frames), *same_size(medium, [(frame.height, frame.width) for frame in frames]))
+    frames = [upright(frame) for frame in item.frames]
+    units = rule.slices(len(frames), *same_size(item, [(frame.height, frame.width) for frame in frames]))
     scaled = [_scaled(frame, units[0].canvas, rule) for frame in frames]
     scaled += scaled[-1:] * (-len(scaled) % rule.frames)
     return Resized(units, tuple(tuple(scaled[n : n + rule.frames]) for n in range(0, len(scaled), rule.frames)))
@@ -73,10 +73,10 @@ def _scaled(rgb: Pillow.Image, canvas: tuple[int, int], rule: ImageRule) -> Plan
     return tuple(np.frombuffer(shown.tobytes("raw", colour), np.uint8).reshape(height, width) for colour in "RGB")
 
 
-def with_augmentation(medium: Resized, augment: Augment, rng: Callable[[], np.random.Generator]) -> Resized:
+def with_augmentation(item: Resized, augment: Augment, rng: Callable[[], np.random.Generator]) -> Resized:
     """The same with the random changes that `rng()` draws: the same ones for every frame and tile."""
-    changed = {id(canvas): _augmented(canvas, augment, rng()) for canvases in medium.canvases for canvas in canvases}
-    return Resized(medium.units, tuple(tuple(changed[id(canvas)] for canvas in canvases) for canvases in medium.canvases))
+    changed = {id(canvas): _augmented(canvas, augment, rng()) for canvases in item.canvases for canvas in canvases}
+    return Resized(item.units, tuple(tuple(changed[id(canvas)] for canvas in canvases) for canvases in item.canvases))
 
 
 def _augmented(planes: Planes, augment: Augment, rng: np.random.Generator) -> Planes:
@@ -94,11 +94,11 @@ def _no_room(patches: int) -> None:  # noqa: ARG001
     return None
 
 
-def cut(medium: Resized, rule: ImageRule, key: str, room: Room = _no_room) -> tuple[Image, ...]:
+def cut(item: Resized, rule: ImageRule, key: str, room: Room = _no_room) -> tuple[Image, ...]:
     """The images of a media item: patches in merge order, not normalised, in `room` where it has some. Pixels beyond the last whole patch
     are left out, as a convolution without padding leaves them out."""
-    several = len(medium.units) > 1
-    pairs = zip(medium.units, medium.canvases, strict=True)
+    several = len(item.units) > 1
+    pairs = zip(item.units, item.canvases, strict=True)
     return tuple(_cut(unit, canvases, rule, f"{key}#{n}" if several else key, room) for n, (unit, canvases) in enumerate(pairs))
 
 
@@ -125,9 +125,9 @@ def _places(rows: int, columns: int, merge: int) -> Ints:
     return out
 
 
-def image_patches(medium: EncodedImage | Video, rule: ImageRule) -> tuple[Image, ...]:
+def image_patches(item: EncodedImage | Video, rule: ImageRule) -> tuple[Image, ...]:
     """A media item as the tower takes it, without augmentation: for prompts, evaluation and reports. Raises as `decode` does."""
-    return cut(resize(medium, rule), rule, medium_key(medium))
+    return cut(resize(item, rule), rule, media_key(item))
 
 
 def grey_images(rule: ImageRule, size: Size = (1, 1)) -> tuple[Image, ...]:

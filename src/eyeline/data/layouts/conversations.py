@@ -158,7 +158,7 @@ def sample_of_turns(row: dict[str, Any], id: str, root: Location, turns: Sequenc
     _refuse_to_draw(media, places, [(turn.text, turn.field) for turn in turns if turn.role == "assistant"])
     first: list[Text | EncodedImage | Video] = []
     if implied and not any(places.values()):
-        first = [medium for found in media.values() for medium in found]
+        first = [item for found in media.values() for item in found]
         media = {p: [] for p in PLACEHOLDERS}
     standing = _media_for_places(row, places, media, column)
     messages = _system(row)
@@ -281,7 +281,7 @@ def sample_of_messages(row: dict[str, Any], id: str, root: Location, turns: list
     columns[IMAGE] = _in_numbered_order(columns[IMAGE], [part.get("index") for part in parts if _bare(part) == IMAGE])
     first: list[Text | EncodedImage | Video] = []
     if not any(places.values()) and not any(isinstance(part, dict) and part.get("type") not in TEXT_PARTS for part in parts):
-        first = [medium for found in columns.values() for medium in found]
+        first = [item for found in columns.values() for item in found]
         columns = {p: [] for p in PLACEHOLDERS}
     media = _media_for_places(row, places, columns, turns[0][0] if turns else "messages")
     messages = _system(row)

@@ -94,7 +94,7 @@ def _history(row: dict[str, Any]) -> list[Turn]:
 
 
 def question_answer_sample(row: Any, id: str, root: Location) -> Sample:
-    """Visual questions: {question, answer}. Of a list of answers, which items {answer} may be, too, the most frequent is learned; of
+    """Visual questions: {question, answer}. Of a list of answers, which items {answer} may be, too, the most frequent is supervised; of
     equals the first. Of a question with options (A, B, ... or a list) that is the letter of the right one."""
     options = options_of(checked_object(row))
     column = next((c for c in ANSWERS if row.get(c) is not None), ANSWERS[0])

@@ -20,7 +20,7 @@ from eyeline.core.locations import Location, Remote, Stamp
 from eyeline.data.containers.container import number_of, persistent
 from eyeline.data.files import stores
 from eyeline.data.images.decode import size_of
-from eyeline.data.images.image_files import MAX_FILE_BYTES, frames_of, hold_out_draw, image_key, medium_key
+from eyeline.data.images.image_files import MAX_FILE_BYTES, frames_of, hold_out_draw, image_key, media_key
 from eyeline.data.plan.shard_index import INSIDE, OWN, WHOLE, ShardIndex
 from eyeline.data.sources.sources import Place, Rows
 from eyeline.data.text.documents import Tokenised, require_answer, require_targets, tokenise
@@ -152,9 +152,9 @@ class _Looked:
     numbers: dict[str, int] = field(default_factory=dict)  # of `stamps`
 
     def media_of(self, media: tuple[EncodedImage | Video, ...]) -> _Media:
-        keys = tuple(medium_key(medium) for medium in media)
+        keys = tuple(media_key(item) for item in media)
         if keys not in self.media:
-            sizes = tuple(self._size(key, medium) for key, medium in zip(keys, media, strict=True))
+            sizes = tuple(self._size(key, item) for key, item in zip(keys, media, strict=True))
             hashed = hashlib.blake2b("\n".join(keys).encode("utf-8", "surrogatepass"), digest_size=8).digest()
             images = [p for m in media for p in frames_of(m)]
             names = [image_key(p).removeprefix(str(self.root)) for p in images]
@@ -164,10 +164,10 @@ class _Looked:
             )
         return self.media[keys]
 
-    def _size(self, key: str, medium: EncodedImage | Video) -> tuple[int, int, int] | BadSample:
+    def _size(self, key: str, item: EncodedImage | Video) -> tuple[int, int, int] | BadSample:
         if key not in self.sizes:
-            found = [self._located(image) for image in frames_of(medium)]
-            known = replace(medium, frames=tuple(found)) if isinstance(medium, Video) else found[0]
+            found = [self._located(image) for image in frames_of(item)]
+            known = replace(item, frames=tuple(found)) if isinstance(item, Video) else found[0]
             try:
                 size = persistent(partial(size_of, known), self.retries)
                 self.sizes[key] = size if len(size) == 3 else (0, *size)

@@ -79,7 +79,7 @@ class Sizing:
                 rejects[row] = (bad.cause, bad.field, bad.message)
                 continue
             messages[row] = len(kept.messages)
-            units = [unit for medium in index.sizes(row)[: len(kept.media)] for unit in self._units(medium)]
+            units = [unit for item in index.sizes(row)[: len(kept.media)] for unit in self._units(item)]
             tokens_R[row], visual_R[row], supervised_R[row], patches_R[row] = size.tokens, size.visual, size.supervised, size.patches
             squares_R[row] = sum(unit.grid.patches**2 for unit in units)
         usable_R = np.ones(len(index), bool)

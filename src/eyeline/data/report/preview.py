@@ -75,7 +75,7 @@ def _usable(reader: Reader, sizing: Sizing, source: int) -> Iterator[tuple[Sampl
                 sample = rows.read(index.place(shard, number))
                 if number in sized.messages:
                     sample = until(sample, sized.messages[number])
-                media = [image_patches(medium, reader.rule) for medium in sample.media] if reader.rule else []
+                media = [image_patches(item, reader.rule) for item in sample.media] if reader.rule else []
                 yield sample, document_of(sample, reader.encoder, reader.rule, media)
             except BadSample:  # `data_report` counts and names them
                 continue

@@ -157,7 +157,7 @@ class DataReport:
     text: Measure | None
     visual: Measure | None
     supervised: Measure | None
-    answers: Measure | None  # tokens of each answer that is learned, its end included
+    answers: Measure | None  # tokens of each answer that is supervised, its end included
     images_per_sample: Measure | None  # of a sample, frames of videos not counted one by one
     widths: Measure | None  # pixels of each image, upright; those that rows of a shard share count once
     heights: Measure | None
@@ -171,7 +171,7 @@ class DataReport:
     control_strings: int  # samples whose text spells out a control token; it stays text
     said: int  # answers of the examined samples, without
     masked: int  # those that the data mark as left out of the loss
-    unlearned: int  # of them, those that the template does not learn
+    not_supervised: int  # of them, those that the template leaves out of the loss
     template: str
     budgets: tuple[Packing, ...]  # the stage's own first; empty when no sample is left
     duplicates: Duplicates | None  # None when nothing was compared
@@ -222,7 +222,7 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         control_strings=examined.spelt,
         said=examined.said,
         masked=examined.masked,
-        unlearned=examined.said - examined.learned,
+        not_supervised=examined.said - examined.supervised,
         template=reader.encoder.template.name,
         budgets=packings(reader, frozenset((s, h) for s, h, _ in learning.rows), budget, others=depth.packed),
         duplicates=_compare(sides, depth.compared, others or {}) if depth.compared else None,
@@ -285,7 +285,7 @@ class Looked:
         return self._of_shards(lambda index, _, number_R: np.diff(index.media_R1)[number_R])
 
     def answers(self) -> Longs:
-        """Tokens of each answer that is learned."""
+        """Tokens of each answer that is supervised."""
         return self._of_shards(_answers)
 
     def sizes(self) -> Longs:
@@ -375,7 +375,7 @@ class _Examined:
     spelt: int = 0
     said: int = 0
     masked: int = 0
-    learned: int = 0
+    supervised: int = 0
 
     @staticmethod
     def of(reader: Reader, chosen: list[tuple[Looked, RowOf]]) -> "_Examined":
@@ -394,7 +394,7 @@ class _Examined:
             out.spelt += any(control in text for text in texts(sample) for control in reader.encoder.all_controls)
             out.said += sum(message.role == "assistant" and message.supervised for message in sample.messages)
             out.masked += sum(not message.supervised for message in sample.messages)
-            out.learned += int((np.diff(index.tokenised(number).trained_U.astype(np.int8), prepend=0) == 1).sum())
+            out.supervised += int((np.diff(index.tokenised(number).trained_U.astype(np.int8), prepend=0) == 1).sum())
             bad = _images_of(sample, out.decoded, out.contents, out.unusual)
             if bad is not None:
                 out.trained_rejected += training

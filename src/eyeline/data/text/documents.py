@@ -33,7 +33,7 @@ class Tokenised:
     """
 
     ids_U: Ints
-    trained_U: NDArray[np.bool_]  # whether each is learned
+    trained_U: NDArray[np.bool_]  # whether each is supervised
     places_W: Ints  # where in U the placeholders are, media in order
     slices: tuple[int, ...]  # how many of them each media item has: 1 for a still
 
@@ -66,12 +66,12 @@ def tokenise(messages: Sequence[Message], encoder: Encoder, rule: ImageRule | No
     ids: list[int] = []
     trained: list[bool] = []
     places: list[int] = []
-    for run, learned, placeholder in _runs(messages, encoder, prompt, frames):
+    for run, supervised, placeholder in _runs(messages, encoder, prompt, frames):
         if placeholder:
             places.append(len(ids))
         ids += run
-        trained += [learned] * len(run)
-    slices = tuple(-(-len(medium.frames) // frames) if isinstance(medium, Video) else 1 for medium in media)
+        trained += [supervised] * len(run)
+    slices = tuple(-(-len(item.frames) // frames) if isinstance(item, Video) else 1 for item in media)
     made = Tokenised(np.array(ids, np.int32), np.array(trained, np.bool_), np.array(places, np.int32), slices)
     for array in (made.ids_U, made.trained_U, made.places_W):
         array.flags.writeable = False

@@ -119,7 +119,7 @@ SMOL_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging F
 
 def _chatml(messages: Sequence[Message], prompt: bool, frames: int, marks: Marks, system: str | None) -> list[Segment]:
     """Qwen's template without tools, `system` where a conversation has none of its own. The newline after `<|im_end|>` is written,
-    not learned: generation stops before it."""
+    not supervised: generation stops before it."""
     out: list[Segment] = []
     if system is not None and (not messages or messages[0].role != "system"):
         messages = [Message("system", (Text(system),)), *messages]
@@ -166,7 +166,7 @@ def _chatml_template(name: str, marks: Marks, system: str | None) -> Template:
 @dataclass(frozen=True)
 class Thinking:
     """The rules of a template that lets the model reason before it answers. Only a conversation's last answer has a think block, and
-    only that one is learned: the published templates show earlier answers without theirs, so what is asked for next looks the
+    only that one is supervised: the published templates show earlier answers without theirs, so what is asked for next looks the
     same in training and in use."""
 
     on: bool  # else the think block is empty, and given: reasoning in the answers of the data is left out
@@ -205,15 +205,15 @@ def _thinking(messages: Sequence[Message], prompt: bool, frames: int, thinking: 
     for n, message in enumerate(messages):
         message = _trimmed(message) if thinking.trimmed else message
         out += [Control("<|im_start|>"), Content(message.role + "\n")]
-        learned = message.role == "assistant" and n > last_question
+        supervised = message.role == "assistant" and n > last_question
         if message.role == "assistant":
             text = "".join(part.text for part in message.parts if isinstance(part, Text))
             earlier = _thought(text)[1] if "</think>" in text else text
-            answer = thinking.answer(text) if learned else [Content(earlier)]
+            answer = thinking.answer(text) if supervised else [Content(earlier)]
             out += answer if message.supervised else [part if isinstance(part, Media) else replace(part, masked=True) for part in answer]
         else:
             out += _parts(message, QWEN_MARKS, frames)
-        out += [Control("<|im_end|>", learned, not message.supervised), Content("\n")]
+        out += [Control("<|im_end|>", supervised, not message.supervised), Content("\n")]
     if prompt:
         out += [Control("<|im_start|>"), Content("assistant\n"), *thinking.opening]
     return out
