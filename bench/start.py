@@ -25,11 +25,13 @@ SAMPLES = 4  # of equal length, so that one step is all of them on both sides
 QUESTION, ANSWER = "what is in the image?", "a red circle"
 TOLERANCE = 1e-5
 PATIENCE_S = 300.0
-IMPORTS = {  # what no step can do without: it explains how far the limit is within reach
+IMPORTS = {  # the first two are what no step can do without: they explain how far the limit is within reach
     "python that does nothing": "",
     "import torch": "import torch",
-    "import torch, torch._dynamo (torch.optim imports it when an optimizer is made)": "import torch, torch._dynamo",
-    "and transformers' tokenizer class": "import torch, torch._dynamo; from transformers import PreTrainedTokenizerFast",
+    "import torch and transformers' tokenizer class": "import torch; from transformers import PreTrainedTokenizerFast",
+    "the same and torch._dynamo (torch's own optimizers import it)": (
+        "import torch, torch._dynamo; from transformers import PreTrainedTokenizerFast"
+    ),
 }
 
 
@@ -75,7 +77,9 @@ def run(pairs: int = LEAST_PAIRS) -> Result:
         "and calls its Trainer. Files are in the page cache and compiled bytecode exists.",
         agreement=f"the loss of the first step agrees within {apart:.1e}",
         comparisons=(
-            Comparison(name="to the first step", unit="starts", amount=1, ours=times["ours"], peer=times["peer"], limit=0.7, judged="time"),
+            Comparison(
+                name="to the first step", unit="starts", amount=1, ours=times["ours"], peer=times["peer"], limit=0.75, judged="time"
+            ),
         ),
         facts=(
             Fact(name="eyeline --help, wall s (median)", value=help_s.median, limit="≤ 1.0", met=help_s.median <= 1.0),
@@ -103,12 +107,12 @@ def prepare(folder: Path) -> Path:
     encoder = bundle.encoder()
     assert TEMPLATE == "plain"  # whose rendering the next line and the peer's script write out: image, question, newline, answer, end
     tokens = SAMPLES * (SIZED.visual + len(encoder.ids(QUESTION + "\n")) + len(encoder.ids(ANSWER)) + 1)
-    learns = {"how": "full", "lr": 1e-3}
+    trained = {"how": "full", "lr": 1e-3}
     stage = {
         "name": "tune",
-        "trains": {"vision": learns, "projector": learns, "language": learns},
+        "trains": {"vision": trained, "projector": trained, "language": trained},
         "data": {"sources": [{"path": str(folder / "data.json")}]},
-        "batch": {"tokens": tokens, "patches": SAMPLES * SIZED.visual},
+        "batch": {"max_tokens": tokens, "max_patches": SAMPLES * SIZED.visual},
         "steps": 100_000,
     }
     recipe = {"name": "bench-start", "model": {"path": str(folder / "model")}, "device": "cpu", "threads": 1, "stages": [stage]}

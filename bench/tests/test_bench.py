@@ -157,6 +157,11 @@ def test_cases_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         bench.run_cases(["stpe"], out)
 
 
+def test_the_recipe_of_start_is_one_that_eyeline_takes(tmp_path: Path) -> None:
+    recipe = start.prepare(tmp_path)
+    assert start.ended(["-m", "eyeline", "check", str(recipe)]).wall_s > 0  # refused if it ends with any other code than 0
+
+
 def test_a_difference_between_the_sides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "SIZED", SMALL)
     monkeypatch.setattr(step, "TOKENS", 12)

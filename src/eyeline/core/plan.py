@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eyeline.core.image_rule import ImageRule
+from eyeline.core.shards import is_sharded
 
 Part = Literal["vision", "projector", "language"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "language")
@@ -162,8 +163,13 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
 
 def materialise(plan: Plan[M], device: torch.device | str) -> None:
     """Give every tensor memory on `device`, not yet filled: no time is spent on numbers that are overwritten."""
-    plan.model.to_empty(device=device)
-    for name, entry in plan.table.items():  # to_empty made two tensors of a tied one
+
+    def empty(x: Tensor) -> Tensor:
+        """What `Module.to_empty` makes, which asks for a meta tensor's strides: torch then imports its compiler's symbolic shapes."""
+        return torch.empty_like(x, device=device) if is_sharded(x) else torch.empty(x.shape, dtype=x.dtype, device=device)
+
+    plan.model._apply(empty)
+    for name, entry in plan.table.items():  # of a tied tensor there are two now
         if entry.tied_to is not None:
             path, _, leaf = name.rpartition(".")
             setattr(plan.model.get_submodule(path), leaf, tensor_of(plan.model, entry.tied_to))

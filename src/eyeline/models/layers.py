@@ -44,7 +44,15 @@ class ReplaceableModule(nn.Module):
     kind: ClassVar[Replaceable]
 
 
-class Linear(nn.Linear):
+class Unfilled(nn.Module):
+    """A layer of torch's whose tensors get no first values here: `bundle/fill.py` fills every one. A meta tensor that is to be filled with
+    normal numbers makes torch import its compiler."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Linear(Unfilled, nn.Linear):
     """`x·Wᵀ + b` in x's dtype. `target` is the name by which a recipe puts an adapter on it; None: it takes none. `draws_T2` are of the
     rows, for an adapter in its place, which drops some of its input."""
 
@@ -106,14 +114,14 @@ class GeluMLP(nn.Module):
         return self.down.count(tally, self.up.count(tally, reached, "patch"), "patch")
 
 
-class Embedding(nn.Embedding):
+class Embedding(Unfilled, nn.Embedding):
     """The rows of the vocabulary."""
 
     def traits(self) -> dict[str, Traits]:
         return {"weight": Traits(VOCABULARY, decays=False)}
 
 
-class Positions(nn.Embedding):
+class Positions(Unfilled, nn.Embedding):
     """A learned table of positions, in float32: what is read of it is interpolated."""
 
     def traits(self) -> dict[str, Traits]:

@@ -1,5 +1,6 @@
 """Optimizers: settings, which parameter goes where, and the learning rate of each part."""
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, assert_never
 
@@ -84,9 +85,29 @@ def _groups(trainable: Iterable[tuple[str, Tensor, Entry]], weight_decay: float,
     return list(groups.values())
 
 
+class _NotCompiled(torch.optim.Optimizer):
+    """An optimizer that torch.compile never sees. torch wraps these methods so that it may, and to that end imports torch._dynamo:
+    a quarter of the CPU time from the start of a process to its first step."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        inspect.unwrap(super().step)(self, closure)
+
+
+class _AdamW(_NotCompiled, torch.optim.AdamW):
+    pass
+
+
+class _Muon(_NotCompiled, torch.optim.Muon):
+    pass
+
+
 def _muon(sharded: bool) -> type[torch.optim.Muon]:
     if not sharded:
-        return torch.optim.Muon
+        return _Muon
     from eyeline.parallel.muon import ShardedMuon
 
     return ShardedMuon
@@ -94,7 +115,7 @@ def _muon(sharded: bool) -> type[torch.optim.Muon]:
 
 def _adamw(settings: AdamW | Muon, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
     # fused: one kernel for all tensors, on a CPU too; the rate is set before every step, so 0 here is never used
-    return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    return _AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:

@@ -87,7 +87,7 @@ def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
             case Text():
                 out.append(Content(part.text, message.role == "assistant", not message.supervised))
             case EncodedImage():
-                out += _medium(marks.image, marks)
+                out += _placeholder(marks.image, marks)
             case Video():
                 if marks.video is None:
                     raise BadSample(
@@ -97,11 +97,11 @@ def _parts(message: Message, marks: Marks, frames: int) -> list[Segment]:
                     )
                 # no marks around the whole: as the checkpoints were trained, and unlike the processor of transformers 5.24
                 for seconds in slice_seconds(part.seconds, frames):
-                    out += [Content(f"<{seconds:.1f} seconds>"), *_medium(marks.video, marks)]
+                    out += [Content(f"<{seconds:.1f} seconds>"), *_placeholder(marks.video, marks)]
     return out
 
 
-def _medium(token: str, marks: Marks) -> list[Segment]:
+def _placeholder(token: str, marks: Marks) -> list[Segment]:
     return [Media(token)] if marks.start is None or marks.end is None else [Control(marks.start), Media(token), Control(marks.end)]
 
 
