@@ -17,6 +17,7 @@ ROWS = [  # lowest first; names in one row are peers and never import each other
     ["bundle"],
     ["generate"],
     ["evals"],
+    ["distill"],
     ["train"],
     ["study"],
     ["recipes"],

@@ -31,6 +31,7 @@ from eyeline.parallel.mesh import mesh_of, problems
 from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.study.evaluate import evaluate
+from tests.distill.cases import CASES as DISTILL
 from tests.ranks import on_ranks
 from tests.settings import LEAVES
 from tests.train.recipe import tiny_recipe, write_data
@@ -523,6 +524,7 @@ CASES: dict[str, Case] = {
     "evaluation.sources[].limit": turned("evaluation.sources.0.limit=3", see=evaluated),
     "evaluation.metric": turned("evaluation.metric=nowhere.py:score", see=refusal),
     "evaluation.max_new_tokens": turned("evaluation.max_new_tokens=2", see=evaluated),
+    **{leaf: Case(*case) for leaf, case in DISTILL.items()},
     "precision": turned("precision=bf16"),
     "device": turned("device=cuda", see=device),
     "deterministic": turned("deterministic=true", see=deterministic),

@@ -14,8 +14,8 @@ from eyeline.core.log import keep_streams, refuse_lost_output, say, visible, war
 EXIT_CODES = (  # one line each: the terminal wraps them
     "Exit codes: 0 done · 1 a defect of Eyeline (with a traceback) · 2 refused: settings, files or arguments · 3 too many rejected "
     "samples · 4 too many non-finite steps · 5 storage failed · 6 the run folder is in use · 7 a step does not fit "
-    "into memory · 8 partitions of a job were given up · 9 another rank was lost · 75 stopped by a signal, all saved: the same command "
-    "resumes from there · 130 or 143 stopped by a second signal, without saving."
+    "into memory · 8 partitions of a job were given up · 9 another rank was lost · 10 the teacher did not answer · 75 stopped "
+    "by a signal, all saved: the same command resumes from there · 130 or 143 stopped by a second signal, without saving."
 )
 IMPORT_EXAMPLE = (
     "Example: eyeline import models/start --vision google/siglip2-base-patch16-224 --language Qwen/Qwen2.5-0.5B-Instruct   (or a whole "
@@ -168,6 +168,51 @@ def prepare(
     for line in refuse_problems(run):
         warn(line)
     prepare_stage(run, stage, out, epochs=epochs, quality=resize, where=where)
+
+
+@app.command(epilog="Example: eyeline distill my-recipe.yaml --dry 20   (then: --out /data/distilled)")
+def distill(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(metavar="PATH", parser=_path, help="The folder to write.", show_default=False)] = None,
+    dry: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ask for N samples, print answers and verdicts, and estimate tokens, time and cost of all."),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that do the work; 0: this one does, or with --ray one per CPU.")] = 0,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Do the share I (0 to N-1) of N commands that share the folder, as in a Slurm array."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, auto, or local for a new one on this machine."),
+    ] = None,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Only name and delete files of attempts that were lost: another attempt's are committed.")
+    ] = False,
+) -> None:
+    """Ask a teacher for an answer with its reasoning to each sample of the recipe's distill section, and keep those that pass its filters
+    as a source to train on. Run it again to resume."""
+    if (out is None) == (dry is None):
+        raise Refused("give --out with the folder to write, or --dry with a number of samples to try." if out is None else
+                      "--dry writes nothing. Give it, or --out.")  # fmt: skip
+    if clean and out is not None:
+        from eyeline.offline.report import clean_jobs
+
+        say(clean_jobs(out))
+        return
+    run = _read(recipe, overrides)
+    from eyeline.offline.run import Where, shard_of
+    from eyeline.train.distill import distill_recipe
+    from eyeline.train.distill import dry as dry_run
+
+    where = Where(workers, *shard_of(shard), ray)
+    if dry is not None:
+        dry_run(run, dry, where)
+        refuse_lost_output()
+    elif out is not None:
+        distill_recipe(run, out, where)
 
 
 @app.command(epilog="Example: eyeline data my-recipe.yaml --out data.html")

@@ -98,7 +98,15 @@ class RankLost(Exception):
     code: ClassVar[int] = 9
 
 
-EXPECTED = (Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, OutOfMemory, Quarantined, RankLost, Stopped)  # each has a `code`
+class TeacherFailed(Exception):
+    """A teacher that answers are asked of did not give them; exit code 10."""
+
+    code: ClassVar[int] = 10
+
+
+EXPECTED = (  # each has a `code`
+    *(Refused, TooManyRejects, NotFinite, StorageFailed, RunLocked, OutOfMemory, Quarantined, RankLost, TeacherFailed, Stopped),
+)
 
 
 _NO_MEMORY = (  # how torch and CUDA say it in a RuntimeError; torch.OutOfMemoryError is one, too

@@ -18,6 +18,7 @@ from eyeline.core.errors import Refused, StorageFailed, nearest
 
 _NAMED = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
 _SETTINGS = ("layout", "metric")  # that may name code
+_FILES, _SUFFIX = "prompts", ".jinja"  # a list that may name files
 
 
 class CodeFailed(Exception):
@@ -144,13 +145,16 @@ def files_of(settings: Any) -> Iterator[str]:
 
 
 def with_files(settings: Any, change: Callable[[str], str]) -> Any:
-    """Settings, as plain values, in which each file of code that they name is what `change` makes of it."""
+    """Settings, as plain values, in which each file of code or of a prompt that they name is what `change` makes of it."""
     if isinstance(settings, list | tuple):
         return [with_files(value, change) for value in settings]
     if not isinstance(settings, dict):
         return settings
     out: dict[str, Any] = {}
     for key, value in settings.items():
+        if key == _FILES and isinstance(value, list | tuple):
+            out[key] = [change(one) if isinstance(one, str) and one.endswith(_SUFFIX) else one for one in value]
+            continue
         found = _NAMED.fullmatch(value) if key in _SETTINGS and isinstance(value, str) else None
         out[key] = with_files(value, change) if found is None else f"{change(found['file'])}:{found['function']}"
     return out

@@ -28,14 +28,22 @@ class Answer:
     finish: Finish
 
 
-def generate(model: Model, spec: Spec, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]) -> list[Answer]:
-    """One answer a prompt, in order. Images with equal keys are encoded once.
+def generate(
+    model: Model,
+    spec: Spec,
+    prompts: Sequence[Document],
+    sampling: Sampling,
+    stop_ids: Collection[int],
+    seeds: Sequence[int] | None = None,
+) -> list[Answer]:
+    """One answer a prompt, in order. Images with equal keys are encoded once. With `seeds`, one a prompt, each is sampled as if it were
+    the only prompt and had that seed.
 
     The model must be in eval mode. Refused when a prompt leaves no position for an answer.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     stopped = [False] * len(prompts)
-    for drawn in draw(model, spec, prompts, sampling, stop_ids):
+    for drawn in draw(model, spec, prompts, sampling, stop_ids, seeds):
         for row, token in drawn:
             if token in stop_ids:
                 stopped[row] = True
@@ -82,7 +90,12 @@ def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Ite
 
 @torch.no_grad()
 def draw(
-    model: Model, spec: Spec, prompts: Sequence[Document], sampling: Sampling, stop_ids: Collection[int]
+    model: Model,
+    spec: Spec,
+    prompts: Sequence[Document],
+    sampling: Sampling,
+    stop_ids: Collection[int],
+    seeds: Sequence[int] | None = None,
 ) -> Iterator[list[tuple[int, int]]]:
     """Each step's (prompt number, token) of the rows that still continue; a row's last token is a stop token, or is cut."""
     assert not model.training, "dropout would be on: call model.eval() before generating"
@@ -99,7 +112,7 @@ def draw(
     after = [len(p.tokens_T) if p.positions_T3 is None else int(p.positions_T3.max()) + 1 for p in prompts]
     rows = list(range(len(prompts)))  # the prompts that still continue, in the order of the cache's rows
     for step in range(max(limits)):
-        tokens = next_tokens(logits_LV, sampling, rows, step)
+        tokens = next_tokens(logits_LV, sampling, rows, step, seeds)
         yield list(zip(rows, tokens, strict=True))
         alive = [i for i, (row, token) in enumerate(zip(rows, tokens, strict=True)) if token not in stop_ids and step + 1 < limits[row]]
         if not alive:

@@ -39,15 +39,17 @@ def filter_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     return logits_BV
 
 
-def next_tokens(logits_BV: Tensor, sampling: Sampling, rows: Sequence[int], step: int) -> list[int]:
+def next_tokens(logits_BV: Tensor, sampling: Sampling, rows: Sequence[int], step: int, seeds: Sequence[int] | None = None) -> list[int]:
     """One token a row. `rows` are the prompts' numbers and `step` the place in the answer: with the seed they address the
-    randomness, so that an answer depends neither on its neighbours nor on when they finish.
+    randomness, so that an answer depends neither on its neighbours nor on when they finish. `seeds`, one a prompt, take the place of the
+    seed and the prompt's number.
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).tolist()
     # inverse of the cumulative distribution at one uniform number a row: the same on every device, up to rounding
     upto_BV = filter_logits(logits_BV, sampling).double().softmax(-1).cumsum(-1)
-    uniform = [rng_for(sampling.seed, "generate", row, step).random() for row in rows]
+    addresses = [(sampling.seed, row) if seeds is None else (seeds[row], 0) for row in rows]
+    uniform = [rng_for(seed, "generate", row, step).random() for seed, row in addresses]
     at_B1 = torch.tensor(uniform, dtype=torch.float64, device=logits_BV.device)[:, None] * upto_BV[:, -1:]
     drawn_B = torch.searchsorted(upto_BV, at_B1, right=True)[:, 0]
     last_B = (upto_BV < upto_BV[:, -1:]).sum(-1)  # where rounding put the product at the very end: the last token with a share

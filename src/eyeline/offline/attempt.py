@@ -28,10 +28,11 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A pure function of a partition, which writes files into an empty folder: the same bytes in every call. Pickles."""
+    """A function of a partition, which writes files into an empty folder: the same bytes in every call, if it is `repeatable`. Pickles."""
 
     name: str
     work: Callable[[Partition, Path], Done]
+    repeatable: bool = True  # else what another attempt committed may differ, and cannot be made again
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def attempt(job: Job, store: Store, plan: str, partition: Partition, repair: boo
 
     Refused when the partition is committed with other content: something that the job depends on has changed.
     """
+    assert job.repeatable or not repair, f"{job.name} cannot be repaired"
     start = time.monotonic()
     name = uuid.uuid4().hex[:12]
     folder = files_of(partition.number, name)
@@ -70,7 +72,7 @@ def attempt(job: Job, store: Store, plan: str, partition: Partition, repair: boo
     standing = standing or commit(store, ours)
     if standing.attempt == name:
         return Outcome("committed", ours, seconds)
-    if (standing.outputs, standing.counts) != (outputs, done.counts):
+    if job.repeatable and (standing.outputs, standing.counts) != (outputs, done.counts):
         drop(store, folder)
         names = ", ".join(one.name for one in partition.inputs[:NAMED])
         raise Refused(

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from eyeline import __version__
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused, StorageFailed
-from eyeline.core.files import claimed, make_folder, sha256_of, storage_failed, write_atomically, write_json
+from eyeline.core.files import claimed, make_folder, storage_failed, write_atomically, write_json
 from eyeline.core.image_rule import ImageRule
 from eyeline.data.containers.tars import BLOCK
 from eyeline.data.loader import planned_windows
@@ -39,14 +38,14 @@ from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_packs
 from eyeline.offline.archives import ARCHIVE, ENTRIES, WriteArchive, packed_entries
 from eyeline.offline.attempt import Done, Job, content_digest, is_whole
+from eyeline.offline.local_jobs import open_job, output_path, planned_file, run_job
 from eyeline.offline.manifests import Manifest as Committed
 from eyeline.offline.manifests import manifests, missing_numbers
-from eyeline.offline.plan import Draft, Input, Partition, Plan, existing_plan, open_plan
-from eyeline.offline.progress import progress
+from eyeline.offline.plan import Draft, Input, Partition, Plan, existing_plan
 from eyeline.offline.report import JOBS
-from eyeline.offline.run import Where, run
+from eyeline.offline.run import Where
 from eyeline.offline.sample_order import SampleOrder, packs_of_plan, sample_order
-from eyeline.offline.store import LocalStore, refuse_unconditional
+from eyeline.offline.store import LocalStore
 from eyeline.offline.stored_indexes import Stored, positions_written, stored_source, write_indexes
 
 HERE = Where()  # this process does all
@@ -89,7 +88,7 @@ def pack_offline(
     if not indexes.make(where):
         return None
     plan = _plan_of_packs(reader, budget, folder, packs, quality, indexes)
-    write = WriteArchive(_sources(reader), _rows_file(plan), reader.rule, quality)
+    write = WriteArchive(_sources(reader), planned_file(plan, "rows.npy"), reader.rule, quality)
     archives = _made_archives(plan, folder, write, where)
     if archives is None:
         return None
@@ -169,14 +168,14 @@ class _Indexes:
         sources = [{str(rows.path): [rows.layout.identity, digest_of(rows)]} for rows in (*work.sources[0], *work.sources[1])]
         taken = None if reader.rule is None else [reader.rule.frames, reader.rule.video is not None]
         identity = {"sources": sources, "tokenizer": reader.encoder.identity, "images": taken, "shards": len(partitions), "code": CODE}
-        return _Indexes(_opened(folder, "indexes", identity, lambda _: Draft(partitions), partitions), work, folder)
+        return _Indexes(open_job(folder, "indexes", identity, lambda _: Draft(partitions), partitions), work, folder)
 
     def make(self, where: Where) -> bool:
         """Make those that are not there. Return whether all are: other jobs may not have done theirs yet."""
         _settle(self.plan, INDEX, self._home, missing=True)
         mine = [one.number for one in manifests(self.plan) if where.has(one.number)]
         damaged = {number for number in mine if not self._is_current(self.plan.partition(number))}
-        if not _run(Job("indexes", self.work), self.plan, where, self.folder, damaged):
+        if not run_job(Job("indexes", self.work), self.plan, where, self.folder, damaged):
             return False
         _settle(self.plan, INDEX, self._home)
         return True
@@ -226,7 +225,7 @@ def _plan_of_packs(reader: Reader, budget: Budget, folder: Path, packs: int | No
         notes = {"windows": order.windows, "packs": order.packs, "validating": validating, "bounds": bounds_K1.tolist()}
         return Draft(_partitions(reader, row_R6, bounds_K1, bytes_R), notes)
 
-    return _opened(folder, "packs", identity, draft)
+    return open_job(folder, "packs", identity, draft)
 
 
 def _places(reader: Reader, order: SampleOrder) -> tuple[Longs, Longs]:
@@ -280,13 +279,6 @@ def _bytes_of(index: ShardIndex) -> Longs:
     return size_R + TOKEN_TEXT_BYTES * np.diff(index.bounds_R1) + ROW_BYTES
 
 
-def _rows_file(plan: Plan) -> Path:
-    path = _folder(plan) / plan.head.folder / "rows.npy"
-    if not path.is_file() or sha256_of(path) != plan.head.files["rows.npy"]:
-        raise StorageFailed(f"{path} is missing or damaged. Restore it, or prepare the data again, in another folder")
-    return path
-
-
 def _made_archives(plan: Plan, folder: Path, write: WriteArchive, where: Where) -> list[Committed] | None:
     """Write every archive that is not there yet. None where other jobs have not done theirs yet."""
 
@@ -296,13 +288,13 @@ def _made_archives(plan: Plan, folder: Path, write: WriteArchive, where: Where) 
     damaged = set[int]()
     for one in _settle(plan, ARCHIVE, home, missing=True):
         if where.has(one.number) and not all(
-            is_whole(home(plan.partition(one.number)) if output.name == ARCHIVE else _file(plan, one, output.name), output)
+            is_whole(home(plan.partition(one.number)) if output.name == ARCHIVE else output_path(plan, one, output.name), output)
             for output in one.outputs
         ):
             damaged.add(one.number)
     needed = sum(plan.partition(number).work[2] for number in (*damaged, *missing_numbers(plan)))
     _refuse_small_disk(folder, needed)
-    if not _run(Job("packs", write), plan, where, folder, damaged):
+    if not run_job(Job("packs", write), plan, where, folder, damaged):
         return None
     return _settle(plan, ARCHIVE, home)
 
@@ -317,33 +309,6 @@ def _refuse_small_disk(folder: Path, needed: int) -> None:
 # What both jobs do
 
 
-def _opened(
-    folder: Path, job: str, identity: dict[str, Any], draft: Callable[[Path], Draft], now: Sequence[Partition] | None = None
-) -> Plan:
-    """The plan of a job in this folder, which is made if there is none."""
-    store = LocalStore(folder / JOBS / job)
-    refuse_unconditional(store, str(folder))
-    return open_plan(store, str(folder), job, identity, draft, now)
-
-
-def _run(job: Job, plan: Plan, where: Where, folder: Path, damaged: set[int]) -> bool:
-    """Do what is missing or damaged of this job's share. Return whether the plan is complete."""
-    left = len(damaged) + sum(where.has(number) for number in missing_numbers(plan))
-    name = "metrics.jsonl" if where.shards == 1 else f"metrics-{where.shard}-of-{where.shards}.jsonl"
-    with progress(job.name, left, folder / JOBS / name) as tell:
-        return run(job, plan, where, tell, frozenset(damaged))
-
-
-def _folder(plan: Plan) -> Path:
-    assert isinstance(plan.store, LocalStore), "data are prepared into a folder here"
-    return plan.store.folder
-
-
-def _file(plan: Plan, manifest: Committed, name: str) -> Path:
-    """Where an attempt wrote an output."""
-    return _folder(plan) / manifest.key(name)
-
-
 def _settle(plan: Plan, name: str, home: Callable[[Partition], Path], missing: bool = False) -> list[Committed]:
     """Move the outputs of this name to where readers look for them, and return all manifests. Another process may do the same.
 
@@ -351,7 +316,7 @@ def _settle(plan: Plan, name: str, home: Callable[[Partition], Path], missing: b
     """
     found = list(manifests(plan))
     for one in found:
-        path, there = home(plan.partition(one.number)), _file(plan, one, name)
+        path, there = home(plan.partition(one.number)), output_path(plan, one, name)
         if there.exists():
             make_folder(path.parent)
             with suppress(FileNotFoundError):  # it has been moved meanwhile
@@ -371,7 +336,7 @@ def _finished(
     about = [next(output for output in one.outputs if output.name == ARCHIVE) for one in archives]
     notes, bytes_K = plan.head.notes, np.array([one.bytes for one in about], np.int64)
     stored = Stored(write, np.load(write.rows), np.array(notes["bounds"], np.int64), bytes_K, folder)
-    entries = [packed_entries(_file(plan, one, ENTRIES).read_bytes()) for one in archives]
+    entries = [packed_entries(output_path(plan, one, ENTRIES).read_bytes()) for one in archives]
     write_indexes(reader, stored, positions_written(stored, entries))
     draft = Manifest(
         data=choice(reader.data),

@@ -29,6 +29,7 @@ from eyeline.data.sets import open_each, open_sides
 from eyeline.data.sources.folders import parse_location
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.sources.unread import unread
+from eyeline.distill import check as distilling
 from eyeline.evals.metric import metric_named
 from eyeline.models import Model
 from eyeline.models import spec as spec_of
@@ -67,6 +68,8 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     nothing."""
     console = console or Console()
     settings = [*findings(run)]
+    if run.distill is not None:  # which training does not need
+        settings += [Finding(*line) for line in distilling.problems(run.distill)]
     found = [line.text for line in settings if not line.warns]
     found += [line for line in mesh_problems(run.mesh, world_size, run.packs_per_step) if line not in found]
     try:
@@ -80,6 +83,9 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         found += device_report(run, None).problems
         _say(console, _problem_list(run.name, found))
         return False
+    if run.distill is not None and not any(line.startswith("distill.") for line in found):
+        for line in distilling.lines(run.distill, encoder.template):
+            _say(console, line)
     saved = newest_state(run_folder(run) / "checkpoints") if not any(line.startswith("out: ") for line in found) else None
     spec, form = spec_of(bundle.config), mapping_of(bundle.config).form(bundle.config)
     _say(console, f"run folder: {run_folder(run)}")
@@ -111,7 +117,7 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         found += data_problems(stage, report)
     console.rule(characters="-")
     asked = [
-        line.text for line in settings if line.warns and line.text.startswith(("evaluation: ", "model: "))
+        line.text for line in settings if line.warns and line.text.startswith(("evaluation: ", "model: ", "distill."))
     ]  # a stage's are in its report
     for line in (*device.warnings, *untrained_tokens(run, bundle), *evaluation_warnings(run), *asked):
         _say(console, f"warning: {line}")

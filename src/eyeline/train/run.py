@@ -20,6 +20,7 @@ from eyeline.core.words import percent
 from eyeline.core.yaml_text import read_yaml, write_yaml
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
+from eyeline.distill.settings import Distill
 from eyeline.models import Config
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Balance
@@ -176,6 +177,7 @@ class Run(Settings):
     model: Model
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     evaluation: Evaluation | None = None
+    distill: Distill | None = None  # what `eyeline distill` asks a teacher
     precision: Literal["fp32", "bf16"] = "fp32"  # of activations and products; what trains is kept in fp32 in any case
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False  # only algorithms that give the same bits every time; on a GPU others are faster
@@ -284,6 +286,7 @@ MAY_CHANGE = (
     "save_total_limit",
     "max_nonfinite_steps",
     "evaluation",
+    "distill",
     "stages.*.steps",
     "stages.*.epochs",
     "stages.*.gradient_checkpointing",

@@ -31,7 +31,7 @@ def source_files_in(path: Location, retries: int) -> SourceFiles:
     """The data in a folder. Refused, with what is there, when it is not a data set, or is several."""
     there = listed_below(path, retries)
     known = {below(path, file): file for file in there.files}
-    for kind in (_easy_vqa, _saved_dataset, _energon_folder, _with_table, _of_one_kind, _json, _sidecars):
+    for kind in (_distilled, _easy_vqa, _saved_dataset, _energon_folder, _with_table, _of_one_kind, _json, _sidecars):
         found = kind(path, known, retries)
         if found is not None:
             return found._replace(skipped=there.skipped)
@@ -56,6 +56,25 @@ def _is_image(name: str) -> bool:
 def _easy_vqa(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:  # noqa: ARG001
     questions = known.get("questions.json")
     return SourceFiles(questions, path, [questions]) if questions is not None else None
+
+
+DISTILLED = "distilled.json"  # that names the files of a folder of `eyeline distill`, once it is complete
+
+
+def _distilled(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:
+    """What `eyeline distill` kept."""
+    if DISTILLED not in known:
+        if "job/distill/plan.json" in known:
+            raise Refused(f"{path} is a folder of `eyeline distill` that is not complete. Run the same command again: it resumes")
+        return None
+    said = _object(known[DISTILLED], retries).get("files")
+    names = [str(item.get("name")) for item in said if isinstance(item, dict)] if isinstance(said, list) else []
+    if not names:
+        raise Refused(f"{path} holds no answer that was kept; {path / 'rejected'} says why")
+    absent = [name for name in names if name not in known]
+    if absent:
+        raise Refused(f"{path / DISTILLED} names {absent[0]}, and it does not exist. Run `eyeline distill` again: it writes the file again")
+    return SourceFiles(path, path, [known[name] for name in names])
 
 
 def _energon_folder(path: Location, known: FilesByName, retries: int) -> SourceFiles | None:

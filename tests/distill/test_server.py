@@ -1,0 +1,239 @@
+"""Servers that are slow, busy, wrong or gone, scripted: what is asked again, when, and what ends the job."""
+
+import threading
+import time
+from collections.abc import Callable
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+
+from eyeline.core.batch import Message, Text
+from eyeline.core.errors import Refused, TeacherFailed
+from eyeline.distill.http import Servers, seconds_in, told_wait_s
+from eyeline.distill.server import OpenAITeacher
+from eyeline.distill.settings import Distill
+from eyeline.distill.teacher import Request, Said
+from tests.distill.recipe import server
+from tests.distill.scripted import completion, cuts, drops, scripted, slow, status
+
+KEY = "sk-canary-0123456789"
+
+
+class Clock:
+    """Time that passes only where something sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+        self.lock = threading.Lock()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        with self.lock:
+            self.slept.append(seconds)
+            self.now += seconds
+
+
+def servers(*urls: str, clock: Clock | None = None, key: str | None = None, retries: int = 3, timeout_s: float = 5.0) -> Servers:
+    clock = clock or Clock()
+    return Servers(urls, key, timeout_s, retries, clock, clock.sleep)
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    if "choices" not in answer:
+        raise ValueError("an answer without choices")
+    return answer["choices"][0]["message"]["content"]
+
+
+def post(these: Servers, body: dict[str, Any] | None = None) -> str:
+    return these.post("chat/completions", body or {"model": "m", "messages": []}, text_of)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(status(code) for code in (408, 429, 500, 502, 503, 504, 529)),
+        *(drops, cuts, status(200, b"<html>busy</html>"), status(200, [1]), status(200, {"error": "overloaded"})),
+    ],
+    ids=["408", "429", "500", "502", "503", "504", "529", "reset", "cut", "html", "list", "error"],
+)
+def test_a_failure_that_may_pass_is_tried_again(fault: Any) -> None:
+    clock = Clock()
+    with scripted(lambda body: "fine") as script:
+        script.faults = [fault, fault]
+        assert post(servers(script.url, clock=clock)) == "fine"
+    assert len(script.asked) == 3
+    first, second = clock.slept[0], sum(clock.slept) - clock.slept[0]
+    assert 0.75 <= first <= 1.25 and 1.5 <= second <= 2.5, clock.slept  # each wait about twice the one before
+
+
+@pytest.mark.parametrize(
+    ("headers", "wait"),
+    [({"Retry_After": "7"}, 7.0), ({"x_ratelimit_reset_requests": "1m2s"}, 62.0), ({"Retry_After": "1000000"}, 600.0)],
+    ids=["seconds", "reset", "no longer than ten minutes"],
+)
+def test_a_busy_server_is_left_alone_as_long_as_it_says(headers: dict[str, str], wait: float) -> None:
+    clock = Clock()
+    with scripted(lambda body: "fine") as script:
+        script.faults = [status(429, **headers)]
+        assert post(servers(script.url, clock=clock)) == "fine"
+    assert sum(clock.slept) == pytest.approx(wait)
+
+
+def test_retry_after_as_a_date_is_heeded() -> None:
+    wait = told_wait_s({"Retry-After": formatdate(time.time() + 30, usegmt=True)})
+    assert wait is not None and 27 < wait <= 30
+    assert told_wait_s({"Retry-After": "soon"}) is None
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("1.5", 1.5), ("20ms", 0.02), ("1m30s", 90.0), ("2h", 7200.0), ("later", None)])
+def test_times_of_limits_are_read(text: str, seconds: float | None) -> None:
+    assert seconds_in(text) == pytest.approx(seconds)
+
+
+def test_a_server_with_no_request_left_is_left_alone() -> None:
+    clock = Clock()
+    with scripted(lambda body: "fine") as script:
+        headers = {"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "12s"}
+        script.faults = [lambda handler: handler.answer(200, completion("fine"), headers) is None]
+        these = servers(script.url, clock=clock)
+        assert post(these) == "fine" and clock.slept == []
+        assert post(these) == "fine"
+    assert sum(clock.slept) == pytest.approx(12)
+
+
+def test_a_server_that_does_not_answer_in_time_is_asked_again() -> None:
+    with scripted(lambda body: "fine") as script:
+        script.faults = [slow(1.0)]
+        assert post(servers(script.url, timeout_s=0.3)) == "fine"
+    assert len(script.asked) == 2
+
+
+def test_of_two_servers_one_that_is_down_costs_no_wait() -> None:
+    clock = Clock()
+    with scripted(lambda body: "fine") as script:
+        these = servers("http://127.0.0.1:9/v1", script.url, clock=clock)
+        assert [post(these) for _ in range(4)] == ["fine"] * 4
+    assert clock.slept == [] and len(script.asked) == 4
+
+
+def test_requests_are_spread_over_the_servers() -> None:
+    teacher, requests = OpenAITeacher, [Request((Message("user", (Text(str(n)),)),), n) for n in range(40)]
+    with scripted(lambda body: time.sleep(0.01) or "fine") as one, scripted(lambda body: time.sleep(0.01) or "fine") as other:
+        asked = teacher(*settings(server(one.url, other.url, concurrency=8)))
+        assert len(asked.answers(requests)) == 40
+    assert min(len(one.asked), len(other.asked)) >= 10
+    assert max(one.most_at_once + other.most_at_once, 2) <= 8
+
+
+def test_a_teacher_that_never_answers_ends_the_job() -> None:
+    with scripted(lambda body: "fine") as script:
+        script.always = status(503, {"detail": "model is loading"})
+        with pytest.raises(TeacherFailed, match=r"after 4 attempts .*HTTP 503: model is loading.*same command resumes"):
+            post(servers(script.url))
+    assert len(script.asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(401, r"HTTP 401: status 401.*key_env"), (403, "HTTP 403"), (404, r"HTTP 404.*urls \(they end in /v1"), (307, "redirects elsewhere")],
+)
+def test_what_no_request_can_get_past_is_refused_at_once(code: int, said: str) -> None:
+    with scripted(lambda body: "fine") as script:
+        script.always = status(code, Location="http://127.0.0.1:9/other")
+        with pytest.raises(Refused, match=said):
+            post(servers(script.url))
+    assert len(script.asked) == 1
+
+
+def test_the_key_is_sent_and_never_shown() -> None:
+    with scripted(lambda body: "fine") as script:
+        script.always = status(401, {"error": {"message": f"Incorrect API key provided: {KEY}"}})
+        with pytest.raises(Refused, match=r"provided: \[key\]") as raised:
+            post(servers(script.url, key=KEY))
+    assert script.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert KEY not in str(raised.value)
+
+
+# Answers
+
+
+def settings(teacher: dict[str, Any], **more: Any) -> tuple[Any, Distill]:
+    found = Distill.model_validate({"sources": [{"path": "x.json"}], "teacher": teacher, **more})
+    return found.teacher, found
+
+
+def answers(say: Callable[[dict[str, Any]], Any], count: int = 1, faults: Any = (), **teacher: Any) -> list[Said]:
+    requests = [Request((Message("user", (Text(f"question {n}"),)),), n) for n in range(count)]
+    with scripted(say) as script:
+        script.faults = list(faults)
+        return OpenAITeacher(*settings(server(script.url, **teacher))).answers(requests)
+
+
+def test_answers_come_in_order_whatever_their_own() -> None:
+    def say(body: dict[str, Any]) -> str:
+        number = int(body["messages"][0]["content"].split()[1])
+        time.sleep((7 - number) * 0.005)
+        return f"answer {number}"
+
+    assert [one.text for one in answers(say, 8)] == [f"answer {n}" for n in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (completion("one two"), Said("one two", "stop", "", 100, 2)),
+        (completion("cut off", "length"), Said("cut off", "length", "", 100, 2)),
+        (completion("no", "content_filter"), Said("no", "filtered", "", 100, 1)),
+        (completion("", refusal="I will not"), Said("", "filtered", "", 100, 0)),
+        (completion("so", reasoning_content="because"), Said("so", "stop", "because", 100, 1)),
+        ({"choices": [{"message": {"content": [{"type": "text", "text": "parts"}]}}]}, Said("parts", "stop", "", None, None)),
+        ({"choices": [{"message": {"content": "half \ud83d"}}]}, Said("half ?", "stop", "", None, None)),
+    ],
+    ids=["plain", "cut", "filtered", "refusal", "reasoning", "parts", "half of a pair"],
+)
+def test_an_answer_is_read_as_the_api_has_it(answer: dict[str, Any], said: Said) -> None:
+    assert answers(lambda body: answer) == [said]
+
+
+@pytest.mark.parametrize("answer", [{"choices": []}, {"choices": [{"message": {"content": 3}}]}, {"object": "list"}])
+def test_an_answer_of_another_shape_ends_the_job(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyeline.distill.http.FIRST_WAIT_S", 0.01)
+    with pytest.raises(TeacherFailed, match=r"an answer (that is not a chat completion|whose content is not text)"):
+        answers(lambda body: answer)
+
+
+def test_a_request_that_is_refused_is_an_answer_of_its_own() -> None:
+    found = answers(lambda body: "fine", 3, [status(400, {"error": {"message": "image too large"}})], concurrency=1)
+    assert [one.finish for one in found] == ["failed", "stop", "stop"]
+    assert found[0].why == "HTTP 400: image too large"
+
+
+def test_a_server_that_refuses_all_of_a_partition_ends_the_job() -> None:
+    with pytest.raises(Refused, match=r"refused all 2 requests of a partition: HTTP 422: no seeds.*seeds: false"):
+        answers(lambda body: "fine", 2, [status(422, {"detail": "no seeds"})] * 2)
+
+
+def test_after_a_failure_no_more_is_asked() -> None:
+    with scripted(lambda body: "fine") as script:
+        script.always = status(401)
+        asked = OpenAITeacher(*settings(server(script.url, concurrency=2)))
+        with pytest.raises(Refused):
+            asked.answers([Request((Message("user", (Text("q"),)),), n) for n in range(50)])
+        time.sleep(0.05)
+    assert len(script.asked) <= 4
+
+
+def test_a_request_says_what_the_recipe_says() -> None:
+    with scripted(lambda body: "fine") as script:
+        more = {"temperature": 0.25, "top_p": 0.5, "max_new_tokens": 77}
+        request = Request((Message("system", (Text("s"),)), Message("user", (Text("q"),))), 12)
+        OpenAITeacher(*settings(server(script.url, extra={"reasoning_effort": "low"}), **more)).answers([request])
+        OpenAITeacher(*settings(server(script.url, seeds=False))).answers([request])
+    first, second = script.asked
+    wanted = {"model": "tiny-teacher", "max_tokens": 77, "temperature": 0.25, "top_p": 0.5, "seed": 12, "reasoning_effort": "low"}
+    assert first == wanted | {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}
+    assert "seed" not in second and "top_p" not in second
