@@ -222,7 +222,7 @@ def majority(answers: Sequence[str], accept: Accept) -> str | None:
 
 
 def verdicts(flaws: Sequence[str | None], found: Sequence[Parsed], truth: str, accept: Accept, keep: int) -> list[str | None]:
-    """Of each answer to one sample the cause that it is rejected for; None for those that are kept, the first ones."""
+    """The cause that each answer to one sample is rejected for; None for those that are kept, the first ones."""
     voting = [one.answer for one, cause in zip(found, flaws, strict=True) if cause is None and one.answer is not None]
     wanted = {"truth": truth, "majority": majority(voting, accept), "any": None}[accept.by]
     out: list[str | None] = []
