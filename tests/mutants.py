@@ -953,6 +953,38 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "offline/test_run.py::test_shares_are_disjoint_and_complete",
         ),
     ],
+    "signals": [
+        (
+            "offline/alike.py",
+            "row_N[later_M] != row_N[earlier_M]",
+            "row_N[later_M] >= row_N[earlier_M]",
+            "offline/test_alike.py::test_links_are_those_of_comparing_all_with_all",
+        ),
+        (
+            "offline/alike.py",
+            "for back in range(1, min(NEIGHBOURS",
+            "for back in range(2, min(NEIGHBOURS",
+            "offline/test_alike.py::test_links_are_those_of_comparing_all_with_all",
+        ),
+        (
+            "offline/hashes.py",
+            "if len(words) <= SHORT_ANSWER else",
+            "if False else",
+            "offline/test_alike.py::test_short_answers_have_to_be_equal",
+        ),
+        (
+            "offline/signals.py",
+            "work_of[first >> ROW_BITS]",
+            "work_of[0]",
+            "offline/test_signals.py::test_columns_by_hand",
+        ),
+        (
+            "offline/signals.py",
+            '(max if name == "aspect" else min)',
+            "max",
+            "offline/test_signals.py::test_columns_by_hand",
+        ),
+    ],
     "prepared": [
         (
             "data/files/stores.py",

@@ -30,7 +30,7 @@ HEIGHT = {name: height for height, row in enumerate(ROWS) for name in row}
 DATA_ROWS = [  # of data/, as in ROWS
     ["rejects", "workers", "files"],
     ["containers"],
-    ["layouts", "images"],
+    ["layouts", "images", "signals"],
     ["sources", "text"],
     ["plan"],
     ["fetch", "prepared"],

@@ -145,6 +145,9 @@ def prepare(
         str | None,
         typer.Option(metavar="I/N", help="Do the share I (0 to N-1) of N commands that share the folder, as in a Slurm array."),
     ] = None,
+    signals: Annotated[
+        bool, typer.Option("--signals", help="Write signals of every row instead: figures to choose rows by, with `where:` of a source.")
+    ] = False,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, auto, or local for a new one on this machine."),
@@ -153,7 +156,8 @@ def prepare(
         bool, typer.Option("--clean", help="Only name and delete files of attempts that were lost: another attempt's are committed.")
     ] = False,
 ) -> None:
-    """Pack a stage's data offline: index, plan, and archives that training reads from start to end. Run it again to resume."""
+    """Pack a stage's data offline: index, plan, and archives that training reads from start to end; or, with --signals, compute what rows
+    can be chosen by. Run it again to resume."""
     if clean:
         from eyeline.offline.report import clean_jobs
 
@@ -162,11 +166,16 @@ def prepare(
     run = _read(recipe, overrides)
     from eyeline.offline.run import Where, shard_of
     from eyeline.recipes.check import refuse_problems
-    from eyeline.train.prepare import prepare_stage
+    from eyeline.train.prepare import prepare_stage, write_stage_signals
 
     where = Where(workers, *shard_of(shard), ray)
+    if signals and (epochs > 1 or resize is not None):
+        raise Refused(f"--{'epochs' if epochs > 1 else 'resize'} changes archives, and --signals writes none. Leave one of them out")
     for line in refuse_problems(run):
         warn(line)
+    if signals:
+        write_stage_signals(run, stage, out, where=where)
+        return
     prepare_stage(run, stage, out, epochs=epochs, quality=resize, where=where)
 
 

@@ -1,5 +1,5 @@
-"""An S3 server on this machine."""
+"""An S3 server on this machine, and the tokenizers and images of the tests of data."""
 
-from tests.data.conftest import server, store
+from tests.data.conftest import draw, plain, rule, server, store, tokenizers
 
-__all__ = ["server", "store"]
+__all__ = ["draw", "plain", "rule", "server", "store", "tokenizers"]

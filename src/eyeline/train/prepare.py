@@ -1,21 +1,48 @@
 """`eyeline prepare`: the data of one stage of a recipe, packed offline."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.files import make_folder
 from eyeline.core.log import say
 from eyeline.core.randomness import seed_for
+from eyeline.core.words import counted
 from eyeline.data.prepared.folder import MANIFEST, TOKENIZER
 from eyeline.data.reader import reader_of
+from eyeline.data.sets import open_each
+from eyeline.data.signals import columns as signals
 from eyeline.data.text.tokenizer import save_tokenizer
 from eyeline.models import spec as spec_of
 from eyeline.offline.prepare import HERE, INDEXES, pack_offline
 from eyeline.offline.report import JOBS
 from eyeline.offline.run import Where
+from eyeline.offline.signals import write_signals
 from eyeline.train.run import Run
 from eyeline.train.start import description
 from eyeline.train.stop import sole_owner
+
+
+def write_stage_signals(run: Run, stage: str | None, folder: Path, where: Where = HERE) -> None:
+    """Write the signals of all rows of a stage's sources, and of the evaluation's, into `folder`. Refused when it holds something else,
+    or several stages could be meant."""
+    number = _stage_of(run, stage)
+    chosen = run.stages[number].data
+    if chosen.prepared is not None:
+        raise Refused(f"signals are computed from the sources, and stage {run.stages[number].name} reads {chosen.prepared}. Leave it out")
+    _refuse_strangers(folder, KNOWN_SIGNALS)
+    bundle = description(run)
+    spec = spec_of(bundle.config)
+    asked = run.evaluation.sources if run.evaluation is not None else ()
+    with _owned(folder, where):
+        sources = open_each([*chosen.sources, *chosen.validation, *asked], chosen.read_retries)
+        made = write_signals(sources, bundle.encoder(), spec.image, folder, where)
+    if made is None:
+        _say_share_done(folder, where)
+        return
+    same = f"{made.duplicate:,} are duplicates of an earlier row, {made.near_duplicate:,} near-duplicates (duplicates included)"
+    say(f"{folder}: signals of {counted(made.rows, 'row')}. {made.rows - made.usable:,} cannot be used, {same}")
 
 
 def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, quality: int | None = None, where: Where = HERE) -> None:
@@ -27,15 +54,10 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
         raise Refused(f"stage {chosen.name} reads {chosen.data.prepared}, which is prepared already. Leave data.prepared out")
     if chosen.steps is not None and epochs > 1 and chosen.data.mix == "interleave":
         raise Refused("with mix: interleave each source has its own epochs, so --epochs has no meaning. Leave it out")
-    strangers = sorted({p.name for p in folder.iterdir() if not p.name.startswith(".")} - KNOWN) if folder.is_dir() else []
-    if strangers:
-        raise Refused(f"{folder} holds {', '.join(strangers[:5])}, which `eyeline prepare` did not write. Choose another folder")
+    _refuse_strangers(folder, KNOWN)
     bundle = description(run)
     spec = spec_of(bundle.config)
-    make_folder(folder)
-    own = folder / JOBS / f"shard-{where.shard}-of-{where.shards}" if where.shards > 1 else folder
-    make_folder(own)
-    with sole_owner(own):
+    with _owned(folder, where):
         data = chosen.data
         reader = reader_of(data, bundle.encoder(), spec.image, seed_for(run.seed, "stage", number), longest=spec.max_positions)
         packs = chosen.steps * chosen.batch.packs_per_step if chosen.steps is not None and data.mix == "interleave" else None
@@ -43,8 +65,7 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
             save_tokenizer(bundle.tokenizer, folder / TOKENIZER)
         made = pack_offline(reader, chosen.batch.budget, folder, packs=packs, epochs=epochs, quality=quality, where=where)
     if made is None:
-        say(f"{folder}: the share {where.shard} of {where.shards} is done, as far as it can be before the others' are. When they have "
-            "ended, run the same commands again, or one without --shard")  # fmt: skip
+        _say_share_done(folder, where)
         return
     size = sum(archive.bytes for archive in made.archives)
     say(f"{folder}: {sum(archive.rows for archive in made.archives):,} samples in {len(made.archives):,} archives, {size:,} bytes. "
@@ -52,6 +73,27 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
 
 
 KNOWN = {MANIFEST, TOKENIZER, INDEXES, JOBS, "shards", "index", "rejects.jsonl", "lock"}
+KNOWN_SIGNALS = {signals.MANIFEST, JOBS, "columns", "lock"}
+
+
+def _refuse_strangers(folder: Path, known: set[str]) -> None:
+    strangers = sorted({p.name for p in folder.iterdir() if not p.name.startswith(".")} - known) if folder.is_dir() else []
+    if strangers:
+        raise Refused(f"{folder} holds {', '.join(strangers[:5])}, which `eyeline prepare` did not write there. Choose another folder")
+
+
+@contextmanager
+def _owned(folder: Path, where: Where) -> Iterator[None]:
+    """Hold the folder, or this command's share of it, for this process alone."""
+    own = folder / JOBS / f"shard-{where.shard}-of-{where.shards}" if where.shards > 1 else folder
+    make_folder(own)
+    with sole_owner(own):
+        yield
+
+
+def _say_share_done(folder: Path, where: Where) -> None:
+    say(f"{folder}: the share {where.shard} of {where.shards} is done, as far as it can be before the others' are. When they have "
+        "ended, run the same commands again, or one without --shard")  # fmt: skip
 
 
 def _stage_of(run: Run, stage: str | None) -> int:

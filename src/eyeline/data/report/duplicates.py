@@ -5,7 +5,7 @@ Equal is exact: the same text in the same turns, the same bytes of every image. 
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from eyeline.core.batch import EncodedImage, Sample, Text
@@ -67,7 +67,7 @@ class SampleHashes:
         """Hash one sample. BadSample where an image cannot be read."""
         keys = [self._image(image, sample.id) for image in sample.images]
         text = _hash("\n".join(_text_of(sample)))
-        whole = _hash(b"".join((text, *keys)))
+        whole = whole_key(text, keys)
         self.samples += 1
         self.texts[text] += 1
         self.wholes[whole] += 1
@@ -129,6 +129,16 @@ def _overlap(name: str, other: SampleHashes, training: SampleHashes) -> Overlap:
         equal_paths=sum(place in training.places for place in other.places),
         examples=tuple((other.contents[key], training.contents[key]) for key in shared[:EXAMPLES]),
     )
+
+
+def whole_key(text: Key, images: Sequence[Key]) -> Key:
+    """Equal for equal samples; from the hashes of the text and of each image's bytes."""
+    return _hash(b"".join((text, *images)))
+
+
+def sample_key(sample: Sample, contents: Sequence[str]) -> Key:
+    """The same, from the sample and `content_key` of each of its images."""
+    return whole_key(_hash("\n".join(_text_of(sample))), [_hash(content) for content in contents])
 
 
 def _text_of(sample: Sample) -> Iterable[str]:
