@@ -156,6 +156,11 @@ def block_calls(recipe: dict[str, Any], folder: Path) -> int:
     return calls
 
 
+def recomputed(recipe: dict[str, Any], folder: Path) -> int:
+    """The FLOPs that are done a second time."""
+    return sum(line["flops_recomputed"] for line in steps(recipe, folder))
+
+
 def workers(recipe: dict[str, Any], folder: Path) -> Workers | None:
     """What the reader asks of its workers, if it has any; the work itself is done here."""
     found = None
@@ -235,6 +240,7 @@ def turned(*turn: str, see: Observe | str = steps, base: tuple[str, ...] = ()) -
 
 ADAMW = ("stages.0.optimizer={kind: adamw, weight_decay: 0.1}",)
 # on o as well: in a fresh model o is zero, and without it nothing reaches the other adapters
+DEEPER = ("model.config.vision.layers=2",)
 LORA = ("stages.0.trains.language={how: lora, lr: 0.02, rank: 2, alpha: 4, dropout: 0.3, targets: [o_proj, v_proj]}",)
 VALIDATED = ("validation_steps=1",)
 OWN_JUDGES = (
@@ -508,7 +514,13 @@ CASES: dict[str, Case] = {
             ("Forced", "balance", "{balance: forced}", "null"),
         )
     },
-    "stages[].gradient_checkpointing": turned("stages.0.gradient_checkpointing=[vision]", see=block_calls),
+    "stages[].gradient_checkpointing.parts": turned("stages.0.gradient_checkpointing={parts: [vision]}", see=block_calls),
+    "stages[].gradient_checkpointing.every": turned(
+        "stages.0.gradient_checkpointing.every=2", see=block_calls, base=(*DEEPER, "stages.0.gradient_checkpointing={every: 1}")
+    ),
+    "stages[].gradient_checkpointing.policy": turned(
+        "stages.0.gradient_checkpointing.policy=selective", see=recomputed, base=("stages.0.gradient_checkpointing={every: 1}",)
+    ),
     "evaluation.sources[].path": turned("evaluation.sources.0.path=MIXED", see=evaluated, base=("evaluation.sources.0.limit=30",)),
     "evaluation.sources[].images": turned("evaluation.sources.0.images=NOWHERE", see=refusal),
     "evaluation.sources[].layout": turned("evaluation.sources.0.layout=openai", see=refusal),
@@ -525,6 +537,12 @@ CASES: dict[str, Case] = {
     "evaluation.metric": turned("evaluation.metric=nowhere.py:score", see=refusal),
     "evaluation.max_new_tokens": turned("evaluation.max_new_tokens=2", see=evaluated),
     **{leaf: Case(*case) for leaf, case in DISTILL.items()},
+    "model.add_tokens": turned("model.add_tokens=[<red>, <blue>]"),
+    "stages[].trains.*<Full>.freeze_layers": turned("stages.0.trains.language.freeze_layers=1"),
+    "stages[].trains.*<Adapted>.freeze_layers": turned("stages.0.trains.language.freeze_layers=1", base=LORA),
+    "stages[].trains.*<Adapted>.rslora": turned("stages.0.trains.language.rslora=true", base=LORA),
+    "stages[].trains.*<Adapted>.dora": turned("stages.0.trains.language.dora=true", base=LORA),
+    "stages[].trains.*<Adapted>.modules_to_save": turned("stages.0.trains.language.modules_to_save=[norm]", base=LORA),
     "precision": turned("precision=bf16"),
     "device": turned("device=cuda", see=device),
     "deterministic": turned("deterministic=true", see=deterministic),

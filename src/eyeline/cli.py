@@ -409,6 +409,7 @@ def export(
         adapter=adapter,
         dtype=stored if dtype is None else dtype.value,
         trained=found.trained(),
+        saved=found.saved_modules(),
     )
 
 

@@ -200,16 +200,33 @@ def test_an_export_in_bf16_rounds_each_weight_once(made: dict, tmp_path: Path) -
 # ---- adapters
 
 
-def adapted(bundle: Bundle) -> llava.Model:
+def adapted(bundle: Bundle, **variant: bool) -> llava.Model:
     model, spec, rng = built(bundle, seed=3), llava.spec(bundle.config), torch.Generator().manual_seed(4)
-    adapt(model, spec, "language", LoRA(rank=3, alpha=6, targets=("q_proj", "v_proj", "down_proj")), rng)
+    adapt(model, spec, "language", LoRA(rank=3, alpha=6, targets=("q_proj", "v_proj", "down_proj"), **variant), rng)
     adapt(model, spec, "vision", LoRA(rank=2, alpha=5, targets="all-linear"), rng)
     adapt(model, spec, "projector", LoRA(rank=2, alpha=2, targets=("up_proj",)), rng) if bundle.config.projector.norm else None
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_B"):
                 p.copy_(torch.randn(p.shape, generator=rng) * 0.3)
+            if name.endswith("lora_magnitude"):
+                p.mul_(torch.linspace(0.6, 1.4, len(p)))
     return model
+
+
+@pytest.mark.parametrize("variant", [{"rslora": True}, {"dora": True}, {"rslora": True, "dora": True}], ids=str)
+def test_peft_loads_dora_and_rslora_adapters(made: dict, tmp_path: Path, variant: dict[str, bool]) -> None:
+    """With an adapter of the tower that is plain LoRA: of what peft has one setting for, each layer computes what it did."""
+    bundle = made["llava", True]
+    model = adapted(bundle, **variant)
+    export(bundle, model, tmp_path / "out", adapter=True)
+    settings = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    assert settings["use_dora"] is variant.get("dora", False)
+    base = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out" / "base", attn_implementation="eager")
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "out" / "adapter"))
+    compare(tmp_path / "out" / "base", "llava", bundle, model, tmp_path, theirs)
+    export(bundle, model, tmp_path / "merged")
+    compare(tmp_path / "merged", "llava", bundle, model, tmp_path)
 
 
 @pytest.mark.parametrize("form", FORMS)

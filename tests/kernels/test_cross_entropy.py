@@ -31,6 +31,24 @@ def test_loss_and_gradients(chunk):
         torch.testing.assert_close(x, y, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, None])
+@pytest.mark.parametrize("first", [0, 20, V - 3])
+def test_rows_apart_take_the_place_of_the_weights(first, chunk):
+    """Loss and gradients are those of one weight; labels that are new tokens, and others, are among them."""
+    x_LD, weight_VD, labels_L = inputs()
+    labels_L[[1, 2]] = torch.tensor([first, first + 2])
+    rows_ND = weight_VD[first : first + 3].detach().clone().mul_(-1.5).requires_grad_()
+    one_VD = torch.cat([weight_VD[:first], rows_ND, weight_VD[first + 3 :]])
+    want = F.cross_entropy(x_LD @ one_VD.T, labels_L, ignore_index=IGNORE, reduction="sum")
+    wants = torch.autograd.grad(want / 3, (x_LD, rows_ND))
+    got = summed_cross_entropy(x_LD, weight_VD.detach(), labels_L, chunk, rows_ND, first)
+    torch.testing.assert_close(got, want)
+    for x, y in zip(torch.autograd.grad(got / 3, (x_LD, rows_ND)), wants, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-6, rtol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(summed_cross_entropy(x_LD, weight_VD.detach(), labels_L, chunk, rows_ND, first), want)
+
+
 def test_by_hand():
     """Two rows of logits (0, 0) and (log 3, 0), labels 0 and 1: log 2 + log 4."""
     x_LD = torch.tensor([[1.0, 1.0], [3.0, 1.0]]).log()

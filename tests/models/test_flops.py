@@ -12,7 +12,7 @@ from eyeline.core.batch import Budget, Document
 from eyeline.data.fetch.batches import batch_of
 from eyeline.kernels.causal_conv import causal_conv
 from eyeline.models import flops
-from eyeline.models.layers import Attend
+from eyeline.models.layers import EVERY_BLOCK, Attend
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Dispatch, ExpertWeights
 from eyeline.models.qwen3_5 import Scan
@@ -165,7 +165,7 @@ def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
         case _:
             ready(model, spec, WAYS[way])
     for documents, parts in ((few(case), list(case.plan.blocks)), (few(case)[1:], [])):
-        model.recompute(parts)
+        model.recompute(dict.fromkeys(parts, EVERY_BLOCK))
         work = counted(model, case, documents)
         assert work.total + work.again == seen(visible(model, Squared), documents), (parts, work)
         assert parts or work.again == 0
@@ -176,7 +176,7 @@ def test_recomputing_any_part_equals_the_counter(case: Case):
     model = parity.randomised(case)
     kept = counted(model, case, few(case))
     for part in case.plan.blocks:
-        model.recompute([part])
+        model.recompute({part: EVERY_BLOCK})
         work = counted(model, case, few(case))
         assert (work.forward, work.backward) == (kept.forward, kept.backward)
         assert work.again > 0
@@ -214,7 +214,7 @@ def test_a_packs_cost_is_the_sum_of_its_documents(case: Case):
 @each_case
 def test_costs_for_planning_are_the_same_numbers(case: Case):
     model = parity.randomised(case)
-    model.recompute(list(case.plan.blocks))
+    model.recompute(dict.fromkeys(case.plan.blocks, EVERY_BLOCK))
     arithmetic = flops.count(model, case.spec.image)
     batch = batch_of(case.documents, None)
     work, cost, done = flops.work_of(batch, case.spec.image), arithmetic.cost(), arithmetic.of(batch)

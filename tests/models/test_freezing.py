@@ -4,6 +4,7 @@ import torch
 
 from eyeline.core.plan import part_of
 from eyeline.data.fetch.batches import batch_of
+from eyeline.models.layers import EVERY_BLOCK
 from eyeline.models.lora import LoRA, adapters, targets_of
 from tests.models import parity
 from tests.models.cases import each_case, each_typical_case_and
@@ -28,7 +29,7 @@ def test_frozen_is_bit_equal_and_trained_moves(case: Case, way: str):
         return
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    model.recompute(list(case.plan.blocks))
+    model.recompute(dict.fromkeys(case.plan.blocks, EVERY_BLOCK))
     model(batch_of(case.documents, None)).out.backward()
     assert {n for n, p in model.named_parameters() if p.grad is not None} == trains
     optimizer.step()

@@ -13,7 +13,7 @@ from eyeline.core.plan import part_of
 from eyeline.core.randomness import seed_for, torch_rng_for
 from eyeline.kernels.dropout import dropout_mask
 from eyeline.models import hf, llava, lora
-from eyeline.models.layers import Linear
+from eyeline.models.layers import EVERY_BLOCK, NEVER, Linear
 from eyeline.models.lora import LoRA, LoRALinear, adapters
 from eyeline.models.shape import build
 from tests.models import parity
@@ -50,8 +50,13 @@ def batch():
     return parity.batch_of(CASE.documents, None)
 
 
-def test_equals_peft(tmp_path):
-    """The language model alone under PEFT with our A and B: logits, adapter gradients, and its own merge."""
+VARIANTS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "both": {"rslora": True, "dora": True}}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_peft(tmp_path, variant):
+    """The language model alone under PEFT with our A, B and lengths: logits, adapter gradients, and its own merge."""
+    settings = VARIANTS[variant]
     config = language(tie_embeddings=False)
     reference = parity.peer_of(hf.qwen2.to_hf(config))
     parity.randomise(reference, seed=1)
@@ -59,8 +64,9 @@ def test_equals_peft(tmp_path):
     ours = built()
     load_into(dict(ours.language.named_parameters()), tmp_path, hf.qwen2.keys(config))
     targets = {"q": "q_proj", "v": "v_proj", "down": "down_proj"}
-    adapt(ours, SPEC, "language", LoRA(rank=3, alpha=5, targets=tuple(targets.values())), torch_rng_for(0, "lora"))
-    theirs = peft.get_peft_model(reference, peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=list(targets.values())))
+    adapt(ours, SPEC, "language", LoRA(rank=3, alpha=5, targets=tuple(targets.values()), **settings), torch_rng_for(0, "lora"))
+    named = {f"use_{name}": value for name, value in settings.items()}
+    theirs = peft.get_peft_model(reference, peft.LoraConfig(r=3, lora_alpha=5, target_modules=list(targets.values()), **named))
 
     pairs = []
     for name in adapters(ours):
@@ -72,10 +78,14 @@ def test_equals_peft(tmp_path):
             (name + ".lora_A", mine.lora_A, layer.lora_A["default"].weight),
             (name + ".lora_B", mine.lora_B, layer.lora_B["default"].weight),
         ]
-    assert len(pairs) == 2 * len(targets) * config.layers
+        if "dora" in settings:
+            theirs_O = layer.lora_magnitude_vector["default"].weight
+            torch.testing.assert_close(mine.lora_magnitude, theirs_O, msg="lengths start as they are")
+            pairs.append((name + ".lora_magnitude", mine.lora_magnitude, theirs_O))
+    assert len(pairs) == (3 if "dora" in settings else 2) * len(targets) * config.layers
     with torch.no_grad():
         for name, mine, other in pairs:
-            mine.copy_(torch.randn(mine.shape, generator=torch_rng_for(1, name)) * 0.4)
+            mine.copy_(torch.randn(mine.shape, generator=torch_rng_for(1, name)) * 0.4 + (1 if mine.ndim == 1 else 0))
             other.copy_(mine)
 
     texts = parity.batch_of(CASE.texts, None)
@@ -128,7 +138,7 @@ def test_only_adapters_get_gradients():
     model = wrapped(LoRA(rank=2, alpha=2, targets=("q_proj", "v_proj")), part="vision")
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith(("lora_A", "lora_B")))
-    model.vision.recompute = model.language.recompute = True
+    model.vision.recompute = model.language.recompute = EVERY_BLOCK
     model(batch()).out.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert {n.split(".")[0] for n in gradients} == {"vision"}
@@ -142,8 +152,13 @@ def test_unknown_target_is_refused_with_the_known_ones():
         adapt(built(), SPEC, "language", LoRA(rank=2, alpha=2, targets=("q_proj", "gat_proj")), torch_rng_for(0, "lora"))
 
 
-def test_merged_model_gives_the_same_logits_and_has_no_adapters():
-    model = wrapped(LoRA(rank=3, alpha=7, targets="all-linear"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_merged_model_gives_the_same_logits_and_has_no_adapters(variant):
+    model = wrapped(LoRA(rank=3, alpha=7, targets="all-linear", **VARIANTS[variant]))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("lora_magnitude"):
+                p.mul_(torch.linspace(0.6, 1.4, len(p)))
     names_before = {n for n, _ in built().named_parameters()}
     want = parity.logits_of(model, batch())
     assert (want - parity.logits_of(built(), batch())).abs().max() > 0.1
@@ -174,6 +189,27 @@ def test_dropout_is_of_the_adapters_input_in_training_only():
     assert mask_TD.float().mean().item() == pytest.approx(0.4, abs=0.05)
     torch.testing.assert_close(got, base_TD + 3 * (x_TD * ~mask_TD / 0.6) @ layer.lora_A.T @ layer.lora_B.T)
     torch.testing.assert_close(layer.eval()(x_TD, draws_T2), base_TD + 3 * x_TD @ layer.lora_A.T @ layer.lora_B.T)
+
+
+def test_dropout_with_dora_is_of_what_lengths_change_too():
+    """W·x + (g - 1)·W·dropout(x) + g·s·B·A·dropout(x), as PEFT computes it, g being the length over that of the updated row."""
+    layer = wrapped(LoRA(rank=2, alpha=6, dropout=0.4, dora=True, targets=("q_proj",))).get_submodule("language.blocks.0.attn.q")
+    x_TD = torch.randn(50, C.language.hidden_size, generator=torch.Generator().manual_seed(0))
+    draws_T2 = draws(50)
+    with torch.no_grad():
+        layer.lora_magnitude.mul_(torch.linspace(0.5, 2, len(layer.lora_magnitude)))
+    mask_TD = dropout_mask(draws_T2, torch.tensor(seed_for(0, "language.blocks.0.attn.q")), C.language.hidden_size, 0.4)
+    kept_TD, update_OI = x_TD * ~mask_TD / 0.6, 3 * layer.lora_B @ layer.lora_A
+    gain_O = layer.lora_magnitude / (layer.weight + update_OI).norm(dim=1)
+    want = x_TD @ layer.weight.T + layer.bias + (gain_O - 1) * (kept_TD @ layer.weight.T) + gain_O * (kept_TD @ update_OI.T)
+    torch.testing.assert_close(layer.train()(x_TD, draws_T2), want)
+    merged_OI = lora.merge(layer.weight, layer.lora_A, layer.lora_B, layer.scale, layer.lora_magnitude)
+    torch.testing.assert_close(layer.eval()(x_TD, draws_T2), x_TD @ merged_OI.T + layer.bias)
+
+
+def test_frozen_layers_get_no_adapters():
+    names = adapt(built(), SPEC, "language", LoRA(rank=2, alpha=2, targets=("q_proj",), freeze_layers=1), torch_rng_for(0, "lora"))
+    assert names == [f"language.blocks.{i}.attn.q" for i in range(1, C.language.layers)]
 
 
 def draws(rows: int) -> torch.Tensor:
@@ -241,7 +277,7 @@ def test_compiled_blocks_with_adapters_of_other_names_are_one_graph():
 def test_recomputing_draws_the_same_dropout():
     """A checkpointed block with dropout computes its gradients with the mask of its forward pass."""
     gradients = []
-    for recompute in (False, True):
+    for recompute in (NEVER, EVERY_BLOCK):
         model = wrapped(LoRA(rank=2, alpha=2, dropout=0.5, targets=("q_proj", "v_proj"))).train()
         model.language.recompute = recompute
         model(batch().with_draws(0, 0)).out.backward()

@@ -8,7 +8,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.data.fetch.batches import batch_of
-from eyeline.models.layers import MLP
+from eyeline.models.layers import EVERY_BLOCK, MLP
 from eyeline.models.moe import Aux, Bias, Experts, Forced, Load, MoE, balance_loss, biases_of, move_biases, routers, set_balance
 from eyeline.parallel.ranks import ONE_DEVICE
 from tests.models import parity
@@ -39,7 +39,7 @@ def test_balance_loss_is_transformers(case: Case, recompute: tuple[str, ...]):
     """Value and gradients, over all layers together, without padding, and weighted by the pack's labels."""
     model, batch = parity.randomised(case), padded(case)
     experts = case.config.language.experts
-    model.recompute(recompute)
+    model.recompute(dict.fromkeys(recompute, EVERY_BLOCK))
     load = model(batch).load
     assert load is not None
     auxiliary = balance_loss(load, ONE_DEVICE.sum_of_pack)
@@ -47,7 +47,7 @@ def test_balance_loss_is_transformers(case: Case, recompute: tuple[str, ...]):
     ours = parity.gradients(model)
 
     model.zero_grad()
-    model.recompute(())
+    model.recompute({})
     logits = tuple(logits_of_routers(model, batch))
     mask = (torch.arange(batch.counts.slots) < batch.counts.real)[None]
     want = load_balancing_loss_func(logits, experts.num_experts, experts.experts_per_token, mask)

@@ -23,6 +23,7 @@ from eyeline.data.fetch.batches import batch_of
 from eyeline.kernels.gated_delta import gated_delta_rule_plain
 from eyeline.models import hf, qwen3_5
 from eyeline.models.decoder import Decoder
+from eyeline.models.layers import EVERY_BLOCK
 from eyeline.models.moe import Experts
 from tests.fla_stand_in import install, kernel
 from tests.models import parity
@@ -307,7 +308,7 @@ def test_every_layer_gives_fla_the_same_bounds(monkeypatch: pytest.MonkeyPatch) 
     for module in model.modules():
         if isinstance(module, qwen3_5.Scan):
             module.fla = True
-    model.recompute = True
+    model.recompute = EVERY_BLOCK
     batch = batch_of(DOCUMENTS[:4], None)
     loss_of(model, batch).backward()
     assert len(calls) == 4  # two layers, forward and again

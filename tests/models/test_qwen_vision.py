@@ -13,6 +13,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from eyeline.core.batch import Grid
 from eyeline.core.errors import Refused
 from eyeline.models import hf, qwen_vision
+from eyeline.models.layers import EVERY_BLOCK, NEVER
 from tests.models.parity import all_close, close, randomise
 
 OUT = 20  # width of a language model
@@ -162,7 +163,7 @@ def test_pixels_of_the_reference_processor():
 def test_recomputation_changes_nothing():
     _, ours = pair(DEEP)
     results = []
-    for recompute in (False, True):
+    for recompute in (NEVER, EVERY_BLOCK):
         ours["vision"].recompute = recompute
         ours.zero_grad()
         tokens_MD, deep = ours["projector"](ours["vision"](*inputs(DEEP, GRIDS)))

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from eyeline.core.batch import IGNORE, Budget, Document
-from eyeline.core.plan import PARTS, Part, Plan
+from eyeline.core.plan import PARTS, NewRows, Part, Plan
 from eyeline.core.randomness import torch_rng_for
 from eyeline.core.shards import held, is_sharded, put
 from eyeline.core.step import Step, step_of
 from eyeline.core.world import ALONE, World
 from eyeline.data.fetch.batches import batch_of
+from eyeline.models.layers import EVERY_BLOCK
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Aux, Balance, Bias
 from eyeline.models.shape import Trains, shape
@@ -56,6 +57,8 @@ class Setup:
     max_grad_norm: float | None = 0.5
     steps: int = 3  # that are compared
     narrow: tuple[Part, ...] = ()  # whose frozen matrices are stored in bfloat16
+    dora: bool = False
+    new_rows: NewRows | None = None
     sizes: MeshSizes = field(default_factory=MeshSizes)
 
 
@@ -118,7 +121,9 @@ class Trained:
 def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
     mesh = mesh_of(setup.sizes if world.size > 1 else MeshSizes(), world, "cpu")
     trains = setup.trains
-    adapters: dict[Part, LoRA] = {part: ADAPTER for part, how in (trains or {}).items() if how == "adapters"}
+    adapters: dict[Part, LoRA] = {
+        part: ADAPTER.model_copy(update={"dora": setup.dora}) for part, how in (trains or {}).items() if how == "adapters"
+    }
     plan = shape(
         case.config,
         trains=trains,
@@ -127,9 +132,10 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
         narrow=setup.narrow,
         balance=setup.balance,
         biased=isinstance(setup.balance, Bias),
+        new_rows=setup.new_rows,
     )
     if setup.checkpointing:
-        plan.model.recompute(PARTS)
+        plan.model.recompute(dict.fromkeys(PARTS, EVERY_BLOCK))
     place(plan, "cpu", mesh)
     fill(case, plan)
     before = {name: whole(x) for name, x, _ in plan.tensors()}
@@ -195,6 +201,7 @@ def test_two_ranks_update_as_one(family: str, sizes: MeshSizes) -> None:
 
 HOW: dict[str, Setup] = {
     "hsdp": Setup(sizes=BOTH, momentum=0.9),
+    "DoRA and new tokens": Setup(trains={"language": "adapters"}, dora=True, new_rows=NewRows(3, 9)),
     "adapters": Setup(trains={"language": "adapters", "vision": "adapters"}),
     "projector alone": Setup(trains={"projector": "full"}, momentum=0.9),
     "adapters and projector": Setup(trains={"language": "adapters", "projector": "full"}, checkpointing=True),

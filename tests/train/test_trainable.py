@@ -14,6 +14,7 @@ from eyeline.bundle.fill import load, load_for_generation
 from eyeline.checkpoint import store
 from eyeline.core.plan import PARTS
 from eyeline.parallel.launch import machine
+from eyeline.recipes.check import settings_problems
 from eyeline.train.optim import AdamW, Muon
 from eyeline.train.run import Run
 from eyeline.train.stage import model_of
@@ -219,6 +220,61 @@ def test_model_that_answers_from_a_folder_is_cast_once_too(start: Path, tmp_path
     model = load_for_generation(open_bundle(tmp_path / "folder"), torch.device("cpu"), torch.bfloat16)
     assert model.language.blocks[0].attn.q.weight.dtype == torch.bfloat16
     assert torch.equal(model.language.blocks[0].attn.q.weight, whole.language.blocks[0].attn.q.weight.bfloat16())
+
+
+def changed(run: Run) -> set[str]:
+    """The names of the tensors that differ from where the run's model started; adapters are left out."""
+    before = load(open_bundle(Path(run.model.path or "")), "cpu").model
+    after = tensors(Path(run.out or ""))
+    return {name for name, p in before.named_parameters() if not torch.equal(p.to(after[name].dtype), after[name])}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_first_blocks_and_what_comes_before_them_stay_frozen(start: Path, tmp_path: Path, precision: str) -> None:
+    """What is frozen of a part that trains is stored as frozen parts are; the tied head is the embedding."""
+    run = from_start(start, tmp_path / "run", (None, None, "{how: full, lr: 0.01, freeze_layers: 1}"), f"precision={precision}")
+    loop.train(run)
+    moved = {name for name in changed(run) if name.startswith("language.")}
+    every = {name for name in tensors(tmp_path / "run") if name.startswith("language.")}
+    assert moved == {name for name in every if not name.startswith(("language.blocks.0.", "language.embed."))}
+    kept = tensors(tmp_path / "run")["language.blocks.0.mlp.up.weight"]
+    assert kept.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
+
+
+def test_what_a_later_stage_trains_is_not_rounded_before(start: Path, tmp_path: Path) -> None:
+    run = from_start(start, tmp_path / "run", (None, None, "{how: full, lr: 0.01, freeze_layers: 1}"), "precision=bf16")
+    whole = from_start(start, tmp_path / "x", (None, None, FULL)).stages[0].model_copy(update={"name": "all"})
+    plan = plan_of(run.model_copy(update={"stages": (run.stages[0], whole)}), 0, open_bundle(start / "run").bundle.config)
+    assert plan.table["language.blocks.0.mlp.up.weight"].stored == torch.float32
+
+
+def test_modules_to_save_train_in_full_beside_adapters(start: Path, tmp_path: Path) -> None:
+    lora = LORA.replace("}", ", modules_to_save: [embed_tokens, norm]}")
+    run = from_start(start, tmp_path / "run", (None, None, lora), "precision=bf16")
+    loop.train(run)
+    moved = {name for name in changed(run) if store_dtype(tmp_path / "run", name) == torch.float32 and "language" in name}
+    assert {"language.embed.weight", "language.norm.weight"} <= moved
+    assert not [name for name in moved if "blocks" in name]
+    opened = open_bundle(tmp_path / "run")
+    assert opened.saved_modules() == ("language.embed", "language.norm")
+
+
+def store_dtype(folder: Path, name: str) -> torch.dtype:
+    return tensors(folder)[name].dtype
+
+
+@pytest.mark.parametrize(
+    ("language", "why"),
+    [
+        ("{how: full, lr: 0.01, freeze_layers: 2}", "freeze_layers=2 leaves none of its 2 blocks to train; lower it"),
+        (
+            LORA.replace("}", ", modules_to_save: [lm_head]}"),
+            "no module 'lm_head' to train in full. There are embed_tokens, norm.",
+        ),
+    ],
+)
+def test_settings_that_name_what_a_part_lacks_are_refused(start: Path, tmp_path: Path, language: str, why: str) -> None:
+    assert [line for line in settings_problems(from_start(start, tmp_path / "run", (None, None, language))) if why in line]
 
 
 def test_memory_of_a_stage_by_hand(start: Path, tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ class Weights:
     config: Config
     form: Form | None  # None: a run
     checkpoint: store.Checkpoint | None = None  # of a run
+    known_rows: int | None = None  # rows of the embedding and head that are taken; those after them start at their mean. None: all
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,10 @@ class Opened:
     def trained(self) -> tuple[Part, ...]:
         """The parts that the run has trained in full, in any of its stages so far; an older run's projector may be one."""
         return ("projector",) if self.checkpoint is None else tuple(self.checkpoint.state.get("trained", ("projector",)))
+
+    def saved_modules(self) -> tuple[str, ...]:
+        """The modules that the run's last stages have trained in full next to adapters, by path."""
+        return () if self.checkpoint is None else tuple(self.checkpoint.state.get("saved_modules", ()))
 
 
 # ---- descriptions

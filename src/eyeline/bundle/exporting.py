@@ -1,6 +1,6 @@
 """A trained model as a folder that transformers loads with its own classes and computes the same from."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -14,11 +14,14 @@ from eyeline.bundle.places import place_of, rules_at
 from eyeline.checkpoint.tensors import SHARD_BYTES, Key, key_of, renamed, write_file, write_folder
 from eyeline.core.errors import Refused
 from eyeline.core.files import write_json
+from eyeline.core.key_rules import KeyRule
 from eyeline.core.log import say
-from eyeline.core.plan import PARTS, Part
+from eyeline.core.plan import ADAPTER_NAMES, PARTS, Part
 from eyeline.models import Config, Model, spec
+from eyeline.models.decoder import Head
 from eyeline.models.hf import mapping_of
 from eyeline.models.hf.forms import Form
+from eyeline.models.layers import Embedding
 from eyeline.models.lora import LoRALinear, merge
 from eyeline.models.moe import biases_of
 
@@ -36,6 +39,7 @@ def export(
     adapter: bool = False,
     dtype: Dtype = "fp32",
     trained: Collection[Part] = ("projector",),
+    saved: Collection[str] = (),
     max_shard_bytes: int = SHARD_BYTES,
 ) -> str:
     """Write `model` into a new folder and return the name of its form. The model is only read.
@@ -43,7 +47,8 @@ def export(
     `form` auto takes the one class of transformers that computes the same (the family's `form`), or the parts one by one where
     there is none. Adapters on the model are merged into the weights that are written, or, with `adapter`, `out` gets two
     folders: `base`, without them, and `adapter`, which peft loads on it, with the projector where it is one of the parts that were
-    `trained` in full. fp32 is exact; bf16 rounds each weight once.
+    `trained` in full, and with the modules that were `saved`: trained in full in parts with adapters. fp32 is exact; bf16 rounds
+    each weight once.
 
     Raises Refused for a folder that is not empty, for parts of a model that has one, and for an adapter that is not there or
     that no class can take.
@@ -58,6 +63,7 @@ def export(
             raise Refused(
                 f"an adapter needs a model that one class of transformers loads, and this one is exported as parts: {chosen.reason}."
             )
+        _refuse_lengths_of_parameters(bundle.config, model, trained, chosen)
     with new_folder(out) as folder:
         base = folder / "base" if adapter else folder
         base.mkdir(exist_ok=True)
@@ -65,7 +71,7 @@ def export(
         write_settings(bundle, base, chosen, HF_DTYPES[dtype])
         if adapter:
             (folder / "adapter").mkdir()
-            _write_adapter(bundle.config, model, folder / "adapter", chosen, str(out / "base"), trained)
+            _write_adapter(bundle.config, model, folder / "adapter", chosen, str(out / "base"), trained, saved)
     say(f"{out}: {chosen.name} form ({chosen.reason}); docs/exports.md shows how to load and ask it")
     if adapter and (whole := [part for part in PARTS if part in trained and part in spec(bundle.config).parts and part != "projector"]):
         say(f"also trained in full: {', '.join(whole)}. Load the adapter on {out / 'base'} only, which holds those weights.")
@@ -97,11 +103,14 @@ def weights(model: torch.nn.Module, with_updates: bool, dtype: torch.dtype) -> I
     for name, x in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         layer = model.get_submodule(path)
-        if isinstance(layer, LoRALinear) and leaf in ("lora_A", "lora_B"):
+        if leaf in ADAPTER_NAMES:
             continue
         x = x.detach()
+        if with_updates and isinstance(layer, Embedding | Head) and layer.new_rows is not None:
+            x, first = x.float(), layer.first
+            x = torch.cat([x[:first], layer.new_rows.detach(), x[first + len(layer.new_rows) :]])
         if with_updates and isinstance(layer, LoRALinear) and leaf == "weight":
-            x = merge(x, layer.lora_A.detach(), layer.lora_B.detach(), layer.scale)
+            x = merge(x, layer.lora_A.detach(), layer.lora_B.detach(), layer.scale, layer.lora_magnitude)
         yield name, x.to(dtype)
 
 
@@ -140,31 +149,52 @@ def _module(on_disk: str, form: Form) -> str:
 EXPERTS_NAMES = (".gate_proj", ".up_proj", ".down_proj")
 
 
-def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base: str, trained: Collection[Part]) -> None:
-    """adapter_config.json and adapter_model.safetensors as peft writes them, a projector that was trained in full in `modules_to_save`.
+def _refuse_lengths_of_parameters(config: Config, model: Model, trained: Collection[Part], form: Form) -> None:
+    """Raise Refused for DoRA on layers that peft adapts as parameters of their own, which it offers LoRA for and nothing else."""
+    adapted = _adapted_layers(model, trained)
+    if spec(config).language.experts is None or all(layer.lora_magnitude is None for layer in adapted.values()):
+        return
+    rules = mapping_of(config).keys(config, form)
+    for name in adapted:
+        if (theirs := _module(key_of(f"{name}.weight", rules).theirs, form)).endswith(EXPERTS_NAMES):
+            raise Refused(
+                f"{theirs} has a DoRA adapter, and in a model with experts peft adapts a layer of this name by LoRA alone. "
+                "Leave --adapter out, which merges it"
+            )
+
+
+def _write_adapter(
+    config: Config, model: Model, folder: Path, form: Form, base: str, trained: Collection[Part], saved_modules: Collection[str]
+) -> None:
+    """adapter_config.json and adapter_model.safetensors as peft writes them, modules that were trained in full in `modules_to_save`.
 
     A layer cannot be adapted and saved, so adapters of such a projector are merged into what is saved of it.
     """
     rules = mapping_of(config).keys(config, form)
     adapted = _adapted_layers(model, trained)
+    rows, indices = _new_rows(model, rules, form)
     wanted = {key.theirs: key for key in (key_of(f"{name}.weight", rules) for name in adapted)}
     mixed = spec(config).language.experts is not None
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float | int] = {}
+    lengths = any(layer.lora_magnitude is not None for layer in adapted.values())
+    stabilized = all(layer.rslora for layer in adapted.values())
     for key in wanted.values():
         name = _module(key.theirs, form)
         a_rI, b_Or, scale = _fused(key, model, adapted)
         tensors |= {f"base_model.model.{name}.lora_A.weight": a_rI, f"base_model.model.{name}.lora_B.weight": b_Or}
         target = name.rpartition(".vision_model.")[2]  # peft compares ends of names: so this is the layer in transformers 4 and 5
         target = f"{target}.weight" if mixed and name.endswith(EXPERTS_NAMES) else target
-        ranks[target], alphas[target] = len(a_rI), _whole(scale * len(a_rI))
-    whole = "projector" in trained
-    projector = [(name, x) for name, x in weights(model, True, torch.float32) if whole and name.startswith("projector.")]
-    saved = list(renamed(projector, rules))
+        ranks[target], alphas[target] = len(a_rI), _whole(scale * len(a_rI) ** (0.5 if stabilized else 1))
+        if lengths:
+            tensors[f"base_model.model.{name}.lora_magnitude_vector"] = _lengths(key, model, adapted)
+    prefixes = tuple(f"{path}." for path in (*saved_modules, *(("projector",) if "projector" in trained else ())))
+    kept = [(name, x) for name, x in weights(model, True, torch.float32) if name.startswith(prefixes)]
+    saved = list(renamed(kept, rules))
     for theirs, x in saved:
         tensors[f"base_model.model.{_module(theirs, form)}.{theirs.rpartition('.')[2]}"] = x
-    write_file(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
+    write_file(folder / "adapter_model.safetensors", tensors | rows, {"format": "pt"})
 
     parameters = sorted(target for target in ranks if target.endswith(".weight"))
     first = next(iter(ranks))  # the others are listed apart where they differ
@@ -180,11 +210,27 @@ def _write_adapter(config: Config, model: Model, folder: Path, form: Form, base:
         "lora_dropout": 0.0 if parameters else max(layer.dropout for layer in adapted.values()),  # peft has one for all
         "target_modules": sorted(ranks.keys() - set(parameters)),
         "target_parameters": parameters or None,
+        "use_rslora": stabilized,
+        "use_dora": lengths,
         "modules_to_save": sorted({_module(theirs, form) for theirs, _ in saved}) or None,
+        **({"trainable_token_indices": indices} if indices else {}),
         "bias": "none",
         "fan_in_fan_out": False,
     }
     write_json(folder / "adapter_config.json", settings)
+
+
+def _new_rows(model: Model, rules: Sequence[KeyRule], form: Form) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """Rows of new tokens as peft stores them, and the ids of each module; peft gives a tied head the embedding's."""
+    tensors: dict[str, Tensor] = {}
+    indices: dict[str, list[int]] = {}
+    for name, x in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "new_rows":
+            first, module = model.get_submodule(path).first, _module(key_of(f"{path}.weight", rules).theirs, form)
+            tensors[f"base_model.model.{module}.token_adapter.trainable_tokens_delta"] = x.detach().float()
+            indices[module.rpartition(".")[2]] = list(range(first, first + len(x)))
+    return tensors, indices
 
 
 def _fused(key: Key, model: Model, adapted: Mapping[str, LoRALinear]) -> tuple[Tensor, Tensor, float]:
@@ -200,6 +246,21 @@ def _fused(key: Key, model: Model, adapted: Mapping[str, LoRALinear]) -> tuple[T
         outputs = [(adapted.get(name), len(model.get_parameter(f"{name}.weight"))) for name in names]
         blocks.append(key.write([layer.lora_B.detach().float() if x is layer else torch.zeros(rows, rank) for x, rows in outputs]))
     return torch.cat([layer.lora_A.detach().float() for layer in layers]), torch.cat(blocks, 1), layers[0].scale
+
+
+def _lengths(key: Key, model: Model, adapted: Mapping[str, LoRALinear]) -> Tensor:
+    """The lengths of the rows of one layer of theirs (DoRA): trained ones, and of layers without what they are."""
+    made = []
+    for name in (one.removesuffix(".weight") for one in key.ours):
+        layer, weight_OI = adapted.get(name), model.get_parameter(f"{name}.weight").detach()
+        if layer is None:
+            magnitude_O = weight_OI.float().norm(dim=1)
+        elif layer.lora_magnitude is not None:
+            magnitude_O = layer.lora_magnitude.detach()
+        else:
+            magnitude_O = merge(weight_OI, layer.lora_A.detach(), layer.lora_B.detach(), layer.scale).norm(dim=1)
+        made.append(magnitude_O[:, None])
+    return key.write(made)[:, 0]
 
 
 def _whole(x: float) -> float | int:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from eyeline.bundle.bundle import Opened, Weights
 from eyeline.bundle.places import parameters_by_name, places, stream_place
+from eyeline.bundle.rows import EMBEDDINGS, with_rows, with_vocabulary
+from eyeline.checkpoint.pieces import Stored
 from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.errors import Refused
-from eyeline.core.plan import PARTS, Part, Plan, tensor_of
+from eyeline.core.plan import PARTS, NewRows, Part, Plan, tensor_of
 from eyeline.core.randomness import torch_rng_for
-from eyeline.core.shards import Box, held, put
+from eyeline.core.shards import Box, held, put, whole
 from eyeline.models import Config, Model
 from eyeline.models.lora import LoRA, adapters, merge
 from eyeline.models.shape import shape
@@ -76,6 +78,7 @@ def load(
         config,
         trains={},
         adapters=lora_of(state) if keep_adapters else {},
+        new_rows=new_rows_of(state) if keep_adapters else None,
         dtype=dtype,
         compute_dtype=compute_dtype,
         narrow=narrow,
@@ -95,6 +98,12 @@ def load_for_generation(opened: Opened, device: torch.device, compute_dtype: tor
 def lora_of(state: Mapping[str, Any]) -> dict[Part, LoRA]:
     """The adapters that a checkpoint holds, by its state."""
     return {part: LoRA(**settings) for part, settings in state.get("lora", {}).items()}
+
+
+def new_rows_of(state: Mapping[str, Any]) -> NewRows | None:
+    """The rows of new tokens that a checkpoint holds apart, by its state."""
+    found = state.get("new_rows")
+    return None if found is None else NewRows(*found)
 
 
 def has_biases(source: Source) -> bool:
@@ -123,6 +132,8 @@ BUDGETS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "
 def refuse_other_parts(plan: Plan[Model], config: Config, source: Weights, parts: Collection[Part]) -> None:
     """Raise Refused where parts of the source are not what they are in the model: another setting of a part, or another shape."""
     theirs = source.config
+    if source.known_rows is not None:  # rows of new tokens are added to them
+        theirs = with_vocabulary(theirs, config.language.vocab_size)
     there = shape(theirs, trains={}).table
     for part in parts:
         if part not in {entry.part for entry in there.values()}:
@@ -151,17 +162,23 @@ def _from_folder(plan: Plan[Model], source: Weights, parts: Collection[Part]) ->
     like = parameters_by_name(shape(config).model)
     for at in places(config, source.form):
         for name, value in stream_place(like, config, source.form, at, source.folder / at, lambda name: name.partition(".")[0] in parts):
-            put(tensor_of(plan.model, name), value)
+            x = tensor_of(plan.model, name)
+            put(x, _enlarged(value, source, len(x)) if name in EMBEDDINGS else value)
             done.add(name)
     return done
+
+
+def _enlarged(x_VD: Tensor, source: Weights, rows: int) -> Tensor:
+    """The embedding or head of a source with so many rows."""
+    return x_VD if source.known_rows is None else with_rows(x_VD[: source.known_rows], rows)
 
 
 def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part], keep_adapters: bool) -> set[str]:
     """Fill parts from a run's checkpoint, its adapters kept or merged; the names that were filled."""
     assert source.checkpoint is not None
     state, done = source.checkpoint.state, set()
-    before = lora_of(state)
-    like = shape(source.config, trains={}, adapters=before, biased=bool(state.get("expert_biases")))
+    before, apart = lora_of(state), new_rows_of(state)
+    like = shape(source.config, trains={}, adapters=before, biased=bool(state.get("expert_biases")), new_rows=apart)
     with source.checkpoint.reading("model", "frozen") as stored:
         refuse_misfits(str(source.checkpoint.folder), misfits(stored.meta, {name: x for name, x, _ in like.tensors()}, "any"))
         layers = adapters(like.model)
@@ -170,6 +187,10 @@ def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part]
             if entry.part not in parts or name not in stored or (entry.role == "adapter" and not keep_adapters):
                 continue
             part = held(x)
+            if name in EMBEDDINGS and not keep_adapters and (apart is not None or source.known_rows is not None):
+                put(x, _enlarged(_with_new_rows(stored, name, apart), source, len(x)))
+                done.add(name)
+                continue
             value: Tensor = stored.read(name, part.box)
             layer = layers.get(name.removesuffix(".weight"))
             if layer is not None and not keep_adapters:
@@ -177,20 +198,39 @@ def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part]
                 (row, column), (rows, columns) = part.box
                 a_rI = stored.read(f"{path}.lora_A", Box((0, column), (rank, columns))).to(x.device)
                 b_Or = stored.read(f"{path}.lora_B", Box((row, 0), (rows, rank))).to(x.device)
-                value = merge(value.to(x.device), a_rI, b_Or, layer.scale)
+                magnitude_O = None
+                if layer.lora_magnitude is not None:
+                    assert columns == layer.in_features, "the length of a row is of all its columns"
+                    magnitude_O = stored.read(f"{path}.lora_magnitude", Box((row,), (rows,))).to(x.device)
+                value = merge(value.to(x.device), a_rI, b_Or, layer.scale, magnitude_O)
             part.local.copy_(value)
             done.add(name)
     return done
 
 
+def _with_new_rows(stored: Stored, name: str, apart: NewRows | None) -> Tensor:
+    """The embedding or head of a checkpoint, whole, with the rows that were trained apart in their place."""
+    x_VD = stored.read(name)
+    if apart is None:
+        return x_VD
+    rows_ND = stored.read(f"{name.removesuffix('.weight')}.new_rows")
+    return torch.cat([x_VD[: apart.first].float(), rows_ND, x_VD[apart.end :].float()])
+
+
 def _fresh_adapters(plan: Plan[Model], filled: Collection[str], seed: int) -> set[str]:
-    """Adapters that came from nowhere start from the seed."""
+    """Adapters that came from nowhere start from the seed, rows of new tokens from the weight's."""
     done: set[str] = set()
+    for name, rows, _ in plan.tensors():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "new_rows" and name not in filled:
+            first, weight = plan.model.get_submodule(path).first, plan.model.get_parameter(f"{path}.weight")
+            put(rows, whole(weight)[first : first + len(rows)])
+            done.add(name)
     new = {name: layer for name, layer in adapters(plan.model).items() if f"{name}.lora_A" not in filled}
     for part in plan.spec.parts:
         rng = torch_rng_for(seed, f"lora {part}")
         for name, layer in new.items():
             if name.startswith(part + "."):
                 layer.initialise_adapter(rng)
-                done |= {f"{name}.lora_A", f"{name}.lora_B"}
+                done |= {f"{name}.{leaf}" for leaf in ("lora_A", "lora_B", "lora_magnitude") if getattr(layer, leaf) is not None}
     return done

@@ -22,6 +22,7 @@ from eyeline.bundle.bundle import (
 from eyeline.bundle.exporting import write_model
 from eyeline.bundle.folders import about, new_folder, read_config, read_preprocessor
 from eyeline.bundle.places import parameters_by_name, places, stream_place
+from eyeline.bundle.rows import EMBEDDINGS, grown, with_rows
 from eyeline.checkpoint.tensors import SHARD_BYTES
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, warn
@@ -34,8 +35,6 @@ from eyeline.models.hf import mapping_of
 from eyeline.models.hf.config_json import record_of
 from eyeline.models.hf.forms import Form
 from eyeline.models.hf.languages import language_from_hf
-
-ROWS = 64  # an embedding that must grow grows to a multiple of this, which tensor cores prefer
 
 
 def import_model(
@@ -137,24 +136,21 @@ def take(
     rule = spec(config).image
     added = add_tokens(tokenizer, template_named(template), rule.marks if rule else None)
     rows, needed = config.language.vocab_size, 1 + max(tokenizer.get_vocab().values())
-    grown = config
-    if needed > rows:
-        language = config.language.model_copy(update={"vocab_size": -(-needed // ROWS) * ROWS})
-        grown = config.model_copy(update={"language": language})
+    enlarged = grown(config, needed)
     # image and video tokens are placeholders: visual features replace their embeddings, so training is not needed
     placeholders = (template_named(template).image, VIDEO)
     untrained = (*read_untrained(tokenizers), *(token for token in added if token not in placeholders))
-    bundle = Bundle(grown, tokenizer, template, read_generation(tokenizers), untrained)
+    bundle = Bundle(enlarged, tokenizer, template, read_generation(tokenizers), untrained)
     refuse_misfit(bundle)
     with new_folder(out) as folder:
-        write_model(bundle, weights(grown.language.vocab_size), folder, form, max_shard_bytes)
+        write_model(bundle, weights(enlarged.language.vocab_size), folder, form, max_shard_bytes)
         write_settings(bundle, folder, form)
     if added:
         where = f"rows {needed - len(added)} to {needed - 1}" + (
-            f" of an embedding that grew from {rows} to {grown.language.vocab_size}" if needed > rows else ""
+            f" of an embedding that grew from {rows} to {enlarged.language.vocab_size}" if needed > rows else ""
         )
         say(f"added to the tokenizer: {', '.join(added)} ({where})")
-    best = mapping_of(grown).form(grown)
+    best = mapping_of(enlarged).form(enlarged)
     say(f"{out}: an export of this model will have the form {best.name}, for {classes(bundle, best)} ({best.reason})")
     return bundle
 
@@ -170,7 +166,7 @@ def _weights(config: Config, form: Form, sources: dict[str, Path], seed: int, ro
             yield from fresh_projector(config, seed)
             continue
         for name, x in stream_place(tensors, config, form, place, sources[place]):
-            grows = name in ("language.embed.weight", "language.head.weight") and len(x) < rows
+            grows = name in EMBEDDINGS and len(x) < rows
             yield name, with_rows(x, rows) if grows else x
 
 
@@ -180,9 +176,3 @@ def fresh_projector(config: Config, seed: int) -> Iterator[tuple[str, Tensor]]:
     made = llava.Projector(config)
     made.initialise(torch_rng_for(seed, "projector"))
     yield from ((f"projector.{name}", x.detach()) for name, x in made.named_parameters())
-
-
-def with_rows(x_VD: Tensor, rows: int) -> Tensor:
-    """An embedding with more rows: each new one is the mean of the old ones, so that a new token is like any other at first."""
-    mean_D = x_VD.float().mean(0).to(x_VD.dtype)
-    return torch.cat([x_VD, mean_D.expand(rows - len(x_VD), -1)])

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from eyeline.bundle.bundle import Bundle
 from eyeline.bundle.folders import about, read_config, read_preprocessor
-from eyeline.bundle.importing import take, with_rows
+from eyeline.bundle.importing import take
 from eyeline.bundle.places import parameters_by_name
+from eyeline.bundle.rows import with_rows
 from eyeline.checkpoint.tensors import SHARD_BYTES, entries_in, stream
 from eyeline.core.errors import Refused
 from eyeline.core.key_rules import prefixed

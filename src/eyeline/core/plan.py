@@ -7,7 +7,7 @@ part's weights come from (`bundle/fill.py`).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, cast
+from typing import Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,21 @@ class Traits:
     decays: bool = True  # weight decay applies
     muon: bool = False  # a matrix that Muon may train
     role: Literal["weight", "adapter", "buffer"] = "weight"
+
+
+class NewRows(NamedTuple):
+    """Rows of the vocabulary, one after another, that belong to new tokens and are trained apart from the others."""
+
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+# of tensors with the role "adapter": what a stage adds to a model, and merging removes
+ADAPTER_NAMES = ("lora_A", "lora_B", "lora_magnitude", "new_rows")
 
 
 # ---- the plan

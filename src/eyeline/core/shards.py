@@ -73,3 +73,9 @@ def put(x: Tensor, whole: Tensor) -> None:
         return
     part = held(x)
     part.local.copy_(whole[part.box.within(Box((0,) * x.ndim, tuple(x.shape)))])
+
+
+@torch.no_grad()
+def whole(x: Tensor) -> Tensor:
+    """A whole tensor, gathered where it is sharded: then all ranks ask for it at once."""
+    return x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]

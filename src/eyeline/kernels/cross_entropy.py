@@ -1,6 +1,6 @@
 """Cross-entropy of labelled rows, in chunks: the full logits never exist in training.
 
-Dims: L labelled rows  D width  V vocabulary  R rows of one chunk
+Dims: L labelled rows  D width  V vocabulary  R rows of one chunk  N rows of the vocabulary that are trained apart
 """
 
 from typing import Any
@@ -26,18 +26,29 @@ def summed_cross_entropy_plain(x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor
     return F.cross_entropy(logits_LV, labels_L, ignore_index=IGNORE, reduction="sum")
 
 
-def summed_cross_entropy(x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, chunk: int | None = None) -> Tensor:
+def summed_cross_entropy(
+    x_LD: Tensor,
+    weight_VD: Tensor,
+    labels_L: Tensor,
+    chunk: int | None = None,
+    rows_ND: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:
     """`summed_cross_entropy_plain`, `chunk` rows at a time. Products are in x's dtype, softmax and sums in float32.
 
     Gradients are made in the forward pass, while a chunk's logits are there, and only scaled in the backward pass; the
     weight's is accumulated in float32 and skipped where the weight is frozen. Without autograd only the loss is computed.
     `chunk` is chosen from the vocabulary when it is None; it changes memory and speed, and the result by rounding only.
+    `rows_ND` are taken in place of the weight's rows from `first` on: they can train while the weight is frozen.
     """
     sizes = dims("LD", x_LD, "VD", weight_VD, "L", labels_L)
     chunk = chunk or max(1, LOGITS_PER_CHUNK["cuda" if on_gpu(x_LD) else "cpu"] // sizes["V"])
-    if torch.is_grad_enabled() and (x_LD.requires_grad or weight_VD.requires_grad):
-        return _Chunked.apply(x_LD, weight_VD, labels_L, chunk)
+    assert rows_ND is None or not weight_VD.requires_grad, "rows are trained apart from a weight that is frozen"
+    if torch.is_grad_enabled() and (x_LD.requires_grad or weight_VD.requires_grad or (rows_ND is not None and rows_ND.requires_grad)):
+        return _Chunked.apply(x_LD, weight_VD, labels_L, chunk, rows_ND, first)
     weight_VD = weight_VD.to(x_LD.dtype)
+    if rows_ND is not None:
+        weight_VD = torch.cat([weight_VD[:first], rows_ND.to(x_LD.dtype), weight_VD[first + len(rows_ND) :]])
     losses = [summed_cross_entropy_plain(x_RD, weight_VD, labels_R) for x_RD, labels_R in _chunks(x_LD, labels_L, chunk)]
     return sum(losses, x_LD.new_zeros((), dtype=torch.float32))
 
@@ -60,16 +71,22 @@ def logits_gradient(logp_RV: Tensor, labels_R: Tensor, dtype: torch.dtype) -> Te
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, chunk: int) -> Tensor:
+    def forward(ctx: Any, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, chunk: int, rows_ND: Tensor | None, first: int) -> Tensor:
         x_needed, weight_needed = ctx.needs_input_grad[:2]
         cast_VD = weight_VD.to(x_LD.dtype)
+        apart = slice(first, first + (0 if rows_ND is None else len(rows_ND)))
+        cast_ND = None if rows_ND is None else rows_ND.to(x_LD.dtype)
+        drows_ND = None if rows_ND is None else torch.zeros_like(rows_ND, dtype=torch.float32)
         loss = x_LD.new_zeros((), dtype=torch.float32)
         dx_LD = torch.empty_like(x_LD) if x_needed else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needed else None
         start = 0
         for x_RD, labels_R in _chunks(x_LD, labels_L, chunk):
             rows = slice(start, start := start + len(x_RD))
-            logp_RV = F.log_softmax(_logits(x_RD, cast_VD), -1)
+            logits_RV = _logits(x_RD, cast_VD)
+            if cast_ND is not None:
+                logits_RV[:, apart] = _logits(x_RD, cast_ND)
+            logp_RV = F.log_softmax(logits_RV, -1)
             loss += F.nll_loss(logp_RV, labels_R, ignore_index=IGNORE, reduction="sum")
             if on_gpu(logp_RV):
                 dlogits_RV = logits_gradient(logp_RV, labels_R, x_LD.dtype)
@@ -78,21 +95,26 @@ class _Chunked(torch.autograd.Function):
                 wanted_R1 = (labels_R != IGNORE)[:, None]
                 dlogits_RV.scatter_add_(1, labels_R[:, None] * wanted_R1, -wanted_R1.to(dlogits_RV.dtype))
                 dlogits_RV = dlogits_RV.mul_(wanted_R1).to(x_LD.dtype)
+            dnew_RN = dlogits_RV[:, apart].clone()
+            dlogits_RV[:, apart] = 0
             if dx_LD is not None:
                 dx_LD[rows] = dlogits_RV @ cast_VD
+            if drows_ND is not None and cast_ND is not None:
+                drows_ND += dnew_RN.T @ x_RD
+                if dx_LD is not None:
+                    dx_LD[rows] += dnew_RN @ cast_ND
             if dweight_VD is not None and x_RD.dtype == torch.float32:
                 dweight_VD.addmm_(dlogits_RV.T, x_RD)  # no extra product as large as the weight
             elif dweight_VD is not None:
                 dweight_VD += dlogits_RV.T @ x_RD
-        ctx.gradients = (dx_LD, dweight_VD)
-        ctx.dtypes = (x_LD.dtype, weight_VD.dtype)
+        ctx.gradients = (dx_LD, dweight_VD, drows_ND)
+        ctx.dtypes = (x_LD.dtype, weight_VD.dtype, None if rows_ND is None else rows_ND.dtype)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # handed over, not saved: scaled in place, they would be wrong in a second backward pass, which fails here instead
-        (dx_LD, dweight_VD), ctx.gradients = ctx.gradients, None
-        (dloss,), (x_dtype, weight_dtype) = gradients, ctx.dtypes
-        dx_LD = None if dx_LD is None else dx_LD.mul_(dloss).to(x_dtype)
-        dweight_VD = None if dweight_VD is None else dweight_VD.mul_(dloss).to(weight_dtype)
-        return dx_LD, dweight_VD, None, None
+        made, ctx.gradients = ctx.gradients, None
+        (dloss,) = gradients
+        dx_LD, dweight_VD, drows_ND = (None if x is None else x.mul_(dloss).to(dtype) for x, dtype in zip(made, ctx.dtypes, strict=True))
+        return dx_LD, dweight_VD, None, None, drows_ND, None

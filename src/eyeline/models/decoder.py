@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.batch import Batch
-from eyeline.core.plan import HEADS, INPUTS, VOCABULARY, Traits
+from eyeline.core.plan import HEADS, INPUTS, VOCABULARY, NewRows, Traits
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.cross_entropy import summed_cross_entropy
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, any_trainable
 from eyeline.models.layers import (
     MLP,
+    NEVER,
     Attend,
     Branch,
     Embedding,
@@ -155,32 +156,43 @@ class HeadLoss(ReplaceableModule):
 
     kind = "loss"
 
-    def forward(self, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor) -> Tensor:
-        return summed_cross_entropy(x_LD, weight_VD, labels_L)
+    def forward(self, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, rows_ND: Tensor | None = None, first: int = 0) -> Tensor:
+        return summed_cross_entropy(x_LD, weight_VD, labels_L, rows_ND=rows_ND, first=first)
 
 
 class Head(nn.Module):
-    """The way back to the vocabulary. Its forward returns what the caller wants of it, so that hooks on `forward` suffice."""
+    """The way back to the vocabulary. Its forward returns what the caller wants of it, so that hooks on `forward` suffice. `new_rows` and
+    `first` as in `Embedding`."""
+
+    new_rows: nn.Parameter | None
 
     def __init__(self, vocabulary: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocabulary, width))
+        self.first = 0
+        self.register_parameter("new_rows", None)
         self.loss = HeadLoss()
 
     def traits(self) -> dict[str, Traits]:
-        return {"weight": Traits(VOCABULARY)}
+        return {"weight": Traits(VOCABULARY), "new_rows": Traits(decays=False, role="adapter")}
 
     def forward(self, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None) -> Tensor:
         """With labels: their summed cross-entropy. Without: logits_LV in float32. Only the rows asked for are touched."""
         x_LD = x_TD.index_select(0, rows_L)
         if labels_L is not None:
-            return self.loss(x_LD, self.weight, labels_L)
-        return F.linear(x_LD, self.weight.to(x_LD.dtype)).float()
+            return self.loss(x_LD, self.weight, labels_L, self.new_rows, self.first)
+        logits_LV = F.linear(x_LD, self.weight.to(x_LD.dtype)).float()
+        if self.new_rows is None:
+            return logits_LV
+        new_LN, end = F.linear(x_LD, self.new_rows.to(x_LD.dtype)).float(), self.first + len(self.new_rows)
+        return torch.cat([logits_LV[:, : self.first], new_LN, logits_LV[:, end:]], 1)
 
     def count(self, tally: Tally, reached: bool) -> None:
         vocabulary, width = self.weight.shape
         with tally.within("head"):
             tally.product("label", width, vocabulary, reached, self.weight.requires_grad)
+            if self.new_rows is not None:
+                tally.product("label", width, len(self.new_rows), reached, self.new_rows.requires_grad)
 
 
 class Output(NamedTuple):
@@ -211,7 +223,7 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         self.tables, self.compute_dtype = tables, compute_dtype
-        self.recompute = False
+        self.recompute = NEVER
         self.embed = Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
@@ -224,6 +236,15 @@ class Decoder(nn.Module):
         """Embedded tokens (and spliced visual ones) -> summed loss, or logits_LV where there are no labels."""
         x_TD, routed = self.through(x_TD, batch, cache, deep_MD)
         return self.leave(x_TD, batch, routed)
+
+    def train_apart(self, rows: NewRows) -> None:
+        """Take these rows of the embedding and of the head, not yet filled, from parameters of their own; a tied head has the same."""
+        holders = (self.embed, self.head)
+        for holder in holders:
+            holder.first = rows.first
+            holder.new_rows = nn.Parameter(torch.empty(rows.count, self.embed.embedding_dim, device=self.embed.weight.device))
+        if self.head.weight is self.embed.weight:
+            self.head.new_rows = self.embed.new_rows
 
     def enter(self, tokens_T: Tensor) -> Tensor:
         """Tokens, embedded."""
@@ -239,7 +260,7 @@ class Decoder(nn.Module):
         for i, block in enumerate(self.blocks):
             if block is None:
                 continue
-            out = run_block(block, self.recompute, x_TD, layout, None if cache is None else cache[i])
+            out = run_block(block, self.recompute.of(i), x_TD, layout, None if cache is None else cache[i])
             if isinstance(out, tuple):  # of a block with experts
                 x_TD = out[0]
                 routed.append(out[1])
@@ -258,7 +279,7 @@ class Decoder(nn.Module):
         """`visual`, `deep`: whether gradients reach the visual tokens, and those that DeepStack adds."""
         reached = visual or any_trainable(self.embed)
         for i, block in enumerate(self.blocks):
-            reached = tally.block(block, self.recompute, reached) or (i < len(deep) and deep[i])
+            reached = tally.block(block, self.recompute.of(i) == "everything", reached) or (i < len(deep) and deep[i])
         self.head.count(tally, reached or any_trainable(self.norm))
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:

@@ -73,7 +73,7 @@ class Tally:
         self.where = before
 
     def block(self, block: nn.Module, recompute: bool, reached: bool) -> bool:
-        """`layers.run_block`. Recomputing stops at the last product, whose result nothing keeps."""
+        """`layers.run_block`. `recompute`: products, too, are made again. That stops at the last one, whose result nothing keeps."""
         before = self.forward.copy()
         reached = cast(Counted, block).count(self, reached)
         if recompute and reached:

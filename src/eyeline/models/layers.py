@@ -7,17 +7,18 @@ Dims: T tokens  D width  H query heads  G key/value heads  K head dim  F feed-fo
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from eyeline.core.plan import INPUTS, OUTPUTS, VOCABULARY, Replaceable, Split, Traits
+from eyeline.core.plan import ADAPTER_NAMES, INPUTS, OUTPUTS, VOCABULARY, Replaceable, Split, Traits
 from eyeline.core.shards import put
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention
 from eyeline.kernels.gpu import on_gpu
+from eyeline.kernels.kept import keeping_products
 from eyeline.kernels.linears import Layer, linears
 from eyeline.kernels.norms import layer_norm, rms_norm
 from eyeline.kernels.swiglu import swiglu
@@ -115,10 +116,26 @@ class GeluMLP(nn.Module):
 
 
 class Embedding(Unfilled, nn.Embedding):
-    """The rows of the vocabulary."""
+    """The rows of the vocabulary. From `first` on, `new_rows` are taken instead, where there are any: those of new tokens, which train
+    while the weight does not."""
+
+    new_rows: nn.Parameter | None
+
+    def __init__(self, vocabulary: int, width: int):
+        super().__init__(vocabulary, width)
+        self.first = 0
+        self.register_parameter("new_rows", None)
 
     def traits(self) -> dict[str, Traits]:
-        return {"weight": Traits(VOCABULARY, decays=False)}
+        return {"weight": Traits(VOCABULARY, decays=False), "new_rows": Traits(decays=False, role="adapter")}
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        x_TD = super().forward(tokens_T)
+        if self.new_rows is None:
+            return x_TD
+        at_T = tokens_T - self.first
+        new_T = (at_T >= 0) & (at_T < len(self.new_rows))
+        return torch.where(new_T[:, None], F.embedding(at_T.clamp(0, len(self.new_rows) - 1), self.new_rows), x_TD)
 
 
 class Positions(Unfilled, nn.Embedding):
@@ -185,20 +202,44 @@ class Deliver(ReplaceableModule):
         return tokens_MD
 
 
-def run_block(block: nn.Module, recompute: bool, *args: Any) -> Any:
-    """`block(*args)`; with `recompute` its activations are dropped and made again in the backward pass.
+Again = Literal["everything", "cheap"]  # what of a block is made again in the backward pass; cheap: all but products and attention
+
+
+class Recompute(NamedTuple):
+    """The blocks of a part whose activations are dropped, and made again in the backward pass."""
+
+    blocks: frozenset[int] | None = frozenset()  # by number; None: all
+    selective: bool = False  # what matrix products and attention gave is kept
+
+    def of(self, block: int) -> Again | None:
+        if self.blocks is not None and block not in self.blocks:
+            return None
+        return "cheap" if self.selective else "everything"
+
+    def whole(self, count: int) -> bool:
+        """Return whether everything of all `count` blocks is made again."""
+        return not self.selective and (self.blocks is None or len(self.blocks) == count)
+
+
+NEVER, EVERY_BLOCK = Recompute(), Recompute(None)
+
+
+def run_block(block: nn.Module, again: Again | None, *args: Any) -> Any:
+    """`block(*args)`; some or all of its activations are dropped, and made `again` in the backward pass.
 
     Non-re-entrant: the re-entrant form gives no gradient to a block whose input needs none, such as the first block above
     a frozen embedding. Nothing in a block draws from a generator, so there is no state of one to put back.
     """
-    if recompute and torch.is_grad_enabled():
+    if again is None or not torch.is_grad_enabled():
+        return block(*args)
+    if again == "everything":
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
-    return block(*args)
+    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, context_fn=keeping_products)
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter but those of adapters, whose first values are no matter of the model's."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if not name.endswith((".lora_A", ".lora_B")))
+    return ((name, parameter) for name, parameter in model.named_parameters() if name.rpartition(".")[2] not in ADAPTER_NAMES)
 
 
 def normal_(weight: Tensor, std: float, rng: torch.Generator) -> None:

@@ -6,7 +6,7 @@ placeholders in the embedded text.
 Dims: T tokens  D width  P patches  M visual tokens (rows of the merged tower output may be used by several)  L wanted rows
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -21,7 +21,7 @@ from eyeline.models import qwen3, siglip2
 from eyeline.models.decoder import Cache, Output
 from eyeline.models.flops import Tally, any_trainable
 from eyeline.models.languages import LANGUAGES, LanguageConfig
-from eyeline.models.layers import Deliver, LayerNorm, Linear, normal_, weights_of
+from eyeline.models.layers import NEVER, Deliver, LayerNorm, Linear, Recompute, normal_, weights_of
 
 
 class ProjectorConfig(Settings):
@@ -149,9 +149,9 @@ class Model(nn.Module):
                 visual = self.projector.count(tally, visual)
         self.language.count(tally, visual)
 
-    def recompute(self, parts: Collection[Part]) -> None:
-        """Run the blocks of these parts again in the backward pass instead of keeping what they computed; of no others."""
-        self.vision.recompute, self.language.recompute = "vision" in parts, "language" in parts
+    def recompute(self, how: Mapping[Part, Recompute]) -> None:
+        """Make activations of some blocks of these parts again in the backward pass instead of keeping them; of no others."""
+        self.vision.recompute, self.language.recompute = how.get("vision", NEVER), how.get("language", NEVER)
 
 
 def spec(c: Config) -> Spec:

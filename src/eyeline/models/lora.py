@@ -1,6 +1,9 @@
-"""LoRA: a low-rank update added to a frozen weight (Hu et al. 2021). `y = W·x + α/r · B·(A·dropout(x))`, PEFT's convention.
+"""LoRA: a low-rank update added to a frozen weight (Hu et al. 2021). `y = W·x + s · B·(A·dropout(x))`, PEFT's convention.
 
-Dims: T tokens  r rank  in, out: widths of the wrapped layer
+The scale s is α/r, or α/√r where it is rank-stabilized (rsLoRA, Kalajdzievski 2023). With DoRA (Liu et al. 2024) the length of each row of
+the updated weight is a parameter of its own: `W' = m · (W + s·B·A) / ‖W + s·B·A‖`.
+
+Dims: T tokens  r rank  in, out: widths of the wrapped layer (I, O)
 """
 
 from collections.abc import Collection
@@ -14,8 +17,8 @@ from torch.nn import functional as F
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.plan import INPUTS, Part, Spec, Traits, part_of
 from eyeline.core.randomness import seed_for
-from eyeline.core.settings import Positive, PositiveFloat, Settings
-from eyeline.core.shards import put
+from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
+from eyeline.core.shards import put, whole
 from eyeline.kernels.dropout import dropout_mask
 from eyeline.kernels.gpu import on_gpu
 from eyeline.kernels.linears import Layer, adapted
@@ -28,38 +31,53 @@ class LoRA(Settings):
     alpha: PositiveFloat  # the update is scaled by alpha / rank
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapter's input, in training
     targets: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]  # linear layers of the part: q_proj … down_proj
+    rslora: bool = False  # the update is scaled by alpha / √rank instead
+    dora: bool = False  # the length of each row of the updated weight is trained apart
+    freeze_layers: NotNegative = 0  # the first blocks of the part, which get no adapters
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 class LoRALinear(Linear):
     """A linear layer that keeps its weight and bias, under their names, and adds `lora_A` [r, in] and `lora_B` [out, r].
 
-    Dropout's mask is made of the rows' draws (`Batch.draws_T2`) and of the layer's name.
+    With DoRA there is `lora_magnitude` [out], too. Dropout's mask is made of the rows' draws (`Batch.draws_T2`) and of the layer's name.
     """
+
+    lora_magnitude: nn.Parameter | None
 
     def __init__(self, base: Linear, lora: LoRA, name: str):
         with torch.device("meta"):  # the tensors are the base's
             super().__init__(base.in_features, base.out_features, bias=False, split=base.split, target=base.target)
         self.weight, self.bias = base.weight, base.bias
-        self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
+        self.scale, self.dropout, self.rslora = lora.scale, lora.dropout, lora.rslora
         # a tensor on the host, whatever the device: compiled blocks that differ by it alone are one graph
         self.address = torch.tensor(seed_for(0, name), device="cpu")
         self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features, device=base.weight.device))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, lora.rank, device=base.weight.device))
+        magnitude = nn.Parameter(torch.empty(base.out_features, device=base.weight.device)) if lora.dora else None
+        self.register_parameter("lora_magnitude", magnitude)
 
     def traits(self) -> dict[str, Traits]:
         """Where outputs are cut, so is B, and A is whole; where inputs are, so is A, and B is whole."""
         a, b = (self.split, None) if self.split == INPUTS else (None, self.split)
-        return {**super().traits(), "lora_A": Traits(a, role="adapter"), "lora_B": Traits(b, role="adapter")}
+        adapter = {"lora_A": Traits(a, role="adapter"), "lora_B": Traits(b, role="adapter")}
+        return {**super().traits(), **adapter, "lora_magnitude": Traits(b, exact=True, decays=False, role="adapter")}
 
     @torch.no_grad()
     def initialise_adapter(self, rng: torch.Generator) -> None:
-        """A as PEFT starts it, uniform in ±1/√in; B at zero, so that the layer computes what it did without."""
+        """A as PEFT starts it, uniform in ±1/√in; B at zero, and the lengths of rows as they are, so that the layer computes what it did
+        without."""
         a_rI = (torch.rand(self.lora_A.shape, generator=rng, device=rng.device) * 2 - 1) * self.in_features**-0.5
         put(self.lora_A, a_rI)
         self.lora_B.zero_()
+        if self.lora_magnitude is not None:
+            put(self.lora_magnitude, whole(self.weight).float().norm(dim=1))
 
     def tensors(self) -> Layer | None:
-        if self.training and self.dropout:
+        if self.lora_magnitude is not None or (self.training and self.dropout):
             return None
         return Layer(self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
@@ -72,12 +90,32 @@ class LoRALinear(Linear):
             kept_TD = torch.where(dropout_mask(draws_T2, self.address, self.in_features, self.dropout), 0, x_TD)
             scale /= 1 - self.dropout
         update = F.linear(F.linear(kept_TD, self.lora_A.to(x_TD.dtype)), self.lora_B.to(x_TD.dtype))
+        if self.lora_magnitude is not None:
+            return self._with_lengths(x_TD, kept_TD, update * scale, scale / self.scale)
         return super().forward(x_TD) + update * scale
+
+    def _with_lengths(self, x_TD: Tensor, kept_TD: Tensor, update_TO: Tensor, kept_scale: float) -> Tensor:
+        """DoRA as PEFT computes it: what the lengths change is of the input that dropout kept, and the rows' own norm is a constant to
+        gradients (section 4.3 of the paper). `kept_scale`: 1 over the share that dropout keeps."""
+        assert self.lora_magnitude is not None
+        weight_OI = self.weight.to(x_TD.dtype)
+        plain_TO = F.linear(x_TD, weight_OI)
+        kept_TO = plain_TO if kept_TD is x_TD else F.linear(kept_TD, weight_OI) * kept_scale
+        gain_O = self.lora_magnitude / self._lengths()
+        out_TO = plain_TO + (gain_O - 1).to(x_TD.dtype) * kept_TO + gain_O.to(x_TD.dtype) * update_TO
+        return out_TO if self.bias is None else out_TO + self.bias.to(x_TD.dtype)
+
+    @torch.no_grad()
+    def _lengths(self) -> Tensor:
+        """The norm of each row of the updated weight."""
+        return merge(self.weight, self.lora_A, self.lora_B, self.scale).norm(dim=1)
 
     def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
         rank, a, b = len(self.lora_A), self.lora_A.requires_grad, self.lora_B.requires_grad
         lowered = tally.product(rows, self.in_features, rank, reached, a)
         raised = tally.product(rows, rank, self.out_features, lowered, b)
+        if self.lora_magnitude is not None and self.dropout:  # of the input that dropout kept, the weight's product once more
+            tally.product(rows, self.in_features, self.out_features, reached, False)
         return super().count(tally, reached, rows) or raised
 
 
@@ -108,7 +146,10 @@ def wrap(model: nn.Module, spec: Spec, part: Part, lora: LoRA) -> list[str]:
     for target in targets:
         if target not in known:
             raise Refused(f"LoRA targets of {part}: {unknown_target(target, known)}")
-    wrapped = [name for name, _ in model.named_modules() if any(name in known[target] for target in targets)]
+    frozen = tuple(f"{part}.blocks.{i}." for i in range(lora.freeze_layers))
+    wrapped = [
+        name for name, _ in model.named_modules() if any(name in known[target] for target in targets) and not name.startswith(frozen)
+    ]
     for name in wrapped:
         layer = model.get_submodule(name)
         assert isinstance(layer, Linear) and not isinstance(layer, LoRALinear), f"{name} has an adapter already"
@@ -121,6 +162,8 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def merge(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float) -> Tensor:
-    """A weight with the update of its adapter added, in float32: it is rounded once, where it is stored."""
-    return weight_OI.float() + scale * (b_Or.float() @ a_rI.float())
+def merge(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float, magnitude_O: Tensor | None = None) -> Tensor:
+    """A weight with the update of its adapter added, in float32: it is rounded once, where it is stored. With `magnitude_O` (DoRA) each
+    row, which must be whole, has that length."""
+    merged_OI = weight_OI.float() + scale * (b_Or.float() @ a_rI.float())
+    return merged_OI if magnitude_O is None else merged_OI * (magnitude_O / merged_OI.norm(dim=1))[:, None]

@@ -24,7 +24,7 @@ from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.core.shards import put
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, any_trainable
-from eyeline.models.layers import Attend, Deliver, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, together, weights_of
+from eyeline.models.layers import NEVER, Attend, Deliver, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, together, weights_of
 from eyeline.models.siglip2 import HALF, normalised, sine_positions
 
 EPS = 1e-6  # of every norm, in the tower and in the mergers: the reference has no setting for it
@@ -128,7 +128,7 @@ class Model(nn.Module):
         self.K, self.side = c.K, c.position_grid
         self.mean, self.std, self.deep = c.mean, c.std, c.deepstack_layers
         self.compute_dtype = compute_dtype
-        self.recompute = False
+        self.recompute = NEVER
         self.embed = Linear(3 * c.temporal_patch * c.patch**2, c.hidden_size)
         self.positions = Positions(c.position_grid**2, c.hidden_size)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
@@ -146,7 +146,7 @@ class Model(nn.Module):
         cos_PK, sin_PK = axial_tables(places_P2, self.K)
         deep = []
         for i, block in enumerate(self.blocks):
-            x_PD = run_block(block, self.recompute, x_PD, cos_PK, sin_PK, cu_N1, longest, draws_P2)
+            x_PD = run_block(block, self.recompute.of(i), x_PD, cos_PK, sin_PK, cu_N1, longest, draws_P2)
             if i in self.deep:
                 deep.append(x_PD)
         return [x_PD, *deep]
@@ -155,7 +155,7 @@ class Model(nn.Module):
         reached = self.embed.count(tally, False, "patch") or any_trainable(self.positions)
         deep = []
         for i, block in enumerate(self.blocks):
-            reached = tally.block(block, self.recompute, reached)
+            reached = tally.block(block, self.recompute.of(i) == "everything", reached)
             if i in self.deep:
                 deep.append(reached)
         return [reached, *deep]

@@ -6,7 +6,7 @@ to the same places after the decoder's first blocks. `qwen3_vl.py` and `qwen3_5_
 Dims: T tokens  D width  P patches  M visual tokens  E experts  F feed-forward of an expert
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from eyeline.core.plan import LanguageSizes, Part, Spec
 from eyeline.models import qwen_vision
 from eyeline.models.decoder import Cache, Decoder, Output
 from eyeline.models.flops import Tally
+from eyeline.models.layers import NEVER, Recompute
 
 
 class Model(nn.Module):
@@ -56,9 +57,9 @@ class Model(nn.Module):
         """Empty caches for `rows` sequences of at most `room` tokens, one per layer of the language model."""
         return self.language.new_cache(rows, room)
 
-    def recompute(self, parts: Collection[Part]) -> None:
-        """Run the blocks of these parts again in the backward pass instead of keeping what they computed; of no others."""
-        self.vision.recompute, self.language.recompute = "vision" in parts, "language" in parts
+    def recompute(self, how: Mapping[Part, Recompute]) -> None:
+        """Make activations of some blocks of these parts again in the backward pass instead of keeping them; of no others."""
+        self.vision.recompute, self.language.recompute = how.get("vision", NEVER), how.get("language", NEVER)
 
 
 class Config(Protocol):

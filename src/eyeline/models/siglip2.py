@@ -21,7 +21,7 @@ from eyeline.core.plan import VisionSizes
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.core.shards import put
 from eyeline.models.flops import Tally, any_trainable
-from eyeline.models.layers import Attend, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, together, weights_of
+from eyeline.models.layers import NEVER, Attend, GeluMLP, LayerNorm, Linear, Positions, normal_, run_block, together, weights_of
 
 HALF = (0.5, 0.5, 0.5)
 MOST_TILES = 5
@@ -108,7 +108,7 @@ class Model(nn.Module):
         self.compute_dtype = compute_dtype
         self.depth = range(c.layers + 1)[feature_layer]
         self.normed = feature_norm
-        self.recompute = False
+        self.recompute = NEVER
         self.embed = Linear(3 * c.patch**2, c.hidden_size)
         self.positions = Positions(c.position_grid**2, c.hidden_size)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
@@ -125,16 +125,16 @@ class Model(nn.Module):
         else:
             position_PD = self.positions(places_P2[:, 0] * self.side + places_P2[:, 1])
         x_PD = x_PD + position_PD.to(x_PD.dtype)
-        for block in self.blocks[: self.depth]:
-            x_PD = run_block(block, self.recompute, x_PD, cu_N1, longest, draws_P2)
+        for i, block in enumerate(self.blocks[: self.depth]):
+            x_PD = run_block(block, self.recompute.of(i), x_PD, cu_N1, longest, draws_P2)
         return self.norm(x_PD) if self.normed else x_PD
 
     def count(self, tally: Tally) -> bool:
         reached = self.embed.count(tally, False, "patch") or any_trainable(self.positions)
         if self.naflex:
             tally.product("patch", self.side**2, self.embed.out_features, False, any_trainable(self.positions))
-        for block in self.blocks[: self.depth]:
-            reached = tally.block(block, self.recompute, reached)
+        for i, block in enumerate(self.blocks[: self.depth]):
+            reached = tally.block(block, self.recompute.of(i) == "everything", reached)
         return reached or (self.normed and any_trainable(self.norm))
 
     @torch.no_grad()

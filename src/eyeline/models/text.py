@@ -1,6 +1,6 @@
 """A language model alone: any of `models/languages.py`, as a family that is trained and answers without images."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -12,6 +12,7 @@ from eyeline.core.settings import Settings
 from eyeline.models.decoder import Cache, Output
 from eyeline.models.flops import Tally
 from eyeline.models.languages import LANGUAGES, LanguageConfig
+from eyeline.models.layers import NEVER, Recompute
 
 
 class Config(Settings):
@@ -36,8 +37,8 @@ class Model(nn.Module):
         assert not images, "a model without a tower"
         self.language.count(tally, visual=False)
 
-    def recompute(self, parts: Collection[Part]) -> None:
-        self.language.recompute = "language" in parts
+    def recompute(self, how: Mapping[Part, Recompute]) -> None:
+        self.language.recompute = how.get("language", NEVER)
 
 
 def spec(c: Config) -> Spec:

@@ -14,10 +14,10 @@ from rich.text import Text
 from eyeline.bundle.bundle import Bundle, classes, read_description
 from eyeline.checkpoint.store import newest_state
 from eyeline.core.batch import Sample
-from eyeline.core.errors import Refused
+from eyeline.core.errors import Refused, nearest
 from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
-from eyeline.core.plan import Plan
+from eyeline.core.plan import Part, Plan
 from eyeline.core.randomness import seed_for
 from eyeline.core.words import counted, percent
 from eyeline.data.containers.container import RETRIES
@@ -37,14 +37,14 @@ from eyeline.models.flops import Arithmetic, count
 from eyeline.models.hf import mapping_of
 from eyeline.models.lora import targets_of, unknown_target
 from eyeline.models.moe import Bias
-from eyeline.models.shape import shape
+from eyeline.models.shape import savable, shape
 from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.recipes.device import device_report
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, image_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.start import description, description_at, refuse_another_recipe, refuse_changed_data
-from eyeline.train.trainable import checkpointed, memory_of, plan_of, trained_in_full
+from eyeline.train.trainable import EMBEDDING, checkpointed, memory_of, new_rows_of, plan_of, trained_in_full
 
 
 class Finding(NamedTuple):
@@ -140,7 +140,7 @@ def _memory(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
     shards = 1 if [*mesh_problems(run.mesh, world_size)] else run.mesh.sharded_over(world_size)
     for index, stage in enumerate(run.stages):
         try:
-            needed = memory_of(plan_of(run, index, bundle.config), stage.optimizer, shards)
+            needed = memory_of(plan_of(run, index, bundle.config, apart=new_rows_of(run, index, bundle)), stage.optimizer, shards)
         except Refused:
             continue  # among the settings' problems already
         each = f"memory of stage {stage.name}" + (" per rank" if world_size > 1 else "")
@@ -193,7 +193,7 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
 
 def _arithmetic(run: Run, index: int, bundle: Bundle) -> Arithmetic:
     """The FLOPs of a stage's model, counted on one without weights."""
-    plan = plan_of(run, index, bundle.config)
+    plan = plan_of(run, index, bundle.config, apart=new_rows_of(run, index, bundle))
     return count(plan.model, plan.spec.image)
 
 
@@ -278,6 +278,8 @@ def _untrained_parts(run: Run) -> Iterator[str]:
         if part not in trained:
             how = "is only adapted" if any(part in stage.trains for stage in run.stages) else "is never trained"
             yield f"model: the {part} starts from random weights and {how}. Train it with how: full in a stage, or give it weights"
+    if run.model.add_tokens and not any("language" in stage.trains for stage in run.stages):
+        yield "model: add_tokens adds rows to the embedding, and no stage trains the language model: they stay what they start as"
 
 
 def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
@@ -303,6 +305,7 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
             )
         for index, stage in enumerate(run.stages):
             yield from _stage_problems(f"stages.{stage.name}", stage, plan)
+            yield from _new_token_problems(f"stages.{stage.name}", run, stage, plan)
             if stage.data.prepared is not None:
                 try:
                     seed = seed_for(run.seed, "stage", index)
@@ -388,6 +391,8 @@ def _stage_problems(where: str, stage: Stage, plan: Plan[Model]) -> Iterator[str
             for target in trained.targets:
                 if target not in known:
                     yield f"{where}.trains.{part}.targets: {unknown_target(target, known)}"
+        if part in spec.parts:
+            yield from _part_problems(f"{where}.trains.{part}", part, trained, plan)
     for part in checkpointed(stage, plan.blocks):
         if part not in plan.blocks:
             yield f"{where}: gradient_checkpointing names {part}, which has no blocks; {', '.join(plan.blocks)} have"
@@ -406,6 +411,33 @@ def _stage_problems(where: str, stage: Stage, plan: Plan[Model]) -> Iterator[str
         yield f"{where}: batch.max_patches={batch.max_patches} cannot hold one image, which has {patches} patches"
     if batch.max_tokens <= tokens:
         yield f"{where}: batch.max_tokens={batch.max_tokens} cannot hold one image ({tokens} tokens) with any text"
+
+
+def _new_token_problems(where: str, run: Run, stage: Stage, plan: Plan[Model]) -> Iterator[str]:
+    """Rows of new tokens that a stage would train in one of two places."""
+    trained = stage.trains.get("language")
+    if run.model.add_tokens and isinstance(trained, Adapted):
+        named = EMBEDDING & set(trained.modules_to_save)
+        if named and (left := EMBEDDING.intersection(savable(plan.model, plan.spec, "language")) - named):
+            yield (
+                f"{where}.trains.language.modules_to_save: {' and '.join(named)} would train the rows of model.add_tokens, and "
+                f"{' and '.join(left)} would not. Name both, or none: then only the new rows train"
+            )
+
+
+def _part_problems(where: str, part: Part, trained: Full | Adapted, plan: Plan[Model]) -> Iterator[str]:
+    """Settings of what a part trains that name what it does not have."""
+    blocks = [name for name in plan.blocks.get(part, ()) if plan.spec.uses(name)]
+    if trained.freeze_layers and not blocks:
+        yield f"{where}.freeze_layers={trained.freeze_layers}, and the {part} has no blocks; leave it out"
+    elif trained.freeze_layers >= max(len(blocks), 1):
+        yield f"{where}.freeze_layers={trained.freeze_layers} leaves none of its {len(blocks)} blocks to train; lower it"
+    if isinstance(trained, Adapted):
+        known = savable(plan.model, plan.spec, part)
+        for name in trained.modules_to_save:
+            if name not in known:
+                there = f"There are {', '.join(known)}." if known else f"The {part} has none."
+                yield f"{where}.modules_to_save: there is no module {name!r} to train in full.{nearest(name, list(known))} {there}"
 
 
 def folder_problems(folder: Path) -> Iterator[str]:
@@ -449,7 +481,7 @@ def untrained_tokens(run: Run, bundle: Bundle) -> Iterator[str]:
         fate, remedy = f"stage {' and '.join(full)} starts to train them", ""
     else:
         fate = "no stage will, since LoRA leaves embeddings as they are"
-        remedy = " Train language with how: full in a stage."
+        remedy = " Train language with how: full in a stage, or name them in model.add_tokens."
     yield (
         f"model: the template {bundle.template!r} writes {', '.join(bundle.untrained)}, which import added to the tokenizer. Nothing has "
         f"trained their embedding rows, and {fate}.{remedy} Import a model whose own template Eyeline knows without --template"

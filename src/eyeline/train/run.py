@@ -36,6 +36,7 @@ class Full(Settings):
 
     how: Literal["full"] = "full"
     lr: PositiveFloat
+    freeze_layers: NotNegative = 0  # the first blocks of the part, and the embedding before them, stay as they are
 
 
 class Adapted(LoRA):
@@ -43,9 +44,18 @@ class Adapted(LoRA):
 
     how: Literal["lora"] = "lora"
     lr: PositiveFloat
+    modules_to_save: tuple[str, ...] = ()  # modules of the part that train in full: embed_tokens, lm_head, norm
 
 
 Trained = Annotated[Full | Adapted, Field(discriminator="how")]
+
+
+class Checkpointing(Settings):
+    """Which activations are recomputed in the backward pass in place of keeping them."""
+
+    parts: Annotated[tuple[Part, ...], Field(min_length=1)] | None = None  # null: all that have blocks
+    every: Positive = 1  # every n-th block, from the first on
+    policy: Literal["full", "selective"] = "full"  # selective: what matrix products and attention gave is kept
 
 
 class Batching(Settings):
@@ -79,8 +89,8 @@ class Stage(Settings):
     schedule: Schedule = Cosine()
     max_grad_norm: NotNegativeFloat | None = 1.0  # the norm that gradients are clipped to; null or 0: never
     experts: Balance | None = None  # how experts are balanced; null: not at all
-    # recompute the blocks' activations in the backward pass in place of keeping them: true, false, or the parts where to
-    gradient_checkpointing: bool | tuple[Part, ...] = False
+    # recompute the blocks' activations in the backward pass in place of keeping them: true, false, the parts where to, or settings
+    gradient_checkpointing: bool | tuple[Part, ...] | Checkpointing = False
 
     @model_validator(mode="after")
     def _one_length(self) -> "Stage":
@@ -108,12 +118,22 @@ class Model(Settings):
         default_factory=dict
     )  # with config: part -> the model folder or run that it starts from; others are random
     template: str | None = None  # chat template of a model of the given shape; a folder (path, or weights.language) brings its own
+    add_tokens: tuple[str, ...] = ()  # new tokens; their rows start at the mean of the others, and train wherever the language model does
     tokenizer: PathText | None = None  # folder of its tokenizer; without one, weights.language's, or a BPE trained on the recipe's texts
 
     @field_validator("fresh")
     @classmethod
     def _in_order(cls, value: tuple[Part, ...]) -> tuple[Part, ...]:
         return tuple(part for part in PARTS if part in value)  # a set: the recipe is the same in any order
+
+    @field_validator("add_tokens")
+    @classmethod
+    def _each_token_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [token for token in value if not token or token != token.strip()]:
+            raise ValueError(f"{wrong[0]!r} is empty, or starts or ends with a space; a token is found in text as it is written here")
+        if wrong := [token for token in value if value.count(token) > 1]:
+            raise ValueError(f"{wrong[0]!r} is named twice. Name each token once")
+        return value
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":

@@ -17,7 +17,7 @@ from eyeline.checkpoint import store
 from eyeline.checkpoint.pieces import Piece, pieces_of
 from eyeline.core.errors import fitting
 from eyeline.train.optim import state_tensors, without_state
-from eyeline.train.trainable import adapters_of, trained_in_full
+from eyeline.train.trainable import adapters_of, new_rows_of, saved_modules, trained_in_full
 
 if TYPE_CHECKING:  # a Process has a Saving
     from eyeline.train.stage import Process, StageRun, State
@@ -100,11 +100,14 @@ def tensors_of(running: "StageRun", ended: bool) -> dict[str, dict[str, Tensor]]
 
 def state_of(process: "Process", running: "StageRun", state: "State", ended: bool) -> dict[str, Any]:
     """What a checkpoint says in addition to its tensors, as plain JSON: the stage it stands in, how far, and what the model is like."""
+    apart = new_rows_of(process.run, state.stage, process.home.bundle)
     progress = vars(state) if not ended else vars(state) | {"stage": state.stage + 1, "step": 0, "data": None, "best": None}
     return {
         "stage": progress["stage"],
         "global_step": state.global_step,
         "lora": {part: lora.model_dump(mode="json") for part, lora in adapters_of(running.stage).items()},
+        "new_rows": None if apart is None else list(apart),
+        "saved_modules": sorted({path for stage in process.run.stages[: state.stage + 1] for path in saved_modules(stage)}),
         "trained": trained_in_full(process.run.stages[: state.stage + 1]),
         "expert_biases": running.plan.biased,
         "without_state": [] if ended else without_state(running.optimizers),

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from eyeline.bundle.computing import choose_kernels
 from eyeline.bundle.fill import fill, has_biases, lora_of
+from eyeline.bundle.fill import new_rows_of as stored_rows
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused, fitting
 from eyeline.core.plan import Plan
@@ -32,7 +33,7 @@ from eyeline.train.saving import Saving
 from eyeline.train.start import Home, refuse_changed_data, refuse_other_data, sources_of
 from eyeline.train.stop import StopSignal
 from eyeline.train.summary import Tally, stage_lines, stage_record
-from eyeline.train.trainable import adapters_of, plan_of, rows_of, table
+from eyeline.train.trainable import adapters_of, new_rows_of, plan_of, rows_of, table
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,11 @@ def model_of(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint |
     """The model of stage `index`: planned, placed on the ranks, and filled. Adapters that the stage does not continue are merged on the
     way."""
     sources = sources_of(run, home, checkpoint)
-    plan = plan_of(run, index, home.bundle.config, biased=has_biases(sources["language"]))
+    apart = new_rows_of(run, index, home.bundle)
+    plan = plan_of(run, index, home.bundle.config, has_biases(sources["language"]), apart)
     place(plan, here.device, mesh)
-    continued = checkpoint is not None and lora_of(checkpoint.state) == adapters_of(run.stages[index])
+    before = None if checkpoint is None else (lora_of(checkpoint.state), stored_rows(checkpoint.state))
+    continued = before == (adapters_of(run.stages[index]), apart)
     fill(plan, home.bundle.config, sources, keep_adapters=continued, seed=run.seed)
     return plan
 

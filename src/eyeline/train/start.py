@@ -15,6 +15,7 @@ from eyeline import __version__, models
 from eyeline.bundle.bundle import Bundle, Weights, describe, open_bundle, open_weights, read_description, refuse_other_version, tokenizer_of
 from eyeline.bundle.fill import Seed, Source, refuse_other_parts
 from eyeline.bundle.folders import warn_of_others
+from eyeline.bundle.rows import with_tokens
 from eyeline.checkpoint import store
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
@@ -34,7 +35,7 @@ from eyeline.parallel.launch import Machine
 from eyeline.train import metrics
 from eyeline.train.environment import commit, environment, packages
 from eyeline.train.run import CODE, Full, Run, differences, from_yaml, to_yaml, write_recipe
-from eyeline.train.trainable import checkpointed
+from eyeline.train.trainable import recomputed
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -238,15 +239,16 @@ def smaller(run: Run, home: Home, number: int) -> str:
     """What to do about too little memory in a stage."""
     stage = run.stages[number]
     blocks = shape(home.bundle.config, trains={}).blocks
-    parts = set(blocks) - set(checkpointed(stage, blocks))
+    again = recomputed(stage, blocks)
+    parts = [part for part, names in blocks.items() if part not in again or not again[part].whole(len(names))]
     setting = f"stages.{stage.name}.gradient_checkpointing=true"
-    again = f"To keep less in memory, add {setting} to the same command" if parts else ""
+    lower = f"To keep less in memory, add {setting} to the same command" if parts else ""
     saved = home.checkpoints.is_dir() and any(home.checkpoints.glob("step-*"))
     if saved:
-        again += "; it resumes from the last checkpoint. " if parts else ""
+        lower += "; it resumes from the last checkpoint. " if parts else ""
         new = f"{onward(run, home.folder)} stages.{stage.name}.batch.max_tokens=N"
-        return f"{again}Lower batch.max_tokens and batch.max_patches in a new run. {new}"
-    lower = f"{again}{', or lower' if parts else 'Lower'} batch.max_tokens and batch.max_patches"
+        return f"{lower}Lower batch.max_tokens and batch.max_patches in a new run. {new}"
+    lower += f"{', or lower' if parts else 'Lower'} batch.max_tokens and batch.max_patches"
     return f"{lower}: no step was done yet" if _untouched(home.folder) else f"{lower}, with another out=: nothing has been saved yet"
 
 
@@ -257,7 +259,7 @@ def description(run: Run) -> Bundle:
         parts = models.spec(bundle.config).parts
         if strange := [part for part in run.model.fresh if part not in parts]:
             raise Refused(f"fresh names {', '.join(strange)}, and the model in {run.model.path} has {', '.join(parts)}")
-        return bundle
+        return with_tokens(bundle, run.model.add_tokens)
     config = run.model.config
     assert config is not None, "Model has path or config"
     opened = {folder: open_weights(Path(folder)) for folder in dict.fromkeys(run.model.weights.values())}
@@ -272,7 +274,8 @@ def description(run: Run) -> Bundle:
     if given is not None and own is None:
         added = add_tokens(given.tokenizer, template, image.marks if image else None)
         learned = [token for token in added if token not in (template.image, VIDEO)]  # an image's features take its token's place
-        return replace(given, config=config, template=template.name, untrained=(*given.untrained, *learned))
+        joined = replace(given, config=config, template=template.name, untrained=(*given.untrained, *learned))
+        return with_tokens(joined, run.model.add_tokens)
     prepared = next((stage.data.prepared for stage in run.stages if stage.data.prepared is not None), None)
     if own is not None:
         tokenizer = load_tokenizer(Path(own))
@@ -288,9 +291,9 @@ def description(run: Run) -> Bundle:
     else:
         texts = (text for stage in run.stages for text in training_texts(stage.data))
         marks = image.marks if image else ()
-        tokenizer = train_bpe(texts, config.language.vocab_size - len(marks), template)
+        tokenizer = train_bpe(texts, config.language.vocab_size - len(marks) - len(run.model.add_tokens), template)
         add_tokens(tokenizer, template, marks)
-    return Bundle(config, tokenizer, template.name)
+    return with_tokens(Bundle(config, tokenizer, template.name), run.model.add_tokens)
 
 
 def _refuse_other_ids(tokenizer: "PreTrainedTokenizerBase", own: str, language: str) -> None:
@@ -315,11 +318,20 @@ def description_at(run: Run, folder: Path) -> Bundle:
     return description(run)
 
 
+def _known_rows(run: Run, folder: str) -> int | None:
+    """The rows that tokens have in the model that a run starts from; None where the run adds no tokens to it."""
+    tokenizer = tokenizer_of(Path(folder)) if run.model.add_tokens else None
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    return 1 + max(known.values()) if known and not known.keys() >= set(run.model.add_tokens) else None
+
+
 def _described(run: Run) -> Bundle:
     """`description`, as it is once the run has trained: a stage that trains the language model in full trains its embeddings too."""
     bundle = description(run)
     full = any(isinstance(stage.trains.get("language"), Full) for stage in run.stages)
-    return replace(bundle, untrained=()) if full else bundle
+    adapted = any("language" in stage.trains for stage in run.stages)
+    left = () if full else tuple(token for token in bundle.untrained if not (adapted and token in run.model.add_tokens))
+    return replace(bundle, untrained=left)
 
 
 def sources_of(run: Run, home: Home, checkpoint: store.Checkpoint | None) -> Mapping[Part, Source]:
@@ -329,7 +341,9 @@ def sources_of(run: Run, home: Home, checkpoint: store.Checkpoint | None) -> Map
         return dict.fromkeys(parts, Weights(home.folder, home.bundle.config, None, checkpoint))
     fresh = Seed(run.seed)
     if run.model.path is not None:
-        whole = open_weights(Path(run.model.path))
+        whole = replace(open_weights(Path(run.model.path)), known_rows=_known_rows(run, run.model.path))
         return {part: fresh if part in run.model.fresh else whole for part in parts}
     opened = {folder: open_weights(Path(folder)) for folder in run.model.weights.values()}
+    if (language := run.model.weights.get("language")) is not None:
+        opened[language] = replace(opened[language], known_rows=_known_rows(run, language))
     return {part: opened[run.model.weights[part]] if part in run.model.weights else fresh for part in parts}

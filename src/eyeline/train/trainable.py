@@ -1,7 +1,7 @@
 """The trainable parameters of a stage: freezing by subtree, LoRA, precision, and the table that says so."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,16 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from eyeline.core.plan import PARTS, Part, Plan
+from eyeline.bundle.bundle import Bundle
+from eyeline.bundle.rows import new_rows
+from eyeline.core.plan import PARTS, NewRows, Part, Plan
 from eyeline.core.words import gib
 from eyeline.models import Config, Model
+from eyeline.models.layers import Recompute
 from eyeline.models.lora import LoRA
-from eyeline.models.shape import shape
+from eyeline.models.shape import SAVED, Ways, shape
 from eyeline.train.optim import Muon, Optimizer
-from eyeline.train.run import COMPUTE, Adapted, Full, Run, Stage
+from eyeline.train.run import COMPUTE, Adapted, Checkpointing, Full, Run, Stage
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,30 @@ def trained_in_full(stages: Sequence[Stage]) -> list[Part]:
 def adapters_of(stage: Stage) -> dict[Part, LoRA]:
     """The LoRA settings of the parts that a stage adapts, without the learning rates: what a checkpoint must know."""
     return {
-        part: LoRA(**trained.model_dump(exclude={"how", "lr"})) for part, trained in stage.trains.items() if isinstance(trained, Adapted)
+        part: LoRA(**{name: getattr(trained, name) for name in LoRA.model_fields})
+        for part, trained in stage.trains.items()
+        if isinstance(trained, Adapted)
     }
+
+
+def saved_modules(stage: Stage) -> list[str]:
+    """The paths of the modules that a stage trains in full in parts that it adapts."""
+    return [
+        f"{part}.{SAVED[name]}"
+        for part, trained in stage.trains.items()
+        if isinstance(trained, Adapted)
+        for name in trained.modules_to_save
+        if name in SAVED
+    ]
+
+
+def ways_of(stage: Stage) -> Ways:
+    """What of the model a stage trains."""
+    return Ways(
+        {part: "full" if isinstance(trained, Full) else "adapters" for part, trained in stage.trains.items()},
+        {part: trained.freeze_layers for part, trained in stage.trains.items()},
+        saved_modules(stage),
+    )
 
 
 def rates(stage: Stage) -> dict[Part, float]:
@@ -60,35 +85,57 @@ def rates(stage: Stage) -> dict[Part, float]:
     return {part: trained.lr for part, trained in stage.trains.items()}
 
 
-def halved(run: Run, index: int = 0) -> set[Part]:
-    """Parts that no stage from `index` on trains in full, of a bf16 run: what is frozen of them is bfloat16, since its values came from
-    such a checkpoint or are never updated again."""
-    full = set(trained_in_full(run.stages[index:]))
-    return set(PARTS) - full if run.precision == "bf16" else set()
-
-
 def checkpointed(stage: Stage, blocks: Collection[Part]) -> tuple[Part, ...]:
     """The parts whose activations are recomputed in the backward pass; `blocks` are those that have blocks."""
-    wanted = stage.gradient_checkpointing
-    if isinstance(wanted, bool):
-        return tuple(blocks) if wanted else ()
-    return wanted
+    match stage.gradient_checkpointing:
+        case bool(wanted):
+            return tuple(blocks) if wanted else ()
+        case Checkpointing(parts=parts):
+            return tuple(blocks) if parts is None else parts
+        case parts:
+            return parts
 
 
-def plan_of(run: Run, index: int, config: Config, biased: bool = False) -> Plan[Model]:
+def recomputed(stage: Stage, blocks: Mapping[Part, Sequence[str]]) -> dict[Part, Recompute]:
+    """The blocks of each part whose activations are recomputed; `blocks` are all that there are."""
+    how = stage.gradient_checkpointing
+    how = how if isinstance(how, Checkpointing) else Checkpointing()
+    selective = how.policy == "selective"
+    return {
+        part: Recompute(frozenset(range(0, len(blocks[part]), how.every)), selective)
+        for part in checkpointed(stage, blocks)
+        if part in blocks
+    }
+
+
+EMBEDDING = {"embed_tokens", "lm_head"}  # modules with a row for each token
+
+
+def new_rows_of(run: Run, index: int, bundle: Bundle) -> NewRows | None:
+    """The rows of new tokens that a stage trains apart: where it adapts the language model, whose other rows stay as they are."""
+    trained = run.stages[index].trains.get("language")
+    if not run.model.add_tokens or not isinstance(trained, Adapted) or EMBEDDING & set(trained.modules_to_save):
+        return None
+    return new_rows(bundle, run.model.add_tokens)
+
+
+def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: NewRows | None = None) -> Plan[Model]:
     """The model of a stage, on the meta device: with its adapters, frozen and stored as the stage wants it. `biased`: its weights come
-    with biases that balance experts."""
+    with biases that balance experts. `apart`: what `new_rows_of` gives."""
     stage = run.stages[index]
     plan = shape(
         config,
-        trains={part: "full" if isinstance(trained, Full) else "adapters" for part, trained in stage.trains.items()},
+        trains=ways_of(stage),
         adapters=adapters_of(stage),
         compute_dtype=COMPUTE[run.precision],
-        narrow=halved(run, index),
+        # what no stage from here on trains: its values came from such a checkpoint, or are never updated again
+        narrow=PARTS if run.precision == "bf16" else (),
+        later=[ways_of(later) for later in run.stages[index + 1 :]],
         balance=stage.experts,
         biased=biased,
+        new_rows=apart,
     )
-    plan.model.recompute(checkpointed(stage, plan.blocks))
+    plan.model.recompute(recomputed(stage, plan.blocks))
     return plan
 
 
@@ -122,10 +169,15 @@ def _row(plan: Plan[Model], stage: Stage, part: Part) -> Row:
         case None:
             how = "frozen"
         case Full():
-            how = "full"
+            how = "full" + (f", but the first {trained.freeze_layers} blocks" if trained.freeze_layers else "")
         case Adapted():
             targets = trained.targets if isinstance(trained.targets, str) else " ".join(trained.targets)
-            how = f"LoRA r {trained.rank}, α {trained.alpha:g} on {targets}"
+            kind = f"{'rs' if trained.rslora else ''}{'DoRA' if trained.dora else 'LoRA'}"
+            how = f"{kind} r {trained.rank}, α {trained.alpha:g} on {targets}"
+            how += f" from block {trained.freeze_layers}" if trained.freeze_layers else ""
+            how += "".join(f", {name} in full" for name in trained.modules_to_save)
+            rows = [entry.shape[0] for name, _, entry in plan.tensors() if entry.part == part and name.endswith("embed.new_rows")]
+            how += f", {rows[0]} new tokens" if rows else ""
     return Row(part, sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains), how, trained.lr if trained else None)
 
 

@@ -330,3 +330,13 @@ def add_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template, marks: 
         tokenizer.add_tokens(missing, special_tokens=True)
     tokenizer.chat_template = template.jinja
     return missing
+
+
+def add_text_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[str]) -> None:
+    """Add tokens that text may have, each whole wherever it stands. Those that were added before stay as they are. Raises Refused for one
+    that is a piece of the vocabulary."""
+    known, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    for token in tokens:
+        if token in known and token not in added:
+            raise Refused(f"add_tokens: {token!r} is in the vocabulary already (id {known[token]}). Leave it out")
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens if token not in added])

@@ -47,6 +47,7 @@ def form(c: Config) -> Form:
 # for LLaVA's class peft renames the adapters of it, for LFM2-VL's (peft 0.21) it does not.
 _LLAVA_MODULES = {
     "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
     "vision_tower.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
