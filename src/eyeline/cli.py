@@ -41,6 +41,7 @@ def _path(text: str) -> Path:
 Recipe = Annotated[str, typer.Argument(help="A shipped recipe's name, or the path of a .yaml file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change: seed=1 stages.tune.steps=100")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", parser=_path, help="A run folder.", show_default=False)]
+Nproc = Annotated[int, typer.Option(min=1, help="Ranks (processes) to start on this machine, one per GPU.")]
 ModelFolder = Annotated[
     Path, typer.Argument(metavar="MODEL", parser=_path, help="A run folder, or a folder that export or import made.", show_default=False)
 ]
@@ -76,7 +77,7 @@ class Dtype(enum.Enum):
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Ranks (processes) to start on this machine, one per GPU.")] = 1,
+    nproc: Nproc = 1,
 ) -> None:
     """Train a recipe. Run the same command again to resume."""
     run = _read(recipe, overrides)
@@ -248,11 +249,22 @@ def evaluate(
     show: Annotated[int, typer.Option(min=0, help="How many answers to print.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Ask only the first LIMIT questions; eval.json is not changed.")] = None,
     checkpoint: Annotated[Which, typer.Option(help="Which checkpoint to evaluate; best has the lowest validation loss.")] = Which.newest,
+    nproc: Nproc = 1,
+    dp_shard: Annotated[
+        int,
+        typer.Option(min=-1, help="Ranks that share the weights. 1: each has all of them, which is fastest where they fit; -1: all ranks."),
+    ] = -1,
 ) -> None:
     """Answer every question of the recipe's evaluation and write eval.json in the run folder."""
+    _calm()
     from eyeline.study.evaluate import evaluate as evaluate_run
+    from eyeline.study.evaluate import evaluated_run, sizes_for
 
-    evaluate_run(run, show=show, limit=limit, checkpoint=checkpoint.value)
+    if nproc > 1:
+        evaluated_run(run)
+        sizes_for(dp_shard, nproc)
+        sys.exit(_start_ranks(nproc))
+    evaluate_run(run, show=show, limit=limit, checkpoint=checkpoint.value, shards=dp_shard)
 
 
 @app.command(epilog='Example: eyeline chat runs/easyvqa-tiny --image photo.png   (or, once: --ask "what shape is it?")')
@@ -522,12 +534,18 @@ def _end(message: str, code: int) -> None:
 def _on_ranks(run: Any, nproc: int) -> int:
     """This command once for each rank; what does not fit that number is refused once, here."""
     from eyeline.parallel.mesh import refuse_problems
-    from eyeline.parallel.spawn import run_ranks
     from eyeline.recipes.check import refuse_problems as refuse_recipe
 
     refuse_problems(run.mesh, nproc, run.packs_per_step)
     for line in refuse_recipe(run):
         warn(line)
+    return _start_ranks(nproc)
+
+
+def _start_ranks(nproc: int) -> int:
+    """This command once for each rank, without --nproc: the exit code."""
+    from eyeline.parallel.spawn import run_ranks
+
     arguments = sys.argv[1:]
     while at := next((n for n, word in enumerate(arguments) if word.split("=")[0] == "--nproc"), None):
         del arguments[at : at + (1 if "=" in arguments[at] else 2)]

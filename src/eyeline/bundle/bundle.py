@@ -38,6 +38,7 @@ from eyeline.core.files import read_object, write_json
 from eyeline.core.log import say, warn
 from eyeline.core.plan import Part
 from eyeline.core.problems import lines_of
+from eyeline.core.world import ALONE, World
 from eyeline.data.text.templates import LLAMA_DATE, TEMPLATES, VIDEO, template_named
 from eyeline.data.text.tokenizer import Encoder, load_tokenizer, save_tokenizer
 from eyeline.models import CONFIG, FAMILIES, Config, spec
@@ -204,11 +205,12 @@ def refuse_misfit(bundle: Bundle) -> None:
 # ---- opening
 
 
-def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") -> Opened:
-    """Open any folder that Eyeline can use a model from; `checkpoint` chooses among a run's. Raises Refused with what was found."""
+def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest", world: World = ALONE) -> Opened:
+    """Open any folder that Eyeline can use a model from; `checkpoint` chooses among a run's, which ranks verify together. Raises Refused
+    with what was found."""
     if (folder / "model" / DESCRIPTION).exists():
         warn_of_others(folder)
-        return Opened(folder, read_description(folder / "model"), None, _checkpoint_of(folder, checkpoint))
+        return Opened(folder, read_description(folder / "model"), None, _checkpoint_of(folder, checkpoint, world))
     if checkpoint != "newest" and folder.is_dir():
         raise Refused(f"{folder} is not a run folder, so it has no {checkpoint} checkpoint. Leave --checkpoint out.")
     if (folder / DESCRIPTION).exists():
@@ -235,12 +237,12 @@ def open_bundle(folder: Path, checkpoint: Literal["newest", "best"] = "newest") 
     return Opened(folder, bundle, form)
 
 
-def open_weights(folder: Path) -> Weights:
+def open_weights(folder: Path, world: World = ALONE) -> Weights:
     """Where the weights of a folder are, as `open_bundle` finds them. Tokenizer and chat template of a folder of transformers' are not
     read: code that takes only its tower needs neither. Raises Refused."""
     ours = (folder / "model" / DESCRIPTION).exists() or (folder / DESCRIPTION).exists()
     if ours or not (folder / "config.json").exists():
-        return open_bundle(folder).weights
+        return open_bundle(folder, world=world).weights
     refuse_other_formats(folder)
     return Weights(folder, *read_shape(folder))
 
@@ -283,15 +285,15 @@ def _refuse_other_tokens(folder: Path, bundle: Bundle, form: Form) -> None:
             )
 
 
-def _checkpoint_of(run: Path, which: Literal["newest", "best"]) -> store.Checkpoint:
+def _checkpoint_of(run: Path, which: Literal["newest", "best"], world: World) -> store.Checkpoint:
     run_id = read_object(run / "env.json").get("run") if (run / "env.json").exists() else None
     folder = run / "checkpoints"
     match which:
         case "newest":
-            found, remedy = store.newest(folder, run_id, hold=True), "Train it until its first checkpoint."
+            found, remedy = store.newest(folder, run_id, hold=True, world=world), "Train it until its first checkpoint."
         case "best":
             found, remedy = (
-                store.best(folder, run_id, hold=True),
+                store.best(folder, run_id, hold=True, world=world),
                 "Only a run with validation_steps keeps its best checkpoint; use the newest.",
             )
         case _:

@@ -23,6 +23,7 @@ from eyeline.core.shards import Box, held, put, whole
 from eyeline.models import Config, Model
 from eyeline.models.lora import LoRA, adapters, merge
 from eyeline.models.shape import shape
+from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.place import place
 
 
@@ -70,8 +71,10 @@ def load(
     compute_dtype: torch.dtype = torch.float32,
     narrow: Collection[Part] = (),
     keep_adapters: bool = False,
+    mesh: Mesh | None = None,
 ) -> Plan[Model]:
-    """A model that is opened, on one device. Adapters of a run are merged into its weights, or stay with `keep_adapters`."""
+    """A model that is opened, on one device, or sharded over the ranks of a mesh. Adapters of a run are merged into its weights, or stay
+    with `keep_adapters`."""
     weights, config = opened.weights, opened.bundle.config
     state = {} if opened.checkpoint is None else opened.checkpoint.state
     plan = shape(
@@ -84,15 +87,15 @@ def load(
         narrow=narrow,
         biased=has_biases(weights),
     )
-    place(plan, device)
+    place(plan, device, mesh)
     fill(plan, config, dict.fromkeys(plan.spec.parts, weights), keep_adapters)
     return plan
 
 
-def load_for_generation(opened: Opened, device: torch.device, compute_dtype: torch.dtype) -> Model:
+def load_for_generation(opened: Opened, device: torch.device, compute_dtype: torch.dtype, mesh: Mesh | None = None) -> Model:
     """The model to generate with. Weights are cast to the dtype that they compute in here, once, and not at every token: in
     bfloat16 it needs half the memory. Raises Refused."""
-    return load(opened, device, compute_dtype=compute_dtype, narrow=PARTS).model.eval()
+    return load(opened, device, compute_dtype=compute_dtype, narrow=PARTS, mesh=mesh).model.eval()
 
 
 def lora_of(state: Mapping[str, Any]) -> dict[Part, LoRA]:

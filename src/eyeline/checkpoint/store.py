@@ -176,24 +176,39 @@ def start_draft(folder: Path, run: str, step: int, fixed: Mapping[str, str] | No
 def write(draft: Draft, files: Mapping[str, Sequence[Piece]], writer: int = 0, writers: int = 1) -> Share:
     """Write what one of several writers holds of each set, flushed to disk, in files of its own. Raises StorageFailed."""
     assert draft.words.keys() <= files.keys(), f"fixed sets {sorted(draft.words)} are not all among {sorted(files)}"
-    links, headers, local = {}, {}, {}
-    for name, pieces in files.items():
-        file = f"{name}.safetensors" if writers == 1 else f"{name}-{writer + 1:05d}-of-{writers:05d}.safetensors"
-        local[file] = {piece.name: piece.local for piece in pieces}
-        assert len(local[file]) == len(pieces), f"{name}: one writer holds one piece of a tensor"
-        headers[file] = offsets_of(pieces)
+    links, named = {}, {file_name(name, writer, writers): (name, _tensors(pieces), offsets_of(pieces)) for name, pieces in files.items()}
+    for file, (name, tensors, offsets) in named.items():
         if name in draft.words:
-            source = _same_file(file, draft.words[name], header_of(local[file], headers[file]), draft.earlier)
+            source = _same_file(file, draft.words[name], header_of(tensors, offsets), draft.earlier)
             links |= {} if source is None else {file: source}
-    new = [len(header_of(local[file], headers[file])) + sum(x.nbytes for x in local[file].values()) for file in local if file not in links]
-    _refuse_if_full(draft.folder, sum(new))
+    sizes = sizes_of(files, writer, writers)
+    _refuse_if_full(draft.folder, sum(size for file, size in sizes.items() if file not in links))
     written = {
-        file: _link(links[file], draft.staging / file) if file in links else write_file(draft.staging / file, tensors, headers[file])
-        for file, tensors in local.items()
+        file: _link(links[file], draft.staging / file) if file in links else write_file(draft.staging / file, tensors, offsets)
+        for file, (_, tensors, offsets) in named.items()
     }
-    words = {file: draft.words[name] for file, name in zip(local, files, strict=True) if name in draft.words}
+    words = {file: draft.words[name] for file, (name, _, _) in named.items() if name in draft.words}
     boxes = [(piece.name, piece.shape, piece.local.dtype, piece.box) for pieces in files.values() for piece in pieces]
     return Share(written, words, boxes, writers)
+
+
+def file_name(name: str, writer: int, writers: int) -> str:
+    """The file in which one of several writers keeps its share of a set."""
+    return f"{name}.safetensors" if writers == 1 else f"{name}-{writer + 1:05d}-of-{writers:05d}.safetensors"
+
+
+def sizes_of(files: Mapping[str, Sequence[Piece]], writer: int = 0, writers: int = 1) -> dict[str, int]:
+    """The files that a writer keeps these sets in, with the bytes of each. The tensors may be on the meta device."""
+    return {
+        file_name(name, writer, writers): len(header_of(_tensors(pieces), offsets_of(pieces))) + sum(piece.local.nbytes for piece in pieces)
+        for name, pieces in files.items()
+    }
+
+
+def _tensors(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    tensors = {piece.name: piece.local for piece in pieces}
+    assert len(tensors) == len(pieces), "one writer holds one piece of a tensor"
+    return tensors
 
 
 def commit(draft: Draft, shares: Sequence[Share], state: dict[str, Any], best: bool = False) -> None:
@@ -284,14 +299,16 @@ def _render(manifest: Manifest) -> str:
 # ---- reading
 
 
-def newest(folder: Path, run: str | None = None, *, hold: bool = False) -> Checkpoint | None:
+def newest(folder: Path, run: str | None = None, *, hold: bool = False, world: World = ALONE) -> Checkpoint | None:
     """The newest checkpoint that is whole; None if none was ever saved. `run=None` takes any run's.
 
     `hold` is for a reader that does not own the run: the run may continue saving and deleting, but keeps what is found here as long as
     the result lives. Every damaged one is named on standard error. Raises Refused when there are checkpoints and none can be used, rather
     than let a run start afresh over them.
+
+    Ranks find the same one: each file is verified by one of them, and a fault that one finds counts for all.
     """
-    return _first_whole(folder, run, best_only=False, hold=hold)
+    return _first_whole(folder, run, best_only=False, hold=hold, world=world)
 
 
 def newest_state(folder: Path) -> dict[str, Any] | None:
@@ -312,12 +329,33 @@ def _readable(path: Path) -> Manifest | None:
         return None
 
 
-def best(folder: Path, run: str | None = None, *, hold: bool = False) -> Checkpoint | None:
+def best(folder: Path, run: str | None = None, *, hold: bool = False, world: World = ALONE) -> Checkpoint | None:
     """The checkpoint that was the best when it was saved, none having been better since; None if none was marked."""
-    return _first_whole(folder, run, best_only=True, hold=hold)
+    return _first_whole(folder, run, best_only=True, hold=hold, world=world)
 
 
-def _first_whole(folder: Path, run: str | None, best_only: bool, hold: bool) -> Checkpoint | None:
+def _first_whole(folder: Path, run: str | None, best_only: bool, hold: bool, world: World) -> Checkpoint | None:
+    while True:
+        seen, names = world.by_first(lambda: _candidates(folder, run, best_only, hold))
+        gone = False
+        for path in (folder / name for name in names):
+            found = _verify_together(path, run, hold, world)
+            if isinstance(found, Checkpoint):
+                return found
+            gone = world.by_first(lambda path=path: hold and not path.exists())  # its run has deleted it, and has saved a newer one
+            if gone:
+                break
+            if world.first:
+                warn(f"checkpoint {path} cannot be used: {found}. Looking for the one before.")
+        if not gone:
+            break
+    if seen and not best_only:
+        raise Refused(f"none of the {seen} checkpoints in {folder} can be used (see above). Restore one, or move them away to start again.")
+    return None
+
+
+def _candidates(folder: Path, run: str | None, best_only: bool, hold: bool) -> tuple[int, list[str]]:
+    """The number of checkpoints, and the names of those that may be used, the newest first."""
     seen = 0
     candidates: list[tuple[Path, Manifest]] = []
     for path in _folders(folder):
@@ -328,22 +366,29 @@ def _first_whole(folder: Path, run: str | None, best_only: bool, hold: bool) -> 
                 raise Damaged(f"it belongs to run {manifest.run}, not to {run}")
         except Damaged as damage:
             if hold and not path.exists():  # its run has deleted it, and has saved a newer one
-                return _first_whole(folder, run, best_only, hold)
+                return _candidates(folder, run, best_only, hold)
             warn(f"checkpoint {path} cannot be used: {damage}.")
             continue
         candidates.append((path, manifest))
     marked = [c for c in candidates if c[1].best] if best_only else candidates
-    for path, _ in sorted(marked, key=lambda c: -c[1].order):
+    return seen, [path.name for path, _ in sorted(marked, key=lambda c: -c[1].order)]
+
+
+def _verify_together(path: Path, run: str | None, hold: bool, world: World) -> Checkpoint | str:
+    """The checkpoint on every rank, or on every rank what is wrong with it. Each rank reads some of the files."""
+
+    def own_share() -> Checkpoint | str:
         try:
             held = _open_locked(path, fcntl.LOCK_SH) if hold else None
-            return replace(verify(path, run), held=held)
+            return replace(verify(path, run, world.rank, world.size), held=held)
         except (Damaged, FileNotFoundError) as damage:
-            if hold and not path.exists():
-                return _first_whole(folder, run, best_only, hold)
-            warn(f"checkpoint {path} cannot be used: {damage}. Looking for the one before.")
-    if seen and not best_only:
-        raise Refused(f"none of the {seen} checkpoints in {folder} can be used (see above). Restore one, or move them away to start again.")
-    return None
+            return str(damage)
+
+    found = world.by_each(own_share)
+    faults = [one for one in world.gather_patiently(found if isinstance(found, str) else None) if one is not None]
+    if isinstance(found, Checkpoint) and faults and found.held is not None:
+        found.held.close()
+    return faults[0] if faults else found
 
 
 def _open_locked(path: Path, how: int) -> BinaryIO | None:
@@ -363,13 +408,15 @@ def _open_locked(path: Path, how: int) -> BinaryIO | None:
     return file
 
 
-def verify(path: Path, run: str | None = None) -> Checkpoint:
-    """Check every byte of a checkpoint folder against its manifest. Raises Damaged, naming the file and the fault."""
+def verify(path: Path, run: str | None = None, rank: int = 0, ranks: int = 1) -> Checkpoint:
+    """Check every byte of a checkpoint folder against its manifest, or the share of one of several ranks. Raises Damaged, naming the file
+    and the fault."""
     manifest = _manifest_of(path)
     if run is not None and manifest.run != run:
         raise Damaged(f"it belongs to run {manifest.run}, not to {run}")
     _refuse_wrong_sizes(path, manifest)
-    for name, want in manifest.files.items():
+    for name in _share_of({name: file.size for name, file in manifest.files.items()}, rank, ranks):
+        want = manifest.files[name]
         try:
             got = sha256_of(path / name)
         except FileNotFoundError as error:
@@ -379,6 +426,18 @@ def verify(path: Path, run: str | None = None) -> Checkpoint:
         if got != want.sha256:
             raise Damaged(f"{name} is not what was saved (SHA-256 {got[:12]}..., wanted {want.sha256[:12]}...)")
     return Checkpoint(path, manifest, json.loads((path / STATE).read_text(encoding="utf-8")))
+
+
+def _share_of(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
+    """The files that one of several ranks reads: each file is one rank's, the largest go first, to the rank with the least to read. All
+    read the state, which all need."""
+    load, own = [0] * ranks, list[str]()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        reader = load.index(min(load))
+        load[reader] += sizes[name]
+        if reader == rank or name == STATE:
+            own.append(name)
+    return own
 
 
 def _refuse_wrong_sizes(path: Path, manifest: Manifest) -> None:

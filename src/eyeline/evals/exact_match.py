@@ -6,7 +6,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from PIL import Image as Pillow
@@ -15,14 +16,16 @@ from eyeline.core.batch import Budget, Document, EncodedImage, Sample, Text
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.plan import Spec
 from eyeline.core.randomness import seed_for
+from eyeline.core.world import ALONE, World
 from eyeline.data.images.decode import decode
 from eyeline.data.images.image_files import image_key
+from eyeline.data.images.patches import outlines
 from eyeline.data.sources.sources import Place, Rows
 from eyeline.data.text.documents import up_to_last_supervised
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.evals.metric import EXACT_MATCH, Metric, normalise_answer
 from eyeline.evals.result import Asked, Result, Score, TextOnly
-from eyeline.generate.generate import generate
+from eyeline.generate.generate import Answer, Anywhere, generate, here
 from eyeline.generate.prompts import Prompts
 from eyeline.generate.sampling import Sampling
 from eyeline.models import Model
@@ -95,6 +98,14 @@ def usable(sources: Iterable[Rows], rejected: Counter[str]) -> Iterator[Question
                 yield Question(up_to_last_supervised(found), rows, place)
 
 
+class Said(NamedTuple):
+    """The model's answer to a question."""
+
+    prediction: str
+    cut: bool
+    score: float
+
+
 @dataclass(frozen=True)
 class Answered:
     """One question with the model's answer, and with what a guess without the image would be worth."""
@@ -123,25 +134,44 @@ def exact_match(
     budget: Budget = BUDGET,
     stamps: dict[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
+    world: World = ALONE,
+    anywhere: Anywhere = here,
 ) -> Result:
     """Ask the last question of every sample (of the first `limit`). `progress` hears the number of questions answered.
 
     Samples that cannot be asked are counted under `rejected` and are in no score. Refused when none can. The model's
-    training mode is put back.
+    training mode is put back. Ranks answer the same rounds of questions as one process would, each some of them, and return the result
+    of rank 0, whose `prior` and `progress` are used; `anywhere` is for those that share the model's weights.
     """
     start = time.monotonic()
     rejected: Counter[str] = Counter()
     tally = Tally()
+
+    def add(answered: Sequence[tuple[Question, Said | str]]) -> None:
+        for question, said in answered:
+            if isinstance(said, str):
+                rejected[said] += 1
+                continue
+            guessed = metric.score(prior.guess(question_of(question.sample)), answer_of(question.sample), question.row)
+            tally.add(Answered(question.sample, *said, guessed))
+            if progress is not None:
+                progress(tally.questions)
+
     was_training = model.training
     model.eval()
     try:
         questions = islice(usable(asked, rejected), limit)
-        for question, prediction, cut in answers(model, spec, encoder, questions, max_new_tokens, budget, rejected):
-            tally.add(scored(question, prediction, cut, metric, prior))
-            if progress is not None:
-                progress(tally.questions)
+        for answered in answers(model, spec, encoder, questions, metric, max_new_tokens, budget, rejected, world, anywhere):
+            world.by_first(partial(add, answered))
     finally:
         model.train(was_training)
+    return world.by_first(lambda: result_of(tally, metric, prior, rejected, max_new_tokens, time.monotonic() - start, stamps or {}))
+
+
+def result_of(
+    tally: "Tally", metric: Metric, prior: Prior, rejected: Counter[str], max_new_tokens: int, seconds: float, stamps: dict[str, Any]
+) -> Result:
+    """The result of all answers. Refused where there are none."""
     if not tally.questions:
         raise Refused(
             f"no question could be asked: {dict(sorted(rejected.items())) or 'the sources are empty'}. Run `eyeline check` on the recipe."
@@ -158,18 +188,11 @@ def exact_match(
         given=tally.given,
         cut=tally.cut,
         max_new_tokens=max_new_tokens,
-        seconds=time.monotonic() - start,
-        stamps=stamps or {},
+        seconds=seconds,
+        stamps=stamps,
         samples=tuple(asked_of(answered) for answered in tally.samples()),
         wrong=tuple(asked_of(answered) for answered in tally.wrong()),
     )
-
-
-def scored(question: Question, prediction: str, cut: bool, metric: Metric, prior: Prior) -> Answered:
-    """An answer with its score."""
-    sample, answer = question.sample, answer_of(question.sample)
-    score, guessed = (metric.score(said, answer, question.row) for said in (prediction, prior.guess(question_of(sample))))
-    return Answered(sample, prediction, cut, score, guessed)
 
 
 class Tally:
@@ -225,17 +248,53 @@ def answers(
     spec: Spec,
     encoder: Encoder,
     questions: Iterable[Question],
+    metric: Metric,
     max_new_tokens: int,
     budget: Budget,
     rejected: Counter[str],
-) -> Iterator[tuple[Question, str, bool]]:
-    """(question, greedy answer, whether it was cut), in order of images within windows. A sample without a usable prompt is counted in
-    `rejected`."""
+    world: World,
+    anywhere: Anywhere,
+) -> Iterator[list[tuple[Question, Said | str]]]:
+    """The questions of some rounds, in order of images within windows, each with the greedy answer, or with the cause why it cannot be
+    asked. Of several ranks each answers one round at a time, and hears what the others have answered.
+
+    Rounds are the same for any number of ranks, since in one answer the others of its round may change a rounding. They are planned by
+    the images' headers, so that each image is decoded on one rank; a sample without a usable header is counted in `rejected`.
+    """
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    for round in rounds(questions, Prompts(encoder, spec.image), max_new_tokens, budget, spec.max_positions, rejected):
-        made = generate(model, spec, [prompt for _, prompt in round], sampling, encoder.stop_ids)
-        for (question, _), answer in zip(round, made, strict=True):
-            yield question, encoder.decode(answer.tokens), answer.finish == "length"
+    prompts = Prompts(encoder, spec.image)
+    planned = rounds(questions, Prompts(encoder, spec.image, outlines), max_new_tokens, budget, spec.max_positions, rejected)
+    while slot := world.by_each(lambda: list(islice(planned, world.size))):
+        own = slot[world.rank] if world.rank < len(slot) else []
+        made = world.by_each(partial(prompts_of, own, prompts))
+        asked = [prompt for _, prompt in made if isinstance(prompt, Document)]
+        said = iter(generate(model, spec, asked, sampling, encoder.stop_ids, None, anywhere))
+        ended = [(question, prompt if isinstance(prompt, str) else next(said)) for question, prompt in made]
+        told = world.gather_patiently(world.by_each(partial(scored, ended, encoder, metric)))
+        questions_of = [question for round in slot for question, _ in round]
+        yield list(zip(questions_of, chain.from_iterable(told), strict=True))
+
+
+def prompts_of(round: Iterable[tuple[Question, Document]], prompts: Prompts) -> list[tuple[Question, Document | str]]:
+    """The questions of a round that was planned by headers, with their prompts, or with the cause why there is none."""
+
+    def made(question: Question) -> Document | str:
+        try:
+            return prompts.prompt(question.sample)
+        except BadSample as bad:
+            return bad.cause
+
+    return [(question, made(question)) for question, _ in round]
+
+
+def scored(ended: Iterable[tuple[Question, Answer | str]], encoder: Encoder, metric: Metric) -> list[Said | str]:
+    """Answers as text, with their scores; a cause stays one."""
+
+    def said(question: Question, answer: Answer) -> Said:
+        prediction = encoder.decode(answer.tokens)
+        return Said(prediction, answer.finish == "length", metric.score(prediction, answer_of(question.sample), question.row))
+
+    return [answer if isinstance(answer, str) else said(question, answer) for question, answer in ended]
 
 
 def rounds(

@@ -4,7 +4,8 @@ Dims: S documents (the prompts)  B rows that still continue  L rows of logits  V
 """
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal
 
 import torch
@@ -28,6 +29,14 @@ class Answer:
     finish: Finish
 
 
+Anywhere = Callable[[bool], bool]  # whether something is true on some rank; all ranks ask the same at once
+
+
+def here(mine: bool) -> bool:
+    """The answer of a process that shares its weights with no other."""
+    return mine
+
+
 def generate(
     model: Model,
     spec: Spec,
@@ -35,15 +44,17 @@ def generate(
     sampling: Sampling,
     stop_ids: Collection[int],
     seeds: Sequence[int] | None = None,
+    anywhere: Anywhere = here,
 ) -> list[Answer]:
-    """One answer a prompt, in order. Images with equal keys are encoded once. With `seeds`, one a prompt, each is sampled as if it were
+    """One answer per prompt, in order. Images with equal keys are encoded once. With `seeds`, one per prompt, each is sampled as if it were
     the only prompt and had that seed.
 
-    The model must be in eval mode. Refused when a prompt leaves no position for an answer.
+    The model must be in eval mode. Ranks that share its weights call this together, each with prompts of its own, or with none: all run as
+    many forward passes as the rank with the longest answer. Refused when a prompt leaves no position for an answer.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     stopped = [False] * len(prompts)
-    for drawn in draw(model, spec, prompts, sampling, stop_ids, seeds):
+    for drawn in draw(model, spec, prompts, sampling, stop_ids, seeds, anywhere):
         for row, token in drawn:
             if token in stop_ids:
                 stopped[row] = True
@@ -96,32 +107,40 @@ def draw(
     sampling: Sampling,
     stop_ids: Collection[int],
     seeds: Sequence[int] | None = None,
+    anywhere: Anywhere = here,
 ) -> Iterator[list[tuple[int, int]]]:
     """Each step's (prompt number, token) of the rows that still continue; a row's last token is a stop token, or is cut."""
     assert not model.training, "dropout would be on: call model.eval() before generating"
-    if not prompts:
+    if not anywhere(bool(prompts)):
         return
     lengths = [len(p.tokens_T) for p in prompts]
-    if max(lengths) >= spec.max_positions:
+    if max(lengths, default=0) >= spec.max_positions:
         raise Refused(f"a prompt has {max(lengths)} tokens, and the model's context holds {spec.max_positions} with the answer. Shorten it")
     device = next(model.parameters()).device
     limits = [min(sampling.max_new_tokens, spec.max_positions - length) for length in lengths]
-    cache = model.new_cache(len(prompts), max(length + limit for length, limit in zip(lengths, limits, strict=True)))
-    logits_LV = model(batch_of(prompts, None, next_tokens=True).to(device), cache).out
+    batch = batch_of(prompts, None, next_tokens=True)
+    batch = replace(batch, has_images=anywhere(batch.has_images))  # a tower that others run gathers its weights from this rank, too
+    room = max((length + limit for length, limit in zip(lengths, limits, strict=True)), default=0)
+    cache = model.new_cache(len(prompts), room) if prompts else None
+    logits_LV = model(batch.to(device), cache).out
     # the position of each answer's first token: visual tokens may share positions
     after = [len(p.tokens_T) if p.positions_T3 is None else int(p.positions_T3.max()) + 1 for p in prompts]
     rows = list(range(len(prompts)))  # the prompts that still continue, in the order of the cache's rows
-    for step in range(max(limits)):
-        tokens = next_tokens(logits_LV, sampling, rows, step, seeds)
+    for step in count():
+        tokens = next_tokens(logits_LV, sampling, rows, step, seeds) if rows else []
         yield list(zip(rows, tokens, strict=True))
         alive = [i for i, (row, token) in enumerate(zip(rows, tokens, strict=True)) if token not in stop_ids and step + 1 < limits[row]]
-        if not alive:
+        if not anywhere(bool(alive)):
             return
         if len(alive) < len(rows):
             rows, tokens = [rows[i] for i in alive], [tokens[i] for i in alive]
-            for layer in cache:
-                layer.keep(alive)
-        logits_LV = model(one_token_each(tokens, [after[row] + step for row in rows]).to(device), cache).out
+            if cache is not None and alive:
+                for layer in cache:
+                    layer.keep(alive)
+        if alive:
+            logits_LV = model(one_token_each(tokens, [after[row] + step for row in rows]).to(device), cache).out
+        else:  # other ranks continue
+            model(one_token_each([0], [0]).to(device))
 
 
 def one_token_each(tokens: Sequence[int], positions: Sequence[int]) -> Batch:

@@ -1,6 +1,6 @@
 """Conversations -> prompts, with their images and videos decoded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from eyeline.core.batch import Document, EncodedImage, Image, Message, Sample, Text, Video
 from eyeline.core.errors import BadSample
@@ -15,11 +15,18 @@ KEPT = 64  # images and videos whose patches are kept: questions on one image fo
 
 
 class Prompts:
-    """Makes prompts, and remembers the last images and videos, so that many questions on one of them decode it once."""
+    """Makes prompts, and remembers the last images and videos, so that many questions on one of them decode it once. `images_of`: the
+    images that a media item becomes, if not those of its pixels."""
 
-    def __init__(self, encoder: Encoder, rule: ImageRule | None):
+    def __init__(
+        self,
+        encoder: Encoder,
+        rule: ImageRule | None,
+        images_of: Callable[[EncodedImage | Video, ImageRule], tuple[Image, ...]] | None = None,
+    ):
         self.encoder = encoder
         self.rule = rule
+        self._made = images_of or image_patches
         self._images = Recent[str, tuple[Image, ...]]()
 
     def prompt(self, asked: Sample | Sequence[Message]) -> Document:
@@ -35,4 +42,4 @@ class Prompts:
             what = "image" if isinstance(item, EncodedImage) else "video"
             raise BadSample("image_without_tower", "image", f"{item.name} is a {what}, and this model reads text only")
         key = media_key(item)
-        return self._images.get(key) or self._images.keep(key, image_patches(item, self.rule), KEPT)
+        return self._images.get(key) or self._images.keep(key, self._made(item, self.rule), KEPT)

@@ -17,21 +17,59 @@ from eyeline.core.batch import Sample
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, visible
 from eyeline.core.words import counted, duration, percent
+from eyeline.core.world import World
 from eyeline.data.sets import open_each, training_samples
-from eyeline.evals.exact_match import exact_match, prior_of
+from eyeline.evals.exact_match import Prior, exact_match, prior_of
 from eyeline.evals.metric import metric_named, normalise_answer
 from eyeline.evals.result import Result, write_result
+from eyeline.generate.generate import here as local
 from eyeline.models import spec
-from eyeline.parallel.launch import machine
+from eyeline.parallel.join import joined, started
+from eyeline.parallel.launch import Machine, machine
+from eyeline.parallel.mesh import Mesh, MeshSizes, mesh_of
 from eyeline.train.environment import environment
-from eyeline.train.run import COMPUTE, from_yaml
+from eyeline.train.run import COMPUTE, Run, from_yaml
 
 
-def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoint: Literal["newest", "best"] = "newest") -> Result:
+def evaluate(
+    folder: Path,
+    *,
+    show: int = 0,
+    limit: int | None = None,
+    checkpoint: Literal["newest", "best"] = "newest",
+    shards: int = -1,
+) -> Result:
     """Answer the questions, write RUN/eval.json (eval-first-N.json with a `limit`), print the scores and `show` answers.
 
-    Refused without questions or checkpoint.
+    Ranks share out the questions, and the weights: each has one of `shards` parts of them, or of as many as there are ranks where that is
+    -1. The result is that of one process; rank 0 writes and shows it. Refused without questions or checkpoint.
     """
+    run = evaluated_run(folder)
+    place = started()
+    sizes = sizes_for(shards, place.size)
+    here = machine(run.device, run.threads, run.deterministic, place)
+    with joined(place, here.device.type, 60 * run.mesh.timeout_minutes) as world:
+        mesh = None if sizes.dp_shard == 1 else world.by_each(lambda: mesh_of(sizes, world, here.device.type))
+        result, name = _asked(run, folder, here, world, mesh, checkpoint, limit)
+        path = folder / ("eval.json" if limit is None else f"eval-first-{limit}.json")  # a part is not the recipe's evaluation
+        world.by_first(lambda: write_result(path, result))
+    if place.first:
+        _show(result, show)
+        say(f"{name}: {path}")
+    return result
+
+
+def sizes_for(shards: int, ranks: int) -> MeshSizes:
+    """The mesh of an evaluation, whatever mesh the run was trained on. Raises Refused."""
+    if shards == 0 or shards < -1 or ranks % shards:
+        raise Refused(
+            f"--dp-shard={shards}: wanted a number that divides the {counted(ranks, 'rank')}, 1 for the whole model on each, or -1 for all"
+        )
+    return MeshSizes(dp_shard=ranks if shards == -1 else shards, dp_replicate=1 if shards == -1 else ranks // shards)
+
+
+def evaluated_run(folder: Path) -> Run:
+    """The recipe of a run folder, with its evaluation. Raises Refused."""
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
         raise Refused(f"{folder} is not a run folder: it has no recipe.yaml. Give the folder that `eyeline train` wrote, such as runs/NAME")
@@ -42,20 +80,38 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
         raise Refused(f"{recipe} cannot be read by this version of Eyeline: {error}. Restore it as `eyeline train` wrote it") from error
     if run.evaluation is None:
         raise Refused(f"{recipe} has no evaluation. Add evaluation.sources to the recipe and run `eyeline train` again: it may change")
+    return run
+
+
+def _asked(
+    run: Run,
+    folder: Path,
+    here: Machine,
+    world: World,
+    mesh: Mesh | None,
+    checkpoint: Literal["newest", "best"],
+    limit: int | None,
+) -> tuple[Result, str]:
+    """The result of asking every question, on every rank the same, and the name of the checkpoint."""
+    assert run.evaluation is not None
     metric = metric_named(run.evaluation.metric)
-    here = machine(run.device, run.threads, run.deterministic)
-    found = open_bundle(folder, checkpoint)
+    found = open_bundle(folder, checkpoint, world)
     assert found.checkpoint is not None, "a run has one"
-    model = load_for_generation(found, here.device, COMPUTE[run.precision])
+    model = world.by_each(lambda: load_for_generation(found, here.device, COMPUTE[run.precision], mesh))
     choose_kernels(model, here, COMPUTE[run.precision], trains=False)
-    asked = open_each(run.evaluation.sources)
-    learned = dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data))  # stages share samples
-    prior = prior_of(learned, normalise_answer if metric.code is None else str.strip)
-    questions = also_trained_on = 0
-    for _, _, row in islice((row for rows in asked for row in rows.kept_rows()), limit):
-        questions += 1
-        also_trained_on += isinstance(row, Sample) and row in learned
-    with Progress(transient=True) as bar:
+    asked = world.by_each(lambda: open_each(run.evaluation.sources))
+    prior, questions, also_trained_on = Prior({}, ""), 0, 0
+
+    def look_at_training_data() -> None:
+        nonlocal prior, questions, also_trained_on
+        learned = dict.fromkeys(sample for stage in run.stages for sample in training_samples(stage.data))  # stages share samples
+        prior = prior_of(learned, normalise_answer if metric.code is None else str.strip)
+        for _, _, row in islice((row for rows in asked for row in rows.kept_rows()), limit):
+            questions += 1
+            also_trained_on += isinstance(row, Sample) and row in learned
+
+    world.by_first(look_at_training_data)
+    with Progress(transient=True, disable=not world.first) as bar:
         task = bar.add_task("answering", total=questions)
         result = exact_match(
             model,
@@ -68,9 +124,15 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
             limit=limit,
             stamps={"checkpoint": found.checkpoint.folder.name, "data": [s.path for s in run.evaluation.sources], **environment(here)},
             progress=lambda done: bar.update(task, completed=done),
-        ).model_copy(update={"also_trained_on": also_trained_on})
-    path = folder / ("eval.json" if limit is None else f"eval-first-{limit}.json")  # a part is not the recipe's evaluation
-    write_result(path, result)
+            world=world,
+            anywhere=local if mesh is None else lambda mine: any(world.gather(mine)),
+        )
+    counts = world.by_first(lambda: {"also_trained_on": also_trained_on})
+    return result.model_copy(update=counts), found.checkpoint.folder.name
+
+
+def _show(result: Result, show: int) -> None:
+    """Print the scores, remarks on them, and the first answers."""
     console = Console()
     console.print(scores(result))
     for line in remarks(result):
@@ -78,8 +140,6 @@ def evaluate(folder: Path, *, show: int = 0, limit: int | None = None, checkpoin
     for one in result.samples[:show]:
         mark = "right" if one.correct else f"{'wrong' if not one.score else f'score {one.score:.2f}'}, it is {one.answer!r}"
         console.print(visible(f"{one.id}: {one.question} → {one.prediction!r} ({mark})"), markup=False, highlight=False)
-    say(f"{found.checkpoint.folder.name}: {path}")
-    return result
 
 
 def scores(result: Result) -> Table:

@@ -54,7 +54,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
         world.by_first(lambda: stack.enter_context(owned(folder)))
         with clock.spending("startup"):
             home = start_run(run, folder, world)
-            checkpoint = world.by_first(lambda: store.newest(home.checkpoints, home.id))
+            checkpoint = store.newest(home.checkpoints, home.id, world=world)
             world.by_first(lambda: refuse_changed_past(run, home, checkpoint))
             changed = world.by_first(lambda: announce(run, home, here, checkpoint, world))
         console = Console(quiet=not world.first)
@@ -91,7 +91,7 @@ def train_stages(process: Process, checkpoint: store.Checkpoint | None) -> store
             train_stage(process, checkpoint)
         except OutOfMemory as error:
             raise OutOfMemory(f"{error}. {smaller(run, process.home, checkpoint.state['stage'] if checkpoint else 0)}") from error
-        checkpoint = world.by_first(lambda: store.newest(process.home.checkpoints, process.home.id))
+        checkpoint = store.newest(process.home.checkpoints, process.home.id, world=world)
     return checkpoint
 
 

@@ -334,16 +334,16 @@ def _described(run: Run) -> Bundle:
     return replace(bundle, untrained=left)
 
 
-def sources_of(run: Run, home: Home, checkpoint: store.Checkpoint | None) -> Mapping[Part, Source]:
-    """Where each part's weights come from: the run's checkpoint, or what the recipe's model begins with."""
+def sources_of(run: Run, home: Home, checkpoint: store.Checkpoint | None, world: World = ALONE) -> Mapping[Part, Source]:
+    """Where each part's weights come from: the run's checkpoint, or what the recipe's model starts with."""
     parts = models.spec(home.bundle.config).parts
     if checkpoint is not None:
         return dict.fromkeys(parts, Weights(home.folder, home.bundle.config, None, checkpoint))
     fresh = Seed(run.seed)
     if run.model.path is not None:
-        whole = replace(open_weights(Path(run.model.path)), known_rows=_known_rows(run, run.model.path))
+        whole = replace(open_weights(Path(run.model.path), world), known_rows=_known_rows(run, run.model.path))
         return {part: fresh if part in run.model.fresh else whole for part in parts}
-    opened = {folder: open_weights(Path(folder)) for folder in run.model.weights.values()}
+    opened = {folder: open_weights(Path(folder), world) for folder in run.model.weights.values()}
     if (language := run.model.weights.get("language")) is not None:
         opened[language] = replace(opened[language], known_rows=_known_rows(run, language))
     return {part: opened[run.model.weights[part]] if part in run.model.weights else fresh for part in parts}

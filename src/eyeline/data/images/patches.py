@@ -1,7 +1,7 @@
 """Decoded images -> resized -> augmented -> patches, as the model's `ImageRule` states it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -11,7 +11,7 @@ from PIL import Image as Pillow
 from eyeline.core.batch import EncodedImage, Image, Ints, Video
 from eyeline.core.image_rule import ImageRule, Unit
 from eyeline.core.settings import NotNegative, Settings
-from eyeline.data.images.decode import Size, same_size, upright
+from eyeline.data.images.decode import Size, same_size, size_of, upright
 from eyeline.data.images.image_files import media_key
 
 Planes = tuple[NDArray[np.uint8], ...]  # red, green and blue: rows × columns each. A patch has its colours one after another
@@ -128,6 +128,12 @@ def _places(rows: int, columns: int, merge: int) -> Ints:
 def image_patches(item: EncodedImage | Video, rule: ImageRule) -> tuple[Image, ...]:
     """A media item as the tower takes it, without augmentation: for prompts, evaluation and reports. Raises as `decode` does."""
     return cut(resize(item, rule), rule, media_key(item))
+
+
+def outlines(item: EncodedImage | Video, rule: ImageRule) -> tuple[Image, ...]:
+    """The images of a media item by its header alone: as many patches of the same grids, and grey. Raises as `size_of` does."""
+    key = media_key(item)
+    return tuple(replace(image, key=f"{key}#{n}") for n, image in enumerate(grey_images(rule, size_of(item))))
 
 
 def grey_images(rule: ImageRule, size: Size = (1, 1)) -> tuple[Image, ...]:
