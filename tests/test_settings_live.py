@@ -28,6 +28,7 @@ from eyeline.data.text.tokenizer import train_bpe
 from eyeline.data.workers import Workers
 from eyeline.models import decoder, siglip2, spec
 from eyeline.parallel.mesh import mesh_of, problems
+from eyeline.parallel.ranks import ranks_of
 from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.study.evaluate import evaluate
@@ -103,7 +104,13 @@ def mesh(recipe: dict[str, Any], folder: Path) -> Any:
     sizes = run_of(recipe, "recipe").mesh
     if found := list(problems(sizes, 4)):
         return found
-    return on_ranks(2, lambda world: mesh_of(sizes, world, "cpu").reshard)  # type: ignore[union-attr]  # two ranks have one
+
+    def of(world: World) -> Any:
+        made = mesh_of(sizes, world, "cpu")
+        assert made is not None
+        return made.reshard, made.images is not None, ranks_of(made).sum_next.__name__
+
+    return on_ranks(2, of)
 
 
 def patience(recipe: dict[str, Any], folder: Path) -> Any:
@@ -551,6 +558,8 @@ CASES: dict[str, Case] = {
     "mesh.dp_shard": turned("mesh.dp_shard=3", see=mesh),
     **{f"mesh.{axis}": turned(f"mesh.{axis}=2", see=refusal) for axis in ("cp", "tp", "pp", "ep")},
     "mesh.reshard_after_forward": turned("mesh.reshard_after_forward=never", see=mesh),
+    "mesh.balance_images": turned("mesh.balance_images=true", see=mesh),
+    "mesh.sync_each_batch": turned("mesh.sync_each_batch=false", see=mesh),
     "mesh.timeout_minutes": turned("mesh.timeout_minutes=1", see=patience),
     "logging_steps": turned("logging_steps=1", see="printed", base=("stages.0.steps=5",)),
     "validation_steps": turned("validation_steps=1", see=validations),

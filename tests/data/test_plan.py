@@ -491,7 +491,7 @@ def test_an_image_that_changes_after_it_was_planned_stops_the_run(make, folder: 
 
 
 def test_ranks_that_plan_differently_stop(make) -> None:
-    steps = training_steps(make(world=World(0, 2, gather=lambda value: [value, [["another"], value[1], []]])), BUDGET, 1, None)
+    steps = training_steps(make(world=World(0, 2, gather=lambda value: [value, [["another"], value[1], value[2], []]])), BUDGET, 1, None)
     with pytest.raises(StorageFailed, match="ranks have different plans from window 1"):
         next(steps)
 
@@ -503,7 +503,7 @@ def test_rejects_of_other_ranks_count_here(make, folder: Path) -> None:
 
     def gather(value: Any) -> list[Any]:
         told.append(there)
-        return [value, [value[0], value[1], [there]]]
+        return [value, [*value[:3], [there]]]
 
     steps = training_steps(make(world=World(0, 2, gather=gather)), BUDGET, 2, None)
     for _ in range(3):
@@ -517,7 +517,7 @@ def test_ranks_gather_in_the_same_order_with_any_read_ahead(make, monkeypatch: p
     def asked(ahead: int) -> list[Any]:
         seen: list[Any] = []
 
-        def hasty(asked: Any, fetch: Any, workers: Any, verdicts: Any) -> Any:
+        def hasty(asked: Any, fetch: Any, workers: Any, verdicts: Any, group: Any) -> Any:
             waiting: list[Any] = []
             for mark, groups in asked:
                 waiting.append((mark, fetch(fetch.job(groups, verdicts))))

@@ -164,7 +164,8 @@ def run_rank(folder: Path, encoder: Encoder, rule: ImageRule, rank: int, ranks: 
     """In a process of its own: what it is given of three sets is written down."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
 
-    def ahead(asked: Any, fetch: Any, workers: Any, verdicts: Any) -> Any:  # as workers do, and each rank another number of packs
+    def ahead(asked: Any, fetch: Any, _: Any, verdicts: Any, group: Any) -> Any:
+        """As workers do, and each rank another number of packs."""
         waiting = []
         for mark, visits in asked:
             waiting.append((mark, fetch(fetch.job(visits, verdicts))))
@@ -238,10 +239,11 @@ def assert_all_ranks_know_the_step(alone: Step, batches: list[list[Any]], slots:
         assert (batch.pack, given[pack]) == (pack, (list(batch.ids), list(astuple(batch.counts))))
     assert all(given[pack][1][4:] == [0, 0, 0, 0] for pack in range(len(alone.batches), len(given)))
     assert all(told == slots[0] for told in slots)
-    for (counts, *flags, costs), *of_slot in zip(slots[0], *batches, strict=True):
+    for (counts, *flags, costs, _, encoders, _), *of_slot in zip(slots[0], *batches, strict=True):
         own = [Counts(*counts) for _, _, counts, *_ in of_slot]
         assert counts == list(astuple(sum(own, Counts.zero())))
         assert flags == [any(c.images for c in own), any(c.images and c.supervised for c in own)]
+        assert encoders is None
         assert all([has, gradients] == flags for *_, has, gradients in of_slot)
         assert costs == [list(alone.slots[pack].costs[0]) if pack < len(alone.slots) else [0, 0] for pack, *_ in of_slot]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eyeline.core.batch import IGNORE, Budget, Document
+from eyeline.core.cost import Cost
 from eyeline.core.plan import PARTS, NewRows, Part, Plan
 from eyeline.core.randomness import torch_rng_for
 from eyeline.core.shards import held, is_sharded, put
@@ -41,6 +42,7 @@ FAMILIES = {
     "text": BY_NAME["text", "qwen3 tied"],
 }
 TOKENS = 64
+PATCHES = Cost(token=1, pair=0, label=0, patch=10, patch_pair=1)
 Pack = tuple[Document, ...]
 ADAPTER = LoRA(rank=2, alpha=2, dropout=0.3, targets="all-linear")
 
@@ -68,7 +70,7 @@ def unlabelled(document: Document) -> Document:
 
 def packs_of(case: Case) -> list[list[Pack]]:
     """The packs of each step. Labels are uneven, some packs have none, and images are where only some ranks see them; in the second step
-    only packs without labels have images; in the third there are fewer packs than ranks that divide."""
+    only packs without labels have images; in the third there are fewer packs than ranks that divide, and the last slot has no images."""
     texts = [d for d in case.documents if not d.images]
     shown = [d for d in case.documents if d.images] or texts
     image, other = tuple(shown[:1]), tuple(shown[1:2])
@@ -77,16 +79,17 @@ def packs_of(case: Case) -> list[list[Pack]]:
     return [
         [image, text, short, without, tuple(map(unlabelled, text)), other],
         [without, text, short, without],
-        [text, image, other],
+        [image, other, text],
     ]
 
 
-def step_for(packs: Sequence[Pack], rank: int, ranks: int) -> Step:
-    """The step of a rank: packs are dealt in turn, and the last slot has empty ones."""
+def step_for(packs: Sequence[Pack], rank: int, ranks: int, deals_by: Cost | None = None) -> Step:
+    """The step of a rank: packs are dealt in turn, and the last slot has empty ones. `deals_by`: images are dealt."""
     slots = [[*packs[n : n + ranks], *[()] * ranks][:ranks] for n in range(0, len(packs), ranks)]
     batches = [[batch_of(slot[r], Budget(TOKENS, 1000)) for slot in slots] for r in range(ranks)]
     counts, costs = [[one.counts for one in of_rank] for of_rank in batches], [[(0, 0)] * ranks] * len(slots)
-    return step_of(batches[rank], [n * ranks + rank for n in range(len(slots))], counts, costs, {}, None)
+    images = [[one.cu_N1.diff().tolist() for one in of_rank] for of_rank in batches]
+    return step_of(batches[rank], [n * ranks + rank for n in range(len(slots))], counts, costs, {}, None, images, deals_by)
 
 
 class Descent(torch.optim.SGD):
@@ -146,7 +149,7 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
         update(
             plan.model,
             [optimizer],
-            step_for(packs, world.rank, world.size),
+            step_for(packs, world.rank, world.size, PATCHES if mesh is not None and mesh.sizes.balance_images else None),
             ranks,
             max_grad_norm=setup.max_grad_norm,
             balance=setup.balance,
@@ -206,6 +209,12 @@ HOW: dict[str, Setup] = {
     "projector alone": Setup(trains={"projector": "full"}, momentum=0.9),
     "adapters and projector": Setup(trains={"language": "adapters", "projector": "full"}, checkpointing=True),
     "gradient checkpointing": Setup(checkpointing=True),
+    "images dealt": Setup(sizes=MeshSizes(balance_images=True), momentum=0.9),
+    "images dealt to replicas": Setup(
+        {"language": "adapters", "vision": "adapters"}, sizes=MeshSizes(dp_replicate=2, balance_images=True), checkpointing=True
+    ),
+    "summed once per step": Setup(sizes=MeshSizes(sync_each_batch=False), momentum=0.9),
+    "summed once per step, hsdp": Setup(sizes=BOTH.model_copy(update={"sync_each_batch": False, "balance_images": True})),
     "never resharded": Setup(sizes=MeshSizes(reshard_after_forward="never")),
     # of one step, whose loss is then the same to the last bit: a second one starts from weights that differ, and bfloat16 is coarse
     "bf16": Setup(precision=torch.bfloat16, steps=1),
@@ -216,7 +225,7 @@ HOW: dict[str, Setup] = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "qwen3_5_vl-moe"])
 def test_ranks_update_as_one(family: str, how: str) -> None:
-    compare(FAMILIES[family], HOW[how], 4 if how == "hsdp" else 2)
+    compare(FAMILIES[family], HOW[how], 4 if how.endswith("hsdp") else 2)
 
 
 def test_a_rank_holds_its_share() -> None:

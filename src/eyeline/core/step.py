@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eyeline.core.batch import Batch, Counts
+from eyeline.core.cost import Cost
+from eyeline.core.encoders import Images, encoders_of, loads
 
 PackCost = tuple[int, int]  # what a pack costs, as planned: language, vision
 
@@ -17,7 +19,10 @@ class Slot:
     counts: Counts  # of all ranks
     has_images: bool  # on some rank: the tower runs
     image_gradients: bool  # some rank has images in a pack with labels: gradients reach the tower and the projector
-    costs: tuple[PackCost, ...]  # of each rank's pack
+    costs: tuple[PackCost, ...]  # of each rank's pack, and of the images that it encodes
+    images: Images = ()  # patches of the images in each rank's batch
+    encoders: Images | None = None  # the rank that encodes each of these; None: the one that shows it
+    shown_costs: tuple[int, ...] = ()  # of the images in each rank's pack
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +41,9 @@ class Step:
 
     @property
     def imbalance(self) -> dict[str, float]:
-        """How long ranks wait for one another, by part."""
-        return imbalance([slot.costs for slot in self.slots])
+        """How long ranks wait for one another, by part; of vision also as it would be if each rank encoded what it shows."""
+        before = imbalance([[(0, vision) for vision in slot.shown_costs] for slot in self.slots])["vision"]
+        return imbalance([slot.costs for slot in self.slots]) | {"vision_before": before}
 
 
 def step_of(
@@ -47,13 +53,23 @@ def step_of(
     costs: Sequence[Sequence[PackCost]],
     state: dict[str, Any],
     epoch: float | None,
+    images: Sequence[Sequence[Sequence[int]]] = (),
+    deals_by: Cost | None = None,
 ) -> Step:
     """The step of the rank that has `batches`, whose numbers among the packs of the step are `packs`. `counts[r][n]` are of the n-th
-    batch of rank r, `costs[n][r]` of its pack."""
+    batch of rank r, `costs[n][r]` of its pack, and `images[r][n]` the patches of its images, which are dealt over ranks by what they cost
+    where `deals_by` says it."""
     slots = []
-    for of_ranks, cost in zip(zip(*counts, strict=True), costs, strict=True):
-        images, gradients = any(c.patches for c in of_ranks), any(c.patches and c.supervised for c in of_ranks)
-        slots.append(Slot(sum(of_ranks, Counts.zero()), images, gradients, tuple(cost)))
+    for n, (of_ranks, cost) in enumerate(zip(zip(*counts, strict=True), costs, strict=True)):
+        shown, gradients = any(c.patches for c in of_ranks), any(c.patches and c.supervised for c in of_ranks)
+        slot = Slot(sum(of_ranks, Counts.zero()), shown, gradients, tuple(cost), shown_costs=tuple(vision for _, vision in cost))
+        if deals_by is not None:
+            sizes = tuple(tuple(of_rank[n]) for of_rank in images)
+            encoders = encoders_of(sizes, deals_by)
+            vision = loads(sizes, encoders, deals_by)
+            dealt = tuple((language, load) for (language, _), load in zip(cost, vision, strict=True))
+            slot = replace(slot, costs=dealt, images=sizes, encoders=encoders)
+        slots.append(slot)
     known = [
         replace(batch, pack=pack, has_images=slot.has_images, image_gradients=slot.image_gradients)
         for batch, pack, slot in zip(batches, packs, slots, strict=True)

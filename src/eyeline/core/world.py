@@ -13,6 +13,10 @@ from eyeline.core.errors import EXPECTED, ElsewhereFailed
 T = TypeVar("T")
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def _alone(value: Any) -> Sequence[Any]:
     return [value]
 
@@ -28,6 +32,7 @@ class World:
     gather: Callable[[Any], Sequence[Any]] = _alone  # a plain value of each rank -> those of all ranks, in their order
     # the same, without a limit on how long the others may take: while one of them indexes data, say. That a rank has ended is seen at once
     gather_patiently: Callable[[Any], Sequence[Any]] = _alone
+    share: Callable[[Any], Any] = _same  # what rank 0 gives, however large, on all ranks; what the others give is not sent
 
     @property
     def first(self) -> bool:
@@ -45,6 +50,18 @@ class World:
         if code is not None:
             raise ElsewhereFailed(code)
         return agreed
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """What rank 0 alone has made, sent to all: a batch, say. Where it fails as can be expected the others raise ElsewhereFailed."""
+        if self.size == 1:
+            return work()
+        result, failed = _attempt(work) if self.first else (None, None)
+        told, code = self.share((result, None if failed is None else failed.code))
+        if failed is not None:
+            raise failed
+        if code is not None:
+            raise ElsewhereFailed(code)
+        return told
 
     def by_each(self, work: Callable[[], T]) -> T:
         """What each rank does for itself. Where one fails as can be expected the others raise ElsewhereFailed: none waits for it."""

@@ -44,12 +44,13 @@ def training_steps(
     micro_batches: int,
     epochs: int | None,
     state: dict[str, Any] | None = None,
+    balance_images: bool = False,
 ) -> Iterator[Step]:
     """Steps of `micro_batches` packs over all ranks of the reader; endless unless `epochs` is given.
 
-    Every rank has as many batches in a step as any other; where the ranks do not divide the packs, some are empty. With
-    `epochs`, the last step may have fewer packs. Refused when `state` belongs to other data. Raises TooManyRejects in the
-    step where the rate is exceeded, on all ranks.
+    Every rank has as many batches in a step as any other; where the ranks do not divide the packs, some are empty. With `epochs`, the last
+    step may have fewer packs. `balance_images`: images are dealt over ranks on their own. Refused when `state` belongs to other data.
+    Raises TooManyRejects in the step where the rate is exceeded, on all ranks.
     """
     if state is not None:
         refuse_changes(changes(reader, budget, state))
@@ -59,7 +60,7 @@ def training_steps(
     with closing(Ahead.of(reader.training.index, reader.data.fetching)) as ahead:
         ahead.start(entries_of(training_pools(reader), start.cursors))
         steps = planned_steps(planned_windows(reader, sizing, epochs, start), micro_batches, ahead)
-        yield from fetched_steps(reader, steps, sizing, identity_of_plan(reader, budget))
+        yield from fetched_steps(reader, steps, sizing, identity_of_plan(reader, budget), balance_images)
 
 
 def start_of(reader: Reader, state: dict[str, Any] | None) -> Position:
@@ -216,34 +217,38 @@ def planned_steps(windows: Iterator[PlannedWindow], packs: int, ahead: Ahead) ->
 # Fetch
 
 
-def fetched_steps(reader: Reader, steps: Iterator[PlannedStep], sizing: Sizing, identity: dict[str, Any]) -> Iterator[Step]:
+def fetched_steps(
+    reader: Reader, steps: Iterator[PlannedStep], sizing: Sizing, identity: dict[str, Any], balance_images: bool = False
+) -> Iterator[Step]:
     """The steps with the batches of this rank. What is rejected is counted where the step is given."""
     batches: list[Batch] = []
     lost: list[Lost] = []
     fetch = fetch_of(reader, False, sizing.budget, reader.data.augment)
     rank = reader.world.rank
-    asked = packs_to_read(steps, sizing, rank, reader.world.size)
-    for (step, dealt, last), fetched in fetched_in_order(asked, fetch, reader.data.fetching, reader.rejects.verdicts):
+    asked = packs_to_read(steps, sizing, rank, reader.world.size, balance_images)
+    for (step, dealt, last), fetched in fetched_in_order(asked, fetch, reader.data.fetching, reader.rejects.verdicts, reader.group):
         if step.packs:
             batches.append(fetched.batch)
             lost += fetched.lost
         if not last:
             continue
-        counts, lost_anywhere = told_by_all(reader, step, batches, lost)
+        counts, images, lost_anywhere = told_by_all(reader, step, batches, lost)
         count_rejects(reader, step, lost_anywhere)
         if step.packs:
             state = {"version": VERSION, "identity": identity} | step.after.state() | {"rejects": reader.rejects.state()}
             costs = [[step.packs[pack].cost if pack < len(step.packs) else (0, 0) for pack in slot] for slot in dealt]
-            yield step_of(batches, [slot[rank] for slot in dealt], counts, costs, state, step.epoch)
+            deals_by = reader.cost if balance_images else None
+            yield step_of(batches, [slot[rank] for slot in dealt], counts, costs, state, step.epoch, images, deals_by)
         batches, lost = [], []
 
 
 def packs_to_read(
-    steps: Iterator[PlannedStep], sizing: Sizing, rank: int, ranks: int
+    steps: Iterator[PlannedStep], sizing: Sizing, rank: int, ranks: int, balance_images: bool = False
 ) -> Iterator[tuple[tuple[PlannedStep, tuple[tuple[int, ...], ...], bool], tuple[GroupToRead, ...]]]:
-    """What this rank fetches, in order: each its step, the packs of the step's slots, and whether it is the step's last."""
+    """What this rank fetches, in order: each its step, the packs of the step's slots, and whether it is the step's last. Where images are
+    dealt on their own, packs are dealt by what they cost the language model."""
     for step in steps:
-        dealt = deal([pack.cost for pack in step.packs], ranks)
+        dealt = deal([(pack.cost[0], 0) if balance_images else pack.cost for pack in step.packs], ranks)
         mine = [slot[rank] for slot in dealt] or [0]  # a step of no packs has an empty one, which is not given
         for n, pack in enumerate(mine):
             yield (step, dealt, n + 1 == len(mine)), pack_to_read(step.packs[pack], sizing) if pack < len(step.packs) else ()
@@ -284,17 +289,21 @@ def row_to_read(row: RowOf, sizing: Sizing) -> RowToRead:
 # Rejects
 
 
-def told_by_all(reader: Reader, step: PlannedStep, batches: Sequence[Batch], lost: Sequence[Lost]) -> tuple[list[list[Counts]], list[Lost]]:
-    """The counts of each rank's batches, and what any rank could not decode. Ranks exchange it where the step is given, not where it is
-    planned: planning runs ahead of the steps, and not equally far on all ranks. StorageFailed where they plan differently."""
-    mine = [list(step.digests), [list(astuple(batch.counts)) for batch in batches], [one.plain for one in lost]]
-    digests, counts, everywhere = zip(*reader.world.gather(mine), strict=True)
+def told_by_all(
+    reader: Reader, step: PlannedStep, batches: Sequence[Batch], lost: Sequence[Lost]
+) -> tuple[list[list[Counts]], list[list[list[int]]], list[Lost]]:
+    """The counts of each rank's batches, the patches of their images, and what any rank could not decode. It is exchanged where the step is
+    given: planning runs ahead of the steps, and not equally far on all ranks. StorageFailed where they plan differently."""
+    images = [batch.cu_N1.diff().tolist() for batch in batches]
+    mine = [list(step.digests), [list(astuple(batch.counts)) for batch in batches], images, [one.plain for one in lost]]
+    digests, counts, images_of, everywhere = zip(*reader.world.gather(mine), strict=True)
     if any(other != digests[0] for other in digests):
         raise StorageFailed(
             f"ranks have different plans from window {step.after.number}: their data or versions differ. Give all ranks the same "
             f"data and version"
         )
-    return [[Counts(*one) for one in of_rank] for of_rank in counts], [Lost.of(one) for of_rank in everywhere for one in of_rank]
+    told = [[Counts(*one) for one in of_rank] for of_rank in counts]
+    return told, list(images_of), [Lost.of(one) for of_rank in everywhere for one in of_rank]
 
 
 def count_rejects(reader: Reader, step: PlannedStep, lost: Sequence[Lost]) -> None:

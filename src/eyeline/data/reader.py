@@ -40,7 +40,8 @@ class Reader:
     seed: int  # of the sampling order and of augmentation
     longest: int  # tokens that a document may have: the model's positions, or data.max_length
     cost: Cost
-    world: World
+    world: World  # the ranks that have packs of their own
+    group: World  # the ranks that share these packs: the first of them fetches
     notify: Callable[[str], None] | None  # is told how far indexing is, in place of a bar
     rejects: Rejects
     records: Path | None  # where the files of the sources are on record, by name
@@ -63,10 +64,11 @@ def reader_of(
     world: World = ALONE,
     found: Divided | None = None,
     notify: Callable[[str], None] | None = None,
+    group: World = ALONE,
 ) -> Reader:
     """List the shards of `data`. Rejects are written into `folder` when there is one, and indexes unless `data.cache` names another.
     `found` is `data` opened, where that was done already. Refused for unusable sources."""
-    rejects = Rejects(folder, data.max_reject_rate, writes=world.first)
+    rejects = Rejects(folder, data.max_reject_rate, writes=world.first and group.first)
     found = found or open_sides(data)
     cache = Path(data.cache).expanduser() if data.cache else folder / "index" if folder else None
     shelf = found.prepared.shelf if found.prepared is not None else None
@@ -80,6 +82,7 @@ def reader_of(
         longest=longest if data.max_length is None else min(longest, data.max_length),
         cost=cost,
         world=world,
+        group=group,
         notify=notify,
         rejects=rejects,
         records=folder / "sources" if folder else None,
@@ -150,7 +153,7 @@ def validation_sources(reader: Reader) -> tuple[Rows, ...]:
 
 def record_sources(reader: Reader) -> None:
     """Write down the files of all sources, unless they are on record."""
-    if reader.records is None or not reader.world.first:
+    if reader.records is None or not (reader.world.first and reader.group.first):
         return
     for rows in (*reader.training.index.sources, *validation_sources(reader)):
         record_source(reader.records, rows)

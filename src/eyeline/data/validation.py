@@ -27,7 +27,8 @@ def validation_batches(reader: Reader, budget: Budget) -> Iterator[Batch]:
     make_indexes(reader, reader.validation.index, sorted(set(pool_of(reader.validation, 1, None, repeated=False).entries)))
     usable = False
     asked = _packs_of_rank(reader, sizing, reader.world.rank, reader.world.size, rejected)
-    for has_images, fetched in fetched_in_order(asked, fetch_of(reader, True, None, None), reader.data.fetching, reader.rejects.verdicts):
+    fetch, group = fetch_of(reader, True, None, None), reader.group
+    for has_images, fetched in fetched_in_order(asked, fetch, reader.data.fetching, reader.rejects.verdicts, group):
         rejected += (lost.reject for lost in fetched.lost)
         usable = usable or fetched.batch.counts.supervised > 0
         yield replace(fetched.batch, has_images=has_images)

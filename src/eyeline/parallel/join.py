@@ -5,11 +5,11 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from eyeline.core.errors import EXPECTED, ElsewhereFailed, RankLost, Refused
 from eyeline.core.world import ALONE, World
@@ -67,7 +67,7 @@ def joined(world: World, device: str, timeout_s: float) -> Iterator[World]:
     try:
         with _said_once(), lost_ranks(world):
             soon, late = (dist.new_group(backend="gloo", timeout=wait) for wait in (limit, LONG))
-            yield replace(world, gather=_gather(world, soon), gather_patiently=_gather(world, late))
+            yield _talking(world, soon, late)
     finally:
         dist.destroy_process_group()
 
@@ -97,15 +97,50 @@ def _end_with_launcher() -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def _gather(world: World, group: Any) -> Callable[[Any], list[Any]]:
+class Shared(NamedTuple):
+    """How ranks that share packs see the others."""
+
+    group: World  # those with the same packs: the first of them fetches for all
+    across: World  # those with other packs, one of each group
+
+
+def shared(world: World, count: int, timeout_s: float) -> Shared:
+    """Groups of `count` ranks, next to one another, that share packs: for kinds of parallelism that cut a pack or the model. Every rank of
+    the world calls this at once."""
     import torch.distributed as dist
 
-    def gather(value: Any) -> list[Any]:
+    assert world.size % count == 0, f"{world.size} ranks are not groups of {count}"
+    limit = timedelta(seconds=timeout_s)
+
+    def among(all_members: Iterable[Sequence[int]]) -> World:
+        own = ALONE
+        for members in all_members:  # a rank takes part in making groups that it is not in, too
+            soon, late = (dist.new_group(list(members), timeout=wait, backend="gloo") for wait in (limit, LONG))
+            if world.rank in members and len(members) > 1:
+                own = _talking(replace(world, rank=members.index(world.rank), size=len(members)), soon, late)
+        return own
+
+    return Shared(
+        among(range(start, start + count) for start in range(0, world.size, count)),
+        among(range(start, world.size, count) for start in range(count)),
+    )
+
+
+def _talking(world: World, soon: Any, late: Any) -> World:
+    """A world that can talk: over `soon`, which has a time limit, and over `late`."""
+    import torch.distributed as dist
+
+    def gather(value: Any, group: Any) -> list[Any]:
         values = [None] * world.size
         dist.all_gather_object(values, value, group=group)
         return values
 
-    return gather
+    def share(value: Any) -> Any:
+        values = [value if world.first else None]
+        dist.broadcast_object_list(values, group_src=0, group=late)
+        return values[0]
+
+    return replace(world, gather=lambda value: gather(value, soon), gather_patiently=lambda value: gather(value, late), share=share)
 
 
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out", "timeout", "nccl")  # as torch says it

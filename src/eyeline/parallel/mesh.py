@@ -9,6 +9,7 @@ from pydantic import Field
 from eyeline.core.errors import Refused
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.core.world import World
+from eyeline.parallel.images import ImageExchange
 
 if TYPE_CHECKING:  # importing it takes a while, and a single process has no mesh
     from torch.distributed import ProcessGroup
@@ -28,6 +29,9 @@ class MeshSizes(Settings):
     ep: Positive = 1  # expert parallelism
     # when gathered parameters are freed: after each forward pass, only after the backward pass, or kept within a node ("node")
     reshard_after_forward: Reshard = "always"
+    balance_images: bool = False  # images are dealt over all ranks before the vision tower, and their visual tokens sent back
+    # gradients are summed over ranks after each micro-batch, so that a rank holds its part of them; else after the last one of a step
+    sync_each_batch: bool = True
     timeout_minutes: PositiveFloat = 10.0  # a rank that does not answer for so long ends the run
 
     def sharded_over(self, world: int) -> int:
@@ -80,6 +84,7 @@ class Mesh:
     shard: "DeviceMesh"  # what parameters are sharded over: (dp_shard,), or (dp_replicate, dp_shard)
     everyone: "ProcessGroup"  # all ranks, on the device
     reshard: bool | int  # as FSDP2 takes it
+    images: ImageExchange | None = None  # where ranks share out images
 
 
 def mesh_of(sizes: MeshSizes, world: World, device: str, packs_per_step: int | None = None) -> Mesh | None:
@@ -97,4 +102,5 @@ def mesh_of(sizes: MeshSizes, world: World, device: str, packs_per_step: int | N
         reshard = True  # one rank per node, or one node in all: keeping gathered parameters within a node would change nothing
     everyone = dist.group.WORLD
     assert everyone is not None
-    return Mesh(sizes, whole if sizes.dp_replicate > 1 else whole["dp_shard"], everyone, reshard)
+    images = ImageExchange(everyone) if sizes.balance_images else None
+    return Mesh(sizes, whole if sizes.dp_replicate > 1 else whole["dp_shard"], everyone, reshard, images)

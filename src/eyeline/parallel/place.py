@@ -9,6 +9,8 @@ from eyeline.parallel.mesh import Mesh
 def place(plan: Plan[M], device: torch.device | str, mesh: Mesh | None = None) -> None:
     """Give the model memory: each rank its part of it. On one device every tensor is there whole."""
     if mesh is not None:
+        if mesh.images is not None:
+            mesh.images.join(plan)
         from eyeline.parallel.shard import shard
 
         shard(plan, mesh)

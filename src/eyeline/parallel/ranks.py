@@ -1,14 +1,34 @@
 """What a step asks of the other ranks that share it. On one device there are none."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from eyeline.core.batch import Batch
+from eyeline.core.plan import PARTS, Part
 from eyeline.core.shards import is_sharded
+from eyeline.core.step import Slot
 from eyeline.parallel.mesh import Mesh
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _nothing(_: Iterable[Parameter]) -> None:
+    pass
+
+
+def _as_it_is(batch: Batch, _: Slot) -> AbstractContextManager[Batch]:
+    return nullcontext(batch)
+
+
+def _as_ever(model: nn.Module, parts: Collection[Part]) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -20,14 +40,9 @@ class Ranks:
     sum_gradients: Callable[[Iterable[Parameter]], None]  # over all ranks, in place: of parameters whose backward pass has not done so
     norm: Callable[[Sequence[Parameter]], Tensor]  # of all gradients together, whatever rank has them
     clip: Callable[[Sequence[Parameter], float, Tensor], None]  # gradients of so large a norm are scaled down to the given one
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _nothing(_: Iterable[Parameter]) -> None:
-    pass
+    dealt: Callable[[Batch, Slot], AbstractContextManager[Batch]] = _as_it_is  # the batch with the images that this rank encodes
+    # the next backward pass sums the gradients of these parts over ranks, and of no others; what was not summed yet is summed with them
+    sum_next: Callable[[nn.Module, Collection[Part]], None] = _as_ever
 
 
 def _norm(parameters: Sequence[Parameter]) -> Tensor:
@@ -40,6 +55,7 @@ ONE_DEVICE = Ranks(_same, _same, _nothing, _norm, torch.nn.utils.clip_grads_with
 def ranks_of(mesh: Mesh) -> Ranks:
     """The ranks of a mesh. Gradients of sharded parameters arrive summed; those of the others are summed here, all in one go."""
     import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     def total(x: Tensor) -> Tensor:
@@ -64,7 +80,14 @@ def ranks_of(mesh: Mesh) -> Ranks:
         for alike in _alike(parameters):
             torch.nn.utils.clip_grads_with_norm_(alike, most, norm)
 
-    return Ranks(total, _same, sum_gradients, norm, clip)
+    def sum_next(model: nn.Module, parts: Collection[Part]) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                part = name.partition(".")[0]
+                module.set_requires_gradient_sync(part not in PARTS or part in parts, recurse=False)
+
+    dealt = _as_it_is if mesh.images is None else mesh.images.dealt
+    return Ranks(total, _same, sum_gradients, norm, clip, dealt, _as_ever if mesh.sizes.sync_each_batch else sum_next)
 
 
 def _alike(parameters: Sequence[Parameter]) -> list[list[Parameter]]:

@@ -140,7 +140,9 @@ def _memory(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
     shards = 1 if [*mesh_problems(run.mesh, world_size)] else run.mesh.sharded_over(world_size)
     for index, stage in enumerate(run.stages):
         try:
-            needed = memory_of(plan_of(run, index, bundle.config, apart=new_rows_of(run, index, bundle)), stage.optimizer, shards)
+            whole = shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > world_size
+            planned = plan_of(run, index, bundle.config, apart=new_rows_of(run, index, bundle))
+            needed = memory_of(planned, stage.optimizer, shards, whole)
         except Refused:
             continue  # among the settings' problems already
         each = f"memory of stage {stage.name}" + (" per rank" if world_size > 1 else "")
@@ -303,6 +305,8 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
                 f"model: the tokenizer gives ids up to {encoder.vocabulary - 1}, and the language model has {spec.vocab_size} rows; "
                 f"{raised}use the tokenizer that belongs to the model"
             )
+        if run.mesh.balance_images and spec.vision is None:
+            yield "mesh.balance_images: the model reads text only, and has no images to be dealt. Leave it out"
         for index, stage in enumerate(run.stages):
             yield from _stage_problems(f"stages.{stage.name}", stage, plan)
             yield from _new_token_problems(f"stages.{stage.name}", run, stage, plan)

@@ -77,24 +77,37 @@ class StageRun:
     steps: int  # of the whole stage
     arithmetic: flops.Arithmetic
     peak: float | None  # FLOPs per second that the device is made for, at this precision; None where that is not known
+    balance_images: bool = False  # ranks share out the images of each micro-batch
 
     def steps_from(self, state: State) -> Iterator[Step]:
         """The steps that are left, each with its micro-batches."""
         batch = self.stage.batch
-        return training_steps(self.reader, batch.budget, batch.packs_per_step, self.stage.epochs, state.data)
+        return training_steps(self.reader, batch.budget, batch.packs_per_step, self.stage.epochs, state.data, self.balance_images)
 
 
-def model_of(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None, index: int, mesh: Mesh | None = None) -> Plan[Model]:
+def model_of(
+    run: Run,
+    home: Home,
+    here: Machine,
+    checkpoint: store.Checkpoint | None,
+    index: int,
+    mesh: Mesh | None = None,
+    world: World = ALONE,
+) -> Plan[Model]:
     """The model of stage `index`: planned, placed on the ranks, and filled. Adapters that the stage does not continue are merged on the
     way."""
-    sources = sources_of(run, home, checkpoint)
-    apart = new_rows_of(run, index, home.bundle)
-    plan = plan_of(run, index, home.bundle.config, has_biases(sources["language"]), apart)
-    place(plan, here.device, mesh)
-    before = None if checkpoint is None else (lora_of(checkpoint.state), stored_rows(checkpoint.state))
-    continued = before == (adapters_of(run.stages[index]), apart)
-    fill(plan, home.bundle.config, sources, keep_adapters=continued, seed=run.seed)
-    return plan
+    sources = sources_of(run, home, checkpoint, world)
+
+    def filled() -> Plan[Model]:
+        apart = new_rows_of(run, index, home.bundle)
+        plan = plan_of(run, index, home.bundle.config, has_biases(sources["language"]), apart)
+        place(plan, here.device, mesh)
+        before = None if checkpoint is None else (lora_of(checkpoint.state), stored_rows(checkpoint.state))
+        continued = before == (adapters_of(run.stages[index]), apart)
+        fill(plan, home.bundle.config, sources, keep_adapters=continued, seed=run.seed)
+        return plan
+
+    return world.by_each(filled)
 
 
 def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: State) -> StageRun:
@@ -105,7 +118,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
     run, home, here, world = process.run, process.home, process.here, process.world
     stage, saved = run.stages[state.stage], {} if checkpoint is None else checkpoint.state
     with process.clock.spending("startup"), fitting("the model with its optimizer's state"):
-        plan = world.by_each(lambda: model_of(run, home, here, checkpoint, state.stage, process.mesh))
+        plan = model_of(run, home, here, checkpoint, state.stage, process.mesh, world)
         choose_kernels(plan.model, here, COMPUTE[run.precision], trains=True)
         arithmetic = flops.count(plan.model, plan.spec.image)
         optimizers = make_optimizers(plan, stage.optimizer)
@@ -133,7 +146,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
         if checkpoint:
             world.by_each(lambda: refuse_changed_data(run, home.folder, reader, checkpoint.state))
     peak = flops.peak_of(here.name) if run.precision == "bf16" else None
-    running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, peak)
+    running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, peak, world.size > 1 and run.mesh.balance_images)
     _announce(process, running, state)
     plan.model.train()
     return running

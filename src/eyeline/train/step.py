@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from eyeline.core.batch import Batch, Counts
 from eyeline.core.errors import fitting
-from eyeline.core.step import Step
+from eyeline.core.plan import Part
+from eyeline.core.step import Slot, Step
 from eyeline.models.moe import Aux, Balance, Bias, balance_loss, move_biases
 from eyeline.parallel.copies import on_device
 from eyeline.parallel.ranks import Ranks
@@ -96,11 +97,14 @@ def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance |
     total, added = (torch.zeros((), device=device) for _ in range(2))
     tokens_NE: Tensor | None = None
     running = [i for i, slot in enumerate(data.slots) if slot.counts.supervised]
+    ended = parts_ended(data.slots)
     arriving = on_device((data.batches[i].with_draws(seed, step) for i in running), device)
     for i in running:
         with fitting(partial(batch_description, data.batches[i], f"micro-batch {i} of step {step + 1}")):
             batch = next(arriving)  # the copy of a batch may not fit, either
-            loss, load = model(batch)
+            ranks.sum_next(model, ended[i])
+            with ranks.dealt(batch, data.slots[i]) as dealt:
+                loss, load = model(dealt)
             if load is not None:
                 counted_NE = load.tokens_NE * (batch.counts.supervised > 0)  # a pack without labels runs for other ranks' sake alone
                 tokens_NE = counted_NE if tokens_NE is None else tokens_NE + counted_NE
@@ -112,6 +116,13 @@ def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance |
                 loss.backward()
             total += loss.detach()
     return Sums(total, added / supervised, tokens_NE)
+
+
+def parts_ended(slots: Sequence[Slot]) -> list[tuple[Part, ...]]:
+    """The parts, for each slot, that have got gradients in the step and get no more after it."""
+    language = [n for n, slot in enumerate(slots) if slot.counts.supervised][-1:]
+    images = [n for n, slot in enumerate(slots) if slot.counts.supervised and slot.image_gradients][-1:]
+    return [(("language",) if n in language else ()) + (("vision", "projector") if n in images else ()) for n in range(len(slots))]
 
 
 def spread(tokens_NE: Tensor) -> tuple[Tensor, Tensor]:

@@ -139,9 +139,9 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: N
     return plan
 
 
-def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1) -> Memory:
+def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1, whole_gradients: bool = False) -> Memory:
     """What a stage keeps of its model, on the rank that has most of it. A gradient has its weight's dtype, and so has each moment: two of
-    AdamW, one of Muon."""
+    AdamW, one of Muon. `whole_gradients`: a rank keeps them unsharded until the step's last micro-batch."""
     weights = gradients = moments = 0
     for _, x, entry in plan.tensors():
         rows = entry.shape[0] if entry.shape else 1
@@ -149,7 +149,7 @@ def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1) -> Memory:
         size = round(x.numel() * share) * entry.stored.itemsize
         weights += size
         if entry.trains:
-            gradients += size
+            gradients += x.numel() * entry.stored.itemsize if whole_gradients else size
             moments += size * (1 if entry.muon and isinstance(optimizer, Muon) else 2)
     return Memory(weights, gradients, moments)
 

@@ -13,6 +13,7 @@ from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.randomness import rng_for
 from eyeline.core.recent import Recent
+from eyeline.core.world import ALONE, World
 from eyeline.data.containers.container import File, persistent
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images.decode import Size
@@ -295,15 +296,45 @@ def _blank(id: str, tokens: int) -> Document:
 
 
 def fetched_in_order(
-    asked: Iterator[tuple[T, tuple[GroupToRead, ...]]], fetch: Fetch, workers: Workers, verdicts: Mapping[tuple[str, str], Reject]
+    asked: Iterator[tuple[T, tuple[GroupToRead, ...]]],
+    fetch: Fetch,
+    workers: Workers,
+    verdicts: Mapping[tuple[str, str], Reject],
+    group: World = ALONE,
 ) -> Iterator[tuple[T, Fetched]]:
     """The result of each pack, in the order of the plan. With workers, some packs are prefetched.
 
-    `verdicts` are samples that have killed a worker before, by file and id: they are not tried again.
+    `verdicts` are samples that have killed a worker before, by file and id: they are not tried again. Of a `group` of ranks that share
+    packs the first one fetches, and the others are sent what it has: so they have the same batch, and what it rejected.
     """
+    if not group.first:
+        for mark, _ in asked:
+            sent = group.from_first(_nothing)
+            assert sent is not None, "ranks that share packs plan alike"
+            yield mark, sent
+        group.from_first(_nothing)
+        return
     jobs = ((mark, fetch.job(groups, verdicts)) for mark, groups in asked)
-    if workers.count:
-        yield from in_order(jobs, fetch, workers)
+    fetched = in_order(jobs, fetch, workers) if workers.count else ((mark, fetch(job)) for mark, job in jobs)
+    if group.size == 1:
+        yield from fetched
     else:
-        for mark, job in jobs:
-            yield mark, fetch(job)
+        yield from _sent(fetched, group)
+
+
+def _sent(fetched: Iterator[tuple[T, Fetched]], group: World) -> Iterator[tuple[T, Fetched]]:
+    """The same, each sent to the other ranks of the group; an expected error ends them, too."""
+    marks: list[T] = []
+
+    def batch() -> Fetched | None:
+        for mark, found in fetched:
+            marks.append(mark)
+            return found
+        return None
+
+    while (found := group.from_first(batch)) is not None:
+        yield marks.pop(), found
+
+
+def _nothing() -> Fetched | None:
+    """What a rank that does not fetch has to send."""
