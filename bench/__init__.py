@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import attention, data, head, model, packed, packer, start, step
+from bench import attention, checkpoint, data, head, model, packed, packer, ranks, start, step
 from bench.measure import LEAST_PAIRS, NoPeer, Result, write_result
 from bench.render import overview, write_page
 from eyeline.core.errors import Refused, nearest
@@ -18,6 +18,8 @@ CASES: dict[str, Callable[[int], Result]] = {  # each takes the number of pairs
     "head": head.run,
     "attention": attention.run,
     "model": model.run,
+    "ranks": ranks.run,
+    "checkpoint": checkpoint.run,
 }
 
 
