@@ -581,8 +581,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/step.py",
-            "if slot.counts.supervised]",
-            "if data.batches[i].counts.supervised]",
+            "enumerate(data.slots) if slot.counts.supervised]",
+            "enumerate(data.slots) if data.batches[i].counts.supervised]",
             "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[text]",
         ),
         (
@@ -1158,6 +1158,80 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "part.local.copy_(stored.read(name, part.box))",
             "part.local.zero_()",
             "parallel/test_ranks_train.py::test_a_run_resumed_on_as_many_ranks_is_the_uninterrupted_one",
+        ),
+    ],
+    "many ranks": [
+        (
+            "parallel/shard.py",
+            "    for modules in units(plan):",
+            "    for modules in units(plan)[:0]:",
+            "parallel/test_sharded_update.py::test_a_rank_holds_its_share",
+        ),
+        (
+            "checkpoint/pieces.py",
+            "if writes and (box.size or",
+            "if writes and (any(box.offset) or",
+            "parallel/test_ranks_train.py::test_ranks_train_what_one_process_does",
+        ),
+        (
+            "generate/generate.py",
+            "        if not anywhere(bool(alive)):",
+            "        if not alive:",
+            "parallel/test_ranks_eval.py::test_sharded_ranks_answer_as_one_process",
+        ),
+        (
+            "evals/exact_match.py",
+            "slot[world.rank] if world.rank < len(slot)",
+            "slot[-1 - world.rank] if world.rank < len(slot)",
+            "parallel/test_ranks_eval.py::test_evaluation_on_ranks_is_that_of_one_process",
+        ),
+        (
+            "parallel/images.py",
+            "        place = sorted(range(len(ways.order)), key=ways.order.__getitem__)",
+            "        place = list(range(len(ways.order)))",
+            "parallel/test_sharded_update.py::test_ranks_update_as_one[qwen3_vl-images dealt]",
+        ),
+        (
+            "parallel/images.py",
+            "exchanged(gradients[0], arriving, out, group)",
+            "exchanged(gradients[0] * 0, arriving, out, group)",
+            "parallel/test_sharded_update.py::test_ranks_update_as_one[llava-images dealt]",
+        ),
+        (
+            "core/encoders.py",
+            "if held[rank] + n <= room]",
+            "if n <= room]",
+            "parallel/test_images.py::test_no_rank_gets_more_patches_than_the_fullest_shows",
+        ),
+        (
+            "core/encoders.py",
+            "cost.patch_pair * patches**2",
+            "cost.patch_pair * patches",
+            "parallel/test_images.py::test_cost_is_that_of_attention_too",
+        ),
+        (
+            "train/step.py",
+            "slot.image_gradients][-1:]",
+            "slot.image_gradients][:1]",
+            "parallel/test_sharded_update.py::test_ranks_update_as_one[llava-summed once per step]",
+        ),
+        (
+            "data/reader.py",
+            "writes=world.first and group.first)",
+            "writes=world.first)",
+            "data/test_shared_packs.py::test_a_decode_that_times_out_on_one_rank_is_rejected_by_both",
+        ),
+        (
+            "checkpoint/store.py",
+            "    return faults[0] if faults else found",
+            "    return found",
+            "checkpoint/test_verified_together.py::test_damage_that_one_rank_finds_is_damage_for_all",
+        ),
+        (
+            "checkpoint/store.py",
+            "verify(path, run, world.rank, world.size)",
+            "verify(path, run)",
+            "checkpoint/test_verified_together.py::test_each_file_is_read_by_one_rank",
         ),
     ],
     "failures": [

@@ -55,7 +55,7 @@ def test_sharded_ranks_answer_as_one_process() -> None:
     want = {name: answered(case, rounds(case), ALONE) for name, case in FAMILIES.items()}
     lengths = {len(answer.tokens) for found in want.values() for round in found for answer in round}
     assert len(lengths) > 3 and max(lengths) == NEW
-    got = on_ranks(2, lambda world: {name: answered(case, rounds(case), world) for name, case in FAMILIES.items()}, timeout=120)
+    got = on_ranks(2, lambda world: {name: answered(case, rounds(case), world) for name, case in FAMILIES.items()}, timeout=60)
     for name, (first, second, third) in want.items():
         assert got[0][name] == [first, third]
         assert got[1][name] == [second, []]
