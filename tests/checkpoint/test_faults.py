@@ -17,6 +17,7 @@ import torch
 from eyeline.checkpoint import store
 from eyeline.checkpoint.pieces import Piece, pieces_of
 from eyeline.core.errors import StorageFailed
+from eyeline.core.world import World
 from tests.checkpoint.faults import FAILED, KILLED, WELL, arm, in_child, kill_me
 
 FROZEN = torch.arange(12.0).reshape(3, 4)
@@ -134,6 +135,18 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monk
         save(tmp_path, 2)
     monkeypatch.undo()
     assert check_whole(tmp_path, {1}) == 1
+
+
+def test_room_is_asked_for_what_all_writers_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share of each of two writers fits, and both do not."""
+    pieces = pieces_of({"w": torch.zeros(1000)})
+    alone = store.bytes_to_write(store.start_draft(tmp_path, "r", 1), {"model": pieces}, 0, 2)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1.5 * alone})())
+    store.begin(tmp_path, run="r", step=1, files={"model": pieces})
+    both = World(0, 2, gather_patiently=lambda value: [value, value])
+    with pytest.raises(StorageFailed, match=f"\\({2 * alone:,} bytes\\)"):
+        store.begin(tmp_path, run="r", step=2, files={"model": pieces}, world=both)
+    assert not list(tmp_path.glob(".step-00000002*"))
 
 
 def test_a_file_size_limit_or_quota_shows_while_writing(tmp_path: Path) -> None:

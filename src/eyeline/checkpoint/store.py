@@ -131,19 +131,21 @@ def save(
     best: bool = False,
     fixed: Mapping[str, str] | None = None,
     world: World = ALONE,
+    linked_from: Path | None = None,
 ) -> Path:
     """Write a new checkpoint next to the older ones in `folder`, then delete what `prune` allows. Returns its folder.
 
     `files` are named sets of tensors ("model", "optimizer", "frozen"), on any device; they are only read. `state` is plain
     JSON. `best` says that this is the best model so far. `fixed` names sets that cannot change while a word stays the same
-    ({"frozen": "stage 1"}): such a set is written once and hard-linked by later saves.
+    ({"frozen": "stage 1"}): such a set is written once and hard-linked by later saves; `linked_from` is another folder with checkpoints
+    of the run that may have it.
 
     Ranks save together, each the pieces that it holds: rank 0 starts the draft, all write, and rank 0 commits what all have written.
 
     Raises StorageFailed, and leaves nothing of the attempt behind.
     """
     assert save_total_limit >= 1, "save_total_limit is at least 1"
-    draft = world.by_first(lambda: start_draft(folder, run, step, fixed))
+    draft = begin(folder, run=run, step=step, files=files, fixed=fixed, world=world, linked_from=linked_from)
     return finish(draft, lambda: write(draft, files, world.rank, world.size), state, save_total_limit, best, world)
 
 
@@ -162,9 +164,32 @@ def finish(
     return draft.target
 
 
-def start_draft(folder: Path, run: str, step: int, fixed: Mapping[str, str] | None = None) -> Draft:
+def begin(
+    folder: Path,
+    *,
+    run: str,
+    step: int,
+    files: Mapping[str, Sequence[Piece]],
+    fixed: Mapping[str, str] | None = None,
+    world: World = ALONE,
+    linked_from: Path | None = None,
+) -> Draft:
+    """Start a draft that all ranks write into, once the disk has room for what they write together. See `save`. Raises StorageFailed."""
+    draft = world.by_first(lambda: start_draft(folder, run, step, fixed, linked_from))
+    needed = sum(world.gather_patiently(bytes_to_write(draft, files, world.rank, world.size)))
+    try:
+        world.by_first(lambda: _refuse_if_full(draft.folder, needed))
+    except BaseException:
+        if world.first:
+            shutil.rmtree(draft.staging, ignore_errors=True)
+        raise
+    return draft
+
+
+def start_draft(folder: Path, run: str, step: int, fixed: Mapping[str, str] | None = None, linked_from: Path | None = None) -> Draft:
     """Make the folder of a new checkpoint. See `save`. Raises StorageFailed."""
-    draft = Draft(folder, run, step, uuid.uuid4().hex[:8], _manifests(folder, run), dict(fixed or {}))
+    earlier = _manifests(folder, run) + (_manifests(linked_from, run) if linked_from is not None else [])
+    draft = Draft(folder, run, step, uuid.uuid4().hex[:8], earlier, dict(fixed or {}))
     try:
         folder.mkdir(exist_ok=True)  # not the run's folder above it: without the rest of a run, what is saved is of no use
         draft.staging.mkdir()
@@ -181,15 +206,12 @@ def write(draft: Draft, files: Mapping[str, Sequence[Piece]], writer: int = 0, w
         if name in draft.words:
             source = _same_file(file, draft.words[name], header_of(tensors, offsets), draft.earlier)
             links |= {} if source is None else {file: source}
-    sizes = sizes_of(files, writer, writers)
-    _refuse_if_full(draft.folder, sum(size for file, size in sizes.items() if file not in links))
     written = {
         file: _link(links[file], draft.staging / file) if file in links else write_file(draft.staging / file, tensors, offsets)
         for file, (_, tensors, offsets) in named.items()
     }
-    words = {file: draft.words[name] for file, (name, _, _) in named.items() if name in draft.words}
     boxes = [(piece.name, piece.shape, piece.local.dtype, piece.box) for pieces in files.values() for piece in pieces]
-    return Share(written, words, boxes, writers)
+    return Share(written, _words(draft, files, writer, writers), boxes, writers)
 
 
 def file_name(name: str, writer: int, writers: int) -> str:
@@ -209,6 +231,16 @@ def _tensors(pieces: Sequence[Piece]) -> dict[str, Tensor]:
     tensors = {piece.name: piece.local for piece in pieces}
     assert len(tensors) == len(pieces), "one writer holds one piece of a tensor"
     return tensors
+
+
+def bytes_to_write(draft: Draft, files: Mapping[str, Sequence[Piece]], writer: int = 0, writers: int = 1) -> int:
+    """The bytes that `write` writes: without those of fixed sets that an earlier checkpoint has."""
+    have = {file for file, word in _words(draft, files, writer, writers).items() for _, one in draft.earlier if one.fixed.get(file) == word}
+    return sum(size for file, size in sizes_of(files, writer, writers).items() if file not in have)
+
+
+def _words(draft: Draft, files: Mapping[str, Sequence[Piece]], writer: int, writers: int) -> dict[str, str]:
+    return {file_name(name, writer, writers): draft.words[name] for name in files if name in draft.words}
 
 
 def commit(draft: Draft, shares: Sequence[Share], state: dict[str, Any], best: bool = False) -> None:

@@ -21,6 +21,7 @@ from eyeline.train.trainable import adapters_of, new_rows_of, saved_modules, tra
 
 if TYPE_CHECKING:  # a Process has a Saving
     from eyeline.train.stage import Process, StageRun, State
+    from eyeline.train.start import Home
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def save(process: "Process", running: "StageRun", state: "State", *, ended: bool
     tensors are copied, and a thread writes them."""
     finish_save(process)
     home, world, step = process.home, process.world, state.global_step
-    fixed = {"frozen": f"stage {state.stage} of {home.id}"}
+    fixed = fixed_sets(home, state)
     process.show.status("saving a checkpoint")
     with process.clock.spending("checkpoint"), fitting(f"the checkpoint of step {step}"):
         files = {name: pieces_of(x, world.first) for name, x in tensors_of(running, ended).items()}
@@ -75,7 +76,7 @@ def save(process: "Process", running: "StageRun", state: "State", *, ended: bool
             )
             process.stop.saved = step
         else:
-            draft = world.by_first(lambda: store.start_draft(home.checkpoints, home.id, step, fixed))
+            draft = store.begin(home.checkpoints, run=home.id, step=step, files=files, fixed=fixed, world=world)
             copies = {name: pieces if name in fixed else copied(pieces) for name, pieces in files.items()}
             process.saving.pending = Pending(draft, in_thread(lambda: store.write(draft, copies, world.rank, world.size)), saved, best)
 
@@ -88,6 +89,11 @@ def finish_save(process: "Process") -> None:
         with process.clock.spending("checkpoint"):
             store.finish(draft, pending.share.result, pending.state, limit, pending.best, process.world)
         process.stop.saved = draft.step
+
+
+def fixed_sets(home: "Home", state: "State") -> dict[str, str]:
+    """The sets of a checkpoint that do not change within a stage, each with the word for it."""
+    return {"frozen": f"stage {state.stage} of {home.id}"}
 
 
 def tensors_of(running: "StageRun", ended: bool) -> dict[str, dict[str, Tensor]]:
