@@ -20,6 +20,7 @@ from eyeline.core.log import visible
 from eyeline.core.plan import Part, Plan
 from eyeline.core.randomness import seed_for
 from eyeline.core.words import counted, percent
+from eyeline.core.world import ALONE, World
 from eyeline.data.containers.container import RETRIES
 from eyeline.data.reader import reader_of, sizing_of
 from eyeline.data.report.duplicates import SampleHashes, hashes_of
@@ -59,13 +60,13 @@ def refuse_problems(run: Run) -> list[str]:
     found = [*findings(run)]
     problems = [line.text for line in found if not line.warns]
     if problems:
-        raise Refused(_problem_list(run.name, problems))
+        raise Refused(problem_list(run.name, problems))
     return list(dict.fromkeys(line.text for line in found if line.warns))
 
 
-def check(run: Run, samples: int, console: Console | None = None, world_size: int = 1) -> bool:
+def check(run: Run, samples: int, console: Console | None = None, world_size: int = 1, world: World = ALONE) -> bool:
     """Print what a run would do on `ranks` ranks, its data and first samples, then every problem; whether there are none. Trains
-    nothing."""
+    nothing. `world`: the ranks of which this one does so."""
     console = console or Console()
     settings = [*findings(run)]
     if run.distill is not None:  # which training does not need
@@ -80,24 +81,24 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         bundle = description_at(run, run_folder(run))
         encoder = bundle.encoder()
     except Refused:  # among the settings' problems already: without a model no sample can be shown
-        found += device_report(run, None).problems
-        _say(console, _problem_list(run.name, found))
+        found += device_report(run, None, world).problems
+        say_line(console, problem_list(run.name, found))
         return False
     if run.distill is not None and not any(line.startswith("distill.") for line in found):
         for line in distilling.lines(run.distill, encoder.template):
             _say(console, line)
     saved = newest_state(run_folder(run) / "checkpoints") if not any(line.startswith("out: ") for line in found) else None
     spec, form = spec_of(bundle.config), mapping_of(bundle.config).form(bundle.config)
-    _say(console, f"run folder: {run_folder(run)}")
-    _say(console, f"export: {form.name} form, for transformers' {classes(bundle, form)} ({form.reason})")
-    device = device_report(run, bundle)
+    say_line(console, f"run folder: {run_folder(run)}")
+    say_line(console, f"export: {form.name} form, for transformers' {classes(bundle, form)} ({form.reason})")
+    device = device_report(run, bundle, world)
     for line in device.lines:
-        _say(console, line)
+        say_line(console, line)
     found += device.problems
     if encoder.template.notice:
-        _say(console, encoder.template.notice)
+        say_line(console, encoder.template.notice)
     for line in (*_ranks(run, world_size), *_memory(run, bundle, world_size)):
-        _say(console, line)
+        say_line(console, line)
     for index, stage in enumerate(run.stages):
         try:
             reader = reader_of(stage.data, encoder, spec.image, seed_for(run.seed, "stage", index), longest=spec.max_positions)
@@ -120,8 +121,8 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         line.text for line in settings if line.warns and line.text.startswith(("evaluation: ", "model: ", "distill."))
     ]  # a stage's are in its report
     for line in (*device.warnings, *untrained_tokens(run, bundle), *evaluation_warnings(run), *asked):
-        _say(console, f"warning: {line}")
-    _say(console, _problem_list(run.name, found) if found else f"{run.name}: no problems")
+        say_line(console, f"warning: {line}")
+    say_line(console, problem_list(run.name, found) if found else f"{run.name}: no problems")
     return not found
 
 
@@ -184,11 +185,11 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
                 print_blocks(console, blocks(found[-1]))
     except Refused as error:
         if problems:
-            raise Refused(_problem_list(run.name, problems)) from error
+            raise Refused(problem_list(run.name, problems)) from error
         raise
     console.rule(characters="-")
     if problems:
-        _say(console, _problem_list(run.name, problems))
+        say_line(console, problem_list(run.name, problems))
     write_atomically(out, data_page(run.name, found, problems))
     return out
 
@@ -214,10 +215,10 @@ def print_blocks(console: Console, found: Iterator[Block]) -> None:
             case Heading(text, False):
                 console.rule(Text(visible(text)), align="left", characters="-")
             case Line(text, warns):
-                _say(console, f"warning: {text}" if warns else text)
+                say_line(console, f"warning: {text}" if warns else text)
             case Grid(_, rows, str(line), _):
                 for row in rows:
-                    _say(console, line.format(*row))
+                    say_line(console, line.format(*row))
             case Grid(head, rows, None, numbers):
                 table = Table()
                 for n, column in enumerate(head):
@@ -246,12 +247,12 @@ def render(shown: SamplePreview) -> Text:
     return text
 
 
-def _say(console: Console, text: str) -> None:
+def say_line(console: Console, text: str) -> None:
     """One line as it is: neither mark-up nor control characters in names and data are obeyed."""
     console.print(visible(text), markup=False, soft_wrap=True)  # the terminal may wrap; a path in a file stays whole
 
 
-def _problem_list(name: str, found: list[str]) -> str:
+def problem_list(name: str, found: list[str]) -> str:
     count = counted(len(found), "problem")
     return f"{name} has {count}:\n" + "\n".join(f"  {line}" for line in found)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from eyeline.bundle.bundle import Bundle
 from eyeline.core.errors import Refused
+from eyeline.core.world import ALONE, World
 from eyeline.models.kernel_paths import KernelPaths, choose
 from eyeline.models.shape import shape
 from eyeline.parallel.launch import machine
@@ -17,11 +18,11 @@ class DeviceReport:
     problems: tuple[str, ...] = ()
 
 
-def device_report(run: Run, bundle: Bundle | None) -> DeviceReport:
+def device_report(run: Run, bundle: Bundle | None, world: World = ALONE) -> DeviceReport:
     """Report the device of this machine, and with a bundle also its kernels, which are tried on the GPU as at the start of a stage, on
     one small batch."""
     try:
-        here = replace(machine(run.device), deterministic=run.deterministic)
+        here = replace(machine(run.device, world=world), deterministic=run.deterministic)
     except Refused as error:
         return DeviceReport(problems=(f"device: {error}",))
     dtype = COMPUTE[run.precision]

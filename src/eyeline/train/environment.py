@@ -1,5 +1,6 @@
 """The environment of a run: stamped on its numbers, written to env.json, printed by `eyeline env`."""
 
+import hashlib
 import platform
 import subprocess
 from functools import cache
@@ -29,6 +30,21 @@ def environment(here: Machine) -> dict[str, Any]:
         "threads": here.threads,
         **here.stamps(),
     }
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all ranks of a run, by name. The digest of the code tells apart what two changed checkouts have."""
+    code = {"eyeline": __version__, "commit of eyeline": commit() or "", "code of eyeline": code_digest()}
+    return code | {"Python": platform.python_version(), **packages()}
+
+
+@cache
+def code_digest() -> str:
+    """A digest of Eyeline's source files."""
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def packages() -> dict[str, str]:
