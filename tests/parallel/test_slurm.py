@@ -28,7 +28,8 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 def test_each_node_starts_its_ranks(slurm: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run([SCRIPT, "my recipe.yaml", "seed=1"], env=slurm, check=False)
     assert done.returncode == 3, "the job ends as the run does"
-    torchrun = "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node7:29500 --rdzv-id 42 -m eyeline train"
+    rendezvous = "--rdzv-backend c10d --rdzv-endpoint node7:29500 --rdzv-id 42"
+    torchrun = f"torchrun --nnodes 2 --nproc-per-node 8 {rendezvous} --max-restarts 3 -m eyeline train"
     assert (tmp_path / "asked").read_text().splitlines() == ["--kill-on-bad-exit=1", *torchrun.split(), "my recipe.yaml", "seed=1"]
     assert "requeue" not in (tmp_path / "log").read_text()
 
