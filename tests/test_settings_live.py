@@ -222,6 +222,16 @@ def budgeted(recipe: dict[str, Any], folder: Path) -> str:
             return type(error).__name__
 
 
+def evidence(recipe: dict[str, Any], folder: Path) -> int:
+    """How many steps a run keeps whole whose every step is not finite."""
+    budgeted(recipe, folder)
+    return len(list((folder / "run" / "evidence").glob("*/weights")))
+
+
+def rank_files(recipe: dict[str, Any], folder: Path) -> list[str]:
+    return sorted(path.name for path in (trained(recipe, folder) / "metrics-ranks").glob("*"))
+
+
 def video(recipe: dict[str, Any], folder: Path) -> Any:
     """The size of a video's slices."""
     config = run_of(recipe | {"out": str(folder / "run")}, "recipe").model.config
@@ -568,6 +578,8 @@ CASES: dict[str, Case] = {
     "async_save": turned("async_save=true", see=writers, base=("stages.0.steps=3", "save_steps=1")),
     "save_total_limit": turned("save_total_limit=3", see=kept, base=("stages.0.steps=3", "save_steps=1")),
     "max_nonfinite_steps": turned("max_nonfinite_steps=0", see=budgeted),
+    "keep_bad_steps": turned("keep_bad_steps=1", see=evidence),
+    "metrics_for_all_ranks": turned("metrics_for_all_ranks=true", see=rank_files),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from eyeline import __version__
-from eyeline.core.errors import EXPECTED, Abandoned, ElsewhereFailed, OutOfMemory, Refused, StorageFailed, out_of_memory
+from eyeline.core.errors import EXPECTED, Abandoned, ElsewhereFailed, NotFinite, OutOfMemory, Refused, StorageFailed, out_of_memory
 from eyeline.core.log import keep_streams, refuse_lost_output, say, visible, warn
 
 EXIT_CODES = (  # one line each: the terminal wraps them
@@ -103,12 +103,23 @@ def check(
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
     world_size: Annotated[int, typer.Option(min=1, help="Check for this many ranks; one process is enough to do so.")] = 1,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Measure and compare the ranks that torchrun or --nproc has started: devices, network, files.")
+    ] = False,
+    nproc: Annotated[int, typer.Option(min=1, help="With --cluster: ranks (processes) to start on this machine, one per GPU.")] = 1,
 ) -> None:
     """Find every problem of a recipe's settings and data, without training, and show the first samples as the model sees them."""
     run = _read(recipe, overrides)
+    if not cluster and nproc > 1:
+        raise Refused(f"--nproc starts ranks for --cluster. One process checks a recipe for any number of them: --world-size {nproc}")
+    if cluster and world_size > 1:
+        raise Refused(f"--world-size checks for ranks that are not there, and --cluster checks those that are: --nproc {world_size}")
+    if nproc > 1:
+        sys.exit(_start_ranks(nproc))
     from eyeline.recipes.check import check as check_run
+    from eyeline.recipes.cluster import check_cluster
 
-    if not check_run(run, samples=samples, world_size=world_size):
+    if not (check_cluster(run, samples) if cluster else check_run(run, samples=samples, world_size=world_size)):
         raise typer.Exit(2)
     refuse_lost_output()
 
@@ -440,6 +451,38 @@ def report(run: RunFolder) -> None:
     say(f"report: {write_report(run)}")
 
 
+@app.command(epilog="Example: eyeline explain --hang runs/mine")
+def explain(
+    run: RunFolder,
+    hang: Annotated[bool, typer.Option("--hang", help="What the ranks did when the run hung, or lost one of them.")] = False,
+) -> None:
+    """Explain what went wrong in a run, from what its ranks have written: --hang says which rank issued other collectives."""
+    from eyeline.study.hang import explain_hang
+
+    if not hang:
+        raise Refused("name what to explain: --hang")
+    for line in explain_hang(run):
+        say(line)
+    refuse_lost_output()
+
+
+@app.command(epilog="Example: eyeline replay runs/mine/evidence/step-00000012")
+def replay(
+    step: Annotated[
+        Path, typer.Argument(metavar="STEP", parser=_path, help="A folder in RUN/evidence: a step that a run has kept.", show_default=False)
+    ],
+) -> None:
+    """Run a step again, on one device, that was not finite or had a loss spike, and say where the first number that is not finite comes
+    from. Exit code 4 if there is one."""
+    _calm()
+    from eyeline.study.replay import replay as replay_step
+
+    found = replay_step(step)
+    refuse_lost_output()
+    if found:
+        raise typer.Exit(NotFinite.code)
+
+
 @app.command(epilog="Example: eyeline env")
 def env() -> None:
     """Print versions and hardware, as every run stamps them."""
@@ -532,7 +575,7 @@ def _end(message: str, code: int) -> None:
 
 
 def _on_ranks(run: Any, nproc: int) -> int:
-    """This command once for each rank; what does not fit that number is refused once, here."""
+    """This command once for each rank; what does not fit that number or the recipe is refused once, here."""
     from eyeline.parallel.mesh import refuse_problems
     from eyeline.recipes.check import refuse_problems as refuse_recipe
 

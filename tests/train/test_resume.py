@@ -481,10 +481,11 @@ def test_steps_that_are_not_finite_end_the_run_with_evidence(tmp_path: Path, mon
     monkeypatch.setattr(loop, "update", update)
     with pytest.raises(NotFinite, match="max_nonfinite_steps=2"):
         loop.train(run)
-    files = sorted((tmp_path / "run" / "not_finite").iterdir())
-    assert len(files) == 3
-    evidence = json.loads(files[0].read_text())
+    folders = sorted((tmp_path / "run" / "evidence").iterdir())
+    assert len(folders) == 3
+    evidence = json.loads((folders[0] / "step.json").read_text())
     assert evidence["step"] == 1
+    assert [(folder / "weights").exists() for folder in folders] == [True, True, False]  # keep_bad_steps is 2
     assert all(name.startswith("s") or "#" in name for batch in evidence["samples"] for name in batch)
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"]
     assert [line["loss"] for line in lines] == [None] * 3

@@ -24,6 +24,7 @@ ALIASES: dict[str, tuple[str, str]] = {
     "gradient_clipping": ("max_grad_norm", ""),
     "max_norm": ("max_grad_norm", ""),
     "not_finite_budget": ("max_nonfinite_steps", ""),
+    "save_for_all_ranks": ("metrics_for_all_ranks", ""),
     # how long, how fast
     "max_steps": ("steps", ""),
     "num_train_epochs": ("epochs", ""),

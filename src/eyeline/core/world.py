@@ -5,7 +5,7 @@ is rank 0 of 1, and runs the same code.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from eyeline.core.errors import EXPECTED, ElsewhereFailed
@@ -33,6 +33,8 @@ class World:
     # the same, without a limit on how long the others may take: while one of them indexes data, say. That a rank has ended is seen at once
     gather_patiently: Callable[[Any], Sequence[Any]] = _alone
     share: Callable[[Any], Any] = _same  # what rank 0 gives, however large, on all ranks; what the others give is not sent
+    waits: list[float] = field(default_factory=lambda: [0.0], compare=False)  # its one number: seconds that this rank has spent in these
+    hosts: Sequence[str] = ("",)  # of all ranks
 
     @property
     def first(self) -> bool:

@@ -4,7 +4,9 @@ import ctypes
 import hashlib
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 
 from eyeline.core.errors import EXPECTED, ElsewhereFailed, RankLost, Refused
 from eyeline.core.world import ALONE, World
+from eyeline.parallel.calls import record_calls
 
 STORE = "EYELINE_STORE"  # the file by which the ranks that --nproc starts find one another: they need no port
 LAUNCHER = "EYELINE_LAUNCHER"  # the process that started them: they end with it
@@ -61,13 +64,15 @@ def joined(world: World, device: str, timeout_s: float) -> Iterator[World]:
     import torch.distributed as dist
 
     _end_with_launcher()
+    record_calls()
     limit = timedelta(seconds=timeout_s)
     with lost_ranks(world):
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=limit, **_meeting(world, limit))
     try:
         with _said_once(), lost_ranks(world):
             soon, late = (dist.new_group(backend="gloo", timeout=wait) for wait in (limit, LONG))
-            yield _talking(world, soon, late)
+            talking = _talking(world, soon, late)
+            yield replace(talking, hosts=tuple(talking.gather_patiently(socket.gethostname())))
     finally:
         dist.destroy_process_group()
 
@@ -131,13 +136,15 @@ def _talking(world: World, soon: Any, late: Any) -> World:
     import torch.distributed as dist
 
     def gather(value: Any, group: Any) -> list[Any]:
-        values = [None] * world.size
+        begin, values = time.perf_counter(), [None] * world.size
         dist.all_gather_object(values, value, group=group)
+        world.waits[0] += time.perf_counter() - begin
         return values
 
     def share(value: Any) -> Any:
-        values = [value if world.first else None]
+        begin, values = time.perf_counter(), [value if world.first else None]
         dist.broadcast_object_list(values, group_src=0, group=late)
+        world.waits[0] += time.perf_counter() - begin
         return values[0]
 
     return replace(world, gather=lambda value: gather(value, soon), gather_patiently=lambda value: gather(value, late), share=share)

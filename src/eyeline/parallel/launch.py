@@ -54,10 +54,8 @@ def machine(device: str = "auto", threads: int | None = None, deterministic: boo
     rank of a machine has a device of its own, or its share of the cores. Refuses what is not there."""
     if world.size == 1 and (size := started().size) > 1:
         raise Refused(
-        raise Refused(
             f"WORLD_SIZE is {size}, and only `eyeline train`, `eval` and `check --cluster` run in several processes. Start this command "
             "without torchrun."
-        )
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused("device is cuda, but torch sees no CUDA device here. Use device=cpu, or install a CUDA build of torch.")

@@ -3,6 +3,7 @@
 Each rank has a file of its own that a thread writes every two seconds. It needs no answer from others: it works where collectives do not.
 """
 
+import faulthandler
 import json
 import os
 import socket
@@ -18,8 +19,10 @@ from typing import Any
 from eyeline.core.errors import Stopped
 from eyeline.core.files import make_folder, read_json
 from eyeline.core.world import World
+from eyeline.parallel.calls import write_calls
 
 EVERY_S = 2.0
+CALLS, CRASH = ".calls", ".crash"  # endings of the files with a rank's last collectives, and with its stack where the system aborts it
 ENDING_S = 1.0  # a process that ends closes its connections a moment before it is gone
 PACKAGE = f"{Path(__file__).parent.parent}/"  # lines of ours
 LATE_S = 6.0  # a rank that has not written for so long does not run
@@ -44,9 +47,13 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]]) -> Ite
                 new = path.with_suffix(".tmp")
                 new.write_text(json.dumps(where), encoding="utf-8")  # not flushed to disk: it is old in a moment
                 os.replace(new, path)
+            write_calls(path.with_suffix(CALLS))
             if ended.wait(EVERY_S):
                 return
 
+    crash = open(path.with_suffix(CRASH), "w", encoding="utf-8")  # noqa: SIM115 - open until the process is aborted, or this ends
+    was_enabled = faulthandler.is_enabled()
+    faulthandler.enable(crash)
     thread = threading.Thread(target=tell, daemon=True, name="watch")
     thread.start()
     stays = False
@@ -59,9 +66,14 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]]) -> Ite
         raise
     finally:
         ended.set()
+        (faulthandler.enable if was_enabled else faulthandler.disable)()
+        crash.close()
         thread.join(EVERY_S)  # it must not outlive what its stack refers to
-        if not stays:
-            path.unlink(missing_ok=True)
+        if stays:
+            write_calls(path.with_suffix(CALLS))  # the last ones
+        else:
+            for written in (path, path.with_suffix(CALLS), path.with_suffix(CRASH)):
+                written.unlink(missing_ok=True)
             with suppress(OSError):  # the last one to end finds it empty
                 folder.rmdir()
 

@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 
 from eyeline.checkpoint import store
-from eyeline.core.batch import Batch
 from eyeline.core.errors import NotFinite, OutOfMemory, Stopped, StorageFailed, fitting
-from eyeline.core.files import make_folder, write_json
+from eyeline.core.files import make_folder
 from eyeline.core.log import say
 from eyeline.core.step import Step
 from eyeline.core.words import counted
@@ -27,7 +27,8 @@ from eyeline.parallel.mesh import mesh_of
 from eyeline.parallel.ranks import ONE_DEVICE, ranks_of
 from eyeline.parallel.watch import watched, where_ranks_are
 from eyeline.train.display import Display, display
-from eyeline.train.metrics import Clock, StepFigures
+from eyeline.train.evidence import EVIDENCE, keep_evidence
+from eyeline.train.metrics import Clock, StepFigures, rank_line
 from eyeline.train.optim import set_learning_rates
 from eyeline.train.run import Run, Stage
 from eyeline.train.saving import finish_save, save
@@ -36,6 +37,7 @@ from eyeline.train.stage import Process, StageRun, State, begin_stage
 from eyeline.train.start import Home, announce, refuse_changed_past, refuse_strangers, smaller, start_run
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
+from eyeline.train.stragglers import OwnTime, OwnTimes
 from eyeline.train.summary import Tally
 from eyeline.train.trainable import rates
 
@@ -136,7 +138,7 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
     running = begin_stage(process, checkpoint, state)
     stage, model = running.stage, running.plan.model
     saved_at, first = clock.now(), state.step + 1
-    for step in timed_steps(running.steps_from(state), clock):
+    for step in timed_steps(running.steps_from(state), clock, running.own_time):
         set_learning_rates(running.optimizers, rates(stage), at := factor(stage.schedule, state.step, running.steps))
         with clock.spending("compute"), deterministic_or_refused():
             report = update(
@@ -148,9 +150,8 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
                 balance=stage.experts,
                 seed=run.seed,
                 step=state.global_step,
+                before_update=partial(examine, process, running, state, step),
             )
-        if report.outcome == "not finite":
-            keep_evidence(process, state, report, step.batches)
         state = next_state(state, step, report)
         stop.done = state.global_step
         ended = state.step == running.steps
@@ -172,8 +173,8 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
         if over:
             raise NotFinite(
                 f"{counted(state.not_finite, 'step')} had a loss or gradient that is not finite, more than "
-                f"max_nonfinite_steps={run.max_nonfinite_steps}. None was applied; their batches are described in "
-                f"{home.folder / 'not_finite'}. Look at those samples, or lower the learning rate."
+                f"max_nonfinite_steps={run.max_nonfinite_steps}. None was applied; {home.folder / EVIDENCE} says which samples they had. "
+                "`eyeline replay` of a folder there says where it comes from; or lower the learning rate."
             )
         if leaving:
             return
@@ -192,13 +193,15 @@ class Border(NamedTuple):
     flops: flops.Flops  # of all ranks' batches
     memory_bytes: int  # of the rank that has the most in use
     written: bool  # the checkpoint that is being saved meanwhile, on all ranks
+    own: OwnTimes  # what this rank did by itself
+    slow_ranks: tuple[int, ...] = ()  # known to rank 0
 
 
 def at_border(process: Process, running: StageRun, step: Step, due: bool) -> Border:
     """Tell the other ranks, and hear what all agree on."""
     counted = sum((running.arithmetic.of(batch) for batch in step.batches), flops.NONE)
-    written = process.saving.ready
-    borders = process.world.gather(Border(process.stop.asked, due, counted, process.here.memory_bytes(), written))
+    written, own = process.saving.ready, running.own_time.lap(counted.by_part.get("language", 0.0))
+    borders = process.world.gather(Border(process.stop.asked, due, counted, process.here.memory_bytes(), written, own))
     process.stop.hear(one.stop for one in borders)
     return Border(
         stop=process.stop.asked if any(one.stop for one in borders) else None,
@@ -206,7 +209,16 @@ def at_border(process: Process, running: StageRun, step: Step, due: bool) -> Bor
         flops=sum((one.flops for one in borders), flops.NONE),
         memory_bytes=max(one.memory_bytes for one in borders),
         written=all(one.written for one in borders),
+        own=own,
+        slow_ranks=running.stragglers.add([one.own for one in borders]) if process.world.first else (),
     )
+
+
+def examine(process: Process, running: StageRun, state: State, step: Step, loss: float, norm: float, finite: bool) -> None:
+    """Keep what a step needs to be run again, before it changes the weights, if it is not finite or its loss is a spike."""
+    spike = running.spikes.add(loss) and finite
+    if spike or not finite:
+        keep_evidence(process, running, state, step.batches, "spike" if spike else "not finite", loss, norm)
 
 
 def next_state(state: State, step: Step, report: Report) -> State:
@@ -247,7 +259,13 @@ def show_step(
         peak=running.peak and running.peak * process.world.size,
         imbalance=step.imbalance,
         epoch=step.epoch,
+        spike=running.spikes.last,
+        slow_ranks=border.slow_ranks,
     )
+    if process.run.metrics_for_all_ranks:
+        process.home.record_rank(process.world.rank, rank_line(figures, step, border.own))
+    for line in running.stragglers.news():
+        process.show.note(line)
     process.home.record(figures.line())
     process.show.step(figures)
     if rejects.rejected and tells_rejects:
@@ -255,31 +273,15 @@ def show_step(
     process.tally.step(figures)
 
 
-def timed_steps(arriving: Iterable[Step], clock: Clock) -> Iterator[Step]:
+def timed_steps(arriving: Iterable[Step], clock: Clock, own: OwnTime) -> Iterator[Step]:
     """The same items, with the time until each arrives counted as data wait."""
     iterator = iter(arriving)
     while True:
-        with clock.spending("data_wait"), fitting("a batch (of batch.max_tokens and batch.max_patches)"):
+        with clock.spending("data_wait"), own.waiting(), fitting("a batch (of batch.max_tokens and batch.max_patches)"):
             item = next(iterator, None)
         if item is None:
             return
         yield item
-
-
-def keep_evidence(process: Process, state: State, report: Report, micro_batches: tuple[Batch, ...]) -> None:
-    """A file that says which samples made a step that is not finite, and where the data stood before it."""
-    home, samples = process.home, process.world.gather([list(batch.ids) for batch in micro_batches])
-    if not home.writes:
-        return
-    make_folder(home.folder / "not_finite")
-    evidence = {
-        "step": state.global_step + 1,
-        "loss": str(report.loss),
-        "grad_norm": str(report.grad_norm),
-        "samples": [ids for of_rank in samples for ids in of_rank],
-        "data_before": state.data,
-    }
-    write_json(home.folder / "not_finite" / f"step-{state.global_step + 1:08d}.json", evidence)
 
 
 def write_validation(home: Home, stage: Stage, state: State, loss: float, labels: int, show: Display) -> None:

@@ -5,17 +5,20 @@ compute, validation, checkpoint, other. Rates are real tokens over that wall tim
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from eyeline.core.files import append_line
+from eyeline.core.batch import Counts
+from eyeline.core.files import append_line, make_folder
 from eyeline.core.plan import Part
+from eyeline.core.step import Step
 from eyeline.models.flops import Flops
 from eyeline.train.step import Report
+from eyeline.train.stragglers import OwnTimes
 
 Spending = Literal["startup", "data_wait", "compute", "validation", "checkpoint"]
 
@@ -38,6 +41,8 @@ class StepFigures:
     peak: float | None  # FLOPs per second that the device could do in this run's precision; None where it is not known
     imbalance: Mapping[str, float]  # by part: cost of the slowest rank of each micro-batch, over the mean; 1 on one rank
     epoch: float | None = None  # epochs of the stage's data done so far; None where each source has epochs of its own
+    spike: bool = False  # the loss is far above those before it
+    slow_ranks: Sequence[int] = ()  # ranks that have been slow over the last steps
 
     @property
     def flops_per_s(self) -> float:
@@ -83,7 +88,24 @@ class StepFigures:
             "mfu": self.flops_per_s / self.peak if self.peak else None,
             "imbalance": dict(self.imbalance),
             "epoch": self.epoch,
+            "spike": self.spike,
+            "slow_ranks": list(self.slow_ranks),
         }
+
+
+def rank_line(figures: StepFigures, step: Step, own: OwnTimes) -> dict[str, Any]:
+    """The line of a step in the metrics of one rank: what is its own."""
+    counts = sum((batch.counts for batch in step.batches), Counts.zero())
+    return {
+        "stage": figures.stage,
+        "step": figures.step,
+        "global_step": figures.global_step,
+        **asdict(counts),
+        **{f"{name}_s": value for name, value in figures.seconds.items()},
+        "flops": own.flops,
+        "own_forward_s": own.forward_s,
+        "own_data_s": own.data_s,
+    }
 
 
 class Clock:
@@ -115,6 +137,15 @@ class Clock:
         names = ("startup", "data_wait", "compute", "validation", "checkpoint")
         named = {name: spent.get(name, 0.0) for name in names}
         return {"step": total, **named, "other": max(total - sum(named.values()), 0.0)}
+
+
+RANKS = "metrics-ranks"  # of a run folder: the metrics of each rank
+
+
+def write_rank(folder: Path, rank: int, line: dict[str, Any], attempt: int) -> None:
+    """Append one line to the file of a rank."""
+    make_folder(folder / RANKS)
+    append_line(folder / RANKS / f"rank-{rank:05d}.jsonl", {**line, "attempt": attempt})
 
 
 def write(folder: Path, line: dict[str, Any], attempt: int) -> None:

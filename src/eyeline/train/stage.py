@@ -26,12 +26,14 @@ from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.place import place
 from eyeline.parallel.ranks import ONE_DEVICE, Ranks
 from eyeline.train.display import Display
+from eyeline.train.evidence import LossSpikes
 from eyeline.train.metrics import Clock
 from eyeline.train.optim import load_state_tensors, make_optimizers
 from eyeline.train.run import COMPUTE, Run, Stage
 from eyeline.train.saving import Saving
 from eyeline.train.start import Home, refuse_changed_data, refuse_other_data, sources_of
 from eyeline.train.stop import StopSignal
+from eyeline.train.stragglers import OwnTime, Stragglers
 from eyeline.train.summary import Tally, stage_lines, stage_record
 from eyeline.train.trainable import adapters_of, new_rows_of, plan_of, rows_of, table
 
@@ -77,7 +79,10 @@ class StageRun:
     steps: int  # of the whole stage
     arithmetic: flops.Arithmetic
     peak: float | None  # FLOPs per second that the device is made for, at this precision; None where that is not known
+    own_time: OwnTime
+    stragglers: Stragglers
     balance_images: bool = False  # ranks share out the images of each micro-batch
+    spikes: LossSpikes = field(default_factory=LossSpikes)
 
     def steps_from(self, state: State) -> Iterator[Step]:
         """The steps that are left, each with its micro-batches."""
@@ -146,7 +151,9 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
         if checkpoint:
             world.by_each(lambda: refuse_changed_data(run, home.folder, reader, checkpoint.state))
     peak = flops.peak_of(here.name) if run.precision == "bf16" else None
-    running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, peak, world.size > 1 and run.mesh.balance_images)
+    own_time = OwnTime((plan.model.get_submodule(name) for name in plan.blocks["language"]), here.device, world)
+    balanced = world.size > 1 and run.mesh.balance_images
+    running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, peak, own_time, Stragglers(world.hosts), balanced)
     _announce(process, running, state)
     plan.model.train()
     return running

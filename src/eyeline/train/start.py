@@ -1,7 +1,6 @@
 """Where a run begins: its folder, its model's description, and the weights that a stage starts from."""
 
 import itertools
-import platform
 import re
 import shlex
 import shutil
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyeline import __version__, models
+from eyeline import models
 from eyeline.bundle.bundle import Bundle, Weights, describe, open_bundle, open_weights, read_description, refuse_other_version, tokenizer_of
 from eyeline.bundle.fill import Seed, Source, refuse_other_parts
 from eyeline.bundle.folders import warn_of_others
@@ -32,8 +31,8 @@ from eyeline.data.text.tokenizer import Encoder, add_tokens, load_tokenizer, tra
 from eyeline.models.moe import Forced
 from eyeline.models.shape import shape
 from eyeline.parallel.launch import Machine
-from eyeline.train import metrics
-from eyeline.train.environment import commit, environment, packages
+from eyeline.train import evidence, metrics
+from eyeline.train.environment import environment, versions
 from eyeline.train.run import CODE, Full, Run, differences, from_yaml, to_yaml, write_recipe
 from eyeline.train.trainable import recomputed
 
@@ -60,6 +59,10 @@ class Home:
         if self.writes:
             metrics.write(self.folder, line, self.attempt)
 
+    def record_rank(self, rank: int, line: dict[str, Any]) -> None:
+        """Append a line to the metrics of one rank."""
+        metrics.write_rank(self.folder, rank, line, self.attempt)
+
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
@@ -77,8 +80,7 @@ def start_run(run: Run, folder: Path, world: World = ALONE) -> Home:
 
 def refuse_other_ranks(run: Run, home: Home, world: World) -> None:
     """Raise Refused on every rank where one has another recipe, tokenizer, or version of anything than rank 0, naming both."""
-    versions = {"eyeline": __version__, "Eyeline's commit": commit() or "", "Python": platform.python_version(), **packages()}
-    own = versions | {"recipe": short_hash(to_yaml(run)), "tokenizer": home.encoder.identity, "run folder": home.id}
+    own = versions() | {"recipe": short_hash(to_yaml(run)), "tokenizer": home.encoder.identity, "run folder": home.id}
     first, *others = world.gather_patiently(own)
     for rank, other in enumerate(others, 1):
         if differ := [
@@ -129,6 +131,7 @@ def _make_folder(run: Run, folder: Path) -> None:
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     store.remove_leftovers(folder / "checkpoints")
+    evidence.remove_leftovers(folder)
 
 
 def refuse_strangers(folder: Path) -> None:

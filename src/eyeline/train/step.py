@@ -1,6 +1,6 @@
 """One optimizer update. Sums and counts first, one division at the end."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -49,12 +49,14 @@ def update(
     balance: Balance | None,
     seed: int,
     step: int,
+    before_update: Callable[[float, float, bool], object] = lambda *_: None,
 ) -> Report:
     """Run every micro-batch forward and backward, clip, and apply the update unless something is not finite.
 
     The loss is summed over labels and divided once by the step's count, so that gradients do not depend on how the step is
     cut into micro-batches and ranks. `step` counts over the whole run: dropout is addressed by (seed, step, pack).
     `balance` says how the experts of MoE layers are balanced: what `set_balance` was given.
+    `before_update` gets the loss, the norm, and whether both are finite, before anything is changed.
     A parameter that no micro-batch of any rank used has no gradient and is left alone: neither moved nor decayed. Nothing here
     depends on what this rank holds, only on what all ranks do together (`data.slots`): so they run the same passes.
     """
@@ -71,6 +73,7 @@ def update(
         figures += [*spread(tokens_NE.float()), added]
     # the one wait for the device in a step: a non-finite step must be decided before the optimizer touches its state
     loss_value, norm_value, finite, *routed = torch.stack(figures).tolist()
+    before_update(loss_value, norm_value, bool(finite))
     if finite:
         if max_grad_norm:
             ranks.clip(parameters, max_grad_norm, norm)

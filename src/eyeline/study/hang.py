@@ -1,0 +1,93 @@
+"""`eyeline explain --hang`: what the ranks of a run did when it hung or crashed, and which of them issued other collectives."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from eyeline.core.errors import Refused
+from eyeline.core.files import read_json
+from eyeline.parallel.calls import Call, calls_in
+from eyeline.parallel.watch import CALLS, CRASH, PACKAGE
+
+Calls = Mapping[int, Mapping[str, Mapping[int, Call]]]  # rank -> group -> number -> call
+
+
+def explain_hang(run: Path) -> Iterator[str]:
+    """Lines about the files in RUN/ranks. Refused where there are none."""
+    folder = run / "ranks"
+    ranks = {int(path.stem.removeprefix("rank-")): path for path in sorted(folder.glob("rank-*.json"))}
+    if not ranks:
+        raise Refused(f"{folder} has no file of a rank. Only a run of several ranks that hangs, or has lost one, has some")
+    for rank, path in ranks.items():
+        yield _position(rank, path)
+    yield from desynchronised({rank: calls_in(path.with_suffix(CALLS)) for rank, path in ranks.items()})
+
+
+def _position(rank: int, path: Path) -> str:
+    try:
+        where: dict[str, Any] = read_json(path)
+    except (OSError, ValueError):
+        return f"rank {rank}: its file cannot be read"
+    line = f", at {where['line'].removeprefix(PACKAGE)}" if where["line"] else ""
+    said = f"rank {rank} (process {where['pid']} on {where['host']}): step {where['step'] + 1}, {where['phase']}{line}"
+    crash = _crash(path.with_suffix(CRASH))
+    return f"{said}; {crash}" if crash else said
+
+
+def _crash(path: Path) -> str:
+    """What the interpreter wrote when the system aborted the process: the error, and our innermost line."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    error = re.search(r"Fatal Python error: (.*)", text)
+    thread = text[text.find("Current thread") :] if "Current thread" in text else text
+    lines = re.findall(r'File "(.*?)", line (\d+) in (\S+)', thread)
+    own = next((f"{file.removeprefix(PACKAGE)}:{line} {name}" for file, line, name in lines if file.startswith(PACKAGE)), "")
+    return f"aborted ({error.group(1)}){f' in {own}' if own else ''}" if error else ""
+
+
+def desynchronised(calls: Calls) -> Iterator[str]:
+    """The first call in each group by which ranks differ, and who differs; else who has issued fewer than others."""
+    found = False
+    for group in dict.fromkeys(group for of_rank in calls.values() for group in of_rank):
+        members = {rank: of_rank[group] for rank, of_rank in calls.items() if group in of_rank}
+        lines = list(_differences(group, members)) or list(_behind(group, members))
+        found = found or bool(lines)
+        yield from lines
+    if not found:
+        yield "all ranks have issued the same collectives, as far as they are recorded: a rank hangs between two of them, or in one"
+
+
+def _differences(group: str, members: Mapping[int, Mapping[int, Call]]) -> Iterator[str]:
+    first, last = max(min(numbers) for numbers in members.values()), min(max(numbers) for numbers in members.values())
+    for number in range(first, last + 1):
+        told = {rank: numbers[number].what for rank, numbers in members.items() if number in numbers}
+        if len(set(told.values())) < 2:
+            continue
+        usual = Counter(told.values()).most_common(1)[0][0]  # of as many each, that of the lowest rank
+        reference = next(members[rank] for rank, what in told.items() if what == usual)
+        for rank, what in told.items():
+            if what != usual:
+                yield f"rank {rank} differs at call {number} of {group}: {_how(members[rank], reference, number)}"
+        return
+
+
+def _how(own: Mapping[int, Call], reference: Mapping[int, Call], number: int) -> str:
+    here, usual = own[number].what, reference[number].what
+    if (after := reference.get(number + 1)) is not None and after.what == here:
+        return f"it left out {usual}, and goes on with {here}"
+    if (after := own.get(number + 1)) is not None and after.what == usual:
+        return f"it issues {here} in addition, before {usual}"
+    return f"it issues {here}, and the others {usual}"
+
+
+def _behind(group: str, members: Mapping[int, Mapping[int, Call]]) -> Iterator[str]:
+    furthest = max(max(numbers) for numbers in members.values())
+    last = next(numbers[furthest] for numbers in members.values() if furthest in numbers)
+    for rank, numbers in members.items():
+        if max(numbers) < furthest:
+            own = numbers[max(numbers)]
+            yield f"rank {rank} is behind in {group}: its last call is {own.number} ({own.what}), others wait in {furthest} ({last.what})"

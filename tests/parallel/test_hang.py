@@ -1,0 +1,106 @@
+"""`eyeline explain --hang`: the rank that issues other collectives than the rest is named with the call."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from eyeline.core.errors import Refused
+from eyeline.parallel import watch
+from eyeline.parallel.calls import Call
+from eyeline.study.hang import desynchronised, explain_hang
+from eyeline.train import loop
+from tests import ranks
+from tests.parallel.test_rank_faults import at_step
+from tests.parallel.test_ranks_train import run_of, start
+
+SEQUENCE = ["all_gather [4] → [8]", "reduce_scatter [8] → [4]", "all_reduce [3] → [3]", "all_gather [6] → [12]", "all_reduce [2] → [2]"]
+
+
+def numbered(calls: list[str], first: int = 1) -> dict[str, dict[int, Call]]:
+    return {"default": {number: Call("default", number, what) for number, what in enumerate(calls, first)}}
+
+
+ODD = {
+    "left out": (SEQUENCE[:2] + SEQUENCE[3:], "rank 1 differs at call 3 of default: it left out all_reduce [3] → [3]"),
+    "one more": (
+        [*SEQUENCE[:2], "barrier [] → []", *SEQUENCE[2:]],
+        "rank 1 differs at call 3 of default: it issues barrier [] → [] in addition, before all_reduce [3] → [3]",
+    ),
+    "another size": (
+        [*SEQUENCE[:2], "all_reduce [4] → [4]", *SEQUENCE[3:]],
+        "rank 1 differs at call 3 of default: it issues all_reduce [4] → [4], and the others all_reduce [3] → [3]",
+    ),
+    "behind": (
+        SEQUENCE[:3],
+        "rank 1 is behind in default: its last call is 3 (all_reduce [3] → [3]), others wait in 5 (all_reduce [2] → [2])",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+@pytest.mark.parametrize("others", [1, 3])
+def test_the_rank_that_differs_is_named_with_the_call(how: str, others: int) -> None:
+    calls, words = ODD[how]
+    usual = [numbered(SEQUENCE) for _ in range(others)]
+    [line] = desynchronised(dict(enumerate([usual[0], numbered(calls), *usual[1:]])))
+    assert line.startswith(words), line
+
+
+def test_calls_that_fell_out_of_the_record_are_not_compared() -> None:
+    [line] = desynchronised({0: numbered(SEQUENCE), 1: numbered(SEQUENCE[2:], 3)})
+    assert line.startswith("all ranks have issued the same collectives")
+
+
+def test_a_run_without_files_of_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="has no file of a rank"):
+        list(explain_hang(tmp_path))
+
+
+def leaves_out_a_call() -> None:
+    """One all-reduce of the step is not issued."""
+    loop_sum = loop.ranks_of
+    loop.ranks_of = lambda mesh: loop_sum(mesh).__class__(**vars(loop_sum(mesh)) | {"sum": lambda x: x})
+
+
+def sums_more() -> None:
+    ranks_of = loop.ranks_of
+
+    def of(mesh):
+        found = ranks_of(mesh)
+        return found.__class__(**vars(found) | {"sum": lambda x: found.sum(torch.cat([x.flatten(), x.flatten()]))[: x.numel()]})
+
+    loop.ranks_of = of
+
+
+PLANTED = [
+    (leaves_out_a_call, r"it issues all_to_all \[\[\d+\]\] .*, and the others all_reduce \[\[2\]\]"),
+    (sums_more, r"it issues all_reduce \[\[4\]\] → \[\[4\]\], and the others all_reduce \[\[2\]\]"),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("plant", "words"), PLANTED, ids=["one too few", "another size"])
+def test_a_run_that_hangs_names_its_rank(
+    plant: Callable[[], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "EVERY_S", 0.1)
+    run = run_of(tmp_path, "run", "mesh.timeout_minutes=0.05")
+    codes = ranks.wait(start(run, 2, lambda rank: plant() if rank == 1 else None))
+    assert all(codes), codes
+    lines = list(explain_hang(tmp_path / "run"))
+    assert sum(bool(re.match(rf"rank 1 differs at call \d+ of default_pg: {words}", line)) for line in lines) == 1, lines
+    assert re.match(r"rank 0 \(process \d+ on \S+\): step 1, compute, at parallel/\w+\.py:\d+ ", lines[0])
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_aborted_is_named_with_its_line(tmp_path: Path) -> None:
+    """As gloo and NCCL do where a call does not fit."""
+    run = run_of(tmp_path, "run", "mesh.timeout_minutes=0.05")
+    assert ranks.wait(start(run, 2, at_step(2, 1, os.abort))) == [9, -signal.SIGABRT]
+    _, aborted, *_ = explain_hang(tmp_path / "run")
+    assert re.search(r"rank 1 \(.*\): step \d+, .*; aborted \(Aborted\) in train/loop\.py:\d+ train_stage", aborted), aborted
