@@ -78,7 +78,7 @@ def _differences(group: str, members: Mapping[int, Mapping[int, Call]]) -> Itera
 def _how(own: Mapping[int, Call], reference: Mapping[int, Call], number: int) -> str:
     here, usual = own[number].what, reference[number].what
     if (after := reference.get(number + 1)) is not None and after.what == here:
-        return f"it left out {usual}, and goes on with {here}"
+        return f"it left out {usual}, and continues with {here}"
     if (after := own.get(number + 1)) is not None and after.what == usual:
         return f"it issues {here} in addition, before {usual}"
     return f"it issues {here}, and the others {usual}"

@@ -146,7 +146,7 @@ def tensors_of_batches(batches: Sequence[Batch]) -> dict[str, Tensor]:
 
 
 def plain(batch: Batch) -> dict[str, Any]:
-    """What a batch has beside its tensors, as plain JSON."""
+    """What a batch has in addition to its tensors, as plain JSON."""
     kept = {f.name: x for f in fields(batch) if not isinstance(x := getattr(batch, f.name), Tensor)}
     return kept | {"counts": asdict(batch.counts), "ids": list(batch.ids)}
 
