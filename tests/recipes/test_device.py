@@ -138,7 +138,7 @@ def test_fault_of_fla_is_reported_with_versions(monkeypatch: pytest.MonkeyPatch)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that computes on the CPU, as an H100 is asked."""
     for place in (loop, module, evaluation):
-        monkeypatch.setattr(place, "machine", lambda *_: Machine(torch.device("cpu"), "NVIDIA H100", 1, (9, 0)))
+        monkeypatch.setattr(place, "machine", lambda *_, **__: Machine(torch.device("cpu"), "NVIDIA H100", 1, (9, 0)))
 
 
 def hybrid_run(folder: Path, *overrides: str):
