@@ -86,7 +86,7 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         return False
     if run.distill is not None and not any(line.startswith("distill.") for line in found):
         for line in distilling.lines(run.distill, encoder.template):
-            _say(console, line)
+            say_line(console, line)
     saved = newest_state(run_folder(run) / "checkpoints") if not any(line.startswith("out: ") for line in found) else None
     spec, form = spec_of(bundle.config), mapping_of(bundle.config).form(bundle.config)
     say_line(console, f"run folder: {run_folder(run)}")
