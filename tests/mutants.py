@@ -1361,6 +1361,56 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "generate/test_chat.py::test_each_answer_sees_the_whole_conversation",
         ),
     ],
+    "numbers": [
+        (
+            "train/metrics.py",
+            "        self._book()\n        before, self.phase = self.phase, on\n",
+            "        before, self.phase = self.phase, on\n",
+            "train/test_metrics.py::test_seconds_inside_of_others_are_counted_once",
+        ),
+        (
+            "train/unchanged.py",
+            ".to(torch.bfloat16, copy=True)",
+            ".to(x.dtype, copy=True)",
+            "train/test_metrics.py::test_weights_that_stay_the_same_in_bfloat16_are_counted",
+        ),
+        (
+            "study/ledger.py",
+            " if name not in KEPT_OF_LOST}",
+            "}",
+            "study/test_ledger.py::test_an_attempt_that_overlaps_the_next_is_not_counted_twice",
+        ),
+        (
+            "study/ledger.py",
+            'gap = begin - _number(line.get("elapsed_s")) - attempt.last_wall',
+            "gap = begin - attempt.last_wall",
+            "study/test_ledger.py::test_a_kill_in_a_save_costs_the_steps_since_the_last_one",
+        ),
+        (
+            "study/side_by_side.py",
+            'OF_AN_ATTEMPT = ("resumed_from", "elapsed_s", "wall", "attempt", "kind")',
+            'OF_AN_ATTEMPT = ("resumed_from", "elapsed_s", "wall", "attempt", "kind", "precision")',
+            "study/test_side_by_side.py::test_runs_that_were_not_measured_alike_are_refused",
+        ),
+        (
+            "train/trackers/tracker.py",
+            "except BaseException as error:",
+            "except Exception as error:",
+            "train/test_trackers.py::test_a_tracker_that_fails_is_said_once_and_the_run_continues",
+        ),
+        (
+            "train/samples.py",
+            "        model.train(was_training)\n",
+            "        pass\n",
+            "train/test_trackers.py::test_samples_change_no_loss",
+        ),
+        (
+            "study/watch.py",
+            'not in (HOST, "localhost")',
+            'not in (HOST, "localhost", "evil.example")',
+            "study/test_watch.py::test_nothing_but_the_runs_can_be_read_and_nothing_written",
+        ),
+    ],
     "figures": [
         (
             "train/metrics.py",

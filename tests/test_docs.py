@@ -293,17 +293,18 @@ def test_every_figure_is_defined(eyeline: Command, tmp_path: Path) -> None:
     few = [f"stages.{stage}.{what}" for stage in ("shapes", "all") for what in ("steps=1", "data.sources.0.limit=300")]
     assert eyeline("train", "easyvqa-tiny", *few, "validation_steps=1", "threads=1").code == 0
     text = (ROOT / "docs/metrics.md").read_text()
-    kinds = ("step", "validation", "stage", "start")
-    step, validation, stage, start = (text[text.index(f"## A {name}\n") :].split("\n## ")[0] for name in kinds)
+    kinds = ("A step", "A validation", "A stage", "A start", "An end")
+    step, validation, stage, start, end = (text[text.index(f"## {name}\n") :].split("\n## ")[0] for name in kinds)
     lines = {line["kind"]: set(line) - {"kind"} for line in read_lines(tmp_path / "runs/easyvqa-tiny/metrics.jsonl")}
     defined = {name for row in re.findall(r"^\| (`[^|]+`) \|", step, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert defined == lines["step"]
-    assert lines["validation"] - {"wall", "attempt"} == set(re.findall(r"`(\w+)`", validation))
+    every = {"wall", "attempt", "elapsed_s"}
+    assert lines["validation"] - every == set(re.findall(r"`(\w+)`", validation))
     inner = {"parameters", "trained", "how", "lr", "layout", "container", "samples", "held_out"}  # of a part, and of a source
-    assert lines["stage"] - {"wall", "attempt", "stage", "stage_index", "global_step"} == set(re.findall(r"`(\w+)`", stage)) - inner - {
-        "null"
-    }
-    assert lines["start"] - {"wall", "attempt"} == set(re.findall(r"`(\w+)`", start))
+    assert lines["stage"] - every - {"stage", "stage_index", "global_step"} == set(re.findall(r"`(\w+)`", stage)) - inner - {"null"}
+    inside = {"flops_per_s", "name", "mfu"}  # of the peak
+    assert lines["start"] - {"wall", "attempt"} == set(re.findall(r"`(\w+)`", start)) - inside
+    assert lines["end"] - {"wall", "attempt"} == set(re.findall(r"`(\w+)`", end)) - {"done", "stopped"}
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))

@@ -55,7 +55,7 @@ def test_llava_recipe_from_import_to_export(eyeline: Command, tmp_path: Path, mo
     assert ends[1] is not None
     assert ends[0].manifest.step == 12
     assert digest(ends[0]) == digest(ends[1])
-    assert {line["kind"] for line in read_lines(run / "metrics.jsonl")} == {"start", "stage", "step", "validation"}
+    assert {line["kind"] for line in read_lines(run / "metrics.jsonl")} == {"start", "stage", "step", "validation", "end"}
     assert (run / "report.html").read_text().startswith("<!doctype html>")
 
     evaluated = eyeline("eval", "runs/llava", "--show", "2")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from eyeline.parallel.ranks import ranks_of
 from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.study.evaluate import evaluate
+from eyeline.train.trackers import trackers
 from tests.distill.cases import CASES as DISTILL
 from tests.ranks import on_ranks
 from tests.settings import LEAVES
@@ -52,7 +54,7 @@ def steps(recipe: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """The metrics of each step, without the times."""
     lines = read_lines(trained(recipe, folder) / "metrics.jsonl")
     return [
-        {k: v for k, v in line.items() if not k.endswith("_s") and k not in ("wall", "memory_bytes")}
+        {k: v for k, v in line.items() if not k.endswith("_s") and k not in ("wall", "memory_bytes", "mfu", "hfu")}
         for line in lines
         if line["kind"] == "step"
     ]
@@ -131,6 +133,23 @@ def writers(recipe: dict[str, Any], folder: Path) -> list[str]:
         patch.setattr(store, "write", lambda *args, **how: names.append(threading.current_thread().name) or write(*args, **how))
         trained(recipe, folder)
     return names
+
+
+def sampled(recipe: dict[str, Any], folder: Path) -> int:
+    """Answers that a run keeps."""
+    files = (trained(recipe, folder) / "samples").glob("*.json")
+    return sum(len(json.loads(file.read_text())["answers"]) for file in files)
+
+
+def tracked(recipe: dict[str, Any], folder: Path) -> list[Any]:
+    """What trackers are opened with."""
+    opened: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "missing", lambda names: [])
+        patch.setattr(trackers, "InThread", lambda name, open_tracker: opened.append(name) or MagicMock())
+        patch.setattr(trackers, "opener", lambda name, about: opened.append(about.online))
+        trained(recipe, folder)
+    return opened
 
 
 def run_folders(recipe: dict[str, Any], folder: Path) -> str:
@@ -367,6 +386,9 @@ QWEN_VISION: dict[str, Any] = {
 
 CASES: dict[str, Case] = {
     "name": turned("name=other", see=run_folders, base=("out=null",)),
+    "validation_samples": turned("validation_samples=2", see=sampled, base=VALIDATED),
+    "report_to": turned("report_to=[wandb]", see=tracked),
+    "report_online": turned("report_online=true", see=tracked, base=("report_to=[wandb]",)),
     "out": turned("out=elsewhere", see=run_folders),
     "seed": turned("seed=1"),
     "model.path": turned("model={path: nowhere}", see=refusal),

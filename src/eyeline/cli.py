@@ -2,6 +2,7 @@
 
 import enum
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,13 +87,14 @@ def train(
     from eyeline.parallel.join import checked, started
     from eyeline.recipes.check import refuse_problems
     from eyeline.study.report import write_report
+    from eyeline.train.environment import process_started
     from eyeline.train.loop import run_folder
     from eyeline.train.loop import train as train_run
 
     first = started().first
     for line in refuse_problems(run) if first and not checked() else ():
         warn(line)
-    train_run(run)
+    train_run(run, process_started=process_started())
     if first:
         say(f"report: {write_report(run_folder(run))}")
 
@@ -436,19 +438,102 @@ def export(
     )
 
 
-@app.command(epilog="Example: eyeline report runs/easyvqa-tiny   (or, of a folder that prepare writes: eyeline report /data/prepared)")
-def report(run: RunFolder) -> None:
-    """Write report.html in a run folder: curves, and samples with images and answers, in one file without script. Of a folder that
-    `prepare` writes, print what is done, how fast, what was dropped, and which partitions were slow."""
+@app.command(epilog="Example: eyeline report runs/first   (several: eyeline report runs/first runs/second; prepared: eyeline report /data)")
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", parser=_path, help="A run folder, or several.", show_default=False)],
+    different: Annotated[
+        bool, typer.Option("--different", help="Compare runs although they were measured with other versions or machines.")
+    ] = False,
+) -> None:
+    """Write report.html in a run folder: curves, and samples with images and answers, in one file without script; and print where the
+    time went. Of several runs, print their numbers side by side. Of a folder that `prepare` writes, print what is done, how fast, what was
+    dropped, and which partitions were slow."""
     from eyeline.offline.report import JOBS, report_jobs
+    from eyeline.study.ledger import show_ledger
     from eyeline.study.report import write_report
 
+    run = runs[0]
+    if len(runs) > 1:
+        from eyeline.study.side_by_side import side_by_side
+
+        side_by_side(runs, different)
+        refuse_lost_output()
+        return
+    if different:
+        raise Refused("--different is for several runs, and one is given. Leave it out, or give another run")
     if (run / JOBS).is_dir():
         say(report_jobs(run))
         refuse_lost_output()
         return
 
-    say(f"report: {write_report(run)}")
+    written = write_report(run)
+    show_ledger(run)
+    say(f"report: {written}")
+
+
+@app.command(epilog="Example: eyeline compare easyvqa-tiny stages.shapes.steps=20 stages.all.steps=20 --vary threads=1,2 --repeats 5")
+def compare(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    vary: Annotated[
+        str, typer.Option(metavar="KEY=A,B", help="A setting, and the values to compare; the first is the baseline.", show_default=False)
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=2, help="Launches of each value. Fewer than 5 see large differences only.")] = 5,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", parser=_path, help="Where the runs go. [default: runs/compare-NAME]", show_default=False),
+    ] = None,
+) -> None:
+    """Train a recipe with each value of a setting, in turns and on equal work, and say which is faster, how sure that is, and the smallest
+    difference that could have been seen. Run the same command again to resume."""
+    run = _read(recipe, overrides)
+    from eyeline.recipes.check import refuse_problems
+    from eyeline.recipes.read import read_recipe
+    from eyeline.study.compare import compare as compare_runs
+    from eyeline.study.compare import varied
+
+    def run_of(more: Sequence[str]) -> Any:
+        found = read_recipe(recipe, more)
+        refuse_problems(found)
+        return found
+
+    compare_runs(run_of, recipe, overrides or [], varied(vary), repeats, out or Path(f"runs/compare-{run.name}"))
+    refuse_lost_output()
+
+
+@app.command(epilog="Example: eyeline profile easyvqa-tiny --steps 3 --out profile-of-tiny")
+def profile(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    stage: Annotated[str | None, typer.Option(help="The stage, by name. [default: the last]", show_default=False)] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to profile, and as many without the profiler to check them against.")] = 3,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before that.")] = 5,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PATH", parser=_path, help="A new folder. [default: runs/profile-NAME]", show_default=False)
+    ] = None,
+) -> None:
+    """Profile some steps of a recipe: a trace for a browser, time by part of the model and class of operators, memory over time."""
+    run = _read(recipe, overrides)
+    from eyeline.recipes.check import refuse_problems
+    from eyeline.study.profile import profile_recipe
+
+    for line in refuse_problems(run):
+        warn(line)
+    profile_recipe(run, stage, warm_up, steps, out or Path(f"runs/profile-{run.name}"))
+    refuse_lost_output()
+
+
+@app.command(epilog="Example: eyeline watch runs/first runs/second")
+def watch(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", parser=_path, help="Run folders, or a folder that has some.", show_default=False)
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0: any that is free.")] = 8765,
+) -> None:
+    """Serve a live page of runs on this machine alone: curves, throughput, where the time went, answers. It writes nothing."""
+    from eyeline.study.watch import watch as serve
+
+    serve(runs, port)
 
 
 @app.command(epilog="Example: eyeline explain --hang runs/mine")

@@ -177,8 +177,8 @@ def test_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch,
             "'cosine_with_min_lr' is called 'cosine' here.",
         ),
         (
-            ["report_to=wandb"],
-            "report_to: there is no such setting; figures go to metrics.jsonl in the run folder, and `eyeline report` draws them",
+            ["logging_dir=logs"],
+            "logging_dir: there is no such setting; trackers write into the folder `trackers` of the run folder: report_to names them",
         ),
     ],
 )

@@ -8,7 +8,8 @@ from tests.command import Command
 
 from eyeline.core.errors import Refused
 from eyeline.core.files import append_line
-from eyeline.study.bench import lines, matmul_rate, throughput
+from eyeline.study.bench import lines, throughput
+from eyeline.train.peak import matmul_rate
 
 
 def step(number: int, seconds: float, wait: float, attempt: int = 1, outcome: str = "applied") -> dict[str, object]:
@@ -52,12 +53,11 @@ def test_bench_refuses_what_is_no_run_or_too_short(tmp_path: Path) -> None:
 
 
 def test_matmul_rate_counts_two_flops_per_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that moves 0.05 s whenever it is read: a round ends at 0.25 s, after four turns of four products of 8 × 8."""
+    """On a clock that moves 0.05 s whenever it is read: a round ends after five products of 8 × 8."""
     ticks = iter(range(10_000))
-    monkeypatch.setattr("eyeline.study.bench.time.perf_counter", lambda: next(ticks) * 0.05)
-    rate = matmul_rate(torch.device("cpu"), torch.float32, side=8)
-    assert rate * 1.001 >= 2 * 8**3 * 12 / 0.2
-    assert rate <= 2 * 8**3 * 16 / 0.2 * 1.001
+    monkeypatch.setattr("eyeline.train.peak.time.perf_counter", lambda: next(ticks) * 0.05)
+    rate = matmul_rate(torch.device("cpu"), torch.float32, side=8, rounds=3, round_s=0.22)
+    assert rate == pytest.approx(2 * 8**3 * 5 / 0.25)
 
 
 def test_bench_prints_the_machine_and_a_run(eyeline: Command, tmp_path: Path) -> None:

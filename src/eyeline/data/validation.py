@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from eyeline.core.batch import Batch, Budget
+from eyeline.core.batch import Batch, Budget, Sample
 from eyeline.core.errors import Refused
 from eyeline.data.fetch.fetch import GroupToRead, fetched_in_order
 from eyeline.data.index_progress import make_indexes
@@ -14,6 +14,7 @@ from eyeline.data.plan.plan import ImageGroup, closing_plan, plan
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import Reader, fetch_of, sizing_of
 from eyeline.data.rejects import Reject
+from eyeline.data.sources.sources import Place, Rows
 
 
 def validation_batches(reader: Reader, budget: Budget) -> Iterator[Batch]:
@@ -61,3 +62,15 @@ def validation_packs(reader: Reader, sizing: Sizing, rejected: list[Reject]) -> 
         yield from (made.pack(n).groups for n in range(len(made.packs)))
     rest = closing_plan(bins, sizing, "")
     yield from (rest.pack(n).groups for n in range(len(rest.packs)))
+
+
+def validation_samples(reader: Reader, budget: Budget, count: int) -> list[tuple[Rows, Place, Sample]]:
+    """The first samples of validation that are usable, with where their rows are. Prepared data cannot be asked: their sources are not
+    read."""
+    sizing, found = sizing_of(reader, budget, validation=True), list[tuple[Rows, Place, Sample]]()
+    rows_of_packs = (row for pack in validation_packs(reader, sizing, []) for group in pack for row in group.rows)
+    for source, shard, row in islice(rows_of_packs, count):
+        rows = reader.validation.index.sources[source]
+        place = reader.validation.index.shard(source, shard).place(shard, row)
+        found.append((rows, place, rows.read(place)))
+    return found

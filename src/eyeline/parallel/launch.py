@@ -34,6 +34,14 @@ class Machine:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
+    def reserved_bytes(self) -> int | None:
+        """Bytes that the accelerator's allocator held at their highest, in use or not; None on a CPU."""
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+
+    def allocator_retries(self) -> int | None:
+        """How often the accelerator's allocator found no memory, gave back what it held in reserve and tried again; None on a CPU."""
+        return torch.cuda.memory_stats(self.device)["num_alloc_retries"] if self.device.type == "cuda" else None
+
     def stamps(self) -> dict[str, Any]:
         """Versions of what a GPU computes with, as plain JSON; null on a CPU."""
         on_gpu = self.device.type == "cuda"

@@ -44,7 +44,9 @@ from eyeline.recipes.device import device_report
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, image_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
+from eyeline.train.samples import sample_problems
 from eyeline.train.start import description, description_at, refuse_another_recipe, refuse_changed_data
+from eyeline.train.trackers.trackers import missing
 from eyeline.train.trainable import EMBEDDING, checkpointed, memory_of, new_rows_of, plan_of, trained_in_full
 
 
@@ -72,7 +74,8 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     if run.distill is not None:  # which training does not need
         settings += [Finding(*line) for line in distilling.problems(run.distill)]
     found = [line.text for line in settings if not line.warns]
-    found += [line for line in mesh_problems(run.mesh, world_size, run.packs_per_step) if line not in found]
+    of_ranks = [*mesh_problems(run.mesh, world_size, run.packs_per_step), *sample_problems(run, world_size)]
+    found += [line for line in of_ranks if line not in found]
     try:
         refuse_another_recipe(run, run_folder(run))
     except Refused as error:
@@ -289,6 +292,8 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
     """All problems; `unreadable` are those of the sources."""
     yield from mesh_problems(run.mesh, None)
     yield from folder_problems(run_folder(run))
+    yield from missing(run.report_to)
+    yield from sample_problems(run)
     try:
         bundle = description_at(run, run_folder(run))
         encoder = bundle.encoder()

@@ -2,7 +2,6 @@
 metrics.jsonl."""
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from eyeline.core.words import counted, percent
 from eyeline.models.flops import peak_of
 from eyeline.parallel.launch import Machine, machine
 from eyeline.study.history import Step, read_history
+from eyeline.train.peak import matmul_rate
 
 SIDES = {"cpu": 1024, "cuda": 8192}  # rows and columns of the square matrices: large enough that a device reaches its best rate
 ROUNDS, ROUND_S = 5, 0.2  # the fastest round counts: a slower one shared the machine
@@ -40,7 +40,7 @@ def bench(run: Path | None) -> None:
     here = machine()
     reached = throughput(run) if run is not None else None
     say(f"{here.name}, threads: {here.threads}" if here.device.type == "cpu" else here.name)
-    peaks = {name: matmul_rate(here.device, dtype) for name, dtype in DTYPES.items()}
+    peaks = {name: matmul_rate(here.device, dtype, SIDES[here.device.type], ROUNDS, ROUND_S) for name, dtype in DTYPES.items()}
     for name, rate in peaks.items():
         say(f"matrix products in {name}: {rate / 1e12:,.2f} TFLOP/s{_of_published(here, name, rate)}")
     if reached is not None:
@@ -79,31 +79,6 @@ def throughput(run: Path) -> Throughput:
         flops_per_s=_median(steps, lambda step: step.flops_per_s or 0.0),
         data_wait=sum(step.seconds.get("data_wait", 0.0) for step in steps) / sum(step.step_s for step in steps),
     )
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype, side: int | None = None) -> float:
-    """FLOP/s of a product of two square matrices: that of the fastest of several rounds."""
-    n = side or SIDES[device.type]
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    torch.matmul(a, b)  # loads the kernel
-    return max(_round(a, b) for _ in range(ROUNDS))
-
-
-def _round(a: torch.Tensor, b: torch.Tensor) -> float:
-    """FLOP/s over products that take about ROUND_S together."""
-    _wait(a.device)
-    start, products = time.perf_counter(), 0
-    while (took := time.perf_counter() - start) < ROUND_S:
-        for _ in range(4):
-            torch.matmul(a, b)
-        _wait(a.device)
-        products += 4
-    return 2 * len(a) ** 3 * products / took
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _median(steps: list[Step], of: Callable[[Step], float]) -> float:

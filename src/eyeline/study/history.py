@@ -39,6 +39,7 @@ class Step(Line):
     documents: int
     images: int
     patches: int
+    sample_ids: int = 0  # older versions wrote none
     real_tokens_per_s: float  # over step_s
     step_s: float  # from the end of the step before to the end of this one
     seconds: dict[str, float]  # by cause ("data_wait", "compute", ..., "other"): they add up to step_s
@@ -50,6 +51,8 @@ class Step(Line):
     flops_recomputed: int = 0
     flops_per_s: float | None = None  # without what is recomputed, over step_s
     mfu: float | None = None  # flops_per_s of the device's peak, where that is known
+    hfu: float | None = None  # the same with what is recomputed
+    allocator_retries: int | None = None
     epoch: float | None = None  # epochs of the stage's data done
 
     @model_validator(mode="before")
@@ -109,6 +112,7 @@ class StageStart(Line):
     batch: BatchSize
     optimizer: str
     schedule: str
+    kernels: tuple[str, ...] = ()  # older versions wrote none
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ def read_history(path: Path) -> History:
                         steps = {number: one for number, one in steps.items() if number <= kept}
                         validations = {number: one for number, one in validations.items() if number <= kept}
                     starts.append({k: v for k, v in line.items() if k != "kind"})
+                case {"kind": "end"}:
+                    pass  # how an attempt ended: for the ledger
                 case _:
                     unreadable += 1
         except ValidationError:
@@ -176,7 +182,7 @@ def resumed_from(start: dict[str, Any]) -> int | None:
 
 def causes(line: dict[str, Any]) -> dict[str, Any]:
     """The seconds of a step line by cause: every field `CAUSE_s` but those that are no cause."""
-    others = ("step_s", "real_tokens_per_s", "flops_per_s")
+    others = ("step_s", "real_tokens_per_s", "flops_per_s", "elapsed_s")
     return {name.removesuffix("_s"): v for name, v in line.items() if name.endswith("_s") and name not in others}
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from eyeline.core.words import counted, duration, gib, percent
 from eyeline.data.rejects import CAUSES, REMEDIES
 from eyeline.evals.result import Asked, Result, read_result
 from eyeline.study.history import History, Origin, RejectSummary, StageStart, Step, read_history, read_rejects
+from eyeline.study.ledger import MEANINGS, Ledger, read_ledger
 from eyeline.study.page import (
     EMBEDDED_IMAGE,
     collapsible,
@@ -45,7 +46,8 @@ def write_report(run: Path) -> Path:
     if not history.steps:
         raise Refused(f"{metrics} holds no step yet ({history.unreadable} unreadable lines): there is nothing to report. Train first.")
     out = run / "report.html"
-    write_atomically(out, page(run.resolve().name, history, evaluation(run), read_rejects(run / "rejects.jsonl"), texts(run)))
+    rejects = read_rejects(run / "rejects.jsonl")
+    write_atomically(out, page(run.resolve().name, history, read_ledger(metrics), evaluation(run), rejects, texts(run)))
     return out
 
 
@@ -66,7 +68,9 @@ def texts(run: Path) -> dict[str, str]:
     return {name: (run / name).read_text("utf-8", errors="replace") for name in names if (run / name).is_file()}
 
 
-def page(name: str, history: History, evaluation: Result | str | None, rejects: RejectSummary, texts: dict[str, str]) -> str:
+def page(
+    name: str, history: History, ledger: Ledger, evaluation: Result | str | None, rejects: RejectSummary, texts: dict[str, str]
+) -> str:
     """The page: what was trained and the result, how it went, what the model answers, and at the end what it all depends on, folded.
     Everything that comes from a file is escaped here, at the place where it is written down."""
     sections = [
@@ -81,7 +85,7 @@ def page(name: str, history: History, evaluation: Result | str | None, rejects: 
         *evaluation_section(evaluation),
         *skipped_section(rejects),
         "<h2>Where the time went</h2>",
-        ledger(history),
+        *time_spent(ledger),
         "<h2>Settings and environment</h2>",
         *(collapsible(file, f"<pre>{words(text)}</pre>") for file, text in texts.items()),
         *environment(history),
@@ -179,7 +183,7 @@ def figures(history: History, evaluation: Result | str | None, rejects: RejectSu
     if any(s.flops for s in steps):
         shown["FLOP/s"] = metric(flop_rate(steps))
     if (mfu := utilisation(steps)) is not None:
-        shown["MFU, of the bf16 peak"] = percent(mfu)
+        shown["MFU"] = percent(mfu)
     if rejects.by_cause:
         shown["samples skipped"] = f"{sum(count for _, count in rejects.by_cause):,}"
     return figures_list(shown)
@@ -381,12 +385,18 @@ def epoch_marks(steps: Sequence[Step], most: int = 10) -> list[tuple[int, str]]:
     return []
 
 
-def ledger(history: History) -> str:
-    """Seconds by cause over all attempts, lost work included; they add up to the time in steps."""
-    total = sum(history.spent_s.values())
-    causes = sorted(history.spent_s.items(), key=lambda item: -item[1])
-    rows = [(name.replace("_", " "), f"{seconds:,.1f} s", percent(seconds / (total or 1))) for name, seconds in causes]
-    return table(("cause", "time", "share"), [*rows, ("all steps", f"{total:,.1f} s", percent(1.0))], numbers=1)
+def time_spent(ledger: Ledger) -> list[str]:
+    """Wall time by cause over all attempts, down time between them included."""
+    rows = [
+        (name.replace("_", " "), f"{seconds:,.1f} s", percent(seconds / (ledger.wall_s or 1)), MEANINGS[name])
+        for name, seconds in ledger.rows()
+    ]
+    shown = table(("cause", "time", "share", "what it is"), [*rows, ("all", f"{ledger.wall_s:,.1f} s", percent(1.0), "")])
+    return [
+        note(f"Goodput: {percent(ledger.goodput)} of the wall time computed steps that were kept."),
+        shown,
+        *map(note, ledger.remarks()),
+    ]
 
 
 def skipped_section(rejects: RejectSummary) -> list[str]:
@@ -424,11 +434,11 @@ def flop_rate(steps: Sequence[Step]) -> float:
     return sum(sum(s.flops.values()) for s in steps) / seconds if seconds > 0 else 0.0
 
 
-def utilisation(steps: Sequence[Step]) -> float | None:
-    """The share of the device's peak over all steps of which it is known."""
-    known = [(s.mfu, s.step_s) for s in steps if s.mfu is not None]
+def utilisation(steps: Sequence[Step], of: Callable[[Step], float | None] = lambda step: step.mfu) -> float | None:
+    """The share of the device's peak over all steps of which it is known: MFU, or what `of` takes of a step."""
+    known = [(share, s.step_s) for s in steps if (share := of(s)) is not None]
     seconds = sum(spent for _, spent in known)
-    return sum(mfu * spent for mfu, spent in known) / seconds if seconds > 0 else None
+    return sum(share * spent for share, spent in known) / seconds if seconds > 0 else None
 
 
 def padding(steps: Sequence[Step]) -> float:

@@ -285,7 +285,7 @@ class Pace:
             self._recent.clear()
         first = not self._recent  # it waits for workers to start, and says little about the others
         spent = figures.seconds
-        self._recent.append(spent["step"] - spent["startup"] - spent["validation"] - spent["checkpoint"])
+        self._recent.append(spent["step"] - sum(spent.get(name, 0.0) for name in ("startup", "compile", "validation", "checkpoint")))
         if first and figures.step < figures.steps:
             return "–"
         return duration((figures.steps - figures.step) * median(self._recent))

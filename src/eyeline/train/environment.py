@@ -1,8 +1,10 @@
 """The environment of a run: stamped on its numbers, written to env.json, printed by `eyeline env`."""
 
 import hashlib
+import os
 import platform
 import subprocess
+import time
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,6 +52,17 @@ def code_digest() -> str:
 def packages() -> dict[str, str]:
     """The versions of the packages that compute, by name."""
     return {name: found for name in PACKAGES if (found := _version(name))}
+
+
+def process_started() -> float | None:
+    """What the monotonic clock showed when this process started, as Linux tells it; None elsewhere."""
+    try:
+        stat = Path("/proc/self/stat").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    ticks = int(stat.rpartition(")")[2].split()[19])  # field 22: since the machine was started
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
 
 
 @cache  # a process runs the code that was there when it started

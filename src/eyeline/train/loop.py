@@ -2,17 +2,18 @@
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 
 from eyeline.checkpoint import store
-from eyeline.core.errors import NotFinite, OutOfMemory, Stopped, StorageFailed, fitting
+from eyeline.core.errors import NotFinite, OutOfMemory, Refused, Stopped, StorageFailed, fitting
 from eyeline.core.files import make_folder
 from eyeline.core.log import say
 from eyeline.core.step import Step
@@ -21,61 +22,78 @@ from eyeline.data.counts import forget_step_count
 from eyeline.data.loader import check_rejects_at_end
 from eyeline.data.validation import validation_batches
 from eyeline.models import flops
+from eyeline.parallel.idle import device_idle
 from eyeline.parallel.join import joined, lost_ranks, started
 from eyeline.parallel.launch import Machine, deterministic_or_refused, machine
 from eyeline.parallel.mesh import mesh_of
-from eyeline.parallel.ranks import ONE_DEVICE, ranks_of
+from eyeline.parallel.ranks import ONE_DEVICE, Ranks, ranks_of
 from eyeline.parallel.watch import watched, where_ranks_are
-from eyeline.train.display import Display, display
+from eyeline.train.display import display
 from eyeline.train.evidence import EVIDENCE, keep_evidence
-from eyeline.train.metrics import Clock, StepFigures, rank_line
+from eyeline.train.metrics import Clock, StepFigures, rank_line, with_starved
 from eyeline.train.optim import set_learning_rates
-from eyeline.train.run import Run, Stage
+from eyeline.train.run import Run, Stage, to_yaml
+from eyeline.train.samples import MAX_NEW_TOKENS, answered_samples, sample_problems, write_samples
 from eyeline.train.saving import finish_save, save
 from eyeline.train.schedule import factor
-from eyeline.train.stage import Process, StageRun, State, begin_stage
-from eyeline.train.start import Home, announce, refuse_changed_past, refuse_strangers, smaller, start_run
+from eyeline.train.stage import AtStep, Process, StageRun, State, begin_stage, nothing
+from eyeline.train.start import Home, announce, peak_here, refuse_changed_past, refuse_strangers, smaller, start_run
 from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.stragglers import OwnTime, OwnTimes
 from eyeline.train.summary import Tally
+from eyeline.train.trackers.tracker import About
+from eyeline.train.trackers.trackers import Trackers, missing
 from eyeline.train.trainable import rates
+from eyeline.train.unchanged import NOT_SAMPLED, Same, sampled_weights, unchanged_since
 
 
-def train(run: Run, now: Callable[[], float] = time.monotonic) -> None:
-    """Train `run` in its folder, from where the newest checkpoint there stands. `now` is the clock, in seconds.
+def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: float | None = None, at_step: AtStep = nothing) -> None:
+    """Train `run` in its folder, from where the newest checkpoint there stands. `now` is the clock, in seconds; `process_started`: what it
+    showed when the process started, if what came before this call belongs to the run's startup. `at_step`: what to call before the data
+    of each step arrive, with the steps done and the model: for the profiler.
 
     Raises Refused before anything is written if the folder holds another run; Stopped after a signal, with all saved.
     """
-    clock = Clock(now)
+    clock = Clock(now, process_started)
     place = started()
     here = machine(run.device, run.threads, run.deterministic, place)
     with joined(place, here.device.type, 60 * run.mesh.timeout_minutes) as world, ExitStack() as stack:
         mesh = world.by_each(lambda: mesh_of(run.mesh, world, here.device.type, run.packs_per_step))
         folder = run_folder(run)
+        world.by_first(lambda: refuse_unanswerable(run, world.size))
         world.by_first(lambda: stack.enter_context(owned(folder)))
         with clock.spending("startup"):
             home = start_run(run, folder, world)
             checkpoint = store.newest(home.checkpoints, home.id, world=world)
             world.by_first(lambda: refuse_changed_past(run, home, checkpoint))
-            changed = world.by_first(lambda: announce(run, home, here, checkpoint, world))
+            peak = world.by_first(lambda: peak_here(run, home, here))
+            changed = world.by_first(lambda: announce(run, home, here, checkpoint, world, peak, clock.elapsed))
         console = Console(quiet=not world.first)
         for line in first_lines(run, home, here, world.size, checkpoint, changed) if world.first else ():
             say(line)
         show, tally = display(console, run.logging_steps), Tally()
         stop = StopSignal(show.stopping, once_s=5.0 if world.size > 1 else 0.0)
-        ranks = ONE_DEVICE if mesh is None else ranks_of(mesh)
-        process = Process(run, home, here, clock, console, show, tally, stop, world, mesh, ranks)
+        ranks = ONE_DEVICE if mesh is None else timed(ranks_of(mesh), clock)
+        reachable = peak and peak["flops_per_s"] * world.size
+        idle = device_idle(here.device, clock.named)
+        trackers = Trackers(run.report_to, about(run, home, checkpoint) if world.first else None, run.logging_steps)
+        process = Process(run, home, here, clock, console, show, tally, stop, idle, world, mesh, ranks, trackers, at_step, reachable)
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
         at = folder / "ranks"
         stack.enter_context(lost_ranks(world, lambda: where_ranks_are(at, world)))
         stack.enter_context(watched(at, world, lambda: {"step": stop.done, "phase": clock.phase}))
         try:
             checkpoint = train_stages(process, checkpoint)
+            record_end(process, "done")
+        except Stopped:
+            record_end(process, "stopped")
+            raise
         finally:
             process.saving.abandon(world.first)
             stop.close()
             show.close()
+            trackers.close()
         if world.first:
             say(tally.line(checkpoint.state["global_step"]))
             say(f"saved: {checkpoint.folder}")
@@ -95,6 +113,37 @@ def train_stages(process: Process, checkpoint: store.Checkpoint | None) -> store
             raise OutOfMemory(f"{error}. {smaller(run, process.home, checkpoint.state['stage'] if checkpoint else 0)}") from error
         checkpoint = store.newest(process.home.checkpoints, process.home.id, world=world)
     return checkpoint
+
+
+def refuse_unanswerable(run: Run, ranks: int) -> None:
+    """Raise Refused where trackers are not installed, or validation samples cannot be answered: before anything is written."""
+    if found := [*missing(run.report_to), *sample_problems(run, ranks)]:
+        raise Refused("\n".join(found))
+
+
+def about(run: Run, home: Home, checkpoint: store.Checkpoint | None) -> About:
+    """What trackers show of the run itself."""
+    resumed_from = checkpoint.state["global_step"] if checkpoint else None
+    return About(home.folder, home.id, run.name, run.model_dump(mode="json"), to_yaml(run), resumed_from, run.report_online)
+
+
+def record_end(process: Process, outcome: Literal["done", "stopped"]) -> None:
+    """The last line of an attempt that was not killed, with the seconds since its last step."""
+    seconds = {f"{name}_s": value for name, value in process.clock.lap().items() if name != "step"}
+    process.record({"kind": "end", "outcome": outcome, "global_step": process.stop.done, **seconds})
+
+
+def timed(ranks: Ranks, clock: Clock) -> Ranks:
+    """The same, with the time that the host spends in each counted as communication."""
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def spent(*arguments: Any) -> Any:
+            with clock.spending("communication"):
+                return call(*arguments)
+
+        return spent
+
+    return Ranks(*(counted(getattr(ranks, one.name)) for one in fields(ranks)))
 
 
 @contextmanager
@@ -136,22 +185,11 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
     run, home, clock, stop = process.run, process.home, process.clock, process.stop
     state = State(**checkpoint.state["progress"]) if checkpoint else State()
     running = begin_stage(process, checkpoint, state)
-    stage, model = running.stage, running.plan.model
-    saved_at, first = clock.now(), state.step + 1
+    stage, saved_at, first = running.stage, clock.now(), state.step + 1
+    process.at_step(state.global_step, running.plan.model)
     for step in timed_steps(running.steps_from(state), clock, running.own_time):
         set_learning_rates(running.optimizers, rates(stage), at := factor(stage.schedule, state.step, running.steps))
-        with clock.spending("compute"), deterministic_or_refused():
-            report = update(
-                model,
-                running.optimizers,
-                step,
-                process.ranks,
-                max_grad_norm=stage.max_grad_norm,
-                balance=stage.experts,
-                seed=run.seed,
-                step=state.global_step,
-                before_update=partial(examine, process, running, state, step),
-            )
+        report, same, idle_s = run_update(process, running, step, state)
         state = next_state(state, step, report)
         stop.done = state.global_step
         ended = state.step == running.steps
@@ -162,14 +200,14 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
             state, better = run_validation(process, running, state)
         over = state.not_finite > run.max_nonfinite_steps
         due = run.save_minutes is not None and clock.now() - saved_at >= 60 * run.save_minutes
-        border = at_border(process, running, step, due)
+        border = at_border(process, running, step, due, same)
         leaving = ended or over or border.stop is not None
         if border.written:
             finish_save(process)
         if leaving or better or border.due or (run.save_steps and state.step % run.save_steps == 0):
             save(process, running, state, ended=ended, best=better, waits=leaving or not run.async_save)
             saved_at = clock.now()
-        show_step(process, running, state, step, report, border, at, tells_rejects=ended or state.step == first)
+        show_step(process, running, state, step, report, border, at, idle_s, tells_rejects=ended or state.step == first)
         if over:
             raise NotFinite(
                 f"{counted(state.not_finite, 'step')} had a loss or gradient that is not finite, more than "
@@ -178,11 +216,37 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
             )
         if leaving:
             return
+        process.at_step(state.global_step, running.plan.model)
     forget_step_count(running.reader, stage.batch.budget, stage.batch.packs_per_step, stage.epochs or 0)
     raise StorageFailed(
         f"the data of stage {stage.name} ended after {counted(state.step, 'step')}, but {running.steps:,} were planned: "
         "files or images have changed since. Restore them, and run the same command again: it resumes from the last checkpoint"
     )
+
+
+def run_update(process: Process, running: StageRun, step: Step, state: State) -> tuple[Report, Same, float]:
+    """Update the weights; what was done, which weights stayed the same in bfloat16 (on steps that are logged, in bf16), and the seconds
+    for which the device had waited for the host before."""
+    run, stage, model = process.run, running.stage, running.plan.model
+    logged = (state.step + 1) % run.logging_steps == 0
+    with process.clock.spending("compute"), deterministic_or_refused():
+        before = sampled_weights(model) if logged and run.precision == "bf16" else None
+        process.idle.update_starts()
+        report = update(
+            model,
+            running.optimizers,
+            step,
+            process.ranks,
+            max_grad_norm=stage.max_grad_norm,
+            balance=stage.experts,
+            seed=run.seed,
+            step=state.global_step,
+            before_update=partial(examine, process, running, state, step),
+        )
+        idle_s = process.idle.seconds()
+        same = unchanged_since(before, model) if before is not None and report.outcome == "applied" else NOT_SAMPLED
+        process.idle.update_ended()
+    return report, same, idle_s
 
 
 class Border(NamedTuple):
@@ -191,23 +255,31 @@ class Border(NamedTuple):
     stop: str | None  # the signal that asks for an end, on whatever rank. Asked once: a signal after that is for the next step
     due: bool  # a checkpoint, by the clock of rank 0
     flops: flops.Flops  # of all ranks' batches
-    memory_bytes: int  # of the rank that has the most in use
+    memory: tuple[int, int | None, int | None]  # bytes of the rank that has the most in use, and in reserve; retries of all allocators
+    same: Same
+    sample_ids: int  # of all ranks' samples
     written: bool  # the checkpoint that is being saved meanwhile, on all ranks
     own: OwnTimes  # what this rank did by itself
     slow_ranks: tuple[int, ...] = ()  # known to rank 0
 
 
-def at_border(process: Process, running: StageRun, step: Step, due: bool) -> Border:
+def at_border(process: Process, running: StageRun, step: Step, due: bool, same: Same) -> Border:
     """Tell the other ranks, and hear what all agree on."""
     counted = sum((running.arithmetic.of(batch) for batch in step.batches), flops.NONE)
-    written, own = process.saving.ready, running.own_time.lap(counted.by_part.get("language", 0.0))
-    borders = process.world.gather(Border(process.stop.asked, due, counted, process.here.memory_bytes(), written, own))
+    written, here, own = process.saving.ready, process.here, running.own_time.lap(counted.by_part.get("language", 0.0))
+    memory = here.memory_bytes(), here.reserved_bytes(), here.allocator_retries()
+    ids = sum(zlib.crc32(name.encode()) for batch in step.batches for name in batch.ids)
+    with process.clock.spending("communication"):
+        borders = process.world.gather(Border(process.stop.asked, due, counted, memory, same, ids, written, own))
     process.stop.hear(one.stop for one in borders)
+    used, reserved, retries = zip(*(one.memory for one in borders), strict=True)
     return Border(
         stop=process.stop.asked if any(one.stop for one in borders) else None,
         due=borders[0].due,
         flops=sum((one.flops for one in borders), flops.NONE),
-        memory_bytes=max(one.memory_bytes for one in borders),
+        memory=(max(used), None if None in reserved else max(reserved), None if None in retries else sum(retries)),
+        same=Same(*map(sum, zip(*(one.same for one in borders), strict=True))),
+        sample_ids=sum(one.sample_ids for one in borders) % 2**32,
         written=all(one.written for one in borders),
         own=own,
         slow_ranks=running.stragglers.add([one.own for one in borders]) if process.world.first else (),
@@ -232,17 +304,39 @@ def run_validation(process: Process, running: StageRun, state: State) -> tuple[S
     process.show.status("validating")
     with process.clock.spending("validation"):
         loss, labels = validate(running.plan.model, validation_batches(running.reader, running.stage.batch.budget), process.ranks)
+        if process.run.validation_samples:
+            answer_samples(process, running, state)
     better = math.isfinite(loss) and (state.best is None or loss < state.best)
     state = replace(state, best=loss if better else state.best)
-    write_validation(process.home, running.stage, state, loss, labels, process.show)
+    write_validation(process, running.stage, state, loss, labels)
     process.tally.validated(running.stage.name, state.step, loss, state.best)
     return state, better
 
 
+def answer_samples(process: Process, running: StageRun, state: State) -> None:
+    """Answer some validation questions, and keep the answers in the run folder and the trackers."""
+    run = process.run
+    longest = run.evaluation.max_new_tokens if run.evaluation else MAX_NEW_TOKENS
+    budget, encoder = running.stage.batch.budget, process.home.encoder
+    answered = answered_samples(running.plan, encoder, running.reader, budget, run.validation_samples, longest)
+    write_samples(process.home.folder, running.stage.name, state.global_step, answered)
+    process.trackers.samples(state.global_step, answered)
+
+
 def show_step(
-    process: Process, running: StageRun, state: State, step: Step, report: Report, border: Border, at: float, *, tells_rejects: bool
+    process: Process,
+    running: StageRun,
+    state: State,
+    step: Step,
+    report: Report,
+    border: Border,
+    at: float,
+    idle_s: float,
+    *,
+    tells_rejects: bool,
 ) -> None:
-    """The step's figures on the screen and in metrics.jsonl. `at`: the schedule's factor of the learning rates."""
+    """The step's figures on the screen and in metrics.jsonl. `at`: the schedule's factor of the learning rates; `idle_s`: seconds for
+    which the device waited for the host."""
     stage, rejects = running.stage, running.reader.rejects
     figures = StepFigures(
         stage=stage.name,
@@ -252,11 +346,15 @@ def show_step(
         global_step=state.global_step,
         report=report,
         lr={part: rate * at for part, rate in rates(stage).items()},
-        seconds=process.clock.lap(),
-        memory_bytes=border.memory_bytes,
+        seconds=with_starved(process.clock.lap(), idle_s),
+        memory_bytes=border.memory[0],
+        reserved_bytes=border.memory[1],
+        allocator_retries=border.memory[2],
+        unchanged=border.same.share,
+        sample_ids=border.sample_ids,
         rejected=rejects.rejected,
         flops=border.flops,
-        peak=running.peak and running.peak * process.world.size,
+        peak=process.peak,
         imbalance=step.imbalance,
         epoch=step.epoch,
         spike=running.spikes.last,
@@ -266,7 +364,7 @@ def show_step(
         process.home.record_rank(process.world.rank, rank_line(figures, step, border.own))
     for line in running.stragglers.news():
         process.show.note(line)
-    process.home.record(figures.line())
+    process.record(figures.line())
     process.show.step(figures)
     if rejects.rejected and tells_rejects:
         process.show.note(f"{stage.name}: {rejects.summary()}")
@@ -284,7 +382,7 @@ def timed_steps(arriving: Iterable[Step], clock: Clock, own: OwnTime) -> Iterato
         yield item
 
 
-def write_validation(home: Home, stage: Stage, state: State, loss: float, labels: int, show: Display) -> None:
+def write_validation(process: Process, stage: Stage, state: State, loss: float, labels: int) -> None:
     """One line of metrics, one line on the screen."""
     shown = loss if math.isfinite(loss) else None  # JSON has no NaN
     line = {
@@ -296,6 +394,6 @@ def write_validation(home: Home, stage: Stage, state: State, loss: float, labels
         "loss": shown,
         "supervised": labels,
     }
-    home.record(line)
+    process.record(line)
     best = " (best)" if state.best == loss else ""
-    show.note(f"{stage.name} {state.step}: validation loss {loss:.4f} over {labels:,} supervised tokens{best}")
+    process.show.note(f"{stage.name} {state.step}: validation loss {loss:.4f} over {labels:,} supervised tokens{best}")

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: every figure of a run, by the definitions of docs/metrics.md.
 
 A step's wall time runs from the end of the step before to its own end, and every second of it has a name: data wait,
-compute, validation, checkpoint, other. Rates are real tokens over that wall time; nothing is left out.
+compute, validation, checkpoint and so on, other. Rates are non-padding tokens over that wall time; nothing is left out.
 """
 
 import time
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from eyeline.core.batch import Counts
 from eyeline.core.files import append_line, make_folder
@@ -20,7 +20,8 @@ from eyeline.models.flops import Flops
 from eyeline.train.step import Report
 from eyeline.train.stragglers import OwnTimes
 
-Spending = Literal["startup", "data_wait", "compute", "validation", "checkpoint"]
+Spending = Literal["startup", "compile", "data_wait", "compute", "communication", "validation", "checkpoint"]
+SPENDINGS: tuple[str, ...] = get_args(Spending)
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,23 @@ class StepFigures:
     memory_bytes: int
     rejected: int  # samples of the stage so far
     flops: Flops  # of the step's batches
-    peak: float | None  # FLOPs per second that the device could do in this run's precision; None where it is not known
+    peak: float | None  # FLOPs per second that all devices could do in this run's precision; None where it is not known
     imbalance: Mapping[str, float]  # by part: cost of the slowest rank of each micro-batch, over the mean; 1 on one rank
     epoch: float | None = None  # epochs of the stage's data done so far; None where each source has epochs of its own
     spike: bool = False  # the loss is far above those before it
     slow_ranks: Sequence[int] = ()  # ranks that have been slow over the last steps
+    reserved_bytes: int | None = None  # of the accelerator's allocator, at its highest; None on a CPU
+    allocator_retries: int | None = None  # how often the allocator was out of memory and tried again, so far; None on a CPU
+    sample_ids: int = 0  # the same for the same samples, in whatever order and on whatever ranks
+    unchanged: float | None = None  # share of the sampled weights that are the same in bfloat16 after the update; None where not sampled
 
     @property
     def flops_per_s(self) -> float:
         """What the model needs, over the step's full wall time."""
         return self.flops.total / self.seconds["step"]
+
+    def share_of_peak(self, flops: int) -> float | None:
+        return flops / self.seconds["step"] / self.peak if self.peak else None
 
     @property
     def real_tokens_per_s(self) -> float:
@@ -74,6 +82,7 @@ class StepFigures:
             "outcome": self.report.outcome,
             "lr": dict(self.lr),
             **asdict(self.report.counts),
+            "sample_ids": self.sample_ids,
             "expert_max_over_mean": experts.max_over_mean if experts else None,
             "experts_unused": experts.unused if experts else None,
             "balance_loss": experts.balance_loss if experts and finite else None,
@@ -81,11 +90,15 @@ class StepFigures:
             "real_tokens_per_s": self.real_tokens_per_s,
             **{f"{name}_s": value for name, value in self.seconds.items()},
             "memory_bytes": self.memory_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "allocator_retries": self.allocator_retries,
             "rejected": self.rejected,
             "flops": self.flops.by_part,
             "flops_recomputed": self.flops.again,
             "flops_per_s": self.flops_per_s,
-            "mfu": self.flops_per_s / self.peak if self.peak else None,
+            "mfu": self.share_of_peak(self.flops.total),
+            "hfu": self.share_of_peak(self.flops.total + self.flops.again),
+            "bf16_unchanged": self.unchanged,
             "imbalance": dict(self.imbalance),
             "epoch": self.epoch,
             "spike": self.spike,
@@ -111,32 +124,56 @@ def rank_line(figures: StepFigures, step: Step, own: OwnTimes) -> dict[str, Any]
 class Clock:
     """Gives every second of a run a name. Monotonic: a change of the machine's clock moves nothing."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """`now` gives seconds since some moment."""
+    def __init__(self, now: Callable[[], float] = time.monotonic, started: float | None = None) -> None:
+        """`now` gives seconds since some moment. `started`: what it gave when the process started; time since then is startup."""
         self.now = now
-        self._mark = now()
-        self._spent: dict[str, float] = {}
+        moment = now()
+        self._start = self._mark = moment if started is None else started
+        self._booked = moment  # up to here each second is in `_spent`, or has no name
+        self._spent: dict[str, float] = {"startup": moment - self._start}
+        self._named = 0.0
         self.phase = "other"  # what time is spent on now
 
     @contextmanager
     def spending(self, on: Spending) -> Iterator[None]:
-        """Count the seconds inside as spent on `on`."""
-        begin, before = self.now(), self.phase
-        self.phase = on
+        """Count the seconds inside as spent on `on`, and on nothing else: what is inside of another spending is not counted there."""
+        self._book()
+        before, self.phase = self.phase, on
         try:
             yield
         finally:
+            self._book()
             self.phase = before
-            self._spent[on] = self._spent.get(on, 0.0) + self.now() - begin
 
     def lap(self) -> dict[str, float]:
         """Seconds since the last lap by name, "step" in all and "other" for what had no name; then start again from zero."""
-        now = self.now()
-        total, spent = now - self._mark, self._spent
-        self._mark, self._spent = now, {}
-        names = ("startup", "data_wait", "compute", "validation", "checkpoint")
-        named = {name: spent.get(name, 0.0) for name in names}
+        self._book()
+        total, spent = self._booked - self._mark, self._spent
+        self._mark, self._spent = self._booked, {}
+        named = {name: spent.get(name, 0.0) for name in SPENDINGS}
         return {"step": total, **named, "other": max(total - sum(named.values()), 0.0)}
+
+    def named(self) -> float:
+        """Seconds so far that were spent on something that has a name."""
+        self._book()
+        return self._named
+
+    def elapsed(self) -> float:
+        """Seconds since the process started."""
+        return self.now() - self._start
+
+    def _book(self) -> None:
+        now = self.now()
+        if self.phase != "other":
+            self._spent[self.phase] = self._spent.get(self.phase, 0.0) + now - self._booked
+            self._named += now - self._booked
+        self._booked = now
+
+
+def with_starved(seconds: dict[str, float], idle_s: float) -> dict[str, float]:
+    """The seconds of a step, with the part of "other" for which the device waited for the host under a name of its own."""
+    starved = min(idle_s, seconds["other"])
+    return {**seconds, "host_starved": starved, "other": seconds["other"] - starved}
 
 
 RANKS = "metrics-ranks"  # of a run folder: the metrics of each rank
@@ -149,6 +186,7 @@ def write_rank(folder: Path, rank: int, line: dict[str, Any], attempt: int) -> N
 
 
 def write(folder: Path, line: dict[str, Any], attempt: int) -> None:
-    """Append one line, with the time of day (for people; durations come from the monotonic clock) and the attempt."""
-    wall = datetime.now(UTC).isoformat(timespec="seconds")
+    """Append one line, with the time of day (durations come from the monotonic clock, and only the time between two attempts from this
+    one) and the attempt."""
+    wall = datetime.now(UTC).isoformat(timespec="milliseconds")
     append_line(folder / "metrics.jsonl", {**line, "wall": wall, "attempt": attempt})

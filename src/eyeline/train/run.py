@@ -4,7 +4,7 @@ Nothing here is derived or looked up: `recipes/read.py` makes a Run, `recipes/ch
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
@@ -27,6 +27,7 @@ from eyeline.models.moe import Balance
 from eyeline.parallel.mesh import MeshSizes
 from eyeline.train.optim import AdamW, Optimizer
 from eyeline.train.schedule import WSD, Cosine, Schedule
+from eyeline.train.trackers.tracker import ONLINE, Name
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}  # precision -> dtype of activations and products
 
@@ -205,6 +206,9 @@ class Run(Settings):
     mesh: MeshSizes = MeshSizes()  # of several ranks (torchrun, or --nproc): what they share out
     logging_steps: Positive = 10  # steps between lines where the screen is not a terminal
     validation_steps: Positive | None = None  # steps; also at the end of a stage. None: never
+    validation_samples: NotNegative = 0  # validation questions to answer at each validation; they are kept in the run folder
+    report_to: tuple[Name, ...] = ()  # experiment trackers
+    report_online: bool = False  # wandb and mlflow send what they are told; otherwise it stays in the run folder
     save_steps: Positive | None = None  # steps; a checkpoint at the end of every stage is always written
     save_minutes: PositiveFloat | None = 30.0  # minutes between checkpoints, by the clock; null: by steps alone
     async_save: bool = False  # a thread writes checkpoints while training continues; the host needs memory for a copy of them
@@ -242,6 +246,22 @@ class Run(Settings):
             raise ValueError(f"stages need distinct names, got {names}")
         if self.validation_steps and not any(s.data.validation_fraction or s.data.validation for s in self.stages):
             raise ValueError("validation_steps is set, but no stage has data.validation_fraction or data.validation to validate on")
+        return self
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _list_of_trackers(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            known = value in get_args(Name)
+            raise ValueError(f"got {value!r}, wanted a list of {', '.join(get_args(Name))}" + (f", such as [{value}]" if known else ""))
+        return value
+
+    @model_validator(mode="after")
+    def _trackers_once(self) -> "Run":
+        if len(set(self.report_to)) < len(self.report_to):
+            raise ValueError(f"report_to names a tracker twice: {', '.join(self.report_to)}")
+        if self.report_online and not set(self.report_to) & set(ONLINE):
+            raise ValueError(f"report_online is for {' and '.join(ONLINE)}, and report_to has none of them. Leave it out")
         return self
 
     @model_validator(mode="after")
@@ -302,6 +322,9 @@ MAY_CHANGE = (
     "mesh",
     "logging_steps",
     "validation_steps",
+    "validation_samples",
+    "report_to",
+    "report_online",
     "save_steps",
     "save_minutes",
     "async_save",
@@ -325,7 +348,7 @@ MAY_CHANGE = (
 def differences(old: Run, new: Run, may: bool = False) -> list[str]:
     """`path: old → new` of every setting that differs and may not (see MAY_CHANGE), or of those that may. Code is known by its file's
     name: the run folder has a copy, and what a layout's file says is in the identity of the data."""
-    before, after = (_leaves(with_files(run.model_dump(mode="json"), lambda file: Path(file).name)) for run in (old, new))
+    before, after = (leaves(with_files(run.model_dump(mode="json"), lambda file: Path(file).name)) for run in (old, new))
     gone = object()
 
     def allowed(path: str) -> bool:
@@ -351,12 +374,12 @@ def _value_text(value: Any, gone: object) -> str:
     return "absent" if value is gone else repr(value)
 
 
-def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
     """Every leaf of nested dicts and lists by its dotted path. Empty containers are leaves."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
     if children is None or not value:
         return {path: value}
     out: dict[str, Any] = {}
     for key, child in children:
-        out |= _leaves(child, f"{path}.{key}" if path else str(key))
+        out |= leaves(child, f"{path}.{key}" if path else str(key))
     return out

@@ -1,6 +1,6 @@
 """A stage made ready: its model planned, placed and filled, its optimizers as they were, its data found again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from eyeline.data.index_progress import index_first
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import Reader, reader_of
 from eyeline.models import Model, flops
+from eyeline.parallel.idle import DeviceIdle
 from eyeline.parallel.launch import Machine
 from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.place import place
@@ -35,7 +36,14 @@ from eyeline.train.start import Home, refuse_changed_data, refuse_other_data, so
 from eyeline.train.stop import StopSignal
 from eyeline.train.stragglers import OwnTime, Stragglers
 from eyeline.train.summary import Tally, stage_lines, stage_record
+from eyeline.train.trackers.trackers import Trackers
 from eyeline.train.trainable import adapters_of, new_rows_of, plan_of, rows_of, table
+
+AtStep = Callable[[int, Model], None]  # called before the data of a step arrive, with the steps done so far and the model
+
+
+def nothing(_step: int, _model: Model) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,19 @@ class Process:
     show: Display
     tally: Tally
     stop: StopSignal
+    idle: DeviceIdle
     world: World = ALONE
     mesh: Mesh | None = None  # None: a single process
     ranks: Ranks = ONE_DEVICE
+    trackers: Trackers = field(default_factory=lambda: Trackers((), None, 1))
+    at_step: AtStep = nothing
+    peak: float | None = None  # FLOPs per second of all ranks' devices at this precision; None where it is not known
     saving: Saving = field(default_factory=Saving)
+
+    def record(self, line: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl, with the time since the process started; then tell the trackers."""
+        self.home.record(line | {"elapsed_s": self.clock.elapsed()})
+        self.trackers.line(line)
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,6 @@ class StageRun:
     reader: Reader
     steps: int  # of the whole stage
     arithmetic: flops.Arithmetic
-    peak: float | None  # FLOPs per second that the device is made for, at this precision; None where that is not known
     own_time: OwnTime
     stragglers: Stragglers
     balance_images: bool = False  # ranks share out the images of each micro-batch
@@ -124,7 +140,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
     stage, saved = run.stages[state.stage], {} if checkpoint is None else checkpoint.state
     with process.clock.spending("startup"), fitting("the model with its optimizer's state"):
         plan = model_of(run, home, here, checkpoint, state.stage, process.mesh, world)
-        choose_kernels(plan.model, here, COMPUTE[run.precision], trains=True)
+        kernels = choose_kernels(plan.model, here, COMPUTE[run.precision], trains=True)
         arithmetic = flops.count(plan.model, plan.spec.image)
         optimizers = make_optimizers(plan, stage.optimizer)
         if checkpoint and state.step > 0:
@@ -150,25 +166,24 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
             raise Refused(f"stage {stage.name} has steps={steps} and has already done {state.step}; raise steps, or leave it unchanged")
         if checkpoint:
             world.by_each(lambda: refuse_changed_data(run, home.folder, reader, checkpoint.state))
-    peak = flops.peak_of(here.name) if run.precision == "bf16" else None
     own_time = OwnTime((plan.model.get_submodule(name) for name in plan.blocks["language"]), here.device, world)
     balanced = world.size > 1 and run.mesh.balance_images
-    running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, peak, own_time, Stragglers(world.hosts), balanced)
-    _announce(process, running, state)
+    running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, own_time, Stragglers(world.hosts), balanced)
+    _announce(process, running, state, kernels)
     plan.model.train()
     return running
 
 
-def _announce(process: Process, running: StageRun, state: State) -> None:
+def _announce(process: Process, running: StageRun, state: State, kernels: Sequence[str]) -> None:
     """Print what the stage trains and from what, write it to metrics.jsonl, and index what its first steps read."""
-    home, show = process.home, process.show
+    show = process.show
     rows = rows_of(running.plan, running.stage)
     process.console.print(table(running.stage, rows, process.console.width))
     show.status("first step: reading and indexing data")
     with process.clock.spending("data_wait"):
         process.world.by_first(lambda: index_first(running.reader, running.stage.batch.budget, state.data))
-    record = stage_record(process.run, state.stage, running.steps, rows, running.reader, home.bundle)
-    home.record(record | {"global_step": state.global_step})
+    record = stage_record(process.run, state.stage, running.steps, rows, running.reader, process.home.bundle)
+    process.record(record | {"kernels": list(kernels), "global_step": state.global_step})
     for line in stage_lines(record):
         show.note(line)
     show.status("first step: decoding images")

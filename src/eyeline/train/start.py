@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from eyeline.models.shape import shape
 from eyeline.parallel.launch import Machine
 from eyeline.train import evidence, metrics
 from eyeline.train.environment import environment, versions
+from eyeline.train.peak import Peak, peak_stamp
 from eyeline.train.run import CODE, Full, Run, differences, from_yaml, to_yaml, write_recipe
 from eyeline.train.trainable import recomputed
 
@@ -176,13 +177,28 @@ def refuse_changed_past(run: Run, home: Home, checkpoint: store.Checkpoint | Non
                 )
 
 
-def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint | None, world: World = ALONE) -> list[str]:
-    """Put this attempt on record: its stamps in env.json and metrics.jsonl, and the settings that changed in recipe.yaml. The changes."""
+def peak_here(run: Run, home: Home, here: Machine) -> Peak | None:
+    """The peak of one device of the run, measured unless an attempt before has done so on the same machine."""
+    return peak_stamp(here, run.precision, _attempts(home.folder / "env.json")["attempts"])
+
+
+def announce(
+    run: Run,
+    home: Home,
+    here: Machine,
+    checkpoint: store.Checkpoint | None,
+    world: World,
+    peak: Peak | None,
+    elapsed: Callable[[], float],
+) -> list[str]:
+    """Put this attempt on record: its stamps in env.json and metrics.jsonl, and the settings that changed in recipe.yaml. The changes.
+    `elapsed`: seconds since the process started."""
     recipe = home.folder / "recipe.yaml"
     changed = differences(_recorded(recipe), run, may=True)
     stamps = environment(here) | {
         "precision": run.precision,
         "world_size": world.size,
+        "peak": peak,
         "resumed_from": checkpoint.step if checkpoint else None,
     }
     stamps["forced_expert_balance"] = any(isinstance(stage.experts, Forced) for stage in run.stages)
@@ -190,7 +206,7 @@ def announce(run: Run, home: Home, here: Machine, checkpoint: store.Checkpoint |
     known = read_json(env)
     write_json(env, known | {"attempts": [*known["attempts"], stamps]})
     changed += [f"{name}, which the recipe names" for name in write_recipe(home.folder, run)]
-    home.record({"kind": "start", **stamps})
+    home.record({"kind": "start", **stamps, "elapsed_s": elapsed()})
     return changed
 
 

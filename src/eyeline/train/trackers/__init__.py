@@ -1,0 +1,1 @@
+"""Experiment trackers: a file each, which alone imports its package."""
