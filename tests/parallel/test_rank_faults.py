@@ -166,7 +166,7 @@ def test_a_rank_that_hangs_is_named_in_time(
     assert children[0].wait(60) == LOST
     children[1].kill()
     said = capfd.readouterr().err
-    heard = rf"rank 1 \(process \d+ on \S+\) was last heard of {how} s ago: step 2, compute, at train/loop\.py:\d+ train_stage"
+    heard = rf"rank 1 \(process \d+ on \S+\) was last heard of {how} s ago: step 2, compute, at train/loop\.py:\d+ run_update"
     assert re.search(rf"in time \(timed out\)\. {heard}", said), said
 
 

@@ -74,8 +74,7 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     if run.distill is not None:  # which training does not need
         settings += [Finding(*line) for line in distilling.problems(run.distill)]
     found = [line.text for line in settings if not line.warns]
-    of_ranks = [*mesh_problems(run.mesh, world_size, run.packs_per_step), *sample_problems(run, world_size)]
-    found += [line for line in of_ranks if line not in found]
+    found += [line for line in _rank_problems(run, world_size) if line not in found]
     try:
         refuse_another_recipe(run, run_folder(run))
     except Refused as error:
@@ -127,6 +126,12 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         say_line(console, f"warning: {line}")
     say_line(console, problem_list(run.name, found) if found else f"{run.name}: no problems")
     return not found
+
+
+def _rank_problems(run: Run, world_size: int) -> Iterator[str]:
+    """What does not fit a number of ranks."""
+    yield from mesh_problems(run.mesh, world_size, run.packs_per_step)
+    yield from sample_problems(run, world_size)
 
 
 def _ranks(run: Run, world_size: int) -> Iterator[str]:

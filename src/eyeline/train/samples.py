@@ -5,19 +5,22 @@ Each validation writes `samples/step-NNNNNNNN.json` in the run folder; trackers 
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from eyeline.core.batch import Budget
 from eyeline.core.files import make_folder, write_json
 from eyeline.core.plan import Plan
+from eyeline.core.world import ALONE
 from eyeline.data.reader import Reader
 from eyeline.data.text.documents import up_to_last_supervised
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_samples
-from eyeline.evals.exact_match import BUDGET, Answered, Question, answer_of, answers, asked_of
+from eyeline.evals.exact_match import BUDGET, Answered, Question, answers, asked_of
 from eyeline.evals.metric import EXACT_MATCH
 from eyeline.evals.result import Asked
+from eyeline.generate.generate import here
 from eyeline.models import Model
 from eyeline.train.run import Run
 
@@ -50,9 +53,10 @@ def answered_samples(
     was_training = model.training
     model.eval()
     try:
-        for question, prediction, cut in answers(model, plan.spec, encoder, questions, max_new_tokens, BUDGET, Counter()):
-            score = EXACT_MATCH.score(prediction, answer_of(question.sample), question.row)
-            found[id(question)] = asked_of(Answered(question.sample, prediction, cut, score, guessed=0))
+        rounds = answers(model, plan.spec, encoder, questions, EXACT_MATCH, max_new_tokens, BUDGET, Counter(), ALONE, here)
+        for question, said in chain.from_iterable(rounds):
+            if not isinstance(said, str):  # the cause why it cannot be asked
+                found[id(question)] = asked_of(Answered(question.sample, *said, guessed=0))
     finally:
         model.train(was_training)
     return tuple(found[id(question)] for question in questions if id(question) in found)  # as listed, whatever was answered together
