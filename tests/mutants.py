@@ -1189,7 +1189,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "parallel/images.py",
             "        place = sorted(range(len(ways.order)), key=ways.order.__getitem__)",
             "        place = list(range(len(ways.order)))",
-            "parallel/test_sharded_update.py::test_ranks_update_as_one[qwen3_vl-images dealt]",
+            "parallel/test_images.py::test_ranks_encode_what_others_show_and_send_it_home",
         ),
         (
             "parallel/images.py",

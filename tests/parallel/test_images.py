@@ -1,15 +1,22 @@
 """Which rank encodes which image, and the ways there and back."""
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
-from eyeline.core.batch import Counts
+from eyeline.core.batch import Batch, Counts
 from eyeline.core.cost import Cost
 from eyeline.core.encoders import encoders_of, loads
-from eyeline.core.step import imbalance, step_of
+from eyeline.core.image_rule import ImageRule, Square
+from eyeline.core.step import Slot, imbalance, step_of
+from eyeline.core.world import World
 from eyeline.data.fetch.batches import batch_of
 from eyeline.parallel.images import rows_of, ways_of
+from eyeline.parallel.mesh import MeshSizes, mesh_of
+from tests.ranks import on_ranks
 
 SQUARES = Cost(token=0, pair=0, label=0, patch=1, patch_pair=1)
 LINEAR = Cost(token=0, pair=0, label=0, patch=1, patch_pair=0)
@@ -81,3 +88,52 @@ def test_step_says_imbalance_before_and_after(dealt: bool) -> None:
     assert step.imbalance == {"language": 1.0, "vision": vision, "all": 1.0 if dealt else 12 / 8, "vision_before": 2.0}
     assert step.slots[0].encoders == (((0, 1), ()) if dealt else None)
     assert imbalance([slot.costs for slot in step.slots])["vision"] == vision
+
+
+RULE = ImageRule(1, 2, (0.5,) * 3, (0.5,) * 3, "bicubic", Square(2))  # patches of one pixel; four of them are a token
+SHOWN = [[4, 8, 4, 12], [], [12, 4]]
+ENCODERS = ((1, 0, 2, 0), (), (1, 2))
+
+
+def batch_of_rank(rank: int) -> Batch:
+    """Each patch has its rank, image and number."""
+    rows = [(rank, image, n) for image, count in enumerate(SHOWN[rank]) for n in range(count)]
+    empty, sizes = batch_of((), None), SHOWN[rank]
+    return replace(
+        empty,
+        patches_PC=torch.tensor(rows, dtype=torch.uint8).reshape(-1, 3) if rows else empty.patches_PC,
+        places_P2=torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)[:, 1:],
+        draws_P2=torch.tensor(rows, dtype=torch.int32).reshape(-1, 3)[:, :2],
+        grids_N2=torch.tensor([(2, n // 2) for n in sizes], dtype=torch.int64).reshape(-1, 2),
+        cu_N1=torch.tensor([0, *sizes]).cumsum(0).int(),
+        longest_image=max(sizes, default=0),
+    )
+
+
+@pytest.mark.ranks
+def test_ranks_encode_what_others_show_and_send_it_home() -> None:
+    """Three ranks, one of which shows nothing. A token is its first patch; a gradient is ten times the rank that shows it."""
+
+    def work(world: World) -> Any:
+        mesh = mesh_of(MeshSizes(balance_images=True), world, "cpu")
+        assert mesh is not None and mesh.images is not None
+        mesh.images.rule = RULE
+        batch = batch_of_rank(world.rank)
+        slot = Slot(Counts.zero(), True, True, (), tuple(map(tuple, SHOWN)), ENCODERS)
+        with mesh.images.dealt(batch, slot) as dealt:
+            tokens_MD = dealt.patches_PC[::4].float().requires_grad_()
+            home_MD = mesh.images.home(tokens_MD)
+        (home_MD * 10 * (world.rank + 1)).sum().backward()
+        assert torch.equal(dealt.draws_P2[:, 0], dealt.patches_PC[:, 0].int()) and torch.equal(
+            dealt.places_P2, dealt.patches_PC[:, 1:].long()
+        )
+        assert dealt.longest_image == int(dealt.cu_N1.diff().max()) and dealt.grids_N2.prod(1).tolist() == dealt.cu_N1.diff().tolist()
+        assert mesh.images.home(tokens_MD) is tokens_MD, "outside, nothing moves"
+        return home_MD.tolist(), dealt.patches_PC.tolist(), tokens_MD.grad.tolist()
+
+    for rank, (home, encoded, gradients) in enumerate(on_ranks(3, work)):
+        assert home == batch_of_rank(rank).patches_PC[::4].tolist()
+        assert {(shows, image) for shows, image, _ in encoded} == {
+            (shows, image) for shows, by in enumerate(ENCODERS) for image, encoder in enumerate(by) if encoder == rank
+        }
+        assert gradients == [[10.0 * (shows + 1)] * 3 for shows, *_ in encoded[::4]]

@@ -10,17 +10,18 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from eyeline.checkpoint.tensors import NAMED_DTYPES, Entry, entries_of
 from eyeline.core.errors import Refused
+from eyeline.core.files import storage_failed
 from eyeline.core.shards import Box, held, is_sharded
 
 OFFSETS = "DCP_SHARDING_INFO"  # {name: {"saved_offsets": [...]}}
+AT_ONCE = 8 << 20  # bytes that are read of rows of which a part is wanted
 
 
 class Piece(NamedTuple):
@@ -79,16 +80,57 @@ class Stored(Protocol):
     def read(self, name: str, box: Box | None = None) -> Tensor: ...
 
 
+class TensorFile:
+    """A safetensors file, read as asked. It is not mapped: its pages would count as memory of this process as long as it is open."""
+
+    def __init__(self, path: Path, file: BinaryIO):
+        self.path, self._file = path, file
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        self._starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+        self._shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+    def read(self, name: str, dtype: torch.dtype, box: Box) -> Tensor:
+        """A box of a stored tensor. Whole rows are read, a few megabytes at a time where the box has a part of each."""
+        shape = self._shapes[name]
+        if not shape:
+            return self._rows(name, dtype, 0, 1, ()).view(())
+        (first, *_), (rows, *_), row = box.offset, box.lengths, shape[1:]
+        if box.lengths[1:] == row:
+            return self._rows(name, dtype, first, rows, row)
+        out = torch.empty(box.lengths, dtype=dtype)
+        columns = Box(box.offset[1:], box.lengths[1:]).within(Box((0,) * len(row), row))
+        step = max(1, AT_ONCE // max(math.prod(row) * dtype.itemsize, 1))
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            out[start : start + count] = self._rows(name, dtype, first + start, count, row)[(slice(None), *columns)]
+        return out
+
+    def _rows(self, name: str, dtype: torch.dtype, first: int, rows: int, row: tuple[int, ...]) -> Tensor:
+        out = torch.empty((rows, *row), dtype=dtype)
+        if out.numel():
+            raw = out.view(-1).view(torch.uint8).numpy()
+            try:
+                self._file.seek(self._starts[name] + first * math.prod(row) * dtype.itemsize)
+                read = self._file.readinto(raw.data)  # type: ignore[attr-defined]  # an open file has it
+            except OSError as error:
+                raise storage_failed("read", self.path, error) from error
+            if read != raw.nbytes:
+                raise Refused(f"{self.path} ends inside of {name}. Restore the file")
+        return out
+
+
 class TensorFiles:
     """The tensors of one or more files, read where they are asked for."""
 
-    def __init__(self, files: Mapping[Path, Any]):
-        self._pieces: dict[str, list[tuple[Any, Box]]] = {}
+    def __init__(self, files: Mapping[Path, TensorFile]):
+        self._pieces: dict[str, list[tuple[TensorFile, Box]]] = {}
         dtypes: dict[str, torch.dtype] = {}
         meta: dict[str, Tensor] = {}
         for path, opened in files.items():
             entries = entries_of(path)
-            offsets = _offsets_in(path, (opened.metadata() or {}).get(OFFSETS, "{}"), entries)
+            offsets = _offsets_in(path, opened.metadata.get(OFFSETS, "{}"), entries)
             for name, entry in entries.items():
                 if entry.dtype not in NAMED_DTYPES:
                     raise Refused(f"{path}: {name} is of dtype {entry.dtype}; checkpoints have {', '.join(NAMED_DTYPES)}")
@@ -107,15 +149,16 @@ class TensorFiles:
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A tensor on the host, or a box of it."""
         shape = tuple(self.meta[name].shape)
-        box = box or Box((0,) * len(shape), shape)
+        dtype, box = self.meta[name].dtype, box or Box((0,) * len(shape), shape)
         for opened, there in self._pieces[name]:
             if there == box:
-                return opened.get_tensor(name)
-        out = torch.empty(box.lengths, dtype=self.meta[name].dtype)
+                return opened.read(name, dtype, Box((0,) * len(shape), box.lengths))
+        out = torch.empty(box.lengths, dtype=dtype)
         filled = 0
         for opened, there in self._pieces[name]:
             if common := box.common(there):
-                out[common.within(box)] = opened.get_slice(name)[common.within(there)]
+                inside = Box(tuple(a - b for a, b in zip(common.offset, there.offset, strict=True)), common.lengths)
+                out[common.within(box)] = opened.read(name, dtype, inside)
                 filled += common.size
         assert filled == box.size, f"{name}: {filled:,} of {box.size:,} numbers are stored"
         return out
@@ -140,4 +183,4 @@ def reading(files: Sequence[Path]) -> Iterator[TensorFiles]:
     with ExitStack() as stack:
         for path in files:
             entries_of(path)  # refuses what is not a safetensors file
-        yield TensorFiles({path: stack.enter_context(safe_open(path, framework="pt")) for path in files})
+        yield TensorFiles({path: TensorFile(path, stack.enter_context(open(path, "rb"))) for path in files})

@@ -244,4 +244,4 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def normal_(weight: Tensor, std: float, rng: torch.Generator) -> None:
     """Fill a weight of any device and dtype with normal numbers from float32 on the generator's device."""
-    put(weight, torch.randn(weight.shape, generator=rng, device=rng.device) * std)
+    put(weight, torch.randn(weight.shape, generator=rng, device=rng.device).mul_(std))
