@@ -187,6 +187,14 @@ def recomputed(recipe: dict[str, Any], folder: Path) -> int:
     return sum(line["flops_recomputed"] for line in steps(recipe, folder))
 
 
+def refused_by_plan(recipe: dict[str, Any], folder: Path) -> str:
+    """Why a stage cannot be planned."""
+    try:
+        return str(len(steps(recipe, folder)))
+    except Refused as refused:
+        return str(refused)
+
+
 def workers(recipe: dict[str, Any], folder: Path) -> Workers | None:
     """What the reader asks of its workers, if it has any; the work itself is done here."""
     found = None
@@ -559,6 +567,9 @@ CASES: dict[str, Case] = {
     ),
     "stages[].gradient_checkpointing.policy": turned(
         "stages.0.gradient_checkpointing.policy=selective", see=recomputed, base=("stages.0.gradient_checkpointing={every: 1}",)
+    ),
+    "stages[].gradient_checkpointing.memory_gb": turned(
+        "stages.0.gradient_checkpointing.memory_gb=1.0e-5", see=refused_by_plan, base=("stages.0.gradient_checkpointing={every: 1}",)
     ),
     "evaluation.sources[].path": turned("evaluation.sources.0.path=MIXED", see=evaluated, base=("evaluation.sources.0.limit=30",)),
     "evaluation.sources[].images": turned("evaluation.sources.0.images=NOWHERE", see=refusal),

@@ -15,11 +15,12 @@ from eyeline.checkpoint import store
 from eyeline.core.plan import PARTS
 from eyeline.parallel.launch import machine
 from eyeline.recipes.check import settings_problems
+from eyeline.train.memory import Memory, memory_of
 from eyeline.train.optim import AdamW, Muon
 from eyeline.train.run import Run
 from eyeline.train.stage import model_of
 from eyeline.train.start import start_run
-from eyeline.train.trainable import Memory, memory_of, plan_of
+from eyeline.train.trainable import plan_of
 from tests.train.recipe import tiny_run
 
 FULL = "{how: full, lr: 0.01}"

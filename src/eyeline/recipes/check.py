@@ -19,7 +19,7 @@ from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
 from eyeline.core.plan import Part, Plan
 from eyeline.core.randomness import seed_for
-from eyeline.core.words import counted, percent
+from eyeline.core.words import counted, gib, percent
 from eyeline.core.world import ALONE, World
 from eyeline.data.containers.container import RETRIES
 from eyeline.data.reader import reader_of, sizing_of
@@ -47,7 +47,7 @@ from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.samples import sample_problems
 from eyeline.train.start import description, description_at, refuse_another_recipe, refuse_changed_data
 from eyeline.train.trackers.trackers import missing
-from eyeline.train.trainable import EMBEDDING, checkpointed, memory_of, new_rows_of, plan_of, trained_in_full
+from eyeline.train.trainable import EMBEDDING, checkpointed, needed_memory, new_rows_of, plan_of, trained_in_full
 
 
 class Finding(NamedTuple):
@@ -150,12 +150,11 @@ def _memory(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
     for index, stage in enumerate(run.stages):
         try:
             whole = shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > world_size
-            planned = plan_of(run, index, bundle.config, apart=new_rows_of(run, index, bundle))
-            needed = memory_of(planned, stage.optimizer, shards, whole)
+            needed = needed_memory(run, index, bundle.config, new_rows_of(run, index, bundle), shards, whole)
         except Refused:
             continue  # among the settings' problems already
         each = f"memory of stage {stage.name}" + (" per rank" if world_size > 1 else "")
-        yield f"{each}: {needed}; activations come on top"
+        yield f"{each}: {needed}; together about {gib(needed.total)} (counted for a GPU on full micro-batches)"
 
 
 def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | None = None) -> Path:

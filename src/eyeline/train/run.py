@@ -57,6 +57,13 @@ class Checkpointing(Settings):
     parts: Annotated[tuple[Part, ...], Field(min_length=1)] | None = None  # null: all that have blocks
     every: Positive = 1  # every n-th block, from the first on
     policy: Literal["full", "selective"] = "full"  # selective: what matrix products and attention gave is kept
+    memory_gb: PositiveFloat | None = None  # GB (10⁹ bytes) of a device: as few blocks as make the stage fit, and not every n-th
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> "Checkpointing":
+        if self.memory_gb is not None and self.every > 1:
+            raise ValueError("memory_gb chooses the blocks that are recomputed, and so does every. Leave one of them out")
+        return self
 
 
 class Batching(Settings):

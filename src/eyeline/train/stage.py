@@ -121,7 +121,8 @@ def model_of(
 
     def filled() -> Plan[Model]:
         apart = new_rows_of(run, index, home.bundle)
-        plan = plan_of(run, index, home.bundle.config, has_biases(sources["language"]), apart)
+        shards = 1 if mesh is None else mesh.shard.size(-1)
+        plan = plan_of(run, index, home.bundle.config, has_biases(sources["language"]), apart, shards)
         place(plan, here.device, mesh)
         before = None if checkpoint is None else (lora_of(checkpoint.state), stored_rows(checkpoint.state))
         continued = before == (adapters_of(run.stages[index]), apart)

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -13,12 +12,11 @@ from rich.text import Text
 from eyeline.bundle.bundle import Bundle
 from eyeline.bundle.rows import new_rows
 from eyeline.core.plan import PARTS, NewRows, Part, Plan
-from eyeline.core.words import gib
 from eyeline.models import Config, Model
 from eyeline.models.layers import Recompute
 from eyeline.models.lora import LoRA
 from eyeline.models.shape import SAVED, Ways, shape
-from eyeline.train.optim import Muon, Optimizer
+from eyeline.train.memory import Memory, activations_of, fewest_recomputed, memory_of
 from eyeline.train.run import COMPUTE, Adapted, Checkpointing, Full, Run, Stage
 
 
@@ -31,19 +29,6 @@ class Row:
     trained: int
     how: str
     lr: float | None
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on the device for as long as a stage lasts. Activations come on top."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    def __str__(self) -> str:
-        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer}
-        return ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
 
 
 def trained_in_full(stages: Sequence[Stage]) -> list[Part]:
@@ -97,7 +82,7 @@ def checkpointed(stage: Stage, blocks: Collection[Part]) -> tuple[Part, ...]:
 
 
 def recomputed(stage: Stage, blocks: Mapping[Part, Sequence[str]]) -> dict[Part, Recompute]:
-    """The blocks of each part whose activations are recomputed; `blocks` are all that there are."""
+    """The blocks of each part whose activations are recomputed; `blocks` are all that there are. With memory_gb, at most these are."""
     how = stage.gradient_checkpointing
     how = how if isinstance(how, Checkpointing) else Checkpointing()
     selective = how.policy == "selective"
@@ -119,9 +104,9 @@ def new_rows_of(run: Run, index: int, bundle: Bundle) -> NewRows | None:
     return new_rows(bundle, run.model.add_tokens)
 
 
-def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: NewRows | None = None) -> Plan[Model]:
+def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: NewRows | None = None, shards: int = 1) -> Plan[Model]:
     """The model of a stage, on the meta device: with its adapters, frozen and stored as the stage wants it. `biased`: its weights come
-    with biases that balance experts. `apart`: what `new_rows_of` gives."""
+    with biases that balance experts. `apart`: what `new_rows_of` gives. `shards`: ranks that share out its parameters."""
     stage = run.stages[index]
     plan = shape(
         config,
@@ -135,23 +120,19 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: N
         biased=biased,
         new_rows=apart,
     )
-    plan.model.recompute(recomputed(stage, plan.blocks))
+    how, again = stage.gradient_checkpointing, recomputed(stage, plan.blocks)
+    if isinstance(how, Checkpointing) and how.memory_gb is not None and again:
+        whole = shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > shards
+        room = int(how.memory_gb * 1e9) - memory_of(plan, stage.optimizer, shards, whole).total
+        again = fewest_recomputed(plan, stage.batch.budget, again, how.policy == "selective", room)
+    plan.model.recompute(again)
     return plan
 
 
-def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1, whole_gradients: bool = False) -> Memory:
-    """What a stage keeps of its model, on the rank that has most of it. A gradient has its weight's dtype, and so has each moment: two of
-    AdamW, one of Muon. `whole_gradients`: a rank keeps them unsharded until the step's last micro-batch."""
-    weights = gradients = moments = 0
-    for _, x, entry in plan.tensors():
-        rows = entry.shape[0] if entry.shape else 1
-        share = 1.0 if entry.exact or not rows else -(-rows // shards) / rows  # what is exact is whole on every rank
-        size = round(x.numel() * share) * entry.stored.itemsize
-        weights += size
-        if entry.trains:
-            gradients += x.numel() * entry.stored.itemsize if whole_gradients else size
-            moments += size * (1 if entry.muon and isinstance(optimizer, Muon) else 2)
-    return Memory(weights, gradients, moments)
+def needed_memory(run: Run, index: int, config: Config, apart: NewRows | None, shards: int, whole_gradients: bool) -> Memory:
+    """What a stage needs on each rank, with the activations that a GPU would have; the last three as in `plan_of` and `memory_of`."""
+    plan, stage = plan_of(run, index, config, apart=apart, shards=shards), run.stages[index]
+    return replace(memory_of(plan, stage.optimizer, shards, whole_gradients), activations=activations_of(plan, stage.batch.budget))
 
 
 def rows_of(plan: Plan[Model], stage: Stage) -> list[Row]:

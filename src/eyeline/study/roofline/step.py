@@ -4,16 +4,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from eyeline.core.batch import IGNORE, Batch, Budget, Document, Image
-from eyeline.core.image_rule import ImageRule
+from eyeline.core.batch import Batch, Budget
 from eyeline.core.plan import Plan
 from eyeline.core.step import step_alone
-from eyeline.data.fetch.batches import batch_of
+from eyeline.data.fetch.full_batch import full_batch
 from eyeline.models import Config, flops
 from eyeline.models.flops import Flops
 from eyeline.parallel.ranks import ONE_DEVICE
@@ -22,10 +20,6 @@ from eyeline.train.optim import Muon, Optimizer
 from eyeline.train.run import Run
 from eyeline.train.step import update
 from eyeline.train.trainable import plan_of
-
-# A conversation about one image, as in LLaVA-Instruct: a photo of COCO's size, some 350 tokens of text, of which answers are 60 %
-PHOTO = (480, 640)  # height and width, in pixels
-TEXT, ANSWERS = 350, 210
 
 
 @dataclass(frozen=True)
@@ -62,38 +56,6 @@ def record_step(run: Run, index: int, config: Config, budget: Budget, packs: int
         )
     needed = arithmetic.of(batch)
     return Recording(recorder.operators, recorder.host_reads, sum([needed] * packs, flops.NONE), batch, packs)
-
-
-def full_batch(rule: ImageRule | None, vocab_size: int, budget: Budget) -> Batch:
-    """A batch that fills its budget with conversations about one image each, and then, while tokens are left, about none."""
-    documents: list[Document] = []
-    tokens, patches = budget.tokens, budget.patches
-    while tokens > 0:
-        images = [] if rule is None else _images(rule, len(documents))
-        visual, shown = sum(image.tokens for image in images), sum(len(image.patches_PC) for image in images)
-        if visual + TEXT > tokens or shown > patches:
-            images, visual, shown = [], 0, 0
-        text = min(TEXT, tokens)
-        documents.append(_document(f"document {len(documents)}", visual, text, min(ANSWERS, text), images, vocab_size))
-        tokens, patches = tokens - visual - text, patches - shown
-    return batch_of(documents, budget)
-
-
-def _images(rule: ImageRule, number: int) -> list[Image]:
-    images = []
-    for i, unit in enumerate(rule.units(*PHOTO)):
-        patches_PC = np.zeros((unit.grid.patches, 3 * rule.frames * rule.patch**2), np.uint8)
-        places_P2 = np.zeros((unit.grid.patches, 2), np.int32)
-        images.append(Image(f"image {number}.{i}", patches_PC, places_P2, unit.grid, rule.merge))
-    return images
-
-
-def _document(name: str, visual: int, text: int, answers: int, images: Sequence[Image], vocab_size: int) -> Document:
-    length = visual + text
-    tokens_T = (np.arange(length) % vocab_size).astype(np.int32)
-    labels_T = np.full(length, IGNORE, np.int32)
-    labels_T[length - answers :] = 1 % vocab_size
-    return Document(name, tokens_T, labels_T, np.arange(visual, dtype=np.int32), tuple(images))
 
 
 # ---- what a GPU runs as one kernel for all tensors, and torch offers no such kernel for tensors without memory

@@ -1,0 +1,148 @@
+"""The memory that a stage needs on a GPU: weights, gradients and optimizer states by the plan, and activations as they are counted while
+the model runs on tensors without memory.
+
+Such tensors stand for tensors on a GPU (`kernels/gpu.py: on_gpu`). What is counted is what operators give: what they need meanwhile, and
+what PyTorch keeps unused between allocations, comes on top.
+"""
+
+import weakref
+from bisect import bisect_left
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from eyeline.core.batch import Budget
+from eyeline.core.errors import Refused
+from eyeline.core.plan import Part, Plan
+from eyeline.core.words import gib
+from eyeline.data.fetch.full_batch import full_batch
+from eyeline.models.layers import Recompute
+from eyeline.train.optim import Muon, Optimizer
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device. The first three last as long as a stage."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int = 0  # at the peak of a full micro-batch; 0: not counted
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer}
+        parts |= {"activations": self.activations} if self.activations else {}
+        return ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1, whole_gradients: bool = False) -> Memory:
+    """What a stage keeps of its model, on the rank that has most of it. A gradient has its weight's dtype, and so has each moment: two of
+    AdamW, one of Muon. `whole_gradients`: a rank keeps them unsharded until the step's last micro-batch."""
+    weights = gradients = moments = 0
+    for _, x, entry in plan.tensors():
+        rows = entry.shape[0] if entry.shape else 1
+        share = 1.0 if entry.exact or not rows else -(-rows // shards) / rows  # what is exact is whole on every rank
+        size = round(x.numel() * share) * entry.stored.itemsize
+        weights += size
+        if entry.trains:
+            gradients += x.numel() * entry.stored.itemsize if whole_gradients else size
+            moments += size * (1 if entry.muon and isinstance(optimizer, Muon) else 2)
+    return Memory(weights, gradients, moments)
+
+
+def activations_of(plan: Plan[Any], budget: Budget) -> int:
+    """The bytes of activations at the peak of a step on full micro-batches of conversations about one photo each: of what is allocated
+    beyond weights and gradients. `plan` is on the meta device."""
+    model = plan.model
+    batch = full_batch(plan.spec.image, plan.spec.vocab_size, budget).with_draws(0, 0)
+    was_training = model.training
+    model.train()
+    with Allocated() as allocated:
+        for _ in range(2):  # in the second one gradients are there already
+            loss, _ = model(batch.to("meta"))
+            loss.backward()
+            del loss
+    gradients = sum(x.grad.nbytes for x in model.parameters() if x.grad is not None)
+    model.zero_grad(set_to_none=True)
+    model.train(was_training)
+    return allocated.most - gradients
+
+
+def fewest_recomputed(plan: Plan[Any], budget: Budget, parts: Collection[Part], selective: bool, room: int) -> dict[Part, Recompute]:
+    """As few blocks of these parts as leave activations within `room` bytes, spread evenly. Raises Refused where all are too few."""
+    most = max(len(plan.blocks[part]) for part in parts)
+
+    def blocks(share: int) -> dict[Part, Recompute]:
+        counts = {part: -(-len(plan.blocks[part]) * share // most) for part in parts}
+        return {part: Recompute(frozenset(i * len(plan.blocks[part]) // n for i in range(n)), selective) for part, n in counts.items()}
+
+    def needed(share: int) -> int:
+        plan.model.recompute(blocks(share))
+        return activations_of(plan, budget)
+
+    if (least := needed(most)) > room:
+        raise Refused(
+            f"gradient_checkpointing.memory_gb leaves {gib(max(room, 0))} for activations, and with all blocks recomputed they need "
+            f"about {gib(least)}. Lower batch.max_tokens and batch.max_patches, or raise memory_gb"
+        )
+    return blocks(bisect_left(range(most + 1), True, key=lambda share: needed(share) <= room))
+
+
+class Allocated(TorchDispatchMode):
+    """While it is entered: the bytes of tensors without memory that were made meanwhile and are there, and most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._sizes: dict[int, int] = {}  # address of a storage's record -> bytes
+        self._host: dict[int, Tensor] = {}  # integers that came from the host, by that address: document bounds
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.is_meta and self._asks_host(func, args, kwargs):
+            known = self._host.get(_address(first), torch.ones(first.shape, dtype=first.dtype))
+            return known.item() if func is aten._local_scalar_dense.default else known.to(kwargs.get("dtype") or first.dtype)
+        given = {_address(x) for x in _tensors((args, kwargs))}  # a view of them is no new memory
+        out = func(*args, **kwargs)
+        for x in _tensors(out):
+            if _address(x) not in given:
+                self._add(x)
+        if func is aten._to_copy.default and isinstance(first, Tensor) and not first.is_meta and not first.is_floating_point():
+            self._host[_address(out)] = first
+        return out
+
+    def _asks_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        to_host = func is aten._to_copy.default and torch.device(kwargs.get("device") or args[0].device).type == "cpu"
+        return to_host or func is aten._local_scalar_dense.default
+
+    def _add(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if x.is_meta and storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._free, storage._cdata)
+
+    def _free(self, address: int) -> None:
+        self.now -= self._sizes.pop(address)
+        self._host.pop(address, None)
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    return (x for x in tree_leaves(out) if isinstance(x, Tensor))
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
