@@ -35,9 +35,10 @@ from eyeline.recipes.check import check, problem_list, say_line
 from eyeline.study.bench import matmul_rate
 from eyeline.train.environment import versions
 from eyeline.train.loop import run_folder
+from eyeline.train.memory import memory_of
 from eyeline.train.run import COMPUTE, Run
 from eyeline.train.start import description_at
-from eyeline.train.trainable import memory_of, plan_of
+from eyeline.train.trainable import plan_of
 
 SLOW = 0.75  # of the median: a rank below it is named
 CLOCK_S = 1.0  # a clock that is off by more is named
