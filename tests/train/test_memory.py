@@ -56,6 +56,11 @@ def test_recomputing_more_needs_less_and_twice_the_tokens_twice_as_much() -> Non
     assert activations_of(plan, Budget(4096, 8192)) == pytest.approx(2 * bytes_of["none"], rel=0.15)
 
 
+def test_projector_that_trains_alone_is_counted_where_no_photo_fits() -> None:
+    plan = shape(CASE.config, trains={"projector": "full"}, compute_dtype=torch.bfloat16)
+    assert activations_of(plan, Budget(64, 0)) > 0
+
+
 def test_as_few_blocks_as_fit_are_recomputed() -> None:
     plan = planned()
     plan.model.recompute({})

@@ -71,7 +71,8 @@ def activations_of(plan: Plan[Any], budget: Budget) -> int:
     with Allocated() as allocated:
         for _ in range(2):  # in the second one gradients are there already
             loss, _ = model(batch.to("meta"))
-            loss.backward()
+            if loss.requires_grad:  # of a projector that trains alone it does not, where no photo fits into the budget
+                loss.backward()
             del loss
     gradients = sum(x.grad.nbytes for x in model.parameters() if x.grad is not None)
     model.zero_grad(set_to_none=True)
