@@ -1234,6 +1234,62 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "checkpoint/test_verified_together.py::test_each_file_is_read_by_one_rank",
         ),
     ],
+    "cluster": [
+        (
+            "train/stragglers.py",
+            "speeds[rank] < SLOW * speed:",
+            "speeds[rank] < 0:",
+            "train/test_stragglers.py::test_a_rank_that_computes_slowly_is_named_once_its_window_is_full",
+        ),
+        (
+            "train/stragglers.py",
+            "- (self._world.waits[0] - others)",
+            "",
+            "train/test_stragglers.py::test_forward_passes_of_blocks_are_timed_and_waits_for_others_are_not",
+        ),
+        (
+            "train/evidence.py",
+            "max(DEVIATIONS * statistics.pstdev(before), FLOOR)",
+            "DEVIATIONS * statistics.pstdev(before)",
+            "study/test_replay.py::test_a_loss_is_a_spike_far_above_those_before_it_alone",
+        ),
+        (
+            "train/evidence.py",
+            "if math.isfinite(loss):",
+            "if True:",
+            "study/test_replay.py::test_a_loss_is_a_spike_far_above_those_before_it_alone",
+        ),
+        (
+            "study/replay.py",
+            "x.register_hook(lambda gradient, name=name, batch=self._batch: self._gradient(gradient, name, batch))",
+            "pass",
+            "study/test_replay.py::test_a_gradient_that_is_not_finite_is_located",
+        ),
+        (
+            "checkpoint/store.py",
+            "needed = sum(world.gather_patiently(bytes_to_write(draft, files, world.rank, world.size)))",
+            "needed = bytes_to_write(draft, files, world.rank, world.size)",
+            "checkpoint/test_faults.py::test_room_is_asked_for_what_all_writers_write",
+        ),
+        (
+            "checkpoint/store.py",
+            "(_manifests(linked_from, run) if linked_from is not None else [])",
+            "[]",
+            "study/test_replay.py::test_frozen_weights_are_linked_and_not_copied",
+        ),
+        (
+            "study/hang.py",
+            "if len(set(issued.values())) < 2:",
+            "if len(set(issued.values())) < 9:",
+            "parallel/test_hang.py::test_the_rank_that_differs_is_named_with_the_call",
+        ),
+        (
+            "recipes/cluster.py",
+            "if rate < SLOW * median\n    ]",
+            "if rate < 0\n    ]",
+            "parallel/test_cluster.py::test_an_odd_rank_is_named_with_its_host",
+        ),
+    ],
     "failures": [
         (
             "data/workers.py",

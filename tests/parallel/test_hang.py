@@ -12,7 +12,7 @@ import torch
 from eyeline.core.errors import Refused
 from eyeline.parallel import watch
 from eyeline.parallel.calls import Call
-from eyeline.study.hang import desynchronised, explain_hang
+from eyeline.study.hang import desynchronised_ranks, explain_hang
 from eyeline.train import loop
 from tests import ranks
 from tests.parallel.test_rank_faults import at_step
@@ -47,12 +47,12 @@ ODD = {
 def test_the_rank_that_differs_is_named_with_the_call(how: str, others: int) -> None:
     calls, words = ODD[how]
     usual = [numbered(SEQUENCE) for _ in range(others)]
-    [line] = desynchronised(dict(enumerate([usual[0], numbered(calls), *usual[1:]])))
+    [line] = desynchronised_ranks(dict(enumerate([usual[0], numbered(calls), *usual[1:]])))
     assert line.startswith(words), line
 
 
 def test_calls_that_fell_out_of_the_record_are_not_compared() -> None:
-    [line] = desynchronised({0: numbered(SEQUENCE), 1: numbered(SEQUENCE[2:], 3)})
+    [line] = desynchronised_ranks({0: numbered(SEQUENCE), 1: numbered(SEQUENCE[2:], 3)})
     assert line.startswith("all ranks have issued the same collectives")
 
 

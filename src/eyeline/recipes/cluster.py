@@ -110,8 +110,8 @@ Found = tuple[str, list[str], list[str]]  # a line, problems, warnings
 
 
 def _report(run: Run, here: Machine) -> RankReport:
-    folder = _existing(run_folder(run))
-    paths = {path: look_at(path) for path in paths_of(run)}
+    folder = _lowest_folder(run_folder(run))
+    paths = {path: what_is_at(path) for path in paths_of(run)}
     return RankReport(socket.gethostname(), here.name, versions(), _drivers(here), paths, 0.0, 0.0, shutil.disk_usage(folder).free)
 
 
@@ -129,7 +129,7 @@ def _name(reports: Sequence[RankReport], rank: int) -> str:
     return f"rank {rank} ({reports[rank].host})"
 
 
-def _unlike(reports: Sequence[RankReport], field: str) -> list[str]:
+def _differences(reports: Sequence[RankReport], field: str) -> list[str]:
     """The ranks that differ from rank 0 in what they report, a line each."""
     first: dict[str, str] = getattr(reports[0], field)
     found = []
@@ -145,12 +145,12 @@ def _unlike(reports: Sequence[RankReport], field: str) -> list[str]:
 def _versions(reports: Sequence[RankReport]) -> Found:
     known = reports[0].versions
     line = f"versions: eyeline {known['eyeline']} (code {known['code of eyeline']}), Python {known['Python']}, torch {known.get('torch')}"
-    return line, _unlike(reports, "versions"), _unlike(reports, "drivers")
+    return line, _differences(reports, "versions"), _differences(reports, "drivers")
 
 
 def _paths(reports: Sequence[RankReport]) -> Found:
     number = counted(len(reports[0].paths), "path")
-    return f"paths of the recipe: {number}, seen by every rank as below", _unlike(reports, "paths"), []
+    return f"paths of the recipe: {number}, seen by every rank as below", _differences(reports, "paths"), []
 
 
 def paths_of(run: Run) -> Iterator[str]:
@@ -166,7 +166,7 @@ def paths_of(run: Run) -> Iterator[str]:
     yield from dict.fromkeys(path for path in named if path is not None)
 
 
-def look_at(path: str) -> str:
+def what_is_at(path: str) -> str:
     """What is at a path of a recipe, in words that are the same wherever it is the same."""
     if not is_url(path) and glob.has_magic(path) and not os.path.lexists(path):
         found = glob.glob(os.path.expanduser(path), recursive=True)
@@ -190,14 +190,16 @@ def _size(path: str) -> int:
 def _shared_folder(folder: Path, world: World) -> list[str]:
     """What is wrong with the run folder as one that all ranks write into: each writes a file that every other must see. Nothing of it
     is left. The same on all ranks."""
-    base = _existing(folder)
+    base = _lowest_folder(folder)
     token, hosts = world.gather_patiently(uuid.uuid4().hex[:12])[0], world.gather_patiently(socket.gethostname())
     trial = base / f".eyeline-check-{token}"
     if (why := world.gather_patiently(_failure(trial.mkdir) if world.first else None)[0]) is not None:
         return [f"rank 0 ({hosts[0]}) cannot write into {base}: {why}. Give the user who runs this permission, or choose another out="]
     own = [trial / str(rank) for rank in range(world.size)]
-    wrote = world.gather_patiently("it does not see what rank 0 wrote there" if _unseen([trial]) else _failure(own[world.rank].touch))
-    missing = _unseen([path for path, why in zip(own, wrote, strict=True) if why is None])
+    wrote = world.gather_patiently(
+        "it does not see what rank 0 wrote there" if _missing_files([trial]) else _failure(own[world.rank].touch)
+    )
+    missing = _missing_files([path for path, why in zip(own, wrote, strict=True) if why is None])
     sees = world.gather_patiently([int(path.name) for path in missing])
     if world.first:
         shutil.rmtree(trial, ignore_errors=True)
@@ -219,22 +221,22 @@ def _failure(work: Callable[[], object]) -> str | None:
     return None
 
 
-def _unseen(paths: Sequence[Path]) -> list[Path]:
+def _missing_files(paths: Sequence[Path]) -> list[Path]:
     """The files that do not appear within SEEN_S."""
     deadline, missing = time.monotonic() + SEEN_S, list(paths)
-    while missing and (missing := [path for path in missing if path.name not in _listed(path.parent)]) and time.monotonic() < deadline:
+    while missing and (missing := [path for path in missing if path.name not in _names_in(path.parent)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return missing
 
 
-def _listed(folder: Path) -> set[str]:
+def _names_in(folder: Path) -> set[str]:
     try:
         return set(os.listdir(folder))
     except OSError:
         return set()
 
 
-def _existing(folder: Path) -> Path:
+def _lowest_folder(folder: Path) -> Path:
     """The folder, or the lowest folder above it that exists."""
     full = Path(os.path.abspath(folder))
     return next(path for path in (full, *full.parents) if path.is_dir())
@@ -253,11 +255,15 @@ def _disk(run: Run, reports: Sequence[RankReport]) -> Found:
     have = sum(path.stat().st_size for path in (run_folder(run) / "checkpoints").glob("*/*.safetensors"))
     free = min(report.free for report in reports)
     line = f"disk: {gib(free)} free; a checkpoint of all ranks takes {gib(one)}, and up to {gib(all_kept)} are kept at once"
-    remedy = "Make room, lower save_total_limit, or choose another out="
+    remedy, where = "Make room, lower save_total_limit, or choose another out=", _lowest_folder(run_folder(run))
     if free < one:
-        return line, [f"disk: {gib(free)} free in {_existing(run_folder(run))}, and one checkpoint takes {gib(one)}. {remedy}"], []
+        return line, [f"disk: {gib(free)} free in {where}, and one checkpoint takes {gib(one)}. {remedy}"], []
     if free + have < all_kept:
-        return line, [], [f"disk: {gib(free)} free in {_existing(run_folder(run))}, and checkpoints will take {gib(all_kept)}. {remedy}"]
+        return (
+            line,
+            [],
+            [f"disk: {gib(free)} free in {where}, and checkpoints will take {gib(all_kept)}. {remedy}"],
+        )
     return line, [], []
 
 

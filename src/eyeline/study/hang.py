@@ -22,7 +22,7 @@ def explain_hang(run: Path) -> Iterator[str]:
         raise Refused(f"{folder} has no file of a rank. Only a run of several ranks that hangs, or has lost one, has some")
     for rank, path in ranks.items():
         yield _position(rank, path)
-    yield from desynchronised({rank: calls_in(path.with_suffix(CALLS)) for rank, path in ranks.items()})
+    yield from desynchronised_ranks({rank: calls_in(path.with_suffix(CALLS)) for rank, path in ranks.items()})
 
 
 def _position(rank: int, path: Path) -> str:
@@ -49,12 +49,12 @@ def _crash(path: Path) -> str:
     return f"aborted ({error.group(1)}){f' in {own}' if own else ''}" if error else ""
 
 
-def desynchronised(calls: Calls) -> Iterator[str]:
+def desynchronised_ranks(calls: Calls) -> Iterator[str]:
     """The first call in each group by which ranks differ, and who differs; else who has issued fewer than others."""
     found = False
     for group in dict.fromkeys(group for of_rank in calls.values() for group in of_rank):
         members = {rank: of_rank[group] for rank, of_rank in calls.items() if group in of_rank}
-        lines = list(_differences(group, members)) or list(_behind(group, members))
+        lines = list(_differences(group, members)) or list(_ranks_behind(group, members))
         found = found or bool(lines)
         yield from lines
     if not found:
@@ -64,12 +64,12 @@ def desynchronised(calls: Calls) -> Iterator[str]:
 def _differences(group: str, members: Mapping[int, Mapping[int, Call]]) -> Iterator[str]:
     first, last = max(min(numbers) for numbers in members.values()), min(max(numbers) for numbers in members.values())
     for number in range(first, last + 1):
-        told = {rank: numbers[number].what for rank, numbers in members.items() if number in numbers}
-        if len(set(told.values())) < 2:
+        issued = {rank: numbers[number].what for rank, numbers in members.items() if number in numbers}
+        if len(set(issued.values())) < 2:
             continue
-        usual = Counter(told.values()).most_common(1)[0][0]  # of as many each, that of the lowest rank
-        reference = next(members[rank] for rank, what in told.items() if what == usual)
-        for rank, what in told.items():
+        usual = Counter(issued.values()).most_common(1)[0][0]  # of as many each, that of the lowest rank
+        reference = next(members[rank] for rank, what in issued.items() if what == usual)
+        for rank, what in issued.items():
             if what != usual:
                 yield f"rank {rank} differs at call {number} of {group}: {_how(members[rank], reference, number)}"
         return
@@ -84,7 +84,7 @@ def _how(own: Mapping[int, Call], reference: Mapping[int, Call], number: int) ->
     return f"it issues {here}, and the others {usual}"
 
 
-def _behind(group: str, members: Mapping[int, Mapping[int, Call]]) -> Iterator[str]:
+def _ranks_behind(group: str, members: Mapping[int, Mapping[int, Call]]) -> Iterator[str]:
     furthest = max(max(numbers) for numbers in members.values())
     last = next(numbers[furthest] for numbers in members.values() if furthest in numbers)
     for rank, numbers in members.items():

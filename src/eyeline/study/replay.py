@@ -34,17 +34,17 @@ def replay(folder: Path) -> bool:
     """Print what the step of this folder does here; whether something in it is not finite."""
     if not (folder / STEP).is_file():
         raise Refused(f"{folder} is not a step that a run has kept: it has no {STEP}. Give a folder such as RUN/evidence/step-00000012")
-    told, batches, of_run = read_object(folder / STEP), batches_in(folder), folder.absolute().parents[1]
+    record, batches, of_run = read_object(folder / STEP), batches_in(folder), folder.absolute().parents[1]
     run, home = _run_in(of_run)
     here = machine(run.device, run.threads, run.deterministic)
     checkpoint = _weights(folder, home)
-    if checkpoint is not None and checkpoint.state["stage"] != told["stage_index"]:
-        raise Refused(f"the weights of step {told['step']:,} were not kept, and those of its stage are gone. Raise keep_bad_steps")
-    plan = model_of(run, home, here, checkpoint, told["stage_index"])
+    if checkpoint is not None and checkpoint.state["stage"] != record["stage_index"]:
+        raise Refused(f"the weights of step {record['step']:,} were not kept, and those of its stage are gone. Raise keep_bad_steps")
+    plan = model_of(run, home, here, checkpoint, record["stage_index"])
     choose_kernels(plan.model, here, COMPUTE[run.precision], trains=True, quiet=True)
-    stage, before = run.stages[told["stage_index"]], told["step"] - 1
+    stage, before = run.stages[record["stage_index"]], record["step"] - 1
     exact = checkpoint.step if checkpoint else 0
-    say(f"step {told['step']:,} of {of_run}, {told['kind']}: loss {told['loss']}, gradient norm {told['grad_norm']}, {told['ranks']} ranks")
+    say(f"step {record['step']:,} of {of_run}, {record['kind']}: loss {record['loss']}, gradient norm {record['grad_norm']}")
     say(f"replayed in one process on {here.device.type} ({here.name}), {run.precision}, with the weights of step {exact:,}")
     if exact != before:
         say(f"warning: the step had the weights of step {before:,}, which were not kept: numbers differ")
@@ -63,7 +63,7 @@ def replay(folder: Path) -> bool:
     say(f"loss {loss:.6g}, gradient norm {norm:.6g}")
     found = bool(wrong) or trace.first is not None or not _finite(torch.tensor([loss, norm]))
     if not found:
-        say("everything is finite here" + (": look at the device that it was computed on" if told["kind"] == "not finite" else ""))
+        say("everything is finite here" + (": look at the device that it was computed on" if record["kind"] == "not finite" else ""))
         for line in _document_losses(plan.model, batches, run.seed, before):
             say(line)
     return found
@@ -143,11 +143,11 @@ class Trace:
 
     def _look(self, values: Any, what: str) -> None:
         if self.first is None:
-            self.first = next((found for x in _tensors(values) if (found := _found(x, what, self._batch))), None)
+            self.first = next((found for x in _tensors(values) if (found := _not_finite(x, what, self._batch))), None)
 
     def _gradient(self, gradient: Tensor, name: str, batch: int) -> None:
         if self._backward is None and self.first is None:
-            self._backward = _found(gradient, f"the gradient of the output of {name}", batch)
+            self._backward = _not_finite(gradient, f"the gradient of the output of {name}", batch)
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -172,7 +172,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _found(x: Tensor, what: str, batch: int) -> Found | None:
+def _not_finite(x: Tensor, what: str, batch: int) -> Found | None:
     if not x.is_floating_point() or _finite(x):
         return None
     wrong = ~x.detach().isfinite()

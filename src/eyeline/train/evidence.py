@@ -68,10 +68,10 @@ def keep_evidence(
     """Write the folder of the step after `state`. All ranks call this; the folder appears whole."""
     home, world, step = process.home, process.world, state.global_step + 1
     folder = home.folder / EVIDENCE / f"step-{step:08d}"
-    whole = world.by_first(lambda: _kept(home.folder) < process.run.keep_bad_steps)
+    whole = world.by_first(lambda: _number_kept(home.folder) < process.run.keep_bad_steps)
     if not whole and kind == "spike":
         return
-    told = {
+    record = {
         "kind": kind,
         "stage": running.stage.name,
         "stage_index": state.stage,
@@ -81,15 +81,15 @@ def keep_evidence(
         "ranks": world.size,
     }
     samples = world.gather([list(batch.ids) for batch in batches])
-    told |= {"samples": [ids for of_rank in samples for ids in of_rank], "data_before": state.data}
+    record |= {"samples": [ids for of_rank in samples for ids in of_rank], "data_before": state.data}
     staging = folder.with_name(f".{folder.name}.tmp")
     world.by_first(lambda: _start(staging))
     if whole:
         name = f"batches-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
         written = world.by_each(lambda: asdict(write_file(staging / name, tensors_of_batches(batches))))
         of_ranks = world.gather([{"file": name, **written}, [plain(batch) for batch in batches]])
-        told |= {"batches": of_ranks, "weights": _keep_weights(process, running, state, staging)}
-    world.by_first(lambda: _commit(staging, folder, told))
+        record |= {"batches": of_ranks, "weights": _keep_weights(process, running, state, staging)}
+    world.by_first(lambda: _commit(staging, folder, record))
     process.show.note(_note(kind, folder, step, whole))
 
 
@@ -98,7 +98,7 @@ def _note(kind: Kind, folder: Path, step: int, whole: bool) -> str:
     return f"{what}; eyeline replay {folder} says where it comes from" if whole else f"{what}; its samples are in {folder / STEP}"
 
 
-def _kept(run: Path) -> int:
+def _number_kept(run: Path) -> int:
     """The number of steps that are kept whole."""
     return len(list((run / EVIDENCE).glob("step-*/batches-00001-of-*.safetensors")))
 
@@ -108,8 +108,8 @@ def _start(staging: Path) -> None:
     make_folder(staging)
 
 
-def _commit(staging: Path, folder: Path, told: dict[str, Any]) -> None:
-    write_json(staging / STEP, told)
+def _commit(staging: Path, folder: Path, record: dict[str, Any]) -> None:
+    write_json(staging / STEP, record)
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt at this step
     staging.rename(folder)
 
@@ -153,11 +153,11 @@ def plain(batch: Batch) -> dict[str, Any]:
 
 def batches_in(folder: Path) -> list[Batch]:
     """The batches of all ranks that `keep_evidence` kept. Refused where they are not there, or damaged."""
-    told = read_object(folder / STEP)
-    if "batches" not in told:
+    record = read_object(folder / STEP)
+    if "batches" not in record:
         raise Refused(f"{folder} has no batches, only names of samples in {STEP}. Raise keep_bad_steps to keep more of them")
     batches = []
-    for file, of_rank in told["batches"]:
+    for file, of_rank in record["batches"]:
         path = folder / file["file"]
         if not path.is_file() or sha256_of(path) != file["sha256"]:
             raise Refused(f"{path} is damaged or missing. Restore the folder")
