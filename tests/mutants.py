@@ -1278,6 +1278,12 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "study/test_replay.py::test_frozen_weights_are_linked_and_not_copied",
         ),
         (
+            "parallel/watch.py",
+            "> self._limit_s",
+            "> 1e9",
+            "parallel/test_rank_faults.py::test_a_rank_that_is_stopped_while_saving_is_named",
+        ),
+        (
             "study/hang.py",
             "if len(set(issued.values())) < 2:",
             "if len(set(issued.values())) < 9:",

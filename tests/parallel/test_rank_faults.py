@@ -170,6 +170,28 @@ def test_a_rank_that_hangs_is_named_in_time(
     assert re.search(rf"in time \(timed out\)\. {heard}", said), said
 
 
+@pytest.mark.parametrize("at_rank", [0, 1])
+def test_a_rank_that_is_stopped_while_saving_is_named(
+    at_rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others wait for its part of the checkpoint without a limit, and a thread of theirs sees that it does not run."""
+    for name, seconds in {"EVERY_S": 0.1, "LATE_S": 1.0, "CACHED_S": 3.0}.items():
+        monkeypatch.setattr(watch, name, seconds)
+    run = cut_run(tmp_path, "run", "mesh.timeout_minutes=0.05")
+
+    def before(rank: int) -> None:
+        write = store.write
+        if rank == at_rank:
+            store.write = lambda *args: (os.kill(os.getpid(), signal.SIGSTOP), write(*args))[1]
+
+    children = start(run, 2, before)
+    assert children[1 - at_rank].wait(60) == LOST
+    children[at_rank].kill()
+    said = capfd.readouterr().err
+    words = rf"rank {1 - at_rank} ends, since rank {at_rank} does not run\. rank {at_rank} \(process \d+ .*s ago: step \d"
+    assert re.search(words, said), said
+
+
 def test_a_signal_that_reaches_all_ranks_twice_stops_them_once(whole: tuple[Path, Any]) -> None:
     """As under torchrun in a scheduler's job: the scheduler signals every process, and torchrun passes its own on."""
     folder, wanted = whole

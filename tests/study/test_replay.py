@@ -161,7 +161,7 @@ def test_frozen_weights_are_linked_and_not_copied(tmp_path: Path, monkeypatch: p
 
 def test_a_loss_is_a_spike_far_above_those_before_it_alone() -> None:
     spikes = LossSpikes()
-    losses = [2 + 0.01 * (n % 5) for n in range(FEWEST)]
+    losses = [2 + 0.001 * (n % 5) for n in range(FEWEST)]
     assert not any(map(spikes.add, losses))
     assert not spikes.add(float("nan"))
     assert not spikes.add(2.09)  # many deviations, and nothing to speak of

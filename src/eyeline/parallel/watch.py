@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from eyeline.core.errors import Stopped
+from eyeline.core.errors import RankLost, Stopped
 from eyeline.core.files import make_folder, read_json
 from eyeline.core.world import World
 from eyeline.parallel.calls import write_calls
@@ -24,19 +24,26 @@ from eyeline.parallel.calls import write_calls
 EVERY_S = 2.0
 CALLS, CRASH = ".calls", ".crash"  # endings of the files with a rank's last collectives, and with its stack where the system aborts it
 ENDING_S = 1.0  # a process that ends closes its connections a moment before it is gone
+RESUMES = "The same command resumes from the last checkpoint, if there is one"
 PACKAGE = f"{Path(__file__).parent.parent}/"  # lines of ours
 LATE_S = 6.0  # a rank that has not written for so long does not run
+CACHED_S = 120.0  # a shared file system may show a file this late
 
 
 @contextmanager
-def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]]) -> Iterator[None]:
+def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]], timeout_s: float) -> Iterator[None]:
     """Write where this rank is as long as this lasts: what `at` returns (the step, and what its time is spent on), and the Python stack
-    of the thread that trains. A single process has no other rank to report to."""
+    of the thread that trains. A single process has no other rank to report to.
+
+    Where another rank has not written for `timeout_s` this process ends with RankLost's code, whatever it waits for: some waits have no
+    limit of their own, such as those for a checkpoint.
+    """
     if world.size == 1:
         yield
         return
     make_folder(folder)
     path, ended, trains = _file(folder, world.rank), threading.Event(), threading.get_ident()
+    silence = Silence(folder, world, max(timeout_s, CACHED_S))
 
     def tell() -> None:
         while True:
@@ -47,6 +54,8 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]]) -> Ite
                 new = path.with_suffix(".tmp")
                 new.write_text(json.dumps(where), encoding="utf-8")  # not flushed to disk: it is old in a moment
                 os.replace(new, path)
+                if (rank := silence.rank()) is not None:
+                    _end_for(rank, folder, world)
             write_calls(path.with_suffix(CALLS))
             if ended.wait(EVERY_S):
                 return
@@ -76,6 +85,38 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]]) -> Ite
                 written.unlink(missing_ok=True)
             with suppress(OSError):  # the last one to end finds it empty
                 folder.rmdir()
+
+
+class Silence:
+    """Notices a rank whose file does not change: its process is stopped, or its machine is gone. Rank 0 watches all others, and rank 1
+    watches rank 0; that one of them ends is seen by the rest at once. Only this machine's monotonic clock counts."""
+
+    def __init__(self, folder: Path, world: World, limit_s: float) -> None:
+        watches = range(1, world.size) if world.first else range(1 if world.rank == 1 else 0)
+        self._files = {rank: _file(folder, rank) for rank in watches}
+        self._seen: dict[int, tuple[int, float]] = {}  # rank -> the time in its file's record, and when that was first seen here
+        self._limit_s = limit_s
+
+    def rank(self) -> int | None:
+        """A rank that has been silent for too long, if there is one. One without a file has not started to write, or has ended."""
+        for rank, file in self._files.items():
+            try:
+                changed = file.stat().st_mtime_ns
+            except OSError:
+                self._seen.pop(rank, None)
+                continue
+            if rank not in self._seen or self._seen[rank][0] != changed:
+                self._seen[rank] = changed, time.monotonic()
+            elif time.monotonic() - self._seen[rank][1] > self._limit_s:
+                return rank
+        return None
+
+
+def _end_for(rank: int, folder: Path, world: World) -> None:
+    """End this process: the thread that trains waits for that rank, and does not return."""
+    message = f"eyeline: rank {world.rank} ends, since rank {rank} does not run. {where_ranks_are(folder, world)}. {RESUMES}\n"
+    os.write(2, message.encode())
+    os._exit(RankLost.code)
 
 
 def _stack(thread: int) -> list[str]:

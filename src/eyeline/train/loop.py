@@ -82,7 +82,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
         at = folder / "ranks"
         stack.enter_context(lost_ranks(world, lambda: where_ranks_are(at, world)))
-        stack.enter_context(watched(at, world, lambda: {"step": stop.done, "phase": clock.phase}))
+        stack.enter_context(watched(at, world, lambda: {"step": stop.done, "phase": clock.phase}, 60 * run.mesh.timeout_minutes))
         try:
             checkpoint = train_stages(process, checkpoint)
             record_end(process, "done")
