@@ -292,6 +292,7 @@ OWN_JUDGES = (
     "stages.0.data.validation=[{path: DATA, categories: [red, blue], limit: 6}]",
     *VALIDATED,
 )
+CHOSEN = ("stages.0.data.sources.0.where=width > 12",)
 MIXED = ("stages.0.data.sources=[{path: MIXED}]", "stages.0.data.max_reject_rate=1")
 
 
@@ -486,6 +487,8 @@ CASES: dict[str, Case] = {
     ),
     "stages[].data.sources[].roles.*": turned("stages.0.data.sources.0.roles={user: guest}", see=refusal),
     "stages[].data.sources[].categories": turned("stages.0.data.sources.0.categories=[red]", base=("stages.0.data.validation_fraction=0",)),
+    "stages[].data.sources[].where": turned("stages.0.data.sources.0.where=width > 12", see=refusal),
+    "stages[].data.sources[].signals": turned("stages.0.data.sources.0.signals=NOWHERE", see=refusal, base=CHOSEN),
     "stages[].data.sources[].repeat": turned("stages.0.data.sources.0.repeat=2"),
     "stages[].data.sources[].limit": turned("stages.0.data.sources.0.limit=9", base=("stages.0.data.validation_fraction=0",)),
     "stages[].data.sources[].weight": turned("stages.0.data.sources.0.weight=4", base=SHARES),
@@ -502,6 +505,10 @@ CASES: dict[str, Case] = {
     "stages[].data.validation[].columns.*": turned("stages.0.data.validation.0.columns={kind: id}", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].roles.*": turned("stages.0.data.validation.0.roles={user: guest}", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].categories": turned("stages.0.data.validation.0.categories=[red]", see=validations, base=OWN_JUDGES),
+    "stages[].data.validation[].where": turned("stages.0.data.validation.0.where=width > 12", see=refusal, base=OWN_JUDGES),
+    "stages[].data.validation[].signals": turned(
+        "stages.0.data.validation.0.signals=NOWHERE", see=refusal, base=(*OWN_JUDGES, "stages.0.data.validation.0.where=width > 12")
+    ),
     "stages[].data.validation[].repeat": turned("stages.0.data.validation.0.repeat=2", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].weight": turned("stages.0.data.validation.0.weight=2", see=refusal, base=OWN_JUDGES),
     "stages[].data.validation[].limit": turned("stages.0.data.validation.0.limit=3", see=validations, base=OWN_JUDGES),
@@ -580,6 +587,10 @@ CASES: dict[str, Case] = {
     "evaluation.sources[].roles.*": turned("evaluation.sources.0.roles={user: guest}", see=refusal),
     "evaluation.sources[].categories": turned(
         "evaluation.sources.0.categories=[red]", see=evaluated, base=("evaluation.sources.0.limit=30",)
+    ),
+    "evaluation.sources[].where": turned("evaluation.sources.0.where=width > 12", see=refusal),
+    "evaluation.sources[].signals": turned(
+        "evaluation.sources.0.signals=NOWHERE", see=refusal, base=("evaluation.sources.0.where=width > 12",)
     ),
     "evaluation.sources[].repeat": turned("evaluation.sources.0.repeat=2", see=refusal),
     "evaluation.sources[].weight": turned("evaluation.sources.0.weight=2", see=refusal),

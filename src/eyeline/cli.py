@@ -180,11 +180,12 @@ def prepare(
     run = _read(recipe, overrides)
     from eyeline.offline.run import Where, shard_of
     from eyeline.recipes.check import refuse_problems
-    from eyeline.train.prepare import prepare_stage, write_stage_signals
+    from eyeline.train.prepare import prepare_stage, without_where, write_stage_signals
 
     where = Where(workers, *shard_of(shard), ray)
     if signals and (epochs > 1 or resize is not None):
         raise Refused(f"--{'epochs' if epochs > 1 else 'resize'} changes archives, and --signals writes none. Leave one of them out")
+    run = without_where(run) if signals else run
     for line in refuse_problems(run):
         warn(line)
     if signals:

@@ -311,6 +311,7 @@ def count_rejects(reader: Reader, step: PlannedStep, lost: Sequence[Lost]) -> No
     Refused where they are too many."""
     rejects = reader.rejects
     rejects.seen += sum(met.first for met in step.met)
+    rejects.left_out += sum(met.left_out for met in step.met)
     for met in step.met:
         for reject in met.rejects:
             rejects.add(reject)

@@ -131,8 +131,9 @@ def training_pools(reader: Reader) -> tuple[Pool, ...]:
 def identity_of_plan(reader: Reader, budget: Budget) -> dict[str, Any]:
     """All that the plan depends on, except files of images, by name: what a state must not be used without."""
     data, training, validation = reader.data, reader.training.index.sources, validation_sources(reader)
-    choice = [[s.categories, s.repeat, s.limit, s.weight] for s in data.sources]
+    choice = [[s.categories, s.repeat, s.limit, s.weight, *([] if s.where is None else [s.where])] for s in data.sources]
     order = [reader.seed, data.mix, data.max_samples_per_image, data.validation_fraction, choice]
+    chosen = [[rows.chosen.text, rows.chosen.digest] if rows.chosen else None for rows in (*training, *validation)]
     own = any(rows.layout.code for rows in validation)  # a file of the user's may change under its name; other layouts are settings
     return {
         "data": [digest_of(rows) for rows in training],
@@ -143,6 +144,7 @@ def identity_of_plan(reader: Reader, budget: Budget) -> dict[str, Any]:
         "tokenizer": reader.encoder.identity,
         "image rule": short_hash(reader.rule),
         "plan version": planning.VERSION,
+        **({"where, and signals": chosen} if any(chosen) else {}),
     } | ({"layout of validation": [rows.layout.identity for rows in validation]} if own else {})
 
 
@@ -173,8 +175,8 @@ def changes(reader: Reader, budget: Budget, state: Mapping[str, Any], records: P
         for before, one in zip_longest(saved.get(what, ()), rows):
             if one is None or before != digest_of(one):
                 found.append((what, source_changes(records or reader.records, before, one)))
-    others = [name for name in now if name not in sources and saved.get(name) != now[name]]
-    return found + [(name, f"{saved.get(name)} → {now[name]}") for name in others]
+    others = [name for name in (now | saved) if name not in sources and saved.get(name) != now.get(name)]
+    return found + [(name, f"{saved.get(name)} → {now.get(name)}") for name in others]
 
 
 def refuse_changes(found: Sequence[tuple[str, str]]) -> None:

@@ -146,6 +146,7 @@ class Rejects:
         self.max_rate = max_rate
         self.seen = 0  # different rows
         self.counts: dict[str, int] = {}  # of these, those that cannot be used, by cause
+        self.left_out = 0  # others, which `where` of their source leaves out: they are not failures, and not in the rate
         self.repeated: set[tuple[int, int, int]] = set()  # those of repeated sources that decoding has found: they come again in an epoch
         lines = [_read(line, number, self.path) for number, line in enumerate(read_lines(self.path), 1)] if self.path else []
         self._written = {(line.file, line.id, line.cause) for line in lines}
@@ -199,9 +200,11 @@ class Rejects:
         )
 
     def summary(self) -> str:
-        """The number of samples skipped so far, and the causes."""
+        """The number of samples skipped so far, and the causes; and of those that `where` left out."""
         where = f". {self.path} names each" if self.path else ""
-        return f"{self.rejected:,} of {counted(self.seen, 'sample')} skipped: {self.causes()}{where}"
+        skipped = f"{self.rejected:,} of {counted(self.seen, 'sample')} skipped: {self.causes()}{where}"
+        left_out = f"where: left out {self.left_out:,} of {counted(self.seen + self.left_out, 'sample')}"
+        return "; ".join([*([skipped] if self.rejected else []), *([left_out] if self.left_out else [])])
 
     def causes(self) -> str:
         """The most frequent ones in words."""
@@ -210,10 +213,12 @@ class Rejects:
 
     def state(self) -> dict[str, Any]:
         again = {"repeated": sorted(map(list, self.repeated))} if self.repeated else {}
-        return {"seen": self.seen, "counts": dict(self.counts), **again}
+        left_out = {"where": self.left_out} if self.left_out else {}
+        return {"seen": self.seen, "counts": dict(self.counts), **left_out, **again}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.seen, self.counts = int(state["seen"]), {str(k): int(v) for k, v in state["counts"].items()}
+        self.left_out = int(state.get("where", 0))
         self.repeated = {(source, shard, number) for source, shard, number in state.get("repeated", ())}
 
 

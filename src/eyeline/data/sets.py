@@ -109,7 +109,10 @@ def open_stored(data: Data) -> Prepared | None:
 def choice(data: Data) -> dict[str, Any]:
     """The settings that say which samples there are, and in which order; of code its file's name, since its content is in the identity."""
     named = {"sources", "mix", "max_samples_per_image", "validation_fraction", "validation", "max_length", "overlong"}
-    return with_files(data.model_dump(mode="json", include=named), lambda file: Path(file).name)
+    found = with_files(data.model_dump(mode="json", include=named), lambda file: Path(file).name)
+    for source in (*found["sources"], *found["validation"]):
+        del source["signals"]  # what they say is in the identity of the plan, wherever they are
+    return found
 
 
 def prepared_sides(data: Data, found: Prepared) -> Divided:
@@ -141,7 +144,7 @@ def open_sides(data: Data) -> Divided:
         if all(sides.values()):
             break
     if not looked:
-        raise Refused("no sample is left to train on: " + ", ".join(f"{r.path} has 0 after categories and limit" for r in sources))
+        raise Refused("no sample is left to train on: " + ", ".join(f"{r.path} has 0 after {r.source.choice}" for r in sources))
     if not sides[False]:
         raise Refused(
             f"validation_fraction={data.validation_fraction} holds out all {looked} samples, and none is left to train on. Lower it"

@@ -344,8 +344,8 @@ def _finished(
         tokens=budget.tokens,
         patches=budget.patches,
         quality=write.quality,
-        sources=tuple(stored_source(rows, stored, reader) for rows in write.sources[0]),
-        validation=tuple(stored_source(rows, stored, reader) for rows in write.sources[1]),
+        sources=tuple(stored_source(rows, stored, reader, f"training-{n}") for n, rows in enumerate(write.sources[0])),
+        validation=tuple(stored_source(rows, stored, reader, f"validation-{n}") for n, rows in enumerate(write.sources[1])),
         archives=tuple(
             Archive(name=f"{n:05d}.tar", bytes=one.bytes, sha256=one.sha256, rows=one.rows, validates=n >= notes["validating"])
             for n, one in enumerate(about)

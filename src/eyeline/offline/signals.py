@@ -131,7 +131,7 @@ class WriteSignals:
             try:
                 if isinstance(found, BadSample):
                     raise found
-                images = [[seen.of(image) for image in frames_of(medium)] for medium in found.media]
+                images = [[seen.of(image) for image in frames_of(item)] for item in found.media]
                 figures = self._figures(found, [frames[0].signals for frames in images])
                 row = partition.number << ROW_BITS | place.number
                 equal.append(equal_record(sample_key(found, [one.content for frames in images for one in frames]), row))

@@ -10,8 +10,9 @@ from eyeline.core.files import make_folder, write_atomically
 from eyeline.data.containers.container import Place
 from eyeline.data.containers.tars import UNUSABLE
 from eyeline.data.plan.shard_index import INSIDE, Longs, ShardIndex, identity_of, index_path, to_bytes
-from eyeline.data.prepared.folder import StoredShard, StoredSource
+from eyeline.data.prepared.folder import StoredShard, StoredSource, StoredWhere
 from eyeline.data.reader import Reader
+from eyeline.data.signals.chosen import Chosen, bits_of
 from eyeline.data.sources.sources import Rows
 from eyeline.offline.archives import PackedEntries, WriteArchive
 
@@ -96,9 +97,20 @@ def _moved_index(index: ShardIndex, at_R: Longs, job: Stored, found: Written) ->
     )
 
 
-def stored_source(rows: Rows, job: Stored, reader: Reader) -> StoredSource:
+def stored_source(rows: Rows, job: Stored, reader: Reader, name: str) -> StoredSource:
+    """What the manifest says of a source. The rows that `where` leaves are written into a file of this name."""
     shards = tuple(_stored_shard(rows, shard, job, reader) for shard in range(len(rows.shards)))
-    return StoredSource(path=str(rows.path), root=str(rows.root), layout=rows.layout.identity, why=rows.layout.why, shards=shards)
+    where = None if rows.chosen is None else _stored_where(rows.chosen, len(shards), job.folder, f"where/{name}.bits")
+    root, layout = str(rows.root), rows.layout
+    return StoredSource(path=str(rows.path), root=root, layout=layout.identity, why=layout.why, shards=shards, where=where)
+
+
+def _stored_where(chosen: Chosen, shards: int, folder: Path, name: str) -> StoredWhere:
+    data, where = bits_of(chosen, shards)
+    make_folder((folder / name).parent)
+    write_atomically(folder / name, data)
+    starts, rows = tuple(one.start for one in where), tuple(one.rows for one in where)
+    return StoredWhere(text=chosen.text, digest=chosen.digest, file=name, bytes=len(data), starts=starts, rows=rows)
 
 
 def _stored_shard(rows: Rows, shard: int, job: Stored, reader: Reader) -> StoredShard:

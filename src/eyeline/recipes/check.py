@@ -338,7 +338,7 @@ def _source_findings(run: Run) -> Iterator[Finding]:
             every = (*found.sources, *(() if found.validation is found.sources else found.validation))
             for rows in every:
                 if not any(True for _ in rows.kept_rows()):
-                    yield Finding(f"stages.{stage.name}.data: {rows.source.path} has no sample left after categories and limit")
+                    yield Finding(f"stages.{stage.name}.data: {rows.source.path} has no sample left after {rows.source.choice}")
             unseen = [line for rows in every if found.prepared is None for line in _unread_findings(f"stages.{stage.name}.data", rows)]
             yield from unseen
             need = [part for part in stage.trains if part != "language"]
@@ -359,7 +359,7 @@ def _source_findings(run: Run) -> Iterator[Finding]:
         try:
             asked = open_each(run.evaluation.sources)
             if not any(True for rows in asked for _ in rows.kept_rows()):
-                yield Finding("evaluation: its sources have no question left after categories and limit")
+                yield Finding(f"evaluation: its sources have no question left after {run.evaluation.sources[0].choice}")
             for rows in asked:
                 yield from _unread_findings("evaluation", rows)
         except Refused as error:

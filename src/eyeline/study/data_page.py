@@ -103,6 +103,13 @@ def blocks(found: StageData) -> Iterator[Block]:
         + ("; {6} of the samples, {7} of the tokens, {8} of the visual tokens" if several else ""),
         numbers=3,
     )
+    for source in report.sources:
+        if source.where is not None:
+            share = percent(source.left_out / max(source.left_out + source.rows, 1))
+            yield Line(
+                f"{shorten(source.path)}: where: {source.where}: leaves {_about(report)}{source.rows:,} samples, and leaves out "
+                f"{_about(report)}{source.left_out:,} ({share})"
+            )
     yield Line(
         f"{_about(report)}{report.training:,} training samples, {report.validation:,} validation samples; {report.examined:,} examined"
     )

@@ -366,7 +366,7 @@ def show_step(
         process.show.note(line)
     process.record(figures.line())
     process.show.step(figures)
-    if rejects.rejected and tells_rejects:
+    if (rejects.rejected or rejects.left_out) and tells_rejects:
         process.show.note(f"{stage.name}: {rejects.summary()}")
     process.tally.step(figures)
 

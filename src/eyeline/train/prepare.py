@@ -11,8 +11,9 @@ from eyeline.core.randomness import seed_for
 from eyeline.core.words import counted
 from eyeline.data.prepared.folder import MANIFEST, TOKENIZER
 from eyeline.data.reader import reader_of
-from eyeline.data.sets import open_each
+from eyeline.data.sets import Data, open_each
 from eyeline.data.signals import columns as signals
+from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import save_tokenizer
 from eyeline.models import spec as spec_of
 from eyeline.offline.prepare import HERE, INDEXES, pack_offline
@@ -45,6 +46,20 @@ def write_stage_signals(run: Run, stage: str | None, folder: Path, where: Where 
     say(f"{folder}: signals of {counted(made.rows, 'row')}. {made.rows - made.usable:,} cannot be used, {same}")
 
 
+def without_where(run: Run) -> Run:
+    """The run with all rows of its sources: signals are computed before they can be chosen by."""
+
+    def of(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+        return tuple(source.model_copy(update={"where": None, "signals": None}) for source in sources)
+
+    def data_of(data: Data) -> Data:
+        return data.model_copy(update={"sources": of(data.sources), "validation": of(data.validation)})
+
+    stages = tuple(stage.model_copy(update={"data": data_of(stage.data)}) for stage in run.stages)
+    asked = None if run.evaluation is None else run.evaluation.model_copy(update={"sources": of(run.evaluation.sources)})
+    return run.model_copy(update={"stages": stages, "evaluation": asked})
+
+
 def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, quality: int | None = None, where: Where = HERE) -> None:
     """Write the data of a stage, by name or number, into `folder`. Refused when it holds something else, or several stages could
     be meant."""
@@ -72,7 +87,7 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
         f"To train from it: stages.{chosen.name}.data.prepared={folder}")  # fmt: skip
 
 
-KNOWN = {MANIFEST, TOKENIZER, INDEXES, JOBS, "shards", "index", "rejects.jsonl", "lock"}
+KNOWN = {MANIFEST, TOKENIZER, INDEXES, JOBS, "shards", "index", "where", "rejects.jsonl", "lock"}
 KNOWN_SIGNALS = {signals.MANIFEST, JOBS, "columns", "lock"}
 
 

@@ -348,7 +348,7 @@ MAY_CHANGE = (
     "stages.*.data.cache",
     "stages.*.data.prepared",
     "stages.*.data.max_reject_rate",
-    *(f"stages.*.data.{side}.*.{name}" for side in ("sources", "validation") for name in ("path", "images")),
+    *(f"stages.*.data.{side}.*.{name}" for side in ("sources", "validation") for name in ("path", "images", "signals")),
 )
 
 

@@ -21,6 +21,7 @@ from eyeline.data.plan.order import WINDOW_SHARDS, Runs, image_groups_of, shards
 from eyeline.data.plan.plan import ImageGroup, Ordered
 from eyeline.data.plan.shard_index import ShardIndex
 from eyeline.data.plan.sizing import Sizing
+from eyeline.data.signals.chosen import require_rows
 
 VERSION = 6  # of a position as JSON
 MIXED_ROWS = (2_048, 65_536)  # rows of the first window of `mix: interleave`, and of the largest: they double
@@ -42,11 +43,27 @@ class Side:
 
     def kept_rows(self, source: int, shard: int) -> NDArray[np.bool_]:
         """A mask of the rows of a shard that are on this side."""
-        index, settings = self.index.shard(source, shard), self.index.sources[source].source
-        kept = index.kept_rows(settings.categories)
-        if settings.limit is not None:
+        kept = self._chosen_rows(source, shard)
+        if self.index.sources[source].source.limit is not None:
             kept = kept & (np.cumsum(kept) <= self._limited_rows(source)[shard])
-        return kept & self._side(index)
+        return kept & self._side(self.index.shard(source, shard))
+
+    def left_out(self, source: int, shard: int) -> int:
+        """The number of rows of a shard that would be on this side, but for `where`."""
+        rows = self.index.sources[source]
+        if rows.chosen is None:
+            return 0
+        index, kept = self.index.shard(source, shard), self._chosen_rows(source, shard)
+        out = index.kept_rows(rows.source.categories) & ~kept & self._side(index)
+        if rows.source.limit is not None:  # behind the last row that it leaves, none is looked at
+            out = out & (np.cumsum(kept) < self._limited_rows(source)[shard])
+        return int(out.sum())
+
+    def _chosen_rows(self, source: int, shard: int) -> NDArray[np.bool_]:
+        """A mask of the rows that `categories` and `where` leave."""
+        index, rows = self.index.shard(source, shard), self.index.sources[source]
+        kept = index.kept_rows(rows.source.categories)
+        return kept if rows.chosen is None else kept & require_rows(rows.chosen, shard, len(index))
 
     def _side(self, index: ShardIndex) -> NDArray[np.bool_]:
         return (index.drawn_R < self.validation_fraction) == self.held_out if self.validation_fraction else np.ones(len(index), bool)
@@ -54,13 +71,12 @@ class Side:
     def _limited_rows(self, source: int) -> list[int]:
         """The number of rows of each of the first shards that a limit leaves."""
         if source not in self._limits:
-            settings = self.index.sources[source].source
-            left, found = settings.limit or 0, []
+            left, found = self.index.sources[source].source.limit or 0, []
             for shard in range(len(self.index.sources[source].shards)):
                 if left <= 0:
                     break
                 found.append(left)
-                left -= int(self.index.shard(source, shard).kept_rows(settings.categories).sum())
+                left -= int(self._chosen_rows(source, shard).sum())
             self._limits[source] = found
         return self._limits[source]
 
@@ -125,6 +141,7 @@ class Pool:
     def window(self, cursor: Cursor) -> Ordered:
         """The rows of the cursor's window, from the indexes of its shards."""
         rows, images, first = [np.empty((0, 5), np.int64)], [np.empty(0, np.uint64)], [np.empty(0, np.bool_)]
+        left_out = 0
         for n in self._chosen(cursor):
             source, shard = self.entries[n]
             number_R = np.flatnonzero(self.side.kept_rows(source, shard))
@@ -132,8 +149,9 @@ class Pool:
             rows.append(np.stack([*address, number_R], 1))
             images.append(self.side.index.shard(source, shard).images_R[number_R])
             first.append(np.full(len(number_R), cursor.epoch == 0 and self._first_N[n]))
+            left_out += self.side.left_out(source, shard) if cursor.epoch == 0 and self._first_N[n] else 0
         groups = image_groups_of(np.concatenate(images), self.share, self.seed, cursor.epoch, cursor.window)
-        return Ordered(np.concatenate(rows)[groups.rows_R], groups.bounds_V1, np.concatenate(first)[groups.rows_R])
+        return Ordered(np.concatenate(rows)[groups.rows_R], groups.bounds_V1, np.concatenate(first)[groups.rows_R], left_out)
 
     def after(self, cursor: Cursor) -> Cursor:
         """Where the next window starts."""
@@ -205,6 +223,7 @@ class _Part:
     rows: list[Any] = field(default_factory=list)  # of each image group taken, as in Ordered
     _window: Ordered | None = None
     _usable_V: list[int] = field(default_factory=list)
+    left_out: int = 0  # rows of the windows that were begun, as in Ordered
     _barren: int = 0  # windows in a row without a usable row
 
     def take(self) -> tuple[int, int]:
@@ -223,6 +242,7 @@ class _Part:
             self.cursor = self.pool.after(self.cursor)
         self.pool.make_indexes(self.cursor)
         self._window = self.pool.window(self.cursor)
+        self.left_out += self._window.left_out if self.cursor.group == 0 else 0  # else it was begun, and counted, before
         usable = np.array([self.sizing(s, h).usable_R[r] for _, _, s, h, r in self._window.row_R5.tolist()], np.int64)
         self._usable_V = np.diff(np.concatenate([[0], np.cumsum(usable)])[self._window.bounds_V1]).tolist()
         self._barren = 0 if any(self._usable_V) else self._barren + len(self.pool.shards(self.cursor))
@@ -235,7 +255,8 @@ def _merge(parts: Sequence[_Part], picks: Sequence[int]) -> Ordered:
     taken = [iter(part.rows) for part in parts]
     rows = [next(taken[n]) for n in picks]
     row_R5 = np.concatenate(rows)
-    return Ordered(row_R5, np.cumsum([0, *(len(r) for r in rows)]), row_R5[:, 0] == 0)  # no source comes twice in an epoch of its own
+    left_out = sum(part.left_out for part in parts)
+    return Ordered(row_R5, np.cumsum([0, *(len(r) for r in rows)]), row_R5[:, 0] == 0, left_out)  # no source comes twice in its own epoch
 
 
 # Where a plan stands

@@ -38,6 +38,7 @@ class Ordered:
     row_R5: Longs  # epoch and window of the order that a row comes from; source, shard, number
     bounds_V1: Longs
     first_R: NDArray[np.bool_]  # whether the row comes for the first time: rejects are counted of different rows
+    left_out: int = 0  # other rows of the window, which `where` leaves out and which would come for the first time
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class RowsMet:
     first: int  # that came for the first time: rejects are counted of different rows
     rejects: tuple[Reject, ...]  # of these, those that are not planned
     again: tuple[Reject, ...]  # rows that are not planned, and were not the first time
+    left_out: int = 0  # of the whole window, as in Ordered: with the first rows of it that are met
 
 
 class Pack(NamedTuple):
@@ -79,6 +81,7 @@ class Plan:
     bins: list[list[ImageGroup]]
     cost_I2: Longs  # language, vision
     digest: str
+    left_out: int = 0  # as in Ordered
     closing: bool = False  # its packs are the bins that were open after the last window
 
     def pack(self, number: int) -> Pack:
@@ -94,7 +97,7 @@ class Plan:
     def _met(self, start: int, end: int) -> RowsMet:
         bad = self.rejects[bisect_left(self.rejects, start, key=itemgetter(0)) : bisect_left(self.rejects, end, key=itemgetter(0))]
         first, again = (tuple(reject for n, reject in bad if self.first_R[n] == wanted) for wanted in (True, False))
-        return RowsMet(int(self.first_R[start:end].sum()), first, again)
+        return RowsMet(int(self.first_R[start:end].sum()), first, again, 0 if start else self.left_out)
 
     def group(self, number: int) -> ImageGroup:
         rows = self.row_G5[self.bounds_I1[number] : self.bounds_I1[number + 1]].tolist()
@@ -200,7 +203,8 @@ def plan(ordered: Ordered, carried: Sequence[Sequence[ImageGroup]], sizing: Sizi
         consumed.append(met)
     cost_I2 = np.stack([np.concatenate([old_language, language_I]), np.concatenate([old_vision, vision_I])], 1).astype(np.int64)
     digest = _digest(packs, bounds_I1, np.concatenate([row_G5, np.concatenate([old_columns, columns_R4[at_G]])[:, :2]], 1))
-    made = Plan(row_G5, bounds_I1, packs, np.array(consumed, np.int64), ordered.first_R, rejects, [], cost_I2, digest)
+    passed_K = np.array(consumed, np.int64)
+    made = Plan(row_G5, bounds_I1, packs, passed_K, ordered.first_R, rejects, [], cost_I2, digest, ordered.left_out)
     made.bins.extend([made.group(n) for n in bin.items] for bin in bins)
     return made
 

@@ -4,6 +4,7 @@
     shards/         WebDataset archives, samples in the order in which the first epoch's packs need them
     job/            the plans and manifests of the two jobs that made it; not read here
     index/          an index of each shard of the sources, with places in the archives
+    where/          of each source with `where`, a bit per row
     rejects.jsonl   samples that cannot be used
     tokenizer/      where the recipe makes its own
 
@@ -32,6 +33,7 @@ from eyeline.data.containers.tars import Tars
 from eyeline.data.layouts.layouts import Layout, Mapping, Name, Shape
 from eyeline.data.layouts.media import with_escapes, without_escapes
 from eyeline.data.plan.shard_index import Shelf
+from eyeline.data.signals.chosen import Bits, ByBits, Chosen
 from eyeline.data.sources.folders import files_below, resolve_location
 from eyeline.data.sources.sources import Rows, Source
 
@@ -59,6 +61,17 @@ class StoredShard(Settings):
         return Shard(self.name, self.fingerprint, self.bytes, self.held, self.joined)
 
 
+class StoredWhere(Settings):
+    """What `where` left of a source."""
+
+    text: str
+    digest: str  # of the signals
+    file: str  # a bit per row, of each shard from a whole byte
+    bytes: int
+    starts: tuple[int, ...]  # first byte of each shard
+    rows: tuple[int, ...]
+
+
 class StoredSource(Settings):
     """A source, as it was opened."""
 
@@ -67,6 +80,7 @@ class StoredSource(Settings):
     layout: str  # its identity
     why: str
     shards: tuple[StoredShard, ...]
+    where: StoredWhere | None = None
 
 
 class Archive(Settings):
@@ -216,9 +230,16 @@ class Prepared:
                 _layout(about, self.folder),
                 Packed(self.archives, ends, tuple(s.shard for s in about.shards), about.shards, self.shelf),
                 self.archives.files[0].retries,
+                None if about.where is None else self._chosen(about.where),
             )
             for about, source in zip(stored, sources, strict=True)
         )
+
+    def _chosen(self, about: StoredWhere) -> Chosen:
+        file = File.of(self.folder / about.file, self.archives.files[0].retries)
+        if file.size != about.bytes:
+            raise StorageFailed(f"{file.path} is damaged or another file. Run `eyeline prepare` again: it repairs what is damaged")
+        return Chosen(about.text, about.digest, ByBits(file, tuple(map(Bits, about.starts, about.rows))))
 
     def samples(self) -> Iterator[Sample]:
         """All training samples, once, in the order of the archives, from start to end."""

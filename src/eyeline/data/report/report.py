@@ -132,6 +132,8 @@ class SourceFound:
     visits: float  # share of the visits to samples that can be used
     tokens: float  # share of the tokens
     visual: float  # share of the visual tokens
+    where: str | None  # the expression that chooses its rows
+    left_out: int  # rows that it leaves out
     kinds: tuple[tuple[str, int], ...]  # the most frequent ones, of the rows looked at; empty when it has none
     more_kinds: int  # others
 
@@ -241,6 +243,7 @@ class Looked:
     rows: list[RowOf]  # shard by shard
     numbers: dict[tuple[int, int], Longs]  # of each shard, in the same order
     counts: list[int]  # rows that each source has on this side
+    left_out: list[int]  # and rows that `where` leaves out of each
     exact: bool  # whether that was counted
     validates: bool  # whether it is the validation set
 
@@ -249,6 +252,7 @@ class Looked:
         side = reader.validation if validates else reader.training
         numbers: dict[tuple[int, int], Longs] = {}
         counts: list[int] = []
+        left_out: list[int] = []
         exact = True
         for source, opened in enumerate(side.index.sources):
             shards = range(side.shards(source))
@@ -262,10 +266,12 @@ class Looked:
                 found, met = found + len(numbers[source, shard]), met + len(side.index.shard(source, shard))
             share = sum(opened.shards[n].bytes for n in chosen) / max(sum(opened.shards[n].bytes for n in shards), 1)
             counts.append(found if len(chosen) == len(shards) else round(found / share))
+            out = sum(side.left_out(source, shard) for shard in chosen)
+            left_out.append(out if len(chosen) == len(shards) else round(out / share))
             exact &= len(chosen) == len(shards)
         numbers = dict(sorted(numbers.items()))
         rows = [(source, shard, number) for (source, shard), of_shard in numbers.items() for number in of_shard.tolist()]
-        return Looked(side, sizing_of(reader, budget, validates), rows, numbers, counts, exact, validates)
+        return Looked(side, sizing_of(reader, budget, validates), rows, numbers, counts, left_out, exact, validates)
 
     def _of_shards(self, of: Callable[[ShardIndex, Sized, Longs], Longs], source: int | None = None) -> Longs:
         """The values of `of` for the usable rows of each shard, concatenated."""
@@ -450,20 +456,21 @@ def _source_reports(reader: Reader, learning: Looked, validating: list[Looked], 
         validation = validating[0].counts[n] if validating and not own else 0
         kinds = learning.kinds(n)
         figures = (learning.counts[n], validation, rows.source.repeat, rows.source.weight)
-        out.append(_source_report(rows, figures, shares[n], kinds, learning.skipped(n)))
+        left_out = learning.left_out[n] + (validating[0].left_out[n] if validating and not own else 0)
+        out.append(_source_report(rows, figures, shares[n], left_out, kinds, learning.skipped(n)))
     for n, rows in enumerate(validating[0].side.index.sources if validating and own else ()):
-        out.append(
-            _source_report(rows, (0, validating[0].counts[n], 1, 1.0), (0.0, 0.0, 0.0), validating[0].kinds(n), validating[0].skipped(n))
-        )
+        side, figures = validating[0], (0, validating[0].counts[n], 1, 1.0)
+        out.append(_source_report(rows, figures, (0.0, 0.0, 0.0), side.left_out[n], side.kinds(n), side.skipped(n)))
     return tuple(out), None if blended else Epoch(sum(visits), *map(sum, summed))
 
 
 def _source_report(
-    rows: Rows, figures: tuple[int, int, int, float], shares: tuple[float, float, float], kinds: Counter[str], skipped: int
+    rows: Rows, figures: tuple[int, int, int, float], shares: tuple[float, float, float], left_out: int, kinds: Counter[str], skipped: int
 ) -> SourceFound:
     shown = tuple(kinds.most_common(KINDS))
     members = f"; skipped: {skipped:,} hidden, backup or system members of archives, such as ._a.jpg" if skipped else ""
-    return SourceFound(rows.source.path, rows.layout.name, rows.layout.why + members, *figures, *shares, shown, len(kinds) - len(shown))
+    why, where = rows.layout.why + members, None if rows.chosen is None else rows.chosen.text
+    return SourceFound(rows.source.path, rows.layout.name, why, *figures, *shares, where, left_out, shown, len(kinds) - len(shown))
 
 
 def _with_keys(why: str, found: Unread) -> str:

@@ -111,8 +111,9 @@ def _kind(node: ast.expr, depth: int) -> Kind:
 def _kind_of_column(name: str) -> Kind:
     found = COLUMNS.get(name)
     if found is None:
-        why = SIMILARITY if "similarity" in name or "clip" in name.lower() else f"wanted {', '.join(COLUMNS)}"
-        raise ValueError(f"there is no column {name!r};{nearest(name, list(COLUMNS))} {why}")
+        if "similarity" in name or "clip" in name.lower():
+            raise ValueError(f"there is no column {name!r}: {SIMILARITY}")
+        raise ValueError(f"there is no column {name!r}.{nearest(name, list(COLUMNS))} Columns: {', '.join(COLUMNS)}")
     return found.kind
 
 

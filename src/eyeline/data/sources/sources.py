@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from eyeline.core.batch import Role, Sample
 from eyeline.core.errors import BadSample, Refused, StorageFailed, nearest
@@ -22,6 +22,8 @@ from eyeline.data.containers.sidecars import open_sidecars
 from eyeline.data.containers.tars import Tars, open_tars
 from eyeline.data.layouts.layouts import COLUMNS, Layout, Mapping, Name, layout_of
 from eyeline.data.rejects import Reject
+from eyeline.data.signals.chosen import Chosen, choose, signals_folder
+from eyeline.data.signals.where import where_of
 from eyeline.data.sources.folders import (
     at_the_start,
     common_folder,
@@ -45,6 +47,10 @@ def _known_layout(layout: str) -> str:
     return layout
 
 
+def _known_expression(text: str) -> str:
+    return where_of(text).text
+
+
 class Source(Settings):
     """One set of samples."""
 
@@ -59,16 +65,30 @@ class Source(Settings):
     columns: dict[str, str] = Field(default={})  # where they have other names, ours: theirs: {image: photo, caption: meta.title}
     roles: dict[Role, str] = Field(default={})  # the same for speakers: {assistant: bot}
     categories: tuple[str, ...] | None = None  # keep only samples of these categories
+    # keep only rows of which this is true: an expression over signals, such as `width >= 224 and not duplicate`
+    where: Annotated[str, AfterValidator(_known_expression)] | None = None
+    signals: str | None = None  # the folder of these, which `eyeline prepare --signals` wrote; by default `signals`, next to `path`
     repeat: Positive = 1  # visits an epoch
     limit: Positive | None = None  # keep only this many, the first ones
     weight: PositiveFloat = 1.0  # its share, against the other sources', with mix: interleave
+
+    @model_validator(mode="after")
+    def _no_idle_signals(self) -> "Source":
+        if self.signals is not None and self.where is None:
+            raise ValueError("signals names figures for where: to choose rows by, and there is no where:. Add it, or leave signals out")
+        return self
+
+    @property
+    def choice(self) -> str:
+        """What leaves rows out, in words."""
+        return "categories, where and limit" if self.where is not None else "categories and limit"
 
 
 @dataclass(frozen=True)
 class Rows:
     """An opened source: a list of shards, each read in order, and any row by its place. Pickles small.
 
-    Every row is given, whatever `categories` and `limit` say: they choose among what was read.
+    Every row is given, whatever `categories`, `where` and `limit` say: they choose among what was read.
     """
 
     source: Source
@@ -77,6 +97,7 @@ class Rows:
     layout: Layout
     container: Container
     retries: int  # of a store that fails
+    chosen: Chosen | None = None  # what `where` leaves; None: all
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -90,13 +111,15 @@ class Rows:
             yield place, kind, found
 
     def kept_rows(self) -> Iterator[tuple[Place, str | None, Sample | BadSample]]:
-        """The rows that `categories` and `limit` leave, as `rows_in` gives them, in order. A row that cannot be parsed is of every kind."""
+        """The rows that `categories`, `where` and `limit` leave, as `rows_in` gives them, in order. A row that cannot be parsed is of every
+        kind."""
         kinds, left = self.source.categories, self.source.limit
         for shard in range(len(self.shards)):
+            mask = None if self.chosen is None else self.chosen.mask(shard)
             for place, kind, found in self.rows_in(shard):
                 if left == 0:
                     return
-                if kinds is None or kind is None or kind in kinds:
+                if (kinds is None or kind is None or kind in kinds) and (mask is None or mask[place.number]):
                     left = None if left is None else left - 1
                     yield place, kind, found
 
@@ -144,7 +167,15 @@ def open_source(source: Source, retries: int = RETRIES) -> Rows:
     layout = replace(layout_of(found.path, container, source.layout, mapping), text_only=text_only)
     if found.skipped:
         layout = replace(layout, why=f"{layout.why}; skipped: {found.skipped}")
-    return Rows(source, found.path, root, layout, container, retries)
+    rows = Rows(source, found.path, root, layout, container, retries)
+    return rows if source.where is None else replace(rows, chosen=_chosen(rows, source.where))
+
+
+def _chosen(rows: Rows, where: str) -> Chosen:
+    setting = rows.source.signals
+    folder = signals_folder(None if setting is None else parse_location(setting), rows.path)
+    named = setting is not None
+    return choose(where_of(where), folder, rows.path, rows.root, rows.layout.identity, rows.shards, rows.retries, named)
 
 
 def _source_files(source: Source, retries: int) -> SourceFiles:
