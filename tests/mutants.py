@@ -1001,6 +1001,38 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "offline/test_run.py::test_shares_are_disjoint_and_complete",
         ),
     ],
+    "where": [
+        (
+            "data/plan/blend.py",
+            "            left_out += self.side.left_out(source, shard) if cursor.epoch == 0 and self._first_N[n] else 0\n",
+            "            left_out += self.side.left_out(source, shard) if cursor.epoch == 0 else 0\n",
+            "offline/test_choosing.py::test_batches_are_those_of_rows_chosen_by_category",
+        ),
+        (
+            "data/plan/blend.py",
+            "if self.cursor.group == 0 else 0",
+            "if True else 0",
+            "offline/test_choosing.py::test_resuming_at_any_step_counts_and_gives_the_same",
+        ),
+        (
+            "data/plan/plan.py",
+            "0 if start else self.left_out",
+            "self.left_out",
+            "offline/test_choosing.py::test_resuming_at_any_step_counts_and_gives_the_same",
+        ),
+        (
+            "data/signals/chosen.py",
+            " | ~table[USABLE]",
+            "",
+            "offline/test_choosing.py::test_batches_are_those_of_rows_chosen_by_category",
+        ),
+        (
+            "data/signals/where.py",
+            "COMPARISONS[type(op)](value, other) & _there(value) & _there(other)",
+            "COMPARISONS[type(op)](value, other)",
+            "data/test_where.py::test_rows_by_hand",
+        ),
+    ],
     "signals": [
         (
             "offline/alike.py",

@@ -448,8 +448,9 @@ def report(
 ) -> None:
     """Write report.html in a run folder: curves, and samples with images and answers, in one file without script; and print where the
     time went. Of several runs, print their numbers side by side. Of a folder that `prepare` writes, print what is done, how fast, what was
-    dropped, and which partitions were slow."""
+    dropped, and which partitions were slow; of signals, how each is spread."""
     from eyeline.offline.report import JOBS, report_jobs
+    from eyeline.offline.signals_report import report_signals
     from eyeline.study.ledger import show_ledger
     from eyeline.study.report import write_report
 
@@ -462,8 +463,10 @@ def report(
         return
     if different:
         raise Refused("--different is for several runs, and one is given. Leave it out, or give another run")
-    if (run / JOBS).is_dir():
-        say(report_jobs(run))
+    figures = report_signals(run)
+    jobs = report_jobs(run) if (run / JOBS).is_dir() else None
+    if figures is not None or jobs is not None:
+        say("\n".join(text for text in (figures, jobs) if text is not None))
         refuse_lost_output()
         return
 

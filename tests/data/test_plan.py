@@ -244,6 +244,7 @@ def test_golden_roads(how: str) -> None:
     side: Any = SimpleNamespace(
         index=SimpleNamespace(sources=sources, shard=lambda *_: SimpleNamespace(images_R=images), make=lambda _: None),
         kept_rows=lambda *_: np.ones(60, bool),
+        left_out=lambda *_: 0,
         shards=lambda source: len(sources[source].shards),
     )
     sizing, carried, digests, cursor = made_up(tokens, patches, Budget(2048, 640)), (), [], Cursor()
@@ -350,6 +351,7 @@ def test_memory_does_not_grow_with_the_data() -> None:
             sources=[SimpleNamespace(shards=_Many(shards))], shard=lambda source, shard: index_, make=lambda wanted: None
         ),
         kept_rows=lambda source, shard: np.ones(rows_a_shard, bool),
+        left_out=lambda source, shard: 0,
     )
     assert side.validation_fraction == 0
     pool = Pool(fake, _Entries(shards), 1, 0)  # type: ignore[arg-type]  # entries without a list of them

@@ -140,6 +140,8 @@ CASES: dict[str, tuple[tuple[str, ...], Any, tuple[str, ...]]] = {
             ("sources[].columns.*", "sources.0.columns={kind: id}", said_by_check, "sources.0.categories=[red]"),
             ("sources[].roles.*", "sources.0.roles={user: guest}", said_by_check),
             ("sources[].categories", "sources.0.categories=[red]", distilled),
+            ("sources[].where", "sources.0.where=width > 12", said_by_check),
+            ("sources[].signals", "sources.0.signals=NOWHERE", said_by_check, "sources.0.where=width > 12"),
             ("sources[].repeat", "sources.0.repeat=2", refusal_of_settings),
             ("sources[].limit", "sources.0.limit=3", distilled),
             ("sources[].weight", "sources.0.weight=2", refusal_of_settings),

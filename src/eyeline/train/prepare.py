@@ -26,8 +26,8 @@ from eyeline.train.stop import sole_owner
 
 
 def write_stage_signals(run: Run, stage: str | None, folder: Path, where: Where = HERE) -> None:
-    """Write the signals of all rows of a stage's sources, and of the evaluation's, into `folder`. Refused when it holds something else,
-    or several stages could be meant."""
+    """Write the signals of all rows of a stage's sources, and of those of evaluation and distillation, into `folder`. Refused when it
+    holds something else, or several stages could be meant."""
     number = _stage_of(run, stage)
     chosen = run.stages[number].data
     if chosen.prepared is not None:
@@ -35,7 +35,7 @@ def write_stage_signals(run: Run, stage: str | None, folder: Path, where: Where 
     _refuse_strangers(folder, KNOWN_SIGNALS)
     bundle = description(run)
     spec = spec_of(bundle.config)
-    asked = run.evaluation.sources if run.evaluation is not None else ()
+    asked = [source for one in (run.evaluation, run.distill) if one is not None for source in one.sources]
     with _owned(folder, where):
         sources = open_each([*chosen.sources, *chosen.validation, *asked], chosen.read_retries)
         made = write_signals(sources, bundle.encoder(), spec.image, folder, where)
@@ -43,7 +43,8 @@ def write_stage_signals(run: Run, stage: str | None, folder: Path, where: Where 
         _say_share_done(folder, where)
         return
     same = f"{made.duplicate:,} are duplicates of an earlier row, {made.near_duplicate:,} near-duplicates (duplicates included)"
-    say(f"{folder}: signals of {counted(made.rows, 'row')}. {made.rows - made.usable:,} cannot be used, {same}")
+    say(f"{folder}: signals of {counted(made.rows, 'row')}. {made.rows - made.usable:,} cannot be used, {same}. To see how they are "
+        f"spread: eyeline report {folder}. To choose rows by them: where: of a source, with signals: {folder}")  # fmt: skip
 
 
 def without_where(run: Run) -> Run:
@@ -56,8 +57,9 @@ def without_where(run: Run) -> Run:
         return data.model_copy(update={"sources": of(data.sources), "validation": of(data.validation)})
 
     stages = tuple(stage.model_copy(update={"data": data_of(stage.data)}) for stage in run.stages)
-    asked = None if run.evaluation is None else run.evaluation.model_copy(update={"sources": of(run.evaluation.sources)})
-    return run.model_copy(update={"stages": stages, "evaluation": asked})
+    asked = {name: one for name in ("evaluation", "distill") if (one := getattr(run, name)) is not None}
+    others = {name: one.model_copy(update={"sources": of(one.sources)}) for name, one in asked.items()}
+    return run.model_copy(update={"stages": stages, **others})
 
 
 def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, quality: int | None = None, where: Where = HERE) -> None:
