@@ -3,11 +3,13 @@
 #   TORCH='torch==2.13.0'   what pip installs when no torch >= 2.11 is there already (for CUDA, see README.md)
 #   PYTHON=python3          the interpreter that .venv is made from; if it has torch >= 2.11, .venv shares it
 #   JOBS=2                  processes that run the tests
+#   SOAK_S=600              seconds that schedules of racing workers are tried in `make test-slow`
 #   CASES='step packed'     what `make bench` measures; all if none is named
 
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 JOBS ?= 2
+SOAK_S ?= 600
 BIN := .venv/bin
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split('+')[0].split('.')[:2])) < (2, 11))
 
@@ -26,7 +28,7 @@ test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks
 
 test-slow: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -s
+	SOAK_S=$(SOAK_S) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -s
 
 # Plants faults in a copy of the code, one at a time, and expects the test that is named for each to fail
 mutants: .venv/ready

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import attention, checkpoint, data, head, model, packed, packer, ranks, start, step
+from bench import attention, checkpoint, data, head, model, packed, packer, prepare, ranks, start, step
 from bench.measure import LEAST_PAIRS, NoPeer, Result, write_result
 from bench.render import overview, write_page
 from eyeline.core.errors import Refused, nearest
@@ -14,6 +14,7 @@ CASES: dict[str, Callable[[int], Result]] = {  # each takes the number of pairs
     "packed": packed.run,
     "packer": packer.run,
     "data": data.run,
+    "prepare": prepare.run,
     "start": start.run,
     "head": head.run,
     "attention": attention.run,

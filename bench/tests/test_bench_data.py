@@ -11,7 +11,7 @@ import pytest
 from PIL import Image as Pillow
 
 import bench
-from bench import data, data_peers, data_work, packer
+from bench import data, data_peers, data_work, packer, prepare
 from bench.data_work import BUDGET, Packed, Seen, Setup
 from bench.measure import NoPeer, Result, needs
 from eyeline.core.errors import Refused
@@ -34,6 +34,14 @@ def test_samples_held_back_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With equal samples, four to a pack, the bin is closed when it is full: the fourth waits until then."""
     monkeypatch.setattr(packer, "TOKENS", 4)
     assert packer.most_held([(1, 0)] * 12) == 4
+
+
+def test_prepare_is_timed_and_both_sides_write_the_same() -> None:
+    found = prepare.run(pairs=1, shards=1)
+    assert found.comparisons[0].amount == data_work.PER_SHARD
+    [speed] = found.facts
+    assert speed.value == pytest.approx(found.comparisons[0].peer[0].wall_s / found.comparisons[0].ours[0].wall_s)
+    assert speed.met == (float(speed.value) >= 1.6)
 
 
 def test_all_sides_pack_everything_and_lost_samples_are_refused() -> None:

@@ -5,6 +5,7 @@ Workers are threads that take turns at a store in memory: a schedule says whose 
 
 import hashlib
 import json
+import os
 import random
 import threading
 import time
@@ -28,6 +29,7 @@ from eyeline.offline.store import Retried
 from tests.offline.fake_store import FakeStore, Killed, Turns, no_answer
 from tests.offline.rows_job import JOB, assert_every_row_once, plan_of, visible
 
+SOAK_S = float(os.environ.get("SOAK_S", "600"))  # seconds
 COUNT = 3  # partitions, in groups of two
 Fault = Literal["killed before", "killed after", "no answer", "no request", "late"]
 FAULTS: tuple[Fault, ...] = ("killed before", "killed after", "no answer", "no request", "late")
@@ -222,10 +224,10 @@ def test_any_schedule_of_racing_workers(order: list[int], faults: tuple[dict[int
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(SOAK_S + 300)
 def test_long_soak_of_schedules() -> None:
-    """Ten minutes of them."""
-    end, seed = time.monotonic() + 600, 0
+    """Ten minutes of them, or as long as SOAK_S says."""
+    end, seed = time.monotonic() + SOAK_S, 0
     kinds = Counter[str]()
     while time.monotonic() < end:
         draw = random.Random(seed)
@@ -237,4 +239,4 @@ def test_long_soak_of_schedules() -> None:
             error.add_note(f"seed {seed}")
             raise
         seed += 1
-    assert min(kinds[fault] for fault in FAULTS) > 100
+    assert min(kinds[fault] for fault in FAULTS) > SOAK_S / 6
