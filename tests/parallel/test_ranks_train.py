@@ -72,7 +72,18 @@ def assert_same_course(many: Run, one: Run) -> None:
             assert got == pytest.approx(want, rel=CLOSE), (kind, name)
 
 
-@pytest.mark.parametrize(("count", "mesh"), [(2, "mesh.dp_shard=2"), (2, "mesh.dp_replicate=2"), (3, "mesh.dp_shard=-1")])
+DEALT = "mesh={balance_images: true, sync_each_batch: false}"
+
+
+@pytest.mark.parametrize(
+    ("count", "mesh"),
+    [
+        (2, "mesh.dp_shard=2"),
+        (2, "mesh.dp_replicate=2"),
+        (3, "mesh.dp_shard=-1"),
+        (2, "mesh={balance_images: true, sync_each_batch: false}"),
+    ],
+)
 def test_ranks_train_what_one_process_does(count: int, mesh: str, tmp_path: Path) -> None:
     """Two stages: Muon on everything, then LoRA with dropout, and the projector."""
     packs = "stages.whole.batch.packs_per_step=3", "stages.adapt.batch.packs_per_step=3"
@@ -81,6 +92,9 @@ def test_ranks_train_what_one_process_does(count: int, mesh: str, tmp_path: Path
     train(many, count)
     assert_same_course(many, one)
     assert lines(many, "start", "world_size") == [[count]]
+    imbalance = [figures for [figures] in lines(many, "step", "imbalance")]
+    assert all(figures["vision"] <= figures["vision_before"] for figures in imbalance)
+    assert any(figures["vision"] < figures["vision_before"] for figures in imbalance) == (mesh == DEALT)
     assert {name: x.shape for name, x in weights(many).items()} == {name: x.shape for name, x in weights(one).items()}
 
 

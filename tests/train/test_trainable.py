@@ -289,3 +289,13 @@ def test_memory_of_a_stage_by_hand(start: Path, tmp_path: Path) -> None:
     assert memory_of(plan, AdamW()) == Memory(frozen + 4 * trained, 4 * trained, 8 * trained)
     assert memory_of(plan, Muon()) == Memory(frozen + 4 * trained, 4 * trained, 8 * trained - 4 * matrices)
     assert str(Memory(3 << 30, 1 << 29, 1 << 40)) == "weights 3.00 GiB, gradients 0.50 GiB, optimizer state 1,024.00 GiB"
+
+
+def test_memory_with_gradients_that_are_summed_once_per_step(start: Path, tmp_path: Path) -> None:
+    """Whole gradients, and a half of all else but what is exact."""
+    run = from_start(start, tmp_path, (None, None, FULL))
+    plan = plan_of(run, 0, open_bundle(start / "run").bundle.config)
+    trained = sum(x.numel() for _, x, entry in plan.tensors() if entry.trains)
+    sharded, whole = memory_of(plan, AdamW(), 2), memory_of(plan, AdamW(), 2, whole_gradients=True)
+    assert (whole.weights, whole.optimizer) == (sharded.weights, sharded.optimizer)
+    assert sharded.gradients < whole.gradients == 4 * trained

@@ -138,10 +138,13 @@ def _ranks(run: Run, world_size: int) -> Iterator[str]:
     """How the ranks share out the parameters and the packs of a step."""
     if world_size == 1 or [*mesh_problems(run.mesh, world_size)]:
         return
-    yield f"{world_size} ranks: dp_replicate {run.mesh.dp_replicate} × dp_shard {run.mesh.sharded_over(world_size)}"
+    images = ", images dealt over all of them" if run.mesh.balance_images else ""
+    yield f"{world_size} ranks: dp_replicate {run.mesh.dp_replicate} × dp_shard {run.mesh.sharded_over(world_size)}{images}"
+    summed = "" if run.mesh.sync_each_batch else "; gradients are summed over ranks after the last"
     for stage in run.stages:
         packs = stage.batch.packs_per_step
-        yield f"stage {stage.name}: {packs} packs per step ÷ {world_size} ranks = {-(-packs // world_size)} gradient accumulation steps"
+        each = f"{-(-packs // world_size)} gradient accumulation steps{summed}"
+        yield f"stage {stage.name}: {packs} packs per step ÷ {world_size} ranks = {each}"
 
 
 def _memory(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
