@@ -757,6 +757,24 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_new_tokens.py::test_transformers_and_peft_compute_the_same",
         ),
         (
+            "kernels/rounding.py",
+            "+ chance_N)",
+            "+ 0x8000)",
+            "train/test_small_adamw.py::test_changes_below_the_last_bit_add_up",
+        ),
+        (
+            "train/small_adamw.py",
+            'of {name}", number)',
+            'of {name}", id(self))',
+            "train/test_small_adamw.py::test_stopped_run_resumes_to_the_same_bits",
+        ),
+        (
+            "train/small_adamw.py",
+            "first + chunk.start)",
+            "chunk.start)",
+            "train/test_small_adamw.py::test_sharded_parameters_take_the_step_of_one_device",
+        ),
+        (
             "kernels/cross_entropy.py",
             "            dlogits_RV[:, apart] = 0\n",
             "",

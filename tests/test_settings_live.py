@@ -33,7 +33,9 @@ from eyeline.parallel.ranks import ranks_of
 from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.study.evaluate import evaluate
+from eyeline.train.memory import memory_of
 from eyeline.train.trackers import trackers
+from eyeline.train.trainable import plan_of
 from tests.distill.cases import CASES as DISTILL
 from tests.ranks import on_ranks
 from tests.settings import LEAVES
@@ -185,6 +187,13 @@ def block_calls(recipe: dict[str, Any], folder: Path) -> int:
 def recomputed(recipe: dict[str, Any], folder: Path) -> int:
     """The FLOPs that are done a second time."""
     return sum(line["flops_recomputed"] for line in steps(recipe, folder))
+
+
+def memory(recipe: dict[str, Any], folder: Path) -> str:
+    """What a stage keeps in memory."""
+    run = run_of(recipe | {"out": str(folder / "run")}, "recipe")
+    assert run.model.config is not None
+    return str(memory_of(plan_of(run, 0, run.model.config), run.stages[0].optimizer))
 
 
 def refused_by_plan(recipe: dict[str, Any], folder: Path) -> str:
@@ -531,6 +540,10 @@ CASES: dict[str, Case] = {
     "stages[].optimizer<AdamW>.betas": turned("stages.0.optimizer.betas=[0.5, 0.6]", base=ADAMW),
     "stages[].optimizer<AdamW>.eps": turned("stages.0.optimizer.eps=0.1", base=ADAMW),
     "stages[].optimizer<AdamW>.weight_decay": turned("stages.0.optimizer.weight_decay=5", base=ADAMW),
+    "stages[].optimizer<AdamW>.state_dtype": turned(
+        "stages.0.optimizer.state_dtype=bf16", base=("stages.0.optimizer={kind: adamw}", "stages.0.steps=3")
+    ),
+    "stages[].optimizer<AdamW>.offload": turned("stages.0.optimizer.offload=true", see=memory, base=("stages.0.optimizer={kind: adamw}",)),
     "stages[].optimizer<Muon>.kind": turned("stages.0.optimizer={kind: adamw}"),
     "stages[].optimizer<Muon>.momentum": turned("stages.0.optimizer.momentum=0.5"),
     "stages[].optimizer<Muon>.adamw_lr_ratio": turned("stages.0.optimizer.adamw_lr_ratio=3"),

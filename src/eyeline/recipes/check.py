@@ -47,7 +47,7 @@ from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.samples import sample_problems
 from eyeline.train.start import description, description_at, refuse_another_recipe, refuse_changed_data
 from eyeline.train.trackers.trackers import missing
-from eyeline.train.trainable import EMBEDDING, checkpointed, needed_memory, new_rows_of, plan_of, trained_in_full
+from eyeline.train.trainable import EMBEDDING, checkpointed, needed_memory, new_rows_of, plan_of, rank_problems, trained_in_full
 
 
 class Finding(NamedTuple):
@@ -75,6 +75,7 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         settings += [Finding(*line) for line in distilling.problems(run.distill)]
     found = [line.text for line in settings if not line.warns]
     found += [line for line in _rank_problems(run, world_size) if line not in found]
+    found += rank_problems(run, world_size)
     try:
         refuse_another_recipe(run, run_folder(run))
     except Refused as error:

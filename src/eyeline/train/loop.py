@@ -44,7 +44,7 @@ from eyeline.train.stragglers import OwnTime, OwnTimes
 from eyeline.train.summary import Tally
 from eyeline.train.trackers.tracker import About
 from eyeline.train.trackers.trackers import Trackers, missing
-from eyeline.train.trainable import rates
+from eyeline.train.trainable import rank_problems, rates
 from eyeline.train.unchanged import NOT_SAMPLED, Same, sampled_weights, unchanged_since
 
 
@@ -60,6 +60,8 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
     here = machine(run.device, run.threads, run.deterministic, place)
     with joined(place, here.device.type, 60 * run.mesh.timeout_minutes) as world, ExitStack() as stack:
         mesh = world.by_each(lambda: mesh_of(run.mesh, world, here.device.type, run.packs_per_step))
+        if problems := [*rank_problems(run, world.size)]:
+            raise Refused("\n  ".join(problems))
         folder = run_folder(run)
         world.by_first(lambda: refuse_unanswerable(run, world.size))
         world.by_first(lambda: stack.enter_context(owned(folder)))

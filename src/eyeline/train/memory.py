@@ -22,7 +22,7 @@ from eyeline.core.plan import Part, Plan
 from eyeline.core.words import gib
 from eyeline.data.fetch.full_batch import full_batch
 from eyeline.models.layers import Recompute
-from eyeline.train.optim import Muon, Optimizer
+from eyeline.train.optim import AdamW, Muon, Optimizer
 
 aten = torch.ops.aten
 
@@ -35,10 +35,13 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int = 0  # at the peak of a full micro-batch; 0: not counted
+    offloaded: int = 0  # of the optimizer's state, in the host's memory: not in the total
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer}
         parts |= {"activations": self.activations} if self.activations else {}
+        if self.offloaded:
+            parts["optimizer state on the host"] = self.offloaded
         return ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
 
     @property
@@ -48,7 +51,8 @@ class Memory:
 
 def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1, whole_gradients: bool = False) -> Memory:
     """What a stage keeps of its model, on the rank that has most of it. A gradient has its weight's dtype, and so has each moment: two of
-    AdamW, one of Muon. `whole_gradients`: a rank keeps them unsharded until the step's last micro-batch."""
+    AdamW, one of Muon; AdamW's may be bfloat16, or on the host. `whole_gradients`: a rank keeps them unsharded until the step's last
+    micro-batch."""
     weights = gradients = moments = 0
     for _, x, entry in plan.tensors():
         rows = entry.shape[0] if entry.shape else 1
@@ -58,6 +62,10 @@ def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1, whole_grad
         if entry.trains:
             gradients += x.numel() * entry.stored.itemsize if whole_gradients else size
             moments += size * (1 if entry.muon and isinstance(optimizer, Muon) else 2)
+    if isinstance(optimizer, AdamW) and optimizer.state_dtype == "bf16":
+        moments //= 2  # what trains is stored in float32
+    if isinstance(optimizer, AdamW) and optimizer.offload:
+        return Memory(weights, gradients, 0, offloaded=moments)
     return Memory(weights, gradients, moments)
 
 

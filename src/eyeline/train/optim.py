@@ -1,6 +1,5 @@
 """Optimizers: settings, which parameter goes where, and the learning rate of each part."""
 
-import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, assert_never
 
@@ -13,6 +12,8 @@ from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.plan import Entry, Part, Plan
 from eyeline.core.settings import PositiveFloat, Settings, Share
 from eyeline.core.shards import held, is_sharded
+from eyeline.train.not_compiled import NotCompiled
+from eyeline.train.small_adamw import SmallAdamW
 
 
 class AdamW(Settings):
@@ -22,6 +23,13 @@ class AdamW(Settings):
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    state_dtype: Literal["fp32", "bf16"] = "fp32"  # of the two moments; to bf16 they are rounded stochastically
+    offload: bool = False  # the moments are in the host's memory between steps
+
+    @property
+    def small(self) -> bool:
+        """Return whether the moments take less of the device's memory than torch's AdamW takes."""
+        return self.offload or self.state_dtype == "bf16"
 
 
 class Muon(Settings):
@@ -39,17 +47,22 @@ class Muon(Settings):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
 
 
+STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Optimizer = Annotated[AdamW | Muon, Field(discriminator="kind")]
 
 
-def make_optimizers(plan: Plan[Any], settings: Optimizer) -> list[torch.optim.Optimizer]:
-    """Optimizers over every trainable parameter, none twice and none left out. A group of nothing does not exist.
+def make_optimizers(plan: Plan[Any], settings: Optimizer, seed: int = 0) -> list[torch.optim.Optimizer]:
+    """Optimizers over every trainable parameter, none twice and none left out. A group of nothing does not exist. `seed` is of stochastic
+    rounding.
 
     Each group says its `part` and `ratio`: `set_learning_rates` gives it rate(part) × ratio. Groups have a fixed order,
     so that a saved state finds its parameters again.
     """
     trainable = [(name, x, entry) for name, x, entry in plan.tensors() if entry.trains]
     match settings:
+        case AdamW(small=True):
+            groups, dtype = _groups(trainable, settings.weight_decay, ratio=1.0), STATES[settings.state_dtype]
+            return [SmallAdamW(groups, settings.betas, settings.eps, dtype, settings.offload, seed)]
         case AdamW():
             return [_adamw(settings, _groups(trainable, settings.weight_decay, ratio=1.0))]
         case Muon():
@@ -85,23 +98,11 @@ def _groups(trainable: Iterable[tuple[str, Tensor, Entry]], weight_decay: float,
     return list(groups.values())
 
 
-class _NotCompiled(torch.optim.Optimizer):
-    """An optimizer that torch.compile never sees. torch wraps these methods so that it may, and to that end imports torch._dynamo:
-    a quarter of the CPU time from the start of a process to its first step."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        inspect.unwrap(super().step)(self, closure)
-
-
-class _AdamW(_NotCompiled, torch.optim.AdamW):
+class _AdamW(NotCompiled, torch.optim.AdamW):
     pass
 
 
-class _Muon(_NotCompiled, torch.optim.Muon):
+class _Muon(NotCompiled, torch.optim.Muon):
     pass
 
 
@@ -152,14 +153,16 @@ def load_state_tensors(
     refuse_misfits(f"the optimizer state of {where}", misfits(stored.meta, wanted, "exact"))
     for optimizer, name, parameter in _parameters(optimizers):
         kept = {} if name in without else _state_of(optimizer, parameter)
-        optimizer.state[parameter] = {key: _loaded(stored, f"{name}:{key}", like, parameter) for key, like in kept.items()}
+        optimizer.state[parameter] = {key: _loaded(stored, f"{name}:{key}", parameter, optimizer) for key in kept}
 
 
-def _loaded(stored: Stored, name: str, like: Tensor, parameter: nn.Parameter) -> Tensor:
-    """What is stored, on the parameter's device and sharded as it is. AdamW's fused kernel wants `step`, a number, there too."""
-    if like.ndim == 0:
-        return stored.read(name).to(parameter.device)
-    value = torch.empty_like(parameter, requires_grad=False)
+def _loaded(stored: Stored, name: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor:
+    """What is stored, on the parameter's device and sharded as it is. AdamW's fused kernel wants `step`, a number, there too; ours keeps it
+    on the host, where it is read."""
+    small = isinstance(optimizer, SmallAdamW)
+    if name.endswith(":step"):
+        return stored.read(name) if small else stored.read(name).to(parameter.device)
+    value = optimizer.new_moment(parameter) if small else torch.empty_like(parameter, requires_grad=False)
     part = held(value)
     part.local.copy_(stored.read(name, part.box))
     return value
@@ -169,6 +172,9 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     """What an optimizer keeps of a parameter once it has moved it, without values."""
     like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     match optimizer:
+        case SmallAdamW():
+            like = like.to(optimizer.dtype)
+            return {"step": torch.empty((), dtype=torch.float32, device="meta"), "exp_avg": like, "exp_avg_sq": like}
         case torch.optim.AdamW():
             return {"step": torch.empty((), dtype=torch.float32, device="meta"), "exp_avg": like, "exp_avg_sq": like}
         case torch.optim.Muon():

@@ -344,6 +344,7 @@ MAY_CHANGE = (
     "stages.*.steps",
     "stages.*.epochs",
     "stages.*.gradient_checkpointing",
+    "stages.*.optimizer.offload",
     *(f"stages.*.data.{name}" for name in ("workers", "read_ahead", "decode_timeout", "read_timeout", "read_retries")),
     "stages.*.data.cache",
     "stages.*.data.prepared",

@@ -143,7 +143,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
         plan = model_of(run, home, here, checkpoint, state.stage, process.mesh, world)
         kernels = choose_kernels(plan.model, here, COMPUTE[run.precision], trains=True)
         arithmetic = flops.count(plan.model, plan.spec.image)
-        optimizers = make_optimizers(plan, stage.optimizer)
+        optimizers = make_optimizers(plan, stage.optimizer, run.seed)
         if checkpoint and state.step > 0:
             with checkpoint.reading("optimizer") as stored:
                 world.by_each(lambda: load_state_tensors(optimizers, stored, saved["without_state"], str(checkpoint.folder)))

@@ -1,7 +1,7 @@
 """The trainable parameters of a stage: freezing by subtree, LoRA, precision, and the table that says so."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from eyeline.models.layers import Recompute
 from eyeline.models.lora import LoRA
 from eyeline.models.shape import SAVED, Ways, shape
 from eyeline.train.memory import Memory, activations_of, fewest_recomputed, memory_of
+from eyeline.train.optim import AdamW
 from eyeline.train.run import COMPUTE, Adapted, Checkpointing, Full, Run, Stage
 
 
@@ -133,6 +134,16 @@ def needed_memory(run: Run, index: int, config: Config, apart: NewRows | None, s
     """What a stage needs on each rank, with the activations that a GPU would have; the last three as in `plan_of` and `memory_of`."""
     plan, stage = plan_of(run, index, config, apart=apart, shards=shards), run.stages[index]
     return replace(memory_of(plan, stage.optimizer, shards, whole_gradients), activations=activations_of(plan, stage.batch.budget))
+
+
+def rank_problems(run: Run, world_size: int) -> Iterator[str]:
+    """Settings that are of one device, where several ranks train."""
+    for stage in run.stages if world_size > 1 else ():
+        if isinstance(stage.optimizer, AdamW) and stage.optimizer.offload:
+            yield (
+                f"stages.{stage.name}.optimizer.offload keeps the moments of one device on the host, and there are {world_size} ranks, "
+                "which share them out (mesh.dp_shard). Leave it out; state_dtype: bf16 halves each rank's share"
+            )
 
 
 def rows_of(plan: Plan[Model], stage: Stage) -> list[Row]:
