@@ -1544,6 +1544,51 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         ("models/flops.py", '    "H100 PCIe": 7.56e14,\n', "", "train/test_flops.py::test_peak_of_each_product_is_its_own"),
     ],
+    "compiled blocks": [
+        ("models/compiled.py", "fullgraph=True, dynamic=True)", "fullgraph=True, dynamic=False)", "models/test_compiled.py"),
+        ("models/layers.py", "or len(x_TD) < 2:", "or not len(x_TD):", "models/test_compiled.py"),
+        (
+            "models/layers.py",
+            "        block.forward.recompute = recompute\n        return block(*args)",
+            "        return block(*args)",
+            "models/test_compiled.py::test_recomputation_is_in_the_graph",
+        ),
+        (
+            "train/compile.py",
+            "    plan.model.zero_grad(set_to_none=True)\n",
+            "",
+            "train/test_compile.py::test_compiled_run_has_the_losses_of_one_without",
+        ),
+        ("kernels/fla.py", "    return _BOUNDS[0]", "    return cu_S1.clone()", "kernels/test_fla.py"),
+    ],
+    "fetching ahead": [
+        ("data/fetch_thread.py", "        if self.left > 0:\n", "        if True:\n", "data/test_fetch_thread.py"),
+        (
+            "data/fetch_thread.py",
+            "                future.set_exception(error)",
+            "                future.set_result(_END)",
+            "data/test_fetch_thread.py",
+        ),
+        ("data/fetch_thread.py", "            if self._stopping:\n", "            if False:\n", "data/test_fetch_thread.py"),
+        (
+            "data/loader.py",
+            "                thread.start()  #",
+            "                pass  #",
+            "data/test_plan.py::test_steps_that_a_thread_fetches_are_the_same",
+        ),
+        (
+            "parallel/copies.py",
+            "first = [replace(batch, ahead=_copied(batch, device, copying, computing)) for batch in pinned[:1]]",
+            "first = pinned[:1]",
+            "parallel/test_copies.py",
+        ),
+        (
+            "train/step.py",
+            "    arriving = on_device(batches, device)\n",
+            "    arriving = ((x, x.to(device)) for x in batches)\n",
+            "parallel/test_copies.py",
+        ),
+    ],
     "messages": [
         ("core/errors.py", "code: ClassVar[int] = 3", "code: ClassVar[int] = 2", "test_docs.py::test_exit_codes_are_those_of_the_errors"),
         (

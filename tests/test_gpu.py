@@ -12,6 +12,7 @@ from eyeline.core.batch import Budget, Document, Grid, Image
 from eyeline.core.files import read_lines, write_json
 from eyeline.core.plan import PARTS, materialise
 from eyeline.data.fetch.batches import batch_of
+from eyeline.data.fetch.full_batch import full_batch
 from eyeline.kernels import fla, float32
 from eyeline.kernels.attention import packed_attention
 from eyeline.kernels.float32 import linear as linear_in_float32
@@ -19,6 +20,10 @@ from eyeline.kernels.gated_delta import gated_delta_rule, gated_delta_rule_plain
 from eyeline.kernels.moe import grouped_swiglu, grouped_swiglu_plain
 from eyeline.kernels.one_kernel import compiler_obstacle
 from eyeline.kernels.self_test import _batch, fla_fault
+from eyeline.models import CONFIG
+from eyeline.models.compiled import compile_blocks
+from eyeline.models.kernel_paths import choose
+from eyeline.models.layers import EVERY_BLOCK
 from eyeline.models.shape import shape
 from eyeline.parallel.copies import on_device
 from eyeline.parallel.launch import machine
@@ -31,6 +36,26 @@ from tests.models import parity
 from tests.models.cases import each_case
 from tests.models.parity import Case
 from tests.train.ends import digest, stopped_at
+
+SIZES = {"vocab_size": 512, "hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "tie_embeddings": True}
+QWEN3 = {"family": "qwen3", **SIZES, "head_dim": 16, "intermediate_size": 96}
+TOWER = {"image_size": 64, "patch": 8, "hidden_size": 64, "layers": 2, "heads": 4, "intermediate_size": 128}
+SPARSE = {"num_experts": 8, "experts_per_token": 2, "intermediate_size": 32}
+DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 16}
+LLAVA = {"vision": TOWER, "language": QWEN3}
+EXPERTS = {"family": "text", "language": QWEN3 | {"experts": SPARSE}}
+HYBRID = {
+    "family": "text",
+    "language": {
+        "family": "qwen3_5",
+        **SIZES,
+        "layers": 4,
+        "head_dim": 32,
+        "mrope_section": [2, 1, 1],
+        "delta": DELTA,
+        "intermediate_size": 96,
+    },
+}
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICE = "cuda"
@@ -169,6 +194,34 @@ def test_every_family_in_bf16_on_this_gpu(case: Case) -> None:
         assert (got - want).abs().max() <= case.half * want.abs().max()
 
 
+COMPILED = {
+    "llava": LLAVA,
+    "experts": EXPERTS,
+    "delta": HYBRID,
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_blocks_on_this_gpu(name: str) -> None:
+    """Loss and every gradient in bf16 near those without, recomputation in the graph; fla where it passes its test."""
+    results = []
+    for compiles in (False, True):
+        plan = shape(CONFIG.validate_python(COMPILED[name]), compute_dtype=torch.bfloat16)
+        plan.model.recompute({"language": EVERY_BLOCK})
+        materialise(plan, DEVICE)
+        parity.randomise(plan.model)
+        here = machine(DEVICE)
+        choose(plan.model, here.device, here.capability, torch.bfloat16, trains=True)
+        if compiles:
+            compile_blocks(plan)
+        batch = full_batch(plan.spec.image, plan.spec.vocab_size, Budget(2048, 2048), (64, 64))
+        plan.model(batch.to(torch.device(DEVICE))).out.backward()
+        results.append({n: p.grad.float() for n, p in plan.model.named_parameters() if p.grad is not None})
+    assert results[0].keys() == results[1].keys()
+    for n, want in results[0].items():
+        assert (results[1][n] - want).norm() <= 0.05 * want.norm() + 1e-3, n
+
+
 def test_memory_in_reserve_does_not_grow(eyeline: Command, tmp_path: Path) -> None:
     """The allocator's, after the first steps: a stream a step for copies would add a batch to it in each."""
     reserved = []
@@ -188,7 +241,7 @@ def test_batches_arrive_whole_while_others_compute() -> None:
     made = [batch_of([document(rng, n)], Budget(4096, 1 << 15)) for n in range(12)]
     busy = torch.randn(4096, 4096, device=DEVICE)
     sums = []
-    for batch in on_device(made, torch.device(DEVICE)):
+    for _, batch in on_device(made, torch.device(DEVICE)):
         for _ in range(20):
             busy = (busy @ busy).clamp(-1, 1)
         sums.append([batch.patches_PC.long().sum(), batch.tokens_T.sum(), (batch.places_P2 * batch.places_P2).sum()])

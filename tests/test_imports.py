@@ -28,7 +28,7 @@ HEIGHT = {name: height for height, row in enumerate(ROWS) for name in row}
 
 
 DATA_ROWS = [  # of data/, as in ROWS
-    ["rejects", "workers", "files"],
+    ["rejects", "workers", "files", "fetch_thread"],
     ["containers"],
     ["layouts", "images", "signals"],
     ["sources", "text"],

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch._dynamo.utils import counters
 
 import eyeline.data.containers.container
 import eyeline.data.fetch.fetch
@@ -27,7 +28,7 @@ from eyeline.data.fetch.fetch import Fetch, PackToRead
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import train_bpe
 from eyeline.data.workers import Workers
-from eyeline.models import decoder, siglip2, spec
+from eyeline.models import compiled, decoder, siglip2, spec
 from eyeline.parallel.mesh import mesh_of, problems
 from eyeline.parallel.ranks import ranks_of
 from eyeline.recipes.check import settings_problems
@@ -101,6 +102,17 @@ def deterministic(recipe: dict[str, Any], folder: Path) -> Any:
         patch.setattr(siglip2.Block, "forward", lambda *x: asked.add(torch.are_deterministic_algorithms_enabled()) or forward(*x))
         run = trained(recipe, folder)
     return asked, json.loads((run / "env.json").read_text())["attempts"][0]["deterministic"]
+
+
+def graphs(recipe: dict[str, Any], folder: Path) -> int:
+    """How many graphs of blocks are made."""
+    torch._dynamo.reset()
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "BACKEND", "eager")
+        patch.setattr(compiled, "compiler_obstacle", lambda _: None)
+        trained(recipe, folder)
+    return counters["stats"]["unique_graphs"]
 
 
 def mesh(recipe: dict[str, Any], folder: Path) -> Any:
@@ -619,6 +631,7 @@ CASES: dict[str, Case] = {
     "stages[].trains.*<Adapted>.modules_to_save": turned("stages.0.trains.language.modules_to_save=[norm]", base=LORA),
     "precision": turned("precision=bf16"),
     "device": turned("device=cuda", see=device),
+    "compile": turned("compile=blocks", see=graphs),
     "deterministic": turned("deterministic=true", see=deterministic),
     "threads": turned("threads=2", see=stamps),
     "mesh.dp_replicate": turned("mesh.dp_replicate=3", see=mesh),

@@ -6,9 +6,10 @@ A planted fault of each kind is shown to be caught.
 
 import hashlib
 import json
+import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from eyeline.data import loader
 from eyeline.data.containers import container as containers
 from eyeline.data.containers import json_rows
 from eyeline.data.counts import count_steps
+from eyeline.data.fetch_thread import FetchThread
 from eyeline.data.images.patches import Augment
 from eyeline.data.loader import planned_windows, training_steps
 from eyeline.data.plan import blend, index, plan
@@ -122,6 +124,27 @@ def test_the_same_packs_for_any_number_of_ranks(make) -> None:
             assert len({json.dumps(rank[at].state) for rank in steps}) == 1
             assert steps[0][at].state == states[at]
         assert all(batch.counts.slots == (BUDGET.tokens if batch.ids else 1) for rank in steps for step in rank for batch in step.batches)
+
+
+def test_steps_that_a_thread_fetches_are_the_same(make) -> None:
+    """Always one ahead, over several windows and two epochs. Ranks are asked by the thread that trains alone."""
+    asking = set[str]()
+
+    def gather(value: Any) -> Sequence[Any]:
+        asking.add(threading.current_thread().name)
+        return [value]
+
+    wanted = list(training_steps(make(), BUDGET, 3, 2))
+    with FetchThread() as thread:
+        thread.left = len(wanted) + 5
+        steps = training_steps(make(world=World(gather=gather)), BUDGET, 3, 2, thread=thread)
+        found = [step for step in steps if thread.settle() is None]
+    assert len(found) == len(wanted) > 20
+    for got, want in zip(found, wanted, strict=True):
+        assert got.state == want.state and got.slots == want.slots
+        for a, b in zip(got.batches, want.batches, strict=True):
+            assert_same(a, b)
+    assert asking == {"MainThread"}
 
 
 def test_who_fetches_is_nothing_to_the_plan(make) -> None:

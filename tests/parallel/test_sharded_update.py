@@ -17,6 +17,7 @@ from eyeline.core.shards import held, is_sharded, put
 from eyeline.core.step import Step, step_of
 from eyeline.core.world import ALONE, World
 from eyeline.data.fetch.batches import batch_of
+from eyeline.models.compiled import compile_blocks
 from eyeline.models.layers import EVERY_BLOCK
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Aux, Balance, Bias
@@ -62,6 +63,7 @@ class Setup:
     dora: bool = False
     new_rows: NewRows | None = None
     sizes: MeshSizes = field(default_factory=MeshSizes)
+    compiles: bool = False  # the blocks on the ranks
 
 
 def unlabelled(document: Document) -> Document:
@@ -143,6 +145,8 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
     fill(case, plan)
     before = {name: whole(x) for name, x, _ in plan.tensors()}
     plan.model.train()
+    if setup.compiles and world.size > 1:
+        compile_blocks(plan, backend="eager")
     optimizer = Descent(plan, setup.momentum)
     ranks: Ranks = ONE_DEVICE if mesh is None else ranks_of(mesh)
     reports = [
@@ -182,7 +186,7 @@ def compare(case: Case, setup: Setup, ranks: int) -> None:
     want = train(case, setup)
     assert [report.outcome for report in want.reports] == ["applied"] * setup.steps
     tolerance = tolerance_of(case, setup)
-    for got in on_ranks(ranks, lambda world: train(case, setup, world)):
+    for got in on_ranks(ranks, lambda world: train(case, setup, world), 240 if setup.compiles else 60):
         for one, other in zip(got.reports, want.reports, strict=True):
             assert (one.outcome, one.counts.supervised, one.counts.images) == (other.outcome, other.counts.supervised, other.counts.images)
             assert one.loss == pytest.approx(other.loss, rel=1e-5 if setup.precision == torch.bfloat16 else max(1e-5, tolerance / 10))
@@ -226,6 +230,20 @@ HOW: dict[str, Setup] = {
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "qwen3_5_vl-moe"])
 def test_ranks_update_as_one(family: str, how: str) -> None:
     compare(FAMILIES[family], HOW[how], 4 if how.endswith("hsdp") else 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "setup"),
+    [
+        pytest.param("llava", Setup(compiles=True, checkpointing=True, steps=2), id="llava"),
+        pytest.param("qwen3_vl", Setup({"language": "adapters"}, compiles=True, steps=2), id="adapters", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_vl-moe", Setup(compiles=True, checkpointing=True, steps=1), id="experts", marks=pytest.mark.slow),
+        pytest.param("llava", Setup(compiles=True, sizes=REPLICATED, steps=1), id="replicated", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_on_ranks_update_as_one_without(family: str, setup: Setup) -> None:
+    """A block is a graph between the hooks that gather its parameters and free them."""
+    compare(FAMILIES[family], setup, 2)
 
 
 def test_a_rank_holds_its_share() -> None:

@@ -26,6 +26,7 @@ from eyeline.core.errors import Abandoned, NotFinite, OutOfMemory, Refused, RunL
 from eyeline.core.files import read_lines
 from eyeline.core.log import say
 from eyeline.data import counts
+from eyeline.data.fetch_thread import FetchThread
 from eyeline.models import llava
 from eyeline.recipes.check import check
 from eyeline.recipes.read import override, run_of
@@ -65,6 +66,33 @@ def test_stopped_and_resumed_is_bit_equal(uninterrupted, tmp_path: Path, monkeyp
     loop.train(run)
     assert end_of(run) == whole
     assert losses(run) == whole_losses
+
+
+@pytest.mark.parametrize("ahead", ["always one step ahead", "never ahead"])
+def test_position_saved_is_of_steps_trained_not_of_those_fetched(
+    uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: str
+) -> None:
+    """When a checkpoint is written the thread has the next step, or has not begun with it."""
+    folder, whole, whole_losses = uninterrupted
+    fetched, start, save = list[int](), FetchThread.start, loop.save
+
+    def waited_for(thread: FetchThread) -> None:
+        start(thread)
+        thread.settle()
+
+    monkeypatch.setattr(FetchThread, "start", waited_for if ahead.startswith("always") else lambda _: None)
+    monkeypatch.setattr(
+        loop, "save", lambda process, *rest, **how: fetched.append(process.fetching._next is not None) or save(process, *rest, **how)
+    )
+    run = tiny_run(folder, f"out={tmp_path / 'run'}", "save_steps=1")
+    stopped_at(monkeypatch, {1, 3, 6})
+    for _ in range(3):
+        with pytest.raises(Stopped):
+            loop.train(run)
+    loop.train(run)
+    assert fetched.count(True) == (6 if ahead.startswith("always") else 0), "all but the last step of a stage, which needs no other"
+    assert losses(run) == whole_losses
+    assert end_of(run) == whole
 
 
 def test_run_whose_tower_no_step_has_used_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

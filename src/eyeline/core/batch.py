@@ -183,6 +183,7 @@ class Batch:
     pack: int = 0  # its number among the packs of its step on all ranks
     draws_T2: Tensor | None = None  # int32: random numbers of each token, which dropout's masks are made of; None: nothing is dropped
     draws_P2: Tensor | None = None  # int32: of each patch
+    ahead: "Batch | None" = field(default=None, repr=False)  # on the device, as much of it as was copied there before its turn
 
     def with_draws(self, seed: int, step: int) -> "Batch":
         """The same batch with the draws of dropout for its rows."""
@@ -193,9 +194,11 @@ class Batch:
         return replace(self, **dict(zip(("draws_T2", "draws_P2"), draws, strict=True)))
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch with every tensor on `device` (copies do not block)."""
-        moved = {f.name: x.to(device, non_blocking=True) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
-        return replace(self, **moved)
+        """The same batch with every tensor on `device` (copies do not block). What was copied ahead is there."""
+        named = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        there = {name: getattr(self.ahead, name, None) for name in named}
+        moved = {name: x.to(device, non_blocking=True) if (known := there[name]) is None else known for name, x in named.items()}
+        return replace(self, **moved, ahead=None)
 
 
 @dataclass(frozen=True)

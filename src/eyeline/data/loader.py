@@ -15,19 +15,18 @@ from contextlib import closing
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from eyeline.core.batch import Batch, Budget, Counts
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.step import Step, step_of
-from eyeline.data.fetch.fetch import GroupToRead, Lost, RowToRead, fetched_in_order
+from eyeline.data.fetch.fetch import Fetched, GroupToRead, Lost, RowToRead, fetched_in_order
+from eyeline.data.fetch_thread import FetchThread
 from eyeline.data.plan.blend import VERSION, Cursor, OpenBins, Pool, Position, blended_window, cursors_of, window_of
 from eyeline.data.plan.index import Ahead, Entry
 from eyeline.data.plan.plan import ImageGroup, Ordered, Pack, Plan, RowOf, RowsMet, closing_plan, cost_of, deal, plan
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.reader import (
-    NAMED,
     Reader,
+    changed_window,
     changes,
     fetch_of,
     identity_of_plan,
@@ -45,12 +44,14 @@ def training_steps(
     epochs: int | None,
     state: dict[str, Any] | None = None,
     balance_images: bool = False,
+    thread: FetchThread | None = None,
 ) -> Iterator[Step]:
     """Steps of `micro_batches` packs over all ranks of the reader; endless unless `epochs` is given.
 
     Every rank has as many batches in a step as any other; where the ranks do not divide the packs, some are empty. With `epochs`, the last
-    step may have fewer packs. `balance_images`: images are dealt over ranks on their own. Refused when `state` belongs to other data.
-    Raises TooManyRejects in the step where the rate is exceeded, on all ranks.
+    step may have fewer packs. `balance_images`: images are dealt over ranks on their own. A `thread` plans and fetches a step while the
+    one before it is computed with. Refused when `state` belongs to other data. Raises TooManyRejects in the step where the rate is
+    exceeded, on all ranks.
     """
     if state is not None:
         refuse_changes(changes(reader, budget, state))
@@ -60,7 +61,7 @@ def training_steps(
     with closing(Ahead.of(reader.training.index, reader.data.fetching)) as ahead:
         ahead.start(entries_of(training_pools(reader), start.cursors))
         steps = planned_steps(planned_windows(reader, sizing, epochs, start), micro_batches, ahead)
-        yield from fetched_steps(reader, steps, sizing, identity_of_plan(reader, budget), balance_images)
+        yield from fetched_steps(reader, steps, sizing, identity_of_plan(reader, budget), balance_images, thread)
 
 
 def start_of(reader: Reader, state: dict[str, Any] | None) -> Position:
@@ -119,11 +120,11 @@ def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: P
             end,
             entries_of(pools, after),
             reader.data.mix == "concat" and after[0].epoch > at.cursors[0].epoch,
-            None if reader.data.mix == "interleave" else (epochs_done(pools[0], at.cursors[0]), epochs_done(pools[0], after[0])),
+            None if reader.data.mix == "interleave" else (pools[0].epochs_done(at.cursors[0]), pools[0].epochs_done(after[0])),
         )
         at = end
     rest, last = closing_plan(at.bins.bins, sizing, digest), at
-    done = epochs_done(pools[0], at.cursors[0])
+    done = pools[0].epochs_done(at.cursors[0])
     yield PlannedWindow(
         max(at.number - 1, 0),
         rest,
@@ -142,22 +143,6 @@ def rows_of_window(reader: Reader, pools: tuple[Pool, ...], at: Position, sizing
         ordered, after = window_of(pools[0], at.cursors[0])
         return ordered, (after,)
     return blended_window(pools, [source.weight for source in reader.data.sources], at.cursors, at.number, sizing)
-
-
-def changed_window(reader: Reader, at: Position, ordered: Ordered, made: Plan) -> Refused:
-    """The error that names the files of a window that is not planned as it was."""
-    shards = np.unique(ordered.row_R5[:, 2:4], axis=0).tolist()
-    files = sorted({str(reader.training.index.sources[source].file_of(shard).path) for source, shard in shards})
-    more = f" and {len(files) - NAMED} more files" if len(files) > NAMED else ""
-    return Refused(
-        f"the rows of window {at.number} are no longer those that were planned (plan {made.digest}, saved with {at.digest}): "
-        f"images that rows of {', '.join(files[:NAMED])}{more} show have changed. Restore them, or start a new run"
-    )
-
-
-def epochs_done(pool: Pool, cursor: Cursor) -> float:
-    """Epochs that are done where a window starts, by shards."""
-    return cursor.epoch + cursor.first / max(len(pool.entries), 1)
 
 
 def entries_of(pools: Sequence[Pool], cursors: Sequence[Cursor]) -> list[Entry]:
@@ -218,28 +203,41 @@ def planned_steps(windows: Iterator[PlannedWindow], packs: int, ahead: Ahead) ->
 
 
 def fetched_steps(
-    reader: Reader, steps: Iterator[PlannedStep], sizing: Sizing, identity: dict[str, Any], balance_images: bool = False
+    reader: Reader,
+    steps: Iterator[PlannedStep],
+    sizing: Sizing,
+    identity: dict[str, Any],
+    balance_images: bool = False,
+    thread: FetchThread | None = None,
 ) -> Iterator[Step]:
     """The steps with the batches of this rank. What is rejected is counted where the step is given."""
-    batches: list[Batch] = []
-    lost: list[Lost] = []
-    fetch = fetch_of(reader, False, sizing.budget, reader.data.augment)
-    rank = reader.world.rank
-    asked = packs_to_read(steps, sizing, rank, reader.world.size, balance_images)
-    for (step, dealt, last), fetched in fetched_in_order(asked, fetch, reader.data.fetching, reader.rejects.verdicts, reader.group):
-        if step.packs:
-            batches.append(fetched.batch)
-            lost += fetched.lost
-        if not last:
-            continue
+    fetched = batches_of_steps(reader, steps, sizing, balance_images, thread)
+    for step, dealt, batches, lost in thread.items(fetched) if thread else fetched:
         counts, images, lost_anywhere = told_by_all(reader, step, batches, lost)
         count_rejects(reader, step, lost_anywhere)
         if step.packs:
             state = {"version": VERSION, "identity": identity} | step.after.state() | {"rejects": reader.rejects.state()}
             costs = [[step.packs[pack].cost if pack < len(step.packs) else (0, 0) for pack in slot] for slot in dealt]
             deals_by = reader.cost if balance_images else None
-            yield step_of(batches, [slot[rank] for slot in dealt], counts, costs, state, step.epoch, images, deals_by)
-        batches, lost = [], []
+            if thread:
+                thread.start()  # until the next step is asked for, the reader is its own
+            yield step_of(batches, [slot[reader.world.rank] for slot in dealt], counts, costs, state, step.epoch, images, deals_by)
+
+
+def batches_of_steps(
+    reader: Reader, steps: Iterator[PlannedStep], sizing: Sizing, balance_images: bool, thread: FetchThread | None
+) -> Iterator[tuple[PlannedStep, tuple[tuple[int, ...], ...], Sequence[Batch], Sequence[Lost]]]:
+    """What this rank fetches for each planned step, and how its packs were dealt."""
+    asked = packs_to_read(steps, sizing, reader.world.rank, reader.world.size, balance_images)
+    fetch = fetch_of(reader, False, sizing.budget, reader.data.augment)
+    fetched = fetched_in_order(asked, fetch, reader.data.fetching, reader.rejects.verdicts, reader.group)
+    found: list[Fetched] = []
+    for (step, dealt, last), one in thread.until_stopped(fetched) if thread else fetched:
+        found.append(one)
+        if last:
+            batches = [one.batch for one in found if step.packs]
+            yield step, dealt, thread.ready(batches) if thread else batches, [lost for one in found if step.packs for lost in one.lost]
+            found = []
 
 
 def packs_to_read(

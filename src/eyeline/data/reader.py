@@ -8,6 +8,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eyeline.core.batch import Budget
 from eyeline.core.cost import Cost
 from eyeline.core.errors import Refused
@@ -17,7 +19,7 @@ from eyeline.core.world import ALONE, World
 from eyeline.data.fetch.fetch import Fetch
 from eyeline.data.images.patches import Augment
 from eyeline.data.plan import plan as planning
-from eyeline.data.plan.blend import VERSION, Pool, Side, pool_of, pools_of
+from eyeline.data.plan.blend import VERSION, Pool, Position, Side, pool_of, pools_of
 from eyeline.data.plan.index import Index
 from eyeline.data.plan.sizing import Sizing
 from eyeline.data.prepared.folder import Prepared
@@ -177,6 +179,17 @@ def changes(reader: Reader, budget: Budget, state: Mapping[str, Any], records: P
                 found.append((what, source_changes(records or reader.records, before, one)))
     others = [name for name in (now | saved) if name not in sources and saved.get(name) != now.get(name)]
     return found + [(name, f"{saved.get(name)} → {now.get(name)}") for name in others]
+
+
+def changed_window(reader: Reader, at: Position, ordered: planning.Ordered, made: planning.Plan) -> Refused:
+    """The error that names the files of a window that is not planned as it was."""
+    shards = np.unique(ordered.row_R5[:, 2:4], axis=0).tolist()
+    files = sorted({str(reader.training.index.sources[source].file_of(shard).path) for source, shard in shards})
+    more = f" and {len(files) - NAMED} more files" if len(files) > NAMED else ""
+    return Refused(
+        f"the rows of window {at.number} are no longer those that were planned (plan {made.digest}, saved with {at.digest}): "
+        f"images that rows of {', '.join(files[:NAMED])}{more} show have changed. Restore them, or start a new run"
+    )
 
 
 def refuse_changes(found: Sequence[tuple[str, str]]) -> None:

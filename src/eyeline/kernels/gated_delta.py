@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eyeline.core.dims import dims
-from eyeline.kernels.fla import by_fla
+from eyeline.kernels.fla import OpaqueFla, by_fla
 from eyeline.kernels.opaque import opaque
 
 EPS = 1e-6  # under the root of a key's length, as in the reference and in fla
@@ -50,12 +50,14 @@ def gated_delta_rule(
 ) -> Tensor:
     """`gated_delta_rule_plain`, fast, without the states. Every token must belong to a document: cu[0] = 0, cu[S] = T.
 
-    In chunks, as one opaque operator, for any layout the same graph. With `fla`, by fla's kernel (which torch.compile does not look
-    into): for a GPU where `self_test.fla_fault` found nothing.
+    In chunks, as one opaque operator, for any layout the same graph. With `fla`, by fla's kernel, for a GPU where `self_test.fla_fault`
+    found nothing; in a compiled graph that is opaque, too.
     """
     _check(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH)
+    if fla and torch.compiler.is_compiling():
+        return OpaqueFla.apply(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)
     if fla:
-        return by_fla(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)[0]
+        return by_fla(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1, states=False)[0]
     return _InChunks.apply(q_TGK, k_TGK, v_THJ, decay_TH, beta_TH, cu_S1)
 
 

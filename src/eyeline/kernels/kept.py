@@ -11,7 +11,13 @@ KEPT = frozenset(
         *("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::mul_"),
         *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
         *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
-        *("torch_attn::_varlen_attn", "eyeline::packed_attention", "eyeline::gated_delta_rule", "eyeline::grouped_swiglu"),
+        *(
+            "torch_attn::_varlen_attn",
+            "eyeline::packed_attention",
+            "eyeline::gated_delta_rule",
+            "eyeline::fla_delta_rule",
+            "eyeline::grouped_swiglu",
+        ),
     )
 )
 

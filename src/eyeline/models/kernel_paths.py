@@ -74,7 +74,7 @@ def _attention(model: nn.Module, capability: Capability, dtype: torch.dtype) -> 
     """One line per part of the model, since head dims differ."""
     flash: list[str] = []
     slow: dict[str, list[str]] = {}
-    for place, head_dim in _attending(model):
+    for place, head_dim in attending(model):
         obstacle = flash_obstacle(dtype, head_dim, capability)
         named = f"{place} (head dim {head_dim})"
         if obstacle is None:
@@ -92,7 +92,7 @@ def _attention(model: nn.Module, capability: Capability, dtype: torch.dtype) -> 
     )
 
 
-def _attending(model: nn.Module) -> dict[tuple[str, int], None]:
+def attending(model: nn.Module) -> dict[tuple[str, int], None]:
     """(part, head dim) of every kind of attention in the model, in order."""
     return {
         (name.partition(".")[0], int(module.K)): None  # type: ignore[arg-type]  # every module with an `attend` has K

@@ -6,7 +6,7 @@ used: there is no autocast. Norms compute in float32 and give back the activatio
 Dims: T tokens  D width  H query heads  G key/value heads  K head dim  F feed-forward  S documents
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -225,16 +225,38 @@ NEVER, EVERY_BLOCK = Recompute(), Recompute(None)
 
 
 def run_block(block: nn.Module, again: Again | None, *args: Any) -> Any:
-    """`block(*args)`; some or all of its activations are dropped, and made `again` in the backward pass.
+    """`block(*args)`; some or all of its activations are dropped, and made `again` in the backward pass. A compiled block (`compiled.py`)
+    does that inside its graph.
 
     Non-re-entrant: the re-entrant form gives no gradient to a block whose input needs none, such as the first block above
     a frozen embedding. Nothing in a block draws from a generator, so there is no state of one to put back.
     """
-    if again is None or not torch.is_grad_enabled():
+    if isinstance(block.forward, Compiled):
+        block.forward.again = again
         return block(*args)
-    if again == "everything":
-        return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
-    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, context_fn=keeping_products)
+    return block(*args) if again is None or not torch.is_grad_enabled() else recomputed(block, again, *args)
+
+
+def recomputed(function: Callable[..., Any], again: Again, *args: Any) -> Any:
+    how: dict[str, Any] = {} if again == "everything" else {"context_fn": keeping_products}
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **how)
+
+
+class Compiled:
+    """The `forward` of a block that is compiled, for passes with gradients. Other passes run as they stand, since they would need graphs
+    of their own; so do those of an empty pack, whose sizes differ in kind from all others: no patches, and one token."""
+
+    def __init__(self, block: nn.Module, graph: Callable[..., Any], fixed_rows: bool):
+        """`graph(block, again, *args)` is compiled. `fixed_rows`: all batches have as many."""
+        self.block, self.graph, self.fixed_rows = block, graph, fixed_rows
+        self.again: Again | None = None
+
+    def __call__(self, x_TD: Tensor, *args: Any) -> Any:
+        if not torch.is_grad_enabled() or len(x_TD) < 2:
+            return type(self.block).forward(self.block, x_TD, *args)
+        if self.fixed_rows:
+            torch._dynamo.mark_static(x_TD, 0)
+        return self.graph(self.block, self.again, x_TD, *args)
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from eyeline.bundle.bundle import Bundle
 from eyeline.core.errors import Refused
 from eyeline.core.world import ALONE, World
+from eyeline.models.compiled import attention_problem, compiler_problem
 from eyeline.models.kernel_paths import KernelPaths, choose
 from eyeline.models.shape import shape
 from eyeline.parallel.launch import machine
@@ -26,10 +27,16 @@ def device_report(run: Run, bundle: Bundle | None, world: World = ALONE) -> Devi
     except Refused as error:
         return DeviceReport(problems=(f"device: {error}",))
     dtype = COMPUTE[run.precision]
-    paths = KernelPaths()
+    paths, lines, problems = KernelPaths(), list[str](), list[str | None]()
     if bundle is not None:
-        paths = choose(
-            shape(bundle.config, trains={}).model, here.device, here.capability, dtype, trains=True, deterministic=here.deterministic
+        model = shape(bundle.config, trains={}).model
+        paths = choose(model, here.device, here.capability, dtype, trains=True, deterministic=here.deterministic)
+        if run.compile == "blocks":
+            problems += compiler_problem(here.device), attention_problem(model, here.capability, dtype)
+    if run.compile == "blocks":
+        lines.append(
+            "compile: blocks. Each stage has its graphs made before its first step; embedding, head and validation are not compiled"
         )
     capability = f", compute capability {here.capability[0]}.{here.capability[1]}" if here.capability else ""
-    return DeviceReport((f"device: {here.device.type} ({here.name}{capability}), {run.precision}", *paths.lines), paths.warnings)
+    line = f"device: {here.device.type} ({here.name}{capability}), {run.precision}"
+    return DeviceReport((line, *lines, *paths.lines), paths.warnings, tuple(problem for problem in problems if problem))

@@ -19,15 +19,18 @@ from eyeline.core.log import say
 from eyeline.core.step import Step
 from eyeline.core.words import counted
 from eyeline.data.counts import forget_step_count
+from eyeline.data.fetch_thread import FetchThread
 from eyeline.data.loader import check_rejects_at_end
 from eyeline.data.validation import validation_batches
 from eyeline.models import flops
+from eyeline.parallel.copies import copies_ahead
 from eyeline.parallel.idle import device_idle
 from eyeline.parallel.join import joined, lost_ranks, started
 from eyeline.parallel.launch import Machine, deterministic_or_refused, machine
 from eyeline.parallel.mesh import mesh_of
 from eyeline.parallel.ranks import ONE_DEVICE, Ranks, ranks_of
 from eyeline.parallel.watch import watched, where_ranks_are
+from eyeline.train.compile import refuse_without_compiler
 from eyeline.train.display import display
 from eyeline.train.evidence import EVIDENCE, keep_evidence
 from eyeline.train.metrics import Clock, StepFigures, rank_line, with_starved
@@ -62,6 +65,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         mesh = world.by_each(lambda: mesh_of(run.mesh, world, here.device.type, run.packs_per_step))
         if problems := [*rank_problems(run, world.size)]:
             raise Refused("\n  ".join(problems))
+        world.by_each(lambda: refuse_without_compiler(run, here))
         folder = run_folder(run)
         world.by_first(lambda: refuse_unanswerable(run, world.size))
         world.by_first(lambda: stack.enter_context(owned(folder)))
@@ -80,7 +84,10 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         reachable = peak and peak["flops_per_s"] * world.size
         idle = device_idle(here.device, clock.named)
         trackers = Trackers(run.report_to, about(run, home, checkpoint) if world.first else None, run.logging_steps)
-        process = Process(run, home, here, clock, console, show, tally, stop, idle, world, mesh, ranks, trackers, at_step, reachable)
+        fetching = FetchThread(copies_ahead(here.device))
+        process = Process(
+            run, home, here, clock, console, show, tally, stop, idle, world, mesh, ranks, trackers, at_step, reachable, fetching=fetching
+        )
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
         at = folder / "ranks"
         stack.enter_context(lost_ranks(world, lambda: where_ranks_are(at, world)))
@@ -110,7 +117,8 @@ def train_stages(process: Process, checkpoint: store.Checkpoint | None) -> store
             done = f"{counted(checkpoint.state['global_step'], 'step')} saved" if checkpoint else "no step was done"
             raise Stopped(f"stopped by {stop.asked}; {done}, and the same command resumes from there")
         try:
-            train_stage(process, checkpoint)
+            with process.fetching:
+                train_stage(process, checkpoint)
         except OutOfMemory as error:
             raise OutOfMemory(f"{error}. {smaller(run, process.home, checkpoint.state['stage'] if checkpoint else 0)}") from error
         checkpoint = store.newest(process.home.checkpoints, process.home.id, world=world)
@@ -189,13 +197,14 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
     running = begin_stage(process, checkpoint, state)
     stage, saved_at, first = running.stage, clock.now(), state.step + 1
     process.at_step(state.global_step, running.plan.model)
-    for step in timed_steps(running.steps_from(state), clock, running.own_time):
+    for step in timed_steps(running.steps_from(state, process.fetching), clock, running.own_time):
         set_learning_rates(running.optimizers, rates(stage), at := factor(stage.schedule, state.step, running.steps))
         report, same, idle_s = run_update(process, running, step, state)
         state = next_state(state, step, report)
         stop.done = state.global_step
         ended = state.step == running.steps
         if ended:
+            process.fetching.settle()
             check_rejects_at_end(running.reader, step.state)  # before it is saved: a stage that must not end like this has not ended
         better = False
         if run.validation_steps and running.reader.validates and (state.step % run.validation_steps == 0 or ended):
@@ -304,6 +313,7 @@ def next_state(state: State, step: Step, report: Report) -> State:
 def run_validation(process: Process, running: StageRun, state: State) -> tuple[State, bool]:
     """Validate; the state with the best loss so far, and whether this one is it."""
     process.show.status("validating")
+    process.fetching.settle()
     with process.clock.spending("validation"):
         loss, labels = validate(running.plan.model, validation_batches(running.reader, running.stage.batch.budget), process.ranks)
         if process.run.validation_samples:

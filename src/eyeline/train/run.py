@@ -208,6 +208,7 @@ class Run(Settings):
     distill: Distill | None = None  # what `eyeline distill` asks a teacher
     precision: Literal["fp32", "bf16"] = "fp32"  # of activations and products; what trains is kept in fp32 in any case
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: Literal["none", "blocks"] = "none"  # blocks: PyTorch's compiler makes a graph of each kind of block, before the first step
     deterministic: bool = False  # only algorithms that give the same bits every time; on a GPU others are faster
     threads: Positive | None = None  # CPU threads per process; torch's own choice when not given, or a rank's share of the cores
     mesh: MeshSizes = MeshSizes()  # of several ranks (torchrun, or --nproc): what they share out
@@ -324,6 +325,7 @@ def from_yaml(text: str, folder: Path = Path()) -> Run:
 MAY_CHANGE = (
     "out",
     "device",
+    "compile",
     "deterministic",
     "threads",
     "mesh",

@@ -17,6 +17,7 @@ from eyeline.core.randomness import seed_for
 from eyeline.core.step import Step
 from eyeline.core.world import ALONE, World
 from eyeline.data.counts import count_steps
+from eyeline.data.fetch_thread import FetchThread
 from eyeline.data.index_progress import index_first
 from eyeline.data.loader import training_steps
 from eyeline.data.reader import Reader, reader_of
@@ -26,6 +27,7 @@ from eyeline.parallel.launch import Machine
 from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.place import place
 from eyeline.parallel.ranks import ONE_DEVICE, Ranks
+from eyeline.train.compile import compile_first, refuse_attention
 from eyeline.train.display import Display
 from eyeline.train.evidence import LossSpikes
 from eyeline.train.metrics import Clock
@@ -66,6 +68,7 @@ class Process:
     at_step: AtStep = nothing
     peak: float | None = None  # FLOPs per second of all ranks' devices at this precision; None where it is not known
     saving: Saving = field(default_factory=Saving)
+    fetching: FetchThread = field(default_factory=FetchThread)
 
     def record(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, with the time since the process started; then tell the trackers."""
@@ -100,10 +103,14 @@ class StageRun:
     balance_images: bool = False  # ranks share out the images of each micro-batch
     spikes: LossSpikes = field(default_factory=LossSpikes)
 
-    def steps_from(self, state: State) -> Iterator[Step]:
-        """The steps that are left, each with its micro-batches."""
+    def steps_from(self, state: State, thread: FetchThread | None = None) -> Iterator[Step]:
+        """The steps that are left, each with its micro-batches; with a `thread`, fetched by it while the step before computes."""
         batch = self.stage.batch
-        return training_steps(self.reader, batch.budget, batch.packs_per_step, self.stage.epochs, state.data, self.balance_images)
+        if self.reader.group.size > 1:
+            thread = None  # ranks that share packs send them to one another while they fetch, which is the loop's to do
+        if thread is not None:
+            thread.left = self.steps - state.step - 1
+        return training_steps(self.reader, batch.budget, batch.packs_per_step, self.stage.epochs, state.data, self.balance_images, thread)
 
 
 def model_of(
@@ -142,6 +149,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
     with process.clock.spending("startup"), fitting("the model with its optimizer's state"):
         plan = model_of(run, home, here, checkpoint, state.stage, process.mesh, world)
         kernels = choose_kernels(plan.model, here, COMPUTE[run.precision], trains=True)
+        refuse_attention(plan, run, here)
         arithmetic = flops.count(plan.model, plan.spec.image)
         optimizers = make_optimizers(plan, stage.optimizer, run.seed)
         if checkpoint and state.step > 0:
@@ -172,6 +180,10 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
     running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, own_time, Stragglers(world.hosts), balanced)
     _announce(process, running, state, kernels)
     plan.model.train()
+    if run.compile == "blocks":
+        process.show.status("compiling the blocks")
+        with process.clock.spending("compile"), fitting("a made-up batch of the stage's size, which blocks are compiled with"):
+            compile_first(plan, run, stage, process.ranks, process.clock)
     return running
 
 

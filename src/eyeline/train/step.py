@@ -104,7 +104,7 @@ def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance |
     arriving = on_device((data.batches[i].with_draws(seed, step) for i in running), device)
     for i in running:
         with fitting(partial(batch_description, data.batches[i], f"micro-batch {i} of step {step + 1}")):
-            batch = next(arriving)  # the copy of a batch may not fit, either
+            _, batch = next(arriving)  # the copy of a batch may not fit, either
             ranks.sum_next(model, ended[i])
             with ranks.dealt(batch, data.slots[i]) as dealt:
                 loss, load = model(dealt)
@@ -157,10 +157,15 @@ def validate(model: nn.Module, batches: Iterable[Batch], ranks: Ranks) -> tuple[
     model.eval()
     device = next(model.parameters()).device
     total = torch.zeros(2, device=device, dtype=torch.float64)  # loss, labels
-    for batch in batches:
-        with fitting(partial(batch_description, batch, "a batch of validation")):
-            total[0] += model(batch.to(device)).out
-        total[1] += batch.counts.supervised
+    arriving = on_device(batches, device)
+    while True:
+        with fitting("a batch of validation"):  # the copy of the next one
+            here, batch = next(arriving, (None, None))
+        if here is None or batch is None:
+            break
+        with fitting(partial(batch_description, here, "a batch of validation")):
+            total[0] += model(batch).out
+        total[1] += here.counts.supervised
     model.train(was_training)
     loss, labels = ranks.sum(total).tolist()
     return loss / max(labels, 1), int(labels)

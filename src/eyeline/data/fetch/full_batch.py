@@ -13,24 +13,25 @@ PHOTO = (480, 640)  # height and width, in pixels
 TEXT, ANSWERS = 350, 210
 
 
-def full_batch(rule: ImageRule | None, vocab_size: int, budget: Budget) -> Batch:
-    """A batch that fills its budget with conversations about one image each, and then, while tokens are left, about none."""
+def full_batch(rule: ImageRule | None, vocab_size: int, budget: Budget, photo: tuple[int, int] = PHOTO, text: int = TEXT) -> Batch:
+    """A batch that fills its budget with conversations about one image each, and then, while tokens are left, about none.
+    `photo`: height and width of the images, in pixels; `text`: tokens of text in a conversation."""
     documents: list[Document] = []
     tokens, patches = budget.tokens, budget.patches
     while tokens > 0:
-        images = [] if rule is None else _images(rule, len(documents))
+        images = [] if rule is None else _images(rule, photo, len(documents))
         visual, shown = sum(image.tokens for image in images), sum(len(image.patches_PC) for image in images)
-        if visual + TEXT > tokens or shown > patches:
+        if visual + text > tokens or shown > patches:
             images, visual, shown = [], 0, 0
-        text = min(TEXT, tokens)
-        documents.append(_document(f"document {len(documents)}", visual, text, min(ANSWERS, text), images, vocab_size))
-        tokens, patches = tokens - visual - text, patches - shown
+        words = min(text, tokens)
+        documents.append(_document(f"document {len(documents)}", visual, words, min(-(-text * ANSWERS // TEXT), words), images, vocab_size))
+        tokens, patches = tokens - visual - words, patches - shown
     return batch_of(documents, budget)
 
 
-def _images(rule: ImageRule, number: int) -> list[Image]:
+def _images(rule: ImageRule, photo: tuple[int, int], number: int) -> list[Image]:
     images = []
-    for i, unit in enumerate(rule.units(*PHOTO)):
+    for i, unit in enumerate(rule.units(*photo)):
         patches_PC = np.zeros((unit.grid.patches, 3 * rule.frames * rule.patch**2), np.uint8)
         places_P2 = np.zeros((unit.grid.patches, 2), np.int32)
         images.append(Image(f"image {number}.{i}", patches_PC, places_P2, unit.grid, rule.merge))

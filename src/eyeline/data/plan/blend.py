@@ -106,6 +106,10 @@ class Pool:
         """Source and shard of all that the cursor's window is made of."""
         return [self.entries[n] for n in self._chosen(cursor)]
 
+    def epochs_done(self, cursor: Cursor) -> float:
+        """Epochs that are done where a window starts, by shards."""
+        return cursor.epoch + cursor.first / max(len(self.entries), 1)
+
     def _chosen(self, cursor: Cursor) -> list[int]:
         """The numbers of the entries that the cursor's window is made of."""
 
