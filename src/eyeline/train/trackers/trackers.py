@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Any, assert_never
 
 from eyeline.evals.result import Asked
+from eyeline.parallel.telemetry import report_nothing
 from eyeline.train.trackers.tracker import About, InThread, Name, Tracker, figures_of
 
 
@@ -42,6 +43,7 @@ def opener(name: Name, about: About) -> Callable[[], Tracker]:
 
     def opened() -> Tracker:
         about.out.mkdir(parents=True, exist_ok=True)
+        report_nothing()
         match name:
             case "tensorboard":
                 from eyeline.train.trackers.tensorboard import TensorBoard
