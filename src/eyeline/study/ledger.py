@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from eyeline.core.log import say
+from eyeline.core.run_folder import SPENDINGS
 from eyeline.core.words import counted, percent
 from eyeline.study.history import causes, json_lines, resumed_from
-from eyeline.train.metrics import SPENDINGS
 
 LOST, DOWN, UNRECORDED = "lost_work", "down_time", "unrecorded"
 CAUSES = (*SPENDINGS, "host_starved", "other", LOST, DOWN, UNRECORDED)

@@ -16,9 +16,9 @@ from typing import Any
 
 from eyeline.core.errors import Refused
 from eyeline.core.log import say
+from eyeline.core.run_folder import SAMPLES
 from eyeline.study.history import LINE_LIMIT, resumed_from
 from eyeline.study.ledger import ledger_of
-from eyeline.train.samples import FOLDER
 
 HOST = "127.0.0.1"
 POINTS = 600  # of a curve
@@ -116,7 +116,7 @@ def curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
 
 def sample_steps(folder: Path) -> list[int]:
     """The steps whose validation answered samples."""
-    names = [path.name for path in (folder / FOLDER).glob("step-*.json")]
+    names = [path.name for path in (folder / SAMPLES).glob("step-*.json")]
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{8,15})\.json", name)))
 
 
@@ -152,7 +152,7 @@ def answer(path: str, runs: Sequence[Followed]) -> tuple[int, str, bytes]:
     if found[2] is None:
         return _json(run.state())
     try:
-        return 200, "application/json", (run.folder / FOLDER / f"step-{int(found[2]):08d}.json").read_bytes()
+        return 200, "application/json", (run.folder / SAMPLES / f"step-{int(found[2]):08d}.json").read_bytes()
     except FileNotFoundError:
         return 404, "text/plain", b"not found\n"
 

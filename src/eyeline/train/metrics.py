@@ -10,18 +10,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from eyeline.core.batch import Counts
 from eyeline.core.files import append_line, make_folder
 from eyeline.core.plan import Part
+from eyeline.core.run_folder import SPENDINGS, Spending
 from eyeline.core.step import Step
 from eyeline.models.flops import Flops
 from eyeline.train.step import Report
 from eyeline.train.stragglers import OwnTimes
-
-Spending = Literal["startup", "compile", "data_wait", "compute", "communication", "validation", "checkpoint"]
-SPENDINGS: tuple[str, ...] = get_args(Spending)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 from eyeline.core.batch import Budget
 from eyeline.core.files import make_folder, write_json
 from eyeline.core.plan import Plan
+from eyeline.core.run_folder import SAMPLES
 from eyeline.core.world import ALONE
 from eyeline.data.reader import Reader
 from eyeline.data.text.documents import up_to_last_supervised
@@ -24,7 +25,6 @@ from eyeline.generate.generate import here
 from eyeline.models import Model
 from eyeline.train.run import Run
 
-FOLDER = "samples"  # of a run folder
 MAX_NEW_TOKENS = 32  # of an answer, where the recipe has no evaluation that says
 
 
@@ -64,6 +64,6 @@ def answered_samples(
 
 def write_samples(folder: Path, stage: str, global_step: int, answered: tuple[Asked, ...]) -> None:
     """One file in the run folder."""
-    make_folder(folder / FOLDER)
+    make_folder(folder / SAMPLES)
     value: dict[str, Any] = {"stage": stage, "global_step": global_step, "answers": [one.model_dump(mode="json") for one in answered]}
-    write_json(folder / FOLDER / f"step-{global_step:08d}.json", value)
+    write_json(folder / SAMPLES / f"step-{global_step:08d}.json", value)
