@@ -32,10 +32,11 @@ from eyeline.parallel.mesh import mesh_of
 from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.parallel.rates import AxisRate, all_reduce_rates
 from eyeline.recipes.check import check, problem_list, say_line
-from eyeline.study.bench import matmul_rate
+from eyeline.study.bench import ROUND_S, ROUNDS, SIDES
 from eyeline.train.environment import versions
 from eyeline.train.loop import run_folder
 from eyeline.train.memory import memory_of
+from eyeline.train.peak import matmul_rate
 from eyeline.train.run import COMPUTE, Run
 from eyeline.train.start import description_at
 from eyeline.train.trainable import plan_of
@@ -72,7 +73,8 @@ def check_cluster(run: Run, samples: int, console: Console | None = None) -> boo
         world.gather_patiently(None)
         report = RankReport(**vars(report) | {"clock": time.time()})
         world.gather(None)  # all at once: a rank must not compute while its neighbour still looks for files
-        report = RankReport(**vars(report) | {"matmul": matmul_rate(here.device, COMPUTE[run.precision])})
+        rate = matmul_rate(here.device, COMPUTE[run.precision], SIDES[here.device.type], ROUNDS, ROUND_S)
+        report = RankReport(**vars(report) | {"matmul": rate})
         reports = world.gather_patiently(report)
         rates = world.gather_patiently([] if mesh is None else all_reduce_rates(mesh, world, here.device))
         unseen = _shared_folder(run_folder(run), world)
@@ -149,8 +151,9 @@ def _versions(reports: Sequence[RankReport]) -> Found:
 
 
 def _paths(reports: Sequence[RankReport]) -> Found:
+    differ = _differences(reports, "paths")
     number = counted(len(reports[0].paths), "path")
-    return f"paths of the recipe: {number}, seen by every rank as below", _differences(reports, "paths"), []
+    return "" if differ else f"{number} of the recipe: the same on every rank", differ, []
 
 
 def paths_of(run: Run) -> Iterator[str]:
@@ -297,7 +300,7 @@ def _clocks(reports: Sequence[RankReport]) -> Found:
 def _matmul(run: Run, reports: Sequence[RankReport]) -> Found:
     rates = [report.matmul for report in reports]
     median = statistics.median_high(rates)
-    line = f"matrix products in {run.precision}: {_tera(median)} per rank (median; {_tera(min(rates))} to {_tera(max(rates))})"
+    line = f"matrix products in {run.precision}: median {_tera(median)} per rank, from {_tera(min(rates))} to {_tera(max(rates))}"
     slow = [
         f"{_name(reports, rank)} computes matrix products at {_tera(rate)}, {percent(rate / median)} of the median. Look for other "
         "programs, heat, or a power limit there, or leave this machine out"
