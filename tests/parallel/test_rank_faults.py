@@ -16,7 +16,9 @@ from eyeline.checkpoint import store
 from eyeline.core.errors import OutOfMemory
 from eyeline.data import reader
 from eyeline.parallel import watch
+from eyeline.study.replay import replay
 from eyeline.train import loop
+from eyeline.train.evidence import batches_in
 from eyeline.train.run import Run, to_yaml
 from tests import ranks
 from tests.parallel.test_ranks_train import bits, run_of, start, train
@@ -143,6 +145,29 @@ def test_an_error_that_all_ranks_have_is_said_once(tmp_path: Path, capfd: pytest
     run = cut_run(tmp_path, "run", "max_nonfinite_steps=0", "stages.whole.trains.language.lr=1e30", "stages.whole.optimizer.kind=adamw")
     assert ranks.wait(start(run, 2)) == [4, 4]
     assert capfd.readouterr().err.count("had a loss or gradient that is not finite") == 1
+
+
+def test_a_step_that_is_not_finite_on_ranks_is_replayed_by_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An infinity in the part of a weight that one rank holds: both skip the step, and both write what is needed to run it again."""
+    run = cut_run(tmp_path, "run", "max_nonfinite_steps=0")
+
+    def before(rank: int) -> None:
+        update = loop.update
+
+        def planting(model: Any, *args: Any, step: int, **how: Any) -> Any:
+            if step == 1 and rank == 1:
+                model.get_parameter("language.blocks.1.mlp.down.weight").data.to_local()[0, 3] = float("inf")
+            return update(model, *args, step=step, **how)
+
+        loop.update = planting
+
+    assert ranks.wait(start(run, 2, before)) == [4, 4]
+    [folder] = (tmp_path / "run" / "evidence").iterdir()
+    assert len(batches_in(folder)) == 2
+    assert replay(folder)
+    said = capsys.readouterr().out
+    assert "weights: language.blocks.1.mlp.down.weight: 1 number not finite, the first at [8, 3]" in said, said
+    assert "first not finite: the output of language.blocks.1.mlp.down, " in said
 
 
 def stop_late() -> None:

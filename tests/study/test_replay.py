@@ -52,7 +52,7 @@ def test_an_infinity_in_a_weight_is_located(tmp_path: Path, monkeypatch: pytest.
     assert f"eyeline replay {folder} says where it comes from" in capsys.readouterr().out
     assert replay(folder)
     said = capsys.readouterr().out
-    assert "weights: language.blocks.1.mlp.down.weight has 1 number that are not finite, the first at [3, 2]" in said
+    assert "weights: language.blocks.1.mlp.down.weight: 1 number not finite, the first at [3, 2]" in said
     assert "first not finite: the output of language.blocks.1.mlp.down" in said, said
 
 

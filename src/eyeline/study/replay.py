@@ -98,7 +98,7 @@ def _wrong_tensors(named: Iterator[tuple[str, Tensor]]) -> Iterator[str]:
         if x.is_floating_point() and not _finite(x):
             wrong = ~x.isfinite()
             first = ", ".join(map(str, wrong.nonzero()[0].tolist()))
-            yield f"{name} has {counted(int(wrong.sum()), 'number')} that are not finite, the first at [{first}]"
+            yield f"{name}: {counted(int(wrong.sum()), 'number')} not finite, the first at [{first}]"
 
 
 def _gradients(model: nn.Module) -> Iterator[str]:
