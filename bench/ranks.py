@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def as_rank(rank: int, folder: Path, token: int, pairs: int, found: Any) -> None
         worst = max(abs(a - b) for other in others for a, b in zip(losses["ours"], losses[other], strict=True))
         if worst > TOLERANCE:
             raise Refused(f"the losses of the sides differ by up to {worst:.2g} (at most {TOLERANCE}): they do not do the same work.")
-        times = interleaved({name: together(world, side) for name, side in sides.items()}, pairs, f"ranks, rank {rank}")
+        with nullcontext() if world.first else redirect_stdout(None):
+            times = interleaved({name: together(world, side) for name, side in sides.items()}, pairs, "ranks")
         if world.first:
             config = open_bundle(folder / "model").bundle.config
             found.put((times, worst, sum(p.numel() for p in shape(config).model.parameters())))

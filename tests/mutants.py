@@ -1224,6 +1224,18 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "parallel/test_ranks_train.py::test_ranks_train_what_one_process_does",
         ),
         (
+            "parallel/shard.py",
+            "reshard_after_forward=mesh.reshard,",
+            "reshard_after_forward=False,",
+            "parallel/test_fake_worlds.py::test_collectives_of_a_step_are_those_counted_by_hand[64]",
+        ),
+        (
+            "parallel/shard.py",
+            "MixedPrecisionPolicy(compute, torch.float32,",
+            "MixedPrecisionPolicy(compute, compute,",
+            "parallel/test_fake_worlds.py::test_collectives_of_a_step_are_those_counted_by_hand",
+        ),
+        (
             "generate/generate.py",
             "        if not anywhere(bool(alive)):",
             "        if not alive:",

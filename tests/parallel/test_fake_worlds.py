@@ -4,15 +4,21 @@ Models are of their published sizes, on the meta device.
 """
 
 import json
+import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from eyeline.checkpoint import store
 from eyeline.checkpoint.pieces import covers, pieces_of
@@ -21,9 +27,13 @@ from eyeline.core.shards import held
 from eyeline.core.world import World
 from eyeline.models.shape import shape
 from eyeline.parallel.mesh import Mesh, MeshSizes, mesh_of
+from eyeline.parallel.place import place
+from eyeline.parallel.ranks import ranks_of
 from eyeline.parallel.shard import shard
 from eyeline.study.roofline.sizes import config_of
+from eyeline.train.step import add_gradients
 from tests.forked import Forked
+from tests.parallel.test_sharded_update import FAMILIES, packs_of, step_for
 
 T = TypeVar("T")
 ALL = MeshSizes()  # sharded over all ranks
@@ -129,3 +139,76 @@ def test_what_a_rank_holds_of_eight_billion_parameters(ranks: int, sizes: MeshSi
     whole = sum(numbers for _, numbers, entry in found.values() if entry.exact)
     assert whole < 4e6
     assert sum(got for got, *_ in found.values()) < 8.8e9 / shards * 1.05 + whole
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by kind and by the bytes of the whole that is gathered or shared out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            kind = next(name for name in ("gather", "scatter", "reduce", "") if name in str(func))
+            self.seen[kind, max(x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_by_hand(plan: Plan[Any], shards: int, copies: int, compute: int, again: bool) -> Counter[tuple[str, int]]:
+    """A unit is gathered in the dtype that it computes in, before its forward pass and, where it was freed, before its backward pass; its
+    gradients are shared out in float32, and with several copies each part is summed over them. What is exact is summed in one go."""
+    units: dict[str, int] = {}
+    for _, _, entry in plan.tensors():
+        if not entry.exact:
+            first, *rest = entry.shape
+            units[entry.unit] = units.get(entry.unit, 0) + -(-first // shards) * math.prod(rest)
+    wanted: Counter[tuple[str, int]] = Counter()
+    for part in units.values():
+        wanted["gather", shards * part * compute] += 2 if again else 1
+        wanted["scatter", shards * part * 4] += 1
+        if copies > 1:
+            wanted["reduce", part * 4] += 1
+    wanted["reduce", 4 * sum(x.numel() for _, x, entry in plan.tensors() if entry.exact)] += 1
+    return wanted
+
+
+STEPS = {
+    "64": (64, MeshSizes(), torch.float32),
+    "256": (256, MeshSizes(), torch.float32),
+    "64, hsdp": (64, MeshSizes(dp_replicate=8), torch.float32),
+    "64, bf16, never resharded": (64, MeshSizes(reshard_after_forward="never"), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_collectives_of_a_step_are_those_counted_by_hand(how: str) -> None:
+    """A real step of a tiny model, whose first rank alone has a pack: number and bytes of all that ranks send."""
+    ranks, sizes, precision = STEPS[how]
+    case = FAMILIES["qwen3_vl"]
+
+    def step(mesh: Mesh) -> Any:
+        plan = shape(case.config, compute_dtype=precision)
+        place(plan, "cpu", mesh)
+        for _, x, _ in plan.tensors():
+            with torch.no_grad():
+                held(x).local.normal_(0, 0.02)
+        data, over = step_for([packs_of(case)[0][0]], 0, ranks), ranks_of(mesh)
+        with Collectives() as counted:
+            add_gradients(plan.model, data, over, None, 0, 0)
+            over.sum_gradients([p for p in plan.model.parameters() if p.grad is not None])
+        shards = sizes.sharded_over(ranks)
+        again = sizes.reshard_after_forward == "always"
+        return counted.seen, collectives_by_hand(plan, shards, ranks // shards, precision.itemsize, again)
+
+    got, wanted = as_rank(0, ranks, step, sizes)
+    assert got == wanted
+
+
+def test_bytes_of_a_step_in_the_docs_are_those_counted_by_hand() -> None:
+    """The same count for Qwen3-VL-8B in bfloat16 on 64 ranks."""
+    counted = collectives_by_hand(shape(config_of("qwen3-vl-8b"), compute_dtype=torch.bfloat16), 64, 1, 2, True)
+    gathered, shared_out = (sum(size * n for (kind, size), n in counted.items() if kind == wanted) for wanted in ("gather", "scatter"))
+    text = " ".join((Path(__file__).parents[2] / "docs" / "parallel.md").read_text().split())
+    said = f"each rank receives {gathered / 1e9:.1f} GB of weights per micro-batch and shares out {shared_out / 1e9:.1f} GB of gradients"
+    assert said in text
