@@ -757,6 +757,18 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_new_tokens.py::test_transformers_and_peft_compute_the_same",
         ),
         (
+            "kernels/kept.py",
+            "if kept.untyped_storage()._cdata != memory:",
+            "if True:",
+            "models/test_batches.py::test_a_copy_on_the_host_is_what_autograd_keeps",
+        ),
+        (
+            "train/memory.py",
+            "if _address(x) not in given:",
+            "if True:",
+            "train/test_memory.py::test_bytes_at_once_by_hand",
+        ),
+        (
             "kernels/rounding.py",
             "+ chance_N)",
             "+ 0x8000)",

@@ -34,7 +34,7 @@ from eyeline.parallel.ranks import ranks_of
 from eyeline.recipes.check import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.study.evaluate import evaluate
-from eyeline.train.memory import memory_of
+from eyeline.train.memory import activations_of, memory_of
 from eyeline.train.trackers import trackers
 from eyeline.train.trainable import plan_of
 from tests.distill.cases import CASES as DISTILL
@@ -199,6 +199,13 @@ def block_calls(recipe: dict[str, Any], folder: Path) -> int:
 def recomputed(recipe: dict[str, Any], folder: Path) -> int:
     """The FLOPs that are done a second time."""
     return sum(line["flops_recomputed"] for line in steps(recipe, folder))
+
+
+def activations(recipe: dict[str, Any], folder: Path) -> int:
+    """What a step keeps on the device."""
+    run = run_of(recipe | {"out": str(folder / "run")}, "recipe")
+    assert run.model.config is not None
+    return activations_of(plan_of(run, 0, run.model.config), run.stages[0].batch.budget)
 
 
 def memory(recipe: dict[str, Any], folder: Path) -> str:
@@ -599,6 +606,9 @@ CASES: dict[str, Case] = {
     ),
     "stages[].gradient_checkpointing.policy": turned(
         "stages.0.gradient_checkpointing.policy=selective", see=recomputed, base=("stages.0.gradient_checkpointing={every: 1}",)
+    ),
+    "stages[].gradient_checkpointing.offload": turned(
+        "stages.0.gradient_checkpointing.offload=true", see=activations, base=("stages.0.gradient_checkpointing={every: 1}",)
     ),
     "stages[].gradient_checkpointing.memory_gb": turned(
         "stages.0.gradient_checkpointing.memory_gb=1.0e-5", see=refused_by_plan, base=("stages.0.gradient_checkpointing={every: 1}",)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eyeline.core.batch import Budget
 from eyeline.data.fetch.batches import batch_of
-from eyeline.kernels.kept import KEPT
+from eyeline.kernels.kept import KEPT, on_host
 from eyeline.models.layers import EVERY_BLOCK, NEVER, Recompute
 from eyeline.models.moe import routers
 from eyeline.models.shape import build
@@ -111,6 +111,9 @@ def test_images_and_their_order_matter(case: Case):
     assert (before - after).abs().max() > 0.01
 
 
+OFFLOADED = Recompute(None, offload=True)
+
+
 class Products(TorchDispatchMode):
     """Counts the matrix products and attentions that run while it is entered."""
 
@@ -125,7 +128,8 @@ class Products(TorchDispatchMode):
 def test_some_blocks_or_cheap_activations_recomputed_change_nothing(case: Case):
     """With `selective` no product runs twice; with every other block, fewer do than with all."""
     counts, outcomes = {}, []
-    for name, how in {"none": NEVER, "selective": Recompute(None, True), "first": Recompute(frozenset({0})), "all": EVERY_BLOCK}.items():
+    ways = {"none": NEVER, "selective": Recompute(None, True), "first": Recompute(frozenset({0})), "all": EVERY_BLOCK}
+    for name, how in (ways | {"offloaded": OFFLOADED}).items():
         model = parity.randomised(case)
         model.recompute(dict.fromkeys(case.plan.blocks, how))
         with Products() as products:
@@ -135,7 +139,20 @@ def test_some_blocks_or_cheap_activations_recomputed_change_nothing(case: Case):
         assert torch.equal(got[0], want[0])
         assert got[1].keys() == want[1].keys()
         assert all(torch.equal(got[1][n], want[1][n]) for n in got[1])
-    assert counts["none"] == counts["selective"] < counts["first"] < counts["all"]
+    assert counts["none"] == counts["selective"] < counts["first"] < counts["all"] == counts["offloaded"]
+
+
+def test_a_copy_on_the_host_is_what_autograd_keeps() -> None:
+    """What is overwritten afterwards changes no gradient that is made with the copy."""
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    want = x.detach().T @ torch.ones(3, 4)
+    with on_host(x):
+        y = x @ weight
+    x.data.zero_()
+    weight.data.zero_()
+    y.sum().backward()
+    assert torch.equal(weight.grad, want)
+    assert torch.equal(x.grad, torch.zeros(3, 4)), "the weight stays where it is"
 
 
 @each_case

@@ -47,9 +47,12 @@ def test_numbers_that_came_from_the_host_are_known() -> None:
 def test_recomputing_more_needs_less_and_twice_the_tokens_twice_as_much() -> None:
     plan, bytes_of = planned(), {}
     ways = {"none": NEVER, "selective": Recompute(None, True), "first": Recompute(frozenset({0})), "all": EVERY_BLOCK}
+    ways["offloaded"] = Recompute(None, offload=True)
     for name, how in ways.items():
         plan.model.recompute(dict.fromkeys(plan.blocks, how))
         bytes_of[name] = activations_of(plan, BUDGET)
+    inputs = len(plan.blocks["language"]) * BUDGET.tokens * CASE.config.language.hidden_size * 2
+    assert bytes_of["all"] - bytes_of["offloaded"] > inputs / 2, "inputs of blocks are not on the device"
     assert bytes_of["all"] < bytes_of["selective"] < bytes_of["none"]
     assert bytes_of["all"] < bytes_of["first"] < bytes_of["none"]
     plan.model.recompute({})
@@ -65,13 +68,13 @@ def test_as_few_blocks_as_fit_are_recomputed() -> None:
     plan = planned()
     plan.model.recompute({})
     none = activations_of(plan, BUDGET)
-    assert fewest_recomputed(plan, BUDGET, ("language",), False, none) == {"language": NEVER}
-    chosen = fewest_recomputed(plan, BUDGET, ("language",), False, none - 1)["language"]
+    assert fewest_recomputed(plan, BUDGET, {"language": EVERY_BLOCK}, none) == {"language": NEVER}
+    chosen = fewest_recomputed(plan, BUDGET, {"language": EVERY_BLOCK}, none - 1)["language"]
     assert chosen.blocks == {0}
     plan.model.recompute({"language": chosen})
     assert activations_of(plan, BUDGET) < none
     with pytest.raises(Refused, match="with all blocks recomputed they need about"):
-        fewest_recomputed(plan, BUDGET, ("language",), False, none // 20)
+        fewest_recomputed(plan, BUDGET, {"language": EVERY_BLOCK}, none // 20)
 
 
 def test_a_recipe_gives_the_memory_of_a_device(tmp_path: Path) -> None:

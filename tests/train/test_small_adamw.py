@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import eyeline.train.loop as loop
 from eyeline.checkpoint import store
-from eyeline.core.errors import Stopped
+from eyeline.core.errors import Refused, Stopped
 from eyeline.core.world import World
 from eyeline.kernels.rounding import stochastic_bf16
 from eyeline.parallel.mesh import MeshSizes, mesh_of
@@ -63,7 +63,7 @@ def test_bf16_moments_stay_near_those_of_fp32() -> None:
 
 
 def test_changes_below_the_last_bit_add_up() -> None:
-    """Of 100 to 10 at 1 in 1,000 a step: to the nearest, a moment of 100 would stay, since a step is a fifth of its last bit."""
+    """A moment of 200 falls by 0.1 in a step, a tenth of its last bit: rounded to the nearest it would stay."""
     parameter = nn.Parameter(torch.zeros(4096))
     optimizer = small([parameter], torch.bfloat16, beta2=0.999)
     parameter.grad = torch.full((4096,), 10.0)
@@ -114,6 +114,20 @@ def test_offload_over_ranks_is_refused(tmp_path: Path) -> None:
     assert not [*rank_problems(run, 1)]
     (why,) = rank_problems(run, 2)
     assert "stages.whole.optimizer.offload keeps the moments of one device on the host, and there are 2 ranks" in why
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (("stages.whole.gradient_checkpointing={offload: true}", "compile=blocks"), "keeps the inputs of blocks inside its graphs"),
+        (("stages.whole.gradient_checkpointing={offload: true, policy: selective}",), "most of what is kept is what products gave"),
+        (("stages.whole.gradient_checkpointing={every: 2, memory_gb: 1}",), "memory_gb chooses the blocks that are recomputed"),
+        (("stages.whole.optimizer={kind: muon, state_dtype: bf16}",), "state_dtype"),
+    ],
+)
+def test_settings_that_exclude_one_another_are_refused(tmp_path: Path, settings: tuple[str, ...], why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        tiny_run(tmp_path, *settings)
 
 
 @pytest.mark.ranks

@@ -279,7 +279,7 @@ class Decoder(nn.Module):
         """`visual`, `deep`: whether gradients reach the visual tokens, and those that DeepStack adds."""
         reached = visual or any_trainable(self.embed)
         for i, block in enumerate(self.blocks):
-            reached = tally.block(block, self.recompute.of(i) == "everything", reached) or (i < len(deep) and deep[i])
+            reached = tally.block(block, self.recompute.repeats_products(i), reached) or (i < len(deep) and deep[i])
         self.head.count(tally, reached or any_trainable(self.norm))
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:

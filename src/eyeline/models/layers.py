@@ -18,7 +18,7 @@ from eyeline.core.plan import ADAPTER_NAMES, INPUTS, OUTPUTS, VOCABULARY, Replac
 from eyeline.core.shards import put
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention
 from eyeline.kernels.gpu import on_gpu
-from eyeline.kernels.kept import keeping_products
+from eyeline.kernels.kept import keeping_products, on_host
 from eyeline.kernels.linears import Layer, linears
 from eyeline.kernels.norms import layer_norm, rms_norm
 from eyeline.kernels.swiglu import swiglu
@@ -202,7 +202,8 @@ class Deliver(ReplaceableModule):
         return tokens_MD
 
 
-Again = Literal["everything", "cheap"]  # what of a block is made again in the backward pass; cheap: all but products and attention
+# what of a block is made again in the backward pass. cheap: all but products and attention; offloaded: all, from an input on the host
+Again = Literal["everything", "cheap", "offloaded"]
 
 
 class Recompute(NamedTuple):
@@ -210,11 +211,16 @@ class Recompute(NamedTuple):
 
     blocks: frozenset[int] | None = frozenset()  # by number; None: all
     selective: bool = False  # what matrix products and attention gave is kept
+    offload: bool = False  # the input of each block is on the host meanwhile
 
     def of(self, block: int) -> Again | None:
         if self.blocks is not None and block not in self.blocks:
             return None
-        return "cheap" if self.selective else "everything"
+        return "cheap" if self.selective else "offloaded" if self.offload else "everything"
+
+    def repeats_products(self, block: int) -> bool:
+        """Return whether the products of a block are made again."""
+        return self.of(block) in ("everything", "offloaded")
 
     def whole(self, count: int) -> bool:
         """Return whether everything of all `count` blocks is made again."""
@@ -234,7 +240,12 @@ def run_block(block: nn.Module, again: Again | None, *args: Any) -> Any:
     if isinstance(block.forward, Compiled):
         block.forward.again = again
         return block(*args)
-    return block(*args) if again is None or not torch.is_grad_enabled() else recomputed(block, again, *args)
+    if again is None or not torch.is_grad_enabled():
+        return block(*args)
+    if again == "offloaded":
+        with on_host(args[0]):
+            return recomputed(block, "everything", *args)
+    return recomputed(block, again, *args)
 
 
 def recomputed(function: Callable[..., Any], again: Again, *args: Any) -> Any:

@@ -155,7 +155,7 @@ class Model(nn.Module):
         reached = self.embed.count(tally, False, "patch") or any_trainable(self.positions)
         deep = []
         for i, block in enumerate(self.blocks):
-            reached = tally.block(block, self.recompute.of(i) == "everything", reached)
+            reached = tally.block(block, self.recompute.repeats_products(i), reached)
             if i in self.deep:
                 deep.append(reached)
         return [reached, *deep]

@@ -134,7 +134,7 @@ class Model(nn.Module):
         if self.naflex:
             tally.product("patch", self.side**2, self.embed.out_features, False, any_trainable(self.positions))
         for i, block in enumerate(self.blocks[: self.depth]):
-            reached = tally.block(block, self.recompute.of(i) == "everything", reached)
+            reached = tally.block(block, self.recompute.repeats_products(i), reached)
         return reached or (self.normed and any_trainable(self.norm))
 
     @torch.no_grad()

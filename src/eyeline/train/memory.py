@@ -7,7 +7,7 @@ what PyTorch keeps unused between allocations, comes on top.
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +88,15 @@ def activations_of(plan: Plan[Any], budget: Budget) -> int:
     return allocated.most - gradients
 
 
-def fewest_recomputed(plan: Plan[Any], budget: Budget, parts: Collection[Part], selective: bool, room: int) -> dict[Part, Recompute]:
-    """As few blocks of these parts as leave activations within `room` bytes, spread evenly. Raises Refused where all are too few."""
+def fewest_recomputed(plan: Plan[Any], budget: Budget, how: Mapping[Part, Recompute], room: int) -> dict[Part, Recompute]:
+    """As few blocks of these parts as leave activations within `room` bytes, spread evenly, recomputed as `how` says. Raises Refused where
+    all are too few."""
+    parts = list(how)
     most = max(len(plan.blocks[part]) for part in parts)
 
     def blocks(share: int) -> dict[Part, Recompute]:
         counts = {part: -(-len(plan.blocks[part]) * share // most) for part in parts}
-        return {part: Recompute(frozenset(i * len(plan.blocks[part]) // n for i in range(n)), selective) for part, n in counts.items()}
+        return {part: how[part]._replace(blocks=frozenset(i * len(plan.blocks[part]) // n for i in range(n))) for part, n in counts.items()}
 
     def needed(share: int) -> int:
         plan.model.recompute(blocks(share))

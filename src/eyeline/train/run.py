@@ -57,12 +57,18 @@ class Checkpointing(Settings):
     parts: Annotated[tuple[Part, ...], Field(min_length=1)] | None = None  # null: all that have blocks
     every: Positive = 1  # every n-th block, from the first on
     policy: Literal["full", "selective"] = "full"  # selective: what matrix products and attention gave is kept
+    offload: bool = False  # the inputs of recomputed blocks are kept on the host
     memory_gb: PositiveFloat | None = None  # GB (10⁹ bytes) of a device: as few blocks as make the stage fit, and not every n-th
 
     @model_validator(mode="after")
     def _one_choice(self) -> "Checkpointing":
         if self.memory_gb is not None and self.every > 1:
             raise ValueError("memory_gb chooses the blocks that are recomputed, and so does every. Leave one of them out")
+        if self.offload and self.policy == "selective":
+            raise ValueError(
+                "offload moves the inputs of blocks to the host, and with policy: selective most of what is kept is what products gave, "
+                "which stays on the device. Leave one of them out"
+            )
         return self
 
 
@@ -270,6 +276,17 @@ class Run(Settings):
             raise ValueError(f"report_to names a tracker twice: {', '.join(self.report_to)}")
         if self.report_online and not set(self.report_to) & set(ONLINE):
             raise ValueError(f"report_online is for {' and '.join(ONLINE)}, and report_to has none of them. Leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _compiles_what_it_keeps(self) -> "Run":
+        for stage in self.stages:
+            how = stage.gradient_checkpointing
+            if self.compile == "blocks" and isinstance(how, Checkpointing) and how.offload:
+                raise ValueError(
+                    f"compile: blocks keeps the inputs of blocks inside its graphs, and stages.{stage.name}.gradient_checkpointing.offload "
+                    "moves them to the host. Leave one of them out"
+                )
         return self
 
     @model_validator(mode="after")

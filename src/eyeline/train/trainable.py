@@ -88,7 +88,7 @@ def recomputed(stage: Stage, blocks: Mapping[Part, Sequence[str]]) -> dict[Part,
     how = how if isinstance(how, Checkpointing) else Checkpointing()
     selective = how.policy == "selective"
     return {
-        part: Recompute(frozenset(range(0, len(blocks[part]), how.every)), selective)
+        part: Recompute(frozenset(range(0, len(blocks[part]), how.every)), selective, how.offload)
         for part in checkpointed(stage, blocks)
         if part in blocks
     }
@@ -125,7 +125,7 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: N
     if isinstance(how, Checkpointing) and how.memory_gb is not None and again:
         whole = shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > shards
         room = int(how.memory_gb * 1e9) - memory_of(plan, stage.optimizer, shards, whole).total
-        again = fewest_recomputed(plan, stage.batch.budget, again, how.policy == "selective", room)
+        again = fewest_recomputed(plan, stage.batch.budget, again, room)
     plan.model.recompute(again)
     return plan
 
