@@ -1,8 +1,8 @@
-"""A key is created once, by one, whole: in a folder and in S3. A store that cannot do that is refused."""
+"""A key is created once, by one, whole: in a folder, in S3 and in Azure. A store that cannot do that is refused."""
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +11,42 @@ from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.files import make_folder
 from eyeline.core.locations import Remote
 from eyeline.data.containers import container
+from eyeline.data.files import stores
 from eyeline.offline.attempt import attempt
 from eyeline.offline.manifests import garbage, manifests
 from eyeline.offline.run import Where, run
 from eyeline.offline.store import LocalStore, RemoteStore, Retried, Store, put_all, refuse_unconditional, store_at
 from tests.data import store as bad
 from tests.data.store import Store as Server
+from tests.offline.azurite import ACCOUNT, CONTAINER, KEY, azurite
 from tests.offline.fake_store import FakeStore, no_answer
 from tests.offline.rows_job import JOB, assert_every_row_once, plan_of, visible
 
 
-@pytest.fixture(params=["a folder", "S3"])
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with azurite(tmp_path_factory.mktemp("azurite")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def in_azure(azure: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An environment that leads to it."""
+    for name, value in (("ACCOUNT_NAME", ACCOUNT), ("ACCOUNT_KEY", KEY), ("ENDPOINT", azure)):
+        monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
+    monkeypatch.setenv("AZURE_ALLOW_HTTP", "true")
+    stores._process.cache_clear()
+    yield
+    stores._process.cache_clear()
+
+
+@pytest.fixture(params=["a folder", "S3", pytest.param("Azure", marks=pytest.mark.slow)])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "a folder":
         return store_at(tmp_path / "job")
+    if request.param == "Azure":
+        request.getfixturevalue("in_azure")
+        return store_at(Remote(f"az://{CONTAINER}", f"{abs(hash(request.node.nodeid)):x}/job"))
     server: Server = request.getfixturevalue("store")
     return store_at(Remote(server.url, "some/job"))
 
@@ -183,3 +205,9 @@ def test_retries_are_for_failures_that_may_pass(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(StorageFailed, match="Tried 3 times"):
             ask(Retried(FakeStore(before=failing), 2))
     assert list(manifests(plan_of(FakeStore(), 2))) == []
+
+
+def test_unusable_settings_of_a_store_are_told_as_such(store: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "false")
+    with pytest.raises(StorageFailed, match="could not create"):
+        refuse_unconditional(RemoteStore(Remote(store.url, "job")), "the store")

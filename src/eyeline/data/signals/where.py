@@ -40,6 +40,7 @@ COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
+EXAMPLE = "width >= 224 and not duplicate"
 ACCEPTED = "names of columns, numbers, texts, comparisons, and, or, not, in [...], + - * / %"
 
 
@@ -70,7 +71,7 @@ def _tree(text: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{text!r} is not an expression ({getattr(error, 'msg', error)}). Accepted are {ACCEPTED}") from error
+        raise ValueError(f"got {text!r:.200}, wanted an expression such as {EXAMPLE}. Accepted are {ACCEPTED}") from error
 
 
 # Checked: what kind of value each piece has
