@@ -101,7 +101,7 @@ def test_as_python_has_it(text: str) -> None:
         ("width >", "wanted an expression such as width >= 224"),
         ("", "wanted an expression such as width >= 224"),
         ("width > 1; height", "wanted an expression such as width >= 224"),
-        ("(" * 300 + "1" + ")" * 300 + " > 0", "not an expression|nested"),
+        ("(" * 300 + "1" + ")" * 300 + " > 0", "wanted an expression|nested"),
         ("not " * 100 + "duplicate", "nested over 40 levels"),
         ("width > 1" + "0" * 400, "too large"),
         ("width > 1" + " " * LONGEST, f"over {LONGEST:,}"),
