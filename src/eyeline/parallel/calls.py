@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KEPT = "500"  # calls in memory
+KEPT = "200"  # calls in memory; as many are in a file
 
 
 def record_calls() -> None:
@@ -25,7 +25,7 @@ def write_calls(path: Path) -> None:
     library = torch._C._distributed_c10d
     dumps = (getattr(library, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
     texts = [text if isinstance(text, str) else text.decode() for dump in dumps if dump is not None and (text := dump())]
-    new = path.with_suffix(".tmp")
+    new = path.with_name(f"{path.name}.tmp")
     with suppress(OSError):  # a disk that is full is named by whatever needs what it writes
         new.write_text("[" + ",\n".join(texts) + "]", encoding="utf-8")
         os.replace(new, path)

@@ -4,6 +4,7 @@ Each rank has a file of its own that a thread writes every two seconds. It needs
 """
 
 import faulthandler
+import itertools
 import json
 import os
 import socket
@@ -22,6 +23,7 @@ from eyeline.core.world import World
 from eyeline.parallel.calls import write_calls
 
 EVERY_S = 2.0
+CALLS_EVERY = 5  # times that long between copies of the last collectives: a file of 100 KB of each rank, on a file system that all share
 CALLS, CRASH = ".calls", ".crash"  # endings of the files with a rank's last collectives, and with its stack where the system aborts it
 ENDING_S = 1.0  # a process that ends closes its connections a moment before it is gone
 RESUMES = "The same command resumes from the last checkpoint, if there is one"
@@ -46,7 +48,7 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]], timeou
     silence = Silence(folder, world, max(timeout_s, CACHED_S))
 
     def tell() -> None:
-        while True:
+        for turn in itertools.count():
             stack = _stack(trains)
             own = [line for line in stack if line.startswith(PACKAGE) and not line.startswith(__file__)]
             where = {"host": socket.gethostname(), "pid": os.getpid(), **at(), "line": own[-1] if own else "", "stack": stack}
@@ -56,7 +58,8 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]], timeou
                 os.replace(new, path)
                 if (rank := silence.rank()) is not None:
                     _end_for(rank, folder, world)
-            write_calls(path.with_suffix(CALLS))
+            if turn % CALLS_EVERY == 0:
+                write_calls(path.with_suffix(CALLS))
             if ended.wait(EVERY_S):
                 return
 

@@ -133,6 +133,7 @@ def _make_folder(run: Run, folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     store.remove_leftovers(folder / "checkpoints")
     evidence.remove_leftovers(folder)
+    shutil.rmtree(folder / "ranks", ignore_errors=True)  # where ranks of an earlier attempt were, which may have been more
 
 
 def refuse_strangers(folder: Path) -> None:
