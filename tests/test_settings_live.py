@@ -424,6 +424,7 @@ QWEN_VISION: dict[str, Any] = {
 CASES: dict[str, Case] = {
     "name": turned("name=other", see=run_folders, base=("out=null",)),
     "validation_samples": turned("validation_samples=2", see=sampled, base=VALIDATED),
+    "top_k_probabilities": turned("top_k_probabilities=2", base=("logging_steps=1",)),
     "report_to": turned("report_to=[wandb]", see=tracked),
     "report_online": turned("report_online=true", see=tracked, base=("report_to=[wandb]",)),
     "out": turned("out=elsewhere", see=run_folders),

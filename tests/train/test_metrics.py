@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import eyeline.train.loop as loop
+from eyeline.core.batch import IGNORE
 from eyeline.core.files import read_lines
+from eyeline.models.decoder import Head
 from eyeline.models.flops import NONE, Flops
 from eyeline.parallel.idle import DeviceIdle
 from eyeline.parallel.launch import Machine
@@ -138,3 +140,24 @@ def test_each_step_has_its_rates_and_its_address(tmp_path: Path, monkeypatch: py
     ]
     assert [lr for *_, lr in seen] == wanted
     assert [line["lr"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"] == wanted
+
+
+def test_probabilities_are_means_over_supervised_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every logged step, against the full logits of each micro-batch before its update."""
+    wanted: list[Tensor] = []
+    forward = Head.forward
+
+    def seen(self: Head, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None) -> Tensor:
+        if labels_L is not None:
+            p_LV = (x_TD[rows_L] @ self.weight.T).softmax(-1).detach()
+            wanted.append(p_LV[labels_L != IGNORE].sort(-1, descending=True).values[:, :2])
+        return forward(self, x_TD, rows_L, labels_L)
+
+    monkeypatch.setattr(Head, "forward", seen)
+    loop.train(
+        tiny_run(tmp_path, "top_k_probabilities=2", "logging_steps=2", "stages.adapt.steps=1", "stages.whole.batch.packs_per_step=2")
+    )
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"]
+    assert [line["top_k"] is not None for line in lines] == [False, True, False, True, False]
+    first, second = torch.cat(wanted[2:4]).mean(0).tolist()
+    assert lines[1]["top_k"] == {"1": pytest.approx(first, rel=1e-5), "2": pytest.approx(second, rel=1e-5)}

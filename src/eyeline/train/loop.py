@@ -45,6 +45,7 @@ from eyeline.train.step import Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.stragglers import OwnTime, OwnTimes
 from eyeline.train.summary import Tally
+from eyeline.train.top_k import seeing
 from eyeline.train.trackers.tracker import About
 from eyeline.train.trackers.trackers import Trackers, missing
 from eyeline.train.trainable import rank_problems, rates
@@ -199,7 +200,7 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
     process.at_step(state.global_step, running.plan.model)
     for step in timed_steps(running.steps_from(state, process.fetching), clock, running.own_time):
         set_learning_rates(running.optimizers, rates(stage), at := factor(stage.schedule, state.step, running.steps))
-        report, same, idle_s = run_update(process, running, step, state)
+        report, seen = run_update(process, running, step, state)
         state = next_state(state, step, report)
         stop.done = state.global_step
         ended = state.step == running.steps
@@ -211,14 +212,14 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
             state, better = run_validation(process, running, state)
         over = state.not_finite > run.max_nonfinite_steps
         due = run.save_minutes is not None and clock.now() - saved_at >= 60 * run.save_minutes
-        border = at_border(process, running, step, due, same)
+        border = at_border(process, running, step, due, seen.same)
         leaving = ended or over or border.stop is not None
         if border.written:
             finish_save(process)
         if leaving or better or border.due or (run.save_steps and state.step % run.save_steps == 0):
             save(process, running, state, ended=ended, best=better, waits=leaving or not run.async_save)
             saved_at = clock.now()
-        show_step(process, running, state, step, report, border, at, idle_s, tells_rejects=ended or state.step == first)
+        show_step(process, running, state, step, report, border, at, seen, tells_rejects=ended or state.step == first)
         if over:
             raise NotFinite(
                 f"{counted(state.not_finite, 'step')} had a loss or gradient that is not finite, more than "
@@ -235,29 +236,37 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
     )
 
 
-def run_update(process: Process, running: StageRun, step: Step, state: State) -> tuple[Report, Same, float]:
-    """Update the weights; what was done, which weights stayed the same in bfloat16 (on steps that are logged, in bf16), and the seconds
-    for which the device had waited for the host before."""
+class Seen(NamedTuple):
+    """What is seen of an update, in addition to its report."""
+
+    same: Same  # weights that it left unchanged in bfloat16: on steps that are logged, in bf16
+    top_k: dict[str, float] | None  # probabilities of the most likely tokens: on steps that are logged, where they are asked for
+    idle_s: float  # seconds for which the device had waited for the host before
+
+
+def run_update(process: Process, running: StageRun, step: Step, state: State) -> tuple[Report, Seen]:
+    """Update the weights; what was done, and what was seen of it."""
     run, stage, model = process.run, running.stage, running.plan.model
     logged = (state.step + 1) % run.logging_steps == 0
     with process.clock.spending("compute"), deterministic_or_refused():
         before = sampled_weights(model) if logged and run.precision == "bf16" else None
         process.idle.update_starts()
-        report = update(
-            model,
-            running.optimizers,
-            step,
-            process.ranks,
-            max_grad_norm=stage.max_grad_norm,
-            balance=stage.experts,
-            seed=run.seed,
-            step=state.global_step,
-            before_update=partial(examine, process, running, state, step),
-        )
+        with seeing(model, run.top_k_probabilities if logged else 0) as top_k:
+            report = update(
+                model,
+                running.optimizers,
+                step,
+                process.ranks,
+                max_grad_norm=stage.max_grad_norm,
+                balance=stage.experts,
+                seed=run.seed,
+                step=state.global_step,
+                before_update=partial(examine, process, running, state, step),
+            )
         idle_s = process.idle.seconds()
         same = unchanged_since(before, model) if before is not None and report.outcome == "applied" else NOT_SAMPLED
         process.idle.update_ended()
-    return report, same, idle_s
+    return report, Seen(same, top_k.means(), idle_s)
 
 
 class Border(NamedTuple):
@@ -343,12 +352,11 @@ def show_step(
     report: Report,
     border: Border,
     at: float,
-    idle_s: float,
+    seen: Seen,
     *,
     tells_rejects: bool,
 ) -> None:
-    """The step's figures on the screen and in metrics.jsonl. `at`: the schedule's factor of the learning rates; `idle_s`: seconds for
-    which the device waited for the host."""
+    """The step's figures on the screen and in metrics.jsonl. `at`: the schedule's factor of the learning rates."""
     stage, rejects = running.stage, running.reader.rejects
     figures = StepFigures(
         stage=stage.name,
@@ -358,11 +366,12 @@ def show_step(
         global_step=state.global_step,
         report=report,
         lr={part: rate * at for part, rate in rates(stage).items()},
-        seconds=with_starved(process.clock.lap(), idle_s),
+        seconds=with_starved(process.clock.lap(), seen.idle_s),
         memory_bytes=border.memory[0],
         reserved_bytes=border.memory[1],
         allocator_retries=border.memory[2],
         unchanged=border.same.share,
+        top_k=seen.top_k,
         sample_ids=border.sample_ids,
         rejected=rejects.rejected,
         flops=border.flops,

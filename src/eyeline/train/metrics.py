@@ -44,6 +44,7 @@ class StepFigures:
     slow_ranks: Sequence[int] = ()  # ranks that have been slow over the last steps
     reserved_bytes: int | None = None  # of the accelerator's allocator, at its highest; None on a CPU
     allocator_retries: int | None = None  # how often the allocator was out of memory and tried again, so far; None on a CPU
+    top_k: Mapping[str, float] | None = None  # mean probability of the most likely token ("1"), the next ("2") and so on
     sample_ids: int = 0  # the same for the same samples, in whatever order and on whatever ranks
     unchanged: float | None = None  # share of the sampled weights that are the same in bfloat16 after the update; None where not sampled
 
@@ -97,6 +98,7 @@ class StepFigures:
             "mfu": self.share_of_peak(self.flops.total),
             "hfu": self.share_of_peak(self.flops.total + self.flops.again),
             "bf16_unchanged": self.unchanged,
+            "top_k": dict(self.top_k) if self.top_k is not None else None,
             "imbalance": dict(self.imbalance),
             "epoch": self.epoch,
             "spike": self.spike,

@@ -220,6 +220,7 @@ class Run(Settings):
     mesh: MeshSizes = MeshSizes()  # of several ranks (torchrun, or --nproc): what they share out
     logging_steps: Positive = 10  # steps between lines where the screen is not a terminal
     validation_steps: Positive | None = None  # steps; also at the end of a stage. None: never
+    top_k_probabilities: NotNegative = 0  # of so many of the most likely tokens, the mean probability on steps that are logged
     validation_samples: NotNegative = 0  # validation questions to answer at each validation; they are kept in the run folder
     report_to: tuple[Name, ...] = ()  # experiment trackers
     report_online: bool = False  # wandb and mlflow send what they are told; otherwise it stays in the run folder
@@ -348,6 +349,7 @@ MAY_CHANGE = (
     "mesh",
     "logging_steps",
     "validation_steps",
+    "top_k_probabilities",
     "validation_samples",
     "report_to",
     "report_online",

@@ -29,7 +29,9 @@ MAX_NEW_TOKENS = 32  # of an answer, where the recipe has no evaluation that say
 
 
 def sample_problems(run: Run, ranks: int = 1) -> Iterator[str]:
-    """Why the recipe's validation_samples cannot be answered."""
+    """Why the recipe's validation_samples cannot be answered, or its top_k_probabilities not be seen."""
+    if run.top_k_probabilities and ranks > 1:
+        yield f"top_k_probabilities are seen in one process, and there are {ranks} ranks. Set top_k_probabilities=0"
     if not run.validation_samples:
         return
     if run.validation_steps is None:
