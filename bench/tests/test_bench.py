@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import bench
-from bench import attention, head, model, packed, peer, render, start, step
+from bench import attention, checkpoint, head, model, packed, peer, render, start, step
 from bench.measure import Comparison, Fact, Result, Stopwatch, Timed, interleaved, peak_bytes, read_result, write_result
 from bench.work import Sized, documents, made
 from eyeline.core.errors import Refused
@@ -203,6 +203,22 @@ def test_head_and_attention_do_the_same_work_on_both_sides() -> None:
     assert [c.name for c in made_of.comparisons] == ["25% of the rows labelled", "100% of the rows labelled"]
     made_of = attention.run(pairs=1, lengths=(24, 8, 5, 1))
     assert {c.name: c.amount for c in made_of.comparisons} == dict.fromkeys(["against padded", "against block mask"], 4 * 38.0)
+
+
+def test_checkpoint_gives_back_the_same_on_all_sides(tmp_path: Path) -> None:
+    found = checkpoint.run(1, mib=1)
+    assert [one.name for one in found.comparisons] == [
+        "against safetensors",
+        "against safetensors, read again for a digest",
+        "against torch.save",
+    ]
+    assert all(one.met is None for one in found.comparisons)
+    tensors = checkpoint.weights(1)
+    assert sum(x.nbytes for x in tensors.values()) == 1 << 20
+    for once in checkpoint.sides_in(tmp_path, tensors).values():
+        once()
+    for again in checkpoint.read_back(tmp_path):
+        assert again.keys() == tensors.keys() and all(torch.equal(again[name], x) for name, x in tensors.items())
 
 
 def test_sides_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
