@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
@@ -103,6 +104,11 @@ def test_transformers_and_peft_compute_the_same(model: Path, tmp_path: Path) -> 
 
     kept = load(found, "cpu", keep_adapters=True).model
     torch.testing.assert_close(our_logits(kept, question), want, atol=2e-5, rtol=1e-4)  # type: ignore[arg-type]
+    export(found.bundle, kept, tmp_path / "kept")  # as `eyeline export` does: what is apart is merged while it is written
+    written = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "kept")]
+    assert written[0].keys() == written[1].keys()
+    for name, x in written[0].items():
+        torch.testing.assert_close(written[1][name], x, atol=1e-6, rtol=1e-6, msg=name)
     export(found.bundle, kept, tmp_path / "both", adapter=True)
     base = LlavaForConditionalGeneration.from_pretrained(tmp_path / "both" / "base", attn_implementation="eager")
     plain = base.eval()(input_ids=tokens).logits[0]
