@@ -203,6 +203,10 @@ def distill(
         int | None,
         typer.Option(min=1, metavar="N", help="Ask for N samples, print answers and verdicts, and estimate tokens, time and cost of all."),
     ] = None,
+    top_logprobs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="K", help="Store the K likeliest tokens at each token: distill.top_logprobs=K.", show_default=False),
+    ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that do the work; 0: this one does, or with --ray one per CPU.")] = 0,
     shard: Annotated[
         str | None,
@@ -226,7 +230,8 @@ def distill(
 
         say(clean_jobs(out))
         return
-    run = _read(recipe, overrides)
+    asked = [] if top_logprobs is None else [f"distill.top_logprobs={top_logprobs}"]
+    run = _read(recipe, [*(overrides or []), *asked])
     from eyeline.offline.run import Where, shard_of
     from eyeline.train.distill import distill_recipe
     from eyeline.train.distill import dry as dry_run

@@ -1,11 +1,19 @@
 """For tests/test_settings_live.py: how each setting of `distill` is turned, and where the change is seen."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
+from eyeline.bundle.bundle import open_bundle
+from eyeline.core.batch import Likely
 from eyeline.core.errors import Refused, TeacherFailed
+from eyeline.core.files import read_lines
+from eyeline.data.layouts.likely import packed_likely
 from eyeline.data.text.templates import template_named
 from eyeline.distill import check, dry, http, job, model
 from eyeline.distill.job import Student
@@ -93,6 +101,18 @@ def near(recipe: dict[str, Any], folder: Path) -> bool:
     return agree("103", "100", settings_of(recipe, None).accept)
 
 
+def divergences(recipe: dict[str, Any], folder: Path) -> list[float]:
+    """What a teacher adds to the loss of each step: one that finds three tokens equally likely wherever it starts to answer."""
+    from eyeline.train.loop import train
+
+    likely = packed_likely(Likely((0,), np.array([3, 4, 5], np.int32).tobytes(), np.full(3, np.log(1 / 3), np.float16).tobytes(), 3))
+    turns = [{"role": "user", "content": "what colour?"}, {"role": "assistant", "content": "it is red", "likely": likely}]
+    (folder / "likely.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    stage = recipe["stages"][0] | {"data": {"sources": [{"path": str(folder / "likely.jsonl")}]}, "trains": LANGUAGE}
+    train(run_of(recipe | {"stages": [stage], "out": str(folder / "run"), "evaluation": None}, "recipe"))
+    return [line["divergence"] for line in read_lines(folder / "run" / "metrics.jsonl") if line["kind"] == "step"]
+
+
 def estimated(recipe: dict[str, Any], folder: Path) -> Any:
     lines: list[str] = []
     with scripted(say) as script:
@@ -104,18 +124,19 @@ def rounds(recipe: dict[str, Any], folder: Path) -> Any:
     """How many prompts a model here answers together."""
     from eyeline.train.loop import train
 
-    sizes: list[int] = []
+    sizes: list[tuple[int, int]] = []  # with the likeliest tokens that are wanted of each
 
     def answered(loaded: Any, spec: Any, prompts: Any, *rest: Any) -> list[Answer]:
-        sizes.append(len(prompts))
+        sizes.append((len(prompts), rest[-1]))
         return [Answer((), "stop") for _ in prompts]
 
     run = folder / "teacher"
     train(run_of(recipe | {"out": str(run), "distill": None, "evaluation": None}, "recipe"))
     found = settings_of(recipe, None)
     found = found.model_copy(update={"teacher": found.teacher.model_copy(update={"path": str(run)})})
+    student = replace(STUDENT, tokenizer=open_bundle(run).bundle.encoder().identity)
     with patch.object(model, "generate", answered):
-        job.distill(found, STUDENT, folder / "out", Where())
+        job.distill(found, student, folder / "out", Where())
     return sizes
 
 
@@ -128,6 +149,7 @@ def best_or_newest(recipe: dict[str, Any], folder: Path) -> str:
 
 
 TEACHER = "{kind: server, urls: ['http://x/v1'], model: m}"
+LANGUAGE = {"language": {"how": "full", "lr": 0.01}}
 SERVER = f"distill={{sources: [{{path: DATA, limit: 8}}], n: 3, keep: 3, accept: {{by: any}}, teacher: {TEACHER}}}"
 MODEL = "distill={sources: [{path: DATA, limit: 8}], max_new_tokens: 8, teacher: {kind: model, path: NOWHERE}}"
 CASES: dict[str, tuple[tuple[str, ...], Any, tuple[str, ...]]] = {
@@ -188,4 +210,7 @@ CASES: dict[str, tuple[tuple[str, ...], Any, tuple[str, ...]]] = {
             ("max_patches", "max_patches=16", rounds),
         ]
     },
+    "distill.top_logprobs": (("distill.top_logprobs=3",), rounds, (MODEL,)),
+    "stages[].distill.kl": (("stages.0.distill.kl=2",), divergences, ("stages.0.distill={kl: 1}",)),
+    "stages[].distill.temperature": (("stages.0.distill.temperature=2",), divergences, ("stages.0.distill={kl: 1}",)),
 }

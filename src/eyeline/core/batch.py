@@ -58,10 +58,21 @@ class Video:
 
 
 @dataclass(frozen=True)
+class Likely:
+    """A teacher's answer as tokens, and at each of them the k tokens that it found likeliest."""
+
+    ids: tuple[int, ...]  # the answer's, with the token that ended it
+    top: bytes  # int32, k of each
+    logp: bytes  # their log probabilities: float16
+    k: int
+
+
+@dataclass(frozen=True)
 class Message:
     role: Role
     parts: tuple[Text | EncodedImage | Video, ...]
     supervised: bool = True  # of an answer: whether it is in the loss. One that is not is shown like any other, and has no labels
+    likely: Likely | None = None  # of an answer that a teacher wrote
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,15 @@ class Image:
 
 
 @dataclass(frozen=True, eq=False)
+class LikelyRows:
+    """A teacher's likeliest tokens at some positions of a document."""
+
+    rows_R: Ints  # positions in T
+    top_RK: Ints
+    logp_RK: NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
 class Document:
     """One sample after tokenising. `labels_T[t]` is the target *of* position t: there is no shift later."""
 
@@ -124,6 +144,7 @@ class Document:
     visual_M: Ints  # the position in T of each visual token, images in order, each row by row
     images: tuple[Image, ...]
     positions_T3: Ints | None = None  # time, row, column; None: 0, 1, 2 ... in all three
+    likely: LikelyRows | None = None  # of a teacher, where the stage learns from its probabilities
 
     def __post_init__(self) -> None:
         assert len(self.tokens_T) == len(self.labels_T), f"{self.id}: {len(self.tokens_T)} tokens, {len(self.labels_T)} labels"
@@ -183,6 +204,8 @@ class Batch:
     pack: int = 0  # its number among the packs of its step on all ranks
     draws_T2: Tensor | None = None  # int32: random numbers of each token, which dropout's masks are made of; None: nothing is dropped
     draws_P2: Tensor | None = None  # int32: of each patch
+    top_LK: Tensor | None = None  # int64: a teacher's likeliest tokens at each labelled row; None: no document of the batch has some
+    logp_LK: Tensor | None = None  # float32: their log probabilities; -inf where there is none
     ahead: "Batch | None" = field(default=None, repr=False)  # on the device, as much of it as was copied there before its turn
 
     def with_draws(self, seed: int, step: int) -> "Batch":

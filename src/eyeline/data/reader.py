@@ -51,6 +51,7 @@ class Reader:
     training: Side
     validation: Side
     validates: bool  # whether there is anything to validate on
+    likely: bool = False  # whether training batches have the likeliest tokens of the teachers that wrote the answers
     sizings: dict[tuple[bool, Budget], Sizing] = field(default_factory=dict, repr=False)
     fetches: dict[tuple[bool, Budget | None], Fetch] = field(default_factory=dict, repr=False)
 
@@ -67,6 +68,7 @@ def reader_of(
     found: Divided | None = None,
     notify: Callable[[str], None] | None = None,
     group: World = ALONE,
+    likely: bool = False,
 ) -> Reader:
     """List the shards of `data`. Rejects are written into `folder` when there is one, and indexes unless `data.cache` names another.
     `found` is `data` opened, where that was done already. Refused for unusable sources."""
@@ -96,6 +98,7 @@ def reader_of(
             held_out=not own,
         ),
         validates=bool(found.validation),
+        likely=likely,
     )
 
 
@@ -116,7 +119,10 @@ def fetch_of(reader: Reader, validation: bool, budget: Budget | None, augment: A
     key = (validation, budget)
     if key not in reader.fetches:
         sources = (reader.validation if validation else reader.training).index.sources
-        reader.fetches[key] = Fetch(sources, reader.encoder, reader.rule, budget, reader.seed, augment, reader.data.read_retries)
+        reader.fetches[key] = Fetch(
+            *(sources, reader.encoder, reader.rule, budget, reader.seed, augment, reader.data.read_retries),
+            likely=reader.likely and not validation,
+        )
     return reader.fetches[key]
 
 

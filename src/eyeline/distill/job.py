@@ -49,6 +49,7 @@ class Student:
     seed: int
     device: str
     threads: int | None
+    tokenizer: str | None = None  # its identity, with the template's; where probabilities of tokens are wanted
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,13 @@ def asker_of(settings: Distill, student: Student) -> Asker:
     ids = [prompt.id for prompt in prompts]
     if len(set(ids)) < len(ids):
         raise Refused(f"distill.prompts has two prompts with the same name: {', '.join(ids)}. Rename one: rows say by name which it was")
-    return Asker(open_each(settings.sources), settings, prompts, teacher_of(settings, student), student.seed)
+    teacher = teacher_of(settings, student)
+    if settings.top_logprobs and teacher.tokenizer != student.tokenizer:
+        raise Refused(
+            f"top_logprobs: the teacher {teacher.name} has another tokenizer or chat template than the recipe's model, so the ids of its "
+            "tokens mean nothing there. Use a teacher of the same family and template, or leave top_logprobs out"
+        )
+    return Asker(open_each(settings.sources), settings, prompts, teacher, student.seed)
 
 
 def all_rows(asker: Asker) -> Iterator[Row]:

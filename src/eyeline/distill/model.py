@@ -54,6 +54,10 @@ class FolderTeacher:
         return {"model": digest_of_weights(opened), "template": opened.bundle.template, "tokenizer": opened.bundle.encoder().identity}
 
     @property
+    def tokenizer(self) -> str | None:
+        return self._opened.bundle.encoder().identity
+
+    @property
     def keeps_seeds(self) -> bool:
         return True
 
@@ -87,11 +91,11 @@ class FolderTeacher:
         sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=float(settings.temperature), top_p=settings.top_p)
         documents, seeds = [document for *_, document in round], [request.seed for _, request, _ in round]
         with fitting("a round of prompts (distill.teacher.max_tokens and max_patches)"):
-            made = generate(model, spec, documents, sampling, encoder.stop_ids, seeds)
+            made = generate(model, spec, documents, sampling, encoder.stop_ids, seeds, settings.top_logprobs)
         out: dict[int, Said] = {}
         for (n, _, document), answer in zip(round, made, strict=True):
             text = text_of(answer.tokens, encoder)
-            out[n] = Said(text, answer.finish, "", len(document.tokens_T), len(answer.tokens))
+            out[n] = Said(text, answer.finish, "", len(document.tokens_T), len(answer.tokens), likely=answer.likely)
         return out
 
     def _rounds(self, requests: Sequence[Request], found: dict[int, Said]) -> Iterator[list[tuple[int, Request, Document]]]:

@@ -6,7 +6,7 @@ renders is the text of the request; images go where it writes `<image>`, or befo
 
     {% set system = "..." %}              a system message
     {% set rewrites_question = true %}    the answer has a line `Question: ...`, which takes the question's place in the sample
-    {% set marker = "Answer:" %}          what the final answer follows
+    {% set marker = "Answer:" %}          what the final answer follows; "": the whole answer is final
 """
 
 import hashlib

@@ -42,6 +42,10 @@ class OpenAITeacher:
         return {"model": self.teacher.model, "extra": self.teacher.extra, "seeds": self.teacher.seeds, "max_side": self.teacher.max_side}
 
     @property
+    def tokenizer(self) -> str | None:
+        return None
+
+    @property
     def keeps_seeds(self) -> bool:
         return self.teacher.seeds
 

@@ -116,6 +116,8 @@ class Distill(Settings):
     max_new_tokens: Positive = 1024  # of an answer, which is cut there and rejected
     accept: Accept = Accept()
     filters: Filters = Filters()
+    # likeliest tokens that are stored at each token of an answer, with their log probabilities; the teacher needs the student's tokenizer
+    top_logprobs: NotNegative = 0
     keep: Positive = 1  # accepted answers that are kept of each sample, the first ones
     partition_rows: Positive = 64  # samples whose answers are committed together: what a crash can lose
     price: Price = Price()
@@ -126,6 +128,10 @@ class Distill(Settings):
             raise ValueError("prompts has a prompt twice. For several answers to it, raise n")
         if self.temperature == 0 and self.n > 1:
             raise ValueError(f"temperature: 0 gives the same answer {self.n} times. Set n: 1, or raise temperature")
+        if self.top_logprobs and self.teacher.kind == "server":
+            raise ValueError("top_logprobs needs a teacher of kind: model: a server does not say which ids its tokens have. Leave it out")
+        if self.top_logprobs and "question-rewriting" in self.prompts:
+            raise ValueError("top_logprobs keeps answers as the teacher wrote them, and question-rewriting cuts them up. Leave one out")
         if self.accept.by == "majority" and len(self.prompts) * self.n < 3:
             raise ValueError("accept.by: majority compares the answers to a sample, and needs at least three. Raise n")
         if any(source.repeat > 1 for source in self.sources):

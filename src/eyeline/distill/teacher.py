@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from eyeline.core.batch import Message
+from eyeline.core.batch import Likely, Message
 
 Finish = Literal["stop", "length", "filtered", "failed"]  # filtered: by the server's own rules. failed: this request was refused
 
@@ -27,6 +27,7 @@ class Said:
     prompt_tokens: int | None = None  # None: the server does not say
     answer_tokens: int | None = None
     why: str = ""  # of a failed request
+    likely: Likely | None = None  # the likeliest tokens at each of its tokens, where they are asked for
     cause: str = ""  # the same, where the sample itself cannot be used: a key of data.rejects.CAUSES
 
 
@@ -38,6 +39,9 @@ class Asking(Protocol):
 
     @property
     def identity(self) -> Any: ...  # as JSON: its answers are another teacher's where this differs
+
+    @property
+    def tokenizer(self) -> str | None: ...  # its identity, with the template's; None: not known
 
     @property
     def keeps_seeds(self) -> bool: ...  # whether a request's seed is used

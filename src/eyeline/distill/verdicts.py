@@ -43,8 +43,8 @@ class Parsed:
 
 
 def parsed(said: Said, marker: str, rewrites_question: bool = False) -> Parsed:
-    """The parts of an answer: the final answer follows the last `marker`; what is before it, and what is between <think> and </think>, is
-    the rationale."""
+    """The parts of an answer: the final answer follows the last `marker` (without one, it is all of the text); what is before it, and what
+    is between <think> and </think>, is the rationale."""
     reasoning, text = said.reasoning.strip(), said.text.strip()
     if "</think>" in text:
         before, _, text = text.rpartition("</think>")
@@ -54,6 +54,8 @@ def parsed(said: Said, marker: str, rewrites_question: bool = False) -> Parsed:
     if rewrites_question and (found := re.search(r"^[ \t*#>]*Question:[ \t*]*(.+?)[ \t*]*$", text, re.MULTILINE | re.IGNORECASE)):
         question = found[1].strip()
         text = (text[: found.start()] + text[found.end() :]).strip()
+    if not marker:
+        return Parsed(reasoning, text or None, question)
     places = list(re.finditer(rf"[*_#`]*{re.escape(marker)}[*_`]*", text, re.IGNORECASE))
     if not places:
         return Parsed("\n\n".join(filter(None, [reasoning, text])), None, question)

@@ -20,6 +20,7 @@ import numpy as np
 from eyeline.core.batch import EncodedImage, Message, Sample, Text, Video
 from eyeline.core.files import make_folder, storage_failed, write_atomically
 from eyeline.data.images.image_files import in_memory
+from eyeline.data.layouts.likely import KEY, packed_likely
 from eyeline.data.layouts.media import with_escapes
 from eyeline.data.sources.sources import Place
 from eyeline.distill.ask import Answered, Asker, Outcome, Row, answer_text, final_answer
@@ -62,8 +63,10 @@ class WriteAnswers:
         assert sample is not None
         final = final_answer(outcome, answer, settings)
         shown = sample if found.question is None else with_question(sample, found.question)
-        text = answer_text(found.rationale, final, answer.marker, self.thinks)
-        messages = [_turn(message) for message in shown.messages[:-1]] + [{"role": "assistant", "content": with_escapes(text)}]
+        likely = answer.said.likely
+        text = answer.said.text if likely is not None else answer_text(found.rationale, final, answer.marker, self.thinks)
+        said = {"role": "assistant", "content": with_escapes(text)} | ({} if likely is None else {KEY: packed_likely(likely)})
+        messages = [*(_turn(message) for message in shown.messages[:-1]), said]
         row: dict[str, Any] = {"id": f"{outcome.id}/{answer.prompt}/{answer.n}", "messages": messages}
         row |= {"kind": sample.kind} if sample.kind else {}
         row |= self._media(sample)

@@ -9,8 +9,9 @@ from itertools import count
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from eyeline.core.batch import Batch, Counts, Document
+from eyeline.core.batch import Batch, Counts, Document, Likely
 from eyeline.core.errors import Refused
 from eyeline.core.plan import Spec
 from eyeline.data.fetch.batches import batch_of
@@ -27,6 +28,7 @@ class Answer:
 
     tokens: tuple[int, ...]  # without the stop token
     finish: Finish
+    likely: Likely | None = None  # the likeliest tokens at each of its tokens, where they were asked for
 
 
 Anywhere = Callable[[bool], bool]  # whether something is true on some rank; all ranks ask the same at once
@@ -45,22 +47,48 @@ def generate(
     stop_ids: Collection[int],
     seeds: Sequence[int] | None = None,
     anywhere: Anywhere = here,
+    likeliest: int = 0,
 ) -> list[Answer]:
     """One answer per prompt, in order. Images with equal keys are encoded once. With `seeds`, one per prompt, each is sampled as if it were
-    the only prompt and had that seed.
+    the only prompt and had that seed. So many of the `likeliest` tokens are kept at each token, with their log probabilities before
+    temperature, top-k and top-p.
 
     The model must be in eval mode. Ranks that share its weights call this together, each with prompts of its own, or with none: all run as
     many forward passes as the rank with the longest answer. Refused when a prompt leaves no position for an answer.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     stopped = [False] * len(prompts)
-    for drawn in draw(model, spec, prompts, sampling, stop_ids, seeds, anywhere):
+    kept = _Likeliest(likeliest, len(prompts)) if likeliest else None
+    for drawn in draw(model, spec, prompts, sampling, stop_ids, seeds, anywhere, kept):
         for row, token in drawn:
             if token in stop_ids:
                 stopped[row] = True
             else:
                 tokens[row].append(token)
-    return [Answer(tuple(t), "stop" if ended else "length") for t, ended in zip(tokens, stopped, strict=True)]
+    answers = [Answer(tuple(t), "stop" if ended else "length") for t, ended in zip(tokens, stopped, strict=True)]
+    return answers if kept is None else [replace(answer, likely=kept.of(row)) for row, answer in enumerate(answers)]
+
+
+class _Likeliest:
+    """The likeliest tokens of each prompt's answer so far. It is called at each step."""
+
+    def __init__(self, k: int, prompts: int):
+        self.k = k
+        self.ids: list[list[int]] = [[] for _ in range(prompts)]
+        self.top: list[list[bytes]] = [[] for _ in range(prompts)]
+        self.logp: list[list[bytes]] = [[] for _ in range(prompts)]
+
+    def __call__(self, rows: Sequence[int], tokens: Sequence[int], logits_LV: Tensor) -> None:
+        logp_LK, top_LK = logits_LV.float().log_softmax(-1).topk(min(self.k, logits_LV.shape[-1]))
+        self.k = logp_LK.shape[1]
+        top, logp = top_LK.to(torch.int32).cpu().numpy(), logp_LK.half().cpu().numpy()
+        for n, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            self.ids[row].append(token)
+            self.top[row].append(top[n].tobytes())
+            self.logp[row].append(logp[n].tobytes())
+
+    def of(self, row: int) -> Likely:
+        return Likely(tuple(self.ids[row]), b"".join(self.top[row]), b"".join(self.logp[row]), self.k)
 
 
 def stream(model: Model, spec: Spec, prompt: Document, sampling: Sampling, encoder: Encoder) -> Generator[str, None, Finish]:
@@ -108,8 +136,10 @@ def draw(
     stop_ids: Collection[int],
     seeds: Sequence[int] | None = None,
     anywhere: Anywhere = here,
+    hear: Callable[[Sequence[int], Sequence[int], Tensor], None] | None = None,
 ) -> Iterator[list[tuple[int, int]]]:
-    """Each step's (prompt number, token) of the rows that still continue; a row's last token is a stop token, or is cut."""
+    """Each step's (prompt number, token) of the rows that still continue; a row's last token is a stop token, or is cut. `hear`
+    is told them with the logits."""
     assert not model.training, "dropout would be on: call model.eval() before generating"
     if not anywhere(bool(prompts)):
         return
@@ -128,6 +158,8 @@ def draw(
     rows = list(range(len(prompts)))  # the prompts that still continue, in the order of the cache's rows
     for step in count():
         tokens = next_tokens(logits_LV, sampling, rows, step, seeds) if rows else []
+        if hear is not None and rows:
+            hear(rows, tokens, logits_LV)
         yield list(zip(rows, tokens, strict=True))
         alive = [i for i, (row, token) in enumerate(zip(rows, tokens, strict=True)) if token not in stop_ids and step + 1 < limits[row]]
         if not anywhere(bool(alive)):

@@ -18,6 +18,7 @@ from eyeline.core.batch import Batch
 from eyeline.core.plan import HEADS, INPUTS, VOCABULARY, NewRows, Traits
 from eyeline.kernels.attention import LayerCache
 from eyeline.kernels.cross_entropy import summed_cross_entropy
+from eyeline.kernels.distillation import Losses, Teacher, summed_losses
 from eyeline.kernels.rope import rotate
 from eyeline.models.flops import Tally, any_trainable
 from eyeline.models.layers import (
@@ -152,12 +153,15 @@ def refuse_heads(width: int, heads: int, kv_heads: int, head_dim: int | None) ->
 
 
 class HeadLoss(ReplaceableModule):
-    """The summed cross-entropy of labelled rows."""
+    """The summed cross-entropy of labelled rows, and what a teacher adds to it."""
 
     kind = "loss"
 
     def forward(self, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, rows_ND: Tensor | None = None, first: int = 0) -> Tensor:
         return summed_cross_entropy(x_LD, weight_VD, labels_L, rows_ND=rows_ND, first=first)
+
+    def distilled(self, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, teacher: Teacher) -> Losses:
+        return summed_losses(x_LD, weight_VD, labels_L, teacher)
 
 
 class Head(nn.Module):
@@ -176,9 +180,12 @@ class Head(nn.Module):
     def traits(self) -> dict[str, Traits]:
         return {"weight": Traits(VOCABULARY), "new_rows": Traits(decays=False, role="adapter")}
 
-    def forward(self, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None) -> Tensor:
-        """With labels: their summed cross-entropy. Without: logits_LV in float32. Only the rows asked for are touched."""
+    def forward(self, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None, teacher: Teacher | None = None) -> Tensor | Losses:
+        """With labels: their summed cross-entropy; with a teacher, also what that adds. Without: logits_LV in float32. Only the rows asked
+        for are touched."""
         x_LD = x_TD.index_select(0, rows_L)
+        if labels_L is not None and teacher is not None:
+            return self.loss.distilled(x_LD, self._whole_weight(), labels_L, teacher)
         if labels_L is not None:
             return self.loss(x_LD, self.weight, labels_L, self.new_rows, self.first)
         logits_LV = F.linear(x_LD, self.weight.to(x_LD.dtype)).float()
@@ -186,6 +193,12 @@ class Head(nn.Module):
             return logits_LV
         new_LN, end = F.linear(x_LD, self.new_rows.to(x_LD.dtype)).float(), self.first + len(self.new_rows)
         return torch.cat([logits_LV[:, : self.first], new_LN, logits_LV[:, end:]], 1)
+
+    def _whole_weight(self) -> Tensor:
+        """The weight with its new rows, in a copy where there are some."""
+        if self.new_rows is None:
+            return self.weight
+        return torch.cat([self.weight[: self.first], self.new_rows.to(self.weight.dtype), self.weight[self.first + len(self.new_rows) :]])
 
     def count(self, tally: Tally, reached: bool) -> None:
         vocabulary, width = self.weight.shape
@@ -200,6 +213,7 @@ class Output(NamedTuple):
 
     out: Tensor  # the summed loss of the labelled rows; float32 logits_LV of `rows_L` where the batch has no labels
     load: Load | None  # of a batch with labels, where the model has MoE layers
+    divergence: Tensor | None = None  # from a teacher: what `out` has of it
 
 
 class Decoder(nn.Module):
@@ -224,6 +238,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.tables, self.compute_dtype = tables, compute_dtype
         self.recompute = NEVER
+        self.distillation = (0.0, 1.0)  # weight of the divergence from a teacher, and its temperature
         self.embed = Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
@@ -272,8 +287,17 @@ class Decoder(nn.Module):
 
     def leave(self, x_TD: Tensor, batch: Batch, routed: Sequence[Routed]) -> Output:
         """The loss or the logits, and where the tokens of all MoE layers went."""
-        out = self.head(self.norm(x_TD), batch.rows_L, batch.labels_L)
-        return Output(out, self.agree(load_of(routed)) if routed and batch.labels_L is not None else None)
+        teacher = self._teacher(batch)
+        out = self.head(self.norm(x_TD), batch.rows_L, batch.labels_L, teacher)
+        out, divergence = (out, None) if teacher is None else out
+        return Output(out, self.agree(load_of(routed)) if routed and batch.labels_L is not None else None, divergence)
+
+    def _teacher(self, batch: Batch) -> Teacher | None:
+        """The teacher that a batch brings, where the stage learns from it."""
+        kl, temperature = self.distillation
+        if not kl or batch.top_LK is None or batch.logp_LK is None or batch.labels_L is None:
+            return None
+        return Teacher(batch.top_LK, batch.logp_LK, kl, temperature)
 
     def count(self, tally: Tally, visual: bool, deep: Sequence[bool] = ()) -> None:
         """`visual`, `deep`: whether gradients reach the visual tokens, and those that DeepStack adds."""

@@ -49,6 +49,8 @@ from eyeline.train.start import description, description_at, refuse_another_reci
 from eyeline.train.trackers.trackers import missing
 from eyeline.train.trainable import EMBEDDING, checkpointed, needed_memory, new_rows_of, plan_of, rank_problems, trained_in_full
 
+LOOKED_AT = 100  # samples of a source, for what all of its samples should have
+
 
 class Finding(NamedTuple):
     """A line about a recipe: a problem, or what is only warned of."""
@@ -345,6 +347,11 @@ def _source_findings(run: Run) -> Iterator[Finding]:
                     yield Finding(f"stages.{stage.name}.data: {rows.source.path} has no sample left after {rows.source.choice}")
             unseen = [line for rows in every if found.prepared is None for line in _unread_findings(f"stages.{stage.name}.data", rows)]
             yield from unseen
+            if stage.distill is not None and not _with_probabilities(found.sources):
+                yield Finding(
+                    f"stages.{stage.name}.distill: none of the first samples has the token probabilities of a teacher, which "
+                    "`eyeline distill --top-logprobs` stores. Distill again, or leave it out"
+                )
             need = [part for part in stage.trains if part != "language"]
             if need and all(line.warns for line in unseen) and _without_images(found.sources):
                 yield Finding(
@@ -376,6 +383,12 @@ def _unread_findings(where: str, rows: Rows) -> Iterator[Finding]:
     yield from (Finding(f"{where}: {line}", warns=True) for line in found.warnings)
     if found.refusal is not None:
         yield Finding(f"{where}: {found.refusal}")
+
+
+def _with_probabilities(sources: Iterable[Rows]) -> bool:
+    """Return whether one of the first samples has what its teacher found likely."""
+    first = (row for rows in sources for _, _, row in islice(rows.kept_rows(), LOOKED_AT))
+    return any(message.likely is not None for row in first if isinstance(row, Sample) for message in row.messages)
 
 
 def _without_images(sources: Iterable[Rows]) -> bool:

@@ -56,9 +56,11 @@ def distill_settings(run: Run) -> Distill:
 
 def student_of(run: Run) -> Student:
     """The model that learns from the answers. A new one needs no data for that, which may be the answers themselves."""
-    named = run.model.template
-    template = description(run).encoder().template if named is None else template_named(named)
-    return Student(template, run.seed, run.device, run.threads)
+    named, probabilities = run.model.template, run.distill is not None and run.distill.top_logprobs > 0
+    if named is not None and not probabilities:
+        return Student(template_named(named), run.seed, run.device, run.threads)
+    encoder = description(run).encoder()
+    return Student(encoder.template, run.seed, run.device, run.threads, encoder.identity)
 
 
 def summary_lines(made: Summary, folder: Path) -> list[str]:

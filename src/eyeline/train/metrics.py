@@ -85,6 +85,7 @@ class StepFigures:
             "expert_max_over_mean": experts.max_over_mean if experts else None,
             "experts_unused": experts.unused if experts else None,
             "balance_loss": experts.balance_loss if experts and finite else None,
+            "divergence": self.report.divergence if finite else None,
             "padding": self.padding,
             "real_tokens_per_s": self.real_tokens_per_s,
             **{f"{name}_s": value for name, value in self.seconds.items()},

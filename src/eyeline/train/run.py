@@ -84,6 +84,13 @@ class Batching(Settings):
         return Budget(self.max_tokens, self.max_patches)
 
 
+class Distillation(Settings):
+    """Learning from the probabilities that a teacher gave its own answers."""
+
+    kl: PositiveFloat  # weight of the divergence from the teacher, next to the cross-entropy's 1
+    temperature: PositiveFloat = 1.0  # of both distributions
+
+
 class Stage(Settings):
     """One phase of training: what learns, how fast, from what, for how long. Parts that `trains` does not name are frozen."""
 
@@ -102,6 +109,7 @@ class Stage(Settings):
     optimizer: Optimizer = AdamW()
     schedule: Schedule = Cosine()
     max_grad_norm: NotNegativeFloat | None = 1.0  # the norm that gradients are clipped to; null or 0: never
+    distill: Distillation | None = None  # learn from the token probabilities of `eyeline distill --top-logprobs`, too
     experts: Balance | None = None  # how experts are balanced; null: not at all
     # recompute the blocks' activations in the backward pass in place of keeping them: true, false, the parts where to, or settings
     gradient_checkpointing: bool | tuple[Part, ...] | Checkpointing = False

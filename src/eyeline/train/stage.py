@@ -32,7 +32,7 @@ from eyeline.train.display import Display
 from eyeline.train.evidence import LossSpikes
 from eyeline.train.metrics import Clock
 from eyeline.train.optim import load_state_tensors, make_optimizers
-from eyeline.train.run import COMPUTE, Run, Stage
+from eyeline.train.run import COMPUTE, Distillation, Run, Stage
 from eyeline.train.saving import Saving
 from eyeline.train.start import Home, refuse_changed_data, refuse_other_data, sources_of
 from eyeline.train.stop import StopSignal
@@ -166,6 +166,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
                 arithmetic.cost(),
                 world,
                 notify=process.show.status,
+                likely=stage.distill is not None,
             )
         )
         refuse_other_data(world, reader, stage.batch.budget)
@@ -175,6 +176,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
             raise Refused(f"stage {stage.name} has steps={steps} and has already done {state.step}; raise steps, or leave it unchanged")
         if checkpoint:
             world.by_each(lambda: refuse_changed_data(run, home.folder, reader, checkpoint.state))
+    set_distillation(plan.model, stage.distill)
     own_time = OwnTime((plan.model.get_submodule(name) for name in plan.blocks["language"]), here.device, world)
     balanced = world.size > 1 and run.mesh.balance_images
     running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, own_time, Stragglers(world.hosts), balanced)
@@ -185,6 +187,11 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
         with process.clock.spending("compile"), fitting("a made-up batch of the stage's size, which blocks are compiled with"):
             compile_first(plan, run, stage, process.ranks, process.clock)
     return running
+
+
+def set_distillation(model: Model, distillation: Distillation | None) -> None:
+    """Tell the model's language part how much it learns from teachers."""
+    model.language.distillation = (0.0, 1.0) if distillation is None else (distillation.kl, distillation.temperature)
 
 
 def _announce(process: Process, running: StageRun, state: State, kernels: Sequence[str]) -> None:

@@ -32,11 +32,13 @@ class ExpertLoad:
 class Report:
     """What one step did."""
 
-    loss: float | None  # nats per label, over every label of the step, without what balances experts; None without labels
+    # nats per label, over every label of the step, without what balances experts and the divergence from a teacher; None without labels
+    loss: float | None
     grad_norm: float | None  # of all trainable parameters together, before clipping; None without labels
     outcome: Outcome  # weights and optimizer are untouched unless "applied"
     counts: Counts
     experts: ExpertLoad | None = None  # of a model that has some
+    divergence: float | None = None  # nats per label that the divergence from a teacher added; None where none adds any
 
 
 def update(
@@ -66,13 +68,13 @@ def update(
     parameters = [p for p in model.parameters() if p.grad is not None]
     ranks.sum_gradients(parameters)
     norm = ranks.norm(parameters).to(sums.loss.device)  # of no gradients it is a zero on the host
-    loss, added = ranks.sum(torch.stack([sums.loss, sums.added]))
+    loss, added, divergence = ranks.sum(torch.stack([sums.loss, sums.added, sums.divergence]))
     tokens_NE = None if sums.tokens_NE is None else ranks.sum(sums.tokens_NE)
-    figures = [loss - added, norm, (loss.isfinite() & norm.isfinite()).float()]
+    figures = [loss - added - divergence, norm, (loss.isfinite() & norm.isfinite()).float(), divergence]
     if tokens_NE is not None:
         figures += [*spread(tokens_NE.float()), added]
     # the one wait for the device in a step: a non-finite step must be decided before the optimizer touches its state
-    loss_value, norm_value, finite, *routed = torch.stack(figures).tolist()
+    loss_value, norm_value, finite, diverged, *routed = torch.stack(figures).tolist()
     before_update(loss_value, norm_value, bool(finite))
     if finite:
         if max_grad_norm:
@@ -83,7 +85,9 @@ def update(
         if tokens_NE is not None and isinstance(balance, Bias):
             move_biases(model, tokens_NE, balance.rate)
     model.zero_grad(set_to_none=True)
-    return Report(loss_value, norm_value, "applied" if finite else "not finite", data.counts, expert_load(routed, balance))
+    return Report(
+        loss_value, norm_value, "applied" if finite else "not finite", data.counts, expert_load(routed, balance), diverged or None
+    )
 
 
 class Sums(NamedTuple):
@@ -91,13 +95,14 @@ class Sums(NamedTuple):
 
     loss: Tensor  # over the step's labels, with what balances experts
     added: Tensor  # that, alone
+    divergence: Tensor  # what a teacher added, alone
     tokens_NE: Tensor | None  # that each expert of each MoE layer got
 
 
 def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance | None, seed: int, step: int) -> Sums:
     """Run the micro-batches that have labels on some rank forward and backward: their gradients are then at the parameters."""
     supervised, device = data.counts.supervised, next(model.parameters()).device
-    total, added = (torch.zeros((), device=device) for _ in range(2))
+    total, added, divergence = (torch.zeros((), device=device) for _ in range(3))
     tokens_NE: Tensor | None = None
     running = [i for i, slot in enumerate(data.slots) if slot.counts.supervised]
     ended = parts_ended(data.slots)
@@ -107,7 +112,9 @@ def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance |
             _, batch = next(arriving)  # the copy of a batch may not fit, either
             ranks.sum_next(model, ended[i])
             with ranks.dealt(batch, data.slots[i]) as dealt:
-                loss, load = model(dealt)
+                loss, load, diverged = model(dealt)
+            if diverged is not None:
+                divergence += diverged
             if load is not None:
                 counted_NE = load.tokens_NE * (batch.counts.supervised > 0)  # a pack without labels runs for other ranks' sake alone
                 tokens_NE = counted_NE if tokens_NE is None else tokens_NE + counted_NE
@@ -118,7 +125,7 @@ def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance |
             if loss.requires_grad:  # text alone never reaches a projector or tower that learns alone
                 loss.backward()
             total += loss.detach()
-    return Sums(total, added / supervised, tokens_NE)
+    return Sums(total, added / supervised, divergence / supervised, tokens_NE)
 
 
 def parts_ended(slots: Sequence[Slot]) -> list[tuple[Part, ...]]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from eyeline.core.batch import IGNORE, Batch, Budget, Counts, Document, Image
 
@@ -35,6 +36,7 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
             positions_T3[start : start + len(d.tokens_T)] = d.positions_T3
     rows_L = bounds[1 : len(documents) + 1].astype(np.int64) - 1 if next_tokens else np.flatnonzero(labels_T != IGNORE)
 
+    top_LK, logp_LK = _likely_of(documents, bounds, rows_L)
     images, visual_M, sources_M = _images_of(documents, bounds)
     patches_PC = _end_to_end([i.patches_PC for i in images]) if images else np.empty((0, 0), np.uint8)
     places_P2 = np.concatenate([i.places_P2 for i in images]) if images else np.empty((0, 2))
@@ -69,6 +71,8 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
         ids=tuple(d.id for d in documents),
         has_images=bool(images),
         image_gradients=bool(images) and len(rows_L) > 0,
+        top_LK=top_LK,
+        logp_LK=logp_LK,
     )
 
 
@@ -98,3 +102,17 @@ def _end_to_end(arrays: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
             first = (at[0] - whole.__array_interface__["data"][0]) // arrays[0].strides[0]
             return whole[first : first + sum(map(len, arrays))]
     return np.concatenate(arrays)
+
+
+def _likely_of(documents: Sequence[Document], bounds: NDArray[np.int32], rows_L: NDArray[np.int64]) -> tuple[Tensor | None, Tensor | None]:
+    """The likeliest tokens of teachers, and their log probabilities, at the labelled rows. None where no document has some."""
+    found = [(start, d.likely) for start, d in zip(bounds.tolist(), documents, strict=False) if d.likely is not None]
+    if not found:
+        return None, None
+    most = max(likely.top_RK.shape[1] for _, likely in found)
+    top_LK, logp_LK = np.zeros((len(rows_L), most), np.int64), np.full((len(rows_L), most), -np.inf, np.float32)
+    for start, likely in found:
+        at_R = np.searchsorted(rows_L, start + likely.rows_R.astype(np.int64))
+        k = likely.top_RK.shape[1]
+        top_LK[at_R, :k], logp_LK[at_R, :k] = likely.top_RK, likely.logp_RK
+    return torch.from_numpy(top_LK), torch.from_numpy(logp_LK)

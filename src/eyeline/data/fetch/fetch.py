@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from eyeline.core.batch import IGNORE, Batch, Budget, Document, EncodedImage, Image, Sample, Span, Video
+from eyeline.core.batch import IGNORE, Batch, Budget, Document, EncodedImage, Image, Likely, Sample, Span, Video
 from eyeline.core.errors import BadSample, StorageFailed
 from eyeline.core.image_rule import ImageRule
 from eyeline.core.randomness import rng_for
@@ -21,7 +21,7 @@ from eyeline.data.images.image_files import frames_of, in_memory, media_key
 from eyeline.data.images.patches import Augment, Resized, Room, cut, grey_images, resize, with_augmentation
 from eyeline.data.rejects import Reject
 from eyeline.data.sources.sources import Place, Rows
-from eyeline.data.text.documents import Tokenised, assemble, tokenise, until
+from eyeline.data.text.documents import Tokenised, assemble, tokenise, until, with_likely
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.workers import At, Phase, Workers, in_order
 
@@ -136,6 +136,7 @@ class Fetch:
     seed: int
     augment: Augment | None  # None: images as they are
     retries: int  # of reading an image from a store that fails
+    likely: bool = False  # whether documents have the likeliest tokens of the teachers that wrote them
     _kept: Recent[str, Resized] = field(default_factory=Recent, repr=False)
 
     def job(self, groups: tuple[GroupToRead, ...], verdicts: Mapping[tuple[str, str], Reject]) -> PackToRead:
@@ -155,6 +156,7 @@ class Fetch:
 
     def __call__(self, job: PackToRead, at: At = _unwatched) -> Fetched:
         found: list[tuple[RowToRead, Tokenised | None, list[tuple[Image, ...] | BadSample]]] = []
+        teachers: list[Likely | None] = []
         lost: list[Lost] = []
         room = _Room(self.rule, _patches(job.groups))
         if job.groups:  # rows are seldom read again; still a file that changes stops the run
@@ -169,13 +171,16 @@ class Fetch:
                 if row.verdict is not None:
                     lost.append(self._lost(group, row, row.verdict))
                     found.append((row, None, []))
+                    teachers.append(None)
                     continue
                 at(part, "reading")
                 if media is None and group.media:
                     media = self._together(group.media)
                 known = row.tokenised
-                if known is None or len(row.sizes) > len(media or ()):  # rows of an image group show the same: one of them is read
+                teacher: Likely | None = None
+                if self.likely or known is None or len(row.sizes) > len(media or ()):  # rows of a group show the same: one of them is read
                     sample = self._sample(row)
+                    teacher = sample.messages[-1].likely if self.likely else None
                     media = max(media or (), sample.media, key=len)
                     at(part, "decoding")
                     known = known or tokenise(sample.messages, self.encoder, self.rule)
@@ -186,8 +191,10 @@ class Fetch:
                     at(part, "reading")  # lines are counted
                     lost.append(self._lost(group, row, bad))
                 found.append((row, known, shown))
+                teachers.append(teacher)
         # one after another, with nothing decoded between: the processor has what that takes at hand
         documents = [self._document(row, known, shown) for row, known, shown in found]
+        documents = [d if t is None else with_likely(d, t) for d, t in zip(documents, teachers, strict=True)]
         at(-1, "idle")
         return Fetched(batch_of(documents, self.budget), tuple(lost))
 

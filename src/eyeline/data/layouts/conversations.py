@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from eyeline.core.batch import EncodedImage, Message, Role, Sample, Text, Video
 from eyeline.core.errors import BadSample, closest, nearest
 from eyeline.core.locations import Location
+from eyeline.data.layouts.likely import with_likely
 from eyeline.data.layouts.marks import refuse_marked_part, supervised_turns
 from eyeline.data.layouts.media import (
     IMAGE,
@@ -297,7 +298,7 @@ def sample_of_messages(row: dict[str, Any], id: str, root: Location, turns: list
         if first and role == "user":
             said, first = (*first, *said), []
         messages.append(Message(role, said, in_loss))
-    return sample_in_turns(id, messages, named_kind(row))
+    return sample_in_turns(id, with_likely(messages, turns), named_kind(row))
 
 
 def _in_numbered_order(images: list[EncodedImage | Video], numbers: list[Any]) -> list[EncodedImage | Video]:

@@ -31,6 +31,7 @@ from eyeline.core.settings import Settings
 from eyeline.data.containers.container import HASHED, RETRIES, File, Place, Shard, number_of
 from eyeline.data.containers.tars import Tars
 from eyeline.data.layouts.layouts import Layout, Mapping, Name, Shape
+from eyeline.data.layouts.likely import likely_of, packed_likely
 from eyeline.data.layouts.media import with_escapes, without_escapes
 from eyeline.data.plan.shard_index import Shelf
 from eyeline.data.signals.chosen import Bits, ByBits, Chosen
@@ -172,7 +173,9 @@ def packed_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
                 return {"type": "video", "name": name, "frames": taken, "names": [f.name for f in frames], "timestamps": list(seconds)}
 
     messages = [
-        {"role": message.role, "content": [part_of(part) for part in message.parts]} | ({} if message.supervised else {"loss": False})
+        {"role": message.role, "content": [part_of(part) for part in message.parts]}
+        | ({} if message.supervised else {"loss": False})
+        | ({} if message.likely is None else {"likely": packed_likely(message.likely)})
         for message in sample.messages
     ]
     row = {"id": sample.id, "kind": sample.kind, "messages": messages}
@@ -193,7 +196,10 @@ def packed_sample(row: Any, id: str, root: Location) -> Sample:  # noqa: ARG001 
                 frames = tuple(replace(next(left), name=name) for name in part["names"])
                 return Video(part["name"], frames, tuple(part["timestamps"]))
 
-    messages = tuple(Message(m["role"], tuple(map(part_of, m["content"])), m.get("loss", True)) for m in row["messages"])
+    messages = tuple(
+        Message(m["role"], tuple(map(part_of, m["content"])), m.get("loss", True), likely_of(m, f"messages[{n}]"))
+        for n, m in enumerate(row["messages"])
+    )
     return Sample(id, messages, row["kind"])
 
 

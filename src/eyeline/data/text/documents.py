@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from eyeline.core.batch import IGNORE, Document, EncodedImage, Image, Ints, Message, Sample, Text, Video
+from eyeline.core.batch import IGNORE, Document, EncodedImage, Image, Ints, Likely, LikelyRows, Message, Sample, Text, Video
 from eyeline.core.errors import BadSample
 from eyeline.core.image_rule import ImageRule
 from eyeline.data.images.decode import Size
@@ -201,6 +201,22 @@ def document_of(sample: Sample, encoder: Encoder, rule: ImageRule | None, media:
     """A whole conversation; `media` has the images of each of its images and videos in order. BadSample without an answer."""
     require_answer(sample)
     return assemble(sample.id, require_targets(tokenise(sample.messages, encoder, rule)), media, encoder, rule)
+
+
+def with_likely(document: Document, likely: Likely) -> Document:
+    """The document with its teacher's likeliest tokens at the labels of its last answer, as far as that has the teacher's own tokens: what
+    the teacher found likely holds for what it had written before."""
+    labelled = np.flatnonzero(document.labels_T != IGNORE)
+    if not len(labelled):
+        return document
+    gaps = np.flatnonzero(np.diff(labelled) > 1)
+    last = labelled[gaps[-1] + 1 :] if len(gaps) else labelled
+    both = min(len(last), len(likely.ids))
+    same = document.labels_T[last[:both]] == np.array(likely.ids[:both], np.int32)
+    count = both if same.all() else int(same.argmin()) + 1
+    top_RK = np.frombuffer(likely.top, np.int32).reshape(-1, likely.k)[:count]
+    logp_RK = np.frombuffer(likely.logp, np.float16).reshape(-1, likely.k)[:count].astype(np.float32)
+    return replace(document, likely=LikelyRows(last[:count].astype(np.int32), top_RK, logp_RK))
 
 
 def prompt_of(sample: Sample | Sequence[Message], encoder: Encoder, rule: ImageRule | None, media: Sequence[Sequence[Image]]) -> Document:
