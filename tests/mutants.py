@@ -1671,6 +1671,47 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "recipes/test_read.py::test_all_problems_come_at_once",
         ),
     ],
+    "distillation": [
+        ("distill/http.py", "if error.code in BUSY:", "if error.code == 500:", "distill/test_server.py"),
+        ("distill/http.py", 'text.replace(self.key, "[key]")', "text", "distill/test_server.py::test_the_key_is_sent_and_never_shown"),
+        (
+            "distill/http.py",
+            "(one.rests_until > now, max(one.rests_until - now, 0.0), one.in_flight)",
+            "one.in_flight",
+            "distill/test_server.py::test_of_two_servers_one_that_is_down_costs_no_wait",
+        ),
+        ("distill/ask.py", "{prompt.id}", "", "distill/test_job.py::test_several_prompts_and_answers_vote"),
+        (
+            "distill/job.py",
+            "repeatable=False",
+            "repeatable=True",
+            "distill/test_job.py::test_an_attempt_that_lost_with_other_answers_is_dropped",
+        ),
+        (
+            "distill/verdicts.py",
+            "len(best) > accept",
+            "len(best) >= accept",
+            "distill/test_verdicts.py::test_a_majority_is_more_than_its_share",
+        ),
+        (
+            "kernels/distillation.py",
+            "(q_RK - p_RK) * (scale / temperature)",
+            "(q_RK - p_RK) * scale",
+            "kernels/test_distillation.py::test_losses_and_gradients",
+        ),
+        (
+            "data/fetch/batches.py",
+            "start + likely.rows_R.astype(np.int64)",
+            "likely.rows_R.astype(np.int64)",
+            "distill/test_model.py::test_a_teacher_adds_the_same_packed_and_unpacked",
+        ),
+        (
+            "data/text/documents.py",
+            "else int(same.argmin()) + 1",
+            "else both",
+            "distill/test_model.py::test_probabilities_hold_up_to_the_first_other_token",
+        ),
+    ],
 }
 
 

@@ -31,6 +31,7 @@ from eyeline.recipes.read import read_recipe, shipped_recipes
 from eyeline.train.run import Adapted, Full, Run
 from tests.bundle.tiny import asked, our_logits
 from tests.command import Command, Done
+from tests.distill.scripted import scripted
 from tests.hub import HUB, resize, write_mine
 from tests.llava_pretrain import write_llava_pretrain
 from tests.models.cases.llava import inputs_of as llava_inputs
@@ -98,6 +99,15 @@ def shortened(run: Run) -> list[str]:
     return out
 
 
+def distilled(words: list[str], eyeline: Command) -> None:
+    """A command of a head that asks a teacher, asked of one on this machine that says the same to everything."""
+    said = "I look at the image, then at the question, and I see that the number is named in the question itself."
+    with scripted(lambda body: f"{said} ({body['seed']})\nAnswer: {body['seed']}") as server:
+        few = ("distill.sources.0.limit=20", "distill.accept={by: any}", f"distill.teacher.urls=['{server.url}']")
+        passed(eyeline(*words, *few))
+    assert server.asked
+
+
 def passed(done: Done) -> Done:
     assert done.code == 0, done.out + done.err
     return done
@@ -127,6 +137,8 @@ def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path
         if words[0] == "import":
             passed(eyeline(*words))
             resize(tmp_path / words[1] / "preprocessor_config.json")
+        if words[0] == "distill":
+            distilled(words, eyeline)
     assert "no problems" in passed(eyeline("check", recipe, *overrides, *short)).out
     passed(eyeline("train", recipe, *overrides, *short))
     folder = tmp_path / "runs" / run.name

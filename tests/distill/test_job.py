@@ -8,6 +8,11 @@ import pytest
 
 from eyeline.core.batch import Message, Text
 from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.templates import template_named
+from eyeline.distill.job import Student, distill
+from eyeline.offline.attempt import Job, attempt
+from eyeline.offline.plan import Plan
+from eyeline.offline.run import Where
 from eyeline.recipes.read import run_of
 from eyeline.train.loop import train
 from tests.command import Command
@@ -233,3 +238,22 @@ def test_an_answer_cut_short_is_kept_out(eyeline: Command, tmp_path: Path) -> No
     assert "answers: 10 cut" in done.out
     done = eyeline("check", str(path), "stages.0.data.sources.0.path=distilled", "--samples", "0")
     assert "distilled holds no answer that was kept; " in done.out
+
+
+def test_an_attempt_that_lost_with_other_answers_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process commits the same partition meanwhile, with other answers, as a server gives them."""
+    ran: list[Job] = []
+
+    def twice(name: Job, plan: Plan, where: Where, folder: Path, damaged: set[int]) -> bool:
+        ran.append(name)
+        first, second = (attempt(name, plan.store, plan.digest, plan.partition(0)) for _ in range(2))
+        assert (first.how, second.how) == ("committed", "lost") and first.manifest == second.manifest
+        assert [key for key, _ in plan.store.sizes("files") if first.manifest.attempt not in key] == []
+        return False
+
+    monkeypatch.setattr("eyeline.distill.job.run_job", twice)
+    with scripted(lambda body: f"{right(body)} {len(script.asked)}") as script:
+        found = run_of(recipe_with(tmp_path, server(script.url)), "recipe").distill
+        assert found is not None
+        assert distill(found, Student(template_named("plain"), 0, "cpu", 1), tmp_path / "out", Where()) is None
+    assert len(ran) == 1 and len(script.asked) == 6

@@ -10,7 +10,7 @@ import torch
 
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.fill import load
-from eyeline.core.batch import IGNORE, Document, Sample
+from eyeline.core.batch import IGNORE, Document, Likely, Sample
 from eyeline.core.files import read_lines
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.images.patches import image_patches
@@ -117,6 +117,18 @@ def test_stored_probabilities_are_those_of_the_model_at_the_labels(home: Path, t
         logp_RK, top_RK = logits_TV.log_softmax(-1)[likely.rows_R.tolist()].topk(4)
         torch.testing.assert_close(torch.tensor(likely.logp_RK), logp_RK, atol=2e-2, rtol=2e-3)
         assert (torch.tensor(likely.top_RK) == top_RK).float().mean() > 0.9  # of equal ones the order may differ
+
+
+def test_probabilities_hold_up_to_the_first_other_token() -> None:
+    """Labels 5 6 7 9 after a gap, a teacher that wrote 5 6 8 9: what it found likely after 8 says nothing here."""
+    labels_T = np.array([IGNORE, 4, IGNORE, 5, 6, 7, 9, IGNORE], np.int32)
+    document = Document("d", np.zeros(8, np.int32), labels_T, np.empty(0, np.int32), ())
+    top = np.arange(8, dtype=np.int32).reshape(4, 2)
+    likely = Likely((5, 6, 8, 9), top.tobytes(), (-top).astype(np.float16).tobytes(), 2)
+    found = with_likely(document, likely).likely
+    assert found is not None
+    assert found.rows_R.tolist() == [3, 4, 5]
+    assert found.top_RK.tolist() == [[0, 1], [2, 3], [4, 5]] and found.logp_RK.tolist() == [[0, -1], [-2, -3], [-4, -5]]
 
 
 def test_a_teacher_adds_the_same_packed_and_unpacked(home: Path, tmp_path: Path, eyeline: Command) -> None:

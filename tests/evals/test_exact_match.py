@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import Encoder, train_bpe
 from eyeline.evals import exact_match as module
-from eyeline.evals.exact_match import Prior, exact_match, prior_of, rounds, thumbnail, usable
-from eyeline.evals.metric import normalise_answer
+from eyeline.evals.exact_match import Prior, after_reasoning, exact_match, prior_of, rounds, thumbnail, usable
+from eyeline.evals.metric import final_answer, metric_named, normalise_answer
 from eyeline.evals.result import read_result, write_result
 from eyeline.generate.generate import Answer
 from eyeline.generate.prompts import Prompts
@@ -246,3 +247,19 @@ def test_a_reader_of_easy_vqa_who_never_looks_reaches_67_percent() -> None:
     assert (len(asked), not rejected) == (9673, True)
     assert round(100 * right / 9673, 1) == 67.0
     assert round(100 * sum(module.answer_of(s) == prior.default for s in asked) / 9673, 1) == 37.3
+
+
+@pytest.mark.parametrize(
+    ("text", "final"),
+    [("I count.\nAnswer: 3", "3"), ("Answer: 2? No. answer: 3", "3"), ("just 3", "just 3"), ("Answer:", "")],
+)
+def test_the_final_answer_follows_the_last_marker(text: str, final: str) -> None:
+    assert final_answer(text) == final
+    assert metric_named("final_answer").score(text, "3", dict) == (final == "3")
+
+
+def test_reasoning_before_an_answer_is_left_out() -> None:
+    encoder = SimpleNamespace(controls={"</think>": 7})
+    assert after_reasoning((1, 7, 2, 7, 3, 4), encoder) == (3, 4)  # type: ignore[arg-type]
+    assert after_reasoning((1, 2), encoder) == (1, 2)  # type: ignore[arg-type]
+    assert after_reasoning((1, 7), SimpleNamespace(controls={})) == (1, 7)  # type: ignore[arg-type]

@@ -24,10 +24,10 @@ from eyeline.core.batch import EncodedImage, Message, Sample, Text, Video
 from eyeline.core.errors import BadSample, Refused
 from eyeline.core.user_code import content_of
 from eyeline.data.layouts.media import IMAGE, VIDEO, with_escapes, without_escapes
+from eyeline.evals.metric import MARKER
 
 SHIPPED = ("chain-of-thought", "description-first", "self-check", "question-rewriting")
 SUFFIX = ".jinja"
-MARKER = "Answer:"
 LONGEST = 1 << 20  # characters of a rendered prompt
 _PLACES = re.compile(rf"(?<!\\)({IMAGE}|{VIDEO})")
 

@@ -291,10 +291,16 @@ def scored(ended: Iterable[tuple[Question, Answer | str]], encoder: Encoder, met
     """Answers as text, with their scores; a cause stays one."""
 
     def said(question: Question, answer: Answer) -> Said:
-        prediction = encoder.decode(answer.tokens)
+        prediction = encoder.decode(after_reasoning(answer.tokens, encoder))
         return Said(prediction, answer.finish == "length", metric.score(prediction, answer_of(question.sample), question.row))
 
     return [answer if isinstance(answer, str) else said(question, answer) for question, answer in ended]
+
+
+def after_reasoning(tokens: Sequence[int], encoder: Encoder) -> Sequence[int]:
+    """The tokens of an answer without the reasoning before it, which templates end with a control token."""
+    end = encoder.controls.get("</think>")
+    return tokens[len(tokens) - tuple(reversed(tokens)).index(end) :] if end in tokens else tokens
 
 
 def rounds(

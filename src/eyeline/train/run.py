@@ -21,6 +21,7 @@ from eyeline.core.yaml_text import read_yaml, write_yaml
 from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.distill.settings import Distill
+from eyeline.evals.metric import FINAL_ANSWER
 from eyeline.models import Config
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Balance
@@ -177,13 +178,14 @@ class Model(Settings):
 
 
 EXACT_MATCH = "exact_match"
+METRICS = (EXACT_MATCH, FINAL_ANSWER)
 CODE = "code"  # of a run folder: copies of the files of code that its recipe names
 
 
 def _known_metric(metric: str) -> str:
-    if metric != EXACT_MATCH and not is_code(metric):
-        function = f" Name its function, too: {metric}:score." if metric.endswith(".py") else nearest(metric, (EXACT_MATCH,))
-        raise ValueError(f"got {metric!r}, wanted {EXACT_MATCH}, or a function of your own as FILE.py:FUNCTION.{function}")
+    if metric not in METRICS and not is_code(metric):
+        function = f" Name its function, too: {metric}:score." if metric.endswith(".py") else nearest(metric, METRICS)
+        raise ValueError(f"got {metric!r}, wanted {', '.join(METRICS)}, or a function of your own as FILE.py:FUNCTION.{function}")
     return metric
 
 
@@ -192,7 +194,7 @@ class Evaluation(Settings):
     user's."""
 
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
-    metric: Annotated[str, AfterValidator(_known_metric)] = EXACT_MATCH  # or FILE.py:FUNCTION, a function of your own
+    metric: Annotated[str, AfterValidator(_known_metric)] = EXACT_MATCH  # or final_answer, or FILE.py:FUNCTION, a function of your own
     max_new_tokens: Positive = 32  # of an answer, which is cut there
 
     @model_validator(mode="after")
