@@ -457,8 +457,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("train/step.py", "    model.eval()", "    model.train()", "train/test_step.py::test_validation_turns_dropout_off"),
         (
             "train/step.py",
-            "figures = [loss - added, norm",
-            "figures = [loss, norm",
+            "figures = [loss - added - divergence, norm",
+            "figures = [loss - divergence, norm",
             "train/test_experts.py::test_the_reported_loss_is_without_what_balances",
         ),
         (
@@ -599,8 +599,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/step.py",
-            "ranks.sum(torch.stack([sums.loss, sums.added]))",
-            "torch.stack([sums.loss, sums.added])",
+            "ranks.sum(torch.stack([sums.loss, sums.added, sums.divergence]))",
+            "torch.stack([sums.loss, sums.added, sums.divergence])",
             "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[qwen3_vl-aux]",
         ),
         (
@@ -1014,7 +1014,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "offline/attempt.py",
-            "    if (standing.outputs, standing.counts) != (outputs, done.counts):",
+            "    if job.repeatable and (standing.outputs, standing.counts) != (outputs, done.counts):",
             "    if False:",
             "offline/test_run.py::test_what_is_damaged_is_written_again_with_the_same_manifest",
         ),
@@ -1486,8 +1486,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "generate/sampling.py",
-            'rng_for(sampling.seed, "generate", row, step)',
-            'rng_for(sampling.seed, "generate", step)',
+            'rng_for(seed, "generate", row, step)',
+            'rng_for(seed, "generate", step)',
             "generate/test_sampling.py::test_a_draw_depends_on_its_own_address_alone",
         ),
         (

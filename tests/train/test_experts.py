@@ -70,7 +70,7 @@ def test_the_auxiliary_loss_moves_weights_by_its_gradient() -> None:
     sgd = torch.optim.SGD(stepped.parameters(), lr=1.0)
     update_alone(stepped, [sgd], [batch(*m, tokens=60) for m in MICRO], balance=by)
     for documents, labels in zip(MICRO, (6, 14), strict=True):
-        loss, load = by_hand(batch(*documents, tokens=60))
+        loss, load, _ = by_hand(batch(*documents, tokens=60))
         assert load is not None
         ((loss + 0.5 * labels * balance_loss(load, ONE_DEVICE.sum_of_pack)) / 20).backward()
     for (name, got), want in zip(stepped.named_parameters(), by_hand.parameters(), strict=True):
