@@ -126,8 +126,8 @@ def rounds(recipe: dict[str, Any], folder: Path) -> Any:
 
     sizes: list[tuple[int, int]] = []  # with the likeliest tokens that are wanted of each
 
-    def answered(loaded: Any, spec: Any, prompts: Any, *rest: Any) -> list[Answer]:
-        sizes.append((len(prompts), rest[-1]))
+    def answered(loaded: Any, spec: Any, prompts: Any, *rest: Any, **named: Any) -> list[Answer]:
+        sizes.append((len(prompts), named["likeliest"]))
         return [Answer((), "stop") for _ in prompts]
 
     run = folder / "teacher"

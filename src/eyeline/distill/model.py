@@ -91,7 +91,7 @@ class FolderTeacher:
         sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=float(settings.temperature), top_p=settings.top_p)
         documents, seeds = [document for *_, document in round], [request.seed for _, request, _ in round]
         with fitting("a round of prompts (distill.teacher.max_tokens and max_patches)"):
-            made = generate(model, spec, documents, sampling, encoder.stop_ids, seeds, settings.top_logprobs)
+            made = generate(model, spec, documents, sampling, encoder.stop_ids, seeds=seeds, likeliest=settings.top_logprobs)
         out: dict[int, Said] = {}
         for (n, _, document), answer in zip(round, made, strict=True):
             text = text_of(answer.tokens, encoder)
