@@ -69,7 +69,7 @@ def without(row: dict[str, Any]) -> dict[str, Any]:
 def said_by_check(recipe: dict[str, Any], folder: Path) -> Any:
     found = settings_of(recipe, None)
     try:
-        return [*check.problems(found), *check.lines(found, STUDENT.template)]
+        return [*check.problems(found), *check.lines(found), check.form_line(found, STUDENT.template)]
     except Refused as refused:
         return str(refused)
 

@@ -24,8 +24,6 @@ class Scripted:
     headers: list[dict[str, str]] = field(default_factory=list)
     faults: list[Fault | None] = field(default_factory=list)  # of the next requests, in turn; None: the script's own answer
     always: Fault | None = None
-    most_at_once: int = 0
-    at_once: int = 0
     lock: Lock = field(default_factory=Lock)
 
     @property
@@ -47,16 +45,10 @@ class Handler(BaseHTTPRequestHandler):
             script.asked.append(body)
             script.headers.append(dict(self.headers))
             fault = script.faults.pop(0) if script.faults else None
-            script.at_once += 1
-            script.most_at_once = max(script.most_at_once, script.at_once)
-        try:
-            fault = fault or script.always
-            if fault is None or not fault(self):
-                found = script.say(body)
-                self.answer(200, found if isinstance(found, dict) else completion(found))
-        finally:
-            with script.lock:
-                script.at_once -= 1
+        fault = fault or script.always
+        if fault is None or not fault(self):
+            found = script.say(body)
+            self.answer(200, found if isinstance(found, dict) else completion(found))
 
     def answer(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
         data = value if isinstance(value, bytes) else json.dumps(value).encode()

@@ -172,6 +172,13 @@ def test_rows_that_cannot_be_asked_are_counted_by_cause(eyeline: Command, tmp_pa
     assert about["samples"] == 10 == about["kept_samples"] + sum(about["dropped"].values())
 
 
+def test_a_key_that_is_not_set_is_refused_before_anything_is_written(eyeline: Command, tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, recipe_with(tmp_path, server("http://127.0.0.1:9/v1", key_env="NO_SUCH_KEY")))
+    done = eyeline("distill", str(path), "--out", "distilled")
+    assert done.code == 2 and "the environment variable NO_SUCH_KEY is not set, and distill.teacher.key_env names it" in done.err
+    assert not (tmp_path / "distilled" / "job").exists()
+
+
 def test_dry_shows_verdicts_and_an_estimate_and_writes_nothing(eyeline: Command, tmp_path: Path) -> None:
     with scripted(right) as script:
         recipe = recipe_with(tmp_path, server(script.url), price={"prompt": 2.0, "answer": 10.0})

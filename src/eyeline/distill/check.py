@@ -59,8 +59,8 @@ def _unfit(prompt: Prompt, sample: Sample) -> BadSample | None:
     return None
 
 
-def lines(settings: Distill, student: Template) -> Iterator[str]:
-    """What is asked, of whom, and what is kept. Refused for sources that cannot be opened."""
+def lines(settings: Distill) -> Iterator[str]:
+    """What is asked, and of whom. Refused for sources that cannot be opened."""
     count = sum(1 for rows in open_each(settings.sources) for _ in rows.kept_rows())
     asked = f"{counted(count, 'sample')} × {counted(len(settings.prompts), 'prompt')} ({', '.join(settings.prompts)})"
     yield f"distill: {asked} × {counted(settings.n, 'answer')} = {count * settings.answers_per_sample:,} requests"
@@ -71,6 +71,10 @@ def lines(settings: Distill, student: Template) -> Iterator[str]:
             yield f"distill: teacher {teacher.model} at {', '.join(teacher.urls)}, {key}, {teacher.concurrency} requests at a time{seeds}"
         case ModelTeacher() as teacher:
             yield f"distill: teacher {teacher.path}, in this process"
+
+
+def form_line(settings: Distill, student: Template) -> str:
+    """What is kept, and how it is written for the student."""
     by = {
         "truth": f"whose final answer is the sample's ({settings.accept.compare})",
         "majority": f"whose final answer most answers to the sample have ({settings.accept.compare})",
@@ -78,4 +82,4 @@ def lines(settings: Distill, student: Template) -> Iterator[str]:
     }[settings.accept.by]
     thinks = template_thinks(student)
     form = "between <think> and </think>" if thinks else f"before the answer, since the template {student.name} has no reasoning"
-    yield f"distill: keeps up to {counted(settings.keep, 'answer')} per sample, {by}; the rationale is written {form}"
+    return f"distill: keeps up to {counted(settings.keep, 'answer')} per sample, {by}; the rationale is written {form}"

@@ -36,6 +36,7 @@ from eyeline.offline.local_jobs import open_job, output_path, planned_file, run_
 from eyeline.offline.manifests import Manifest, manifests
 from eyeline.offline.plan import GROUP, Draft, Input, Partition, Plan
 from eyeline.offline.run import Where
+from eyeline.parallel.secrets import secret_named
 
 JOB = "distill"
 VERSION = 1  # of the rows and of distilled.json
@@ -75,6 +76,8 @@ class Summary:
 def teacher_of(settings: Distill, student: Student) -> Asking:
     match settings.teacher:
         case ServerTeacher() as teacher:
+            if teacher.key_env is not None:
+                secret_named(teacher.key_env)  # refused before anything is written; workers read it themselves
             return OpenAITeacher(teacher, settings)
         case ModelTeacher() as teacher:
             return FolderTeacher(teacher, settings, student.device, student.threads)

@@ -82,6 +82,9 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         refuse_another_recipe(run, run_folder(run))
     except Refused as error:
         found.append(f"out: {error}".replace("\n", "\n  "))
+    if run.distill is not None and not any(line.startswith("distill.") for line in found):
+        for line in distilling.lines(run.distill):
+            say_line(console, line)
     try:
         bundle = description_at(run, run_folder(run))
         encoder = bundle.encoder()
@@ -89,9 +92,8 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         found += device_report(run, None, world).problems
         say_line(console, problem_list(run.name, found))
         return False
-    if run.distill is not None and not any(line.startswith("distill.") for line in found):
-        for line in distilling.lines(run.distill, encoder.template):
-            say_line(console, line)
+    if run.distill is not None:
+        say_line(console, distilling.form_line(run.distill, encoder.template))
     saved = newest_state(run_folder(run) / "checkpoints") if not any(line.startswith("out: ") for line in found) else None
     spec, form = spec_of(bundle.config), mapping_of(bundle.config).form(bundle.config)
     say_line(console, f"run folder: {run_folder(run)}")

@@ -78,7 +78,7 @@ def activations_of(plan: Plan[Any], budget: Budget) -> int:
     model.train()
     with Allocated() as allocated:
         for _ in range(2):  # in the second one gradients are there already
-            loss, _ = model(batch.to("meta"))
+            loss = model(batch.to("meta")).out
             if loss.requires_grad:  # of a projector that trains alone it does not, where no photo fits into the budget
                 loss.backward()
             del loss
