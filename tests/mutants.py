@@ -734,8 +734,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("models/lora.py", "self.rank**0.5 if self.rslora", "self.rank if self.rslora", "models/test_lora.py::test_equals_peft"),
         (
             "models/lora.py",
-            "return merge(self.weight, self.lora_A",
-            "return merge(self.weight, 0 * self.lora_A",
+            "lengths_of(merge(self.weight, self.lora_A",
+            "lengths_of(merge(self.weight, 0 * self.lora_A",
             "models/test_lora.py::test_equals_peft",
         ),
         (

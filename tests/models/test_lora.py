@@ -207,6 +207,22 @@ def test_dropout_with_dora_is_of_what_lengths_change_too():
     torch.testing.assert_close(layer.eval()(x_TD, draws_T2), x_TD @ merged_OI.T + layer.bias)
 
 
+def test_dora_on_rows_of_zeros_is_finite_and_trains():
+    """As the layers are that end branches of a fresh model."""
+    layer = wrapped(LoRA(rank=2, alpha=6, dora=True, targets=("q_proj",))).get_submodule("language.blocks.0.attn.q")
+    with torch.no_grad():
+        layer.weight.zero_()
+    layer.initialise_adapter(torch_rng_for(0, "lora"))
+    x_TD = torch.randn(5, C.language.hidden_size, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(layer(x_TD), layer.bias.expand(5, -1))
+    with torch.no_grad():
+        layer.lora_B.fill_(0.1)
+    layer(x_TD).sum().backward()
+    assert all(p.grad.isfinite().all() for p in (layer.lora_A, layer.lora_B, layer.lora_magnitude))
+    assert layer.lora_magnitude.grad.any()
+    assert lora.merge(layer.weight, layer.lora_A, layer.lora_B, layer.scale, layer.lora_magnitude).isfinite().all()
+
+
 def test_frozen_layers_get_no_adapters():
     names = adapt(built(), SPEC, "language", LoRA(rank=2, alpha=2, targets=("q_proj",), freeze_layers=1), torch_rng_for(0, "lora"))
     assert names == [f"language.blocks.{i}.attn.q" for i in range(1, C.language.layers)]

@@ -108,7 +108,7 @@ class LoRALinear(Linear):
     @torch.no_grad()
     def _lengths(self) -> Tensor:
         """The norm of each row of the updated weight."""
-        return merge(self.weight, self.lora_A, self.lora_B, self.scale).norm(dim=1)
+        return lengths_of(merge(self.weight, self.lora_A, self.lora_B, self.scale))
 
     def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
         rank, a, b = len(self.lora_A), self.lora_A.requires_grad, self.lora_B.requires_grad
@@ -166,4 +166,9 @@ def merge(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float, magnitude
     """A weight with the update of its adapter added, in float32: it is rounded once, where it is stored. With `magnitude_O` (DoRA) each
     row, which must be whole, has that length."""
     merged_OI = weight_OI.float() + scale * (b_Or.float() @ a_rI.float())
-    return merged_OI if magnitude_O is None else merged_OI * (magnitude_O / merged_OI.norm(dim=1))[:, None]
+    return merged_OI if magnitude_O is None else merged_OI * (magnitude_O / lengths_of(merged_OI))[:, None]
+
+
+def lengths_of(weight_OI: Tensor) -> Tensor:
+    """The norm of each row, never zero: a row of zeros, as in a layer that starts at zero, has no direction to divide by."""
+    return weight_OI.norm(dim=1).clamp_min(1e-12)

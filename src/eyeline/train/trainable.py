@@ -161,7 +161,7 @@ def _row(plan: Plan[Model], stage: Stage, part: Part) -> Row:
         case None:
             how = "frozen"
         case Full():
-            how = "full" + (f", but the first {trained.freeze_layers} blocks" if trained.freeze_layers else "")
+            how = "full" + (f" from block {trained.freeze_layers}" if trained.freeze_layers else "")
         case Adapted():
             targets = trained.targets if isinstance(trained.targets, str) else " ".join(trained.targets)
             kind = f"{'rs' if trained.rslora else ''}{'DoRA' if trained.dora else 'LoRA'}"
