@@ -179,7 +179,7 @@ def test_recipe_with_where_end_to_end(eyeline: Command, tmp_path: Path) -> None:
     assert f"Run `eyeline prepare RECIPE --signals --out {tmp_path}/data/signals`" in refused.err
     assert eyeline("prepare", "tiny.yaml", "--stage", "0", "--signals", "--out", "data/signals").code == 0
     checked = eyeline("check", "tiny.yaml")
-    assert "where: images > 0 and not duplicate: leaves" in checked.out, checked.err
+    assert "where: images > 0 and not duplicate keeps" in checked.out, checked.err
     wrong = eyeline("check", "tiny.yaml", "stages.0.data.sources.0.where=tokns < 40")
     assert "no column 'tokns'. Did you mean 'tokens'?" in wrong.err
     done = eyeline("train", "tiny.yaml")

@@ -32,7 +32,8 @@ def report_signals(folder: Path) -> str | None:
             lines.append(f"  {name}: {_share(usable[name])}")
         elif column.kind == "text":
             lines.append(f"  {name}: {_texts(usable, name)}")
-    lines += [f"  {name}: {_ends(usable, name)}" for name in numbers]
+    spread = [name for name in numbers if np.nanmin(usable[name]) < np.nanmax(usable[name])]
+    lines += [f"  {name}: {_ends(usable, name)}" for name in spread]
     return "\n".join(lines)
 
 

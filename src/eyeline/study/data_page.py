@@ -107,7 +107,7 @@ def blocks(found: StageData) -> Iterator[Block]:
         if source.where is not None:
             share = percent(source.left_out / max(source.left_out + source.rows, 1))
             yield Line(
-                f"{shorten(source.path)}: where: {source.where}: leaves {_about(report)}{source.rows:,} samples, and leaves out "
+                f"{shorten(source.path)}: where: {source.where} keeps {_about(report)}{source.rows:,} samples, and leaves out "
                 f"{_about(report)}{source.left_out:,} ({share})"
             )
     yield Line(
