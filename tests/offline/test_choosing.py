@@ -14,6 +14,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.image_rule import ImageRule
 from eyeline.data.containers import json_rows
 from eyeline.data.loader import training_steps
+from eyeline.data.plan import blend
 from eyeline.data.reader import Reader, reader_of
 from eyeline.data.report.report import data_report
 from eyeline.data.sets import Data, training_samples
@@ -117,14 +118,15 @@ def test_batches_are_those_of_rows_chosen_by_category(open_reader: Open, tmp_pat
 
 
 @pytest.mark.parametrize("mix", ["concat", "interleave"])
-def test_resuming_at_any_step_counts_and_gives_the_same(open_reader: Open, folder: Path, mix: str) -> None:
+def test_resuming_at_any_step_counts_and_gives_the_same(open_reader: Open, folder: Path, mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blend, "MIXED_ROWS", (8, 8))  # a source's window goes on in the next mixed one
     other = (Source(path=str(folder / "rows.json"), where="images == 0"),)
     reader = open_reader(BY_SIGNALS, mix=mix, more=other)
-    steps = list(islice(training_steps(reader, BUDGET, 1, None), 16))
+    steps = list(islice(training_steps(reader, BUDGET, 1, None), 40))
     assert steps[-1].state["rejects"]["where"] == reader.rejects.left_out == LEFT_OUT + 31 - 8
-    for at in (0, 3, 8, 12):
+    for at in (0, 3, 8, 12, 25):
         again = open_reader(BY_SIGNALS, mix=mix, more=other)
-        rest = list(islice(training_steps(again, BUDGET, 1, None, steps[at].state), 15 - at))
+        rest = list(islice(training_steps(again, BUDGET, 1, None, steps[at].state), 39 - at))
         assert [step.state for step in rest] == [step.state for step in steps[at + 1 :]]
         assert again.rejects.left_out == reader.rejects.left_out
     for changed, what in (({"where": "characters < 50"}, "sources"), ({}, "where, and signals"), (BY_CATEGORY, "where, and signals")):
