@@ -1511,6 +1511,24 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_metrics.py::test_weights_that_stay_the_same_in_bfloat16_are_counted",
         ),
         (
+            "train/top_k.py",
+            "{str(n): total / rows for",
+            "{str(n): total for",
+            "train/test_metrics.py::test_probabilities_are_means_over_supervised_tokens",
+        ),
+        (
+            "study/trace.py",
+            'max(event["dur"] - inner[number], 0.0)',
+            'event["dur"]',
+            "study/test_profile.py::test_each_moment_belongs_to_one_operator_part_and_pass",
+        ),
+        (
+            "study/compare.py",
+            "order = vary.values if repeat % 2 == 0 else vary.values[::-1]",
+            "order = vary.values",
+            "study/test_compare.py::test_launches_take_turns_and_what_is_no_training_is_left_out",
+        ),
+        (
             "study/ledger.py",
             " if name not in KEPT_OF_LOST}",
             "}",
