@@ -184,6 +184,11 @@ def verdict(vary: Varied, value: str, found: Ratio) -> str:
         less = found.ratio < 1
         share = 1 - found.ratio if less else found.ratio - 1
         return f"{of} takes {percent(share)} {'less' if less else 'more'} time than {base} ({seen})"
+    if found.smallest_effect > 1:
+        return (
+            f"nothing can be said of {of} and {base}: the times of {found.pairs} pairs spread too far. Measure on a machine that does "
+            "nothing else, or raise --repeats or the number of steps"
+        )
     return (
         f"no difference between {of} and {base} is seen ({seen}). One of {percent(found.smallest_effect)} or more would be found in four "
         "of five such comparisons; for smaller ones raise --repeats or the number of steps"
