@@ -93,13 +93,14 @@ def _asked(
     limit: int | None,
 ) -> tuple[Result, str]:
     """The result of asking every question, on every rank the same, and the name of the checkpoint."""
-    assert run.evaluation is not None
-    metric = metric_named(run.evaluation.metric)
+    evaluation = run.evaluation
+    assert evaluation is not None, "`evaluated_run` gives no other"
+    metric = metric_named(evaluation.metric)
     found = open_bundle(folder, checkpoint, world)
     assert found.checkpoint is not None, "a run has one"
     model = world.by_each(lambda: load_for_generation(found, here.device, COMPUTE[run.precision], mesh))
     choose_kernels(model, here, COMPUTE[run.precision], trains=False)
-    asked = world.by_each(lambda: open_each(run.evaluation.sources))
+    asked = world.by_each(lambda: open_each(evaluation.sources))
     prior, questions, also_trained_on = Prior({}, ""), 0, 0
 
     def look_at_training_data() -> None:
@@ -120,9 +121,9 @@ def _asked(
             asked,
             prior,
             metric=metric,
-            max_new_tokens=run.evaluation.max_new_tokens,
+            max_new_tokens=evaluation.max_new_tokens,
             limit=limit,
-            stamps={"checkpoint": found.checkpoint.folder.name, "data": [s.path for s in run.evaluation.sources], **environment(here)},
+            stamps={"checkpoint": found.checkpoint.folder.name, "data": [s.path for s in evaluation.sources], **environment(here)},
             progress=lambda done: bar.update(task, completed=done),
             world=world,
             anywhere=local if mesh is None else lambda mine: any(world.gather(mine)),

@@ -132,7 +132,8 @@ def parts_ended(slots: Sequence[Slot]) -> list[tuple[Part, ...]]:
     """The parts, for each slot, that have got gradients in the step and get no more after it."""
     language = [n for n, slot in enumerate(slots) if slot.counts.supervised][-1:]
     images = [n for n, slot in enumerate(slots) if slot.counts.supervised and slot.image_gradients][-1:]
-    return [(("language",) if n in language else ()) + (("vision", "projector") if n in images else ()) for n in range(len(slots))]
+    ends: dict[Part, list[int]] = {"language": language, "vision": images, "projector": images}
+    return [tuple(part for part, last in ends.items() if n in last) for n in range(len(slots))]
 
 
 def spread(tokens_NE: Tensor) -> tuple[Tensor, Tensor]:
