@@ -61,7 +61,7 @@ def ways() -> Iterator[Any]:
         "qwen3_vl-experts": Way(experts, 2),
         "qwen3_vl-experts-lora": Way(experts, 3, LANGUAGE, ("language",)),
         "qwen3_5_vl": Way(qwen3_5, 3),
-        "qwen3_5_vl-lora": Way(qwen3_5, 4, LANGUAGE, ("language",)),
+        "qwen3_5_vl-lora": Way(qwen3_5, 3, LANGUAGE, ("language",)),
         "qwen3_5_vl-experts": Way(qwen3_5_experts, 3, None, ("language",)),
     }
     for name, way in found.items():
