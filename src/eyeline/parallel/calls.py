@@ -22,7 +22,7 @@ def write_calls(path: Path) -> None:
     """Replace the file by the calls so far."""
     import torch
 
-    library = torch._C._distributed_c10d
+    library = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
     dumps = (getattr(library, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
     texts = [text if isinstance(text, str) else text.decode() for dump in dumps if dump is not None and (text := dump())]
     new = path.with_name(f"{path.name}.tmp")

@@ -12,7 +12,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,10 @@ def check_cluster(run: Run, samples: int, console: Console | None = None) -> boo
         mesh = mesh_of(run.mesh, world, here.device.type, run.packs_per_step) if fits else None
         report = _report(run, here)
         world.gather_patiently(None)
-        report = RankReport(**vars(report) | {"clock": time.time()})
+        report = replace(report, clock=time.time())
         world.gather(None)  # all at once: a rank must not compute while its neighbour still looks for files
         rate = matmul_rate(here.device, COMPUTE[run.precision], SIDES[here.device.type], ROUNDS, ROUND_S)
-        report = RankReport(**vars(report) | {"matmul": rate})
+        report = replace(report, matmul=rate)
         reports = world.gather_patiently(report)
         rates = world.gather_patiently([] if mesh is None else all_reduce_rates(mesh, world, here.device))
         unseen = _shared_folder(run_folder(run), world)
@@ -121,9 +121,9 @@ def _drivers(here: Machine) -> dict[str, str]:
     stamps = {name: here.stamps()[name] for name in ("capability", "device_memory_bytes", "cuda", "rocm", "cudnn", "driver")}
     found: dict[str, Any] = {"device": here.name, **stamps}
     if here.device.type == "cuda":
-        import torch
+        from torch.cuda import nccl
 
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["NCCL"] = ".".join(map(str, nccl.version()))
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
