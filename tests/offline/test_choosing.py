@@ -119,7 +119,7 @@ def test_batches_are_those_of_rows_chosen_by_category(open_reader: Open, tmp_pat
 
 @pytest.mark.parametrize("mix", ["concat", "interleave"])
 def test_resuming_at_any_step_counts_and_gives_the_same(open_reader: Open, folder: Path, mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blend, "MIXED_ROWS", (8, 8))  # a source's window goes on in the next mixed one
+    monkeypatch.setattr(blend, "MIXED_ROWS", (8, 8))  # a source's window continues in the next mixed one
     other = (Source(path=str(folder / "rows.json"), where="images == 0"),)
     reader = open_reader(BY_SIGNALS, mix=mix, more=other)
     steps = list(islice(training_steps(reader, BUDGET, 1, None), 40))
