@@ -23,7 +23,7 @@ from eyeline.train.loop import train
 from tests import ranks
 from tests.forked import run_command
 from tests.models.parity import Case
-from tests.parallel.test_sharded_update import FAMILIES, fill
+from tests.parallel.updates import FAMILIES, fill
 from tests.ranks import on_ranks
 from tests.train.recipe import tiny_run
 

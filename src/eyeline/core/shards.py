@@ -3,6 +3,7 @@ of ranks; a tensor that is not cut is held whole."""
 
 import math
 import sys
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,11 @@ def is_sharded(x: Tensor) -> bool:
     """Return whether a tensor belongs to a mesh of ranks (it is a DTensor)."""
     module = sys.modules.get("torch.distributed.tensor")  # nothing is sharded before it is imported, which takes a while
     return module is not None and isinstance(x, module.DTensor)
+
+
+def mesh_of_tensor(x: Tensor) -> Hashable:
+    """The mesh of ranks that a tensor is sharded over: no operator takes tensors of several. None of a tensor that is whole."""
+    return x.device_mesh if is_sharded(x) else None  # type: ignore[attr-defined]
 
 
 def held(x: Tensor) -> Held:

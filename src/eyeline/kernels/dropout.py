@@ -16,12 +16,12 @@ from torch import Tensor
 from eyeline.core.dims import dims
 
 
-def dropout_mask(draws_T2: Tensor, address: Tensor, columns: int, rate: float) -> Tensor:
+def dropout_mask(draws_T2: Tensor, address: Tensor, columns: int, rate: float, first: int = 0) -> Tensor:
     """bool [T, columns], True where an entry is dropped: a share `rate` of them. `draws_T2` (int32, the first of a row odd) are of the
-    rows, `address` (a 63-bit number) of the module."""
+    rows, `address` (a 63-bit number) of the module; `first` is the number of the first column, where others are elsewhere."""
     dims("T2", draws_T2)
     odd = address | 1
-    hashed_D = torch.arange(1, columns + 1, device=draws_T2.device) * odd
+    hashed_D = torch.arange(first + 1, first + columns + 1, device=draws_T2.device) * odd
     hashed_D = ((hashed_D ^ (hashed_D >> 32)) * odd >> 32).int()
     bits_TD = torch.addcmul(draws_T2[:, 1:], draws_T2[:, :1], hashed_D)
     return bits_TD < min(round(rate * 2**32), 2**32 - 1) - 2**31

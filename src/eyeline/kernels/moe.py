@@ -55,7 +55,7 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_N)
-        ctx.active = len(order_N) // max(len(x_TD), 1)
+        ctx.active = max(len(order_N) // max(len(x_TD), 1), 1)  # of no rows, too, which a rank may have
         return x_TD.index_select(0, order_N // ctx.active)
 
     @staticmethod

@@ -53,6 +53,7 @@ class LoRALinear(Linear):
             super().__init__(base.in_features, base.out_features, bias=False, split=base.split, target=base.target)
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.dropout, self.rslora = lora.scale, lora.dropout, lora.rslora
+        self.first_input = 0  # of those that are here: under tensor parallelism a rank may have some of the columns
         # a tensor on the host, whatever the device: compiled blocks that differ by it alone are one graph
         self.address = torch.tensor(seed_for(0, name), device="cpu")
         self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features, device=base.weight.device))
@@ -87,7 +88,7 @@ class LoRALinear(Linear):
         kept_TD, scale = x_TD, self.scale
         if self.training and self.dropout:
             assert draws_T2 is not None, "dropout in training needs the batch's draws"
-            kept_TD = torch.where(dropout_mask(draws_T2, self.address, self.in_features, self.dropout), 0, x_TD)
+            kept_TD = torch.where(dropout_mask(draws_T2, self.address, x_TD.shape[1], self.dropout, self.first_input), 0, x_TD)
             scale /= 1 - self.dropout
         update = F.linear(F.linear(kept_TD, self.lora_A.to(x_TD.dtype)), self.lora_B.to(x_TD.dtype))
         if self.lora_magnitude is not None:

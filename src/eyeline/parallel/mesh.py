@@ -1,12 +1,14 @@
 """The mesh of a run: how many ranks share out what. Settings, every problem of them at once, and the groups of ranks that follow."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from eyeline.core.errors import Refused
+from eyeline.core.plan import LanguageSizes, Plan
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.core.world import World
 from eyeline.parallel.images import ImageExchange
@@ -34,40 +36,113 @@ class MeshSizes(Settings):
     sync_each_batch: bool = True
     timeout_minutes: PositiveFloat = 10.0  # a rank that does not answer for so long ends the run
 
+    @property
+    def per_pack(self) -> int:
+        """Ranks that share a pack: each has some of its rows."""
+        return self.cp * self.tp
+
+    def dp_shard_of(self, world: int) -> int:
+        """The size of dp_shard among so many ranks."""
+        return world // (self.dp_replicate * self.per_pack) if self.dp_shard == -1 else self.dp_shard
+
     def sharded_over(self, world: int) -> int:
-        """Ranks that parameters are sharded over in a world of a size."""
-        return world // self.dp_replicate if self.dp_shard == -1 else self.dp_shard
+        """Ranks that share out a parameter which no other axis cuts: all that see other rows than one another."""
+        return self.dp_shard_of(world) * self.per_pack
 
 
 def problems(sizes: MeshSizes, world: int | None, packs_per_step: int | None = None) -> Iterator[str]:
     """Everything about the mesh that does not fit a number of ranks, with the arithmetic; of no number, what fits none."""
-    for axis, name in (("cp", "context"), ("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
-        if getattr(sizes, axis) > 1:
-            yield f"mesh.{axis}={getattr(sizes, axis)}: {name} parallelism is not there yet. Leave it out, and shard over dp_shard"
+    if sizes.pp > 1:
+        yield f"mesh.pp={sizes.pp}: pipeline parallelism is not there yet. Leave it out, and shard over dp_shard"
     if sizes.dp_shard == 0:
         yield "mesh.dp_shard=0: wanted a number of ranks, or -1 for all that are left"
-    elif world is None:
+    elif world is not None:
+        yield from _problems_of(sizes, world, packs_per_step)
+
+
+def _problems_of(sizes: MeshSizes, world: int, packs_per_step: int | None) -> Iterator[str]:
+    """What does not fit so many ranks."""
+    named = {axis: getattr(sizes, axis) for axis in ("dp_replicate", "cp", "tp") if getattr(sizes, axis) > 1}
+    fixed = math.prod(named.values())
+    product = " × ".join(f"{axis} {size}" for axis, size in named.items())
+    if world == 1 and (fixed > 1 or sizes.dp_shard > 1 or sizes.ep > 1):
+        axes = named | {axis: getattr(sizes, axis) for axis in ("dp_shard", "ep") if getattr(sizes, axis) > 1}
+        yield (
+            f"mesh: {', '.join(f'{axis}={size}' for axis, size in axes.items())} {'are' if len(axes) > 1 else 'is'} of several ranks, and "
+            "this is one process. Start them with --nproc N or torchrun (check has --world-size N), or leave mesh out"
+        )
         return
-    elif world == 1 and sizes.dp_replicate * max(sizes.dp_shard, 1) > 1:
+    if sizes.dp_shard == -1 and world % fixed:
         yield (
-            f"mesh: dp_replicate={sizes.dp_replicate}, dp_shard={sizes.dp_shard} are of several ranks, and this is one process. Start them "
-            "with --nproc N or torchrun (check has --world-size N), or leave mesh out"
+            f"mesh: {product} = {fixed} does not divide {world} ranks. Choose sizes whose product divides {world}, or start another number "
+            "of processes"
         )
-    elif sizes.dp_shard == -1 and world % sizes.dp_replicate:
+        return
+    shards = sizes.dp_shard_of(world)
+    if fixed * shards != world:
         yield (
-            f"mesh.dp_replicate={sizes.dp_replicate} does not divide {world} ranks. Set it to a divisor of {world}, or start another "
-            "number of processes"
+            f"mesh: {' × '.join([*([product] if product else []), f'dp_shard {shards}'])} = {fixed * shards}, and there are {world} ranks. "
+            f"Set dp_shard=-1 for all that are left, or start {fixed * shards} processes"
         )
-    elif sizes.dp_replicate * sizes.sharded_over(world) != world:
+        return
+    if sizes.ep > 1 and sizes.sharded_over(world) % sizes.ep:
         yield (
-            f"mesh: dp_replicate × dp_shard = {sizes.dp_replicate} × {sizes.dp_shard} = {sizes.dp_replicate * sizes.dp_shard}, and there "
-            f"are {world} ranks. Set dp_shard=-1 for all that are left, or start {sizes.dp_replicate * sizes.dp_shard} processes"
+            f"mesh.ep={sizes.ep} does not divide the {sizes.sharded_over(world)} ranks that dp_shard × cp × tp = {shards} × {sizes.cp} × "
+            f"{sizes.tp} are. Set it to a divisor of {sizes.sharded_over(world)}"
         )
-    if world is not None and packs_per_step is not None and packs_per_step < world:
+    packs = world // sizes.per_pack
+    if packs_per_step is not None and packs_per_step < packs:
+        who = f"{packs} ranks" if sizes.per_pack == 1 else f"{packs} groups of {sizes.per_pack} ranks that share a pack"
         yield (
-            f"batch.packs_per_step={packs_per_step} is less than the {world} ranks, so that {world - packs_per_step} of them would have "
-            f"nothing to compute in each step. Raise it to at least {world}, or start fewer processes"
+            f"batch.packs_per_step={packs_per_step} is less than the {who}, so that {packs - packs_per_step} of them would have "
+            f"nothing to compute in each step. Raise it to at least {packs}, or start fewer processes"
         )
+
+
+def model_problems(sizes: MeshSizes, plan: Plan[Any], max_tokens: int | None = None) -> Iterator[str]:
+    """What about the mesh does not fit a model, with the arithmetic."""
+    language = plan.spec.language
+    heads = {
+        "heads": language.heads,
+        "kv_heads": language.kv_heads,
+        "delta.key_heads": language.state_key_heads,
+        "delta.value_heads": language.state_value_heads,
+    }
+    for name, count in heads.items():
+        if count is not None and count % sizes.tp:
+            yield f"mesh.tp={sizes.tp} does not divide the language model's {name}={count}. Choose tp from the divisors of {count}"
+    widths = {
+        entry.shape[entry.split.dim]
+        for entry in plan.table.values()
+        if entry.part == "language" and entry.split is not None and entry.split.unit in ("outputs", "inputs")
+    }
+    for width in sorted(width for width in widths if width % sizes.tp):
+        yield f"mesh.tp={sizes.tp} does not divide the feed-forward width {width}. Choose tp from its divisors"
+    if sizes.cp > 1:
+        yield from _cp_problems(sizes, language)
+    if sizes.ep > 1 and language.experts is None:
+        yield f"mesh.ep={sizes.ep}: this model has no experts. Leave ep out"
+    elif sizes.ep > 1 and language.experts is not None and language.experts % sizes.ep:
+        yield f"mesh.ep={sizes.ep} does not divide the {language.experts} experts of a layer. Choose ep from its divisors"
+    if max_tokens is not None and max_tokens % sizes.per_pack:
+        yield (
+            f"batch.max_tokens={max_tokens} is not a multiple of cp × tp = {sizes.cp} × {sizes.tp} = {sizes.per_pack}, the ranks that "
+            f"share a pack's rows. Set it to {max_tokens - max_tokens % sizes.per_pack} or {max_tokens + -max_tokens % sizes.per_pack}"
+        )
+
+
+def _cp_problems(sizes: MeshSizes, language: LanguageSizes) -> Iterator[str]:
+    """Heads are dealt over cp: key and value heads may be fewer, each is then computed with on several ranks."""
+    for name, count in (("heads", language.heads), ("delta.value_heads", language.state_value_heads)):
+        if count is not None and count % (sizes.cp * sizes.tp):
+            yield (
+                f"mesh: cp × tp = {sizes.cp} × {sizes.tp} = {sizes.cp * sizes.tp} does not divide the language model's {name}={count}, "
+                "which the ranks of a pack share out. Choose smaller ones"
+            )
+    for name, count in (("kv_heads", language.kv_heads), ("delta.key_heads", language.state_key_heads)):
+        here = None if count is None else count // sizes.tp
+        if here and here % sizes.cp and sizes.cp % here:
+            yield f"mesh.cp={sizes.cp} and the {here} {name} of a rank: one must divide the other. Choose another cp"
 
 
 def refuse_problems(sizes: MeshSizes, world: int, packs_per_step: int | None = None) -> None:
@@ -76,15 +151,32 @@ def refuse_problems(sizes: MeshSizes, world: int, packs_per_step: int | None = N
         raise Refused("\n  ".join(["the mesh does not fit:", *found]) if len(found) > 1 else found[0])
 
 
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # the last varies fastest: neighbours exchange the most
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run in their places."""
+    """The ranks of a run in their places. Parameters are sharded over the ranks that see other rows than one another: those of `shard`;
+    within a branch that tensor parallelism cuts, those of `split`."""
 
     sizes: MeshSizes
-    shard: "DeviceMesh"  # what parameters are sharded over: (dp_shard,), or (dp_replicate, dp_shard)
+    shard: "DeviceMesh"  # what parameters that no branch cuts are sharded over: (dp_shard,), or (dp_replicate, dp_shard)
     everyone: "ProcessGroup"  # all ranks, on the device
     reshard: bool | int  # as FSDP2 takes it
+    axes: "DeviceMesh | None" = None  # AXES; None where there is no axis but dp_replicate and dp_shard
+    split: "DeviceMesh | None" = None  # what parameters that tp cuts are sharded over, each rank's piece
+    experts: "DeviceMesh | None" = None  # what experts are sharded over; those of other ranks of `ep` are not here at all
+    ep: "DeviceMesh | None" = None
     images: ImageExchange | None = None  # where ranks share out images
+
+    @property
+    def tp(self) -> "DeviceMesh | None":
+        return self.axes["tp"] if self.axes is not None and self.sizes.tp > 1 else None
+
+    @property
+    def pack_rank(self) -> tuple[int, int]:
+        """This rank along cp and along tp, among those that share a pack."""
+        return (0, 0) if self.axes is None else (self.axes["cp"].get_local_rank(), self.axes["tp"].get_local_rank())
 
 
 def mesh_of(sizes: MeshSizes, world: World, device: str, packs_per_step: int | None = None) -> Mesh | None:
@@ -93,14 +185,27 @@ def mesh_of(sizes: MeshSizes, world: World, device: str, packs_per_step: int | N
     if world.size == 1:
         return None
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     shard = sizes.sharded_over(world.size)
-    whole = init_device_mesh(device, (sizes.dp_replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
     reshard = {"always": True, "never": False, "node": world.local_size}[sizes.reshard_after_forward]
     if sizes.reshard_after_forward == "node" and (shard % world.local_size or world.local_size in (1, shard)):
         reshard = True  # one rank per node, or one node in all: keeping gathered parameters within a node would change nothing
     everyone = dist.group.WORLD
     assert everyone is not None
     images = ImageExchange(everyone) if sizes.balance_images else None
-    return Mesh(sizes, whole if sizes.dp_replicate > 1 else whole["dp_shard"], everyone, reshard, images)
+    if sizes.per_pack == 1 and sizes.ep == 1:
+        both = init_device_mesh(device, (sizes.dp_replicate, shard), mesh_dim_names=AXES[:2])
+        return Mesh(sizes, both if sizes.dp_replicate > 1 else both["dp_shard"], everyone, reshard, images=images)
+    axes = init_device_mesh(device, (sizes.dp_replicate, sizes.dp_shard_of(world.size), sizes.cp, sizes.tp), mesh_dim_names=AXES)
+    # the three helpers are private in name, in all versions of torch that we know; torchtitan builds its meshes with them, too
+    every = axes["dp_shard"] if sizes.per_pack == 1 else axes["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
+    split = axes["dp_shard"] if sizes.cp == 1 else axes["dp_shard", "cp"]._flatten("dp_shard_cp")
+    experts = ep = None
+    if sizes.ep > 1:
+        apart = every._unflatten(0, (shard // sizes.ep, sizes.ep), ("dp_shard_experts", "ep"))
+        experts, ep = apart["dp_shard_experts"], apart["ep"]
+    if sizes.dp_replicate > 1:
+        every, split = (DeviceMesh._concatenate([axes["dp_replicate"], x]) for x in (every, split))
+        experts = experts and DeviceMesh._concatenate([axes["dp_replicate"], experts])
+    return Mesh(sizes, every, everyone, reshard, axes, split, experts, ep, images)

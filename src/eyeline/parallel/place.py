@@ -1,9 +1,28 @@
 """A planned model onto the devices that it computes on: the one place where it is cut."""
 
+from typing import Any
+
 import torch
 
 from eyeline.core.plan import M, Plan, materialise
 from eyeline.parallel.mesh import Mesh
+
+
+def share_out(plan: Plan[Any], mesh: Mesh) -> None:
+    """Every axis of the mesh, in the order that they build on one another: what passes between ranks inside a model, then what a rank has
+    of each parameter."""
+    from eyeline.parallel.context import share_heads
+    from eyeline.parallel.experts import spread_experts
+    from eyeline.parallel.shard import shard
+    from eyeline.parallel.tensor import cut_branches
+
+    if mesh.sizes.cp > 1:
+        share_heads(plan, mesh)
+    if mesh.sizes.tp > 1:
+        cut_branches(plan, mesh)
+    if mesh.sizes.ep > 1:
+        spread_experts(plan, mesh)
+    shard(plan, mesh)
 
 
 def place(plan: Plan[M], device: torch.device | str, mesh: Mesh | None = None) -> None:
@@ -11,7 +30,5 @@ def place(plan: Plan[M], device: torch.device | str, mesh: Mesh | None = None) -
     if mesh is not None:
         if mesh.images is not None:
             mesh.images.join(plan)
-        from eyeline.parallel.shard import shard
-
-        shard(plan, mesh)
+        share_out(plan, mesh)
     materialise(plan, device)

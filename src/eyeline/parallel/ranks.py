@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,15 @@ from torch.nn import Parameter
 
 from eyeline.core.batch import Batch
 from eyeline.core.plan import PARTS, Part
-from eyeline.core.shards import is_sharded
+from eyeline.core.shards import is_sharded, mesh_of_tensor
 from eyeline.core.step import Slot
 from eyeline.parallel.mesh import Mesh
+from eyeline.parallel.rows import rows_of
+
+T = TypeVar("T")
 
 
-def _same(x: Tensor) -> Tensor:
+def _same(x: T) -> T:
     return x
 
 
@@ -35,6 +39,7 @@ def _as_ever(model: nn.Module, parts: Collection[Part]) -> None:
 class Ranks:
     """Every rank calls the same of these, in the same order, on as many tensors of the same shapes."""
 
+    rows: Callable[[Batch], Batch]  # the rows of a pack that this rank has, where ranks share it
     sum: Callable[[Tensor], Tensor]  # over all ranks
     sum_of_pack: Callable[[Tensor], Tensor]  # over the ranks that share a pack, each with some of its rows
     sum_gradients: Callable[[Iterable[Parameter]], None]  # over all ranks, in place: of parameters whose backward pass has not done so
@@ -49,7 +54,7 @@ def _norm(parameters: Sequence[Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
-ONE_DEVICE = Ranks(_same, _same, _nothing, _norm, torch.nn.utils.clip_grads_with_norm_)
+ONE_DEVICE = Ranks(_same, _same, _same, _nothing, _norm, torch.nn.utils.clip_grads_with_norm_)
 
 
 def ranks_of(mesh: Mesh) -> Ranks:
@@ -58,18 +63,21 @@ def ranks_of(mesh: Mesh) -> Ranks:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    def total(x: Tensor) -> Tensor:
+    sizes, axes = mesh.sizes, mesh.axes
+    pack = None if axes is None or sizes.per_pack == 1 else axes["cp", "tp"]._flatten("cp_tp").get_group()
+    # of what tensor parallelism cuts and nothing else does, each rank has a piece; the ranks with the same piece see other rows
+    same_piece = None if axes is None else axes["dp_replicate", "dp_shard", "cp"]._flatten("dp_replicate_dp_shard_cp").get_group()
+
+    def total(x: Tensor, group: Any = mesh.everyone) -> Tensor:
         summed = x.clone()
-        dist.all_reduce(summed, group=mesh.everyone)
+        dist.all_reduce(summed, group=group)
         return summed
 
     def sum_gradients(parameters: Iterable[Parameter]) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
-        if not gradients:
-            return
-        flat = total(torch.cat([gradient.float().flatten() for gradient in gradients]))
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        _sum_all([gradient for p, gradient in gradients if not is_sharded(p)], total)
+        cut = [gradient.to_local() for p, gradient in gradients if isinstance(gradient, DTensor) and p.device_mesh == axes]  # type: ignore[attr-defined]
+        _sum_all(cut, lambda x: total(x, same_piece))
 
     def norm(parameters: Sequence[Parameter]) -> Tensor:
         norms = [_norm(alike) for alike in _alike(parameters)]
@@ -86,11 +94,30 @@ def ranks_of(mesh: Mesh) -> Ranks:
                 part = name.partition(".")[0]
                 module.set_requires_gradient_sync(part not in PARTS or part in parts, recurse=False)
 
-    dealt = _as_it_is if mesh.images is None else mesh.images.dealt
-    return Ranks(total, _same, sum_gradients, norm, clip, dealt, _as_ever if mesh.sizes.sync_each_batch else sum_next)
+    return Ranks(
+        rows=lambda batch: rows_of(batch, sizes, *mesh.pack_rank),
+        sum=total,
+        sum_of_pack=_same if pack is None else lambda x: total(x, pack),
+        sum_gradients=sum_gradients,
+        norm=norm,
+        clip=clip,
+        dealt=_as_it_is if mesh.images is None else mesh.images.dealt,
+        sum_next=_as_ever if mesh.sizes.sync_each_batch else sum_next,
+    )
+
+
+def _sum_all(gradients: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> None:
+    """Replace tensors by their sums over ranks, in one go."""
+    if not gradients:
+        return
+    flat = total(torch.cat([gradient.float().flatten() for gradient in gradients]))
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
 
 
 def _alike(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-    """The parameters that are sharded, and those that are whole: no operator takes both at once."""
-    kinds = [[p for p in parameters if is_sharded(p) == sharded] for sharded in (True, False)]
-    return [kind for kind in kinds if kind]
+    """The parameters by the mesh that they are sharded over, whole ones apart: no operator takes those of several."""
+    found: dict[Any, list[Parameter]] = {}
+    for p in parameters:
+        found.setdefault(mesh_of_tensor(p), []).append(p)
+    return [*found.values()]

@@ -5,34 +5,65 @@ are summed once a step (`ranks.py`): a block then has one kind of parameter, gat
 are those of one device. A rank adds its gradients to those of the others and divides by nothing: the step has done that already.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from eyeline.core.plan import Plan, tensor_of
+from eyeline.core.shards import held
+from eyeline.parallel.experts import experts_of
 from eyeline.parallel.mesh import Mesh
 
 
 def shard(plan: Plan[Any], mesh: Mesh) -> None:
-    """Cut the parameters of a planned model, which has no memory yet, along their first dim over the ranks of `mesh.shard`."""
+    """Cut the parameters of a planned model, which has no memory yet, over the ranks that see other rows than one another: of a branch that
+    tensor parallelism has cut, each rank its piece."""
     model = plan.model
     compute = next((entry.compute for entry in plan.table.values() if not entry.exact), torch.float32)
     whole = {tensor_of(model, name) for name, entry in plan.table.items() if entry.exact and entry.role != "buffer"}
     policy = MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
+    how: dict[str, Any] = {"reshard_after_forward": mesh.reshard, "mp_policy": policy, "ignored_params": whole}
+    for name, over in apart(plan, mesh).items():
+        fully_shard(model.get_submodule(name), mesh=over, shard_placement_fn=across(plan, name, over), **how)
+    cut = {model.get_submodule(name) for name in plan.blocks["language"]} if mesh.sizes.tp > 1 else set()
     for modules in units(plan):
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]  # both are taken
-            mesh=mesh.shard,
-            reshard_after_forward=mesh.reshard,
-            mp_policy=policy,
-            ignored_params=whole,  # type: ignore[arg-type]  # tensor_of gave parameters
-        )
+        over = mesh.split if modules[0] in cut else mesh.shard
+        fully_shard(modules if len(modules) > 1 else modules[0], mesh=over, **how)  # type: ignore[arg-type]  # both are taken
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else gloo is asked for a sum that scales, which it does not have
+
+
+def apart(plan: Plan[Any], mesh: Mesh) -> dict[str, DeviceMesh]:
+    """What of the language model's blocks is sharded over other ranks than their branches are: experts, of which a rank may have some,
+    and, where branches are cut, what else computes on a rank's own rows."""
+    found: dict[str, DeviceMesh] = {}
+    if mesh.sizes.ep > 1 or mesh.sizes.tp > 1:
+        experts = experts_of(plan)
+        found = dict.fromkeys(experts, mesh.experts or mesh.shard)
+    if mesh.sizes.tp > 1:
+        for name, entry in plan.table.items():
+            owner = name.rpartition(".")[0]
+            in_block = entry.part == "language" and entry.unit in plan.blocks["language"]
+            in_branch = any(f"{owner}.".startswith(f"{branch}.") for branch in plan.branches)
+            if in_block and not in_branch and not entry.exact and entry.role != "buffer":
+                found.setdefault(owner, mesh.shard)
+    return found
+
+
+def across(plan: Plan[Any], name: str, over: DeviceMesh) -> Callable[[nn.Parameter], Shard | None] | None:
+    """Where there are fewer experts here than ranks to share them out, each is cut: else the ranks beyond would hold nothing."""
+    tensors = [held(p).local for p in plan.model.get_submodule(name).parameters()]
+    ranks = over.size(-1)
+    if tensors[0].ndim < 3 or len(tensors[0]) >= ranks or any(x.shape[1] % ranks for x in tensors):
+        return None
+    return lambda _: Shard(1)
 
 
 def units(plan: Plan[Any]) -> list[list[nn.Module]]:

@@ -1,6 +1,6 @@
 """Optimizers: settings, which parameter goes where, and the learning rate of each part."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, assert_never
 
 import torch
@@ -11,7 +11,7 @@ from eyeline.checkpoint.pieces import Stored
 from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.plan import Entry, Part, Plan
 from eyeline.core.settings import PositiveFloat, Settings, Share
-from eyeline.core.shards import held, is_sharded
+from eyeline.core.shards import held, is_sharded, mesh_of_tensor
 from eyeline.train.not_compiled import NotCompiled
 from eyeline.train.small_adamw import SmallAdamW
 
@@ -88,11 +88,11 @@ def set_learning_rates(optimizers: list[torch.optim.Optimizer], rates: Mapping[P
 
 
 def _groups(trainable: Iterable[tuple[str, Tensor, Entry]], weight_decay: float, ratio: float) -> list[dict[str, Any]]:
-    """Parameter groups by (part, decayed or not, sharded or not), in order of first appearance, each with the names it holds."""
-    groups: dict[tuple[Part, bool, bool], dict[str, Any]] = {}
+    """Parameter groups by (part, decayed or not, mesh they are sharded over), in order of first appearance, each with its names."""
+    groups: dict[tuple[Part, bool, Hashable], dict[str, Any]] = {}
     for name, parameter, entry in trainable:
         new = {"params": [], "names": [], "part": entry.part, "ratio": ratio, "weight_decay": weight_decay if entry.decays else 0.0}
-        group = groups.setdefault((entry.part, entry.decays, is_sharded(parameter)), new)  # no fused kernel takes both
+        group = groups.setdefault((entry.part, entry.decays, mesh_of_tensor(parameter)), new)  # no fused kernel takes several
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())

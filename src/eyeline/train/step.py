@@ -106,7 +106,7 @@ def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance |
     tokens_NE: Tensor | None = None
     running = [i for i, slot in enumerate(data.slots) if slot.counts.supervised]
     ended = parts_ended(data.slots)
-    arriving = on_device((data.batches[i].with_draws(seed, step) for i in running), device)
+    arriving = on_device((ranks.rows(data.batches[i].with_draws(seed, step)) for i in running), device)
     for i in running:
         with fitting(partial(batch_description, data.batches[i], f"micro-batch {i} of step {step + 1}")):
             _, batch = next(arriving)  # the copy of a batch may not fit, either
@@ -165,7 +165,7 @@ def validate(model: nn.Module, batches: Iterable[Batch], ranks: Ranks) -> tuple[
     model.eval()
     device = next(model.parameters()).device
     total = torch.zeros(2, device=device, dtype=torch.float64)  # loss, labels
-    arriving = on_device(batches, device)
+    arriving = on_device(map(ranks.rows, batches), device)
     while True:
         with fitting("a batch of validation"):  # the copy of the next one
             here, batch = next(arriving, (None, None))
@@ -173,7 +173,7 @@ def validate(model: nn.Module, batches: Iterable[Batch], ranks: Ranks) -> tuple[
             break
         with fitting(partial(batch_description, here, "a batch of validation")):
             total[0] += model(batch).out
-        total[1] += here.counts.supervised
+        total[1] += len(here.rows_L)
     model.train(was_training)
     loss, labels = ranks.sum(total).tolist()
     return loss / max(labels, 1), int(labels)

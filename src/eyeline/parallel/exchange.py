@@ -1,0 +1,101 @@
+"""Rows of tensors that ranks exchange within a model, with the gradients: the only file that calls collectives there. Rows are dim 0.
+
+Dims: T rows  H heads
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# torch 2.13 has new names for them, and warns of the old ones, which are all that 2.11 has
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gathered(x: Tensor, ranks: "ProcessGroup") -> Tensor:
+    """The rows of all ranks, in their order. Without gradients."""
+    out = x.new_empty(len(x) * ranks.size(), *x.shape[1:])
+    _all_gather(out, x.contiguous(), group=ranks)
+    return out
+
+
+def exchanged(x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: "ProcessGroup") -> Tensor:
+    """sends[r] rows go to rank r, receives[r] come from it. Without gradients."""
+    out = x.new_empty(sum(receives), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), list(receives), list(sends), group=ranks)
+    return out
+
+
+def _summed(x: Tensor, ranks: "ProcessGroup") -> Tensor:
+    out = x.new_empty(len(x) // ranks.size(), *x.shape[1:])
+    _reduce_scatter(out, x.contiguous(), group=ranks)
+    return out
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Any) -> Tensor:
+        ctx.ranks = ranks
+        return gathered(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradients[0], ctx.ranks), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Any) -> Tensor:
+        ctx.ranks = ranks
+        return _summed(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gathered(gradients[0], ctx.ranks), None
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: Any) -> Tensor:
+        ctx.sends, ctx.receives, ctx.ranks = sends, receives, ranks
+        return exchanged(x, sends, receives, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchanged(gradients[0], ctx.receives, ctx.sends, ctx.ranks), None, None, None
+
+
+def gather_rows(x: Tensor, ranks: "ProcessGroup") -> Tensor:
+    """The rows of all ranks, in their order; gradients are summed over ranks, and each keeps those of its rows."""
+    return _Gathered.apply(x, ranks)  # type: ignore[return-value]
+
+
+def sum_rows(x: Tensor, ranks: "ProcessGroup") -> Tensor:
+    """The sum over ranks, of which each keeps its part of the rows."""
+    return _Summed.apply(x, ranks)  # type: ignore[return-value]
+
+
+def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: "ProcessGroup") -> Tensor:
+    """sends[r] rows go to rank r, receives[r] come from it."""
+    return _Exchanged.apply(x, sends, receives, ranks)  # type: ignore[return-value]
+
+
+def rows_to_heads(x_TH: Tensor, ranks: "ProcessGroup") -> Tensor:
+    """[T/n, H, …] -> [T, H/n, …]: from some rows of all heads to all rows of some heads."""
+    n, (rows, heads) = ranks.size(), x_TH.shape[:2]
+    by_rank = x_TH.unflatten(1, (n, heads // n)).transpose(0, 1).flatten(0, 1)
+    return exchange_rows(by_rank, [rows] * n, [rows] * n, ranks)
+
+
+def heads_to_rows(x_TH: Tensor, ranks: "ProcessGroup") -> Tensor:
+    """[T, H/n, …] -> [T/n, H, …], the way back."""
+    n = ranks.size()
+    rows = len(x_TH) // n
+    by_rank = exchange_rows(x_TH, [rows] * n, [rows] * n, ranks)
+    return by_rank.unflatten(0, (n, rows)).transpose(0, 1).flatten(1, 2)

@@ -1,0 +1,43 @@
+"""Tensor parallelism, with the rows between branches shared out too (sequence parallelism).
+
+A branch (attention, a Gated DeltaNet, a feed-forward layer) gathers the rows of its ranks, computes with its piece of the weights, which is
+some heads or hidden units, and sums what the ranks give, of which each keeps its own rows. Everything else computes on a rank's own rows
+alone with weights that are whole, as in data parallelism: embedding, norms, router, experts, tower, projector, head and loss need no other
+code.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+from eyeline.core.plan import Entry, Plan
+from eyeline.parallel.exchange import gather_rows, sum_rows
+from eyeline.parallel.mesh import Mesh
+from eyeline.parallel.pieces import along, cut, in_pieces
+
+
+def cut_branches(plan: Plan[Any], mesh: Mesh) -> None:
+    """Cut the weights of the language model's branches over tp. Their sizes fit (`mesh.model_problems`)."""
+    tp = mesh.tp
+    assert tp is not None and mesh.axes is not None
+    ranks = tp.get_group()
+    for name in (name for name in plan.branches if name.startswith("language.")):
+        branch = plan.model.get_submodule(name)
+        for path, entry in plan.table.items():
+            if path.startswith(f"{name}."):
+                owner, _, leaf = path.rpartition(".")
+                _cut(plan.model.get_submodule(owner), leaf, entry, mesh)
+        in_pieces(branch, lambda x: gather_rows(x, ranks), lambda x: sum_rows(x, ranks))
+
+
+def _cut(module: nn.Module, leaf: str, entry: Entry, mesh: Mesh) -> None:
+    assert mesh.tp is not None and mesh.axes is not None
+    if entry.split is not None:
+        # what is used in float32 is not sharded further: on all axes at once a checkpoint knows which ranks have the same
+        at = mesh.axes if entry.exact else mesh.tp
+        cut(module, leaf, along(entry.split.dim, at), at)
+        if entry.role == "adapter" and entry.split.unit == "inputs":  # its dropout is addressed by columns of the whole input
+            module.first_input = mesh.pack_rank[1] * (entry.shape[1] // mesh.sizes.tp)  # type: ignore[assignment]
+    elif entry.partial and not entry.exact:
+        cut(module, leaf, [Replicate()], mesh.tp)

@@ -1,0 +1,40 @@
+"""`update` on ranks that share the rows of a pack, or the experts of a layer, against the same update in one process."""
+
+import pytest
+
+from eyeline.models.moe import Aux, Bias
+from eyeline.parallel.mesh import MeshSizes
+from tests.parallel.updates import FAMILIES, Setup, compare
+
+pytestmark = pytest.mark.ranks
+
+BALANCE = {"qwen3_vl-moe": Aux(coef=0.5), "qwen3_5_vl-moe": Bias(rate=0.02)}
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_axis_of_two_updates_as_one_process(family: str, axis: str) -> None:
+    if axis == "ep" and family not in BALANCE:
+        pytest.skip("no experts")
+    compare(FAMILIES[family], Setup(sizes=MeshSizes.model_validate({axis: 2}), momentum=0.9, balance=BALANCE.get(family)), 2)
+
+
+HOW = {
+    "tp adapters": ("qwen3_5_vl-moe", Setup({"language": "adapters", "vision": "adapters"}, sizes=MeshSizes(tp=2)), 2),
+    "cp adapters": ("qwen3_5_vl", Setup({"language": "adapters"}, sizes=MeshSizes(cp=2)), 2),
+    "tp gradient checkpointing": ("qwen3_5_vl", Setup(checkpointing=True, sizes=MeshSizes(tp=2)), 2),
+    "ep gradient checkpointing": ("qwen3_vl-moe", Setup(checkpointing=True, sizes=MeshSizes(ep=2)), 2),
+    "fsdp × tp": ("qwen3_vl", Setup(sizes=MeshSizes(dp_shard=2, tp=2), momentum=0.9), 4),
+    "fsdp × tp adapters": ("qwen3_vl", Setup({"language": "adapters"}, sizes=MeshSizes(tp=2)), 4),
+    "fsdp × cp": ("qwen3_5_vl", Setup(sizes=MeshSizes(dp_shard=2, cp=2), momentum=0.9), 4),
+    "fsdp × ep": ("qwen3_vl-moe", Setup(sizes=MeshSizes(dp_shard=4, ep=2), balance=Aux(coef=0.5)), 4),
+    "hsdp × tp": ("qwen3_vl", Setup(sizes=MeshSizes(dp_replicate=2, dp_shard=1, tp=2), momentum=0.9), 4),
+    "ep × tp": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(tp=2, ep=2), balance=Bias(rate=0.02)), 2),
+    "cp × tp × ep": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(cp=2, tp=2, ep=2), balance=Aux(coef=0.5)), 4),
+}
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_axes_together_update_as_one_process(name: str) -> None:
+    family, setup, ranks = HOW[name]
+    compare(FAMILIES[family], setup, ranks)
