@@ -1166,6 +1166,50 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_saving.py::test_a_run_that_fails_leaves_no_half_checkpoint",
         ),
     ],
+    "axes": [
+        (
+            "parallel/pieces.py",
+            "return [Partial()] if",
+            "return [Replicate()] if",
+            "parallel/test_axes.py::test_axes_together_update_as_one_process[tp adapters]",
+        ),
+        (
+            "parallel/tensor.py",
+            "module.first_input = mesh.pack_rank[1] *",
+            "module.first_input = 0 *",
+            "parallel/test_axes.py::test_axes_together_update_as_one_process[tp adapters]",
+        ),
+        (
+            "parallel/context.py",
+            "own = [kernel.chunk(n)[rank] for",
+            "own = [kernel.chunk(n)[0] for",
+            "parallel/test_axes.py::test_an_axis_of_two_updates_as_one_process[qwen3_5_vl-cp]",
+        ),
+        (
+            "parallel/ranks.py",
+            "sum_of_pack=_same if pack is None else lambda x: total(x, pack),",
+            "sum_of_pack=_same,",
+            "parallel/test_axes.py::test_an_axis_of_two_updates_as_one_process[qwen3_vl-moe-tp]",
+        ),
+        (
+            "parallel/ranks.py",
+            "        _sum_all(cut, lambda x: total(x, same_piece))\n",
+            "",
+            "parallel/test_axes.py::test_axes_together_update_as_one_process[cp x tp x ep]",
+        ),
+        (
+            "parallel/rows.py",
+            "rows_L=batch.rows_L[wanted] - start",
+            "rows_L=batch.rows_L[wanted]",
+            "parallel/test_axes.py::test_an_axis_of_two_updates_as_one_process[text-cp]",
+        ),
+        (
+            "train/loop.py",
+            "        counted = flops.NONE\n",
+            "        pass\n",
+            "parallel/test_ranks_train.py::test_ranks_that_share_packs_train_what_one_process_does[mesh.cp=2]",
+        ),
+    ],
     "sharding": [
         (
             "parallel/shard.py",
@@ -1175,8 +1219,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "parallel/shard.py",
-            "            ignored_params=whole,",
-            "            ignored_params=set(),",
+            '"ignored_params": whole}',
+            '"ignored_params": set()}',
             "parallel/test_sharded_update.py::test_a_rank_holds_its_share",
         ),
         (
@@ -1187,14 +1231,14 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "parallel/ranks.py",
-            "        if not gradients:\n",
-            "        if gradients:\n",
+            "    if not gradients:\n",
+            "    if gradients:\n",
             "parallel/test_sharded_update.py::test_two_ranks_update_as_one[fsdp-llava]",
         ),
         (
             "parallel/ranks.py",
-            "for sharded in (True, False)]\n    return",
-            "for sharded in (True,)]\n    return",
+            "return [*found.values()]",
+            "return [*found.values()][:1]",
             "parallel/test_sharded_update.py::test_two_ranks_update_as_one[fsdp-text]",
         ),
         (

@@ -19,7 +19,7 @@ from eyeline.data.sets import Data
 from eyeline.data.sources.sources import Source
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.data.validation import validation_batches
-from eyeline.parallel.join import shared
+from eyeline.parallel.join import sharing
 from tests.data.failing_jobs import Mined
 from tests.data.llava_rows import BUDGET
 from tests.data.test_fetch import as_files, number, rows
@@ -51,7 +51,7 @@ def test_a_decode_that_times_out_on_one_rank_is_rejected_by_both(opened: Any, tm
     real = loader.fetched_in_order
 
     def work(world: World) -> Any:
-        group = shared(world, 2, 60).group
+        group = sharing(world, 2, 60).group
         assert (group.rank, group.size) == (world.rank, 2)
         decoded = Counter[int]()
         if world.rank == 0:
@@ -76,7 +76,7 @@ def test_groups_have_packs_of_their_own(opened: Any) -> None:
     """Two groups of two ranks have what two ranks have that share nothing."""
 
     def work(count: int, world: World) -> Any:
-        found = shared(world, count, 60)
+        found = sharing(world, count, 60)
         reader = opened(found.across, found.group)
         return [plain_batch(batch) for step in training_steps(reader, BUDGET, 4, 1) for batch in step.batches]
 
@@ -94,7 +94,7 @@ def test_what_ends_the_rank_that_fetches_ends_the_others(opened: Any, monkeypatc
         if world.rank == 0:
             monkeypatch.setattr(fetch.Fetch, "__call__", broken)
         try:
-            list(training_steps(opened(World(), shared(world, 2, 60).group), BUDGET, 2, 1))
+            list(training_steps(opened(World(), sharing(world, 2, 60).group), BUDGET, 2, 1))
         except (StorageFailed, ElsewhereFailed) as error:
             return f"{type(error).__name__} {error.code}"
         return "nothing"

@@ -24,13 +24,13 @@ HOW = {
     "cp adapters": ("qwen3_5_vl", Setup({"language": "adapters"}, sizes=MeshSizes(cp=2)), 2),
     "tp gradient checkpointing": ("qwen3_5_vl", Setup(checkpointing=True, sizes=MeshSizes(tp=2)), 2),
     "ep gradient checkpointing": ("qwen3_vl-moe", Setup(checkpointing=True, sizes=MeshSizes(ep=2)), 2),
-    "fsdp × tp": ("qwen3_vl", Setup(sizes=MeshSizes(dp_shard=2, tp=2), momentum=0.9), 4),
-    "fsdp × tp adapters": ("qwen3_vl", Setup({"language": "adapters"}, sizes=MeshSizes(tp=2)), 4),
-    "fsdp × cp": ("qwen3_5_vl", Setup(sizes=MeshSizes(dp_shard=2, cp=2), momentum=0.9), 4),
-    "fsdp × ep": ("qwen3_vl-moe", Setup(sizes=MeshSizes(dp_shard=4, ep=2), balance=Aux(coef=0.5)), 4),
-    "hsdp × tp": ("qwen3_vl", Setup(sizes=MeshSizes(dp_replicate=2, dp_shard=1, tp=2), momentum=0.9), 4),
-    "ep × tp": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(tp=2, ep=2), balance=Bias(rate=0.02)), 2),
-    "cp × tp × ep": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(cp=2, tp=2, ep=2), balance=Aux(coef=0.5)), 4),
+    "fsdp x tp": ("qwen3_vl", Setup(sizes=MeshSizes(dp_shard=2, tp=2), momentum=0.9), 4),
+    "fsdp x tp adapters": ("qwen3_vl", Setup({"language": "adapters"}, sizes=MeshSizes(tp=2)), 4),
+    "fsdp x cp": ("qwen3_5_vl", Setup(sizes=MeshSizes(dp_shard=2, cp=2), momentum=0.9), 4),
+    "fsdp x ep": ("qwen3_vl-moe", Setup(sizes=MeshSizes(dp_shard=4, ep=2), balance=Aux(coef=0.5)), 4),
+    "hsdp x tp": ("qwen3_vl", Setup(sizes=MeshSizes(dp_replicate=2, dp_shard=1, tp=2), momentum=0.9), 4),
+    "ep x tp": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(tp=2, ep=2), balance=Bias(rate=0.02)), 2),
+    "cp x tp x ep": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(cp=2, tp=2, ep=2), balance=Aux(coef=0.5)), 4),
 }
 
 

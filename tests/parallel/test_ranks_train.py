@@ -98,6 +98,27 @@ def test_ranks_train_what_one_process_does(count: int, mesh: str, tmp_path: Path
     assert {name: x.shape for name, x in weights(many).items()} == {name: x.shape for name, x in weights(one).items()}
 
 
+PLAIN = (
+    "model.config.language.kv_heads=2",
+    "stages.whole.optimizer={kind: adamw}",
+    "stages.whole.batch.packs_per_step=3",
+    "stages.adapt.batch.packs_per_step=3",
+)
+
+
+@pytest.mark.parametrize("mesh", ["mesh.tp=2", "mesh.cp=2"])
+def test_ranks_that_share_packs_train_what_one_process_does(mesh: str, tmp_path: Path) -> None:
+    """One of them fetches, and both are told what they did together; then one process resumes, and two that shard."""
+    one, many = run_of(tmp_path, "one", *PLAIN), run_of(tmp_path, "many", mesh, *PLAIN)
+    train(one, 1)
+    train(many, 2, stop_after(2, 1), code=75)
+    train(many, 2, stop_after(1, 0), code=75)
+    train(run_of(tmp_path, "many", "mesh.dp_shard=2", *PLAIN), 2, stop_after(1, 0), code=75)
+    train(run_of(tmp_path, "many", mesh, *PLAIN), 2)
+    assert_same_course(many, one)
+    assert {name: x.shape for name, x in weights(many).items()} == {name: x.shape for name, x in weights(one).items()}
+
+
 def stop_after(step: int, at_rank: int) -> Callable[[int], None]:
     """A signal reaches one rank in that step, and no other."""
 

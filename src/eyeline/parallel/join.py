@@ -102,16 +102,21 @@ def _end_with_launcher() -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-class Shared(NamedTuple):
+class Sharing(NamedTuple):
     """How ranks that share packs see the others."""
 
     group: World  # those with the same packs: the first of them fetches for all
     across: World  # those with other packs, one of each group
 
 
-def shared(world: World, count: int, timeout_s: float) -> Shared:
+SHARES_NOTHING = Sharing(ALONE, ALONE)
+
+
+def sharing(world: World, count: int, timeout_s: float) -> Sharing:
     """Groups of `count` ranks, next to one another, that share packs: for kinds of parallelism that cut a pack or the model. Every rank of
     the world calls this at once."""
+    if count == 1 or world.size == 1:
+        return Sharing(ALONE, world)
     import torch.distributed as dist
 
     assert world.size % count == 0, f"{world.size} ranks are not groups of {count}"
@@ -125,7 +130,7 @@ def shared(world: World, count: int, timeout_s: float) -> Shared:
                 own = _talking(replace(world, rank=members.index(world.rank), size=len(members)), soon, late)
         return own
 
-    return Shared(
+    return Sharing(
         among(range(start, start + count) for start in range(0, world.size, count)),
         among(range(start, world.size, count) for start in range(count)),
     )

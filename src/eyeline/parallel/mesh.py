@@ -54,6 +54,11 @@ def problems(sizes: MeshSizes, world: int | None, packs_per_step: int | None = N
     """Everything about the mesh that does not fit a number of ranks, with the arithmetic; of no number, what fits none."""
     if sizes.pp > 1:
         yield f"mesh.pp={sizes.pp}: pipeline parallelism is not there yet. Leave it out, and shard over dp_shard"
+    axes = [axis for axis in ("cp", "tp", "ep") if getattr(sizes, axis) > 1]
+    if axes and not sizes.sync_each_batch:
+        yield f"mesh.sync_each_batch=false with mesh.{axes[0]}: gradients are then summed after each micro-batch. Leave one of them out"
+    if sizes.per_pack > 1 and sizes.balance_images:
+        yield f"mesh.balance_images deals images over ranks with packs of their own, and mesh.{axes[0]} shares packs. Leave one of them out"
     if sizes.dp_shard == 0:
         yield "mesh.dp_shard=0: wanted a number of ranks, or -1 for all that are left"
     elif world is not None:

@@ -39,6 +39,7 @@ from eyeline.models.hf import mapping_of
 from eyeline.models.lora import targets_of, unknown_target
 from eyeline.models.moe import Bias
 from eyeline.models.shape import savable, shape
+from eyeline.parallel.mesh import model_problems
 from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.recipes.device import device_report
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, image_words
@@ -47,7 +48,16 @@ from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.samples import sample_problems
 from eyeline.train.start import description, description_at, refuse_another_recipe, refuse_changed_data
 from eyeline.train.trackers.trackers import missing
-from eyeline.train.trainable import EMBEDDING, checkpointed, needed_memory, new_rows_of, plan_of, rank_problems, trained_in_full
+from eyeline.train.trainable import (
+    EMBEDDING,
+    axis_problems,
+    checkpointed,
+    needed_memory,
+    new_rows_of,
+    plan_of,
+    rank_problems,
+    trained_in_full,
+)
 
 LOOKED_AT = 100  # samples of a source, for what all of its samples should have
 
@@ -144,12 +154,17 @@ def _ranks(run: Run, world_size: int) -> Iterator[str]:
     if world_size == 1 or [*mesh_problems(run.mesh, world_size)]:
         return
     images = ", images dealt over all of them" if run.mesh.balance_images else ""
-    yield f"{world_size} ranks: dp_replicate {run.mesh.dp_replicate} × dp_shard {run.mesh.sharded_over(world_size)}{images}"
+    sizes = {axis: getattr(run.mesh, axis) for axis in ("cp", "tp") if getattr(run.mesh, axis) > 1}
+    axes = {"dp_replicate": run.mesh.dp_replicate, "dp_shard": run.mesh.dp_shard_of(world_size), **sizes}
+    experts = f", experts over ep {run.mesh.ep}" if run.mesh.ep > 1 else ""
+    yield f"{world_size} ranks: {' × '.join(f'{axis} {size}' for axis, size in axes.items())}{experts}{images}"
+    groups = world_size // run.mesh.per_pack
+    who = "ranks" if run.mesh.per_pack == 1 else f"groups of {run.mesh.per_pack} ranks that share a pack"
     summed = "" if run.mesh.sync_each_batch else "; gradients are summed over ranks after the last"
     for stage in run.stages:
         packs = stage.batch.packs_per_step
-        each = f"{-(-packs // world_size)} gradient accumulation steps{summed}"
-        yield f"stage {stage.name}: {packs} packs per step ÷ {world_size} ranks = {each}"
+        each = f"{-(-packs // groups)} gradient accumulation steps{summed}"
+        yield f"stage {stage.name}: {packs} packs per step ÷ {groups} {who} = {each}"
 
 
 def _memory(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
@@ -325,6 +340,9 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
             )
         if run.mesh.balance_images and spec.vision is None:
             yield "mesh.balance_images: the model reads text only, and has no images to be dealt. Leave it out"
+        budgets = [stage.batch.max_tokens for stage in run.stages]
+        yield from dict.fromkeys(line for budget in budgets for line in model_problems(run.mesh, plan, budget))
+        yield from axis_problems(run)
         for index, stage in enumerate(run.stages):
             yield from _stage_problems(f"stages.{stage.name}", stage, plan)
             yield from _new_token_problems(f"stages.{stage.name}", run, stage, plan)

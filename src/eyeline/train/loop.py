@@ -25,7 +25,7 @@ from eyeline.data.validation import validation_batches
 from eyeline.models import flops
 from eyeline.parallel.copies import copies_ahead
 from eyeline.parallel.idle import device_idle
-from eyeline.parallel.join import joined, lost_ranks, started
+from eyeline.parallel.join import joined, lost_ranks, sharing, started
 from eyeline.parallel.launch import Machine, deterministic_or_refused, machine
 from eyeline.parallel.mesh import mesh_of
 from eyeline.parallel.ranks import ONE_DEVICE, Ranks, ranks_of
@@ -80,6 +80,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         for line in first_lines(run, home, here, world.size, checkpoint, changed) if world.first else ():
             say(line)
         show, tally = display(console, run.logging_steps), Tally()
+        packs = sharing(world, run.mesh.per_pack, 60 * run.mesh.timeout_minutes)
         stop = StopSignal(show.stopping, once_s=5.0 if world.size > 1 else 0.0)
         ranks = ONE_DEVICE if mesh is None else timed(ranks_of(mesh), clock)
         reachable = peak and peak["flops_per_s"] * world.size
@@ -87,7 +88,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         trackers = Trackers(run.report_to, about(run, home, checkpoint) if world.first else None, run.logging_steps)
         fetching = FetchThread(copies_ahead(here.device))
         process = Process(
-            run, home, here, clock, console, show, tally, stop, idle, world, mesh, ranks, trackers, at_step, reachable, fetching=fetching
+            run, home, here, clock, console, show, tally, stop, idle, world, mesh, ranks, trackers, at_step, reachable, packs, fetching
         )
         stop.done = stop.saved = checkpoint.state["global_step"] if checkpoint else 0
         at = folder / "ranks"
@@ -288,7 +289,9 @@ def at_border(process: Process, running: StageRun, step: Step, due: bool, same: 
     counted = sum((running.arithmetic.of(batch) for batch in step.batches), flops.NONE)
     written, here, own = process.saving.ready, process.here, running.own_time.lap(counted.by_part.get("language", 0.0))
     memory = here.memory_bytes(), here.reserved_bytes(), here.allocator_retries()
-    ids = sum(zlib.crc32(name.encode()) for batch in step.batches for name in batch.ids)
+    if not process.packs.group.first:  # another rank has told of the same batches
+        counted = flops.NONE
+    ids = sum(zlib.crc32(name.encode()) for batch in step.batches for name in batch.ids) if process.packs.group.first else 0
     with process.clock.spending("communication"):
         borders = process.world.gather(Border(process.stop.asked, due, counted, memory, same, ids, written, own))
     process.stop.hear(one.stop for one in borders)
@@ -310,7 +313,8 @@ def examine(process: Process, running: StageRun, state: State, step: Step, loss:
     """Keep what a step needs to be run again, before it changes the weights, if it is not finite or its loss is a spike."""
     spike = running.spikes.add(loss) and finite
     if spike or not finite:
-        keep_evidence(process, running, state, step.batches, "spike" if spike else "not finite", loss, norm)
+        batches = step.batches if process.packs.group.first else ()
+        keep_evidence(process, running, state, batches, "spike" if spike else "not finite", loss, norm)
 
 
 def next_state(state: State, step: Step, report: Report) -> State:

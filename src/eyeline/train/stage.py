@@ -23,6 +23,7 @@ from eyeline.data.loader import training_steps
 from eyeline.data.reader import Reader, reader_of
 from eyeline.models import Model, flops
 from eyeline.parallel.idle import DeviceIdle
+from eyeline.parallel.join import SHARES_NOTHING, Sharing
 from eyeline.parallel.launch import Machine
 from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.place import place
@@ -67,8 +68,9 @@ class Process:
     trackers: Trackers = field(default_factory=lambda: Trackers((), None, 1))
     at_step: AtStep = nothing
     peak: float | None = None  # FLOPs per second of all ranks' devices at this precision; None where it is not known
-    saving: Saving = field(default_factory=Saving)
+    packs: Sharing = SHARES_NOTHING
     fetching: FetchThread = field(default_factory=FetchThread)
+    saving: Saving = field(default_factory=Saving)
 
     def record(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, with the time since the process started; then tell the trackers."""
@@ -164,7 +166,8 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
                 home.folder,
                 plan.spec.max_positions,
                 arithmetic.cost(),
-                world,
+                process.packs.across,
+                group=process.packs.group,
                 notify=process.show.status,
                 likely=stage.distill is not None,
             )

@@ -17,7 +17,7 @@ from eyeline.models.layers import Recompute
 from eyeline.models.lora import LoRA
 from eyeline.models.shape import SAVED, Ways, shape
 from eyeline.train.memory import Memory, activations_of, fewest_recomputed, memory_of
-from eyeline.train.optim import AdamW
+from eyeline.train.optim import AdamW, Muon
 from eyeline.train.run import COMPUTE, Adapted, Checkpointing, Full, Run, Stage
 
 
@@ -134,6 +134,22 @@ def needed_memory(run: Run, index: int, config: Config, apart: NewRows | None, s
     """What a stage needs on each rank, with the activations that a GPU would have; the last three as in `plan_of` and `memory_of`."""
     plan, stage = plan_of(run, index, config, apart=apart, shards=shards), run.stages[index]
     return replace(memory_of(plan, stage.optimizer, shards, whole_gradients), activations=activations_of(plan, stage.batch.budget))
+
+
+def axis_problems(run: Run) -> Iterator[str]:
+    """Settings that do not go with tensor, context or expert parallelism."""
+    axes = [axis for axis in ("tp", "cp", "ep") if getattr(run.mesh, axis) > 1]
+    if axes and run.compile != "none":
+        yield f"compile: {run.compile} with mesh.{axes[0]}={getattr(run.mesh, axes[0])} is not there yet. Leave one of them out"
+    for stage in run.stages:
+        cut = [axis for axis in axes if axis != "cp"]
+        if cut and isinstance(stage.optimizer, Muon):
+            yield (
+                f"stages.{stage.name}.optimizer: Muon orthogonalises whole matrices, and mesh.{cut[0]}={getattr(run.mesh, cut[0])} cuts "
+                "them. Take adamw, or shard over dp_shard alone"
+            )
+        if run.mesh.tp > 1 and any(lora.dora for lora in adapters_of(stage).values()):
+            yield f"stages.{stage.name}: DoRA scales whole rows of a weight, and mesh.tp={run.mesh.tp} cuts them. Leave one of them out"
 
 
 def rank_problems(run: Run, world_size: int) -> Iterator[str]:
