@@ -82,8 +82,8 @@ class WriteAnswers:
 
     def _media(self, sample: Sample) -> dict[str, Any]:
         """The columns of a sample's media, whose files are written."""
-        images = [self._file(medium) for medium in sample.media if isinstance(medium, EncodedImage)]
-        videos = [medium for medium in sample.media if isinstance(medium, Video)]
+        images = [self._file(item) for item in sample.media if isinstance(item, EncodedImage)]
+        videos = [item for item in sample.media if isinstance(item, Video)]
         columns: dict[str, Any] = {"images": images} if images else {}
         if videos:
             columns |= {
