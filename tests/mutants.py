@@ -185,8 +185,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "data/plan/blend.py",
-            "kept = index.kept_rows(settings.categories)",
-            "kept = index.kept_rows(None)",
+            "        kept = index.kept_rows(rows.source.categories)\n        return",
+            "        kept = index.kept_rows(None)\n        return",
             "data/test_loader.py::test_repeats_and_kinds_make_a_mixture",
         ),
     ],
@@ -319,8 +319,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     "plan": [
         (
             "data/plan/plan.py",
-            "RowsMet(int(self.first_R[start:end].sum()), first, again)",
-            "RowsMet(end - start, first, again)",
+            "RowsMet(int(self.first_R[start:end].sum()), first, again,",
+            "RowsMet(end - start, first, again,",
             "data/test_loader.py::test_row_of_a_repeated_source_counts_once",
         ),
         (
@@ -450,8 +450,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/step.py",
-            "total[1] += here.counts.supervised",
-            "total[1] += here.counts.real",
+            "total[1] += len(here.rows_L)",
+            "total[1] += len(here.tokens_T)",
             "train/test_step.py::test_validation_is_the_mean_over_all_labels_without_dropout",
         ),
         ("train/step.py", "    model.eval()", "    model.train()", "train/test_step.py::test_validation_turns_dropout_off"),
@@ -1281,8 +1281,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "parallel/shard.py",
-            "reshard_after_forward=mesh.reshard,",
-            "reshard_after_forward=False,",
+            '"reshard_after_forward": mesh.reshard,',
+            '"reshard_after_forward": False,',
             "parallel/test_fake_worlds.py::test_collectives_of_a_step_are_those_counted_by_hand[64]",
         ),
         (
@@ -1695,7 +1695,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/step.py",
-            "    arriving = on_device(batches, device)\n",
+            "    arriving = on_device(map(ranks.rows, batches), device)\n",
             "    arriving = ((x, x.to(device)) for x in batches)\n",
             "parallel/test_copies.py::test_validation_batches_are_pinned_and_copied_ahead",
         ),
@@ -1734,7 +1734,12 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
     ],
     "distillation": [
-        ("distill/http.py", "if error.code in BUSY:", "if error.code == 500:", "distill/test_server.py"),
+        (
+            "distill/http.py",
+            "if error.code in BUSY:",
+            "if error.code == 500:",
+            "distill/test_server.py::test_a_failure_that_may_pass_is_tried_again",
+        ),
         ("distill/http.py", 'text.replace(self.key, "[key]")', "text", "distill/test_server.py::test_the_key_is_sent_and_never_shown"),
         (
             "distill/http.py",

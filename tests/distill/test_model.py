@@ -95,7 +95,7 @@ def documents_of(home: Path, out: Path) -> list[Document]:
     assert rule is not None
     found = []
     for sample in samples_in(out):
-        document = document_of(sample, encoder, rule, [image_patches(medium, rule) for medium in sample.media])
+        document = document_of(sample, encoder, rule, [image_patches(item, rule) for item in sample.media])
         likely = sample.messages[-1].likely
         assert likely is not None
         found.append(with_likely(document, likely))

@@ -143,7 +143,7 @@ def test_each_step_has_its_rates_and_its_address(tmp_path: Path, monkeypatch: py
 
 
 def test_probabilities_are_means_over_supervised_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every logged step, against the full logits of each micro-batch before its update."""
+    """Every logged step, against the full logits of each micro-batch before its update."""
     wanted: list[Tensor] = []
     forward = Head.forward
 

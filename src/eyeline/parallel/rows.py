@@ -37,6 +37,8 @@ def rows_of(batch: Batch, sizes: MeshSizes, cp_rank: int, tp_rank: int) -> Batch
         labels_L=None if batch.labels_L is None else batch.labels_L[wanted],
         visual_M=batch.visual_M[visual] - start,
         sources_M=batch.sources_M[visual],
+        top_LK=None if batch.top_LK is None else batch.top_LK[wanted],
+        logp_LK=None if batch.logp_LK is None else batch.logp_LK[wanted],
         ahead=None,
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -105,7 +105,7 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     if run.distill is not None:
         say_line(console, distilling.form_line(run.distill, encoder.template))
     saved = newest_state(run_folder(run) / "checkpoints") if not any(line.startswith("out: ") for line in found) else None
-    spec, form = spec_of(bundle.config), mapping_of(bundle.config).form(bundle.config)
+    form = mapping_of(bundle.config).form(bundle.config)
     say_line(console, f"run folder: {run_folder(run)}")
     say_line(console, f"export: {form.name} form, for transformers' {classes(bundle, form)} ({form.reason})")
     device = device_report(run, bundle, world)
@@ -116,23 +116,8 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         say_line(console, encoder.template.notice)
     for line in (*_ranks(run, world_size), *_memory(run, bundle, world_size)):
         say_line(console, line)
-    for index, stage in enumerate(run.stages):
-        try:
-            reader = reader_of(stage.data, encoder, spec.image, seed_for(run.seed, "stage", index), longest=spec.max_positions)
-        except Refused:
-            continue  # among the settings' problems already
-        if saved is not None and saved["progress"]["stage"] == index:
-            try:
-                own = read_description(run_folder(run) / "model").encoder()  # not one that is made of data which have changed
-                refuse_changed_data(
-                    run, run_folder(run), reader_of(stage.data, own, spec.image, reader.seed, longest=spec.max_positions), saved
-                )
-            except Refused as error:
-                found.append(f"{stage.name}: {error}")
-        report = data_report(reader, stage.batch.budget)
-        shown = sample_previews(reader, stage.batch.budget, 0 if index else samples, thumbnails=False)
-        print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
-        found += data_problems(stage, report)
+    for index in range(len(run.stages)):
+        found += _stage_report(run, index, bundle, saved, 0 if index else samples, console)
     console.rule(characters="-")
     asked = [
         line.text for line in settings if line.warns and line.text.startswith(("evaluation: ", "model: ", "distill."))
@@ -141,6 +126,28 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         say_line(console, f"warning: {line}")
     say_line(console, problem_list(run.name, found) if found else f"{run.name}: no problems")
     return not found
+
+
+def _stage_report(run: Run, index: int, bundle: Bundle, saved: dict[str, Any] | None, samples: int, console: Console) -> list[str]:
+    """Print what there is to know about a stage's data; the problems with them. `saved`: the state that the run resumes from."""
+    stage, spec, encoder, found = run.stages[index], spec_of(bundle.config), bundle.encoder(), list[str]()
+    try:
+        reader = reader_of(stage.data, encoder, spec.image, seed_for(run.seed, "stage", index), longest=spec.max_positions)
+    except Refused:
+        return []  # among the settings' problems already
+    if saved is not None and saved["progress"]["stage"] == index:
+        try:
+            own = read_description(run_folder(run) / "model").encoder()  # not one that is made of data which have changed
+            refuse_changed_data(
+                run, run_folder(run), reader_of(stage.data, own, spec.image, reader.seed, longest=spec.max_positions), saved
+            )
+        except Refused as error:
+            found.append(f"{stage.name}: {error}")
+    report = data_report(reader, stage.batch.budget)
+    shown = sample_previews(reader, stage.batch.budget, samples, thumbnails=False)
+    print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
+    found += data_problems(stage, report)
+    return found
 
 
 def _rank_problems(run: Run, world_size: int) -> Iterator[str]:

@@ -43,6 +43,8 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
     cu_N1 = np.cumsum([0, *(len(i.patches_PC) for i in images)]).astype(np.int32)
     assert not budget or len(patches_PC) <= budget.patches, f"{len(patches_PC)} patches do not fit a budget of {budget.patches}"
 
+    supervised = 0 if next_tokens else len(rows_L)
+    counts = Counts(slots, real, len(visual_M), real - len(visual_M), supervised, len(documents), len(images), len(patches_PC))
     return Batch(
         tokens_T=_long(tokens_T),
         positions_T3=_long(positions_T3),
@@ -58,16 +60,7 @@ def batch_of(documents: Sequence[Document], budget: Budget | None, next_tokens: 
         grids_N2=_long(np.array([i.grid for i in images], np.int64).reshape(-1, 2)),
         cu_N1=torch.from_numpy(cu_N1),
         longest_image=int(np.diff(cu_N1).max(initial=0)),
-        counts=Counts(
-            slots=slots,
-            real=real,
-            visual=len(visual_M),
-            text=real - len(visual_M),
-            supervised=0 if next_tokens else len(rows_L),
-            documents=len(documents),
-            images=len(images),
-            patches=len(patches_PC),
-        ),
+        counts=counts,
         ids=tuple(d.id for d in documents),
         has_images=bool(images),
         image_gradients=bool(images) and len(rows_L) > 0,
