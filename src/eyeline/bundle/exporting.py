@@ -227,7 +227,7 @@ def _new_rows(model: Model, rules: Sequence[KeyRule], form: Form) -> tuple[dict[
     for name, x in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         if leaf == "new_rows":
-            first, module = model.get_submodule(path).first, _module(key_of(f"{path}.weight", rules).theirs, form)
+            first, module = int(model.get_submodule(path).first), _module(key_of(f"{path}.weight", rules).theirs, form)
             tensors[f"base_model.model.{module}.token_adapter.trainable_tokens_delta"] = x.detach().float()
             indices[module.rpartition(".")[2]] = list(range(first, first + len(x)))
     return tensors, indices

@@ -45,7 +45,7 @@ def with_tokens(bundle: Bundle, tokens: Sequence[str]) -> Bundle:
 
 def new_rows(bundle: Bundle, tokens: Sequence[str]) -> NewRows:
     """The rows of tokens that were added to the tokenizer of a bundle. Raises Refused where they do not follow one another."""
-    added = bundle.tokenizer.get_added_vocab()
+    added = bundle.tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall]: transformers declares it twice
     ids = sorted(added[token] for token in tokens)
     if ids[-1] - ids[0] >= len(ids):
         listed = ", ".join(f"{token} ({added[token]})" for token in sorted(tokens, key=added.__getitem__))

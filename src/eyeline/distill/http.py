@@ -159,7 +159,7 @@ class Servers:
         said = self._without_key(_message_of(error))
         what = f"HTTP {error.code}{f': {said}' if said else ''}"
         if error.code in BUSY:
-            return _Again(what, told_wait_s(error.headers))
+            return _Again(what, told_wait_s(error.headers))  # pyright: ignore[reportArgumentType]: a Message is a mapping
         if 300 <= error.code < 400:
             return Refused(f"{url} redirects elsewhere ({what}), and the key is not sent to other hosts. Give the URL that it redirects to")
         if error.code in NO_ENTRY:

@@ -183,7 +183,7 @@ def complete(plan: Plan, folder: Path) -> Summary:
     about = {name: value for name, value in plan.head.identity.items() if name != "code"}
     figures = {name: tokens[name] for name in ("prompt_tokens", "answer_tokens", "unmeasured")}
     by_cause = [dict(sorted(counts.items(), key=lambda item: -item[1])) for counts in (dropped, answers)]
-    summary = Summary(VERSION, files, kept + dropped.total(), kept, *by_cause, **figures, about=about)
+    summary = Summary(VERSION, files, kept + dropped.total(), kept, by_cause[0], by_cause[1], **figures, about=about)
     write_json(path, vars(summary))
     return summary
 

@@ -112,7 +112,7 @@ def _fla_delta_rule_backward(
     backward pass differs from version to version, so that no graph can hand it on."""
     with _differentiable():
         leaves = [x.detach().requires_grad_() for x in (q_TGK, k_TGK, v_THJ, decay_TH, beta_TH)]
-        out_THJ, _ = by_fla(*leaves, cu_S1, states=False)
+        out_THJ, _ = by_fla(*leaves, cu_S1, states=False)  # pyright: ignore[reportCallIssue]: five leaves
         made = torch.autograd.grad(out_THJ, leaves, dout_THJ)
     return tuple(x.contiguous() for x in made)  # pyright: ignore[reportReturnType]: five
 

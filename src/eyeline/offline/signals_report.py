@@ -88,6 +88,8 @@ def _ends(table: Table, name: str) -> str:
     order = order[~np.isnan(table[name][order])]
 
     def named(rows: np.ndarray) -> str:
-        return ", ".join(f"{_number(table[name][row])} ({table[ID][row].decode('utf-8', 'replace')})" for row in rows.tolist())
+        return ", ".join(
+            f"{_number(float(table[name][row]))} ({bytes(table[ID][row]).decode('utf-8', 'replace')})" for row in rows.tolist()
+        )
 
     return f"smallest {named(order[:EXAMPLES])}; largest {named(order[::-1][:EXAMPLES])}"

@@ -45,4 +45,5 @@ class DeviceIdle:
 def device_idle(device: torch.device, named: Callable[[], float]) -> DeviceIdle:
     """The gaps of a device."""
     timed = device.type == "cuda"
-    return DeviceIdle((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if timed else None, named)
+    events: Any = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if timed else None
+    return DeviceIdle(events, named)

@@ -89,10 +89,10 @@ class _Attempt:
         self.elapsed_s = max(self.elapsed_s, _number(line.get("elapsed_s")), sum(self.spent.values()))
         self.last_wall = _moment(line) or self.last_wall
 
-    def closed(self) -> Counter[str]:
+    def closed(self) -> Any:
         """All its seconds. Before the first step ends all there is, is startup."""
-        out = Counter(self.spent)
-        out[UNRECORDED if self.spent else "startup"] += max(self.elapsed_s - sum(self.spent.values()), 0.0)  # type: ignore[assignment]
+        out: Any = Counter(self.spent)  # of seconds
+        out[UNRECORDED if self.spent else "startup"] += max(self.elapsed_s - sum(self.spent.values()), 0.0)
         out["startup"] -= min(self.shared_s, out["startup"])
         return out
 
@@ -104,7 +104,7 @@ def read_ledger(path: Path) -> Ledger:
 
 def ledger_of(lines: Iterable[Mapping[str, Any] | None]) -> Ledger:
     """The ledger of lines in the order in which they were written."""
-    total: Counter[str] = Counter()
+    total: Any = Counter()  # of seconds; a Counter's values are declared as whole numbers
     attempt, attempts, lost_steps, overlap_s, back_s = _Attempt(0), 0, 0, 0.0, 0.0
     kept: dict[int, Mapping[str, float]] = {}  # what each step that counts so far has cost
 

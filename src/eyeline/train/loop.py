@@ -83,7 +83,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         packs = sharing(world, run.mesh.per_pack, 60 * run.mesh.timeout_minutes)
         stop = StopSignal(show.stopping, once_s=5.0 if world.size > 1 else 0.0)
         ranks = ONE_DEVICE if mesh is None else timed(ranks_of(mesh), clock)
-        reachable = peak and peak["flops_per_s"] * world.size
+        reachable: float | None = None if peak is None else peak["flops_per_s"] * world.size
         idle = device_idle(here.device, clock.named)
         trackers = Trackers(run.report_to, about(run, home, checkpoint) if world.first else None, run.logging_steps)
         fetching = FetchThread(copies_ahead(here.device))

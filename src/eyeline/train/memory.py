@@ -95,7 +95,7 @@ def fewest_recomputed(plan: Plan[Any], budget: Budget, how: Mapping[Part, Recomp
     most = max(len(plan.blocks[part]) for part in parts)
 
     def blocks(share: int) -> dict[Part, Recompute]:
-        counts = {part: -(-len(plan.blocks[part]) * share // most) for part in parts}
+        counts: dict[Part, int] = {part: -(-len(plan.blocks[part]) * share // most) for part in parts}
         return {part: how[part]._replace(blocks=frozenset(i * len(plan.blocks[part]) // n for i in range(n))) for part, n in counts.items()}
 
     def needed(share: int) -> int:

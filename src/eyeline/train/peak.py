@@ -26,7 +26,7 @@ def peak_stamp(here: Machine, precision: str, attempts: Sequence[Mapping[str, An
     made on the same machine is kept."""
     if here.device.type == "cuda":
         published = peak_of(here.name) if precision == "bf16" else None
-        return published and {"name": f"{here.name}, published dense bf16 peak", "flops_per_s": published}
+        return None if published is None else {"name": f"{here.name}, published dense bf16 peak", "flops_per_s": published}
     alike = {"hardware": here.name, "threads": here.threads, "precision": precision}
     for stamps in attempts:
         if stamps.get("peak") and all(stamps.get(name) == value for name, value in alike.items()):

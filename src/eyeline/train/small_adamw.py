@@ -55,7 +55,7 @@ class SmallAdamW(NotCompiled):
         done = torch.tensor(float(number), device=local.device)
         for chunk in _chunks(len(local)):
             floats = [moment[chunk].to(local.device, torch.float32, copy=True) for moment in moments]
-            torch._fused_adamw_(
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                 [local[chunk]],
                 [gradient[chunk]],
                 [floats[0]],

@@ -148,6 +148,8 @@ def axis_problems(run: Run) -> Iterator[str]:
                 f"stages.{stage.name}.optimizer: Muon orthogonalises whole matrices, and mesh.{cut[0]}={getattr(run.mesh, cut[0])} cuts "
                 "them. Take adamw, or shard over dp_shard alone"
             )
+        if run.mesh.tp > 1 and isinstance(stage.optimizer, AdamW) and stage.optimizer.state_dtype == "bf16":
+            yield f"stages.{stage.name}.optimizer.state_dtype: bf16 with mesh.tp={run.mesh.tp} is not there yet. Leave one of them out"
         if run.mesh.tp > 1 and any(lora.dora for lora in adapters_of(stage).values()):
             yield f"stages.{stage.name}: DoRA scales whole rows of a weight, and mesh.tp={run.mesh.tp} cuts them. Leave one of them out"
 

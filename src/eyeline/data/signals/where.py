@@ -170,7 +170,7 @@ def _value(node: ast.expr, table: Table) -> Any:
             return np.bool_(flag)
         case ast.Constant(str() as text):
             return np.bytes_(text.encode("utf-8", "surrogatepass"))
-        case ast.Constant(number):
+        case ast.Constant(int() | float() as number):
             return np.float64(number)
         case ast.UnaryOp(ast.Not(), operand):
             return ~_true(_value(operand, table))

@@ -335,8 +335,8 @@ def add_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template, marks: 
 def add_text_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[str]) -> None:
     """Add tokens that text may have, each whole wherever it stands. Those that were added before stay as they are. Raises Refused for one
     that is a piece of the vocabulary."""
-    known, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    known, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall]: transformers declares it twice
     for token in tokens:
         if token in known and token not in added:
             raise Refused(f"add_tokens: {token!r} is in the vocabulary already (id {known[token]}). Leave it out")
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens if token not in added])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens if token not in added])  # pyright: ignore[reportArgumentType]

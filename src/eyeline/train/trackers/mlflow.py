@@ -3,9 +3,9 @@ with `report_online: true` it goes to the server that MLFLOW_TRACKING_URI names.
 
 from collections.abc import Mapping, Sequence
 
-import mlflow
-from mlflow.entities import Metric
-from mlflow.tracking import MlflowClient
+import mlflow  # pyright: ignore[reportMissingImports]: an extra
+from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
 from eyeline.evals.result import Asked
 from eyeline.train.trackers.tracker import About, caption, pixels

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-import trackio
+import trackio  # pyright: ignore[reportMissingImports]: an extra
 
 from eyeline.evals.result import Asked
 from eyeline.train.trackers.tracker import About, caption, pixels
