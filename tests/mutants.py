@@ -450,7 +450,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/step.py",
-            "total[1] += len(here.rows_L)",
+            "total[1] += 0 if here.labels_L is None else len(here.labels_L)",
             "total[1] += len(here.tokens_T)",
             "train/test_step.py::test_validation_is_the_mean_over_all_labels_without_dropout",
         ),

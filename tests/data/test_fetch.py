@@ -276,7 +276,7 @@ def test_a_job_says_about_how_much_its_batch_holds(open_reader, tmp_path: Path, 
     """Which bounds what workers read ahead: of images, and of text alone."""
     said: list[tuple[int, int]] = []
 
-    def noted(asked: Any, fetch: Any, workers: Any, verdicts: Any) -> Any:
+    def noted(asked: Any, fetch: Any, workers: Any, verdicts: Any, group: Any) -> Any:
         for mark, groups in asked:
             job = fetch.job(groups, verdicts)
             done = fetch(job)

@@ -142,8 +142,8 @@ def test_call_of_fla(monkeypatch):
         q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, **_
     ):
         assert q.shape == k.shape == (1, 9, H, K) and v.shape == (1, 9, H, J) and g.shape == beta.shape == (1, 9, H)
-        assert cu_seqlens is cu and g.dtype == torch.float32 and scale is None and initial_state is None
-        assert use_qk_l2norm_in_kernel and output_final_state
+        assert cu_seqlens.data_ptr() == cu.data_ptr() and g.dtype == torch.float32 and scale is None and initial_state is None
+        assert use_qk_l2norm_in_kernel
         assert torch.equal(q[:, :, 0], q[:, :, H // G - 1])
         out, state = gated_delta_rule_plain(q[0, :, :: H // G], k[0, :, :: H // G], v[0], g[0], beta[0], cu_seqlens)
         return out[None], state

@@ -33,7 +33,7 @@ from eyeline.parallel.shard import shard
 from eyeline.study.roofline.sizes import config_of
 from eyeline.train.step import add_gradients
 from tests.forked import Forked
-from tests.parallel.test_sharded_update import FAMILIES, packs_of, step_for
+from tests.parallel.updates import FAMILIES, packs_of, step_for
 
 T = TypeVar("T")
 ALL = MeshSizes()  # sharded over all ranks

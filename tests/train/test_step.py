@@ -226,6 +226,9 @@ def test_batch_that_does_not_fit_into_memory_is_named(what: str, validated: bool
     with pytest.raises(OutOfMemory) as caught:
         validate(made, [large], ONE_DEVICE) if validated else step(made, [batch(document(1, 9, 0)), large])
     said = str(caught.value)
+    if validated and what == "copy":  # while the batch before it computes
+        assert said.startswith("a batch of validation does not fit") and words in said
+        return
     assert said.startswith("a batch of validation (80 tokens" if validated else "micro-batch 1 of step 1 (80 tokens")
     assert f"80 tokens; its longest document is {large.ids[1]} with 30; {large.counts.patches} patches" in said
     assert words in said and "more" not in said.rpartition("(")[2]

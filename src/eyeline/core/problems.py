@@ -188,8 +188,9 @@ def _has_tag(record: type[BaseModel], tag: Any) -> bool:
 
 
 def _is_label(piece: Any, options: list[Any]) -> bool:
-    """Return whether a piece of a location only says which type of a union was tried: `tuple[str, ...]`, `literal['all-linear']`."""
-    return len(options) > 1 and isinstance(piece, str) and not piece.isidentifier()
+    """Return whether a piece of a location only says which type of a union was tried: `tuple[str, ...]`, `bool`."""
+    plain = [option.__name__ for option in options if option in (bool, int, float, str)]
+    return len(options) > 1 and isinstance(piece, str) and (not piece.isidentifier() or piece in plain)
 
 
 def _options(annotation: Any) -> list[Any]:

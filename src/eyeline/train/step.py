@@ -173,7 +173,7 @@ def validate(model: nn.Module, batches: Iterable[Batch], ranks: Ranks) -> tuple[
             break
         with fitting(partial(batch_description, here, "a batch of validation")):
             total[0] += model(batch).out
-        total[1] += len(here.rows_L)
+        total[1] += 0 if here.labels_L is None else len(here.labels_L)
     model.train(was_training)
     loss, labels = ranks.sum(total).tolist()
     return loss / max(labels, 1), int(labels)

@@ -26,7 +26,7 @@ class TopK:
     @torch.no_grad()
     def see(self, head: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Take some rows of what the head is about to compute the loss of: x_TD, rows_L, labels_L."""
-        x_TD, rows_L, labels_L = inputs
+        x_TD, rows_L, labels_L, *_ = inputs
         every = max(1, -(-len(rows_L) // ROWS))
         wanted_R1 = (labels_L[::every] != IGNORE)[:, None]
         logits_RV = head.forward(x_TD, rows_L[::every], None)
