@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -227,7 +227,7 @@ def _new_rows(model: Model, rules: Sequence[KeyRule], form: Form) -> tuple[dict[
     for name, x in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         if leaf == "new_rows":
-            first, module = int(model.get_submodule(path).first), _module(key_of(f"{path}.weight", rules).theirs, form)
+            first, module = cast(int, model.get_submodule(path).first), _module(key_of(f"{path}.weight", rules).theirs, form)
             tensors[f"base_model.model.{module}.token_adapter.trainable_tokens_delta"] = x.detach().float()
             indices[module.rpartition(".")[2]] = list(range(first, first + len(x)))
     return tensors, indices

@@ -6,7 +6,7 @@ plan stores.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -226,7 +226,7 @@ def _fresh_adapters(plan: Plan[Model], filled: Collection[str], seed: int) -> se
     for name, rows, _ in plan.tensors():
         path, _, leaf = name.rpartition(".")
         if leaf == "new_rows" and name not in filled:
-            first, weight = int(plan.model.get_submodule(path).first), plan.model.get_parameter(f"{path}.weight")
+            first, weight = cast(int, plan.model.get_submodule(path).first), plan.model.get_parameter(f"{path}.weight")
             put(rows, whole(weight)[first : first + len(rows)])
             done.add(name)
     new = {name: layer for name, layer in adapters(plan.model).items() if f"{name}.lora_A" not in filled}
