@@ -83,10 +83,15 @@ def packs_of(case: Case) -> list[list[Pack]]:
     ]
 
 
-def step_for(packs: Sequence[Pack], rank: int, ranks: int, deals_by: Cost | None = None) -> Step:
+def tight(packs: Sequence[Pack]) -> int:
+    """A budget that the longest pack fills: so all ranks that share one have some of its labels."""
+    return -(-max(sum(len(d.tokens_T) for d in pack) for pack in packs) // 4) * 4
+
+
+def step_for(packs: Sequence[Pack], rank: int, ranks: int, deals_by: Cost | None = None, tokens: int = TOKENS) -> Step:
     """The step of a rank: packs are dealt in turn, and the last slot has empty ones. `deals_by`: images are dealt."""
     slots = [[*packs[n : n + ranks], *[()] * ranks][:ranks] for n in range(0, len(packs), ranks)]
-    batches = [[batch_of(slot[r], Budget(TOKENS, 1000)) for slot in slots] for r in range(ranks)]
+    batches = [[batch_of(slot[r], Budget(tokens, 1000)) for slot in slots] for r in range(ranks)]
     counts, costs = [[one.counts for one in of_rank] for of_rank in batches], [[(0, 0)] * ranks] * len(slots)
     images = [[one.cu_N1.diff().tolist() for one in of_rank] for of_rank in batches]
     return step_of(batches[rank], [n * ranks + rank for n in range(len(slots))], counts, costs, {}, None, images, deals_by)
@@ -163,7 +168,11 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
             plan.model,
             [optimizer],
             step_for(
-                packs, world.rank // shared, world.size // shared, PATCHES if mesh is not None and mesh.sizes.balance_images else None
+                packs,
+                world.rank // shared,
+                world.size // shared,
+                PATCHES if mesh is not None and mesh.sizes.balance_images else None,
+                tight(packs) if shared > 1 else TOKENS,
             ),
             ranks,
             max_grad_norm=setup.max_grad_norm,
