@@ -25,7 +25,7 @@ QUICK := not slow and not gpu and not transformers4
 # Tests that start several ranks run alone: beside others on the same cores they would wait for one another
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m '$(QUICK) and not ranks'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '$(QUICK) and ranks'
 
 test-slow: .venv/ready
 	SOAK_S=$(SOAK_S) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -s
