@@ -485,3 +485,11 @@ def test_a_random_part_that_no_stage_trains_is_warned_of(tmp_path: Path, trains:
     assert len(said) == len(words)
     assert all(any(word in line for line in said) for word in words)
     assert not [line for line in findings(tiny_run(tmp_path)) if line.warns]
+
+
+def test_dora_of_random_weights_is_refused(tmp_path: Path) -> None:
+    """Their last layers are zero, and a row of length zero stays so: nothing would train. After a stage that trains them, it may."""
+    dora = "stages.adapt.trains.language.dora=true"
+    refuse_problems(tiny_run(tmp_path, dora))
+    with pytest.raises(Refused, match="language starts from random weights, and where their rows are zero DoRA trains nothing"):
+        refuse_problems(tiny_run(tmp_path, dora, "stages.whole.trains={projector: {how: full, lr: 0.01}}"))

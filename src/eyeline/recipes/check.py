@@ -50,6 +50,7 @@ from eyeline.train.start import description, description_at, refuse_another_reci
 from eyeline.train.trackers.trackers import missing
 from eyeline.train.trainable import (
     EMBEDDING,
+    adapters_of,
     axis_problems,
     checkpointed,
     needed_memory,
@@ -307,14 +308,29 @@ def findings(run: Run) -> Iterator[Finding]:
     yield from map(Finding, _settings_problems(run, [line.text for line in of_sources if not line.warns]))
 
 
+def _random_parts(run: Run) -> list[Part]:
+    """Parts that start from random weights."""
+    if run.model.config is not None:
+        return [part for part in spec_of(run.model.config).parts if part not in run.model.weights]
+    return list(run.model.fresh)
+
+
+def _dora_problems(run: Run) -> Iterator[str]:
+    """DoRA where rows of a weight are zero, as random weights have them at the end of each branch: their length would stay zero."""
+    for index, stage in enumerate(run.stages):
+        before = trained_in_full(run.stages[:index])
+        for part, lora in adapters_of(stage).items():
+            if lora.dora and part in _random_parts(run) and part not in before:
+                yield (
+                    f"stages.{stage.name}.trains.{part}.dora: the {part} starts from random weights, and where their rows are zero DoRA "
+                    "trains nothing. Train it with how: full in a stage before, give it weights, or leave dora out"
+                )
+
+
 def _untrained_parts(run: Run) -> Iterator[str]:
     """Parts that start from random weights and that no stage trains in full."""
-    if run.model.config is not None:
-        random = [part for part in spec_of(run.model.config).parts if part not in run.model.weights]
-    else:
-        random = list(run.model.fresh)
     trained = trained_in_full(run.stages)
-    for part in random:
+    for part in _random_parts(run):
         if part not in trained:
             how = "is only adapted" if any(part in stage.trains for stage in run.stages) else "is never trained"
             yield f"model: the {part} starts from random weights and {how}. Train it with how: full in a stage, or give it weights"
@@ -325,6 +341,7 @@ def _untrained_parts(run: Run) -> Iterator[str]:
 def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
     """All problems; `unreadable` are those of the sources."""
     yield from mesh_problems(run.mesh, None)
+    yield from _dora_problems(run)
     yield from folder_problems(run_folder(run))
     yield from missing(run.report_to)
     yield from sample_problems(run)
