@@ -609,10 +609,11 @@ def piped_command(*arguments: str, session: bool = False) -> tuple[Forked, TextI
 
 
 def commands_of_children(process: int) -> list[str]:
+    """Those that any of its threads has started."""
     commands = []
-    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+    for thread in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
-            commands.append(Path(f"/proc/{child}/cmdline").read_text())
+            commands += [Path(f"/proc/{child}/cmdline").read_text() for child in thread.read_text().split()]
     return commands
 
 
