@@ -84,7 +84,14 @@ PLANTED = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("plant", "words"), PLANTED, ids=["one too few", "another size"])
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        pytest.param(*PLANTED[0], id="one too few"),
+        # gloo aborts at once: whether the last calls are in the file by then is a matter of a tenth of a second
+        pytest.param(*PLANTED[1], id="another size", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_hangs_names_its_rank(
     plant: Callable[[], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
