@@ -40,6 +40,15 @@ def _path(text: str) -> Path:
 
 
 Recipe = Annotated[str, typer.Argument(help="A shipped recipe's name, or the path of a .yaml file.", show_default=False)]
+Workers = Annotated[int, typer.Option(min=0, help="Processes that do the work; 0: this one does, or with --ray one per CPU.")]
+Shard = Annotated[
+    str | None,
+    typer.Option(metavar="I/N", help="Do the share I (0 to N-1) of N commands that share the folder, as in a Slurm array."),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, auto, or local for a new one on this machine."),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change: seed=1 stages.tune.steps=100")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", parser=_path, help="A run folder.", show_default=False)]
 Nproc = Annotated[int, typer.Option(min=1, help="Ranks (processes) to start on this machine, one per GPU.")]
@@ -154,18 +163,12 @@ def prepare(
             help="Scale images down to the size that the model sees, and store them as JPEG of this quality.",
         ),
     ] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that do the work; 0: this one does, or with --ray one per CPU.")] = 0,
-    shard: Annotated[
-        str | None,
-        typer.Option(metavar="I/N", help="Do the share I (0 to N-1) of N commands that share the folder, as in a Slurm array."),
-    ] = None,
+    workers: Workers = 0,
+    shard: Shard = None,
     signals: Annotated[
         bool, typer.Option("--signals", help="Write signals of every row instead: figures to choose rows by, with `where:` of a source.")
     ] = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, auto, or local for a new one on this machine."),
-    ] = None,
+    ray: Ray = None,
     clean: Annotated[
         bool, typer.Option("--clean", help="Only name and delete files of attempts that were lost: another attempt's are committed.")
     ] = False,
@@ -207,15 +210,9 @@ def distill(
         int | None,
         typer.Option(min=1, metavar="K", help="Store the K likeliest tokens at each token: distill.top_logprobs=K.", show_default=False),
     ] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that do the work; 0: this one does, or with --ray one per CPU.")] = 0,
-    shard: Annotated[
-        str | None,
-        typer.Option(metavar="I/N", help="Do the share I (0 to N-1) of N commands that share the folder, as in a Slurm array."),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, auto, or local for a new one on this machine."),
-    ] = None,
+    workers: Workers = 0,
+    shard: Shard = None,
+    ray: Ray = None,
     clean: Annotated[
         bool, typer.Option("--clean", help="Only name and delete files of attempts that were lost: another attempt's are committed.")
     ] = False,

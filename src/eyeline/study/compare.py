@@ -46,7 +46,7 @@ class Launched:
 
     value: str
     history: History
-    seconds: float  # of its steps after warm-up, without what is no training
+    seconds: float  # of its steps after warm-up, without what is not training
     steps: int
     startup_s: float
     compile_s: float
