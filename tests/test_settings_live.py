@@ -31,7 +31,7 @@ from eyeline.data.workers import Workers
 from eyeline.models import compiled, decoder, siglip2, spec
 from eyeline.parallel.mesh import mesh_of, problems
 from eyeline.parallel.ranks import ranks_of
-from eyeline.recipes.check import settings_problems
+from eyeline.recipes.problems import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.study.evaluate import evaluate
 from eyeline.train.memory import activations_of, memory_of

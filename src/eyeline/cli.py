@@ -94,7 +94,7 @@ def train(
     if nproc > 1:
         sys.exit(_on_ranks(run, nproc))
     from eyeline.parallel.join import checked, started
-    from eyeline.recipes.check import refuse_problems
+    from eyeline.recipes.problems import refuse_problems
     from eyeline.study.report import write_report
     from eyeline.train.environment import process_started
     from eyeline.train.loop import run_folder
@@ -182,7 +182,7 @@ def prepare(
         return
     run = _read(recipe, overrides)
     from eyeline.offline.run import Where, shard_of
-    from eyeline.recipes.check import refuse_problems
+    from eyeline.recipes.problems import refuse_problems
     from eyeline.train.prepare import prepare_stage, without_where, write_stage_signals
 
     where = Where(workers, *shard_of(shard), ray)
@@ -493,7 +493,7 @@ def compare(
     """Train a recipe with each value of a setting, in turns and on equal work, and say which is faster, how sure that is, and the smallest
     difference that could have been seen. Run the same command again to resume."""
     run = _read(recipe, overrides)
-    from eyeline.recipes.check import refuse_problems
+    from eyeline.recipes.problems import refuse_problems
     from eyeline.recipes.read import read_recipe
     from eyeline.study.compare import compare as compare_runs
     from eyeline.study.compare import varied
@@ -520,7 +520,7 @@ def profile(
 ) -> None:
     """Profile some steps of a recipe: a trace for a browser, time by part of the model and class of operators, memory over time."""
     run = _read(recipe, overrides)
-    from eyeline.recipes.check import refuse_problems
+    from eyeline.recipes.problems import refuse_problems
     from eyeline.study.profile import profile_recipe
 
     for line in refuse_problems(run):
@@ -668,7 +668,7 @@ def _end(message: str, code: int) -> None:
 def _on_ranks(run: Any, nproc: int) -> int:
     """This command once for each rank; what does not fit that number or the recipe is refused once, here."""
     from eyeline.parallel.mesh import refuse_problems
-    from eyeline.recipes.check import refuse_problems as refuse_recipe
+    from eyeline.recipes.problems import refuse_problems as refuse_recipe
 
     refuse_problems(run.mesh, nproc, run.packs_per_step)
     for line in refuse_recipe(run):

@@ -1,8 +1,12 @@
 """`eyeline explain --hang`: the rank that issues other collectives than the rest is named with the call."""
 
+import json
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,18 +15,20 @@ import torch
 
 from eyeline.core.errors import Refused
 from eyeline.parallel import watch
-from eyeline.parallel.calls import Call
+from eyeline.parallel.calls import Call, Record, read_calls
 from eyeline.study.hang import desynchronised_ranks, explain_hang
 from eyeline.train import loop
 from tests import ranks
 from tests.parallel.test_rank_faults import at_step
 from tests.parallel.test_ranks_train import run_of, start
 
+NONE_DIFFERS = "no rank has issued other collectives than the rest"
 SEQUENCE = ["all_gather [4] → [8]", "reduce_scatter [8] → [4]", "all_reduce [3] → [3]", "all_gather [6] → [12]", "all_reduce [2] → [2]"]
 
 
-def numbered(calls: list[str], first: int = 1) -> dict[str, dict[int, Call]]:
-    return {"default": {number: Call("default", number, what) for number, what in enumerate(calls, first)}}
+def numbered(calls: list[str], first: int = 1, until_s: float = 100.0) -> Record:
+    """Call number n was issued at second n."""
+    return Record({"default": {number: Call("default", number, what, number) for number, what in enumerate(calls, first)}}, until_s)
 
 
 ODD = {
@@ -53,7 +59,36 @@ def test_the_rank_that_differs_is_named_with_the_call(how: str, others: int) -> 
 
 def test_calls_that_fell_out_of_the_record_are_not_compared() -> None:
     [line] = desynchronised_ranks({0: numbered(SEQUENCE), 1: numbered(SEQUENCE[2:], 3)})
-    assert line.startswith("all ranks have issued the same collectives")
+    assert line.startswith(NONE_DIFFERS)
+
+
+def test_a_record_of_an_earlier_moment_accuses_nobody() -> None:
+    """Calls 4 and 5 were issued in seconds 4 and 5: a record of second 5 may lack them, one of second 10 may not."""
+    old, new = (dict(enumerate([numbered(SEQUENCE), numbered(SEQUENCE[:3], until_s=moment)])) for moment in (5.0, 10.0))
+    assert [line[: len(NONE_DIFFERS)] for line in desynchronised_ranks(old)] == [NONE_DIFFERS]
+    assert [line[:16] for line in desynchronised_ranks(new)] == ["rank 1 is behind"]
+
+
+def test_the_calls_of_a_rank_are_read_with_their_times(tmp_path: Path) -> None:
+    entry = {
+        "process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce", "collective_seq_id": 7, "is_p2p": False,
+        "input_sizes": [[3]], "output_sizes": [[3]], "time_created_ns": 2_500_000_000,
+    }  # fmt: skip
+    (tmp_path / "calls").write_text(json.dumps({"until_s": 4.0, "dumps": [{"entries": [entry, entry | {"is_p2p": True}]}]}))
+    expected = Call("default_pg", 7, "all_reduce [[3]] → [[3]]", 2.5)
+    assert read_calls(tmp_path / "calls") == Record({"default_pg": {7: expected}}, 4.0)
+
+
+def test_a_rank_that_has_ended_is_told_from_one_that_runs(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    for rank, pid in enumerate((os.getpid(), ended.pid)):
+        where = {"host": socket.gethostname(), "pid": pid, "step": 4, "phase": "compute", "line": ""}
+        (tmp_path / "ranks" / f"rank-{rank:05d}.json").write_text(json.dumps(where))
+    first, second, _ = explain_hang(tmp_path)
+    assert first.endswith("): step 5, compute"), first
+    assert second.endswith(") has ended, and was last heard of in step 5, compute"), second
 
 
 def test_a_run_without_files_of_ranks_is_refused(tmp_path: Path) -> None:
@@ -101,13 +136,16 @@ def test_a_run_that_hangs_names_its_rank(
     assert all(codes), codes
     lines = list(explain_hang(tmp_path / "run"))
     assert sum(bool(re.match(rf"rank 1 differs at call \d+ of default_pg: {words}", line)) for line in lines) == 1, lines
-    assert re.match(r"rank 0 \(process \d+ on \S+\): step 1, (compute|communication), at parallel/\w+\.py:\d+ ", lines[0])
+    assert re.match(
+        r"rank 0 \(process \d+ on \S+\) has ended, and was last heard of in step 1, (compute|communication), at parallel/\w+\.py:\d+ ",
+        lines[0],
+    )
 
 
 @pytest.mark.ranks
 def test_a_rank_that_is_aborted_is_named_with_its_line(tmp_path: Path) -> None:
     """As gloo and NCCL do where a call does not fit."""
-    run = run_of(tmp_path, "run", "mesh.timeout_minutes=0.05")
+    run = run_of(tmp_path, "run", "mesh.timeout_minutes=0.5")
     assert ranks.wait(start(run, 2, at_step(2, 1, os.abort))) == [9, -signal.SIGABRT]
     _, aborted, *_ = explain_hang(tmp_path / "run")
-    assert re.search(r"rank 1 \(.*\): step \d+, .*; aborted \(Aborted\) in train/loop\.py:\d+ run_update", aborted), aborted
+    assert re.search(r"rank 1 \(.*\) has ended, .* in step \d+, .*; aborted \(Aborted\) in train/loop\.py:\d+ run_update", aborted), aborted

@@ -17,16 +17,8 @@ from eyeline.bundle.importing import import_model
 from eyeline.core.errors import Refused, TooManyRejects
 from eyeline.data.report.report import QUICK
 from eyeline.data.text.templates import TEMPLATES
-from eyeline.recipes.check import (
-    check,
-    evaluation_warnings,
-    findings,
-    folder_problems,
-    look,
-    refuse_problems,
-    settings_problems,
-    untrained_tokens,
-)
+from eyeline.recipes.check import check, look
+from eyeline.recipes.problems import evaluation_warnings, findings, folder_problems, refuse_problems, settings_problems, untrained_tokens
 from eyeline.recipes.read import run_of
 from eyeline.train.loop import train
 from eyeline.train.run import to_yaml

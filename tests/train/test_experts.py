@@ -15,7 +15,7 @@ from eyeline.core.files import read_lines
 from eyeline.models import llava, qwen3
 from eyeline.models.moe import Aux, Balance, Experts, Forced, balance_loss, biases_of, set_balance
 from eyeline.parallel.ranks import ONE_DEVICE
-from eyeline.recipes.check import settings_problems
+from eyeline.recipes.problems import settings_problems
 from eyeline.study.report import write_report
 from eyeline.train.optim import AdamW, make_optimizers
 from eyeline.train.run import Run

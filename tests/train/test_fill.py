@@ -17,7 +17,7 @@ from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import train_bpe
 from eyeline.models.shape import build
 from eyeline.parallel.launch import machine
-from eyeline.recipes.check import settings_problems
+from eyeline.recipes.problems import settings_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run
 from eyeline.train.stage import model_of

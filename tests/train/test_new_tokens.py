@@ -21,7 +21,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.plan import NewRows
 from eyeline.generate.prompts import Prompts
 from eyeline.models import spec
-from eyeline.recipes.check import refuse_problems
+from eyeline.recipes.problems import refuse_problems
 from eyeline.recipes.read import override, run_of
 from eyeline.train.run import Run
 from tests.bundle.tiny import imported, our_logits

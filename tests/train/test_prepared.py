@@ -8,7 +8,7 @@ import pytest
 
 import eyeline.train.loop as loop
 from eyeline.core.errors import Refused, RunLocked, Stopped
-from eyeline.recipes.check import settings_problems
+from eyeline.recipes.problems import settings_problems
 from eyeline.train.prepare import prepare_stage
 from eyeline.train.stop import sole_owner
 from tests.command import Command

@@ -14,7 +14,7 @@ from eyeline.bundle.fill import load, load_for_generation
 from eyeline.checkpoint import store
 from eyeline.core.plan import PARTS
 from eyeline.parallel.launch import machine
-from eyeline.recipes.check import settings_problems
+from eyeline.recipes.problems import settings_problems
 from eyeline.train.memory import Memory, memory_of
 from eyeline.train.optim import AdamW, Muon
 from eyeline.train.run import Run

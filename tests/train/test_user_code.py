@@ -10,7 +10,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.files import read_lines
 from eyeline.core.yaml_text import write_yaml
 from eyeline.evals.result import Result
-from eyeline.recipes.check import findings
+from eyeline.recipes.problems import findings
 from eyeline.recipes.read import read_recipe
 from eyeline.study.evaluate import evaluate
 from eyeline.study.report import write_report

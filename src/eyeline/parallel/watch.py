@@ -136,12 +136,12 @@ def where_ranks_are(folder: Path, world: World) -> str:
         return {rank: where for rank in range(world.size) if rank != world.rank and (where := _read(_file(folder, rank)))}
 
     deadline = time.monotonic() + ENDING_S
-    while not any(map(_has_ended, (ranks := heard()).values())) and time.monotonic() < deadline:
+    while not any(map(has_ended, (ranks := heard()).values())) and time.monotonic() < deadline:
         time.sleep(0.05)
     furthest = max((where["step"] for where in ranks.values()), default=0)
     lines = []
     for rank, where in ranks.items():
-        silent, ended = time.time() - where["written"], _has_ended(where)
+        silent, ended = time.time() - where["written"], has_ended(where)
         if not ended and silent < LATE_S and where["step"] == furthest and len(ranks) > 1:
             continue  # it waits, as this one does
         who = f"rank {rank} (process {where['pid']} on {where['host']})"
@@ -151,7 +151,7 @@ def where_ranks_are(folder: Path, world: World) -> str:
     return "; ".join(lines)
 
 
-def _has_ended(where: dict[str, Any]) -> bool:
+def has_ended(where: dict[str, Any]) -> bool:
     """Return whether a rank on this machine does not run any more. Of another machine that is not known."""
     if where["host"] != socket.gethostname():
         return False

@@ -31,7 +31,8 @@ from eyeline.parallel.launch import Machine, machine
 from eyeline.parallel.mesh import mesh_of
 from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.parallel.rates import AxisRate, all_reduce_rates
-from eyeline.recipes.check import check, problem_list, say_line
+from eyeline.recipes.check import check, say_line
+from eyeline.recipes.problems import problem_list
 from eyeline.study.bench import ROUND_S, ROUNDS, SIDES
 from eyeline.train.environment import versions
 from eyeline.train.loop import run_folder

@@ -8,10 +8,10 @@ from typing import Any
 
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_json
-from eyeline.parallel.calls import Call, calls_in
-from eyeline.parallel.watch import CALLS, CRASH, PACKAGE
+from eyeline.parallel.calls import Call, Record, read_calls
+from eyeline.parallel.watch import CALLS, CRASH, PACKAGE, has_ended
 
-Calls = Mapping[int, Mapping[str, Mapping[int, Call]]]  # rank -> group -> number -> call
+CLOCKS_S = 5.0  # by which clocks of machines may differ, and a rank may be behind in a run without faults
 
 
 def explain_hang(run: Path) -> Iterator[str]:
@@ -22,7 +22,7 @@ def explain_hang(run: Path) -> Iterator[str]:
         raise Refused(f"{folder} has no file of a rank. Only a run of several ranks that hangs, or has lost one, has some")
     for rank, path in ranks.items():
         yield _position(rank, path)
-    yield from desynchronised_ranks({rank: calls_in(path.with_suffix(CALLS)) for rank, path in ranks.items()})
+    yield from desynchronised_ranks({rank: read_calls(path.with_suffix(CALLS)) for rank, path in ranks.items()})
 
 
 def _position(rank: int, path: Path) -> str:
@@ -31,7 +31,8 @@ def _position(rank: int, path: Path) -> str:
     except (OSError, ValueError):
         return f"rank {rank}: its file cannot be read"
     line = f", at {where['line'].removeprefix(PACKAGE)}" if where["line"] else ""
-    said = f"rank {rank} (process {where['pid']} on {where['host']}): step {where['step'] + 1}, {where['phase']}{line}"
+    how = " has ended, and was last heard of in" if has_ended(where) else ":"
+    said = f"rank {rank} (process {where['pid']} on {where['host']}){how} step {where['step'] + 1}, {where['phase']}{line}"
     crash = _crash(path.with_suffix(CRASH))
     return f"{said}; {crash}" if crash else said
 
@@ -49,16 +50,17 @@ def _crash(path: Path) -> str:
     return f"aborted ({error.group(1)}){f' in {own}' if own else ''}" if error else ""
 
 
-def desynchronised_ranks(calls: Calls) -> Iterator[str]:
-    """The first call in each group by which ranks differ, and who differs; else who has issued fewer than others."""
+def desynchronised_ranks(records: Mapping[int, Record]) -> Iterator[str]:
+    """The first call in each group by which ranks differ, and who differs; else who has issued fewer than others, where its record is
+    new enough to show that."""
     found = False
-    for group in dict.fromkeys(group for of_rank in calls.values() for group in of_rank):
-        members = {rank: of_rank[group] for rank, of_rank in calls.items() if group in of_rank}
-        lines = list(_differences(group, members)) or list(_ranks_behind(group, members))
+    for group in dict.fromkeys(group for record in records.values() for group in record.groups):
+        members = {rank: record.groups[group] for rank, record in records.items() if group in record.groups}
+        lines = list(_differences(group, members)) or list(_ranks_behind(group, members, records))
         found = found or bool(lines)
         yield from lines
     if not found:
-        yield "all ranks have issued the same collectives, as far as they are recorded: a rank hangs between two of them, or in one"
+        yield "no rank has issued other collectives than the rest, as far as they are recorded: a rank hangs between two of them, or in one"
 
 
 def _differences(group: str, members: Mapping[int, Mapping[int, Call]]) -> Iterator[str]:
@@ -84,10 +86,12 @@ def _how(own: Mapping[int, Call], reference: Mapping[int, Call], number: int) ->
     return f"it issues {here}, and the others {usual}"
 
 
-def _ranks_behind(group: str, members: Mapping[int, Mapping[int, Call]]) -> Iterator[str]:
+def _ranks_behind(group: str, members: Mapping[int, Mapping[int, Call]], records: Mapping[int, Record]) -> Iterator[str]:
+    """Ranks write their records at different moments: one is behind where it had not issued a call `CLOCKS_S` after another rank had."""
     furthest = max(max(numbers) for numbers in members.values())
     last = next(numbers[furthest] for numbers in members.values() if furthest in numbers)
     for rank, numbers in members.items():
-        if max(numbers) < furthest:
-            own = numbers[max(numbers)]
+        own = numbers[max(numbers)]
+        after = [call.issued_s for others in members.values() if (call := others.get(own.number + 1)) is not None]
+        if after and records[rank].until_s > min(after) + CLOCKS_S:
             yield f"rank {rank} is behind in {group}: its last call is {own.number} ({own.what}), others wait in {furthest} ({last.what})"

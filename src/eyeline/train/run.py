@@ -1,6 +1,6 @@
 """`Run`: a whole recipe as one frozen record, joined from the settings that each pillar declares.
 
-Nothing here is derived or looked up: `recipes/read.py` makes a Run, `recipes/check.py` examines it, `loop.py` obeys it.
+Nothing here is derived or looked up: `recipes/read.py` makes a Run, `recipes/problems.py` examines it, `loop.py` obeys it.
 """
 
 from pathlib import Path
