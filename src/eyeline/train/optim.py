@@ -12,6 +12,7 @@ from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.plan import Entry, Part, Plan
 from eyeline.core.settings import PositiveFloat, Settings, Share
 from eyeline.core.shards import held, is_sharded, mesh_of_tensor
+from eyeline.train.muon import StackedMuon
 from eyeline.train.not_compiled import NotCompiled
 from eyeline.train.small_adamw import SmallAdamW
 
@@ -102,13 +103,9 @@ class _AdamW(NotCompiled, torch.optim.AdamW):
     pass
 
 
-class _Muon(NotCompiled, torch.optim.Muon):
-    pass
-
-
 def _muon(sharded: bool) -> type[torch.optim.Muon]:
     if not sharded:
-        return _Muon
+        return StackedMuon
     from eyeline.parallel.muon import ShardedMuon
 
     return ShardedMuon
