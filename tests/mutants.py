@@ -1065,6 +1065,30 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "signals": [
         (
+            "models/two_towers.py",
+            "(M, T))[:, -1]",
+            "(M, T))[:, 0]",
+            "offline/test_similarity.py::test_vectors_are_those_of_transformers",
+        ),
+        (
+            "offline/similarity.py",
+            ".min()), DIGITS",
+            ".max()), DIGITS",
+            "offline/test_similarity.py::test_vectors_are_those_of_transformers",
+        ),
+        (
+            "offline/signals.py",
+            "if key not in whole or not same_scores:",
+            "if key not in whole:",
+            "offline/test_similarity.py::test_similarity_is_added_to_signals_that_are_there",
+        ),
+        (
+            "data/sets.py",
+            "_shortest_above(least[count - 1], least[count])",
+            "_shortest_above(least[count], 1.0)",
+            "data/test_loader.py::test_advised_validation_fraction_holds_out_so_many_images",
+        ),
+        (
             "offline/alike.py",
             "row_N[later_M] != row_N[earlier_M]",
             "row_N[later_M] >= row_N[earlier_M]",
@@ -1734,6 +1758,18 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
     ],
     "distillation": [
+        (
+            "distill/http.py",
+            " and self._others_are_answered(before)",
+            "",
+            "distill/test_server.py::test_a_server_that_fails_at_everything_ends_the_job",
+        ),
+        (
+            "distill/http.py",
+            "known.count > before or known.count == 0",
+            "True",
+            "distill/test_server.py::test_a_request_that_crashes_the_server_each_time_is_its_own_failure",
+        ),
         (
             "distill/http.py",
             "if error.code in BUSY:",

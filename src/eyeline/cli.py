@@ -168,6 +168,15 @@ def prepare(
     signals: Annotated[
         bool, typer.Option("--signals", help="Write signals of every row instead: figures to choose rows by, with `where:` of a source.")
     ] = False,
+    similarity: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            parser=_path,
+            help="With --signals: compare images and answers, too, by the SigLIP checkpoint in this folder.",
+            show_default=False,
+        ),
+    ] = None,
     ray: Ray = None,
     clean: Annotated[
         bool, typer.Option("--clean", help="Only name and delete files of attempts that were lost: another attempt's are committed.")
@@ -188,11 +197,13 @@ def prepare(
     where = Where(workers, *shard_of(shard), ray)
     if signals and (epochs > 1 or resize is not None):
         raise Refused(f"--{'epochs' if epochs > 1 else 'resize'} changes archives, and --signals writes none. Leave one of them out")
+    if similarity is not None and not signals:
+        raise Refused("--similarity is a signal, and signals are written with --signals. Give it, or leave --similarity out")
     run = without_where(run) if signals else run
     for line in refuse_problems(run):
         warn(line)
     if signals:
-        write_stage_signals(run, stage, out, where=where)
+        write_stage_signals(run, stage, out, where, similarity)
         return
     prepare_stage(run, stage, out, epochs=epochs, quality=resize, where=where)
 

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import pickletools
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -510,6 +511,21 @@ def test_settings_that_contradict_are_refused(folder: Path, open_reader) -> None
         Data(sources=(source,), validation_fraction=1)
     with pytest.raises(Refused, match="holds out none of 31 samples"):
         open_reader(validation_fraction=1e-9)
+
+
+@pytest.mark.parametrize(("fraction", "images"), [(1e-9, 2), (0.999999, 2), (1e-9, 4), (0.999999, 1)])
+def test_advised_validation_fraction_holds_out_so_many_images(folder: Path, open_reader, fraction: float, images: int) -> None:
+    write(folder, [row(f"question {n}?", f"{n % images}.png") for n in range(12)])
+    with pytest.raises(Refused, match=r"holds out (none|all) (of )?12 samples") as refused:
+        open_reader(validation_fraction=fraction)
+    if images == 1:
+        assert "these cannot be divided. Leave it out, and give validation: sources of its own" in str(refused.value)
+        return
+    advised = re.search(r"(Raise|Lower) it: (\S+) holds out (\d) images? with all samples that show", str(refused.value))
+    assert advised is not None
+    assert (advised[1], int(advised[3])) == ("Raise" if fraction < 0.5 else "Lower", images // 2)
+    held_out = rows_on(open_reader(validation_fraction=float(advised[2])).validation)
+    assert len({n % images for n in held_out}) == images // 2
 
 
 # Images

@@ -34,13 +34,14 @@ class Scripted:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     script: Scripted
+    body: dict[str, Any]
 
     def log_message(self, *args: Any) -> None:
         pass
 
     def do_POST(self) -> None:
         script: Scripted = self.server.script  # type: ignore[attr-defined]
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with script.lock:
             script.asked.append(body)
             script.headers.append(dict(self.headers))

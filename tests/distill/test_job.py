@@ -1,6 +1,8 @@
 """`eyeline distill` from a recipe: what is asked, what is kept and stored, and that a folder is a source as it stands."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,18 @@ def test_rows_that_cannot_be_asked_are_counted_by_cause(eyeline: Command, tmp_pa
     assert about["samples"] == 10 == about["kept_samples"] + sum(about["dropped"].values())
 
 
+def test_names_that_are_not_utf8_are_kept(eyeline: Command, tmp_path: Path) -> None:
+    with scripted(right) as script:
+        recipe = recipe_with(tmp_path, server(script.url))
+        named = os.fsdecode(os.fsencode(tmp_path) + b"/data/caf\xe9.json")
+        shutil.copy(tmp_path / "data" / "data.json", named)
+        recipe["distill"]["sources"] = [{"path": str(tmp_path / "data" / "*.json"), "limit": 30}]
+        done = eyeline("distill", str(write_recipe(tmp_path, recipe)), "--out", "distilled")
+    assert done.code == 0, done.err
+    ids = {row["distilled"]["sample"] for row in rows_of(tmp_path / "distilled")}
+    assert any(id.startswith("caf\udce9.json#") for id in ids), ids
+
+
 def test_a_key_that_is_not_set_is_refused_before_anything_is_written(eyeline: Command, tmp_path: Path) -> None:
     path = write_recipe(tmp_path, recipe_with(tmp_path, server("http://127.0.0.1:9/v1", key_env="NO_SUCH_KEY")))
     done = eyeline("distill", str(path), "--out", "distilled")
@@ -243,6 +257,8 @@ def test_an_answer_cut_short_is_kept_out(eyeline: Command, tmp_path: Path) -> No
         path = write_recipe(tmp_path, recipe_with(tmp_path, server(script.url)))
         done = eyeline("distill", str(path), "--out", "distilled")
     assert "answers: 10 cut" in done.out
+    assert "Nothing was kept, so there is nothing to train on. distilled/rejected has each answer with its cause" in done.out
+    assert "To train on it" not in done.out
     done = eyeline("check", str(path), "stages.0.data.sources.0.path=distilled", "--samples", "0")
     assert "distilled holds no answer that was kept; " in done.out
 

@@ -32,19 +32,6 @@ from tests.command import Command
 from tests.distill.recipe import recipe_with, rows_of, write_recipe
 from tests.train.recipe import tiny_recipe
 
-BARE = '{% set marker = "" %}{{ question }}'
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data, and a run that has learned a little."""
-    folder = tmp_path_factory.mktemp("home")
-    recipe = tiny_recipe(folder)
-    recipe["stages"] = recipe["stages"][:1]
-    train(run_of(override(recipe, ["stages.0.steps=25", "stages.0.data.augment={}"]), "recipe"))
-    (folder / "bare.jinja").write_text(BARE)
-    return folder
-
 
 def settings_of(home: Path, **more: Any) -> Distill:
     source = {"path": str(home / "data" / "data.json"), "limit": 8}

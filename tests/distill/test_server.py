@@ -15,7 +15,7 @@ from eyeline.distill.server import OpenAITeacher
 from eyeline.distill.settings import Distill
 from eyeline.distill.teacher import Request, Said
 from tests.distill.recipe import server
-from tests.distill.scripted import completion, cuts, drops, scripted, slow, status
+from tests.distill.scripted import Handler, completion, cuts, drops, scripted, slow, status
 
 KEY = "sk-canary-0123456789"
 
@@ -147,6 +147,34 @@ def test_a_teacher_that_never_answers_ends_the_job() -> None:
     assert len(script.asked) == 4
 
 
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_a_request_that_crashes_the_server_each_time_is_its_own_failure(concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyeline.distill.http.FIRST_WAIT_S", 0.001)
+
+    def crashes(handler: Handler) -> bool:
+        return "question 2" in str(handler.body) and status(500, b"Internal Server Error")(handler)
+
+    requests = [Request((Message("user", (Text(f"question {n}"),)),), n) for n in range(3)]
+    with scripted(lambda body: "fine") as script:
+        script.always = crashes
+        found = OpenAITeacher(*settings(server(script.url, retries=2, concurrency=concurrency))).answers(requests)
+    assert [one.finish for one in found] == ["stop", "stop", "failed"]
+    assert found[2].why == "HTTP 500: Internal Server Error, at each of 3 attempts, while other requests were answered"
+    assert len(script.asked) <= 2 + 3 + 1
+
+
+@pytest.mark.parametrize("answered", [0, 2])
+def test_a_server_that_fails_at_everything_ends_the_job(answered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyeline.distill.http.FIRST_WAIT_S", 0.001)
+    requests = [Request((Message("user", (Text(f"question {n}"),)),), n) for n in range(3)]
+    with scripted(lambda body: "fine") as script:
+        script.faults, script.always = [slow(0.0)] * answered, None
+        script.faults += [status(500, b"Internal Server Error")] * 9
+        with pytest.raises(TeacherFailed, match="HTTP 500: Internal Server Error"):
+            OpenAITeacher(*settings(server(script.url, retries=2, concurrency=1))).answers(requests)
+    assert len(script.asked) == (answered + 3 + 1 if answered else 3)  # the last request that was answered is tried again
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [(401, r"HTTP 401: status 401.*key_env"), (403, "HTTP 403"), (404, r"HTTP 404.*urls \(they end in /v1"), (307, "redirects elsewhere")],
@@ -241,9 +269,10 @@ def test_a_request_says_what_the_recipe_says() -> None:
     with scripted(lambda body: "fine") as script:
         more = {"temperature": 0.25, "top_p": 0.5, "max_new_tokens": 77}
         request = Request((Message("system", (Text("s"),)), Message("user", (Text("q"),))), 12)
-        OpenAITeacher(*settings(server(script.url, extra={"reasoning_effort": "low"}), **more)).answers([request])
+        OpenAITeacher(*settings(server(script.url, extra={"chat_template_kwargs": {"enable_thinking": True}}), **more)).answers([request])
         OpenAITeacher(*settings(server(script.url, seeds=False))).answers([request])
     first, second = script.asked
-    wanted = {"model": "tiny-teacher", "max_tokens": 77, "temperature": 0.25, "top_p": 0.5, "seed": 12, "reasoning_effort": "low"}
+    wanted = {"model": "tiny-teacher", "max_tokens": 77, "temperature": 0.25, "top_p": 0.5, "seed": 12}
+    wanted |= {"chat_template_kwargs": {"enable_thinking": True}}
     assert first == wanted | {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}
     assert "seed" not in second and "top_p" not in second

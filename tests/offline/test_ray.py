@@ -1,19 +1,30 @@
 """The same bytes from actors of a Ray cluster, one of which is killed; it is started here, which takes seconds."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from eyeline.bundle.two_towers import open_two_towers
 from eyeline.core.errors import Quarantined, Refused, StorageFailed
+from eyeline.data.sources.sources import Source, open_source
+from eyeline.data.text.templates import TEMPLATES
+from eyeline.data.text.tokenizer import Encoder
 from eyeline.offline.attempt import Job
 from eyeline.offline.manifests import quarantined_numbers
 from eyeline.offline.run import Where, run
+from eyeline.offline.signals import write_signals
 from eyeline.offline.store import LocalStore
+from tests.bundle.tiny import tokenizer
+from tests.bundle.towers import save_towers
+from tests.command import Command
+from tests.offline.alarmed import AlarmedTowers
+from tests.offline.cluster import ray_here
 from tests.offline.fake_store import FakeStore
-from tests.offline.rows_job import JOB, Crash, assert_every_row_once, plan_of, visible
-
-ROOT = Path(__file__).parents[2]
+from tests.offline.rows_job import JOB, Crash, SeesGpus, assert_every_row_once, plan_of, visible
+from tests.offline.signal_files import files_of
+from tests.train.recipe import tiny_recipe
 
 
 def test_ray_that_is_not_installed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,11 +35,8 @@ def test_ray_that_is_not_installed_is_refused_with_what_to_install(monkeypatch: 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    paths = f"{ROOT / 'src'}:{ROOT}:{Path(ray.__file__).parents[1]}"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
-    yield
-    ray.shutdown()
+    with ray_here():
+        yield
 
 
 @pytest.mark.slow
@@ -56,3 +64,40 @@ def test_what_kills_every_actor_is_given_up_and_expected_failures_are_raised(clu
             Where(2, ray="local"),
             lambda _: None,
         )
+
+
+@pytest.mark.slow
+def test_actors_of_accelerated_work_have_a_gpu_each(cluster: None, tmp_path: Path) -> None:
+    for accelerated, wanted in ((True, {"0"}), (False, {""})):
+        plan = plan_of(LocalStore(tmp_path / str(accelerated)), 4)
+        assert run(Job("rows", SeesGpus(), accelerated=accelerated), plan, Where(ray="local"), lambda _: None)
+        assert {data.decode() for name, data in visible(plan).items() if name.endswith("gpus.txt")} == wanted
+
+
+@pytest.mark.slow
+def test_signals_from_actors_are_the_same_with_one_killed(cluster: None, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    rows = open_source(Source(path=recipe["stages"][0]["data"]["sources"][0]["path"]))
+    towers = open_two_towers(save_towers(tmp_path / "towers"), "cpu", None)
+    encoder, alarm = Encoder(tokenizer(TEMPLATES["plain"]), TEMPLATES["plain"]), tmp_path / "alarm"
+    assert write_signals([rows], encoder, None, tmp_path / "one", Where(), towers) is not None
+    alarm.touch()
+    assert write_signals([rows], encoder, None, tmp_path / "two", Where(2, ray="local"), AlarmedTowers(towers, alarm)) is not None
+    assert not alarm.exists()
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_commands_on_ray_write_the_same(cluster: None, eyeline: Command, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(json.dumps(tiny_recipe(tmp_path)))
+    for more in ((), ("--signals",)):
+        for name, how in (("here", ()), ("there", ("--ray", "local"))):
+            done = eyeline("prepare", "tiny.yaml", "--stage", "0", "--out", f"{name}{len(more)}", *how, *more)
+            assert done.code == 0, done.err
+        assert contents_of(tmp_path / f"here{len(more)}") == contents_of(tmp_path / f"there{len(more)}")
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and "job" not in p.relative_to(folder).parts
+    }

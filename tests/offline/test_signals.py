@@ -1,6 +1,5 @@
 """`eyeline prepare --signals`: figures of every row, the same bytes however they were computed; duplicates that were put there by hand."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -11,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from eyeline.core.errors import Refused, StorageFailed
+from eyeline.core.errors import Refused, Stopped, StorageFailed
 from eyeline.core.image_rule import ImageRule
 from eyeline.data.containers import json_rows
-from eyeline.data.signals.columns import COLUMNS, MANIFEST, columns_key, key_of, open_signals
+from eyeline.data.signals.columns import MANIFEST, columns_key, key_of, open_signals
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.text.tokenizer import Encoder
 from eyeline.offline import signals
@@ -25,6 +24,7 @@ from eyeline.offline.signals import Made, write_signals
 from eyeline.offline.store import LocalStore
 from tests.command import Command
 from tests.data.llava_rows import row
+from tests.offline.signal_files import files_of
 from tests.train.recipe import tiny_recipe
 
 LONG = "the quick brown fox jumps over the lazy dog and runs far away from all of the other animals in this old forest"
@@ -72,13 +72,7 @@ def table_of(rows: Rows, folder: Path) -> dict[str, list]:
     assert found is not None
     keys = [key_of(shard, rows.layout.identity, rows.root, rows.path) for shard in rows.shards]
     tables = [found.table(key) for key in keys]
-    return {name: np.concatenate([table[name] for table in tables]).tolist() for name in ("id", "usable", *COLUMNS)}
-
-
-def files_of(folder: Path) -> dict[str, str]:
-    """What a reader sees, and the links of duplicates."""
-    there = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).parts[0] in (MANIFEST, "columns")]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in there}
+    return {name: np.concatenate([table[name] for table in tables]).tolist() for name in ("id", "usable", *found.columns)}
 
 
 def test_columns_by_hand(rows: Rows, plain: Encoder, rule: ImageRule, tmp_path: Path) -> None:
@@ -129,7 +123,7 @@ def test_a_killed_job_resumes_to_the_same_bytes(
 
     with monkeypatch.context() as patch:
         patch.setattr(signals.WriteSignals, "__call__", dies)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Stopped, match=r"stopped: 2 of \d+ partitions of signals are done, and the same command does the rest"):
             write_signals([rows], plain, rule, tmp_path / "two", Where())
     assert not (tmp_path / "two" / MANIFEST).exists()
     write_signals([rows], plain, rule, tmp_path / "two", Where())
@@ -178,7 +172,9 @@ def test_the_command_writes_and_says_what(eyeline: Command, tmp_path: Path) -> N
     done = eyeline(*asked)
     assert (done.code, done.err) == (0, "")
     assert "signals: signals of 24 rows. 0 cannot be used" in done.out
-    assert "signals: " in eyeline("report", "signals").out
+    told = eyeline("report", "signals").out
+    assert "signals: 1 of 1 partitions are done: 24 rows" in told
+    assert "duplicates: 1 of 1 partitions are done: " in told and " 0 rows" not in told
     refused = eyeline(*asked, "--resize", "90")
     assert refused.code == 2
     assert "--resize changes archives, and --signals writes none" in refused.err

@@ -31,7 +31,7 @@ def write(folder: Path, count: int, shards: int = 2) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         stored[key] = Stored(hashlib.sha256(data).hexdigest(), len(rows), f"a.json {n}")
-    (folder / MANIFEST).write_text(write_manifest(stored, {}))
+    (folder / MANIFEST).write_text(write_manifest(stored, {}, list(COLUMNS)))
 
 
 def test_figures_by_hand(eyeline: Command, tmp_path: Path) -> None:

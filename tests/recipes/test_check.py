@@ -120,11 +120,14 @@ def test_a_good_recipe_has_none(tmp_path: Path) -> None:
         ("stages.0.data.sources.0.categories=[purple]", ["purple"]),
         (
             "stages.1.data.validation_fraction=0.000001",
-            ["stages.adapt.data: validation_fraction=1e-06 holds out none of 24 samples", "Raise it: 0.42 would hold out about ten"],
+            [
+                "stages.adapt.data: validation_fraction=1e-06 holds out none of 24 samples",
+                "Raise it: 0.5 holds out 10 images with all samples",
+            ],
         ),
         (
             "stages.1.data.validation_fraction=0.999999",
-            ["stages.adapt.data: validation_fraction=0.999999 holds out all 24 samples", "Lower it"],
+            ["stages.adapt.data: validation_fraction=0.999999 holds out all 24 samples", "Lower it: 0.5 holds out 10"],
         ),
         (
             "stages.0.data.sources.0.categories=[]",

@@ -1,6 +1,7 @@
 """Folders of other people's JSON, and folders of ours that appear whole."""
 
 import grp
+import hashlib
 import os
 import pwd
 import shutil
@@ -16,6 +17,8 @@ from eyeline.core.errors import Refused
 from eyeline.core.files import read_object, storage_failed, sync_folder
 from eyeline.core.log import warn
 from eyeline.models.hf.config_json import refuse_quantised
+
+ENDS = 1 << 20  # bytes at each end of a large file that its digest covers
 
 
 @contextmanager
@@ -180,3 +183,15 @@ def _processor(folder: Path, name: str, part: str) -> dict[str, Any] | None:
     whole = read_object(folder / "processor_config.json") if (folder / "processor_config.json").exists() else {}
     found = whole.get(part)
     return found if isinstance(found, dict) else None
+
+
+def digest_of_files(folder: Path) -> str:
+    """A digest of the weights and settings in a folder: of names, sizes, and contents; of large files of both ends."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".json")):
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            head = file.read(ENDS)
+            file.seek(max(size - ENDS, len(head)))
+            digest.update(repr((str(path.relative_to(folder)), size, hashlib.sha256(head + file.read(ENDS)).hexdigest())).encode())
+    return digest.hexdigest()[:16]

@@ -9,7 +9,7 @@ import torch
 def seed_for(seed: int, purpose: str, *index: int) -> int:
     """A 63-bit seed for one address. Different addresses give unrelated seeds (SHA-256)."""
     text = "/".join([str(seed), purpose, *map(str, index)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
 def rng_for(seed: int, purpose: str, *index: int) -> np.random.Generator:

@@ -3,8 +3,10 @@
 That is before there is a tokenizer, and so before there is an index.
 """
 
-from collections.abc import Iterable, Iterator
+from bisect import insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import floor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from eyeline.core.errors import BadSample, Refused
 from eyeline.core.locations import is_url
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings, Share
 from eyeline.core.user_code import with_files
+from eyeline.core.words import counted
 from eyeline.data.containers.container import RETRIES
 from eyeline.data.images.image_files import hold_out_draw, names_of
 from eyeline.data.images.patches import Augment
@@ -22,6 +25,8 @@ from eyeline.data.prepared.folder import Prepared, open_prepared
 from eyeline.data.sources.sources import Place, Rows, Source, open_source
 from eyeline.data.text.documents import Overlong
 from eyeline.data.workers import Workers
+
+ADVISED = 10  # images that a message about validation_fraction proposes to hold out
 
 
 class Data(Settings):
@@ -85,7 +90,12 @@ def open_each(sources: Iterable[Source], retries: int = RETRIES) -> tuple[Rows, 
 
 def held_out(rows: Rows, place: Place, found: Sample | BadSample, share: float) -> bool:
     """Return whether a row is kept for validation: when any of its images is held out, so that training never sees one of those."""
-    return share > 0 and hold_out_draw(names_of(found, rows.id(place), rows.root)) < share
+    return share > 0 and _draw(rows, place, found) < share
+
+
+def _draw(rows: Rows, place: Place, found: Sample | BadSample) -> float:
+    """The fraction above which a row is held out."""
+    return hold_out_draw(names_of(found, rows.id(place), rows.root))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,29 +143,40 @@ def open_sides(data: Data) -> Divided:
     sources, validation = open_each(data.sources, data.read_retries), open_each(data.validation, data.read_retries)
     for rows in (*sources, *validation):
         _refuse_absent_kinds(rows)
-    sides = {False: False, True: not data.validation_fraction}
-    looked = 0
+    _refuse_empty_side(sources, data.validation_fraction)
+    return Divided(sources, validation or (sources if data.validation_fraction else ()))
+
+
+def _refuse_empty_side(sources: Sequence[Rows], fraction: float) -> None:
+    """Refused when nothing is left to train on, or nothing is held out; with a fraction that does both, where there is one."""
+    looked, trains, least = 0, False, list[float]()  # the smallest draws, one per image
     for rows in sources:
         for place, _, found in rows.kept_rows():
             looked += 1
-            sides[held_out(rows, place, found, data.validation_fraction)] = True
-            if all(sides.values()):
-                break
-        if all(sides.values()):
-            break
+            draw = _draw(rows, place, found) if fraction else 1.0
+            trains |= draw >= fraction
+            if draw not in least:
+                insort(least, draw)
+                del least[2 * ADVISED + 1 :]
+            if trains and (not fraction or least[0] < fraction):
+                return
     if not looked:
         raise Refused("no sample is left to train on: " + ", ".join(f"{r.path} has 0 after {r.source.choice}" for r in sources))
-    if not sides[False]:
-        raise Refused(
-            f"validation_fraction={data.validation_fraction} holds out all {looked} samples, and none is left to train on. Lower it"
-        )
-    if not sides[True]:
-        share = min(10 / looked, 0.5)
-        raise Refused(
-            f"validation_fraction={data.validation_fraction} holds out none of {looked} samples. Raise it: {share:.2g} would hold out "
-            "about ten"
-        )
-    return Divided(sources, validation or (sources if data.validation_fraction else ()))
+    held = f"none of {counted(looked, 'sample')}" if trains else f"all {counted(looked, 'sample')}, and none is left to train on"
+    said = f"validation_fraction={fraction} holds out {held}"
+    if len(least) == 1:
+        one_side = "Samples that show the same image are all on one side, so these cannot be divided"
+        raise Refused(f"{said}. {one_side}. Leave it out, and give validation: sources of its own")
+    count = min(ADVISED, len(least) // 2)
+    share = _shortest_above(least[count - 1], least[count])
+    of_them = f"{counted(count, 'image')} with all samples that show {'it' if count == 1 else 'them'}"
+    raise Refused(f"{said}. {'Raise' if trains else 'Lower'} it: {share:g} holds out {of_them} (a sample without an image counts as one)")
+
+
+def _shortest_above(low: float, high: float) -> float:
+    """The number of the fewest digits that is larger than `low`, and not larger than `high`."""
+    values = (round(floor(low * 10**digits + 1) / 10**digits, digits) for digits in range(1, 17))
+    return next((value for value in values if low < value <= high), high)
 
 
 def _refuse_absent_kinds(rows: Rows) -> None:

@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from eyeline.core.errors import Refused, TeacherFailed
 
@@ -24,6 +24,7 @@ MOST_BYTES = 64 << 20  # of an answer
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 MOST_TOLD_S = 600.0  # that a server may tell a client to wait
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 507, 529)  # may be gone the next time
+DEFECT = 500  # may also be the answer to this request alone, each time: an image that crashes the server's processor
 NO_ENTRY = (401, 403, 404, 405)  # of the key, the URL or the model: the same for every request
 SHOWN = 300  # characters of a server's message
 
@@ -37,9 +38,17 @@ class Denied(Exception):
 class _Again(Exception):
     """A failure that may be gone the next time; `wait_s` is what the server told."""
 
-    def __init__(self, message: str, wait_s: float | None = None):
+    def __init__(self, message: str, wait_s: float | None = None, status: int | None = None):
         super().__init__(message)
-        self.wait_s = wait_s
+        self.wait_s, self.status = wait_s, status
+
+
+class _Answered(NamedTuple):
+    """The requests that were answered: how many, and the last one."""
+
+    count: int = 0
+    path: str = ""
+    data: bytes = b""
 
 
 @dataclass(eq=False)
@@ -67,25 +76,44 @@ class Servers:
     def __post_init__(self) -> None:
         self._servers = [_Server(url) for url in self.urls]
         self._opener = urllib.request.build_opener(_NoRedirect)
+        self._answered = _Answered()
 
     def post(self, path: str, body: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
         """What `read` makes of the JSON object that a server answers with; ValueError for one that is not an answer. Denied where a server
         refuses this request; Refused where it would refuse any; TeacherFailed where none has answered after all retries."""
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+        failures, before = list[_Again](), self._answered.count
         for _ in range(self.retries + 1):
             with self._free_server() as server:
                 try:
                     found = self._tried(f"{server.url}/{path}", data, server, read)
                 except _Again as again:
+                    failures.append(again)
                     self._rest(server, again)
                     continue
-                server.failures = 0
+                with self._lock:
+                    server.failures = 0
+                    self._answered = _Answered(self._answered.count + 1, path, data)
                 return found
+        if len(failures) > 1 and all(one.status == DEFECT for one in failures) and self._others_are_answered(before):
+            raise Denied(f"{failures[-1]}, at each of {len(failures)} attempts, while other requests were answered")
         last = "; ".join(f"{server.url}: {server.last}" for server in self._servers if server.last)
         raise TeacherFailed(
             f"the teacher did not answer a request after {self.retries + 1} attempts ({last}). Once it does, the same command resumes: "
             "what is committed is not asked again. distill.teacher.retries and timeout say how patient it is"
         )
+
+    def _others_are_answered(self, before: int) -> bool:
+        """Return whether a request was answered since `before` were, or the last one that was would be again."""
+        known = self._answered
+        if known.count > before or known.count == 0:
+            return known.count > before
+        with self._free_server() as server:
+            try:
+                self._tried(f"{server.url}/{known.path}", known.data, server, lambda answer: answer)
+            except (_Again, Denied):
+                return False
+        return True
 
     @contextmanager
     def _free_server(self) -> Iterator[_Server]:
@@ -159,7 +187,7 @@ class Servers:
         said = self._without_key(_message_of(error))
         what = f"HTTP {error.code}{f': {said}' if said else ''}"
         if error.code in BUSY:
-            return _Again(what, told_wait_s(error.headers))  # pyright: ignore[reportArgumentType]: a Message is a mapping
+            return _Again(what, told_wait_s(error.headers), error.code)  # pyright: ignore[reportArgumentType]: a Message is a mapping
         if 300 <= error.code < 400:
             return Refused(f"{url} redirects elsewhere ({what}), and the key is not sent to other hosts. Give the URL that it redirects to")
         if error.code in NO_ENTRY:

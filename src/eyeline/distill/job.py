@@ -12,6 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -20,6 +21,7 @@ import numpy as np
 from eyeline import __version__
 from eyeline.core.errors import Refused, StorageFailed
 from eyeline.core.files import claimed, make_folder, read_object, sha256_of, storage_failed, write_json
+from eyeline.data.plan.order import Longs
 from eyeline.data.reader import digest_of
 from eyeline.data.sets import open_each
 from eyeline.data.sources.source_files import DISTILLED
@@ -39,6 +41,7 @@ from eyeline.offline.run import Where
 from eyeline.parallel.secrets import secret_named
 
 JOB = "distill"
+REJECTS = "rejected"  # the folder of answers that are not kept
 VERSION = 1  # of the rows and of distilled.json
 
 
@@ -113,7 +116,8 @@ def distill(settings: Distill, student: Student, folder: Path, where: Where) -> 
     try:
         plan = _plan(asker, student, folder)
         write = WriteAnswers(asker, planned_file(plan, "rows.npy"), folder / IMAGES, template_thinks(student.template))
-        if not run_job(Job(JOB, write, repeatable=False), plan, where, folder, set()):
+        job = Job(JOB, write, repeatable=False, accelerated=asker.teacher.accelerated)
+        if not run_job(job, plan, where, folder, set()):
             return None
     finally:
         asker.teacher.close()
@@ -137,19 +141,19 @@ def _plan(asker: Asker, student: Student, folder: Path) -> Plan:
     }
 
     def draft(here: Path) -> Draft:
-        rows = list(all_rows(asker))
-        if not rows:
+        row_R5 = np.fromiter((number for row in all_rows(asker) for number in (row.source, *row.place)), np.int64).reshape(-1, 5)
+        if not len(row_R5):
             raise Refused("the sources of distill have no sample left after categories and limit")
-        np.save(here / "rows.npy", np.array([[row.source, *row.place] for row in rows], np.int64))
-        return Draft(_partitions(asker, rows, settings.partition_rows))
+        np.save(here / "rows.npy", row_R5)
+        return Draft(_partitions(asker, row_R5, settings.partition_rows))
 
     return open_job(folder, JOB, identity, draft)
 
 
-def _partitions(asker: Asker, rows: Sequence[Row], size: int) -> Iterator[Partition]:
-    for number, start in enumerate(range(0, len(rows), size)):
-        mine = rows[start : start + size]
-        shards = [asker.sources[source].shards[shard] for source, shard in dict.fromkeys((row.source, row.place.shard) for row in mine)]
+def _partitions(asker: Asker, row_R5: Longs, size: int) -> Iterator[Partition]:
+    for number, start in enumerate(range(0, len(row_R5), size)):
+        mine = row_R5[start : start + size]
+        shards = [asker.sources[source].shards[shard] for source, shard in dict.fromkeys(map(tuple, mine[:, :2].tolist()))]
         inputs = dict.fromkeys(Input(about.name, about.bytes, about.fingerprint) for about in shards)
         yield Partition(number, tuple(inputs), len(mine), [start, start + len(mine)])
 
@@ -164,22 +168,21 @@ def complete(plan: Plan, folder: Path) -> Summary:
         before = Summary(**read_object(path))
         if all(_is_whole(folder, one) for one in before.files):
             return before
-    make_folder(folder / "rejected")
-    committed, answers, tokens = list(manifests(plan)), Counter[str](), Counter[str]()
-    dropped = Counter[str]()
-    for one in committed:
-        counts = json.loads(_output(plan, one, COUNTS).read_bytes())
-        answers.update(counts.pop("answers"))
-        tokens.update(counts)
-        dropped.update(one.counts)
+    make_folder(folder / REJECTS)
+    answers, tokens, dropped, kept = Counter[str](), Counter[str](), Counter[str](), 0
     files: list[dict[str, Any]] = []
-    for group in plan.groups:
-        mine = [one for one in committed if one.number // GROUP == group]
-        _joined(plan, mine, REJECTED, folder / "rejected" / f"{group:05d}.jsonl")
+    for group, some in groupby(manifests(plan), key=lambda one: one.number // GROUP):
+        mine = list(some)
+        for one in mine:
+            counts = json.loads(_output(plan, one, COUNTS).read_bytes())
+            answers.update(counts.pop("answers"))
+            tokens.update(counts)
+            dropped.update(one.counts)
+            kept += one.rows
+        _joined(plan, mine, REJECTED, folder / REJECTS / f"{group:05d}.jsonl")
         rows = _joined(plan, mine, SAMPLES, made := folder / f"samples-{group:05d}.jsonl")
         if rows:
             files.append({"name": made.name, "bytes": made.stat().st_size, "sha256": sha256_of(made), "rows": rows})
-    kept = sum(one.rows for one in committed)
     about = {name: value for name, value in plan.head.identity.items() if name != "code"}
     figures = {name: tokens[name] for name in ("prompt_tokens", "answer_tokens", "unmeasured")}
     by_cause = [dict(sorted(counts.items(), key=lambda item: -item[1])) for counts in (dropped, answers)]

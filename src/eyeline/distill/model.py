@@ -1,6 +1,5 @@
 """A teacher in this process: a folder's model, answered by our own `generate`, several prompts at a time."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ import torch
 from eyeline.bundle.bundle import Opened, open_bundle
 from eyeline.bundle.computing import choose_kernels
 from eyeline.bundle.fill import load_for_generation
+from eyeline.bundle.folders import digest_of_files
 from eyeline.core.batch import Document
 from eyeline.core.errors import BadSample, fitting
 from eyeline.core.plan import Spec
@@ -24,8 +24,6 @@ from eyeline.generate.sampling import Sampling
 from eyeline.models import Model
 from eyeline.models import spec as spec_of
 from eyeline.parallel.launch import machine
-
-ENDS = 1 << 20  # bytes at each end of a large file that its digest covers
 
 
 class _Loaded(NamedTuple):
@@ -60,6 +58,10 @@ class FolderTeacher:
     @property
     def keeps_seeds(self) -> bool:
         return True
+
+    @property
+    def accelerated(self) -> bool:
+        return self.device != "cpu"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("teacher", "settings", "device", "threads")}
@@ -144,13 +146,5 @@ def text_of(tokens: Sequence[int], encoder: Encoder) -> str:
 
 
 def digest_of_weights(opened: Opened) -> str:
-    """A digest of the files of a model: of names, sizes, and contents; of large files of both ends."""
-    folder = opened.folder if opened.checkpoint is None else opened.checkpoint.folder
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".json")):
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            head = file.read(ENDS)
-            file.seek(max(size - ENDS, len(head)))
-            digest.update(repr((str(path.relative_to(folder)), size, hashlib.sha256(head + file.read(ENDS)).hexdigest())).encode())
-    return digest.hexdigest()[:16]
+    """A digest of the files of a model."""
+    return digest_of_files(opened.folder if opened.checkpoint is None else opened.checkpoint.folder)

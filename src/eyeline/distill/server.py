@@ -49,6 +49,10 @@ class OpenAITeacher:
     def keeps_seeds(self) -> bool:
         return self.teacher.seeds
 
+    @property
+    def accelerated(self) -> bool:
+        return False
+
     def __getstate__(self) -> dict[str, Any]:
         return {"teacher": self.teacher, "settings": self.settings}
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from eyeline.core.errors import nearest
 from eyeline.core.settings import NotNegative, NotNegativeFloat, PathText, Positive, PositiveFloat, Settings, Share
@@ -22,7 +22,7 @@ class ServerTeacher(Settings):
     retries: NotNegative = 8  # of a request that a server did not answer, or was too busy for
     seeds: bool = True  # send a seed with each request; false: the server refuses seeds
     max_side: Positive | None = None  # pixels of the longer side that images are scaled down to before they are sent
-    extra: dict[str, bool | int | float | str] = Field(default={})  # further fields of each request, such as reasoning_effort: low
+    extra: dict[str, JsonValue] = Field(default={})  # further fields of each request: chat_template_kwargs: {enable_thinking: true}
 
     @field_validator("urls")
     @classmethod
@@ -36,7 +36,7 @@ class ServerTeacher(Settings):
 
     @field_validator("extra")
     @classmethod
-    def _not_ours(cls, extra: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+    def _not_ours(cls, extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
         ours = [name for name in OURS if name in extra]
         if ours:
             raise ValueError(f"{', '.join(ours)} is set by other settings (temperature, top_p, max_new_tokens, n). Leave it out of extra")

@@ -46,6 +46,9 @@ class Asking(Protocol):
     @property
     def keeps_seeds(self) -> bool: ...  # whether a request's seed is used
 
+    @property
+    def accelerated(self) -> bool: ...  # whether it computes where it is asked, on a GPU if there is one
+
     def answers(self, requests: Sequence[Request]) -> list[Said]:
         """The answers, in order. Refused, TeacherFailed and OutOfMemory end the job."""
         ...

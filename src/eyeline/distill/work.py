@@ -50,7 +50,8 @@ class WriteAnswers:
         dropped = [line for one in outcomes for line in rejected_lines(one)]
         try:
             for name, lines in ((SAMPLES, kept), (REJECTED, dropped)):
-                (folder / name).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+                text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                (folder / name).write_bytes(text.encode("utf-8", "backslashreplace"))  # names of files may hold what is not UTF-8
             (folder / COUNTS).write_text(json.dumps(counts_of(outcomes)))
         except OSError as error:
             raise storage_failed("write", folder, error) from error

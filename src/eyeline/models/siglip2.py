@@ -11,6 +11,7 @@ Dims: P patches of all images end to end  C numbers of a patch  D width  N image
 """
 
 import math
+from typing import Protocol
 
 import torch
 from pydantic import model_validator
@@ -66,8 +67,24 @@ class Config(Settings):
         return ImageRule(self.patch, merge, self.mean, self.std, self.resample, resize)
 
 
+class BlockSizes(Protocol):
+    """What a block needs to know of its tower."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def eps(self) -> float: ...
+
+
 class Attention(nn.Module):
-    def __init__(self, c: Config):
+    def __init__(self, c: BlockSizes):
         super().__init__()
         self.K = c.hidden_size // c.heads
         self.q, self.k, self.v, self.o = (Linear(c.hidden_size, c.hidden_size, target=f"{name}_proj") for name in "qkvo")
@@ -84,7 +101,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c: Config):
+    def __init__(self, c: BlockSizes):
         super().__init__()
         self.norm1, self.norm2 = LayerNorm(c.hidden_size, c.eps), LayerNorm(c.hidden_size, c.eps)
         self.attn, self.mlp = Attention(c), GeluMLP(c.hidden_size, c.intermediate_size)

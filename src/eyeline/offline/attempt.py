@@ -5,7 +5,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,6 +33,7 @@ class Job:
     name: str
     work: Callable[[Partition, Path], Done]
     repeatable: bool = True  # else what another attempt committed may differ, and cannot be made again
+    accelerated: bool = False  # it computes on a GPU where there is one
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ def is_whole(path: Path, output: Output) -> bool:
         return False
 
 
-def content_digest(manifests: list[Manifest]) -> str:
+def content_digest(manifests: Iterable[Manifest]) -> str:
     """A digest of what the outputs hold, independent of the writer."""
-    return hashlib.sha256(repr([(one.number, one.outputs) for one in manifests]).encode()).hexdigest()
+    digest = hashlib.sha256(b"[")
+    for n, one in enumerate(manifests):
+        digest.update((", " * bool(n) + repr((one.number, one.outputs))).encode())
+    digest.update(b"]")
+    return digest.hexdigest()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eyeline.core.errors import StorageFailed
+from eyeline.core.errors import Stopped, StorageFailed
 from eyeline.core.files import sha256_of
 from eyeline.offline.attempt import Job
 from eyeline.offline.manifests import Manifest, missing_numbers
@@ -25,11 +25,15 @@ def open_job(
 
 
 def run_job(job: Job, plan: Plan, where: Where, folder: Path, damaged: set[int]) -> bool:
-    """Do what is missing or damaged of this job's share. Return whether the plan is complete."""
+    """Do what is missing or damaged of this job's share. Return whether the plan is complete. Stopped by Ctrl-C."""
     left = len(damaged) + sum(where.has(number) for number in missing_numbers(plan))
     name = "metrics.jsonl" if where.shards == 1 else f"metrics-{where.shard}-of-{where.shards}.jsonl"
-    with progress(job.name, left, folder / JOBS / name) as tell:
-        return run(job, plan, where, tell, frozenset(damaged))
+    try:
+        with progress(job.name, left, folder / JOBS / name) as tell:
+            return run(job, plan, where, tell, frozenset(damaged))
+    except KeyboardInterrupt:
+        done = len(plan) - sum(1 for _ in missing_numbers(plan))
+        raise Stopped(f"stopped: {done:,} of {len(plan):,} partitions of {job.name} are done, and the same command does the rest") from None
 
 
 def folder_of(plan: Plan) -> Path:

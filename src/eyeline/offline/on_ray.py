@@ -1,6 +1,7 @@
 """Workers on a Ray cluster. The one file that imports ray.
 
-A worker is an actor of one CPU that keeps what its work needs between partitions. There are as many tasks out as there are actors, so
+A worker is an actor of one CPU, and of one GPU where its work computes on one and the cluster has some, that keeps what its work needs
+between partitions: a model stays loaded. There are as many tasks out as there are actors, so
 results never pile up. An actor that is lost, with its node or alone, is replaced by a new one, wherever there is room.
 """
 
@@ -27,15 +28,19 @@ class Doer:
         return result_of(lambda job, at: self.work(job), one, lambda part, phase: None)  # noqa: ARG005 - a task has no parts
 
 
-def results_on_ray(work: Callable[[A], R], asked: Iterator[A], count: int, address: str) -> Iterator[tuple[A, R | str]]:
+def results_on_ray(
+    work: Callable[[A], R], asked: Iterator[A], count: int, address: str, accelerated: bool = False
+) -> Iterator[tuple[A, R | str]]:
     """Each task with its result, or with a text that says how its actor was lost. Expected errors of the work are raised.
 
-    `count` actors, or, if it is 0, one for each CPU of the cluster.
+    `count` actors, or, if it is 0, one for each CPU of the cluster; for each GPU where the work is `accelerated` and there are some.
     """
     ray = _connected(address)
-    actor = ray.remote(num_cpus=1, max_restarts=0)(Doer)
+    there = ray.cluster_resources()
+    gpus = accelerated and there.get("GPU", 0) >= 1
+    actor = ray.remote(num_cpus=1, num_gpus=int(gpus), max_restarts=0)(Doer)
     kept = ray.put(work)  # once, however many actors there are
-    count = count or max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    count = count or max(int(there.get("GPU" if gpus else "CPU", 1)), 1)
     busy: dict[Any, tuple[Any, A]] = {}  # what will come -> who makes it, of what
     idle: list[Any] = []
     try:

@@ -212,7 +212,7 @@ def _plan_of_packs(reader: Reader, budget: Budget, folder: Path, packs: int | No
         "settings": choice(reader.data),
         "packs": packs,
         "resize": quality,
-        "images": content_digest(list(manifests(indexes.plan))),
+        "images": content_digest(manifests(indexes.plan)),
         "code": CODE,
     }
 

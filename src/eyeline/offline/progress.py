@@ -46,11 +46,11 @@ def progress(what: str, partitions: int, metrics: Path) -> Iterator[Callable[[Ou
                     "elapsed_s": round(now - start, 3),
                 },
             )
-            rate = rows / max(now - start, 1e-9)
-            bar.update(task, completed=done, description=f"{what}, {rate:,.0f} rows/s")
+            rate = f", {rows / max(now - start, 1e-9):,.0f} rows/s" if rows else ""
+            bar.update(task, completed=done, description=f"{what}{rate}")
             if not console.is_terminal and now - shown_at >= QUIET_S:
                 shown_at = now
                 left = duration((now - start) / done * max(partitions - done, 0))
-                say(f"{what}: {done:,} of {partitions:,} partitions, {rate:,.0f} rows/s, ETA {left}")
+                say(f"{what}: {done:,} of {partitions:,} partitions{rate}, ETA {left}")
 
         yield tell

@@ -39,12 +39,14 @@ def report_of(plan: Plan) -> str:
         workers.add(one.worker)
         rows += one.rows
         size += sum(output.bytes for output in one.outputs)
-    lines = [f"{plan.head.job}: {len(seconds):,} of {len(plan):,} partitions are done: {rows:,} rows, {size:,} bytes"]
+    counted = rows + dropped.total()  # none where the job's input is not rows
+    kept = f"{rows:,} rows, " if counted else ""
+    lines = [f"{plan.head.job}: {len(seconds):,} of {len(plan):,} partitions are done: {kept}{size:,} bytes"]
     if seconds:
         spent, ordered = sum(seconds.values()), sorted(seconds.values())
         median, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
-        rate = f"{(rows + dropped.total()) / max(spent, 1e-9):,.0f} rows/s per worker"
-        lines.append(f"  {rate}, {len(workers):,} workers; a partition takes {median:.2f} s (median), {p99:.2f} s (p99)")
+        rate = f"{counted / max(spent, 1e-9):,.0f} rows/s per worker, " if counted else ""
+        lines.append(f"  {rate}{len(workers):,} workers; a partition takes {median:.2f} s (median), {p99:.2f} s (p99)")
         slow = sorted((number for number, taken in seconds.items() if taken > SLOW * median), key=lambda number: -seconds[number])
         if slow:
             lines.append(f"  slower than {SLOW} × the median: {_listed([f'{number} ({seconds[number]:.2f} s)' for number in slow])}")

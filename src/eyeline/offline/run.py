@@ -90,7 +90,7 @@ def run(job: Job, plan: Plan, where: Where, tell: Callable[[Outcome], None], dam
     working = Working(job, plan.store, plan.digest)
     suspects: list[Asked] = []
     asked = (one for one in _asked(plan, where, damaged) if one.partition.number not in given_up)
-    for one, result in results(working, takewhile(lambda _: len(suspects) < MOST_CRASHES, asked), where):
+    for one, result in results(working, takewhile(lambda _: len(suspects) < MOST_CRASHES, asked), where, job.accelerated):
         if isinstance(result, str):
             suspects.append(one)
         else:
@@ -125,7 +125,7 @@ def _tried_alone(working: Working, asked: Asked, where: Where, tell: Callable[[O
     """Try a partition with nothing else at work. Return how the last worker crashed, if all did."""
     why = ""
     for _ in range(TRIES):
-        [(_, result)] = results(working, iter([asked]), replace(where, workers=1))
+        [(_, result)] = results(working, iter([asked]), replace(where, workers=1), working.job.accelerated)
         if not isinstance(result, str):
             tell(result)
             return None
@@ -146,10 +146,11 @@ def _quarantined(job: Job, plan: Plan, why: dict[int, str]) -> Quarantined:
 # Where the work is done
 
 
-def results(work: Callable[[A], R], asked: Iterator[A], where: Where) -> Iterator[tuple[A, R | str]]:
-    """Each task with its result, or with a text that says how its worker crashed. Here, without workers, a crash is this process's."""
+def results(work: Callable[[A], R], asked: Iterator[A], where: Where, accelerated: bool = False) -> Iterator[tuple[A, R | str]]:
+    """Each task with its result, or with a text that says how its worker crashed. Here, without workers, a crash is this process's.
+    `accelerated`: the work computes on a GPU where there is one."""
     if where.ray is not None:
-        return results_on_ray(work, asked, where.workers, where.ray)
+        return results_on_ray(work, asked, where.workers, where.ray, accelerated)
     if where.workers:
         return results_of_processes(work, asked, where.workers)
     return ((one, work(one)) for one in asked)

@@ -1,8 +1,9 @@
-"""`eyeline prepare --signals`: figures of every row of some sources, as columns, as two jobs with a barrier between them.
+"""`eyeline prepare --signals`: figures of every row of some sources, as columns, as jobs with a barrier between them.
 
     signals      each shard of the sources -> columns, and side files of hashes
     duplicates   each range of hashes -> pairs of rows that are equal, or alike
-    (then one pass over the shards, which adds the two columns of duplicates)
+    similarity   each shard -> how well images and answers go together, where a model is named that says it (`similarity.py`)
+    (then one pass over the shards, which adds the columns of the later jobs)
 
 What comes of it is described, and read, in `data/signals/columns.py`. Both jobs are in `job/`; the same command resumes them.
 """
@@ -14,6 +15,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +35,19 @@ from eyeline.data.plan.order import Hashes
 from eyeline.data.reader import digest_of
 from eyeline.data.report.duplicates import sample_key
 from eyeline.data.signals import columns as columns_of
-from eyeline.data.signals.columns import COLUMNS, ID, MANIFEST, USABLE, Stored, columns_key, from_bytes, key_of, to_bytes, write_manifest
+from eyeline.data.signals.columns import (
+    COLUMNS,
+    ID,
+    MANIFEST,
+    SCORE,
+    USABLE,
+    Stored,
+    columns_key,
+    from_bytes,
+    key_of,
+    to_bytes,
+    write_manifest,
+)
 from eyeline.data.sources.sources import Rows
 from eyeline.data.text.documents import require_answer, require_targets, tokenise
 from eyeline.data.text.tokenizer import Encoder
@@ -45,9 +59,11 @@ from eyeline.offline.manifests import Manifest, manifests
 from eyeline.offline.measures import ImageSignals, answer_in_question, answers_of, image_signals, repetition_of, script_of, texts_of
 from eyeline.offline.plan import Draft, Input, Partition, Plan
 from eyeline.offline.run import Where
+from eyeline.offline.similarity import Scores, Towers, known_scores, score, similarities
 
 TABLE = "columns.npz"  # the output of a partition of the first job, next to the side files
-FOUND_LATER = ("duplicate", "near_duplicate")
+DUPLICATES = ("duplicate", "near_duplicate")
+OWN = [name for name in COLUMNS if name not in (*DUPLICATES, SCORE)]  # columns of the first job
 CODE = {
     "eyeline": __version__,
     "signals version": columns_of.VERSION,
@@ -65,9 +81,11 @@ class Made(NamedTuple):
     near_duplicate: int
 
 
-def write_signals(sources: Sequence[Rows], encoder: Encoder, rule: ImageRule | None, folder: Path, where: Where) -> Made | None:
-    """Write the signals of all rows of some sources into a folder. What is there of the same job already is kept, or repaired. Returns
-    None where other jobs (`where`) have to do their share first."""
+def write_signals(
+    sources: Sequence[Rows], encoder: Encoder, rule: ImageRule | None, folder: Path, where: Where, towers: Towers | None = None
+) -> Made | None:
+    """Write the signals of all rows of some sources into a folder, the similarity of images and answers among them if `towers` are given.
+    What is there of the same job already is kept, or repaired. Returns None where other jobs (`where`) have to do their share first."""
     make_folder(folder)
     work = WriteSignals(tuple(sources), encoder, rule)
     partitions = _shards(work)
@@ -77,13 +95,16 @@ def write_signals(sources: Sequence[Rows], encoder: Encoder, rule: ImageRule | N
     figures = open_job(folder, "signals", identity, lambda _: Draft(partitions), partitions)
     if not run_job(Job("signals", work), figures, where, folder, _damaged(figures, work, folder, where)):
         return None
-    hashed = {"signals": figures.digest, "contents": content_digest(list(manifests(figures)))}
+    hashed = {"signals": figures.digest, "contents": content_digest(manifests(figures))}
     links = open_job(folder, "duplicates", hashed, lambda _: _ranges(figures))
     lost = {one.number for one in manifests(links) if where.has(one.number) and not _is_whole(links, one)}
     if not run_job(Job("duplicates", WriteLinks(figures, len(links))), links, where, folder, lost):
         return None
+    scores = known_scores(folder) if towers is None else score(work.sources, towers, folder, identity, partitions, where)
+    if towers is not None and scores is None:
+        return None
     with claimed(folder / MANIFEST, wait=True):
-        return _finished(work, figures, links, folder, identity)
+        return _finished(work, figures, links, scores, folder, identity)
 
 
 def _shards(work: "WriteSignals") -> list[Partition]:
@@ -122,7 +143,7 @@ class WriteSignals:
         source, shard = partition.work
         rows = self.sources[source]
         seen = _Images(rows.retries)
-        table: dict[str, list[Any]] = {name: [] for name in (ID, USABLE, *COLUMNS) if name not in FOUND_LATER}
+        table: dict[str, list[Any]] = {name: [] for name in (ID, USABLE, *OWN)}
         equal: list[Hashes] = []
         near: list[Hashes] = []
         counts: dict[str, int] = {}
@@ -231,11 +252,17 @@ def _is_whole(plan: Plan, manifest: Manifest) -> bool:
 
 def _whole_columns(folder: Path) -> dict[str, Stored]:
     """The shards whose final columns are as signals.json has them."""
-    try:
-        shards = json.loads((folder / MANIFEST).read_bytes())["shards"]
-    except (FileNotFoundError, ValueError, KeyError):
-        return {}
+    shards = _described(folder).get("shards", {})
     return {key: Stored(*one) for key, one in shards.items() if _digest(folder / columns_key(key)) == one[0]}
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """What signals.json says, if it is there."""
+    try:
+        value = json.loads((folder / MANIFEST).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _digest(path: Path) -> str:
@@ -245,29 +272,36 @@ def _digest(path: Path) -> str:
         return ""
 
 
-def _finished(work: WriteSignals, figures: Plan, links: Plan, folder: Path, identity: dict[str, Any]) -> Made:
-    """Write the columns of every shard that is not there, with those of duplicates, then signals.json. What only the jobs need goes."""
-    whole = _whole_columns(folder)
+def _finished(work: WriteSignals, figures: Plan, links: Plan, scores: Scores | None, folder: Path, identity: dict[str, Any]) -> Made:
+    """Write the columns of every shard that is not there, with those of the later jobs, then signals.json. What only the jobs need goes."""
+    whole, towers = _whole_columns(folder), None if scores is None else scores.towers
+    same_scores = _described(folder).get("identity", {}).get(SCORE) == towers
+    names = tuple(name for name in COLUMNS if scores is not None or name != SCORE)
     firsts = {}
-    for name, side in zip(FOUND_LATER, (EQUAL, NEAR), strict=True):
+    for name, side in zip(DUPLICATES, (EQUAL, NEAR), strict=True):
         firsts[name] = first_rows([np.load(output_path(links, one, LINKS[side])) for one in manifests(links)])
     work_of = [one.work for group in figures.groups for one in figures.partitions(group)]
+    scored = repeat(None) if scores is None else similarities(scores)
     shards: dict[str, Stored] = {}
     usable = 0
-    for one in manifests(figures):
+    for one, similarity in zip(manifests(figures), scored, strict=scores is not None):
         partition = figures.partition(one.number)
         key = work.key(partition)
         usable += one.rows
-        if key not in whole:
-            table = from_bytes(output_path(figures, one, TABLE).read_bytes())
-            for name, (row_D, first_D) in firsts.items():
-                table[name] = _names_of_first(work, work_of, one.number, len(table[ID]), row_D, first_D)
-            data = to_bytes({column: table[column] for column in (ID, USABLE, *COLUMNS)})
-            make_folder((folder / columns_key(key)).parent)
-            write_atomically(folder / columns_key(key), data)
+        if key not in whole or not same_scores:
+            path = folder / columns_key(key)
+            table = from_bytes((path if key in whole else output_path(figures, one, TABLE)).read_bytes())
+            if key not in whole:
+                for name, (row_D, first_D) in firsts.items():
+                    table[name] = _names_of_first(work, work_of, one.number, len(table[ID]), row_D, first_D)
+            if similarity is not None:
+                table[SCORE] = np.where(table[USABLE], similarity, np.nan)
+            data = to_bytes({column: table[column] for column in (ID, USABLE, *names)})
+            make_folder(path.parent)
+            write_atomically(path, data)
             whole[key] = Stored(hashlib.sha256(data).hexdigest(), len(table[ID]), partition.inputs[0].name)
         shards[key] = whole[key]
-    write_atomically(folder / MANIFEST, write_manifest(shards, identity))
+    write_atomically(folder / MANIFEST, write_manifest(shards, identity if scores is None else {**identity, SCORE: towers}, names))
     shutil.rmtree(folder_of(figures) / "files", ignore_errors=True)
     return Made(sum(one.rows for one in shards.values()), usable, *(len(rows) for rows, _ in firsts.values()))
 

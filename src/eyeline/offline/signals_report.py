@@ -25,9 +25,10 @@ def report_signals(folder: Path) -> str | None:
     some = "" if looked == rows else f"; {looked:,} rows, of shards that are evenly spread, were looked at"
     lines = [f"signals of {counted(rows, 'row')}{some}", f"  usable: {_share(table[USABLE])}"]
     usable = {name: values[table[USABLE]] for name, values in table.items()}
-    numbers = [name for name in COLUMNS if COLUMNS[name].kind == "number" and not np.isnan(usable[name]).all()]
+    numbers = [name for name in found.columns if COLUMNS[name].kind == "number" and not np.isnan(usable[name]).all()]
     lines += [f"  {line}" for line in _percentiles(usable, numbers)]
-    for name, column in COLUMNS.items():
+    for name in found.columns:
+        column = COLUMNS[name]
         if column.kind == "flag":
             lines.append(f"  {name}: {_share(usable[name])}")
         elif column.kind == "text":

@@ -115,7 +115,12 @@ class LocalStore:
     def scratch(self, folder: str) -> Iterator[Path]:
         path = self.folder / folder
         make_folder(path)
-        yield path
+        try:
+            yield path
+        except OSError as error:  # of whatever writes there
+            if error.errno not in _NO_ROOM:
+                raise
+            raise storage_failed("write", path, error) from error
 
     def put(self, path: Path, key: str) -> None:  # noqa: ARG002 - it is there
         try:
@@ -231,4 +236,5 @@ def refuse_unconditional(store: Store, name: str) -> None:
     store.remove(key)
 
 
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, None}  # None: as numpy raises it, which says how much it has written
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}

@@ -9,7 +9,7 @@ from eyeline.core.words import counted, percent
 from eyeline.data.sources.source_files import DISTILLED
 from eyeline.data.text.templates import template_named
 from eyeline.distill.dry import dry_run
-from eyeline.distill.job import Student, Summary, distill
+from eyeline.distill.job import REJECTS, Student, Summary, distill
 from eyeline.distill.settings import Distill
 from eyeline.distill.work import IMAGES
 from eyeline.offline.report import JOBS
@@ -40,7 +40,7 @@ def distill_recipe(run: Run, folder: Path, where: Where) -> None:
         say(line)
 
 
-KNOWN = {DISTILLED, IMAGES, JOBS, "rejected", "lock"}
+KNOWN = {DISTILLED, IMAGES, JOBS, REJECTS, "lock"}
 
 
 def dry(run: Run, count: int, where: Where) -> None:
@@ -72,4 +72,7 @@ def summary_lines(made: Summary, folder: Path) -> list[str]:
         lines.append("samples of which nothing is kept: " + ", ".join(f"{count:,} {cause}" for cause, count in made.dropped.items()))
     unmeasured = f", without {counted(made.unmeasured, 'answer')} that the server did not count" if made.unmeasured else ""
     lines.append(f"tokens: {made.prompt_tokens:,} of prompts and {made.answer_tokens:,} of answers{unmeasured}")
+    if not made.rows:
+        return [*lines, f"Nothing was kept, so there is nothing to train on. {folder / REJECTS} has each answer with its cause: change the "
+                "prompts, filters or accept by them, try them with --dry, and write into another folder"]  # fmt: skip
     return [*lines, f"To train on it: a source with path: {folder}"]

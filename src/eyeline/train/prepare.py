@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from eyeline.bundle.two_towers import open_two_towers
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.files import make_folder
 from eyeline.core.log import say
@@ -25,9 +26,10 @@ from eyeline.train.start import description
 from eyeline.train.stop import sole_owner
 
 
-def write_stage_signals(run: Run, stage: str | None, folder: Path, where: Where = HERE) -> None:
-    """Write the signals of all rows of a stage's sources, and of those of evaluation and distillation, into `folder`. Refused when it
-    holds something else, or several stages could be meant."""
+def write_stage_signals(run: Run, stage: str | None, folder: Path, where: Where = HERE, similarity: Path | None = None) -> None:
+    """Write the signals of all rows of a stage's sources, and of those of evaluation and distillation, into `folder`; with the folder of a
+    model with two towers, the similarity of images and answers, too. Refused when `folder` holds something else, or several stages could
+    be meant."""
     number = _stage_of(run, stage)
     chosen = run.stages[number].data
     if chosen.prepared is not None:
@@ -35,10 +37,11 @@ def write_stage_signals(run: Run, stage: str | None, folder: Path, where: Where 
     _refuse_strangers(folder, KNOWN_SIGNALS)
     bundle = description(run)
     spec = spec_of(bundle.config)
+    towers = None if similarity is None else open_two_towers(similarity, run.device, run.threads)
     asked = [source for one in (run.evaluation, run.distill) if one is not None for source in one.sources]
     with _owned(folder, where):
         sources = open_each([*chosen.sources, *chosen.validation, *asked], chosen.read_retries)
-        made = write_signals(sources, bundle.encoder(), spec.image, folder, where)
+        made = write_signals(sources, bundle.encoder(), spec.image, folder, where, towers)
     if made is None:
         _say_share_done(folder, where)
         return

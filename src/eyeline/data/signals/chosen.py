@@ -66,6 +66,12 @@ def choose(
     if found is None:
         setting = "signals: names that folder" if named else "by default it is looked for next to the source; signals: names another"
         raise Refused(f"{path}: where: needs signals, and {folder} has none ({setting}). {make}")
+    absent = [name for name in where.columns if name not in found.columns]
+    if absent:
+        raise Refused(
+            f"{path}: where: needs the column {absent[0]}, and {folder} does not have it. Run `eyeline prepare RECIPE --signals "
+            f"--similarity TOWERS --out {folder}`, where TOWERS is the folder of a SigLIP checkpoint. The other columns are kept"
+        )
     keys = tuple(key_of(shard, layout, root, path) for shard in shards)
     missing = [shard.name for key, shard in zip(keys, shards, strict=True) if key not in found.shards]
     if missing:

@@ -10,7 +10,7 @@ A shard is known by its content and by the layout that its rows are read with, s
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -52,9 +52,11 @@ COLUMNS: dict[str, Column] = {
     "repetition": Column("number", "share of an answer's characters in repeated 5-grams of words, 0 to 1; of several answers the largest"),
     "script": Column("text", "the script of most letters, as Unicode names it: latin, cjk, cyrillic, arabic, ...; empty without letters"),
     "answer_in_question": Column("flag", "whether the words of an answer are in the question before it"),
+    "similarity": Column("number", "cosine of image and answers, -1 to 1, by the towers of --similarity; of several images the smallest"),
     "duplicate": Column("text", "id of the first row with equal texts and equal bytes of images; empty where this is the first"),
     "near_duplicate": Column("text", "id of the first row of those that are alike; empty where this is the first"),
 }
+SCORE = "similarity"  # the column that is there only where towers were named
 ID, USABLE = "id", "usable"  # columns that are not chosen by: the name of the row; whether it can be read, so that it has signals
 
 
@@ -97,6 +99,7 @@ class Signals:
 
     folder: Location
     shards: dict[str, Stored]  # by key
+    columns: tuple[str, ...]  # that there are
     identity: dict[str, Any]  # what they were made from
     retries: int
     _known: Recent[str, dict[str, NDArray[Any]]] = field(default_factory=Recent, repr=False)
@@ -116,9 +119,9 @@ class Signals:
         return known
 
 
-def write_manifest(shards: Mapping[str, Stored], identity: dict[str, Any]) -> str:
+def write_manifest(shards: Mapping[str, Stored], identity: dict[str, Any], columns: Sequence[str]) -> str:
     """The text of signals.json."""
-    return json.dumps({"version": VERSION, "identity": identity, "columns": list(COLUMNS), "shards": shards}, indent=1)
+    return json.dumps({"version": VERSION, "identity": identity, "columns": list(columns), "shards": shards}, indent=1)
 
 
 def open_signals(folder: Location, retries: int) -> Signals | None:
@@ -133,4 +136,5 @@ def open_signals(folder: Location, retries: int) -> Signals | None:
         raise StorageFailed(f"{path} is not JSON ({error}). Delete it, and run `eyeline prepare --signals` again") from error
     if value.get("version") != VERSION:
         raise Refused(f"{path} has format version {value.get('version')!r}; this Eyeline reads {VERSION}. Compute the signals again")
-    return Signals(folder, {key: Stored(*one) for key, one in value["shards"].items()}, value["identity"], retries)
+    shards = {key: Stored(*one) for key, one in value["shards"].items()}
+    return Signals(folder, shards, tuple(value["columns"]), value["identity"], retries)

@@ -18,13 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyeline.core.errors import nearest
-from eyeline.data.signals.columns import COLUMNS, Kind, Table
+from eyeline.data.signals.columns import COLUMNS, SCORE, Kind, Table
 
 LONGEST, DEEPEST = 2000, 40  # characters, and levels of nesting
-SIMILARITY = (
-    "the similarity of image and text is not computed, since Eyeline has no text tower. Compute it with another tool, write the rows to be "
-    "used into a file of their own, or give the others another category"
-)
 ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: np.add,
     ast.Sub: np.subtract,
@@ -49,6 +45,11 @@ class Where:
     """An expression that was checked."""
 
     text: str
+
+    @property
+    def columns(self) -> list[str]:
+        """Those that it names."""
+        return sorted({node.id for node in ast.walk(_tree(self.text)) if isinstance(node, ast.Name)})
 
     def mask(self, table: Table) -> NDArray[np.bool_]:
         """Which rows of a table it is true of."""
@@ -112,9 +113,8 @@ def _kind(node: ast.expr, depth: int) -> Kind:
 def _kind_of_column(name: str) -> Kind:
     found = COLUMNS.get(name)
     if found is None:
-        if "similarity" in name or "clip" in name.lower():
-            raise ValueError(f"there is no column {name!r}: {SIMILARITY}")
-        raise ValueError(f"there is no column {name!r}.{nearest(name, list(COLUMNS))} Columns: {', '.join(COLUMNS)}")
+        meant = SCORE if "similar" in name.lower() or "clip" in name.lower() else name
+        raise ValueError(f"there is no column {name!r}.{nearest(meant, list(COLUMNS))} Columns: {', '.join(COLUMNS)}")
     return found.kind
 
 
