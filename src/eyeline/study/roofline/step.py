@@ -16,6 +16,7 @@ from eyeline.models import Config, flops
 from eyeline.models.flops import Flops
 from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.study.roofline.record import Operator, Recorder
+from eyeline.train.muon import StackedMuon
 from eyeline.train.optim import Muon, Optimizer
 from eyeline.train.run import Run
 from eyeline.train.step import update
@@ -102,10 +103,10 @@ class _FusedAdamW:
 
 
 class _Muon:
-    """torch's own Muon, which takes one matrix after another."""
+    """The optimizer of the run, in its part of the record."""
 
     def __init__(self, parameters: list[Tensor], recorder: Recorder):
-        self.inner, self.recorder = torch.optim.Muon(parameters, lr=1e-3, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), recorder
+        self.inner, self.recorder = StackedMuon(parameters, lr=1e-3, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), recorder
 
     def step(self) -> None:
         with self.recorder.within("optimizer"):
