@@ -170,7 +170,7 @@ def test_a_server_that_fails_at_everything_ends_the_job(answered: int, monkeypat
     with scripted(lambda body: "fine") as script:
         script.faults, script.always = [slow(0.0)] * answered, None
         script.faults += [status(500, b"Internal Server Error")] * 9
-        with pytest.raises(TeacherFailed, match="HTTP 500: Internal Server Error"):
+        with pytest.raises(TeacherFailed, match=r"HTTP 500: Internal Server Error\). The server's log says why"):
             OpenAITeacher(*settings(server(script.url, retries=2, concurrency=1))).answers(requests)
     assert len(script.asked) == (answered + 3 + 1 if answered else 3)  # the last request that was answered is tried again
 

@@ -95,12 +95,14 @@ class Servers:
                     server.failures = 0
                     self._answered = _Answered(self._answered.count + 1, path, data)
                 return found
-        if len(failures) > 1 and all(one.status == DEFECT for one in failures) and self._others_are_answered(before):
+        fails = all(one.status == DEFECT for one in failures)
+        if len(failures) > 1 and fails and self._others_are_answered(before):
             raise Denied(f"{failures[-1]}, at each of {len(failures)} attempts, while other requests were answered")
         last = "; ".join(f"{server.url}: {server.last}" for server in self._servers if server.last)
+        why = "The server's log says why; a wrong distill.teacher.model, too, where it loads models by name. " if fails else ""
         raise TeacherFailed(
-            f"the teacher did not answer a request after {self.retries + 1} attempts ({last}). Once it does, the same command resumes: "
-            "what is committed is not asked again. distill.teacher.retries and timeout say how patient it is"
+            f"the teacher did not answer a request after {self.retries + 1} attempts ({last}). {why}Once it does, the same command "
+            "resumes: what is committed is not asked again. distill.teacher.retries and timeout say how patient it is"
         )
 
     def _others_are_answered(self, before: int) -> bool:
