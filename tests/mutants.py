@@ -942,7 +942,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/saving.py",
-            '"without_state": [] if ended else without_state(running.optimizers),',
+            '"without_state": [] if ended else without,',
             '"without_state": [],',
             "train/test_resume.py::test_run_whose_tower_no_step_has_used_resumes_bit_for_bit",
         ),

@@ -106,7 +106,7 @@ PLAIN = (
 )
 
 
-@pytest.mark.parametrize("mesh", ["mesh.tp=2", "mesh.cp=2"])
+@pytest.mark.parametrize("mesh", ["mesh.tp=2", "mesh.cp=2", "mesh.pp=2"])
 def test_ranks_that_share_packs_train_what_one_process_does(mesh: str, tmp_path: Path) -> None:
     """One of them fetches, and both are told what they did together; then one process resumes, and two that shard."""
     one, many = run_of(tmp_path, "one", *PLAIN), run_of(tmp_path, "many", mesh, *PLAIN)

@@ -13,7 +13,7 @@ from eyeline.core.batch import IGNORE, Budget, Document
 from eyeline.core.cost import Cost
 from eyeline.core.plan import PARTS, NewRows, Part, Plan
 from eyeline.core.randomness import torch_rng_for
-from eyeline.core.shards import Box, held, is_sharded, mesh_of_tensor, put
+from eyeline.core.shards import Box, held, mesh_of_tensor, put
 from eyeline.core.step import Step, step_of
 from eyeline.core.world import ALONE, World
 from eyeline.data.fetch.batches import batch_of
@@ -25,6 +25,7 @@ from eyeline.models.shape import Trains, shape
 from eyeline.parallel.mesh import MeshSizes, mesh_of
 from eyeline.parallel.place import place
 from eyeline.parallel.ranks import ONE_DEVICE, Ranks, ranks_of
+from eyeline.train.slices import cut_along_depth
 from eyeline.train.step import Report, update
 from tests.models import parity
 from tests.models.cases import ALL
@@ -104,27 +105,30 @@ class Descent(torch.optim.SGD):
         self.named = {name: x for name, x, entry in plan.tensors() if entry.trains}
         meshes = dict.fromkeys(map(mesh_of_tensor, self.named.values()))
         groups = [[p for p in self.named.values() if mesh_of_tensor(p) == mesh] for mesh in meshes]
-        super().__init__([{"params": group} for group in groups], lr=0.02, momentum=momentum, weight_decay=0.1)
+        super().__init__([{"params": group} for group in groups] or [{"params": []}], lr=0.02, momentum=momentum, weight_decay=0.1)
         self.first: dict[str, Tensor] = {}
 
     def step(self, closure: Any = None) -> None:
         if not self.first:
-            self.first = {name: whole(x.grad) for name, x in self.named.items() if x.grad is not None}
+            self.first = whole({name: x.grad for name, x in self.named.items() if x.grad is not None})
         super().step(closure)
 
 
-def whole(x: Any) -> Tensor:
-    """A tensor, put together from what each rank holds. Not `full_tensor`: of one that is cut twice, torch logs that it gathers twice,
-    and where standard error is captured the ranks then wait for one another for ever."""
-    if not is_sharded(x):
-        return x.detach().clone()
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    local, box, _ = held(x.detach())
-    torch.distributed.all_gather_object(parts, (box, local.clone()))
-    out = torch.full(x.shape, float("nan"), dtype=x.dtype)
-    for there, part in parts:
-        out[there.within(Box((0,) * x.ndim, tuple(x.shape)))] = part
-    return out
+def whole(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors put together from what each rank holds; what several hold is the same on each. Not `full_tensor`: of one that is cut twice,
+    torch logs that it gathers twice, and where standard error is captured the ranks then wait for one another for ever."""
+    own = {name: (tuple(x.shape), held(x.detach()).box, held(x.detach()).local.clone()) for name, x in named.items()}
+    of_ranks: list[Any] = [own]
+    if torch.distributed.is_initialized():
+        of_ranks = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(of_ranks, own)
+    found: dict[str, Tensor] = {}
+    for name, (size, box, part) in (one for of_rank in of_ranks for one in of_rank.items()):
+        out = found.setdefault(name, torch.full(size, float("nan"), dtype=part.dtype))
+        place = box.within(Box((0,) * out.ndim, size))
+        assert out[place].isnan().all() or torch.equal(out[place], part), f"{name} differs between ranks"
+        out[place] = part
+    return found
 
 
 @dataclass
@@ -138,8 +142,8 @@ class Trained:
 
 
 def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
-    mesh = mesh_of(setup.sizes if world.size > 1 else MeshSizes(), world, "cpu")
-    trains, shared = setup.trains, setup.sizes.per_pack if world.size > 1 else 1
+    trains, sizes = setup.trains, setup.sizes if world.size > 1 else MeshSizes()
+    mesh = mesh_of(sizes, world, "cpu")
     adapters: dict[Part, LoRA] = {
         part: ADAPTER.model_copy(update={"dora": setup.dora}) for part, how in (trains or {}).items() if how == "adapters"
     }
@@ -155,9 +159,10 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
     )
     if setup.checkpointing:
         plan.model.recompute(dict.fromkeys(PARTS, EVERY_BLOCK))
+    plan = cut_along_depth(plan, Budget(TOKENS, 1000), mesh)
     place(plan, "cpu", mesh)
     fill(case, plan)
-    before = {name: whole(x) for name, x, _ in plan.tensors()}
+    before = whole({name: x for name, x, _ in plan.tensors()})
     plan.model.train()
     if setup.compiles and world.size > 1:
         compile_blocks(plan, backend="eager")
@@ -169,10 +174,10 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
             [optimizer],
             step_for(
                 packs,
-                world.rank // shared,
-                world.size // shared,
+                world.rank % (world.size // sizes.pp) // sizes.per_pack,
+                world.size // sizes.same_packs,
                 PATCHES if mesh is not None and mesh.sizes.balance_images else None,
-                tight(packs) if shared > 1 else TOKENS,
+                tight(packs) if sizes.per_pack > 1 else TOKENS,
             ),
             ranks,
             max_grad_norm=setup.max_grad_norm,
@@ -182,7 +187,7 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
         )
         for number, packs in enumerate(packs_of(case)[: setup.steps])
     ]
-    weights = {name: whole(x) for name, x, _ in plan.tensors()}
+    weights = whole({name: x for name, x, _ in plan.tensors()})
     return Trained(reports, optimizer.first, weights, {name for name, x in weights.items() if not torch.equal(x, before[name])})
 
 

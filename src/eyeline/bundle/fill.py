@@ -17,7 +17,7 @@ from eyeline.bundle.rows import EMBEDDINGS, with_rows, with_vocabulary
 from eyeline.checkpoint.pieces import Stored
 from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.errors import Refused
-from eyeline.core.plan import PARTS, NewRows, Part, Plan, tensor_of
+from eyeline.core.plan import PARTS, NewRows, Part, Plan, complete, tensor_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.core.shards import Box, held, put, whole
 from eyeline.models import Config, Model
@@ -42,8 +42,14 @@ def fill(plan: Plan[Model], config: Config, sources: Mapping[Part, Source], keep
     """Fill every tensor of a placed model of this config, each part from its own source, cast to what the plan stores.
 
     Adapters of a checkpoint are merged, or kept where the plan has the same ones and `keep_adapters` says so; others in the plan start
-    from `seed`. Raises Refused where a source does not fit.
+    from `seed`. Raises Refused where a source does not fit. Of a model of which this rank has slices the rest is drawn or read, too, and
+    not kept.
     """
+    with complete(plan):
+        _fill(plan, config, sources, keep_adapters, seed)
+
+
+def _fill(plan: Plan[Model], config: Config, sources: Mapping[Part, Source], keep_adapters: bool, seed: int) -> None:
     done: set[str] = set()
     for source, parts in _by_source(sources):
         if isinstance(source, Seed):
@@ -142,7 +148,7 @@ def refuse_other_parts(plan: Plan[Model], config: Config, source: Weights, parts
         if part not in {entry.part for entry in there.values()}:
             raise Refused(f"{source.folder} has no {part} to take weights from: it is a model of family {theirs.family}.")
         ours, other = (c.model_dump() if (c := getattr(whole, part, None)) is not None else {} for whole in (config, theirs))
-        shapes = {name: entry.shape for name, entry in plan.table.items() if entry.part == part and entry.role == "weight"}
+        shapes = {name: entry.shape for name, entry in plan.whole.items() if entry.part == part and entry.role == "weight"}
         alike = shapes == {name: entry.shape for name, entry in there.items() if entry.part == part}
         differ = [
             f"{name} is {other.get(name)} there and {ours.get(name)} here"

@@ -6,8 +6,9 @@ part's weights come from (`bundle/fill.py`).
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +140,20 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
+class Slices:
+    """What a rank has of a model that is cut along its depth. In the model there is None in place of every other block, and of the
+    embedding and the head where they are elsewhere."""
+
+    blocks: tuple[range, ...]  # the language model's, of each slice that is here
+    numbers: tuple[int, ...]  # of these slices, from the first of the model on
+    count: int  # slices of the model
+    absent: Mapping[str, nn.Module]  # what other ranks have, by name, without memory
+    whole: Mapping[str, Entry]  # the table of the whole model
+    # first name of a tied tensor -> its name here, where this rank has the second of its two copies: another answers for it
+    copies: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Plan(Generic[M]):
     """A model and the facts about it. `model` is on the meta device until `materialise`."""
 
@@ -148,17 +163,32 @@ class Plan(Generic[M]):
     blocks: Mapping[Part, tuple[str, ...]]  # units of recomputation, compilation and sharding
     branches: tuple[str, ...]  # modules that take rows and return rows, and whose weights tensor parallelism cuts
     replaceable: Mapping[tuple[Part, Replaceable], tuple[str, ...]]  # submodules that parallelism may replace
+    slices: Slices | None = None  # of a model that ranks share out along its depth: all else here is of what this rank has
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Entry]]:
         """Every tensor once, with its entry: a tied one under its first name."""
         for name, entry in self.table.items():
             if entry.tied_to is None:
-                yield name, tensor_of(self.model, name), entry
+                yield name, tensor_of(self.model, self.location(name)), entry
+
+    def location(self, name: str) -> str:
+        """Where a tensor is in the model, by its first name."""
+        return self.copies.get(name, name)
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """First name -> location of the tied tensors that another rank has too, and answers for."""
+        return {} if self.slices is None else self.slices.copies
+
+    @property
+    def whole(self) -> Mapping[str, Entry]:
+        """The table of the whole model, whatever of it is here."""
+        return self.table if self.slices is None else self.slices.whole
 
     @property
     def biased(self) -> bool:
         """Return whether routers have biases that balance their experts."""
-        return any(entry.role == "buffer" for entry in self.table.values())
+        return any(entry.role == "buffer" for entry in self.whole.values())
 
 
 def part_of(name: str) -> Part:
@@ -174,6 +204,34 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
     found = getattr(model.get_submodule(path), leaf)
     assert isinstance(found, Tensor), f"{name} is not a tensor"
     return found
+
+
+@contextmanager
+def complete(plan: Plan[Any]) -> Iterator[None]:
+    """The whole model in place of what this rank has of it, as long as this lasts: the rest is on the meta device, which takes numbers and
+    keeps none. So first values are drawn and arithmetic is counted as in one process."""
+    if plan.slices is None:
+        yield
+        return
+    for name, module in plan.slices.absent.items():
+        put_module(plan.model, name, module)
+    for name, entry in plan.slices.whole.items():
+        if entry.tied_to is not None:
+            here = plan.location(entry.tied_to)
+            other = name if here == entry.tied_to else entry.tied_to
+            path, _, leaf = other.rpartition(".")
+            setattr(plan.model.get_submodule(path), leaf, tensor_of(plan.model, here))
+    try:
+        yield
+    finally:
+        for name in plan.slices.absent:
+            put_module(plan.model, name, None)
+
+
+def put_module(model: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Put a module in its place, which keeps its position among the others; None: leave the place empty."""
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path)._modules[leaf] = module
 
 
 def materialise(plan: Plan[M], device: torch.device | str) -> None:

@@ -266,14 +266,19 @@ class Decoder(nn.Module):
         return self.embed(tokens_T).to(self.compute_dtype)
 
     def through(
-        self, x_TD: Tensor, batch: Batch, cache: Sequence[Cache] | None = None, deep_MD: Sequence[Tensor] = ()
+        self,
+        x_TD: Tensor,
+        batch: Batch,
+        cache: Sequence[Cache] | None = None,
+        deep_MD: Sequence[Tensor] = (),
+        only: range | None = None,
     ) -> tuple[Tensor, list[Routed]]:
-        """The blocks that are here. `deep_MD[i]` is added to the visual tokens after block i (DeepStack)."""
+        """The blocks that are here, or `only` some of them. `deep_MD[i]` is added to the visual tokens after block i (DeepStack)."""
         cos_TR, sin_TR = self.tables(batch.positions_T3)
         layout = Layout(cos_TR, sin_TR, batch.cu_S1, batch.longest, batch.real_T, batch.draws_T2)
         routed: list[Routed] = []
         for i, block in enumerate(self.blocks):
-            if block is None:
+            if block is None or (only is not None and i not in only):
                 continue
             out = run_block(block, self.recompute.of(i), x_TD, layout, None if cache is None else cache[i])
             if isinstance(out, tuple):  # of a block with experts

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import numpy as np
 from torch import nn
@@ -192,6 +192,28 @@ def count(model: nn.Module, image: ImageRule | None) -> Arithmetic:
         tallies[images] = tally = Tally()
         cast(CountedModel, model).count(tally, images and image is not None)
     return Arithmetic(with_images=tallies[True], texts=tallies[False], image=image)
+
+
+def along_depth(model: nn.Module, image: ImageRule | None, work: Work) -> tuple[int, list[int], int]:
+    """The FLOPs of a batch of a language model's blocks, each with its part of what is recomputed; of all before them, and after."""
+
+    def of(*tallied: tuple[Counter[tuple[Where, Rows | Pairs]], tuple[Where, ...] | None]) -> int:
+        return sum(
+            flops * getattr(work, unit)
+            for counts, wanted in tallied
+            for (where, unit), flops in counts.items()
+            if wanted is None or where in wanted
+        )
+
+    tally = count(model, image).with_images
+    ends: tuple[tuple[Where, ...], ...] = (("vision", "projector"), ("head",))
+    before, after = (of(*((x, where) for x in (tally.forward, tally.backward, tally.again))) for where in ends)
+    language, blocks = cast(Any, model).language, []
+    for i, block in enumerate(language.blocks):
+        own = Tally()
+        own.block(block, language.recompute.repeats_products(i), reached=True)
+        blocks.append(of((own.forward, None), (own.backward, None), (own.again, None)))
+    return before, blocks, after
 
 
 # Dense bfloat16 products with float32 accumulation, FLOPs per second, without sparsity, as the maker publishes them. NVIDIA's data sheets

@@ -6,7 +6,7 @@ placeholders in the embedded text.
 Dims: T tokens  D width  P patches  M visual tokens (rows of the merged tower output may be used by several)  L wanted rows
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -126,6 +126,11 @@ class Model(nn.Module):
 
         With a `cache` (see `new_cache`) the batch is the prompts, or one new token per row.
         """
+        x_TD, _ = self.enter(batch)
+        return self.language(x_TD, batch, cache)
+
+    def enter(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        """The input of the first block: tokens and images, embedded. No DeepStack."""
         x_TD = self.language.enter(batch.tokens_T)
         if batch.has_images:
             images = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
@@ -133,7 +138,7 @@ class Model(nn.Module):
                 features_PD = self.vision(*images, batch.draws_P2)
                 visual_MD = self.projector(features_PD, batch.draws_P2)[batch.sources_M]
             x_TD = x_TD.index_copy(0, batch.visual_M, visual_MD)
-        return self.language(x_TD, batch, cache)
+        return x_TD, ()
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:
         """Empty caches for `rows` sequences of at most `room` tokens, one per layer of the language model."""

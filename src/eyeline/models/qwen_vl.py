@@ -6,11 +6,11 @@ to the same places after the decoder's first blocks. `qwen3_vl.py` and `qwen3_5_
 Dims: T tokens  D width  P patches  M visual tokens  E experts  F feed-forward of an expert
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from eyeline.core.batch import Batch
 from eyeline.core.plan import LanguageSizes, Part, Spec
@@ -32,8 +32,12 @@ class Model(nn.Module):
 
         With a `cache` (see `new_cache`) the batch is the prompts, or one new token per row.
         """
-        x_TD = self.language.enter(batch.tokens_T)
-        deep = []
+        x_TD, deep = self.enter(batch)
+        return self.language(x_TD, batch, cache, deep)
+
+    def enter(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        """The input of the first block, tokens and images embedded; and what DeepStack adds after each of the first blocks."""
+        x_TD, deep = self.language.enter(batch.tokens_T), []
         if batch.has_images:
             images = (batch.patches_PC, batch.places_P2, batch.grids_N2, batch.cu_N1, batch.longest_image)
             with torch.set_grad_enabled(batch.image_gradients and torch.is_grad_enabled()):
@@ -41,7 +45,7 @@ class Model(nn.Module):
                 tokens_MD, deep = self.projector(features, batch.draws_P2)
             x_TD = x_TD.index_copy(0, batch.visual_M, tokens_MD[batch.sources_M])
             deep = [tokens_MD[batch.sources_M] for tokens_MD in deep]
-        return self.language(x_TD, batch, cache, deep)
+        return x_TD, deep
 
     def count(self, tally: Tally, images: bool) -> None:
         """The arithmetic of a batch with or without images: see `models/flops.py`."""

@@ -1,10 +1,10 @@
 """A language model alone: any of `models/languages.py`, as a family that is trained and answers without images."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from eyeline.core.batch import Batch
 from eyeline.core.plan import Part, Spec
@@ -27,7 +27,12 @@ class Model(nn.Module):
 
     def forward(self, batch: Batch, cache: list[Cache] | None = None) -> Output:
         """The summed loss over `labels_L`, or float32 logits_LV of `rows_L` where the batch has no labels; and the expert load."""
-        return self.language(self.language.enter(batch.tokens_T), batch, cache)
+        x_TD, _ = self.enter(batch)
+        return self.language(x_TD, batch, cache)
+
+    def enter(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        """The input of the first block: tokens, embedded."""
+        return self.language.enter(batch.tokens_T), ()
 
     def new_cache(self, rows: int, room: int) -> list[Cache]:
         return self.language.new_cache(rows, room)

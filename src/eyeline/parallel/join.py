@@ -112,15 +112,15 @@ class Sharing(NamedTuple):
 SHARES_NOTHING = Sharing(ALONE, ALONE)
 
 
-def sharing(world: World, count: int, timeout_s: float) -> Sharing:
-    """Groups of `count` ranks, next to one another, that share packs: for kinds of parallelism that cut a pack or the model. Every rank of
-    the world calls this at once."""
-    if count == 1 or world.size == 1:
+def sharing(world: World, count: int, timeout_s: float, slices: int = 1) -> Sharing:
+    """Groups of ranks that share packs, for kinds of parallelism that cut a pack or the model: `count` next to one another, and those at
+    the same places in each of `slices` equal parts of the world. Every rank of the world calls this at once."""
+    if count * slices == 1 or world.size == 1:
         return Sharing(ALONE, world)
     import torch.distributed as dist
 
-    assert world.size % count == 0, f"{world.size} ranks are not groups of {count}"
-    limit = timedelta(seconds=timeout_s)
+    assert world.size % (count * slices) == 0, f"{world.size} ranks are not {slices} times groups of {count}"
+    limit, part = timedelta(seconds=timeout_s), world.size // slices
 
     def among(all_members: Iterable[Sequence[int]]) -> World:
         own = ALONE
@@ -131,8 +131,8 @@ def sharing(world: World, count: int, timeout_s: float) -> Sharing:
         return own
 
     return Sharing(
-        among(range(start, start + count) for start in range(0, world.size, count)),
-        among(range(start, world.size, count) for start in range(count)),
+        among([s * part + start + n for s in range(slices) for n in range(count)] for start in range(0, part, count)),
+        among(range(s * part + n, (s + 1) * part, count) for s in range(slices) for n in range(count)),
     )
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # importing it takes a while, and a single process has no mes
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from eyeline.parallel.pipeline import Pipeline
+
 Reshard = Literal["always", "never", "node"]
 
 
@@ -28,6 +30,7 @@ class MeshSizes(Settings):
     cp: Positive = 1  # context parallelism
     tp: Positive = 1  # tensor parallelism
     pp: Positive = 1  # pipeline parallelism
+    pp_slices_per_rank: Positive = 1  # 1: the schedule is 1F1B; more: interleaved 1F1B
     ep: Positive = 1  # expert parallelism
     # when gathered parameters are freed: after each forward pass, only after the backward pass, or kept within a node ("node")
     reshard_after_forward: Reshard = "always"
@@ -38,12 +41,28 @@ class MeshSizes(Settings):
 
     @property
     def per_pack(self) -> int:
-        """Ranks that share a pack: each has some of its rows."""
+        """Ranks that share a pack's rows: each has some of them."""
         return self.cp * self.tp
+
+    @property
+    def same_packs(self) -> int:
+        """Ranks that are given the same packs."""
+        return self.per_pack * self.pp
+
+    @property
+    def slices(self) -> int:
+        """Slices that the model is cut into along its depth."""
+        return self.pp * self.pp_slices_per_rank
+
+    def bubble(self, micro_batches: int) -> tuple[int, int]:
+        """What part of a step ranks wait for one another, if all slices took as long: a ratio. Each rank waits while the first micro-batch
+        comes to it and the last one leaves, for as long as pp - 1 passes of a slice take."""
+        passes = micro_batches * self.pp_slices_per_rank
+        return self.pp - 1, passes + self.pp - 1
 
     def dp_shard_of(self, world: int) -> int:
         """The size of dp_shard among so many ranks."""
-        return world // (self.dp_replicate * self.per_pack) if self.dp_shard == -1 else self.dp_shard
+        return world // (self.dp_replicate * self.same_packs) if self.dp_shard == -1 else self.dp_shard
 
     def sharded_over(self, world: int) -> int:
         """Ranks that share out a parameter which no other axis cuts: all that see other rows than one another."""
@@ -52,12 +71,12 @@ class MeshSizes(Settings):
 
 def problems(sizes: MeshSizes, world: int | None, packs_per_step: int | None = None) -> Iterator[str]:
     """Everything about the mesh that does not fit a number of ranks, with the arithmetic; of no number, what fits none."""
-    if sizes.pp > 1:
-        yield f"mesh.pp={sizes.pp}: pipeline parallelism is not there yet. Leave it out, and shard over dp_shard"
-    axes = [axis for axis in ("cp", "tp", "ep") if getattr(sizes, axis) > 1]
+    if sizes.pp == 1 and sizes.pp_slices_per_rank > 1:
+        yield f"mesh.pp_slices_per_rank={sizes.pp_slices_per_rank} is of pipeline parallelism, and mesh.pp is 1. Set pp, or leave it out"
+    axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(sizes, axis) > 1]
     if axes and not sizes.sync_each_batch:
         yield f"mesh.sync_each_batch=false with mesh.{axes[0]}: gradients are then summed after each micro-batch. Leave one of them out"
-    if sizes.per_pack > 1 and sizes.balance_images:
+    if sizes.same_packs > 1 and sizes.balance_images:
         yield f"mesh.balance_images deals images over ranks with packs of their own, and mesh.{axes[0]} shares packs. Leave one of them out"
     if sizes.dp_shard == 0:
         yield "mesh.dp_shard=0: wanted a number of ranks, or -1 for all that are left"
@@ -67,7 +86,7 @@ def problems(sizes: MeshSizes, world: int | None, packs_per_step: int | None = N
 
 def _problems_of(sizes: MeshSizes, world: int, packs_per_step: int | None) -> Iterator[str]:
     """What does not fit so many ranks."""
-    named = {axis: getattr(sizes, axis) for axis in ("dp_replicate", "cp", "tp") if getattr(sizes, axis) > 1}
+    named = {axis: getattr(sizes, axis) for axis in ("pp", "dp_replicate", "cp", "tp") if getattr(sizes, axis) > 1}
     fixed = math.prod(named.values())
     product = " × ".join(f"{axis} {size}" for axis, size in named.items())
     if world == 1 and (fixed > 1 or sizes.dp_shard > 1 or sizes.ep > 1):
@@ -95,12 +114,32 @@ def _problems_of(sizes: MeshSizes, world: int, packs_per_step: int | None) -> It
             f"mesh.ep={sizes.ep} does not divide the {sizes.sharded_over(world)} ranks that dp_shard × cp × tp = {shards} × {sizes.cp} × "
             f"{sizes.tp} are. Set it to a divisor of {sizes.sharded_over(world)}"
         )
-    packs = world // sizes.per_pack
+    packs = world // sizes.same_packs
     if packs_per_step is not None and packs_per_step < packs:
-        who = f"{packs} ranks" if sizes.per_pack == 1 else f"{packs} groups of {sizes.per_pack} ranks that share a pack"
+        who = f"{packs} ranks" if sizes.same_packs == 1 else f"{packs} groups of {sizes.same_packs} ranks that share a pack"
         yield (
             f"batch.packs_per_step={packs_per_step} is less than the {who}, so that {packs - packs_per_step} of them would have "
-            f"nothing to compute in each step. Raise it to at least {packs}, or start fewer processes"
+            f"nothing to compute in each step. Raise it to at least {packs * sizes.pp}, or start fewer processes"
+        )
+    elif packs_per_step is not None and sizes.pp > 1:
+        yield from _pp_pack_problems(sizes, packs_per_step, packs)
+
+
+def _pp_pack_problems(sizes: MeshSizes, packs_per_step: int, pipelines: int) -> Iterator[str]:
+    """Micro-batches that do not fit a schedule."""
+    count = -(-packs_per_step // pipelines)
+    each = f"batch.packs_per_step={packs_per_step} ÷ {pipelines} pipelines = {count} micro-batches"
+    if count < sizes.pp:
+        yield (
+            f"{each}, which is less than mesh.pp={sizes.pp}, so that some ranks would always wait. Raise packs_per_step to at least "
+            f"{pipelines * sizes.pp}, better {4 * pipelines * sizes.pp}, or lower pp"
+        )
+    elif sizes.pp_slices_per_rank > 1 and count % (rounds := count // sizes.pp):
+        fits = next(n for n in range(count, 0, -1) if n % max(1, n // sizes.pp) == 0)
+        more = next(n for n in range(count, 4 * count) if n % max(1, n // sizes.pp) == 0)
+        yield (
+            f"{each}, which interleaved 1F1B takes in {count} ÷ pp {sizes.pp} = {rounds} rounds of as many each, and {rounds} does not "
+            f"divide {count}. Set packs_per_step to {fits * pipelines} or {more * pipelines}, or pp_slices_per_rank to 1"
         )
 
 
@@ -125,6 +164,8 @@ def model_problems(sizes: MeshSizes, plan: Plan[Any], max_tokens: int | None = N
         yield f"mesh.tp={sizes.tp} does not divide the feed-forward width {width}. Choose tp from its divisors"
     if sizes.cp > 1:
         yield from _cp_problems(sizes, language)
+    if sizes.pp > 1:
+        yield from _pp_problems(sizes, plan)
     if sizes.ep > 1 and language.experts is None:
         yield f"mesh.ep={sizes.ep}: this model has no experts. Leave ep out"
     elif sizes.ep > 1 and language.experts is not None and language.experts % sizes.ep:
@@ -150,6 +191,21 @@ def _cp_problems(sizes: MeshSizes, language: LanguageSizes) -> Iterator[str]:
             yield f"mesh.cp={sizes.cp} and the {here} {name} of a rank: one must divide the other. Choose another cp"
 
 
+def _pp_problems(sizes: MeshSizes, plan: Plan[Any]) -> Iterator[str]:
+    """Every slice has a block at least; the first has those that DeepStack adds visual tokens after."""
+    layers = plan.spec.language.layers
+    deep = 0 if plan.spec.vision is None else plan.spec.vision.deepstack
+    product = f"pp × pp_slices_per_rank = {sizes.pp} × {sizes.pp_slices_per_rank} = {sizes.slices}"
+    what = f"mesh.pp={sizes.pp}" if sizes.pp_slices_per_rank == 1 else f"mesh: {product}"
+    if sizes.slices > layers:
+        yield f"{what} is more than the {layers} blocks of the language model, and each slice needs one. Choose at most {layers}"
+    elif deep + sizes.slices - 1 > layers:
+        yield (
+            f"{what}: the first slice needs the {deep} blocks that DeepStack adds visual tokens after, and {layers} - {deep} = "
+            f"{layers - deep} blocks are left for {sizes.slices - 1} slices. Choose at most {layers - deep + 1} slices"
+        )
+
+
 def refuse_problems(sizes: MeshSizes, world: int, packs_per_step: int | None = None) -> None:
     """Raise Refused with every problem."""
     if found := [*problems(sizes, world, packs_per_step)]:
@@ -167,12 +223,19 @@ class Mesh:
     sizes: MeshSizes
     shard: "DeviceMesh"  # what parameters that no branch cuts are sharded over: (dp_shard,), or (dp_replicate, dp_shard)
     everyone: "ProcessGroup"  # all ranks, on the device
+    same_slices: "ProcessGroup"  # those that have the same slices of the model; all, where it is not cut along its depth
     reshard: bool | int  # as FSDP2 takes it
     axes: "DeviceMesh | None" = None  # AXES; None where there is no axis but dp_replicate and dp_shard
     split: "DeviceMesh | None" = None  # what parameters that tp cuts are sharded over, each rank's piece
     experts: "DeviceMesh | None" = None  # what experts are sharded over; those of other ranks of `ep` are not here at all
     ep: "DeviceMesh | None" = None
     images: ImageExchange | None = None  # where ranks share out images
+    pipeline: "Pipeline | None" = None  # the ranks that have the slices of one model
+
+    @property
+    def answers(self) -> bool:
+        """Return whether this rank writes what all ranks with the same slices hold whole."""
+        return self.same_slices.rank() == 0
 
     @property
     def tp(self) -> "DeviceMesh | None":
@@ -199,10 +262,19 @@ def mesh_of(sizes: MeshSizes, world: World, device: str, packs_per_step: int | N
     everyone = dist.group.WORLD
     assert everyone is not None
     images = ImageExchange(everyone) if sizes.balance_images else None
-    if sizes.per_pack == 1 and sizes.ep == 1:
+    if sizes.per_pack == 1 and sizes.ep == 1 and sizes.pp == 1:
         both = init_device_mesh(device, (sizes.dp_replicate, shard), mesh_dim_names=AXES[:2])
-        return Mesh(sizes, both if sizes.dp_replicate > 1 else both["dp_shard"], everyone, reshard, images=images)
-    axes = init_device_mesh(device, (sizes.dp_replicate, sizes.dp_shard_of(world.size), sizes.cp, sizes.tp), mesh_dim_names=AXES)
+        return Mesh(sizes, both if sizes.dp_replicate > 1 else both["dp_shard"], everyone, everyone, reshard, images=images)
+    lengths = (sizes.dp_replicate, sizes.dp_shard_of(world.size), sizes.cp, sizes.tp)
+    pipeline, same_slices = None, everyone
+    if sizes.pp == 1:
+        axes = init_device_mesh(device, lengths, mesh_dim_names=AXES)
+    else:
+        from eyeline.parallel.pipeline import Pipeline
+
+        whole = init_device_mesh(device, (sizes.pp, *lengths), mesh_dim_names=("pp", *AXES))
+        axes, pipeline = whole[AXES], Pipeline(whole["pp"].get_group())
+        same_slices = axes._flatten("same_slices").get_group()
     # the three helpers are private in name, in all versions of torch that we know; torchtitan builds its meshes with them, too
     every = axes["dp_shard"] if sizes.per_pack == 1 else axes["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
     split = axes["dp_shard"] if sizes.cp == 1 else axes["dp_shard", "cp"]._flatten("dp_shard_cp")
@@ -213,4 +285,4 @@ def mesh_of(sizes: MeshSizes, world: World, device: str, packs_per_step: int | N
     if sizes.dp_replicate > 1:
         every, split = (DeviceMesh._concatenate([axes["dp_replicate"], x]) for x in (every, split))
         experts = experts and DeviceMesh._concatenate([axes["dp_replicate"], experts])
-    return Mesh(sizes, every, everyone, reshard, axes, split, experts, ep, images)
+    return Mesh(sizes, every, everyone, same_slices, reshard, axes, split, experts, ep, images, pipeline)

@@ -26,9 +26,12 @@ def share_out(plan: Plan[Any], mesh: Mesh) -> None:
 
 
 def place(plan: Plan[M], device: torch.device | str, mesh: Mesh | None = None) -> None:
-    """Give the model memory: each rank its part of it. On one device every tensor is there whole."""
+    """Give the model memory: each rank its part of it. On one device every tensor is there whole. A model that ranks have slices of is cut
+    before (`slices.py`)."""
     if mesh is not None:
         if mesh.images is not None:
             mesh.images.join(plan)
+        if mesh.pipeline is not None:
+            mesh.pipeline.join(plan)
         share_out(plan, mesh)
     materialise(plan, device)

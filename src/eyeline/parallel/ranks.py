@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from eyeline.core.shards import is_sharded, mesh_of_tensor
 from eyeline.core.step import Slot
 from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.rows import rows_of
+
+if TYPE_CHECKING:
+    from eyeline.parallel.pipeline import Pipeline
 
 T = TypeVar("T")
 
@@ -48,6 +51,7 @@ class Ranks:
     dealt: Callable[[Batch, Slot], AbstractContextManager[Batch]] = _as_it_is  # the batch with the images that this rank encodes
     # the next backward pass sums the gradients of these parts over ranks, and of no others; what was not summed yet is summed with them
     sum_next: Callable[[nn.Module, Collection[Part]], None] = _as_ever
+    pipeline: "Pipeline | None" = None  # where ranks have slices of the model
 
 
 def _norm(parameters: Sequence[Parameter]) -> Tensor:
@@ -63,7 +67,7 @@ def ranks_of(mesh: Mesh) -> Ranks:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    sizes, axes = mesh.sizes, mesh.axes
+    sizes, axes, pipeline = mesh.sizes, mesh.axes, mesh.pipeline
     pack = None if axes is None or sizes.per_pack == 1 else axes["cp", "tp"]._flatten("cp_tp").get_group()
     # of what tensor parallelism cuts and nothing else does, each rank has a piece; the ranks with the same piece see other rows
     same_piece = None if axes is None else axes["dp_replicate", "dp_shard", "cp"]._flatten("dp_replicate_dp_shard_cp").get_group()
@@ -75,14 +79,19 @@ def ranks_of(mesh: Mesh) -> Ranks:
 
     def sum_gradients(parameters: Iterable[Parameter]) -> None:
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-        _sum_all([gradient for p, gradient in gradients if not is_sharded(p)], total)
+        _sum_all([gradient for p, gradient in gradients if not is_sharded(p)], lambda x: total(x, mesh.same_slices))
         cut = [gradient.to_local() for p, gradient in gradients if isinstance(gradient, DTensor) and p.device_mesh == axes]  # type: ignore[attr-defined]
         _sum_all(cut, lambda x: total(x, same_piece))
+        if pipeline is not None:
+            pipeline.sum_tied()
 
     def norm(parameters: Sequence[Parameter]) -> Tensor:
-        norms = [_norm(alike) for alike in _alike(parameters)]
+        norms = [_norm(alike) for alike in _alike(parameters if pipeline is None else filter(pipeline.answers_for, parameters))]
         norms = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        if pipeline is None:
+            return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        own = torch.stack(norms) if norms else torch.zeros(1, device=mesh.shard.device_type)
+        return pipeline.norm(torch.linalg.vector_norm(own))
 
     def clip(parameters: Sequence[Parameter], most: float, norm: Tensor) -> None:
         for alike in _alike(parameters):
@@ -103,6 +112,7 @@ def ranks_of(mesh: Mesh) -> Ranks:
         clip=clip,
         dealt=_as_it_is if mesh.images is None else mesh.images.dealt,
         sum_next=_as_ever if mesh.sizes.sync_each_batch else sum_next,
+        pipeline=pipeline,
     )
 
 
@@ -115,7 +125,7 @@ def _sum_all(gradients: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> 
         gradient.copy_(summed.view_as(gradient))
 
 
-def _alike(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+def _alike(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
     """The parameters by the mesh that they are sharded over, whole ones apart: no operator takes those of several."""
     found: dict[Any, list[Parameter]] = {}
     for p in parameters:

@@ -17,7 +17,7 @@ def rows_of(batch: Batch, sizes: MeshSizes, cp_rank: int, tp_rank: int) -> Batch
     """The part of a pack that the rank at these places has. `counts` stay the pack's."""
     if sizes.per_pack == 1:
         return batch
-    batch = _padded(batch, sizes.per_pack)
+    batch = padded(batch, len(batch.tokens_T) + -len(batch.tokens_T) % sizes.per_pack)
     total = len(batch.tokens_T)
     wide, rows = total // sizes.cp, total // sizes.per_pack
     start = cp_rank * wide + tp_rank * rows
@@ -43,9 +43,9 @@ def rows_of(batch: Batch, sizes: MeshSizes, cp_rank: int, tp_rank: int) -> Batch
     )
 
 
-def _padded(batch: Batch, multiple: int) -> Batch:
+def padded(batch: Batch, tokens: int) -> Batch:
     """The same pack with so many rows: empty packs and those of validation are not filled up to a budget."""
-    more = -len(batch.tokens_T) % multiple
+    more = tokens - len(batch.tokens_T)
     if more == 0:
         return batch
 

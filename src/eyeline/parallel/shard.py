@@ -25,7 +25,7 @@ def shard(plan: Plan[Any], mesh: Mesh) -> None:
     tensor parallelism has cut, each rank its piece."""
     model = plan.model
     compute = next((entry.compute for entry in plan.table.values() if not entry.exact), torch.float32)
-    whole = {tensor_of(model, name) for name, entry in plan.table.items() if entry.exact and entry.role != "buffer"}
+    whole = {tensor_of(model, plan.location(name)) for name, entry in plan.table.items() if entry.exact and entry.role != "buffer"}
     policy = MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
     how: dict[str, Any] = {"reshard_after_forward": mesh.reshard, "mp_policy": policy, "ignored_params": whole}
     for name, over in apart(plan, mesh).items():
@@ -72,7 +72,7 @@ def units(plan: Plan[Any]) -> list[list[nn.Module]]:
     for name, entry in plan.table.items():
         if entry.exact or entry.role == "buffer" or entry.unit in plan.blocks.get(entry.part, ()):
             continue
-        part, child = name.split(".")[:2]
+        part, child = plan.location(name).split(".")[:2]
         paths.setdefault(entry.unit, {})[part if entry.unit == part else f"{part}.{child}"] = None
     deepest_first = sorted(paths.values(), key=lambda found: -max(path.count(".") for path in found))
     return [[plan.model.get_submodule(path) for path in found] for found in deepest_first] + [[plan.model]]

@@ -17,7 +17,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
-from eyeline.core.words import gib
+from eyeline.core.words import gib, percent
 from eyeline.core.world import ALONE, World
 from eyeline.data.reader import reader_of
 from eyeline.data.report.duplicates import SampleHashes, hashes_of
@@ -28,6 +28,8 @@ from eyeline.distill import check as distilling
 from eyeline.models import spec as spec_of
 from eyeline.models.flops import Arithmetic, count
 from eyeline.models.hf import mapping_of
+from eyeline.models.shape import shape
+from eyeline.parallel.mesh import model_problems
 from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.recipes.device import device_report
 from eyeline.recipes.problems import (
@@ -44,7 +46,7 @@ from eyeline.train.loop import run_folder
 from eyeline.train.run import Run
 from eyeline.train.samples import sample_problems
 from eyeline.train.start import description, description_at, refuse_another_recipe, refuse_changed_data
-from eyeline.train.trainable import needed_memory, new_rows_of, plan_of, rank_problems
+from eyeline.train.trainable import memory_of_slices, needed_memory, new_rows_of, plan_of, rank_problems
 
 TRAINED = "bold green"
 
@@ -133,28 +135,42 @@ def _ranks(run: Run, world_size: int) -> Iterator[str]:
         return
     images = ", images dealt over all of them" if run.mesh.balance_images else ""
     sizes = {axis: getattr(run.mesh, axis) for axis in ("cp", "tp") if getattr(run.mesh, axis) > 1}
-    axes = {"dp_replicate": run.mesh.dp_replicate, "dp_shard": run.mesh.dp_shard_of(world_size), **sizes}
+    pp = {"pp": run.mesh.pp} if run.mesh.pp > 1 else {}
+    axes = pp | {"dp_replicate": run.mesh.dp_replicate, "dp_shard": run.mesh.dp_shard_of(world_size), **sizes}
     experts = f", experts over ep {run.mesh.ep}" if run.mesh.ep > 1 else ""
     yield f"{world_size} ranks: {' × '.join(f'{axis} {size}' for axis, size in axes.items())}{experts}{images}"
-    groups = world_size // run.mesh.per_pack
-    who = "ranks" if run.mesh.per_pack == 1 else f"groups of {run.mesh.per_pack} ranks that share a pack"
+    groups = world_size // run.mesh.same_packs
+    who = "ranks" if run.mesh.same_packs == 1 else f"groups of {run.mesh.same_packs} ranks that share a pack"
     summed = "" if run.mesh.sync_each_batch else "; gradients are summed over ranks after the last"
     for stage in run.stages:
         packs = stage.batch.packs_per_step
         each = f"{-(-packs // groups)} gradient accumulation steps{summed}"
         yield f"stage {stage.name}: {packs} packs per step ÷ {groups} {who} = {each}"
+        if run.mesh.pp > 1:
+            waits, passes = run.mesh.bubble(-(-packs // groups))
+            how = "1F1B" if run.mesh.pp_slices_per_rank == 1 else "interleaved 1F1B"
+            yield f"stage {stage.name}: {how} of {run.mesh.slices} slices; ranks wait {waits} of {passes} passes, {percent(waits / passes)}"
 
 
 def _memory(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
     """What the model of each stage needs on the device of each rank."""
+    if run.mesh.pp > 1 and [*_rank_problems(run, world_size), *model_problems(run.mesh, shape(bundle.config, trains={}))]:
+        return
     shards = 1 if [*mesh_problems(run.mesh, world_size)] else run.mesh.sharded_over(world_size)
     for index, stage in enumerate(run.stages):
         try:
             whole = shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > world_size
-            needed = needed_memory(run, index, bundle.config, new_rows_of(run, index, bundle), shards, whole)
+            apart = new_rows_of(run, index, bundle)
+            if run.mesh.pp > 1:
+                count = -(-stage.batch.packs_per_step // (world_size // run.mesh.same_packs))
+                needed, slices = memory_of_slices(run, index, bundle.config, apart, shards, count)
+                yield f"slices of stage {stage.name}, by FLOPs of a full micro-batch: blocks {slices}"
+            else:
+                needed = needed_memory(run, index, bundle.config, apart, shards, whole)
         except Refused:
             continue  # among the settings' problems already
-        each = f"memory of stage {stage.name}" + (" per rank" if world_size > 1 else "")
+        most = ", of the slices that need the most" if run.mesh.pp > 1 else ""
+        each = f"memory of stage {stage.name}" + (f" per rank{most}" if world_size > 1 else "")
         yield f"{each}: {needed}; together about {gib(needed.total)} (counted for a GPU on full micro-batches)"
 
 

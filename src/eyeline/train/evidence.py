@@ -118,7 +118,7 @@ def _keep_weights(process: "Process", running: "StageRun", state: "State", stagi
     """Write the weights; the name of their checkpoint's folder. None, and a note, where the disk has too little room for more than the
     run's own checkpoints."""
     home, world = process.home, process.world
-    files = {name: pieces_of(x, world.first) for name, x in tensors_of(running, ended=True).items()}
+    files = {name: pieces_of(x, process.answers) for name, x in tensors_of(running, ended=True).items()}
     needed = sum(world.gather(sum(piece.local.nbytes for pieces in files.values() for piece in pieces)))
     if world.by_first(lambda: shutil.disk_usage(staging).free) < ROOM * needed:
         process.show.note("the disk has too little room to keep the weights of this step: replay takes those of the newest checkpoint")

@@ -80,7 +80,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         for line in first_lines(run, home, here, world.size, checkpoint, changed) if world.first else ():
             say(line)
         show, tally = display(console, run.logging_steps), Tally()
-        packs = sharing(world, run.mesh.per_pack, 60 * run.mesh.timeout_minutes)
+        packs = sharing(world, run.mesh.per_pack, 60 * run.mesh.timeout_minutes, run.mesh.pp)
         stop = StopSignal(show.stopping, once_s=5.0 if world.size > 1 else 0.0)
         ranks = ONE_DEVICE if mesh is None else timed(ranks_of(mesh), clock)
         reachable: float | None = None if peak is None else peak["flops_per_s"] * world.size
@@ -155,7 +155,8 @@ def timed(ranks: Ranks, clock: Clock) -> Ranks:
 
         return spent
 
-    return Ranks(*(counted(getattr(ranks, one.name)) for one in fields(ranks)))
+    calls = {one.name: getattr(ranks, one.name) for one in fields(ranks) if one.name != "pipeline"}
+    return replace(ranks, **{name: counted(call) for name, call in calls.items()})
 
 
 @contextmanager
@@ -287,7 +288,8 @@ class Border(NamedTuple):
 def at_border(process: Process, running: StageRun, step: Step, due: bool, same: Same) -> Border:
     """Tell the other ranks, and hear what all agree on."""
     counted = sum((running.arithmetic.of(batch) for batch in step.batches), flops.NONE)
-    written, here, own = process.saving.ready, process.here, running.own_time.lap(counted.by_part.get("language", 0.0))
+    share = len(running.plan.blocks["language"]) / running.plan.spec.language.layers  # of the model's blocks, where ranks have slices
+    written, here, own = process.saving.ready, process.here, running.own_time.lap(counted.by_part.get("language", 0.0) * share)
     memory = here.memory_bytes(), here.reserved_bytes(), here.allocator_retries()
     if not process.packs.group.first:  # another rank has told of the same batches
         counted = flops.NONE

@@ -22,6 +22,7 @@ from eyeline.core.plan import Part, Plan
 from eyeline.core.words import gib
 from eyeline.data.fetch.full_batch import full_batch
 from eyeline.models.layers import Recompute
+from eyeline.parallel.slices import slice_of
 from eyeline.train.optim import AdamW, Muon, Optimizer
 
 aten = torch.ops.aten
@@ -86,6 +87,32 @@ def activations_of(plan: Plan[Any], budget: Budget) -> int:
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     return allocated.most - gradients
+
+
+def activations_of_slices(plan: Plan[Any], budget: Budget, rank: int, ranks: int, count: int) -> int:
+    """The same for a rank that has slices of the model, of whose `count` micro-batches several are under way at once; with the tensors that
+    it receives from other ranks, of which torch's schedules keep one for each micro-batch. `plan` is of these slices."""
+    slices, language = plan.slices, plan.spec.language
+    assert slices is not None
+    of, passes = len(slices.blocks), len(slices.blocks) * count
+    under_way = min(passes, ranks - rank if of == 1 else 2 * (ranks - rank - 1) + (of - 1) * ranks + 1)
+    run, batch = slice_of(plan.model, language.layers), full_batch(plan.spec.image, plan.spec.vocab_size, budget).with_draws(0, 0)
+    x_TD = torch.empty(budget.tokens, language.hidden_size, dtype=plan.model.language.compute_dtype, device="meta", requires_grad=True)
+    plan.model.train()
+    with Allocated() as allocated:
+        kept = []
+        for n in range(under_way):
+            at = n // ranks % of
+            out, _ = run(batch.to("meta"), slices.blocks[at], x_TD if slices.numbers[at] else None)
+            kept.append(out.out if slices.blocks[at].stop == language.layers else out)
+        while kept:
+            if (first := kept.pop(0)).requires_grad:
+                first.backward(torch.empty_like(first))
+            del first
+    gradients = sum(x.grad.nbytes for x in plan.model.parameters() if x.grad is not None)
+    plan.model.zero_grad(set_to_none=True)
+    received = sum((number > 0) + (number < slices.count - 1) for number in slices.numbers) * count * x_TD.nbytes
+    return allocated.most - gradients + received
 
 
 def fewest_recomputed(plan: Plan[Any], budget: Budget, how: Mapping[Part, Recompute], room: int) -> dict[Part, Recompute]:

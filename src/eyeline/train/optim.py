@@ -57,9 +57,11 @@ def make_optimizers(plan: Plan[Any], settings: Optimizer, seed: int = 0) -> list
     rounding.
 
     Each group says its `part` and `ratio`: `set_learning_rates` gives it rate(part) × ratio. Groups have a fixed order,
-    so that a saved state finds its parameters again.
+    so that a saved state finds its parameters again. None where this rank has slices of a model in which nothing trains.
     """
     trainable = [(name, x, entry) for name, x, entry in plan.tensors() if entry.trains]
+    if not trainable:
+        return []
     match settings:
         case AdamW(small=True):
             groups, dtype = _groups(trainable, settings.weight_decay, ratio=1.0), STATES[settings.state_dtype]
@@ -135,8 +137,10 @@ def load_state_tensors(
     stored: Stored,
     without: Collection[str] = (),
     where: str = "the checkpoint",
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Put back what `state_tensors` gave, each rank its part. `without` are the parameters that had no state; all others must have theirs.
+    `elsewhere`: parameters that other ranks have.
 
     Raises Refused, with what is missing, unknown, or has another shape or dtype, before anything is put back: an optimizer's kernel
     reads as many numbers as the parameter has, whatever there are.
@@ -147,7 +151,8 @@ def load_state_tensors(
         if name not in without
         for key, tensor in _state_of(optimizer, parameter).items()
     }
-    refuse_misfits(f"the optimizer state of {where}", misfits(stored.meta, wanted, "exact"))
+    given = {name: meta for name, meta in stored.meta.items() if name.rpartition(":")[0] not in elsewhere}
+    refuse_misfits(f"the optimizer state of {where}", misfits(given, wanted, "exact"))
     for optimizer, name, parameter in _parameters(optimizers):
         kept = {} if name in without else _state_of(optimizer, parameter)
         optimizer.state[parameter] = {key: _loaded(stored, f"{name}:{key}", parameter, optimizer) for key in kept}

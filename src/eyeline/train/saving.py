@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -60,7 +61,7 @@ def save(process: "Process", running: "StageRun", state: "State", *, ended: bool
     fixed = fixed_sets(home, state)
     process.show.status("saving a checkpoint")
     with process.clock.spending("checkpoint"), fitting(f"the checkpoint of step {step}"):
-        files = {name: pieces_of(x, world.first) for name, x in tensors_of(running, ended).items()}
+        files = {name: pieces_of(x, process.answers) for name, x in tensors_of(running, ended).items()}
         saved, limit = state_of(process, running, state, ended), process.run.save_total_limit
         if waits:
             store.save(
@@ -97,16 +98,22 @@ def fixed_sets(home: "Home", state: "State") -> dict[str, str]:
 
 
 def tensors_of(running: "StageRun", ended: bool) -> dict[str, dict[str, Tensor]]:
-    """What a checkpoint holds, in sets: what changes, what this stage does not, and the optimizers' states while it lasts."""
+    """What a checkpoint holds, in sets: what changes, what this stage does not, and the optimizers' states while it lasts. Copies of what
+    another rank has are not written."""
     kept: dict[str, dict[str, Tensor]] = {"model": {}, "frozen": {}}
     for name, x, entry in running.plan.tensors():
-        kept["model" if entry.trains or entry.role == "buffer" else "frozen"][name] = x
-    return kept | {"optimizer": {} if ended else state_tensors(running.optimizers)}
+        if name not in running.plan.copies:
+            kept["model" if entry.trains or entry.role == "buffer" else "frozen"][name] = x
+    states = {} if ended else state_tensors(running.optimizers)
+    return kept | {"optimizer": {name: x for name, x in states.items() if name.rpartition(":")[0] not in running.plan.copies}}
 
 
 def state_of(process: "Process", running: "StageRun", state: "State", ended: bool) -> dict[str, Any]:
     """What a checkpoint says in addition to its tensors, as plain JSON: the stage it stands in, how far, and what the model is like."""
     apart = new_rows_of(process.run, state.stage, process.home.bundle)
+    own = without_state(running.optimizers)
+    # of slices of a model each rank knows its own
+    without = own if running.plan.slices is None else list(dict.fromkeys(chain.from_iterable(process.world.gather_patiently(own))))
     progress = vars(state) if not ended else vars(state) | {"stage": state.stage + 1, "step": 0, "data": None, "best": None}
     return {
         "stage": progress["stage"],
@@ -116,7 +123,7 @@ def state_of(process: "Process", running: "StageRun", state: "State", ended: boo
         "saved_modules": sorted({path for stage in process.run.stages[: state.stage + 1] for path in saved_modules(stage)}),
         "trained": trained_in_full(process.run.stages[: state.stage + 1]),
         "expert_biases": running.plan.biased,
-        "without_state": [] if ended else without_state(running.optimizers),
+        "without_state": [] if ended else without,
         "progress": progress,
     }
 

@@ -12,7 +12,7 @@ from eyeline.bundle.fill import fill, has_biases, lora_of
 from eyeline.bundle.fill import new_rows_of as stored_rows
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused, fitting
-from eyeline.core.plan import Plan
+from eyeline.core.plan import Plan, complete
 from eyeline.core.randomness import seed_for
 from eyeline.core.step import Step
 from eyeline.core.world import ALONE, World
@@ -35,6 +35,7 @@ from eyeline.train.metrics import Clock
 from eyeline.train.optim import load_state_tensors, make_optimizers
 from eyeline.train.run import COMPUTE, Distillation, Run, Stage
 from eyeline.train.saving import Saving
+from eyeline.train.slices import cut_along_depth
 from eyeline.train.start import Home, refuse_changed_data, refuse_other_data, sources_of
 from eyeline.train.stop import StopSignal
 from eyeline.train.stragglers import OwnTime, Stragglers
@@ -71,6 +72,11 @@ class Process:
     packs: Sharing = SHARES_NOTHING
     fetching: FetchThread = field(default_factory=FetchThread)
     saving: Saving = field(default_factory=Saving)
+
+    @property
+    def answers(self) -> bool:
+        """Return whether this rank writes what several ranks hold whole."""
+        return self.world.first if self.mesh is None else self.mesh.answers
 
     def record(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, with the time since the process started; then tell the trackers."""
@@ -132,6 +138,7 @@ def model_of(
         apart = new_rows_of(run, index, home.bundle)
         shards = 1 if mesh is None else mesh.shard.size(-1)
         plan = plan_of(run, index, home.bundle.config, has_biases(sources["language"]), apart, shards)
+        plan = cut_along_depth(plan, run.stages[index].batch.budget, mesh)
         place(plan, here.device, mesh)
         before = None if checkpoint is None else (lora_of(checkpoint.state), stored_rows(checkpoint.state))
         continued = before == (adapters_of(run.stages[index]), apart)
@@ -152,11 +159,14 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
         plan = model_of(run, home, here, checkpoint, state.stage, process.mesh, world)
         kernels = choose_kernels(plan.model, here, COMPUTE[run.precision], trains=True)
         refuse_attention(plan, run, here)
-        arithmetic = flops.count(plan.model, plan.spec.image)
+        with complete(plan):
+            arithmetic = flops.count(plan.model, plan.spec.image)
         optimizers = make_optimizers(plan, stage.optimizer, run.seed)
         if checkpoint and state.step > 0:
             with checkpoint.reading("optimizer") as stored:
-                world.by_each(lambda: load_state_tensors(optimizers, stored, saved["without_state"], str(checkpoint.folder)))
+                elsewhere = plan.whole.keys() - plan.table.keys()
+                where = str(checkpoint.folder)
+                world.by_each(lambda: load_state_tensors(optimizers, stored, saved["without_state"], where, elsewhere))
         reader = world.by_each(
             lambda: reader_of(
                 stage.data,

@@ -1,6 +1,6 @@
 """One optimizer update. Sums and counts first, one division at the end."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -12,9 +12,11 @@ from eyeline.core.batch import Batch, Counts
 from eyeline.core.errors import fitting
 from eyeline.core.plan import Part
 from eyeline.core.step import Slot, Step
+from eyeline.models.decoder import Output
 from eyeline.models.moe import Aux, Balance, Bias, balance_loss, move_biases
 from eyeline.parallel.copies import on_device
 from eyeline.parallel.ranks import Ranks
+from eyeline.train.slices import gradients_in_slices, outputs_in_slices
 
 Outcome = Literal["applied", "not finite", "no targets"]
 
@@ -83,7 +85,8 @@ def update(
             for optimizer in optimizers:
                 optimizer.step()
         if tokens_NE is not None and isinstance(balance, Bias):
-            move_biases(model, tokens_NE, balance.rate)
+            here_NE = tokens_NE if ranks.pipeline is None else tokens_NE[ranks.pipeline.own_moe_layers]
+            move_biases(model, here_NE, balance.rate)
     model.zero_grad(set_to_none=True)
     return Report(
         loss_value, norm_value, "applied" if finite else "not finite", data.counts, expert_load(routed, balance), diverged or None
@@ -101,6 +104,8 @@ class Sums(NamedTuple):
 
 def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance | None, seed: int, step: int) -> Sums:
     """Run the micro-batches that have labels on some rank forward and backward: their gradients are then at the parameters."""
+    if ranks.pipeline is not None:
+        return Sums(*gradients_in_slices(data, ranks, ranks.pipeline, balance, seed, step))
     supervised, device = data.counts.supervised, next(model.parameters()).device
     total, added, divergence = (torch.zeros((), device=device) for _ in range(3))
     tokens_NE: Tensor | None = None
@@ -166,14 +171,22 @@ def validate(model: nn.Module, batches: Iterable[Batch], ranks: Ranks) -> tuple[
     device = next(model.parameters()).device
     total = torch.zeros(2, device=device, dtype=torch.float64)  # loss, labels
     arriving = on_device(map(ranks.rows, batches), device)
-    while True:
-        with fitting("a batch of validation"):  # the copy of the next one
-            here, batch = next(arriving, (None, None))
-        if here is None or batch is None:
-            break
-        with fitting(partial(batch_description, here, "a batch of validation")):
-            total[0] += model(batch).out
+    outputs = outputs_of(model, arriving) if ranks.pipeline is None else outputs_in_slices(arriving, ranks.pipeline)
+    for here, output in outputs:
+        total[0] += output.out
         total[1] += 0 if here.labels_L is None else len(here.labels_L)
     model.train(was_training)
     loss, labels = ranks.sum(total).tolist()
     return loss / max(labels, 1), int(labels)
+
+
+def outputs_of(model: nn.Module, arriving: Iterator[tuple[Batch, Batch]]) -> Iterator[tuple[Batch, Output]]:
+    """Each batch as it came, with what the model gives for it."""
+    while True:
+        with fitting("a batch of validation"):  # the copy of the next one
+            here, batch = next(arriving, (None, None))
+        if here is None or batch is None:
+            return
+        with fitting(partial(batch_description, here, "a batch of validation")):
+            output = model(batch)
+        yield here, output

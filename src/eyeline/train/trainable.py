@@ -16,9 +16,11 @@ from eyeline.models import Config, Model
 from eyeline.models.layers import Recompute
 from eyeline.models.lora import LoRA
 from eyeline.models.shape import SAVED, Ways, shape
-from eyeline.train.memory import Memory, activations_of, fewest_recomputed, memory_of
+from eyeline.parallel.slices import own_slices
+from eyeline.train.memory import Memory, activations_of, activations_of_slices, fewest_recomputed, memory_of
 from eyeline.train.optim import AdamW, Muon
 from eyeline.train.run import COMPUTE, Adapted, Checkpointing, Full, Run, Stage
+from eyeline.train.slices import cuts_for
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,34 @@ def needed_memory(run: Run, index: int, config: Config, apart: NewRows | None, s
     return replace(memory_of(plan, stage.optimizer, shards, whole_gradients), activations=activations_of(plan, stage.batch.budget))
 
 
+def memory_of_slices(run: Run, index: int, config: Config, apart: NewRows | None, shards: int, count: int) -> tuple[Memory, str]:
+    """`needed_memory` of the rank that needs the most, where ranks have slices of the model; and the blocks of each, in words. `count`:
+    micro-batches of a step."""
+    stage, most = run.stages[index], None
+    plan = plan_of(run, index, config, apart=apart)
+    cuts = cuts_for(plan, stage.batch.budget, run.mesh.slices)
+    for rank in range(run.mesh.pp):
+        own = own_slices(plan_of(run, index, config, apart=apart), cuts, rank, run.mesh.pp)
+        activations = activations_of_slices(own, stage.batch.budget, rank, run.mesh.pp, count)
+        memory = replace(memory_of(own, stage.optimizer, shards), activations=activations)
+        most = memory if most is None or memory.total > most.total else most
+    assert most is not None
+    return most, ", ".join(f"{cut.start}–{cut.stop - 1}" if len(cut) > 1 else f"{cut.start}" for cut in cuts)
+
+
 def axis_problems(run: Run) -> Iterator[str]:
-    """Settings that do not go with tensor, context or expert parallelism."""
-    axes = [axis for axis in ("tp", "cp", "ep") if getattr(run.mesh, axis) > 1]
+    """Settings that do not go with tensor, context, expert or pipeline parallelism."""
+    axes = [axis for axis in ("pp", "tp", "cp", "ep") if getattr(run.mesh, axis) > 1]
     if axes and run.compile != "none":
         yield f"compile: {run.compile} with mesh.{axes[0]}={getattr(run.mesh, axes[0])} is not there yet. Leave one of them out"
     for stage in run.stages:
-        cut = [axis for axis in axes if axis != "cp"]
+        how = stage.gradient_checkpointing
+        if run.mesh.pp > 1 and isinstance(how, Checkpointing) and how.memory_gb is not None:
+            yield (
+                f"stages.{stage.name}.gradient_checkpointing.memory_gb counts one micro-batch on one device, and with "
+                f"mesh.pp={run.mesh.pp} several are under way. Name the parts, or use every"
+            )
+        cut = [axis for axis in axes if axis in ("tp", "ep")]
         if cut and isinstance(stage.optimizer, Muon):
             yield (
                 f"stages.{stage.name}.optimizer: Muon orthogonalises whole matrices, and mesh.{cut[0]}={getattr(run.mesh, cut[0])} cuts "
@@ -173,7 +196,8 @@ def rows_of(plan: Plan[Model], stage: Stage) -> list[Row]:
 
 
 def _row(plan: Plan[Model], stage: Stage, part: Part) -> Row:
-    sizes = [(math.prod(entry.shape), entry.trains) for _, _, entry in plan.tensors() if entry.part == part and entry.role != "buffer"]
+    entries = {name: entry for name, entry in plan.whole.items() if entry.part == part and entry.tied_to is None}
+    sizes = [(math.prod(entry.shape), entry.trains) for entry in entries.values() if entry.role != "buffer"]
     trained = stage.trains.get(part)
     match trained:
         case None:
@@ -186,7 +210,7 @@ def _row(plan: Plan[Model], stage: Stage, part: Part) -> Row:
             how = f"{kind} r {trained.rank}, α {trained.alpha:g} on {targets}"
             how += f" from block {trained.freeze_layers}" if trained.freeze_layers else ""
             how += "".join(f", {name} in full" for name in trained.modules_to_save)
-            rows = [entry.shape[0] for name, _, entry in plan.tensors() if entry.part == part and name.endswith("embed.new_rows")]
+            rows = [entry.shape[0] for name, entry in entries.items() if name.endswith("embed.new_rows")]
             how += f", {rows[0]} new tokens" if rows else ""
     return Row(part, sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains), how, trained.lr if trained else None)
 
