@@ -600,7 +600,7 @@ def env() -> None:
 
 bench = typer.Typer(
     name="bench",
-    help="Measure this machine, or model a training step on a GPU that is not here.",
+    help="Measure this machine or a training step on it, or model a step on a GPU that is not here.",
     epilog="Example: eyeline bench machine runs/easyvqa-tiny",
     no_args_is_help=True,
 )
@@ -619,21 +619,47 @@ def bench_machine(
     refuse_lost_output()
 
 
+BenchStage = Annotated[str | None, typer.Option("--stage", help="The stage, by name. [default: the last]", show_default=False)]
+Size = Annotated[str | None, typer.Option(help="A published model in place of the recipe's, such as qwen3-vl-8b.", show_default=False)]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a micro-batch. [default: the recipe's]", show_default=False)]
+Patches = Annotated[int | None, typer.Option(min=0, help="Patches of a micro-batch. [default: the recipe's]", show_default=False)]
+Packs = Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step. [default: the recipe's]", show_default=False)]
+JsonFile = Annotated[Path | None, typer.Option(metavar="PATH", parser=_path, help="A JSON file to write.", show_default=False)]
+
+
+@bench.command(name="step", epilog="Example: eyeline bench step qwen3-vl-lora --size qwen3-vl-2b compile=blocks")
+def bench_step(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    stage: BenchStage = None,
+    size: Size = None,
+    tokens: Tokens = None,
+    patches: Patches = None,
+    packs: Packs = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before that.")] = 3,
+    out: JsonFile = None,
+) -> None:
+    """Time real steps of a recipe on this machine, with made-up weights and data: what it will reach, before anything is downloaded."""
+    _calm()
+    run = _read(recipe, overrides)
+    from eyeline.study.timed_steps import bench_steps
+
+    bench_steps(run, stage=stage, size=size, tokens=tokens, patches=patches, packs=packs, steps=steps, warm_up=warm_up, out=out)
+    refuse_lost_output()
+
+
 @bench.command(name="roofline", epilog="Example: eyeline bench roofline qwen3-vl-lora --gpu h100-80 --size qwen3-vl-8b")
 def bench_roofline(
     recipe: Recipe,
     overrides: Overrides = None,
     gpu: Annotated[str, typer.Option(help="The GPU, such as h100-80, a100-80, l40s or rtx-4090.")] = "h100-80",
-    stage: Annotated[str | None, typer.Option(help="The stage, by name. [default: the last]", show_default=False)] = None,
-    size: Annotated[
-        str | None, typer.Option(help="A published model in place of the recipe's, such as qwen3-vl-8b.", show_default=False)
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a micro-batch. [default: the recipe's]", show_default=False)] = None,
-    patches: Annotated[
-        int | None, typer.Option(min=0, help="Patches of a micro-batch. [default: the recipe's]", show_default=False)
-    ] = None,
-    packs: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step. [default: the recipe's]", show_default=False)] = None,
-    out: Annotated[Path | None, typer.Option(metavar="PATH", parser=_path, help="A JSON file to write.", show_default=False)] = None,
+    stage: BenchStage = None,
+    size: Size = None,
+    tokens: Tokens = None,
+    patches: Patches = None,
+    packs: Packs = None,
+    out: JsonFile = None,
 ) -> None:
     """Model a step on a named GPU: FLOPs, bytes, launches and waits of every operator, without a GPU, data or weights."""
     run = _read(recipe, overrides)

@@ -62,12 +62,12 @@ def roofline(
 ) -> None:
     """Print the roofline of a stage's step, and write it to `out`."""
     gpu = _gpu(gpu_name)
-    index = _stage(run, stage)
+    index = stage_index(run, stage)
     if run.precision != "bf16":
         raise Refused(f"precision is {run.precision}, and a roofline is of bf16, which GPUs are made for. Set precision=bf16")
     batch = run.stages[index].batch
     budget = Budget(tokens or batch.max_tokens, batch.max_patches if patches is None else patches)
-    recording = record_step(run, index, config_of(size) if size else _config(run), budget, packs or batch.packs_per_step)
+    recording = record_step(run, index, config_for(run, size), budget, packs or batch.packs_per_step)
     ways = {"eager": way(priced(recording.operators, gpu), recording, gpu), "fused": way(fused(recording.operators, gpu), recording, gpu)}
     about = _about(run, index, gpu, size, recording)
     for line in (*_head(about, gpu), *table(ways)):
@@ -165,7 +165,8 @@ def _gpu(name: str) -> GPU:
     return GPUS[name]
 
 
-def _stage(run: Run, stage: str | None) -> int:
+def stage_index(run: Run, stage: str | None) -> int:
+    """The place of a stage by its name; the last one where none is named."""
     names = [one.name for one in run.stages]
     if stage is None:
         return len(names) - 1
@@ -174,7 +175,10 @@ def _stage(run: Run, stage: str | None) -> int:
     return names.index(stage)
 
 
-def _config(run: Run) -> Config:
+def config_for(run: Run, size: str | None) -> Config:
+    """The config of a published size, or else that of the recipe's model."""
+    if size is not None:
+        return config_of(size)
     if run.model.config is not None:
         return run.model.config
     if run.model.path is not None and not Path(run.model.path).exists():
