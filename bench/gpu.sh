@@ -8,7 +8,7 @@
 #   correct    `make test-gpu`: kernels, families, recipes, resume on this GPU against the CPU          up to 180 s
 #   parallel   what several ranks need of one GPU: NCCL, empty ranks, a rank of eight with fake peers    up to 60 s
 #   machine    rates of matrix products, and which kernels the models will use                            up to 30 s
-#   steps      real steps of Qwen3-VL 2B: LoRA, compiled blocks, all weights; each beside its roofline    up to 200 s
+#   steps      real steps of Qwen3-VL 2B: LoRA, compiled blocks, all weights; each with its roofline      up to 200 s
 #
 # It needs no network: weights and data are made up. Each part has its own limit and its own log; one that fails does not stop the next, and
 # the exit code says whether all were well. OUT is the folder of the results (bench/results/gpu), DEVICE=cpu tries the script itself.
@@ -19,9 +19,13 @@ OUT=${OUT:-bench/results/gpu}
 DEVICE=${DEVICE:-cuda}
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 SIZE=${SIZE:-qwen3-vl-2b}
-GPU=${GPU:-h100-80} # whose roofline stands beside the measured steps
+GPU=${GPU:-h100-80} # whose roofline is written for the measured steps
 TOKENS=${TOKENS:-8192}
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+if [ "$DEVICE" = cuda ] && ! "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
+  echo "torch sees no CUDA device here: every part would be skipped. DEVICE=cpu tries the script itself" >&2
+  exit 2
+fi
 mkdir -p "$OUT"
 failed=()
 
