@@ -530,6 +530,24 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_optim.py::test_decay_spares_norms_biases_and_embeddings",
         ),
         (
+            "train/muon.py",
+            "g.norm(dim=(1, 2), keepdim=True)",
+            "g.norm(dim=1, keepdim=True)",
+            "train/test_muon.py::test_stacked_matrices_take_the_step_of_torch",
+        ),
+        (
+            "train/muon.py",
+            "if p.grad is not None]",
+            "if p.grad is not None][:1]",
+            "train/test_muon.py::test_stacked_matrices_take_the_step_of_torch",
+        ),
+        (
+            "study/timed_steps.py",
+            "flops=packs * sum",
+            "flops=sum",
+            "study/test_timed_steps.py::test_its_arithmetic_is_that_of_the_roofline",
+        ),
+        (
             "train/optim.py",
             'rates[group["part"]] * group["ratio"] * factor',
             'rates[group["part"]] * factor',
@@ -1424,6 +1442,18 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "> self._limit_s",
             "> 1e9",
             "parallel/test_rank_faults.py::test_a_rank_that_is_stopped_while_saving_is_named",
+        ),
+        (
+            "study/hang.py",
+            "> min(after) + CLOCKS_S",
+            "> min(after)",
+            "parallel/test_hang.py::test_a_record_of_an_earlier_moment_accuses_nobody",
+        ),
+        (
+            "study/hang.py",
+            "if has_ended(where)",
+            "if not has_ended(where)",
+            "parallel/test_hang.py::test_a_rank_that_has_ended_is_told_from_one_that_runs",
         ),
         (
             "study/hang.py",
