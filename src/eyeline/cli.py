@@ -100,8 +100,9 @@ def train(
     from eyeline.train.loop import run_folder
     from eyeline.train.loop import train as train_run
 
-    first = started().first
-    for line in refuse_problems(run) if first and not checked() else ():
+    world = started()
+    first = world.first
+    for line in refuse_problems(run, world.size) if first and not checked() else ():
         warn(line)
     train_run(run, process_started=process_started())
     if first:
@@ -704,11 +705,9 @@ def _end(message: str, code: int) -> None:
 
 def _on_ranks(run: Any, nproc: int) -> int:
     """This command once for each rank; what does not fit that number or the recipe is refused once, here."""
-    from eyeline.parallel.mesh import refuse_problems
-    from eyeline.recipes.problems import refuse_problems as refuse_recipe
+    from eyeline.recipes.problems import refuse_problems
 
-    refuse_problems(run.mesh, nproc, run.packs_per_step)
-    for line in refuse_recipe(run):
+    for line in refuse_problems(run, nproc):
         warn(line)
     return _start_ranks(nproc)
 

@@ -100,7 +100,8 @@ def test_numbers_booleans_and_texts_are_not_converted(recipe: dict[str, Any]) ->
         (["out=2024"], "out: got 2024, wanted text or null. Put it in quotes to have it as text"),
         (
             ["stages.all.batch.size=8"],
-            "stages.all.batch.size: there is no such setting. stages.all.batch has max_tokens, max_patches, packs_per_step",
+            "stages.all.batch.size: there is no such setting. stages.all.batch has max_tokens, max_patches, packs_per_step, auto, "
+            "memory_gb",
         ),
         (["stages.all.batch.max_token=8"], "stages.all.batch.max_token: there is no such setting. Did you mean 'max_tokens'?"),
         (["stages.all.schedule=cosine"], "stages.all.schedule: got 'cosine', wanted a mapping, such as {kind: cosine}"),
@@ -123,6 +124,22 @@ def test_numbers_booleans_and_texts_are_not_converted(recipe: dict[str, Any]) ->
         ),
         (["stages.all.trains={}"], "stages.all.trains is empty; wanted at least 1"),
         (["stages.all.data.validation_fraction=no"], "stages.all.data.validation_fraction: got 'no', wanted a number"),
+        (
+            ["stages.all.trains.language={how: full, lr: 1, dora: true}"],
+            "stages.all.trains.language.dora is a setting of how: lora, and this is how: full. Leave it out, or change how",
+        ),
+        (
+            ["stages.all.optimizer={kind: muon, state_dtype: bf16}"],
+            "stages.all.optimizer.state_dtype is a setting of kind: adamw, and this is kind: muon. Leave it out, or change kind",
+        ),
+        (
+            ["stages.all.schedule={kind: linear, decay_ratio: 0.1}"],
+            "stages.all.schedule.decay_ratio is a setting of kind: wsd, and this is kind: linear. Leave it out, or change kind",
+        ),
+        (
+            ["stages.all.gradient_checkpointing={every: 2, memory_gb: 1}"],
+            "stages.all.gradient_checkpointing: memory_gb chooses the blocks that are recomputed, and so does every. Leave one of them out",
+        ),
         (["name=a b"], "name: got 'a b', wanted letters, digits, ., - and _, at most 80 of them, a letter or digit first"),
     ],
 )

@@ -1,5 +1,6 @@
 """Recipes: what is read, what is refused, and with which words."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,13 @@ def test_a_wrong_setting_is_named(change: str, words: list[str]) -> None:
     for word in words:
         assert word in str(refused.value)
     assert "at least 1 item" not in str(refused.value)
+
+
+@pytest.mark.parametrize("texts", [["seed=1", "seed=1"], ["stages.all.steps=3", "stages.1.steps=4"]])
+def test_setting_that_is_given_twice_is_refused(texts: list[str]) -> None:
+    with pytest.raises(Refused, match=re.escape(f"{texts[0]!r} and {texts[1]!r} are both given, and set the same. Leave one of them out")):
+        read_recipe("easyvqa-tiny", texts)
+    assert read_recipe("easyvqa-tiny", ["evaluation={sources: [{path: a.json}]}", "evaluation.max_new_tokens=3"]).evaluation
 
 
 def test_all_problems_come_at_once() -> None:

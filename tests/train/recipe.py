@@ -35,8 +35,15 @@ def write_data(folder: Path, count: int = 24) -> Path:
 
 
 def tiny_run(folder: Path, *overrides: str) -> Run:
-    """`tiny_recipe` with overrides."""
-    return run_of(override(tiny_recipe(folder), overrides), "tiny")
+    """`tiny_recipe` with overrides, of which later ones win."""
+    return run_of(overridden(tiny_recipe(folder), *overrides), "tiny")
+
+
+def overridden(recipe: dict[str, Any], *overrides: str) -> dict[str, Any]:
+    """A recipe with overrides, one after another: the command line refuses two of one setting."""
+    for text in overrides:
+        recipe = override(recipe, [text])
+    return recipe
 
 
 def tiny_recipe(folder: Path) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from eyeline.core.plan import NewRows
 from eyeline.generate.prompts import Prompts
 from eyeline.models import spec
 from eyeline.recipes.problems import refuse_problems
-from eyeline.recipes.read import override, run_of
+from eyeline.recipes.read import run_of
 from eyeline.train.run import Run
 from tests.bundle.tiny import imported, our_logits
 from tests.train.ends import digest, stopped_at
-from tests.train.recipe import tiny_recipe
+from tests.train.recipe import overridden, tiny_recipe
 
 TOKENS = ["<here>", "<there>"]
 LORA = "{how: lora, lr: 0.02, rank: 2, alpha: 4, targets: [q_proj, v_proj]}"
@@ -50,7 +50,7 @@ def run_from(model: Path, out: Path, *overrides: str, language: str = LORA) -> R
     recipe |= {"model": {"path": str(model), "add_tokens": TOKENS}, "stages": recipe["stages"][:1], "out": str(out)}
     stage = {"trains": {"language": {}}, "batch": {"max_tokens": 400, "max_patches": 80, "packs_per_step": 2}}
     recipe["stages"][0] |= stage | {"optimizer": {"kind": "adamw"}, "steps": 3}
-    return run_of(override(recipe, [f"stages.whole.trains.language={language}", *overrides]), "tiny")
+    return run_of(overridden(recipe, f"stages.whole.trains.language={language}", *overrides), "tiny")
 
 
 def opened(run: Path) -> tuple[Opened, torch.nn.Module]:

@@ -13,6 +13,7 @@ from eyeline.core.errors import Refused, Stopped
 from eyeline.core.world import World
 from eyeline.kernels.rounding import stochastic_bf16
 from eyeline.parallel.mesh import MeshSizes, mesh_of
+from eyeline.recipes.problems import refuse_problems
 from eyeline.train import small_adamw
 from eyeline.train.small_adamw import SmallAdamW
 from eyeline.train.trainable import rank_problems
@@ -114,6 +115,13 @@ def test_offload_over_ranks_is_refused(tmp_path: Path) -> None:
     assert not [*rank_problems(run, 1)]
     (why,) = rank_problems(run, 2)
     assert "stages.whole.optimizer.offload keeps the moments of one device on the host, and there are 2 ranks" in why
+
+
+def test_problems_of_ranks_come_with_all_others(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, "stages.whole.optimizer={kind: adamw, offload: true}", "mesh.dp_shard=3", "model.template=chatml")
+    with pytest.raises(Refused) as refused:
+        refuse_problems(run, 2)
+    assert all(word in str(refused.value) for word in ("3 problems", "optimizer.offload", "dp_shard", "template 'chatml'"))
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def store_dtype(folder: Path, name: str) -> torch.dtype:
         ("{how: full, lr: 0.01, freeze_layers: 2}", "freeze_layers=2 leaves none of its 2 blocks to train; lower it"),
         (
             LORA.replace("}", ", modules_to_save: [lm_head]}"),
-            "no module 'lm_head' to train in full. There are embed_tokens, norm.",
+            "lm_head is tied to embed_tokens in this model: they are one tensor. Name embed_tokens instead, and both train",
         ),
     ],
 )

@@ -38,6 +38,7 @@ class _Place:
     path: tuple[str, ...]
     wanted: Any
     record: type[BaseModel] | None
+    others: tuple[type[BaseModel], ...] = ()  # records that could stand there in place of that one, by another `kind` or `how`
 
     def __str__(self) -> str:
         return ".".join(self.path) or "the recipe"
@@ -55,6 +56,9 @@ def lines_of(record: Any, values: Any, error: ValidationError) -> list[str]:
         deeper = any(len(other.path) > len(place.path) and other.path[: len(place.path)] == place.path for other, _ in problems)
         if deeper and problem["type"] not in SAME_PLACE:
             continue  # a list whose only item is wrong is also too short, and not the other thing that could stand there
+        said = any(other.path == place.path and one["type"] == "value_error" for other, one in problems)
+        if said and problem["type"] not in SAME_PLACE:
+            continue  # it is a mapping whose settings exclude one another, and not the other thing that could stand there
         lines[_line(place, problem, values, record)] = None
     return list(lines)
 
@@ -94,6 +98,8 @@ def _unknown(place: _Place, recipe: Any, root: Any) -> str:
     name, siblings = place.path[-1], _fields(place.record)
     if renamed := _renamed(place, siblings, root):
         return renamed
+    if other := _of_other(place):
+        return other
     here = f"{place}: there is no such setting"
     if found := [path for path in _paths(recipe, name) if path != str(place)]:
         return f"{here} here. Did you mean {_some(found)}?"
@@ -105,6 +111,23 @@ def _unknown(place: _Place, recipe: Any, root: Any) -> str:
     above = ".".join(place.path[:-1]) or "The outermost level"
     typo = closest(name, [known for known, _ in everywhere], LIKENESS)
     return f"{here}.{f' Did you mean {typo!r}?' if typo else ''} {above} has {', '.join(siblings)}"
+
+
+def _of_other(place: _Place) -> str | None:
+    """The message for a setting that the place would have with another `kind` or `how`; None if it would have it with none."""
+    name = place.path[-1]
+    having = [record for record in place.others if name in record.model_fields]
+    if not having or place.record is None:
+        return None
+    key = next(field for field in having[0].model_fields if _tags(having[0], field) and _tags(place.record, field))
+    kinds = " and ".join(f"{key}: {_tags(record, key)[0]}" for record in having)
+    return f"{place} is a setting of {kinds}, and this is {key}: {_tags(place.record, key)[0]}. Leave it out, or change {key}"
+
+
+def _tags(record: type[BaseModel], field: str) -> tuple[Any, ...]:
+    """The words that a field of a record can be, where it is one of a few."""
+    found = record.model_fields.get(field)
+    return get_args(found.annotation) if found is not None and get_origin(found.annotation) is Literal else ()
 
 
 def _renamed(place: _Place, siblings: list[str], root: Any) -> str | None:
@@ -150,6 +173,7 @@ def _place_at(record: Any, values: Any, loc: tuple[Any, ...]) -> _Place:
     path: list[str] = []
     wanted: Any = record
     holder: type[BaseModel] | None = record if isinstance(record, type) and issubclass(record, BaseModel) else None
+    others: tuple[type[BaseModel], ...] = ()
     for piece in loc:
         options = _options(wanted)
         records = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
@@ -167,12 +191,14 @@ def _place_at(record: Any, values: Any, loc: tuple[Any, ...]) -> _Place:
             wanted, values = get_args(maps[0])[1], values.get(piece) if isinstance(values, dict) else None
         elif len(records) > 1 and (tagged := [r for r in records if _has_tag(r, piece)]):
             wanted = holder = tagged[0]
+            others = tuple(record for record in records if record is not holder)
         elif len(records) == 1 and (piece in records[0].model_fields or not _is_label(piece, options)):
+            others = others if holder is records[0] else ()
             holder = records[0]
             path.append(str(piece))
             field = holder.model_fields.get(str(piece))
             wanted, values = field.annotation if field else None, values.get(piece) if isinstance(values, dict) else None
-    return _Place(tuple(path), wanted, holder)
+    return _Place(tuple(path), wanted, holder, others)
 
 
 def _name_of(values: Any, index: int) -> str:

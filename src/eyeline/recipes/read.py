@@ -91,6 +91,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 def override(recipe: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The recipe with each `key.path=value` applied. An item of a list is named by its number, or by its `name`."""
     recipe = _unshared(recipe)
+    given: dict[tuple[str | int, ...], str] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
@@ -101,7 +102,10 @@ def override(recipe: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
                 f"{key.strip()}='\"\"' for an empty text"
             )
         parsed = read_yaml(value, f"the value of {text[:200]!r}")
-        _set(recipe, key.strip().split("."), parsed, text)
+        place = _set(recipe, key.strip().split("."), parsed, text)
+        if place in given:
+            raise Refused(f"{given[place]!r} and {text!r} are both given, and set the same. Leave one of them out")
+        given[place] = text
     return recipe
 
 
@@ -116,7 +120,9 @@ def _unshared(value: Any) -> Any:
             return value
 
 
-def _set(place: Any, pieces: list[str], value: Any, text: str) -> None:
+def _set(place: Any, pieces: list[str], value: Any, text: str) -> tuple[str | int, ...]:
+    """Set what a path leads to; the path, with items of lists by number."""
+    keys: list[str | int] = []
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
         key: Any = piece
@@ -134,10 +140,12 @@ def _set(place: Any, pieces: list[str], value: Any, text: str) -> None:
             raise Refused(f"{text!r}: {'.'.join(pieces[:i])} is {place!r}, which is not a mapping and has no setting {piece!r}")
         elif not last and place.get(key) is None:
             place[key] = {}
+        keys.append(key)
         if last:
             place[key] = value
         else:
             place = place[key]
+    return tuple(keys)
 
 
 def run_of(recipe: dict[str, Any], where: str) -> Run:
