@@ -32,7 +32,7 @@ from eyeline.models import compiled, decoder, siglip2, spec
 from eyeline.parallel.mesh import mesh_of, problems
 from eyeline.parallel.ranks import ranks_of
 from eyeline.recipes.problems import settings_problems
-from eyeline.recipes.read import override, run_of
+from eyeline.recipes.read import run_of
 from eyeline.study.evaluate import evaluate
 from eyeline.train.memory import activations_of, memory_of
 from eyeline.train.trackers import trackers
@@ -40,7 +40,7 @@ from eyeline.train.trainable import plan_of
 from tests.distill.cases import CASES as DISTILL
 from tests.ranks import on_ranks
 from tests.settings import LEAVES
-from tests.train.recipe import tiny_recipe, write_data
+from tests.train.recipe import overridden, tiny_recipe, write_data
 
 Observe = Callable[[dict[str, Any], Path], Any]  # (recipe, an empty folder) -> what can be seen
 
@@ -314,6 +314,7 @@ ADAMW = ("stages.0.optimizer={kind: adamw, weight_decay: 0.1}",)
 # on o as well: in a fresh model o is zero, and without it nothing reaches the other adapters
 DEEPER = ("model.config.vision.layers=2",)
 LORA = ("stages.0.trains.language={how: lora, lr: 0.02, rank: 2, alpha: 4, dropout: 0.3, targets: [o_proj, v_proj]}",)
+AUTO = ("stages.0.batch={auto: true, memory_gb: 100, packs_per_step: 2}",)
 VALIDATED = ("validation_steps=1",)
 OWN_JUDGES = (
     "stages.0.data.validation_fraction=0",
@@ -556,6 +557,8 @@ CASES: dict[str, Case] = {
     "stages[].batch.max_tokens": turned("stages.0.batch.max_tokens=200"),
     "stages[].batch.max_patches": turned("stages.0.batch.max_patches=32"),
     "stages[].batch.packs_per_step": turned("stages.0.batch.packs_per_step=1"),
+    "stages[].batch.auto": turned(*AUTO),
+    "stages[].batch.memory_gb": turned("stages.0.batch.memory_gb=1.0e-5", see=refused_by_plan, base=AUTO),
     "stages[].optimizer<AdamW>.kind": turned("stages.0.optimizer.kind=muon", base=ADAMW),
     "stages[].optimizer<AdamW>.betas": turned("stages.0.optimizer.betas=[0.5, 0.6]", base=ADAMW),
     "stages[].optimizer<AdamW>.eps": turned("stages.0.optimizer.eps=0.1", base=ADAMW),
@@ -704,7 +707,7 @@ def placed(text: str, folder: Path) -> str:
 def recipe_of(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     base = tiny_recipe(folder)
     base["stages"] = base["stages"][:1]
-    return override(base, ["stages.0.steps=2", "logging_steps=100", *(placed(text, folder) for text in overrides)])
+    return overridden(base, "stages.0.steps=2", "logging_steps=100", *(placed(text, folder) for text in overrides))
 
 
 def test_every_setting_has_a_case() -> None:

@@ -17,7 +17,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.files import write_atomically
 from eyeline.core.log import visible
 from eyeline.core.randomness import seed_for
-from eyeline.core.words import gib, percent
+from eyeline.core.words import percent
 from eyeline.core.world import ALONE, World
 from eyeline.data.reader import reader_of
 from eyeline.data.report.duplicates import SampleHashes, hashes_of
@@ -28,25 +28,24 @@ from eyeline.distill import check as distilling
 from eyeline.models import spec as spec_of
 from eyeline.models.flops import Arithmetic, count
 from eyeline.models.hf import mapping_of
-from eyeline.models.shape import shape
-from eyeline.parallel.mesh import model_problems
 from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.recipes.device import device_report
+from eyeline.recipes.memory import blocks_of_choices, chosen_batches, memory_lines
 from eyeline.recipes.problems import (
     Finding,
     data_problems,
     evaluation_warnings,
     findings,
     problem_list,
+    problems_of_ranks,
     settings_problems,
     untrained_tokens,
 )
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, image_words
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Run
-from eyeline.train.samples import sample_problems
 from eyeline.train.start import description, description_at, refuse_another_recipe, refuse_changed_data
-from eyeline.train.trainable import memory_of_slices, needed_memory, new_rows_of, plan_of, rank_problems
+from eyeline.train.trainable import new_rows_of, plan_of
 
 TRAINED = "bold green"
 
@@ -59,8 +58,14 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     if run.distill is not None:  # which training does not need
         settings += [Finding(*line) for line in distilling.problems(run.distill)]
     found = [line.text for line in settings if not line.warns]
-    found += [line for line in _rank_problems(run, world_size) if line not in found]
-    found += rank_problems(run, world_size)
+    found += [line for line in problems_of_ranks(run, world_size) if line not in found]
+    try:
+        bundle: Bundle | None = description_at(run, run_folder(run))
+        encoder = bundle.encoder()
+    except Refused:  # among the settings' problems already: without a model no sample can be shown
+        bundle = encoder = None
+    chosen = chosen_batches(run, bundle, world_size, world)
+    run, found = chosen.run, [*found, *chosen.problems]
     try:
         refuse_another_recipe(run, run_folder(run))
     except Refused as error:
@@ -68,10 +73,7 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     if run.distill is not None and not any(line.startswith("distill.") for line in found):
         for line in distilling.lines(run.distill):
             say_line(console, line)
-    try:
-        bundle = description_at(run, run_folder(run))
-        encoder = bundle.encoder()
-    except Refused:  # among the settings' problems already: without a model no sample can be shown
+    if bundle is None or encoder is None:
         found += device_report(run, None, world).problems
         say_line(console, problem_list(run.name, found))
         return False
@@ -87,8 +89,9 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     found += device.problems
     if encoder.template.notice:
         say_line(console, encoder.template.notice)
-    for line in (*_ranks(run, world_size), *_memory(run, bundle, world_size)):
+    for line in (*_ranks(run, world_size), *memory_lines(run, bundle, world_size)):
         say_line(console, line)
+    print_blocks(console, blocks_of_choices(chosen.choices))
     for index in range(len(run.stages)):
         found += _stage_report(run, index, bundle, saved, 0 if index else samples, console)
     console.rule(characters="-")
@@ -104,6 +107,8 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
 def _stage_report(run: Run, index: int, bundle: Bundle, saved: dict[str, Any] | None, samples: int, console: Console) -> list[str]:
     """Print what there is to know about a stage's data; the problems with them. `saved`: the state that the run resumes from."""
     stage, spec, encoder, found = run.stages[index], spec_of(bundle.config), bundle.encoder(), list[str]()
+    if not stage.batch.chosen:
+        return []  # among the problems of batch: auto already
     try:
         reader = reader_of(stage.data, encoder, spec.image, seed_for(run.seed, "stage", index), longest=spec.max_positions)
     except Refused:
@@ -121,12 +126,6 @@ def _stage_report(run: Run, index: int, bundle: Bundle, saved: dict[str, Any] | 
     print_blocks(console, blocks(StageData(stage.name, stage.batch, report, tuple(shown))))
     found += data_problems(stage, report)
     return found
-
-
-def _rank_problems(run: Run, world_size: int) -> Iterator[str]:
-    """What does not fit a number of ranks."""
-    yield from mesh_problems(run.mesh, world_size, run.packs_per_step)
-    yield from sample_problems(run, world_size)
 
 
 def _ranks(run: Run, world_size: int) -> Iterator[str]:
@@ -152,28 +151,6 @@ def _ranks(run: Run, world_size: int) -> Iterator[str]:
             yield f"stage {stage.name}: {how} of {run.mesh.slices} slices; ranks wait {waits} of {passes} passes, {percent(waits / passes)}"
 
 
-def _memory(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
-    """What the model of each stage needs on the device of each rank."""
-    if run.mesh.pp > 1 and [*_rank_problems(run, world_size), *model_problems(run.mesh, shape(bundle.config, trains={}))]:
-        return
-    shards = 1 if [*mesh_problems(run.mesh, world_size)] else run.mesh.sharded_over(world_size)
-    for index, stage in enumerate(run.stages):
-        try:
-            whole = shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > world_size
-            apart = new_rows_of(run, index, bundle)
-            if run.mesh.pp > 1:
-                count = -(-stage.batch.packs_per_step // (world_size // run.mesh.same_packs))
-                needed, slices = memory_of_slices(run, index, bundle.config, apart, shards, count)
-                yield f"slices of stage {stage.name}, by FLOPs of a full micro-batch: blocks {slices}"
-            else:
-                needed = needed_memory(run, index, bundle.config, apart, shards, whole)
-        except Refused:
-            continue  # among the settings' problems already
-        most = ", of the slices that need the most" if run.mesh.pp > 1 else ""
-        each = f"memory of stage {stage.name}" + (f" per rank{most}" if world_size > 1 else "")
-        yield f"{each}: {needed}; together about {gib(needed.total)} (counted for a GPU on full micro-batches)"
-
-
 def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | None = None) -> Path:
     """Print all that there is to know about a recipe's data, and write it as a page; its path. Trains nothing, and needs no weights.
 
@@ -189,6 +166,10 @@ def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | Non
         bundle = description(run)
         encoder = bundle.encoder()
         spec = spec_of(bundle.config)
+        chosen = chosen_batches(run, bundle, 1, ALONE)
+        run, problems = chosen.run, [*problems, *chosen.problems]
+        if chosen.problems:
+            raise Refused("; ".join(chosen.problems))
         asked = _evaluation(run, depth)
         found: list[StageData] = []
         with TemporaryDirectory() as indexes:  # stages and budgets that look at the same rows index them once

@@ -39,6 +39,7 @@ from eyeline.train.trainable import (
     adapters_of,
     axis_problems,
     checkpointed,
+    rank_problems,
     trained_in_full,
 )
 
@@ -52,10 +53,12 @@ class Finding(NamedTuple):
     warns: bool = False
 
 
-def refuse_problems(run: Run) -> list[str]:
-    """Raise Refused with every problem that can be found without reading each sample; else return the warnings."""
+def refuse_problems(run: Run, world_size: int = 1) -> list[str]:
+    """Raise Refused with every problem that can be found without reading each sample; else return the warnings. `world_size`: the number
+    of ranks that are to train."""
     found = [*findings(run)]
     problems = [line.text for line in found if not line.warns]
+    problems += [line for line in problems_of_ranks(run, world_size) if line not in problems] if world_size > 1 else []
     if problems:
         raise Refused(problem_list(run.name, problems))
     return list(dict.fromkeys(line.text for line in found if line.warns))
@@ -77,6 +80,13 @@ def findings(run: Run) -> Iterator[Finding]:
     of_sources = [*_source_findings(run)]
     yield from (line for line in of_sources if line.warns)
     yield from map(Finding, _settings_problems(run, [line.text for line in of_sources if not line.warns]))
+
+
+def problems_of_ranks(run: Run, world_size: int) -> Iterator[str]:
+    """What does not fit a number of ranks."""
+    yield from mesh_problems(run.mesh, world_size, run.packs_per_step)
+    yield from sample_problems(run, world_size)
+    yield from rank_problems(run, world_size)
 
 
 def _random_parts(run: Run) -> list[Part]:
@@ -135,7 +145,7 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
             )
         if run.mesh.balance_images and spec.vision is None:
             yield "mesh.balance_images: the model reads text only, and has no images to be dealt. Leave it out"
-        budgets = [stage.batch.max_tokens for stage in run.stages]
+        budgets = [stage.batch.budget.tokens for stage in run.stages if stage.batch.chosen]
         yield from dict.fromkeys(line for budget in budgets for line in model_problems(run.mesh, plan, budget))
         yield from axis_problems(run)
         for index, stage in enumerate(run.stages):
@@ -246,17 +256,18 @@ def _stage_problems(where: str, stage: Stage, plan: Plan[Model]) -> Iterator[str
         yield f"{where}: experts sets how experts are balanced, and the model has no experts; leave it out"
     if isinstance(stage.experts, Bias) and "language" not in stage.trains:
         yield f"{where}: experts.balance=bias moves biases of the language model, which is frozen; leave experts out, or train language"
-    batch, image = stage.batch, spec.image
-    if image is None:
+    image = spec.image
+    if image is None or not stage.batch.chosen:
         return
+    batch = stage.batch.budget
     smallest = image.units(1, 1)
     tokens, patches = sum(unit.tokens for unit in smallest), sum(unit.grid.patches for unit in smallest)
     if spec.max_positions <= tokens:
         yield f"{where}: an image has {tokens} tokens, and the language model was made for {spec.max_positions} positions"
-    if batch.max_patches < patches:
-        yield f"{where}: batch.max_patches={batch.max_patches} cannot hold one image, which has {patches} patches"
-    if batch.max_tokens <= tokens:
-        yield f"{where}: batch.max_tokens={batch.max_tokens} cannot hold one image ({tokens} tokens) with any text"
+    if batch.patches < patches:
+        yield f"{where}: batch.max_patches={batch.patches} cannot hold one image, which has {patches} patches"
+    if batch.tokens <= tokens:
+        yield f"{where}: batch.max_tokens={batch.tokens} cannot hold one image ({tokens} tokens) with any text"
 
 
 def _new_token_problems(where: str, run: Run, stage: Stage, plan: Plan[Model]) -> Iterator[str]:
@@ -281,7 +292,12 @@ def _part_problems(where: str, part: Part, trained: Full | Adapted, plan: Plan[M
     if isinstance(trained, Adapted):
         known = savable(plan.model, plan.spec, part)
         for name in trained.modules_to_save:
-            if name not in known:
+            if name == "lm_head" and part == "language" and "embed_tokens" in known and name not in known:
+                yield (
+                    f"{where}.modules_to_save: lm_head is tied to embed_tokens in this model: they are one tensor. Name embed_tokens "
+                    "instead, and both train"
+                )
+            elif name not in known:
                 there = f"There are {', '.join(known)}." if known else f"The {part} has none."
                 yield f"{where}.modules_to_save: there is no module {name!r} to train in full.{nearest(name, list(known))} {there}"
 

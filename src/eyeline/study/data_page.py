@@ -123,7 +123,7 @@ def blocks(found: StageData) -> Iterator[Block]:
     yield from _histograms(report)
     batch = found.batch
     yield Heading("Batches", part=True)
-    yield Line(f"one step: {batch.packs_per_step:,} × up to {batch.max_tokens:,} tokens and {batch.max_patches:,} patches")
+    yield Line(f"one step: {batch.packs_per_step:,} × up to {batch.budget.tokens:,} tokens and {batch.budget.patches:,} patches")
     yield from _budgets(found)
     yield Heading("Invalid and unusual samples", part=True)
     yield from _unusual_lines(report)

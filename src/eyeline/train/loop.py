@@ -30,6 +30,7 @@ from eyeline.parallel.launch import Machine, deterministic_or_refused, machine
 from eyeline.parallel.mesh import mesh_of
 from eyeline.parallel.ranks import ONE_DEVICE, Ranks, ranks_of
 from eyeline.parallel.watch import watched, where_ranks_are
+from eyeline.train.auto_batch import with_batches
 from eyeline.train.compile import refuse_without_compiler
 from eyeline.train.display import display
 from eyeline.train.evidence import EVIDENCE, keep_evidence
@@ -71,6 +72,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         world.by_first(lambda: refuse_unanswerable(run, world.size))
         world.by_first(lambda: stack.enter_context(owned(folder)))
         with clock.spending("startup"):
+            run = with_batches(run, folder, here, world)
             home = start_run(run, folder, world)
             checkpoint = store.newest(home.checkpoints, home.id, world=world)
             world.by_first(lambda: refuse_changed_past(run, home, checkpoint))

@@ -74,6 +74,11 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
         raise Refused(f"stage {chosen.name} reads {chosen.data.prepared}, which is prepared already. Leave data.prepared out")
     if chosen.steps is not None and epochs > 1 and chosen.data.mix == "interleave":
         raise Refused("with mix: interleave each source has its own epochs, so --epochs has no meaning. Leave it out")
+    if not chosen.batch.chosen:
+        raise Refused(
+            f"stages.{chosen.name}.batch: auto chooses the size of packs when a run starts, and prepared packs have one. `eyeline check` "
+            "shows what it would take: write max_tokens and max_patches"
+        )
     _refuse_strangers(folder, KNOWN)
     bundle = description(run)
     spec = spec_of(bundle.config)

@@ -76,12 +76,31 @@ class Checkpointing(Settings):
 class Batching(Settings):
     """The size of a step: `packs_per_step` packs (micro-batches), each filled up to `max_tokens` and `max_patches`."""
 
-    max_tokens: Positive
-    max_patches: NotNegative
+    max_tokens: Positive | None = None
+    max_patches: NotNegative | None = None
     packs_per_step: Positive = 1  # over all devices; on one device it is what is called gradient accumulation steps elsewhere
+    auto: bool = False  # both are chosen before the first step; where they are given they were: a run's recipe.yaml has them
+    memory_gb: PositiveFloat | None = None  # with auto: GB (10⁹ bytes) of a device that the stage may take; null: nine tenths of a GPU's
+
+    @model_validator(mode="after")
+    def _given_or_chosen(self) -> "Batching":
+        missing = [name for name in ("max_tokens", "max_patches") if getattr(self, name) is None]
+        if missing and not self.auto:
+            raise ValueError(f"{' and '.join(missing)} must be given, as whole numbers; or write batch: auto, which chooses both")
+        if len(missing) == 1:
+            raise ValueError(f"auto chooses max_tokens and max_patches together, and {missing[0]} is not given. Give both, or neither")
+        if self.memory_gb is not None and not self.auto:
+            raise ValueError("memory_gb is what auto chooses max_tokens and max_patches for, and both are given. Leave it out")
+        return self
+
+    @property
+    def chosen(self) -> bool:
+        """Return whether the sizes are known: not those of `auto` before a run has chosen them."""
+        return self.max_tokens is not None
 
     @property
     def budget(self) -> Budget:
+        assert self.max_tokens is not None and self.max_patches is not None, "batch: auto is chosen first"
         return Budget(self.max_tokens, self.max_patches)
 
 
@@ -115,6 +134,25 @@ class Stage(Settings):
     # recompute the blocks' activations in the backward pass in place of keeping them: true, false, the parts where to, or settings
     gradient_checkpointing: bool | tuple[Part, ...] | Checkpointing = False
 
+    @field_validator("batch", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
+
+    @model_validator(mode="after")
+    def _one_choice_of_memory(self) -> "Stage":
+        if self.batch.auto and self.data.prepared is not None:
+            raise ValueError(
+                "batch: auto chooses the size of packs, and data.prepared has packs already. Write the max_tokens and max_patches that "
+                "they were prepared with"
+            )
+        if self.batch.auto and isinstance(self.gradient_checkpointing, Checkpointing) and self.gradient_checkpointing.memory_gb is not None:
+            raise ValueError(
+                "batch: auto chooses packs for the blocks that are recomputed, and gradient_checkpointing.memory_gb chooses blocks for "
+                "packs. Leave one of them out: gradient_checkpointing: true goes with batch: auto"
+            )
+        return self
+
     @model_validator(mode="after")
     def _one_length(self) -> "Stage":
         if (self.steps is None) == (self.epochs is None):
@@ -135,6 +173,7 @@ class Model(Settings):
     """The model to start from: a folder that `eyeline import` or `export` made, a run, or one of the given shape."""
 
     path: PathText | None = None
+    adapter: PathText | None = None  # folder of an adapter of peft's, which the model in path starts with
     fresh: tuple[Part, ...] = ()  # parts of the model in path that start from random weights instead of its own
     config: Config | None = None
     weights: dict[Part, PathText] = Field(
@@ -170,6 +209,8 @@ class Model(Settings):
             raise ValueError("template and tokenizer belong to a new model; the folder in path has its own. Leave them out")
         if self.config is not None and self.template is None and "language" not in self.weights:
             raise ValueError("a new model needs a chat template: template: plain, or template: qwen2.5")
+        if self.adapter is not None and self.path is None:
+            raise ValueError("adapter is of the model in path, and there is no path. Give the folder of the model that it was trained on")
         if self.fresh and self.path is None:
             raise ValueError("fresh names parts of the model in path, and there is no path. Remove it: parts that weights lacks are random")
         if self.weights and self.config is None:

@@ -14,13 +14,14 @@ from eyeline import models
 from eyeline.bundle.bundle import Bundle, Weights, describe, open_bundle, open_weights, read_description, refuse_other_version, tokenizer_of
 from eyeline.bundle.fill import Seed, Source, refuse_other_parts
 from eyeline.bundle.folders import warn_of_others
+from eyeline.bundle.peft_adapter import PeftAdapter, open_adapter
 from eyeline.bundle.rows import with_tokens
 from eyeline.checkpoint import store
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_json, read_lines, read_object, write_json
 from eyeline.core.locations import Remote
-from eyeline.core.plan import Part
+from eyeline.core.plan import Part, part_of
 from eyeline.core.world import ALONE, World
 from eyeline.data.prepared.folder import TOKENIZER
 from eyeline.data.reader import Reader, changes, identity_of_plan, short_hash, validation_sources
@@ -140,8 +141,8 @@ def refuse_strangers(folder: Path) -> None:
     """Raise Refused if a folder that is there is not a run folder and not empty. Nothing is written, not even a lock."""
     if not folder.is_dir() or (folder / "recipe.yaml").exists():
         return
-    strangers = sorted(p.name for p in folder.iterdir() if p.name not in ("lock", CODE) and not p.name.startswith("."))
-    if strangers not in ([], ["model"], ["env.json", "model"]):  # the latter are what a start that was killed leaves
+    strangers = sorted(p.name for p in folder.iterdir() if p.name not in ("lock", CODE, "index") and not p.name.startswith("."))
+    if strangers not in ([], ["model"], ["env.json", "model"]):  # the latter are what a start that was killed leaves, and indexes
         raise Refused(f"{folder} holds {', '.join(strangers[:5])} and no recipe.yaml: it is not a run folder. Choose another out=")
 
 
@@ -220,6 +221,15 @@ def _recorded(recipe: Path) -> Run:
         raise Refused(f"{recipe} cannot be read by this version of Eyeline: {error}. Choose another out=") from error
 
 
+def recorded_batches(run: Run, folder: Path) -> dict[int, Budget]:
+    """The sizes of packs that the run in a folder has chosen, by the number of the stage that asks for one; none before its first step."""
+    recipe = folder / "recipe.yaml"
+    if not recipe.exists() or _untouched(folder):
+        return {}
+    pairs = enumerate(zip(_recorded(recipe).stages, run.stages, strict=False))
+    return {n: old.batch.budget for n, (old, new) in pairs if not new.batch.chosen and old.batch.auto and old.batch.chosen}
+
+
 def refuse_another_recipe(run: Run, folder: Path) -> None:
     """Raise Refused if the folder holds a run that has made a step, with settings that may not change."""
     recipe = folder / "recipe.yaml"
@@ -249,7 +259,7 @@ def onward(run: Run, folder: Path) -> str:
     """What to add to a command so that a new run starts from the newest weights of the run in `folder`."""
     number = next(n for n in itertools.count(2) if not folder.with_name(f"{folder.name}-{n}").exists())
     words = [f"out={folder.with_name(f'{folder.name}-{number}')}", f"model.path={folder}"]
-    words += [f"model.{name}=null" for name in ("config", "template", "tokenizer") if getattr(run.model, name) is not None]
+    words += [f"model.{name}=null" for name in ("config", "template", "tokenizer", "adapter") if getattr(run.model, name) is not None]
     words += ["model.fresh=[]"] * bool(run.model.fresh) + ["model.weights={}"] * bool(run.model.weights)
     stages = " (after removing the stages that have ended from the recipe)" if len(run.stages) > 1 else ""
     return f"To start a new run from these weights, add to the command{stages}: {shlex.join(words)}"
@@ -266,7 +276,8 @@ def smaller(run: Run, home: Home, number: int) -> str:
     saved = home.checkpoints.is_dir() and any(home.checkpoints.glob("step-*"))
     if saved:
         lower += "; it resumes from the last checkpoint. " if parts else ""
-        new = f"{onward(run, home.folder)} stages.{stage.name}.batch.max_tokens=N"
+        sizes = "batch={auto: true, memory_gb: N}" if stage.batch.auto else "batch.max_tokens=N"
+        new = f"{onward(run, home.folder)} {shlex.quote(f'stages.{stage.name}.{sizes}')}"
         return f"{lower}Lower batch.max_tokens and batch.max_patches in a new run. {new}"
     lower += f"{', or lower' if parts else 'Lower'} batch.max_tokens and batch.max_patches"
     return f"{lower}: no step was done yet" if _untouched(home.folder) else f"{lower}, with another out=: nothing has been saved yet"
@@ -279,6 +290,7 @@ def description(run: Run) -> Bundle:
         parts = models.spec(bundle.config).parts
         if strange := [part for part in run.model.fresh if part not in parts]:
             raise Refused(f"fresh names {', '.join(strange)}, and the model in {run.model.path} has {', '.join(parts)}")
+        adapter_of(run)
         return with_tokens(bundle, run.model.add_tokens)
     config = run.model.config
     assert config is not None, "Model has path or config"
@@ -314,6 +326,25 @@ def description(run: Run) -> Bundle:
         tokenizer = train_bpe(texts, config.language.vocab_size - len(marks) - len(run.model.add_tokens), template)
         add_tokens(tokenizer, template, marks)
     return with_tokens(Bundle(config, tokenizer, template.name), run.model.add_tokens)
+
+
+def adapter_of(run: Run) -> PeftAdapter | None:
+    """The adapter that the recipe's model starts with, examined against that model. Raises Refused."""
+    if run.model.adapter is None or run.model.path is None:
+        return None
+    weights = open_weights(Path(run.model.path))
+    if weights.form is None or weights.form.name == "parts":
+        what = "a run" if weights.form is None else "a folder of parts"
+        raise Refused(
+            f"adapter {run.model.adapter}: peft's adapters are of models that one class of transformers loads, and {run.model.path} is "
+            f"{what}. Give the folder of the model that it was trained on (as `eyeline import --model` or `eyeline export` makes it)"
+        )
+    adapter = open_adapter(Path(run.model.adapter), weights.config, weights.form)
+    if fresh := {part_of(name) for name in (*adapter.updates, *adapter.replaced, *adapter.rows)} & set(run.model.fresh):
+        raise Refused(
+            f"adapter {adapter.folder} changes {' and '.join(sorted(fresh))}, which fresh starts from random weights. Leave one out"
+        )
+    return adapter
 
 
 def _refuse_other_ids(tokenizer: "PreTrainedTokenizerBase", own: str, language: str) -> None:
@@ -361,7 +392,8 @@ def sources_of(run: Run, home: Home, checkpoint: store.Checkpoint | None, world:
         return dict.fromkeys(parts, Weights(home.folder, home.bundle.config, None, checkpoint))
     fresh = Seed(run.seed)
     if run.model.path is not None:
-        whole = replace(open_weights(Path(run.model.path), world), known_rows=_known_rows(run, run.model.path))
+        known = _known_rows(run, run.model.path)
+        whole = replace(open_weights(Path(run.model.path), world), known_rows=known, adapter=adapter_of(run))
         return {part: fresh if part in run.model.fresh else whole for part in parts}
     opened = {folder: open_weights(Path(folder), world) for folder in run.model.weights.values()}
     if (language := run.model.weights.get("language")) is not None:

@@ -11,11 +11,13 @@ from rich.text import Text
 
 from eyeline.bundle.bundle import Bundle
 from eyeline.bundle.rows import new_rows
+from eyeline.core.batch import Budget
 from eyeline.core.plan import PARTS, NewRows, Part, Plan
 from eyeline.models import Config, Model
 from eyeline.models.layers import Recompute
 from eyeline.models.lora import LoRA
 from eyeline.models.shape import SAVED, Ways, shape
+from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.parallel.slices import own_slices
 from eyeline.train.memory import Memory, activations_of, activations_of_slices, fewest_recomputed, memory_of
 from eyeline.train.optim import AdamW, Muon
@@ -135,7 +137,18 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: N
 def needed_memory(run: Run, index: int, config: Config, apart: NewRows | None, shards: int, whole_gradients: bool) -> Memory:
     """What a stage needs on each rank, with the activations that a GPU would have; the last three as in `plan_of` and `memory_of`."""
     plan, stage = plan_of(run, index, config, apart=apart, shards=shards), run.stages[index]
-    return replace(memory_of(plan, stage.optimizer, shards, whole_gradients), activations=activations_of(plan, stage.batch.budget))
+    return memory_with(plan, stage, stage.batch.budget, shards, whole_gradients)
+
+
+def memory_with(plan: Plan[Model], stage: Stage, budget: Budget, shards: int, whole_gradients: bool) -> Memory:
+    """The same for packs of a budget, by the stage's plan."""
+    return replace(memory_of(plan, stage.optimizer, shards, whole_gradients), activations=activations_of(plan, budget))
+
+
+def shares_of(run: Run, stage: Stage, world_size: int) -> tuple[int, bool]:
+    """Ranks that share out parameters, and whether each keeps whole gradients until the last micro-batch of a step."""
+    shards = 1 if [*mesh_problems(run.mesh, world_size)] else run.mesh.sharded_over(world_size)
+    return shards, shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > world_size
 
 
 def memory_of_slices(run: Run, index: int, config: Config, apart: NewRows | None, shards: int, count: int) -> tuple[Memory, str]:

@@ -22,6 +22,7 @@ ROWS = (2_000, 200_000)  # rows that are planned: at least (small sets come agai
 WINDOWS = 64  # of a set so small that it would come again and again
 WASTE, LOST = 0.01, 0.001  # padding, and samples that are too long, of a budget that is suggested
 UNBOUNDED = Budget(2**31 - 1, 2**31 - 1)
+MOST = Budget(CANDIDATES[-1], UNBOUNDED.patches)  # of which the proportion of patches is taken where no budget is given
 COUNTED = Cost(token=0, pair=1, label=0, patch=0, patch_pair=1)  # so that the costs of a plan are numbers of pairs
 
 
@@ -78,19 +79,19 @@ class Packing:
 Shards = frozenset[tuple[int, int]]
 
 
-def packings(reader: Reader, shards: Shards, now: Budget, others: bool = True) -> tuple[Packing, ...]:
-    """The packings of the present budget, then of `others`, with patches in the proportion that the data has. Rows come from these
-    shards, by source
-    and number. Samples over a budget are left out here, whatever `too_long` says."""
+def packings(reader: Reader, shards: Shards, now: Budget | None, others: bool = True) -> tuple[Packing, ...]:
+    """The packings of the present budget if there is one, then of `others`, with patches in the proportion that the data has. Rows come
+    from these shards, by source and number. Samples over a budget are left out here, whatever `too_long` says."""
+    known, now = now is not None, now or MOST
     first = packing(reader, shards, now)
     if not others:
         return () if first is None else (first,)
     sizing = Sizing(reader.training.index, UNBOUNDED, min(UNBOUNDED.tokens, reader.longest), "reject", COUNTED)
     size_G2 = np.concatenate([np.empty((0, 2), np.int64), *(_sizes(reader, sizing, *entry) for entry in sorted(shards))])
-    out = [first]
+    out = [first] if known else []
     # rows that are encoded together, and weights of sources, make the share of patches another than that of the rows one by one
     scale = first.load.patch / first.load.token / _share(size_G2, now.tokens) if first and first.load.patch else 1.0
-    for tokens in (n for n in CANDIDATES if len(size_G2) and n >= np.median(size_G2[:, 0]) and n != now.tokens):
+    for tokens in (n for n in CANDIDATES if len(size_G2) and n >= np.median(size_G2[:, 0]) and not (known and n == now.tokens)):
         fitting_G2 = size_G2[size_G2[:, 0] <= tokens]
         patches = -(-int(ROOM * scale * _share(size_G2, tokens) * tokens) // STEP) * STEP
         found = packing(reader, shards, Budget(tokens, max(patches, int(fitting_G2[:, 1].max()))))

@@ -24,7 +24,7 @@ from eyeline.data.plan.shard_index import INSIDE, OWN, ShardIndex
 from eyeline.data.plan.sizing import Sized, Sizing
 from eyeline.data.reader import Reader, sizing_of
 from eyeline.data.rejects import Reject
-from eyeline.data.report.budgets import Packing, packings
+from eyeline.data.report.budgets import UNBOUNDED, Packing, packings
 from eyeline.data.report.duplicates import Duplicates, SampleHashes, duplicates, hashes_of
 from eyeline.data.sets import texts
 from eyeline.data.sources.sources import Rows
@@ -186,9 +186,8 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
     """Look at samples, training and validation alike: nothing is trained or written. `others` are sets that a model is evaluated
     on, in addition to the validation set."""
     own = reader.validation.index is not reader.training.index
-    sources = len(reader.training.index.sources) + (len(reader.validation.index.sources) if own else 0)
     if reader.training.index.folder is None:  # then indexes are only remembered: no more than there is room for, so that none is made twice
-        depth = replace(depth, shards=max(1, min(depth.shards, KEPT_OPEN // (sources + 1))))
+        depth = _remembered(reader, depth)
     sides = [Looked.of(reader, budget, validates, depth) for validates in ((False, True) if reader.validates else (False,))]
     learning, validating = sides[0], sides[1:]
     asked = [(side, row) for side in sides for row in side.rows]
@@ -232,6 +231,19 @@ def data_report(reader: Reader, budget: Budget, depth: Depth = QUICK, others: di
         refused=any(of.refusal is not None for of in unseen),
         images=examined.images if examined.samples == len(asked) else learning.images(),
     )
+
+
+def budgets_to_choose_from(reader: Reader) -> tuple[Packing, ...]:
+    """The packings of budgets that suit the data, smaller ones first. They are the same wherever indexes are kept."""
+    rows = Looked.of(reader, UNBOUNDED, False, _remembered(reader, QUICK)).rows
+    return packings(reader, frozenset((source, shard) for source, shard, _ in rows), None)
+
+
+def _remembered(reader: Reader, depth: Depth) -> Depth:
+    """A depth at which as many indexes are read as memory keeps."""
+    own = reader.validation.index is not reader.training.index
+    sources = len(reader.training.index.sources) + (len(reader.validation.index.sources) if own else 0)
+    return replace(depth, shards=max(1, min(depth.shards, KEPT_OPEN // (sources + 1))))
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,7 +66,10 @@ def roofline(
     if run.precision != "bf16":
         raise Refused(f"precision is {run.precision}, and a roofline is of bf16, which GPUs are made for. Set precision=bf16")
     batch = run.stages[index].batch
-    budget = Budget(tokens or batch.max_tokens, batch.max_patches if patches is None else patches)
+    if not batch.chosen and (tokens is None or patches is None):
+        raise Refused("the recipe has batch: auto, and a roofline is of packs of one size. Give --tokens and --patches")
+    of_recipe = batch.budget if batch.chosen else Budget(0, 0)
+    budget = Budget(tokens or of_recipe.tokens, of_recipe.patches if patches is None else patches)
     recording = record_step(run, index, config_for(run, size), budget, packs or batch.packs_per_step)
     ways = {"eager": way(priced(recording.operators, gpu), recording, gpu), "fused": way(fused(recording.operators, gpu), recording, gpu)}
     about = _about(run, index, gpu, size, recording)
