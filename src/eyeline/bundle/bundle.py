@@ -29,6 +29,7 @@ from eyeline.bundle.folders import (
     read_video_preprocessor,
     warn_of_others,
 )
+from eyeline.bundle.peft_adapter import PeftAdapter
 from eyeline.bundle.places import path_in_place, places, text_place
 from eyeline.bundle.rendering import Unbounded, render, rendered
 from eyeline.checkpoint import store
@@ -87,6 +88,7 @@ class Weights:
     form: Form | None  # None: a run
     checkpoint: store.Checkpoint | None = None  # of a run
     known_rows: int | None = None  # rows of the embedding and head that are taken; those after them start at their mean. None: all
+    adapter: PeftAdapter | None = None  # of peft's, for a folder of transformers'
 
 
 @dataclass(frozen=True)

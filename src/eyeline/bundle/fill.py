@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from eyeline.bundle.bundle import Opened, Weights
+from eyeline.bundle.peft_adapter import continued_parts, put_adapters
 from eyeline.bundle.places import parameters_by_name, places, stream_place
 from eyeline.bundle.rows import EMBEDDINGS, with_rows, with_vocabulary
 from eyeline.checkpoint.pieces import Stored
 from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.errors import Refused
-from eyeline.core.plan import PARTS, NewRows, Part, Plan, complete, tensor_of
+from eyeline.core.plan import PARTS, NewRows, Part, Plan, complete, part_of, tensor_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.core.shards import Box, held, put, whole
 from eyeline.models import Config, Model
-from eyeline.models.lora import LoRA, adapters, merge
+from eyeline.models.lora import LoRA, adapters, merge, updates_of
 from eyeline.models.shape import shape
 from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.place import place
@@ -167,14 +168,17 @@ def refuse_other_parts(plan: Plan[Model], config: Config, source: Weights, parts
 def _from_folder(plan: Plan[Model], source: Weights, parts: Collection[Part]) -> set[str]:
     """Fill parts from a folder of transformers' or of parts; the names that were filled."""
     assert source.form is not None
-    config, done = source.config, set()
+    config, adapter, done = source.config, source.adapter, set()
     like = parameters_by_name(shape(config).model)
+    kept = frozenset() if adapter is None else continued_parts(adapter, plan)
     for at in places(config, source.form):
         for name, value in stream_place(like, config, source.form, at, source.folder / at, lambda name: name.partition(".")[0] in parts):
             x = tensor_of(plan.model, name)
+            if adapter is not None:
+                value = adapter.applied(name, value, merges=part_of(name) not in kept)
             put(x, _enlarged(value, source, len(x)) if name in EMBEDDINGS else value)
             done.add(name)
-    return done
+    return done if adapter is None else done | put_adapters(adapter, plan.model, kept & frozenset(parts))
 
 
 def _enlarged(x_VD: Tensor, source: Weights, rows: int) -> Tensor:
@@ -190,8 +194,8 @@ def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part]
     like = shape(source.config, trains={}, adapters=before, biased=bool(state.get("expert_biases")), new_rows=apart)
     with source.checkpoint.reading("model", "frozen") as stored:
         refuse_misfits(str(source.checkpoint.folder), misfits(stored.meta, {name: x for name, x, _ in like.tensors()}, "any"))
-        layers = adapters(like.model)
-        assert not keep_adapters or layers.keys() == adapters(plan.model).keys(), "adapters are kept where the plan has the same ones"
+        updates = updates_of(like.model)
+        assert not keep_adapters or updates.keys() == updates_of(plan.model).keys(), "adapters are kept where the plan has the same ones"
         for name, x, entry in plan.tensors():
             if entry.part not in parts or name not in stored or (entry.role == "adapter" and not keep_adapters):
                 continue
@@ -201,17 +205,16 @@ def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part]
                 done.add(name)
                 continue
             value: Tensor = stored.read(name, part.box)
-            layer = layers.get(name.removesuffix(".weight"))
-            if layer is not None and not keep_adapters:
-                path, rank = name.removesuffix(".weight"), len(layer.lora_A)
-                (row, column), (rows, columns) = part.box
-                a_rI = stored.read(f"{path}.lora_A", Box((0, column), (rank, columns))).to(x.device)
-                b_Or = stored.read(f"{path}.lora_B", Box((row, 0), (rows, rank))).to(x.device)
+            update = updates.get(name)
+            if update is not None and not keep_adapters:
+                (*first, row, column), (*experts, rows, columns) = part.box  # of stacked experts there are some
+                a_rI = stored.read(update.a, Box((*first, 0, column), (*experts, update.rank, columns))).to(x.device)
+                b_Or = stored.read(update.b, Box((*first, row, 0), (*experts, rows, update.rank))).to(x.device)
                 magnitude_O = None
-                if layer.lora_magnitude is not None:
-                    assert columns == layer.in_features, "the length of a row is of all its columns"
-                    magnitude_O = stored.read(f"{path}.lora_magnitude", Box((row,), (rows,))).to(x.device)
-                value = merge(value.to(x.device), a_rI, b_Or, layer.scale, magnitude_O)
+                if update.magnitude is not None:
+                    assert columns == x.shape[-1], "the length of a row is of all its columns"
+                    magnitude_O = stored.read(update.magnitude, Box((row,), (rows,))).to(x.device)
+                value = merge(value.to(x.device), a_rI, b_Or, update.scale, magnitude_O)
             part.local.copy_(value)
             done.add(name)
     return done
@@ -235,11 +238,14 @@ def _fresh_adapters(plan: Plan[Model], filled: Collection[str], seed: int) -> se
             first, weight = cast(int, plan.model.get_submodule(path).first), plan.model.get_parameter(f"{path}.weight")
             put(rows, whole(weight)[first : first + len(rows)])
             done.add(name)
-    new = {name: layer for name, layer in adapters(plan.model).items() if f"{name}.lora_A" not in filled}
+    of_layer: dict[str, list[str]] = {}  # the tensors of each layer's adapter
+    for weight, update in updates_of(plan.model).items():
+        of_layer.setdefault(weight.rpartition(".")[0], []).extend(name for name in update[:3] if name is not None)
+    new = {name: layer for name, layer in adapters(plan.model).items() if of_layer[name][0] not in filled}
     for part in plan.spec.parts:
         rng = torch_rng_for(seed, f"lora {part}")
         for name, layer in new.items():
             if name.startswith(part + "."):
                 layer.initialise_adapter(rng)
-                done |= {f"{name}.{leaf}" for leaf in ("lora_A", "lora_B", "lora_magnitude") if getattr(layer, leaf) is not None}
+                done |= {*of_layer[name]}
     return done

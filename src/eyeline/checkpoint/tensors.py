@@ -129,6 +129,12 @@ def entries_of(file: Path) -> dict[str, Entry]:
         raise storage_failed("read", file, error) from error
 
 
+def read_tensor(file: Path, name: str) -> Tensor:
+    """One tensor of a safetensors file."""
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name)
+
+
 def misfits(stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtypes: Literal["exact", "any"]) -> list[str]:
     """In what stored tensors differ from those that are wanted, a line each: names, shapes, and dtypes where they must be equal. Both may
     be on the meta device."""
@@ -208,8 +214,9 @@ def refuse_other_formats(folder: Path) -> None:
         about = read_object(folder / ADAPTER)
         base = about.get("base_model_name_or_path") or "BASE"
         raise Refused(
-            f"{folder} is an adapter ({about.get('peft_type', 'of PEFT')}) for the model {base}, not a model. Merge it into that one, and "
-            f"give OUT: `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {str(folder)!r}).merge_and_unload()"
+            f"{folder} is an adapter ({about.get('peft_type', 'of PEFT')}) for the model {base}, not a model. Give that model's folder, "
+            "and in a recipe this one as model.adapter. Or merge it into that one, and give OUT: "
+            f"`PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {str(folder)!r}).merge_and_unload()"
             ".save_pretrained('OUT')` (AutoModelForImageTextToText for a vision-language model), with the base's tokenizer and processor "
             "files copied into OUT. Or start from the base itself."
         )
