@@ -10,7 +10,7 @@ from eyeline.bundle.exporting import weights
 from eyeline.core.plan import PARTS, Part, Plan, Spec, tensor_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.models import Config, Model
-from eyeline.models.lora import LoRA, LoRALinear, wrap
+from eyeline.models.lora import LoRA, LoRAExperts, LoRALinear, wrap
 from eyeline.models.shape import build, shape
 
 
@@ -19,7 +19,7 @@ def adapt(model: nn.Module, spec: Spec, part: Part, lora: LoRA, rng: torch.Gener
     names = wrap(model, spec, part, lora)
     for name in names:
         layer = model.get_submodule(name)
-        assert isinstance(layer, LoRALinear)
+        assert isinstance(layer, LoRALinear | LoRAExperts)
         layer.initialise_adapter(rng)
     return names
 

@@ -82,11 +82,13 @@ def close(got: Tensor, want: Tensor, bound: float = 5e-5) -> None:
     assert error < bound, f"off by {error:.1e} of the largest logit"
 
 
-def adapted(bundle: Bundle, without: tuple[Part, ...] = ("projector",)) -> Model:
+def adapted(bundle: Bundle, without: tuple[Part, ...] = ("projector",), language: tuple[str, ...] | None = None) -> Model:
+    """With adapters that do something: of all linear layers, and with `language` of these targets of the language model."""
     model = random_model(bundle)
     stated = spec(bundle.config)
     for i, part in enumerate(part for part in PARTS if part in stated.parts and part not in without):
-        adapt(model, stated, part, LoRA(rank=2 + i, alpha=3, targets="all-linear"), torch.Generator().manual_seed(i))
+        targets = language if language is not None and part == "language" else "all-linear"
+        adapt(model, stated, part, LoRA(rank=2 + i, alpha=3, targets=targets), torch.Generator().manual_seed(i))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_B"):

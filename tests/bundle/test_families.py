@@ -5,24 +5,28 @@ import filecmp
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eyeline.bundle.bundle import open_bundle
 from eyeline.bundle.exporting import export
-from eyeline.bundle.fill import load
+from eyeline.bundle.fill import fill, load
 from eyeline.bundle.importing import import_whole
+from eyeline.bundle.peft_adapter import open_adapter
+from eyeline.core.plan import materialise
 from eyeline.generate.generate import generate
 from eyeline.generate.sampling import Sampling
-from eyeline.models import spec
+from eyeline.models import Model, spec
+from eyeline.models.shape import shape
 from tests.bundle.exported import PARTED, WHOLE, Exported, adapted, bundle_of, close, our_logits
 from tests.models.cases import is_typical
 from tests.models.parity import Case
@@ -118,6 +122,65 @@ def test_adapters(case: Case, tmp_path: Path) -> None:
                     p.zero_()
     close(their_logits(PeftModel.from_pretrained(base, str(tmp_path / "apart" / "adapter")).eval(), case), want)
     assert (plain - want).abs().max() > 0.05, "the adapters do nothing: this test shows nothing"
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in WHOLE if c.spec.language.experts and is_typical(c)], ids=lambda c: f"{c.config.family}: {c.id}"
+)
+def test_adapters_of_experts_go_through_peft(case: Case, tmp_path: Path) -> None:
+    """Out as peft has them, of two parameters of each layer, and in again; merged without peft."""
+    bundle = bundle_of(case)
+    model = adapted(bundle, language=("experts", "q_proj"))
+    want = our_logits(model, case.documents)
+    export(bundle, model, tmp_path / "merged")
+    close(their_logits(loaded(tmp_path / "merged"), case), want)
+    export(bundle, model, tmp_path / "apart", adapter=True, trained=())
+    base = loaded(tmp_path / "apart" / "base")
+    assert (their_logits(base, case) - want).abs().max() > 0.05, "the adapters do nothing: this test shows nothing"
+    close(their_logits(PeftModel.from_pretrained(base, str(tmp_path / "apart" / "adapter")).eval(), case), want)
+    close(our_logits(with_adapter(tmp_path / "apart" / "base", tmp_path / "apart" / "adapter"), case.documents), want)
+
+
+def with_adapter(base: Path, folder: Path) -> Model:
+    """A folder's model with an adapter of peft's in its weights."""
+    opened = open_bundle(base)
+    assert opened.form is not None
+    adapter = open_adapter(folder, opened.bundle.config, opened.form)
+    plan = shape(opened.bundle.config, trains={})
+    materialise(plan, "cpu")
+    fill(plan, opened.bundle.config, dict.fromkeys(plan.spec.parts, replace(opened.weights, adapter=adapter)))
+    return plan.model.eval()
+
+
+@each_typical_whole
+def test_adapter_of_peft_is_taken(case: Case, exported: Callable[[Case], Exported], tmp_path: Path) -> None:
+    """DoRA of the linear layers, with another rank for some, trained by peft on the same base; q, k and v in one layer there, too. Of a
+    model with experts LoRA, and of these as well."""
+    made = exported(case)
+    theirs = peft_model(loaded(made.folder), case.config.language.model_dump().get("experts") is not None)
+    want = their_logits(theirs, case)
+    assert (want - our_logits(made.model, case.documents)).abs().max() > 0.05, "the adapters do nothing: this test shows nothing"
+    theirs.save_pretrained(tmp_path / "adapter")
+    close(our_logits(with_adapter(made.folder, tmp_path / "adapter"), case.documents), want)
+
+
+def peft_model(base: PreTrainedModel, mixed: bool) -> Any:
+    """With adapters that do something. Of a model with experts, peft takes names of feed-forward layers for those of experts."""
+    linear = [
+        name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear) and "embed" not in name and name != "lm_head"
+    ]
+    targets = [name for name in linear if not mixed or not name.endswith(("gate_proj", "up_proj", "down_proj", ".gate"))]
+    kind = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]} if mixed else {"use_dora": True}
+    config = LoraConfig(r=2, lora_alpha=3, target_modules=targets, rank_pattern={"o_proj": 3}, **kind)
+    theirs = get_peft_model(base, config).eval()
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.randn(p.shape, generator=rng) * 0.3)
+            if "lora_magnitude" in name:
+                p.mul_(torch.linspace(0.6, 1.4, len(p)))
+    return theirs
 
 
 @each_typical_whole

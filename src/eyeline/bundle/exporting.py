@@ -3,10 +3,11 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from eyeline.bundle.bundle import Bundle, refuse_misfit, write_settings
 from eyeline.bundle.folders import new_folder
@@ -22,7 +23,7 @@ from eyeline.models.decoder import Head
 from eyeline.models.hf import mapping_of
 from eyeline.models.hf.forms import Form
 from eyeline.models.layers import Embedding
-from eyeline.models.lora import LoRALinear, merge
+from eyeline.models.lora import EXPERT_LEAVES, LoRAExperts, LoRALinear, merge, merged, updates_of
 from eyeline.models.moe import biases_of
 
 Dtype = Literal["fp32", "bf16"]
@@ -57,7 +58,7 @@ def export(
     _refuse_biases(model)
     chosen = chosen_form(bundle.config, form)
     if adapter:
-        if not _adapted_layers(model, trained):
+        if not _adapted_layers(model, trained) and not _adapted_experts(model):
             raise Refused("no layer has an adapter that can be written: the last stage trained none. Leave --adapter out.")
         if chosen.name == "parts":
             raise Refused(
@@ -100,17 +101,18 @@ def chosen_form(config: Config, asked: Literal["auto", "parts"]) -> Form:
 
 def weights(model: torch.nn.Module, with_updates: bool, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a plain model, one at a time: with the updates of adapters added in float32, or without them."""
+    updates = updates_of(model) if with_updates else {}
     for name, x in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         layer = model.get_submodule(path)
-        if leaf in ADAPTER_NAMES:
+        if leaf.endswith(ADAPTER_NAMES):
             continue
         x = x.detach()
         if with_updates and isinstance(layer, Embedding | Head) and layer.new_rows is not None:
             x, first = x.float(), layer.first
             x = torch.cat([x[:first], layer.new_rows.detach(), x[first + len(layer.new_rows) :]])
-        if with_updates and isinstance(layer, LoRALinear) and leaf == "weight":
-            x = merge(x, layer.lora_A.detach(), layer.lora_B.detach(), layer.scale, layer.lora_magnitude)
+        if name in updates:
+            x = merged(model, name, updates[name])
         yield name, x.to(dtype)
 
 
@@ -133,6 +135,32 @@ def _adapted_layers(model: Model, trained: Collection[Part]) -> dict[str, LoRALi
     """The layers that have an adapter, but for those of a projector that was trained in full too: it is saved as it is."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
     return {name: layer for name, layer in layers.items() if not (name.startswith("projector.") and "projector" in trained)}
+
+
+def _adapted_experts(model: Model) -> dict[str, LoRAExperts]:
+    """The experts that have adapters, by the name of the layer that holds them."""
+    return {name.rpartition(".")[0]: layer for name, layer in model.named_modules() if isinstance(layer, LoRAExperts)}
+
+
+class ExpertAdapter(NamedTuple):
+    """The adapters of all experts of a layer as peft has them: of one parameter of theirs."""
+
+    parameter: str
+    module: str  # as tensors are called: wrapped once more for the second parameter of a module
+    a_ErI: Tensor
+    b_EOr: Tensor
+    scale: float
+
+
+def _expert_adapters(model: Model, rules: Sequence[KeyRule], form: Form) -> Iterator[ExpertAdapter]:
+    """Gate and up are one parameter there: their A's are stacked, and each B is at its own outputs."""
+    for name, layer in _adapted_experts(model).items():
+        module = f"{_module(key_of(f'{name}.router.weight', rules).theirs, form).rpartition('.')[0]}.experts"
+        a, b = ({leaf: layer.get_parameter(f"{leaf}_lora_{end}").detach().float() for leaf in EXPERT_LEAVES} for end in "AB")
+        blocks = [F.pad(b["gate"], (0, b["up"].shape[2])), F.pad(b["up"], (b["gate"].shape[2], 0))]
+        a_gate_up, b_gate_up = torch.cat([a["gate"], a["up"]], 1), torch.cat(blocks, 1)
+        yield ExpertAdapter(f"{module}.gate_up_proj", f"{module}.base_layer", a_gate_up, b_gate_up, layer.scale)
+        yield ExpertAdapter(f"{module}.down_proj", module, a["down"], b["down"], layer.scale)
 
 
 def _module(on_disk: str, form: Form) -> str:
@@ -179,7 +207,14 @@ def _write_adapter(
     ranks: dict[str, int] = {}
     alphas: dict[str, float | int] = {}
     lengths = any(layer.lora_magnitude is not None for layer in adapted.values())
-    stabilized = all(layer.rslora for layer in adapted.values())
+    stabilized = all(layer.rslora for layer in (*adapted.values(), *_adapted_experts(model).values()))
+    parameters: list[str] = []  # that peft adapts as such
+    for one in _expert_adapters(model, rules, form):
+        a_rI, b_Or = one.a_ErI.flatten(0, 1), one.b_EOr.permute(1, 2, 0).flatten(1)
+        tensors |= {f"base_model.model.{one.module}.lora_A.weight": a_rI, f"base_model.model.{one.module}.lora_B.weight": b_Or.contiguous()}
+        rank = one.a_ErI.shape[1]
+        ranks[one.parameter], alphas[one.parameter] = rank, _whole(one.scale * rank ** (0.5 if stabilized else 1))
+        parameters.append(one.parameter)
     for key in wanted.values():
         name = _module(key.theirs, form)
         a_rI, b_Or, scale = _fused(key, model, adapted)
@@ -196,7 +231,7 @@ def _write_adapter(
         tensors[f"base_model.model.{_module(theirs, form)}.{theirs.rpartition('.')[2]}"] = x
     write_file(folder / "adapter_model.safetensors", tensors | rows, {"format": "pt"})
 
-    parameters = sorted(target for target in ranks if target.endswith(".weight"))
+    parameters = sorted([*parameters, *(target for target in ranks if target.endswith(".weight"))])
     first = next(iter(ranks))  # the others are listed apart where they differ
     settings = {
         "peft_type": "LORA",
@@ -207,7 +242,7 @@ def _write_adapter(
         "lora_alpha": alphas[first],
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != ranks[first]},
         "alpha_pattern": {name: alpha for name, alpha in alphas.items() if alpha != alphas[first]},
-        "lora_dropout": 0.0 if parameters else max(layer.dropout for layer in adapted.values()),  # peft has one for all
+        "lora_dropout": 0.0 if parameters else max((layer.dropout for layer in adapted.values()), default=0.0),  # peft has one for all
         "target_modules": sorted(ranks.keys() - set(parameters)),
         "target_parameters": parameters or None,
         "use_rslora": stabilized,

@@ -109,7 +109,7 @@ class NewRows(NamedTuple):
 
 
 # of tensors with the role "adapter": what a stage adds to a model, and merging removes
-ADAPTER_NAMES = ("lora_A", "lora_B", "lora_magnitude", "new_rows")
+ADAPTER_NAMES = ("lora_A", "lora_B", "lora_magnitude", "new_rows")  # a name may come before it: `gate_lora_A`
 
 
 # ---- the plan

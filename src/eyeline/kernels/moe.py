@@ -207,7 +207,7 @@ def _grouped_swiglu(x_ND: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Te
 
 
 def _like_inputs(_dout_ND: Tensor, *others: Any) -> list[Tensor]:
-    inputs, needed = others[:4], others[-1]
+    inputs, needed = others[: len(others[-1])], others[-1]
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format) if n else x.new_empty(0) for x, n in zip(inputs, needed, strict=True)
     ]
@@ -246,6 +246,47 @@ def _grouped_swiglu_backward(
         hidden_NF = swiglu_forward(gate_NF, up_NF) if opened_NF is None else opened_NF.mul_(up_NF)
         made[3] = _gradient(dout_ND, hidden_NF, ends_E)
     return made
+
+
+# ---- one product, where experts have adapters
+
+
+def _like_product(x_ND: Tensor, weight_EFD: Tensor, _ends_E: Tensor) -> Tensor:
+    return x_ND.new_empty(x_ND.shape[0], weight_EFD.shape[1])
+
+
+@opaque(_like_product)
+def _grouped_product(x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    return _times(x_ND.contiguous(), weight_EFD.contiguous().mT, ends_E)
+
+
+@opaque(_like_inputs)
+def _grouped_product_backward(dout_NF: Tensor, x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor, needed: list[bool]) -> list[Tensor]:
+    """Gradients of x_ND and weight_EFD; an empty tensor for one that is not needed."""
+    dout_NF, x_ND, weight_EFD = (x.contiguous() for x in (dout_NF, x_ND, weight_EFD))
+    x_needed, weight_needed = needed
+    dx_ND = _times(dout_NF, weight_EFD, ends_E) if x_needed else x_ND.new_empty(0)
+    return [dx_ND, _gradient(dout_NF, x_ND, ends_E) if weight_needed else x_ND.new_empty(0)]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_EFD, ends_E)
+        return _grouped_product(x_ND, weight_EFD, ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_EFD, ends_E = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:2])
+        made = _grouped_product_backward(gradients[0], x_ND, weight_EFD, ends_E, needed)
+        return *(x if n else None for x, n in zip(made, needed, strict=True)), None
+
+
+def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """x·Wᵀ of each expert's rows with its own matrix; of rows and matrices as `grouped_swiglu` takes them."""
+    dims("ND", x_ND, "EFD", weight_EFD, "E", ends_E)
+    return _Product.apply(x_ND, weight_EFD, ends_E)
 
 
 class _Swiglu(torch.autograd.Function):

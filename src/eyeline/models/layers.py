@@ -272,7 +272,7 @@ class Compiled:
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter but those of adapters, whose first values are no matter of the model's."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if name.rpartition(".")[2] not in ADAPTER_NAMES)
+    return ((name, parameter) for name, parameter in model.named_parameters() if not name.endswith(ADAPTER_NAMES))
 
 
 def normal_(weight: Tensor, std: float, rng: torch.Generator) -> None:

@@ -7,7 +7,7 @@ Dims: T tokens  r rank  in, out: widths of the wrapped layer (I, O)
 """
 
 from collections.abc import Collection
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyeline.core.errors import Refused, nearest
-from eyeline.core.plan import INPUTS, Part, Spec, Traits, part_of
+from eyeline.core.plan import EXPERTS, INPUTS, Part, Spec, Traits, part_of
 from eyeline.core.randomness import seed_for
 from eyeline.core.settings import NotNegative, Positive, PositiveFloat, Settings
 from eyeline.core.shards import put, whole
 from eyeline.kernels.dropout import dropout_mask
 from eyeline.kernels.gpu import on_gpu
 from eyeline.kernels.linears import Layer, adapted
+from eyeline.kernels.moe import grouped_linear
+from eyeline.kernels.swiglu import swiglu
 from eyeline.models.flops import Rows, Tally
 from eyeline.models.layers import Linear
+from eyeline.models.moe import Experts, ExpertWeights
 
 
 class LoRA(Settings):
@@ -120,14 +123,109 @@ class LoRALinear(Linear):
         return super().count(tally, reached, rows) or raised
 
 
+EXPERTS_TARGET = "experts"  # the target that stands for gate, up and down of all experts
+EXPERT_LEAVES = ("gate", "up", "down")
+
+
+class LoRAExperts(ExpertWeights):
+    """Stacked experts that keep their weights, under their names, and add for each of them `NAME_lora_A` [E, r, in] and `NAME_lora_B`
+    [E, out, r]: an adapter per expert, as PEFT's of a parameter (`target_parameters`) has."""
+
+    def __init__(self, base: ExpertWeights, lora: LoRA):
+        count, hidden, width = base.gate.shape
+        with torch.device("meta"):  # the tensors are the base's
+            super().__init__(Experts(num_experts=count, experts_per_token=1, intermediate_size=hidden), width)
+        self.gate, self.up, self.down = base.gate, base.up, base.down
+        self.scale, self.rslora = lora.scale, lora.rslora
+        for leaf in EXPERT_LEAVES:
+            _, outputs, inputs = base.get_parameter(leaf).shape
+            for end, shape in (("A", (count, lora.rank, inputs)), ("B", (count, outputs, lora.rank))):
+                self.register_parameter(f"{leaf}_lora_{end}", nn.Parameter(torch.empty(shape, device=base.gate.device)))
+
+    def traits(self) -> dict[str, Traits]:
+        adapter = Traits(EXPERTS, role="adapter")
+        return {name: adapter if "_lora_" in name else Traits(EXPERTS) for name in self._parameters}
+
+    @torch.no_grad()
+    def initialise_adapter(self, rng: torch.Generator) -> None:
+        """As a linear layer's, for each expert."""
+        for leaf in EXPERT_LEAVES:
+            a_ErI = self.get_parameter(f"{leaf}_lora_A")
+            put(a_ErI, (torch.rand(a_ErI.shape, generator=rng, device=rng.device) * 2 - 1) * a_ErI.shape[-1] ** -0.5)
+            self.get_parameter(f"{leaf}_lora_B").zero_()
+
+    def forward(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        return self._product(swiglu(self._product(x_ND, "gate", ends_E), self._product(x_ND, "up", ends_E)), "down", ends_E)
+
+    def _product(self, x_ND: Tensor, leaf: str, ends_E: Tensor) -> Tensor:
+        weight, a, b = (self.get_parameter(name).to(x_ND.dtype) for name in (leaf, f"{leaf}_lora_A", f"{leaf}_lora_B"))
+        update = grouped_linear(grouped_linear(x_ND, a, ends_E), b, ends_E)
+        return grouped_linear(x_ND, weight, ends_E) + update * self.scale
+
+    def count(self, tally: Tally, reached: bool, active: int) -> bool:
+        _, width, hidden = self.down.shape
+        sizes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        into = {"gate": reached, "up": reached, "down": True}  # down's input comes from adapters, which train
+        for leaf, (inputs, outputs) in sizes.items():
+            a, b = (self.get_parameter(f"{leaf}_lora_{end}") for end in "AB")
+            tally.product("token", inputs, outputs, into[leaf], self.get_parameter(leaf).requires_grad, active)
+            lowered = tally.product("token", inputs, a.shape[1], into[leaf], a.requires_grad, active)
+            tally.product("token", a.shape[1], outputs, lowered, b.requires_grad, active)
+        return True
+
+
+class Update(NamedTuple):
+    """An adapter: the names of its tensors, and the scale of what it adds to a weight."""
+
+    a: str
+    b: str
+    magnitude: str | None
+    scale: float
+    rank: int
+
+
+def updates_of(model: nn.Module) -> dict[str, Update]:
+    """The adapters of a model, by the name of the weight that each one updates."""
+    found: dict[str, Update] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            magnitude = None if module.lora_magnitude is None else f"{name}.lora_magnitude"
+            found[f"{name}.weight"] = Update(f"{name}.lora_A", f"{name}.lora_B", magnitude, module.scale, len(module.lora_A))
+        elif isinstance(module, LoRAExperts):
+            for leaf in EXPERT_LEAVES:
+                a = f"{name}.{leaf}_lora_A"
+                found[f"{name}.{leaf}"] = Update(a, f"{name}.{leaf}_lora_B", None, module.scale, model.get_parameter(a).shape[1])
+    return found
+
+
+def merged(model: nn.Module, weight: str, update: Update) -> Tensor:
+    """A weight of a model with its update added, in float32."""
+    a_rI, b_Or = model.get_parameter(update.a).detach(), model.get_parameter(update.b).detach()
+    magnitude_O = None if update.magnitude is None else model.get_parameter(update.magnitude).detach()
+    return merge(model.get_parameter(weight).detach(), a_rI, b_Or, update.scale, magnitude_O)
+
+
 def targets_of(model: nn.Module, spec: Spec, part: Part) -> dict[str, list[str]]:
-    """The linear layers of a part by the name that a recipe calls them: `q_proj` … `down_proj`. Those that no output depends on are
-    left out."""
+    """The linear layers of a part by the name that a recipe calls them: `q_proj` … `down_proj`; and its experts. Those that no output
+    depends on are left out."""
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.target is not None and part_of(name) == part and spec.uses(name):
             found.setdefault(module.target, []).append(name)
+        elif isinstance(module, ExpertWeights) and part_of(name) == part:
+            found.setdefault(EXPERTS_TARGET, []).append(name)
     return found
+
+
+def experts_problem(lora: LoRA) -> str | None:
+    """The setting that adapters of experts do not have; None where they have all."""
+    if lora.targets == "all-linear" or EXPERTS_TARGET not in lora.targets:
+        return None
+    if lora.dora:
+        return "dora: an adapter of experts is plain LoRA, as peft's is. Leave dora or the target experts out"
+    if lora.dropout:
+        return "dropout: an adapter of experts has none, as peft's has none. Set dropout: 0, or leave the target experts out"
+    return None
 
 
 def unknown_target(target: str, known: Collection[str]) -> str:
@@ -143,7 +241,9 @@ def wrap(model: nn.Module, spec: Spec, part: Part, lora: LoRA) -> list[str]:
     Raises Refused for a target that the part does not have.
     """
     known = targets_of(model, spec, part)
-    targets = tuple(known) if lora.targets == "all-linear" else lora.targets
+    if (problem := experts_problem(lora)) is not None:
+        raise Refused(f"LoRA of {part}: {problem}")
+    targets = tuple(name for name in known if name != EXPERTS_TARGET) if lora.targets == "all-linear" else lora.targets
     for target in targets:
         if target not in known:
             raise Refused(f"LoRA targets of {part}: {unknown_target(target, known)}")
@@ -153,19 +253,23 @@ def wrap(model: nn.Module, spec: Spec, part: Part, lora: LoRA) -> list[str]:
     ]
     for name in wrapped:
         layer = model.get_submodule(name)
-        assert isinstance(layer, Linear) and not isinstance(layer, LoRALinear), f"{name} has an adapter already"
-        model.set_submodule(name, LoRALinear(layer, lora, name))
+        assert not isinstance(layer, LoRALinear | LoRAExperts), f"{name} has an adapter already"
+        if isinstance(layer, ExpertWeights):
+            model.set_submodule(name, LoRAExperts(layer, lora))
+        else:
+            assert isinstance(layer, Linear), f"{name} is a linear layer"
+            model.set_submodule(name, LoRALinear(layer, lora, name))
     return wrapped
 
 
-def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """The layers that have an adapter, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+def adapters(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
+    """The layers and experts that have an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear | LoRAExperts)}
 
 
 def merge(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float, magnitude_O: Tensor | None = None) -> Tensor:
     """A weight with the update of its adapter added, in float32: it is rounded once, where it is stored. With `magnitude_O` (DoRA) each
-    row, which must be whole, has that length."""
+    row, which must be whole, has that length. Of stacked experts there is an adapter for each."""
     merged_OI = weight_OI.float() + scale * (b_Or.float() @ a_rI.float())
     return merged_OI if magnitude_O is None else merged_OI * (magnitude_O / lengths_of(merged_OI))[:, None]
 
