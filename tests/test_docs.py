@@ -63,7 +63,8 @@ def follow(
         line = line.partition("  #")[0].rstrip()
         for command, words in (more or {}).items():
             if line.startswith(f"eyeline {command}"):
-                line += f" {words}"
+                given = {word.partition("=")[0] for word in words.split() if "=" in word}  # no setting is given twice
+                line = " ".join([*(word for word in line.split(" ") if word.partition("=")[0] not in given), words])
         out += run(line, folder)
         if line.startswith("eyeline import"):
             for preprocessor in (folder / "models").glob("*/preprocessor_config.json"):

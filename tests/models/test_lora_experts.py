@@ -114,7 +114,7 @@ def test_all_linear_leaves_experts_alone_and_others_are_refused() -> None:
 
 
 def test_flops_of_adapters_are_counted() -> None:
-    """By hand: of a token's two experts, three matrices that are frozen, and their A and B, which train."""
+    """Counted by hand: of a token's two experts three matrices, which are frozen, and their A and B, which train."""
     layer = adapted().get_submodule("language.blocks.0.mlp.experts")
     assert isinstance(layer, LoRAExperts)
     for leaf in EXPERT_LEAVES:

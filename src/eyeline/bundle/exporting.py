@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -232,16 +232,12 @@ def _write_adapter(
     write_file(folder / "adapter_model.safetensors", tensors | rows, {"format": "pt"})
 
     parameters = sorted([*parameters, *(target for target in ranks if target.endswith(".weight"))])
-    first = next(iter(ranks))  # the others are listed apart where they differ
     settings = {
         "peft_type": "LORA",
         "task_type": None,
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": ranks[first],
-        "lora_alpha": alphas[first],
-        "rank_pattern": {name: rank for name, rank in ranks.items() if rank != ranks[first]},
-        "alpha_pattern": {name: alpha for name, alpha in alphas.items() if alpha != alphas[first]},
+        **_by_layer(ranks, alphas),
         "lora_dropout": 0.0 if parameters else max((layer.dropout for layer in adapted.values()), default=0.0),  # peft has one for all
         "target_modules": sorted(ranks.keys() - set(parameters)),
         "target_parameters": parameters or None,
@@ -253,6 +249,17 @@ def _write_adapter(
         "fan_in_fan_out": False,
     }
     write_json(folder / "adapter_config.json", settings)
+
+
+def _by_layer(ranks: Mapping[str, int], alphas: Mapping[str, float | int]) -> dict[str, Any]:
+    """Ranks and alphas: those of the first layer for all, and the others apart."""
+    first = next(iter(ranks))
+    return {
+        "r": ranks[first],
+        "lora_alpha": alphas[first],
+        "rank_pattern": {name: rank for name, rank in ranks.items() if rank != ranks[first]},
+        "alpha_pattern": {name: alpha for name, alpha in alphas.items() if alpha != alphas[first]},
+    }
 
 
 def _new_rows(model: Model, rules: Sequence[KeyRule], form: Form) -> tuple[dict[str, Tensor], dict[str, list[int]]]:

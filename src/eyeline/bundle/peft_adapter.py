@@ -247,7 +247,9 @@ def _expert_updates(
 ) -> dict[str, Update]:
     """The adapters of a layer's experts that one parameter of theirs has: gate and up together, or down. Raises Refused."""
     stem = name.removesuffix(".lora_A.weight")
-    a, b = entries[name].shape, entries[f"{stem}.lora_B.weight"].shape if f"{stem}.lora_B.weight" in entries else ()
+    if f"{stem}.lora_B.weight" not in entries:
+        raise Refused(f"{folder} has {stem}.lora_A and no lora_B. Is the file damaged?")
+    a, b = entries[name].shape, entries[f"{stem}.lora_B.weight"].shape
     count, hidden, width = sizes[f"{ours}.gate"]
     what = {(width, 2 * hidden): ("gate", "up"), (hidden, width): ("down",)}
     leaves = what.get((a[-1], b[0])) if len(a) == len(b) == 2 and a[0] == b[1] and a[0] % count == 0 else None
@@ -288,7 +290,7 @@ def _rows_of(
 
 
 def continued_parts(adapter: PeftAdapter, plan: Plan[Model]) -> frozenset[Part]:
-    """The parts whose adapters the model has in the same shape: these go on from the stored ones. Others are merged."""
+    """The parts whose adapters the model has in the same shape: they are trained on. Others are merged."""
     ours = {name: (one.rank, one.scale, one.magnitude is not None) for name, one in updates_of(plan.model).items()}
     theirs = {name: (one.rank, one.scale, one.dora) for name, one in adapter.updates.items()}
 

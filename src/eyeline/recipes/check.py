@@ -30,7 +30,7 @@ from eyeline.models.flops import Arithmetic, count
 from eyeline.models.hf import mapping_of
 from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.recipes.device import device_report
-from eyeline.recipes.memory import blocks_of_choices, chosen_batches, memory_lines
+from eyeline.recipes.memory import blocks_of_choices, chosen_batches, memory_lines, starting_adapter
 from eyeline.recipes.problems import (
     Finding,
     data_problems,
@@ -89,7 +89,7 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     found += device.problems
     if encoder.template.notice:
         say_line(console, encoder.template.notice)
-    for line in (*_ranks(run, world_size), *memory_lines(run, bundle, world_size)):
+    for line in (*starting_adapter(run, bundle, saved is not None), *_ranks(run, world_size), *memory_lines(run, bundle, world_size)):
         say_line(console, line)
     print_blocks(console, blocks_of_choices(chosen.choices))
     for index in range(len(run.stages)):

@@ -24,7 +24,7 @@ from eyeline.data.sources.unread import unread
 from eyeline.evals.metric import metric_named
 from eyeline.models import Model
 from eyeline.models import spec as spec_of
-from eyeline.models.lora import targets_of, unknown_target
+from eyeline.models.lora import experts_problem, targets_of, unknown_target
 from eyeline.models.moe import Bias
 from eyeline.models.shape import savable, shape
 from eyeline.parallel.mesh import model_problems
@@ -290,6 +290,8 @@ def _part_problems(where: str, part: Part, trained: Full | Adapted, plan: Plan[M
     elif trained.freeze_layers >= max(len(blocks), 1):
         yield f"{where}.freeze_layers={trained.freeze_layers} leaves none of its {len(blocks)} blocks to train; lower it"
     if isinstance(trained, Adapted):
+        if (problem := experts_problem(trained)) is not None:
+            yield f"{where}.{problem}"
         known = savable(plan.model, plan.spec, part)
         for name in trained.modules_to_save:
             if name == "lm_head" and part == "language" and "embed_tokens" in known and name not in known:
