@@ -431,6 +431,7 @@ CASES: dict[str, Case] = {
     "out": turned("out=elsewhere", see=run_folders),
     "seed": turned("seed=1"),
     "model.path": turned("model={path: nowhere}", see=refusal),
+    "model.adapter": turned("model.adapter=nowhere", see=refusal),
     "model.fresh": turned("model.fresh=[vision]", see=refusal),
     "model.weights.*": turned("model.weights={vision: nowhere}", see=refusal),
     "model.config<llava>.family": turned("model.config.family=other", see=refusal),
