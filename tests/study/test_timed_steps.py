@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.command import Command
 
 from eyeline.core.files import read_json
 from eyeline.parallel.launch import machine
@@ -11,7 +12,6 @@ from eyeline.recipes.read import read_recipe
 from eyeline.study.roofline.roofline import config_for
 from eyeline.study.roofline.step import record_step
 from eyeline.study.timed_steps import Timed, lines, resize, time_steps
-from tests.command import Command
 
 SMALL = {"max_tokens": 96, "max_patches": 128, "packs_per_step": 2}
 
