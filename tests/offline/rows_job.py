@@ -41,14 +41,6 @@ class Crash:
         return found
 
 
-class SeesGpus:
-    """Work that also says which GPUs it may use."""
-
-    def __call__(self, partition: Partition, folder: Path) -> Done:
-        (folder / "gpus.txt").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        return work(partition, folder)
-
-
 JOB = Job("rows", work)
 
 

@@ -1,5 +1,6 @@
 """The same bytes from actors of a Ray cluster, one of which is killed; it is started here, which takes seconds."""
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from eyeline.core.errors import Quarantined, Refused, StorageFailed
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.templates import TEMPLATES
 from eyeline.data.text.tokenizer import Encoder
-from eyeline.offline.attempt import Job
+from eyeline.offline.attempt import Done, Job
 from eyeline.offline.manifests import quarantined_numbers
+from eyeline.offline.plan import Partition
 from eyeline.offline.run import Where, run
 from eyeline.offline.signals import write_signals
 from eyeline.offline.store import LocalStore
@@ -20,9 +22,9 @@ from tests.bundle.tiny import tokenizer
 from tests.bundle.towers import save_towers
 from tests.command import Command
 from tests.offline.alarmed import AlarmedTowers
-from tests.offline.cluster import ray_here
+from tests.offline.cluster import asked_for, ray_here
 from tests.offline.fake_store import FakeStore
-from tests.offline.rows_job import JOB, Crash, SeesGpus, assert_every_row_once, plan_of, visible
+from tests.offline.rows_job import JOB, Crash, assert_every_row_once, plan_of, visible
 from tests.offline.signal_files import files_of
 from tests.train.recipe import tiny_recipe
 
@@ -68,10 +70,10 @@ def test_what_kills_every_actor_is_given_up_and_expected_failures_are_raised(clu
 
 @pytest.mark.slow
 def test_actors_of_accelerated_work_have_a_gpu_each(cluster: None, tmp_path: Path) -> None:
-    for accelerated, wanted in ((True, {"0"}), (False, {""})):
+    for accelerated, wanted in ((True, {"[('CPU', 1.0), ('GPU', 1.0)]"}), (False, {"[('CPU', 1.0)]"})):
         plan = plan_of(LocalStore(tmp_path / str(accelerated)), 4)
-        assert run(Job("rows", SeesGpus(), accelerated=accelerated), plan, Where(ray="local"), lambda _: None)
-        assert {data.decode() for name, data in visible(plan).items() if name.endswith("gpus.txt")} == wanted
+        assert run(Job("rows", asked_for, accelerated=accelerated), plan, Where(ray="local"), lambda _: None)
+        assert {data.decode() for name, data in visible(plan).items() if name.endswith("asked.txt")} == wanted
 
 
 @pytest.mark.slow
@@ -95,6 +97,29 @@ def test_commands_on_ray_write_the_same(cluster: None, eyeline: Command, tmp_pat
             done = eyeline("prepare", "tiny.yaml", "--stage", "0", "--out", f"{name}{len(more)}", *how, *more)
             assert done.code == 0, done.err
         assert contents_of(tmp_path / f"here{len(more)}") == contents_of(tmp_path / f"there{len(more)}")
+
+
+class NotThere:
+    """Work that no actor can load."""
+
+    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+        return importlib.import_module, ("no_such_module_on_the_nodes",)
+
+    def __call__(self, partition: Partition, folder: Path) -> Done:
+        raise AssertionError
+
+
+@pytest.mark.slow
+def test_nodes_that_lack_something_are_told_at_once(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(LocalStore(tmp_path / "job"), 4)
+    with pytest.raises(Refused, match=r"an actor could not be started: .*no_such_module_on_the_nodes"):
+        run(Job("rows", NotThere()), plan, Where(2, ray="local"), lambda _: None)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.setattr("eyeline.offline.on_ray.os.getcwd", lambda: str(gone / "not"))
+    with pytest.raises(Refused, match=r"gone/not, where the command was started, is not on .*No such file"):
+        run(JOB, plan, Where(2, ray="local"), lambda _: None)
+    assert not quarantined_numbers(plan.store)
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
