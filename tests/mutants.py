@@ -1671,6 +1671,18 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "study/test_profile.py::test_each_moment_belongs_to_one_operator_part_and_pass",
         ),
         (
+            "study/trace.py",
+            'threads = {steps[0]["tid"], *(e["tid"] for e in ran if is_backward(e))}',
+            'threads = {steps[0]["tid"]}',
+            "study/test_profile.py::test_a_backward_pass_may_run_on_a_thread_of_its_own",
+        ),
+        (
+            "study/trace.py",
+            'if e.get("cat") == "user_annotation" and e["name"].startswith(STEP)]',
+            'if e.get("ph") == "X" and e["name"].startswith(STEP)]',
+            "study/test_profile.py::test_a_backward_pass_may_run_on_a_thread_of_its_own",
+        ),
+        (
             "study/compare.py",
             "order = vary.values if repeat % 2 == 0 else vary.values[::-1]",
             "order = vary.values",

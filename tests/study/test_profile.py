@@ -65,6 +65,15 @@ def test_kernels_belong_to_the_operator_that_asked_for_them() -> None:
     assert covered([(0, 2), (1, 3), (5, 6)]) == 4
 
 
+def test_a_backward_pass_may_run_on_a_thread_of_its_own() -> None:
+    """As with a GPU, whose streams also have a copy of the step's range."""
+    moved = [event | {"tid": 3} if event["ts"] in (150, 155, 156) else event for event in STEP]
+    kernel = span("gemm", 160, 20, "kernel", 9, external=2)
+    found = spent_in([span("step 3", 112, 140, "gpu_user_annotation", 9), *moved, kernel])
+    assert found.operators == spent_in(STEP).operators and found.total == 100
+    assert found.device == {Key("language", "backward", "products"): 20}
+
+
 @pytest.mark.parametrize(
     ("operator", "kind"),
     [

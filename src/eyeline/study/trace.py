@@ -1,7 +1,8 @@
 """What a profiler's trace says: each moment of the main thread belongs to one operator, and so to a part of the model, a pass and a class.
 
 An operator that calls others has only its own time, so that times add up. The backward pass of an operator belongs to the part whose
-forward pass made it: autograd numbers both alike. What no operator accounts for is the host's: Python, data, waiting.
+forward pass made it: autograd numbers both alike. With a GPU it runs on a thread of autograd's own, for which the main thread waits. What
+no operator accounts for is the host's: Python, data, waiting.
 """
 
 import re
@@ -52,12 +53,11 @@ def kind_of(operator: str) -> str:
 
 def spent_in(events: Sequence[Mapping[str, Any]]) -> Spent:
     """The time of all steps in the trace, as Chrome's trace format has it."""
-    windows = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e["name"].startswith(STEP)]
-    thread = next(e["tid"] for e in events if e.get("ph") == "X" and e["name"].startswith(STEP))
-    own = sorted(
-        (e for e in events if e.get("ph") == "X" and e.get("cat") in ("cpu_op", "user_annotation") and e["tid"] == thread),
-        key=lambda e: (e["ts"], -e["dur"]),
-    )
+    steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(STEP)]  # a GPU's copies have another category
+    windows = [(e["ts"], e["ts"] + e["dur"]) for e in steps]
+    ran = [e for e in events if e.get("ph") == "X" and e.get("cat") in ("cpu_op", "user_annotation")]
+    threads = {steps[0]["tid"], *(e["tid"] for e in ran if is_backward(e))}
+    own = sorted((e for e in ran if e["tid"] in threads), key=lambda e: (e["ts"], -e["dur"]))
     parts = parts_of_sequences(own)
     operators: Counter[Key] = Counter()
     of_external: dict[int, Key] = {}
