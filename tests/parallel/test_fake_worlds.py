@@ -30,6 +30,7 @@ from eyeline.parallel.mesh import Mesh, MeshSizes, mesh_of
 from eyeline.parallel.place import place
 from eyeline.parallel.ranks import ranks_of
 from eyeline.parallel.shard import shard
+from eyeline.parallel.slices import own_slices
 from eyeline.study.roofline.sizes import config_of
 from eyeline.train.step import add_gradients
 from tests.forked import Forked
@@ -139,6 +140,33 @@ def test_what_a_rank_holds_of_eight_billion_parameters(ranks: int, sizes: MeshSi
     whole = sum(numbers for _, numbers, entry in found.values() if entry.exact)
     assert whole < 4e6
     assert sum(got for got, *_ in found.values()) < 8.8e9 / shards * 1.05 + whole
+
+
+def held_of_slices(mesh: Mesh) -> dict[str, tuple[int, bool]]:
+    """Name -> numbers that a rank holds, and whether another answers for them, of Qwen3-VL-8B (36 blocks, of which 3 have DeepStack) cut
+    where one would cut it by hand."""
+    assert mesh.pipeline is not None
+    plan = own_slices(shape(config_of("qwen3-vl-8b")), BY_HAND, mesh.pipeline.rank, mesh.pipeline.ranks)
+    shard(plan, mesh)
+    return {name: (held(x).local.numel(), name in plan.copies) for name, x, _ in plan.tensors()}
+
+
+BY_HAND = (range(6), range(6, 16), range(16, 26), range(26, 36))
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_what_a_rank_holds_of_a_slice_of_eight_billion_parameters(at: int) -> None:
+    """64 ranks, pp 4 × dp_shard 16: every tensor of its blocks, and of the ends of the model, by hand."""
+    found = as_rank(16 * at + 5, 64, held_of_slices, MeshSizes(pp=4))
+    wanted = {}
+    for name, entry in shape(config_of("qwen3-vl-8b")).table.items():
+        part, child, *rest = name.split(".")
+        first, last = part != "language" or child == "embed", part == "language" and child in ("norm", "head")
+        slice_of_it = 0 if first else 3 if last else next(n for n, cut in enumerate(BY_HAND) if int(rest[0]) in cut)
+        if slice_of_it == at:
+            rows, numbers = entry.shape[0], math.prod(entry.shape)
+            wanted[name] = (numbers // rows * (rows if entry.exact else rows_by_hand(rows, 16, 5)), False)
+    assert found == wanted
 
 
 class Collectives(TorchDispatchMode):

@@ -1,14 +1,25 @@
 """`update` on ranks that have slices of the model, against the same update in one process."""
 
 from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from eyeline.bundle.fill import Seed, fill
+from eyeline.core.batch import Budget
+from eyeline.core.world import ALONE, World
 from eyeline.models.moe import Aux, Bias
-from eyeline.parallel.mesh import MeshSizes
+from eyeline.models.shape import shape
+from eyeline.parallel.mesh import MeshSizes, mesh_of
+from eyeline.parallel.place import place
+from eyeline.parallel.slices import DepthCosts, cuts_of
+from eyeline.train.slices import cut_along_depth
 from tests.models.parity import Case
-from tests.parallel.updates import BY_NAME, FAMILIES, Setup, compare
+from tests.parallel.updates import ADAPTER, BY_NAME, FAMILIES, TOKENS, Setup, compare, whole
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -20,6 +31,7 @@ TEXTS = {
 }
 CASES = FAMILIES | TEXTS
 PP = MeshSizes(pp=2)
+FULL = Budget(TOKENS, 1000)
 SELDOM = ("llama", "qwen2", "qwen3_vl", "qwen3_5_vl")  # what others of the table show in part
 
 
@@ -61,3 +73,70 @@ def test_interleaved_slices_update_as_one_process(family: str) -> None:
     """Two slices on each of two ranks, the second of tied weights on the other."""
     setup = Setup(sizes=MeshSizes(pp=2, pp_slices_per_rank=2), momentum=0.9, balance=BALANCE.get(family))
     compare(deep(FAMILIES[family], 5), setup, 2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
+def test_slices_start_from_the_weights_that_one_process_draws(family: str) -> None:
+    """Tied or not, adapters too, whatever slice has them."""
+    case = FAMILIES[family]
+
+    def drawn(world: World) -> dict[str, Tensor]:
+        mesh = mesh_of(PP if world.size > 1 else MeshSizes(), world, "cpu")
+        plan = shape(case.config, trains={"language": "adapters"}, adapters={"language": ADAPTER})
+        plan = cut_along_depth(plan, FULL, mesh)
+        place(plan, "cpu", mesh)
+        fill(plan, case.config, dict.fromkeys(plan.spec.parts, Seed(5)), seed=6)
+        return whole({name: x for name, x, _ in plan.tensors()})
+
+    want = drawn(ALONE)
+    for got in on_ranks(2, drawn):
+        assert got.keys() == want.keys() and all(torch.equal(x, want[name]) for name, x in got.items())
+
+
+def test_slices_are_cut_where_the_most_expensive_costs_the_least() -> None:
+    ten = [1.0] * 10
+    assert [len(cut) for cut in cuts_of(DepthCosts(0, ten, 0), 2)] == [5, 5]
+    assert [len(cut) for cut in cuts_of(DepthCosts(4, ten, 2), 2)] == [4, 6]  # 4 + 4 and 6 + 2
+    assert [len(cut) for cut in cuts_of(DepthCosts(4, ten, 2), 4)] == [1, 3, 4, 2]  # 5, 3, 4, 4
+    assert [len(cut) for cut in cuts_of(DepthCosts(4, ten, 2), 4, least_first=3)] == [3, 3, 3, 1]  # 7, 3, 3, 3
+    assert len(cuts_of(DepthCosts(90, ten, 0), 3)[0]) == 1
+    assert [*chain.from_iterable(cuts_of(DepthCosts(4, ten, 2), 4))] == [*range(10)]
+
+
+def test_bubbles_in_the_docs_are_those_of_torchs_schedules() -> None:
+    """The passes of a rank, and how long the pipeline takes when a pass takes as long on each."""
+    text = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    for count in (4, 8, 16, 32):
+        row = []
+        for sizes in (PP, MeshSizes(pp=4), MeshSizes(pp=4, pp_slices_per_rank=2)):
+            waits, passes = sizes.bubble(count)
+            row.append(f"{100 * waits / passes:.0f}%")
+            if sizes.pp_slices_per_rank == 1:
+                assert length_of_1f1b(sizes.pp, count) == 2 * passes  # forward and backward passes
+        assert f"| {count} | {' | '.join(row)} |" in text
+
+
+def length_of_1f1b(ranks: int, count: int) -> int:
+    """The passes from the first to the last of 1F1B, each as soon as what it needs is there."""
+    orders = []
+    for rank in range(ranks):
+        ahead = min(count, ranks - rank - 1)
+        forward, backward = [("F", n) for n in range(count)], [("B", n) for n in range(count)]
+        pairs = [one for pair in zip(forward[ahead:], backward, strict=False) for one in pair]
+        orders.append([*forward[:ahead], *pairs, *backward[count - ahead :]])
+    done: dict[tuple[int, str, int], int] = {}
+    at = [0] * ranks
+    now = 0
+    while any(at[rank] < len(order) for rank, order in enumerate(orders)):
+        started = []
+        for rank, order in enumerate(orders):
+            if at[rank] < len(order):
+                kind, n = order[at[rank]]
+                needed = (rank - 1, kind, n) if kind == "F" else (rank + 1, kind, n)
+                if needed[0] in (-1, ranks) or done.get(needed, now + 1) <= now:
+                    started.append((rank, kind, n))
+        now += 1
+        for rank, kind, n in started:
+            done[rank, kind, n] = now
+            at[rank] += 1
+    return now

@@ -4,6 +4,7 @@
 """
 
 _PACK = "a micro-batch is a pack of tokens and not a number of samples: `eyeline data` suggests one"
+_SCHEDULES = "1F1B with 1, interleaved 1F1B with more; zero-bubble ones would run the backward passes of head, experts and norms twice"
 _ALL = "it counts the packs of a step over all devices"
 
 # the word typed, or the last two pieces of its path -> the end of the path of the setting that is meant (empty where there is none), and
@@ -145,6 +146,11 @@ ALIASES: dict[str, tuple[str, str]] = {
     "resume_from_checkpoint": ("", "the same command resumes the run that is in the folder `out`"),
     "overwrite_output_dir": ("", "nothing is ever overwritten: give another `out`, or delete the folder"),
     "data_seed": ("seed", ""),
+    "pp_schedule": ("mesh.pp_slices_per_rank", _SCHEDULES),
+    "pipeline_parallel_schedule": ("mesh.pp_slices_per_rank", _SCHEDULES),
+    "virtual_pipeline_model_parallel_size": ("mesh.pp_slices_per_rank", ""),
+    "pipeline_model_parallel_size": ("mesh.pp", ""),
+    "pipeline_parallel_degree": ("mesh.pp", ""),
 }
 
 # values of a setting that were called otherwise, or are elsewhere

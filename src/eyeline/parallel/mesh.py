@@ -121,14 +121,16 @@ def _problems_of(sizes: MeshSizes, world: int, packs_per_step: int | None) -> It
             f"batch.packs_per_step={packs_per_step} is less than the {who}, so that {packs - packs_per_step} of them would have "
             f"nothing to compute in each step. Raise it to at least {packs * sizes.pp}, or start fewer processes"
         )
-    elif packs_per_step is not None and sizes.pp > 1:
-        yield from _pp_pack_problems(sizes, packs_per_step, packs)
 
 
-def _pp_pack_problems(sizes: MeshSizes, packs_per_step: int, pipelines: int) -> Iterator[str]:
-    """Micro-batches that do not fit a schedule."""
+def schedule_problems(sizes: MeshSizes, world: int, packs_per_step: int) -> Iterator[str]:
+    """Micro-batches that do not fit the schedule of a pipeline."""
+    pipelines = world // sizes.same_packs
+    if sizes.pp == 1 or pipelines == 0 or packs_per_step < pipelines:  # the last is a problem of any mesh
+        return
     count = -(-packs_per_step // pipelines)
-    each = f"batch.packs_per_step={packs_per_step} ÷ {pipelines} pipelines = {count} micro-batches"
+    many = "1 pipeline" if pipelines == 1 else f"{pipelines} pipelines"
+    each = f"batch.packs_per_step={packs_per_step} ÷ {many} = {count} micro-batch{'' if count == 1 else 'es'}"
     if count < sizes.pp:
         yield (
             f"{each}, which is less than mesh.pp={sizes.pp}, so that some ranks would always wait. Raise packs_per_step to at least "

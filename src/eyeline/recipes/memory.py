@@ -17,12 +17,16 @@ from eyeline.train.auto_batch import Choice, Chosen, choose_batches, device_byte
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Run
 from eyeline.train.start import adapter_of
-from eyeline.train.trainable import memory_of_slices, needed_memory, new_rows_of, plan_of, shares_of
+from eyeline.train.trainable import memory_of_slices, needed_memory, new_rows_of, plan_of, rank_problems, shares_of
 
 
 def memory_lines(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
     """What the model of each stage needs on the device of each rank."""
-    if run.mesh.pp > 1 and [*problems_of_ranks(run, world_size), *model_problems(run.mesh, shape(bundle.config, trains={}))]:
+    if run.mesh.pp > 1 and [
+        *problems_of_ranks(run, world_size),
+        *rank_problems(run, world_size),
+        *model_problems(run.mesh, shape(bundle.config, trains={})),
+    ]:
         return
     for index, stage in enumerate(run.stages):
         if not stage.batch.chosen:

@@ -18,6 +18,7 @@ from eyeline.models.layers import Recompute
 from eyeline.models.lora import LoRA
 from eyeline.models.shape import SAVED, Ways, shape
 from eyeline.parallel.mesh import problems as mesh_problems
+from eyeline.parallel.mesh import schedule_problems
 from eyeline.parallel.slices import own_slices
 from eyeline.train.memory import Memory, activations_of, activations_of_slices, fewest_recomputed, memory_of
 from eyeline.train.optim import AdamW, Muon
@@ -191,8 +192,9 @@ def axis_problems(run: Run) -> Iterator[str]:
 
 
 def rank_problems(run: Run, world_size: int) -> Iterator[str]:
-    """Settings that are of one device, where several ranks train."""
+    """Settings of stages that do not fit a number of ranks, and those that are of one device."""
     for stage in run.stages if world_size > 1 else ():
+        yield from (f"stages.{stage.name}.{line}" for line in schedule_problems(run.mesh, world_size, stage.batch.packs_per_step))
         if isinstance(stage.optimizer, AdamW) and stage.optimizer.offload:
             yield (
                 f"stages.{stage.name}.optimizer.offload keeps the moments of one device on the host, and there are {world_size} ranks, "
